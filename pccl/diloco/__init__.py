@@ -1,15 +1,13 @@
-"""DiLoCo on pccl; `trainer` has the formulas. It needs torch."""
+"""DiLoCo on pccl: see docs/howto/diloco.md. It needs torch."""
 
-from pccl.diloco.exchange import WeightBy
-from pccl.diloco.group import AlonePolicy
-from pccl.diloco.model_state import BufferMode
+from pccl.diloco.averaging import Algorithm
 from pccl.diloco.muon import MuonAndAdamW, Preset, muloco, sparseloco
-from pccl.diloco.outer import Mode, Pattern, Rate
-from pccl.diloco.rounds import OuterRound, PeerShare
+from pccl.diloco.settings import AlonePolicy, BufferMode, Mode, Pattern, Rate, WeightBy, Wire
+from pccl.diloco.stats import OuterRound, PeerShare
 from pccl.diloco.trainer import DiLoCo
-from pccl.diloco.wires import Way, Wire
 
 __all__ = [
+    "Algorithm",
     "AlonePolicy",
     "BufferMode",
     "DiLoCo",
@@ -20,7 +18,6 @@ __all__ = [
     "PeerShare",
     "Preset",
     "Rate",
-    "Way",
     "WeightBy",
     "Wire",
     "muloco",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,15 +16,15 @@ from pccl import (
     PCCLError,
     ReduceInfo,
     Result,
-    SharedStateSyncInfo,
     TensorInfo,
     TooFewPeersError,
 )
 from pccl.data import Ledger
-from pccl.diloco.model_state import Buffers
+from pccl.diloco.averaging import Averager, Votes
+from pccl.diloco.model import Buffers, Replica
 from pccl.diloco.outer import OuterState
-from pccl.diloco.replica import Replica
-from pccl.diloco.wires import Averager, Votes
+from pccl.diloco.settings import WeightBy
+from pccl.diloco.stats import Meter
 
 _log = logging.getLogger("pccl.diloco")
 
@@ -59,7 +57,7 @@ class Average:
 
 
 class AsyncAverage:
-    """An averaging in the background. It takes off again whenever a peer is lost."""
+    """An averaging in the background, which is launched again whenever a peer is lost."""
 
     def __init__(self, launch: Callable[[], AsyncReduceHandle]) -> None:
         self._launch = launch
@@ -69,11 +67,11 @@ class AsyncAverage:
         self._error: PCCLError | None = None
 
     def poll(self) -> None:
-        """Takes off again if a peer was lost; waits for nobody."""
+        """Launches again if a peer was lost; waits for nobody."""
         while self._handle is not None and self._handle.done():
             self._end_attempt(self._handle)
 
-    def land(self) -> Average:
+    def wait(self) -> Average:
         """Waits for the end."""
         while self._handle is not None:
             self._end_attempt(self._handle)
@@ -81,8 +79,8 @@ class AsyncAverage:
             raise self._error
         return Average(self._info, self._retries)
 
-    def abandon(self) -> bool:
-        """Waits until it has let go of the memory, however it ends.
+    def drain(self) -> bool:
+        """Waits until it uses the memory no more, however it ends.
 
         Returns whether others may have the mean: False only if it has certainly failed for all.
         """
@@ -139,8 +137,8 @@ class ConsistencyCheck:
             self.sent = [torch.tensor(drawn)]
             self.received = [torch.zeros_like(self.sent[0])]
 
-    def judge(self, average: Average, again: Callable[[], Average]) -> Average:
-        """What the processes have in common."""
+    def verify(self, average: Average, again: Callable[[], Average]) -> Average:
+        """The mean that all processes have."""
         if self._replica.size == 1:
             return average
         retries = average.retries
@@ -155,20 +153,20 @@ class ConsistencyCheck:
             average = again()
             retries += 1 + average.retries
 
-    def launched(self, flight: AsyncAverage | None) -> AsyncAverage:
+    def all_launched(self, running: AsyncAverage | None) -> AsyncAverage:
         """It is under way for all of them, or for none.
 
         Raises:
             TooFewPeersError: this replica is alone, as one of its processes has found.
         """
-        if self._replica.all(flight is not None) and flight is not None:
-            return flight
-        if flight is not None:
-            flight.land()  # nobody else is left to take part in it
+        if self._replica.all(running is not None) and running is not None:
+            return running
+        if running is not None:
+            running.wait()  # nobody else is left to take part in it
         raise TooFewPeersError(Result.TOO_FEW_PEERS, "launch", "this replica is alone")
 
 
-class Accounts:
+class LedgerHooks:
     """Votes, settles and claims for a ledger.
 
     Args:
@@ -256,46 +254,7 @@ class Accounts:
             self._ledger.restore(state["ledger"].numpy())
 
 
-class Meter:
-    """Counts the bytes of all rounds, and the seconds of the present one by what they went into.
-
-    Attributes:
-        tx_bytes: payload bytes that this peer has sent.
-        rx_bytes: payload bytes that it has received.
-        seconds: of the present round, by "reduce", "admit" and "sync".
-        last_reduce: info of the last all-reduce that has committed; None before the first.
-    """
-
-    def __init__(self) -> None:
-        self.last_reduce: ReduceInfo | None = None
-        self.tx_bytes = 0
-        self.rx_bytes = 0
-        self.seconds: dict[str, float] = {}
-        self.begin_round()
-
-    def begin_round(self) -> None:
-        """Counts the seconds from 0 again."""
-        self.seconds = {"reduce": 0.0, "admit": 0.0, "sync": 0.0}
-
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Adds the time in the block."""
-        began_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[what] += time.monotonic() - began_s
-
-    def count(self, info: ReduceInfo | SharedStateSyncInfo) -> None:
-        """Adds the bytes of a call."""
-        self.tx_bytes += info.tx_bytes
-        self.rx_bytes += info.rx_bytes
-
-
-WeightBy = Literal["peers", "samples"]
-
-
-class Share:
+class Weight:
     """Counts the samples that are in a pseudo-gradient: those of all processes of its replica.
 
     Attributes:
@@ -338,7 +297,7 @@ class Share:
         self._trained = 0
 
     @property
-    def weight(self) -> int | None:
+    def value(self) -> int | None:
         """Of the pseudo-gradient; None: that of all peers is the same."""
         if self.late:
             return 0
@@ -354,12 +313,12 @@ class Exchange:
     """What goes from the model to the peers and back, in each outer round.
 
     d, with buffers="mean" the changes of the buffers, and with a ledger the votes are averaged by
-    one collective of the carrier, so that either everything is averaged or nothing. They do not
+    one collective of the averager, so that either everything is averaged or nothing. They do not
     change before its outcome is known, so that it can be repeated with the survivors.
 
     Attributes:
-        carrier: what averages.
-        share: what this peer's progress weighs.
+        averager: what averages.
+        weight: what this peer's progress weighs.
         measured: whether d was measured since the model was given theta.
         sent: whether a collective has begun with it since then.
     """
@@ -369,24 +328,24 @@ class Exchange:
         comm: Communicator,
         state: OuterState,
         buffers: Buffers,
-        carrier: Averager,
-        share: Share,
+        averager: Averager,
+        weight: Weight,
         meter: Meter,
-        accounts: Accounts,
+        ledger: LedgerHooks,
         replica: Replica,
     ) -> None:
         self._comm = comm
         self._replica = replica
-        self._witness = ConsistencyCheck(replica)
-        self.carrier = carrier
-        self.share = share
+        self._check = ConsistencyCheck(replica)
+        self.averager = averager
+        self.weight = weight
         self._state = state
         self._buffers = buffers
         self._meter = meter
-        self._accounts = accounts
+        self._ledger = ledger
         self._moves: list[torch.Tensor] = []  # of the buffers
         self.measured = self.sent = False
-        self._loaded = False  # what the carrier has, and no mean was applied that has it
+        self._loaded = False  # what the averager has, and no mean was applied that has it
 
     # ---- the model ----
 
@@ -394,7 +353,7 @@ class Exchange:
         """Takes this peer's progress from the model."""
         self._state.measure()
         self._moves = self._buffers.measure()
-        self.share.measure()
+        self.weight.measure()
         self.measured, self.sent = True, False
 
     def rescue(self) -> bool:
@@ -403,30 +362,30 @@ class Exchange:
         If a collective has begun with it, nobody can tell any more, and it counts as applied; but
         who was late has given nothing.
         """
-        if self.sent and not self.share.late:
-            self.forgo()
+        if self.sent and not self.weight.late:
+            self.discard()
             return False
         if not self.measured:
             self.measure()
         return True
 
-    def forgo(self) -> None:
+    def discard(self) -> None:
         """Others may have applied the mean that was last loaded: none of it is sent again."""
         if self._loaded:
             self._loaded = False
-            self.share.applied()
-            self.carrier.commit(0, own=self.share.weight != 0)
+            self.weight.applied()
+            self.averager.commit(0, own=self.weight.value != 0)
 
     def reclaim(self, keep: float = 1.0) -> None:
         """Gives it back to the model, or `keep` of it, because no mean will hold it."""
         self._state.reclaim(keep)
         self._buffers.reclaim(self._moves)
-        self._accounts.settle(applied=False)
+        self._ledger.settle(applied=False)
 
     def step(self, contributors: int) -> None:
         """Takes the outer step, by the mean of so many."""
         self._state.step(contributors)
-        self._accounts.settle(applied=True)
+        self._ledger.settle(applied=True)
         self._buffers.advance()
         if self._buffers.mode == "first":
             self._buffers.gather()
@@ -447,7 +406,7 @@ class Exchange:
         """Averages the progress, and waits for the end."""
         self._load()
         with self._meter.timed("reduce"):
-            average = self._witness.judge(self._attempt(), self._attempt)
+            average = self._check.verify(self._attempt(), self._attempt)
         self._meter.last_reduce = average.info or self._meter.last_reduce
         return self._counted(average)
 
@@ -459,56 +418,56 @@ class Exchange:
         """
         self._load()
         try:
-            flight: AsyncAverage | None = self._take_off()
+            running: AsyncAverage | None = AsyncAverage(self._start)
         except TooFewPeersError:
-            flight = None
-        return self._witness.launched(flight)
+            running = None
+        return self._check.all_launched(running)
 
     def _load(self) -> None:
         self.sent = self._loaded = True
-        votes = self._accounts.vote(self.share.late)
+        votes = self._ledger.vote(self.weight.late)
         progress = [self._state.delta, *self._moves]
         beside = Votes(
-            [*votes, *self._witness.sent],
-            [*self._accounts.votes, *self._witness.received],
-            self.share.late,
+            [*votes, *self._check.sent],
+            [*self._ledger.votes, *self._check.received],
+            self.weight.late,
         )
-        self.carrier.load(progress, self.share.weight, beside)
+        self.averager.load(progress, self.weight.value, beside)
 
     def _attempt(self) -> Average:
-        return self._until_committed(lambda: self.carrier.run(self._comm, self._averaged))
+        return self._until_committed(lambda: self.averager.run(self._comm, self._averaged))
 
-    def _take_off(self) -> AsyncAverage:
-        return AsyncAverage(lambda: self.carrier.launch(self._comm, self._averaged, TAG))
+    def _start(self) -> AsyncReduceHandle:
+        return self.averager.launch(self._comm, self._averaged, TAG)
 
-    def land(self, flight: AsyncAverage) -> Average:
+    def wait(self, running: AsyncAverage) -> Average:
         """Waits for the end of what was launched."""
         with self._meter.timed("reduce"):
-            average = self._witness.judge(self._unload(flight), self._attempt)
+            average = self._check.verify(self._store(running), self._attempt)
         self._meter.last_reduce = average.info or self._meter.last_reduce
         return self._counted(average)
 
-    def _unload(self, flight: AsyncAverage) -> Average:
-        average = flight.land()
+    def _store(self, running: AsyncAverage) -> Average:
+        average = running.wait()
         if average.info is not None:
-            self.carrier.unload(self._averaged)
+            self.averager.store(self._averaged)
             self._meter.count(average.info)
         return average
 
     def _counted(self, average: Average) -> Average:
         if average.info is None:
             return replace(average, weighty=None, late=0)
-        total = self.carrier.total
+        total = self.averager.total
         return replace(average, weighty=total.contributors, late=total.late)
 
     def accept(self, average: Average) -> None:
         """The mean is going to be applied: that of a peer that was alone is its own progress."""
         self._loaded = False
-        self.share.applied()
+        self.weight.applied()
         if average.info is not None:
-            self.carrier.commit(average.peers, own=self.share.weight != 0)
+            self.averager.commit(average.peers, own=self.weight.value != 0)
             return
-        self._accounts.count_alone()
+        self._ledger.count_alone()
         for mean, own in zip(self._averaged, [self._state.delta, *self._moves], strict=True):
             mean.copy_(own)
 
@@ -520,7 +479,7 @@ class Exchange:
     @property
     def means(self) -> list[torch.Tensor]:
         """What an average is written to, and the votes with it."""
-        return [self._state.mean, *self._accounts.votes, *self._buffers.means]
+        return [self._state.mean, *self._ledger.votes, *self._buffers.means]
 
     @property
     def _averaged(self) -> list[torch.Tensor]:

@@ -1,110 +1,86 @@
-"""When a round averages, and when what it has averaged is applied: one class for each mode."""
+"""When a round averages, and when what it has averaged is applied: one class for each mode.
+
+docs/howto/diloco.md has their equations, and says what happens when a peer is lost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pccl import PCCLError, Result, SharedState, TensorInfo
 from pccl.diloco.exchange import AsyncAverage, Average, Exchange
-from pccl.diloco.group import Group
+from pccl.diloco.membership import Group
 from pccl.diloco.outer import View
 from pccl.diloco.pace import Pace
+from pccl.diloco.stats import Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a round reports: the contributors of the mean that it has applied, retries, admission.
-
-    Attributes:
-        contributors: peers in the mean that was applied; 0 if there was none.
-        retries: failed attempts to average it.
-        admitted: whether newcomers were admitted.
-        fragment: which part of the model the mean is of.
-        rejoined: whether the run has gone on without this peer, which has joined it once more.
-    """
-
-    contributors: int
-    retries: int
-    admitted: bool
-    fragment: int = 0
-    rejoined: bool = False
-
-
-class Schedule(Protocol):
+class Schedule:
     """What a trainer asks of a mode."""
 
     def begin(self) -> int:
         """The shared state has been received. Returns at which inner step this peer goes on."""
+        return 0
 
     def due(self, inner_step: int) -> bool:
         """Whether `round` is to be called after this inner step, the first of which is 1."""
+        raise NotImplementedError
 
     def poll(self) -> None:
         """Cares for what runs in the background; called after each other inner step."""
 
     def round(self, group: Group, inner_step: int) -> Outcome | None:
         """An outer round, or a part of it: None before the last one."""
+        raise NotImplementedError
 
     def rescue(self) -> bool:
         """The run has gone on without this peer, and nothing is under way any more.
 
         Whether the exchange has the progress since the last round, for the next one.
         """
+        return False
 
     def finish(self, group: Group) -> None:
         """Applies what is still under way, at the end of the training."""
 
     def entries(self) -> list[TensorInfo]:
         """What a newcomer must receive to be in phase, beside theta, v and k."""
+        return []
 
     def state_dict(self, group: Group) -> dict[str, Any]:
         """The same, for a checkpoint."""
+        return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over such a state."""
 
 
-class Synchronous:
-    """Averages the progress of a round and applies the mean at its end. A newcomer needs no more
-    than theta, v and k.
-
-    The progress of a peer that comes late to a deadline round weighs nothing; the peer keeps it,
-    beside theta, for the next round. If so many are late that too few would be in the mean, it is
-    made once more of all, as far as they have come.
-    """
+class Synchronous(Schedule):
+    """Averages the progress of a round and applies the mean at its end."""
 
     def __init__(self, exchange: Exchange, pace: Pace, late_decay: float) -> None:
         self._exchange = exchange
         self._pace = pace
         self._late_decay = late_decay
 
-    def begin(self) -> int:
-        """It goes on with the first one."""
-        return 0
-
     def due(self, inner_step: int) -> bool:
-        """As its pace has it."""
         return self._pace.due(inner_step)
 
-    def poll(self) -> None:
-        """Nothing runs in the background."""
-
     def round(self, group: Group, inner_step: int) -> Outcome:
-        """Averages, and takes the outer step."""
         exchange = self._exchange
-        exchange.share.late = self._pace.late
+        exchange.weight.late = self._pace.late
         exchange.measure()
         group.arrive(self._pace)
         retries = 0
         while True:
             average = exchange.run()
             retries += average.retries
-            if group.lacks_the_late(average):  # all have found the same
-                self._pace.late = exchange.share.late = False
+            if group.lacks_the_late(average):  # all have found the same: once more, of all
+                self._pace.late = exchange.weight.late = False
                 average = exchange.run()
                 retries += average.retries
             stepped = group.suffices(average, exchange.outer_step)
@@ -112,7 +88,7 @@ class Synchronous:
                 break
             group.wait_for_others(exchange.outer_step, average.peers)
         if average.info is None:
-            self._pace.late = exchange.share.late = False  # for nobody
+            self._pace.late = exchange.weight.late = False  # for nobody
         if stepped:
             exchange.accept(average)
             exchange.step(average.contributors)
@@ -123,67 +99,40 @@ class Synchronous:
             group.agree(admitted)
         if stepped:
             exchange.adopt()
-            if exchange.share.late:
+            if exchange.weight.late:
                 exchange.reclaim(self._late_decay)
         return Outcome(average.contributors, retries, admitted)
 
     def rescue(self) -> bool:
-        """That of the round which has failed, unless others may have had it."""
         return self._exchange.rescue()
 
-    def finish(self, group: Group) -> None:
-        """Nothing is under way."""
-
     def entries(self) -> list[TensorInfo]:
-        """How long rounds have taken."""
         return self._pace.entries()
-
-    def state_dict(self, group: Group) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Landed:
-    """A mean that waits to be applied, or why there is none."""
+class _Mean:
+    """What an averaging has brought, whether it is applied, and whether the group waits."""
 
-    contributors: int
-    retries: int
+    average: Average
     suffices: bool
-    waits: bool = False  # the group, for others
-    peers: int = 0
+    waits: bool = False
+
+    @property
+    def contributors(self) -> int:
+        return self.average.contributors
 
 
-class Delayed:
+class Delayed(Schedule):
     """Averages the progress of a round while the next one trains, and applies the mean after that.
 
-    This is mode "delayed", and with the view `Eager` mode "eager".
+    With the view `Eager` this is mode "eager".
 
-        d(k) = theta(k) - w                       measured before theta moves
-        D(k-1)                                    awaited: it was launched a round ago
-        v(k+1), theta(k+1) = OuterOptimizer(v(k), theta(k), D(k-1))
-        w <- theta(k+1);  launch the mean of d(k), which is D(k)
-
-    The first round has no D and moves nothing. (The one-step-delayed form of DiLoCo, as PCCL's
-    example of asynchronous DiLoCo has it.)
-
-    A newcomer has no d(k), so it cannot be a contributor of D(k), and would be out of phase without
-    it. Therefore a round in which peers are pending does not launch: its members average d(k) at
-    once, then admit, and the newcomer receives D(k) with theta(k+1), v(k+1) and k + 1. All of them
-    train the next round from theta(k+1) and have D(k) at its end; from there on the newcomer
-    contributes in full.
-
-    When a peer is lost, the survivors launch once more at their next inner steps. If no mean comes
-    of it, because too few are left, d goes back into w: no progress is lost, and it is in the next
-    pseudo-gradient. All peers have one sequence of calls in every round, and what decides about it
-    is the outcome of one of them: are peers pending? did a mean commit, of how many?
-
-    The d of a peer that comes late to a deadline round weighs nothing; the peer keeps it, beside
-    theta, for the next round. A mean of too few, because others were late, is not applied: all keep
-    their d.
+    A newcomer has no part in the mean under way, and would be out of phase without it. So a round
+    in which peers are pending does not launch: its members average at once, then admit, and the
+    newcomer receives that mean. All peers have one sequence of calls in every round, and what
+    decides about it is the outcome of one of them: are peers pending? did a mean commit, of how
+    many?
     """
 
     def __init__(self, exchange: Exchange, pace: Pace, view: View, late_decay: float) -> None:
@@ -191,92 +140,88 @@ class Delayed:
         self._pace = pace
         self._view = view
         self._late_decay = late_decay
-        self._flight: AsyncAverage | None = None
-        self._landed: _Landed | None = None
+        self._running: AsyncAverage | None = None
+        self._mean: _Mean | None = None
         self._alone = False  # when there was something to launch
         # Contributors of the mean that newcomers receive; 0: there is none.
         self._contributors = torch.zeros(1, dtype=torch.int64)
 
     def begin(self) -> int:
-        """This peer trains from theta."""
         self._view.reset()
         return 0
 
     def due(self, inner_step: int) -> bool:
-        """As its pace has it."""
         return self._pace.due(inner_step)
 
     def poll(self) -> None:
-        """Launches once more if a peer was lost."""
-        if self._flight is not None:
-            self._flight.poll()
+        if self._running is not None:
+            self._running.poll()
 
     def round(self, group: Group, inner_step: int) -> Outcome:
         """Applies the mean of the round before, and launches that of this one."""
         group.arrive(self._pace)
-        landed = self._take(group)
-        if landed is not None and not landed.suffices:
+        mean = self._take(group)
+        if mean is not None and not mean.suffices:
             self._give_back()
-        late = self._exchange.share.late = self._pace.late
+        late = self._exchange.weight.late = self._pace.late
         self._exchange.measure()
-        stepped = landed is not None and landed.suffices
-        contributors = landed.contributors if landed is not None and stepped else 0
+        stepped = mean is not None and mean.suffices
+        contributors = mean.contributors if mean is not None and stepped else 0
         if stepped:
             self._exchange.step(contributors)
         self._view.look_ahead(stepped, contributors or group.size, late)
-        if (self._alone and group.waits(1)) or (landed is not None and landed.waits):
+        if (self._alone and group.waits(1)) or (mean is not None and mean.waits):
             self._announce(None)
-            here = landed.peers if landed is not None else 1
+            here = mean.average.peers if mean is not None else 1
             group.wait_for_others(self._exchange.outer_step, here)
         self._alone = False
         admitted = self._depart(group, stepped)
         return Outcome(
             contributors=contributors,
-            retries=landed.retries if landed is not None else 0,
+            retries=mean.average.retries if mean is not None else 0,
             admitted=admitted,
         )
 
     def rescue(self) -> bool:
-        """That since the last launch, and what was launched if it has failed for all."""
-        flight, self._flight = self._flight, None
-        if flight is not None and flight.abandon():
-            self._exchange.forgo()
-        elif flight is not None:
+        running, self._running = self._running, None
+        if running is not None and running.drain():
+            self._exchange.discard()
+        elif running is not None:
             self._give_back()
-        self._landed = None
+        self._mean = None
         return self._exchange.rescue()
 
     def finish(self, group: Group) -> None:
         """Applies the mean of the last round; or keeps this peer's progress, if there is none."""
-        landed = self._take(group)
-        if landed is not None and landed.suffices:
-            self._exchange.step(landed.contributors)
+        mean = self._take(group)
+        if mean is not None and mean.suffices:
+            self._exchange.step(mean.contributors)
             self._view.reset()
             self._exchange.adopt()
-        elif landed is not None:
+        elif mean is not None:
             self._give_back()
 
-    def _take(self, group: Group) -> _Landed | None:
+    def _take(self, group: Group) -> _Mean | None:
         """What there is to apply; None if nothing was launched in the round before."""
-        self._land(group)
-        landed, self._landed = self._landed, None
-        if landed is None and self._contributors[0]:  # this is a newcomer's first round
-            landed = _Landed(int(self._contributors[0]), 0, suffices=True)
+        self._wait(group)
+        mean, self._mean = self._mean, None
+        if mean is None and self._contributors[0]:  # this is a newcomer's first round
+            received = Average(None, 0, weighty=int(self._contributors[0]))
+            mean = _Mean(received, suffices=True)
         self._contributors[0] = 0
-        return landed
+        return mean
 
-    def _land(self, group: Group) -> None:
-        if self._flight is not None:
-            flight, self._flight = self._flight, None
-            self._landed = self._judge(group, self._exchange.land(flight))
+    def _wait(self, group: Group) -> None:
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._mean = self._assess(group, self._exchange.wait(running))
 
-    def _judge(self, group: Group, average: Average) -> _Landed:
-        of_nobody = average.info is None and self._exchange.share.late
+    def _assess(self, group: Group, average: Average) -> _Mean:
+        of_nobody = average.info is None and self._exchange.weight.late
         suffices = group.suffices(average, self._exchange.outer_step) and not of_nobody
         if suffices:
             self._exchange.accept(average)
-        waits = group.waits(average.peers)
-        return _Landed(average.contributors, average.retries, suffices, waits, average.peers)
+        return _Mean(average, suffices, group.waits(average.peers))
 
     def _depart(self, group: Group, stepped: bool) -> bool:
         """Launches the mean of this round, or admits newcomers; whether any were admitted."""
@@ -285,12 +230,12 @@ class Delayed:
                 group.agree(admitted=False)
             self._launch(group)
             return False
-        landed = self._judge(group, self._exchange.run())
-        self._landed = landed if landed.suffices else None
+        mean = self._assess(group, self._exchange.run())
+        self._mean = mean if mean.suffices else None
         group.admit()
-        self._announce(self._landed)
+        self._announce(self._mean)
         group.agree(admitted=True)
-        if self._landed is not None:
+        if self._mean is not None:
             self._adopt()
         else:
             self._keep_progress()
@@ -299,15 +244,15 @@ class Delayed:
     def _launch(self, group: Group) -> None:
         """Launches, unless this peer is alone."""
         try:
-            self._flight = self._exchange.launch()
+            self._running = self._exchange.launch()
         except PCCLError as error:
             if error.result is not Result.TOO_FEW_PEERS:
                 raise
-            self._pace.late = self._exchange.share.late = False  # for nobody
-            self._landed = self._judge(group, Average(None, 0))
-            if not self._landed.suffices:
+            self._pace.late = self._exchange.weight.late = False  # for nobody
+            self._mean = self._assess(group, Average(None, 0))
+            if not self._mean.suffices:
                 self._alone = True
-                self._landed = None
+                self._mean = None
                 self._keep_progress()
                 return
         self._adopt()
@@ -315,12 +260,12 @@ class Delayed:
     def _adopt(self) -> None:
         """The model begins from theta, and who is late has its progress beside it."""
         self._exchange.adopt()
-        if self._exchange.share.late:
+        if self._exchange.weight.late:
             self._exchange.reclaim(self._late_decay)
 
     def _give_back(self) -> None:
         """The model gets the progress that was under way, beside that which it has made since."""
-        if not self._exchange.share.late:  # it has it
+        if not self._exchange.weight.late:  # it has it
             self._exchange.reclaim()
         self._view.rebase()
 
@@ -330,38 +275,38 @@ class Delayed:
         self._exchange.adopt()
         self._exchange.reclaim()
 
-    def _announce(self, landed: _Landed | None) -> None:
+    def _announce(self, mean: _Mean | None) -> None:
         """Writes what newcomers receive."""
-        self._contributors[0] = landed.contributors if landed is not None else 0
-        if landed is None:
-            for mean in self._exchange.means:
-                mean.zero_()
+        self._contributors[0] = mean.contributors if mean is not None else 0
+        if mean is None:
+            for tensor in self._exchange.means:
+                tensor.zero_()
 
     def entries(self) -> list[TensorInfo]:
-        """The mean at hand, and of how many it is."""
-        means = enumerate(self._exchange.means)
         return [
             *self._pace.entries(),
             TensorInfo.from_torch(self._contributors, "diloco.delayed.contributors"),
-            *(TensorInfo.from_torch(mean, f"diloco.delayed.mean.{i}") for i, mean in means),
+            *(
+                TensorInfo.from_torch(tensor, f"diloco.delayed.mean.{i}")
+                for i, tensor in enumerate(self._exchange.means)
+            ),
         ]
 
     def state_dict(self, group: Group) -> dict[str, Any]:
-        """The same; waits for the mean that is being averaged."""
-        self._land(group)
-        landed = self._landed
+        """Waits for the mean that is being averaged."""
+        self._wait(group)
+        mean = self._mean
         contributors = int(self._contributors[0])
-        if landed is not None:
-            contributors = landed.contributors if landed.suffices else 0
+        if mean is not None:
+            contributors = mean.contributors if mean.suffices else 0
         means = self._exchange.means if contributors else []
-        return {"contributors": contributors, "means": [mean.clone() for mean in means]}
+        return {"contributors": contributors, "means": [tensor.clone() for tensor in means]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over such a state; without one, there is no mean at hand."""
         self._contributors[0] = state.get("contributors", 0)
         # That run may have shared its buffers in another way, and so have had more or fewer means.
-        for mean, saved in zip(self._exchange.means, state.get("means", []), strict=False):
-            mean.copy_(saved)
+        for tensor, saved in zip(self._exchange.means, state.get("means", []), strict=False):
+            tensor.copy_(saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,25 +322,12 @@ class Fragment:
     shared: SharedState
 
 
-class Streaming:
+class Streaming(Schedule):
     """Averages each fragment once in H inner steps, and applies its mean tau inner steps later.
 
-    Fragment p of P, at inner step o_p = floor((p + 1) H / P) of each H, and tau steps after it:
-
-        d_p = theta_p - w_p                            launched at o_p
-        v_p, theta_p = OuterOptimizer(v_p, theta_p, D_p)     at o_p + tau
-        w_p <- alpha w_p + (1 - alpha) theta_p
-
-    (Streaming DiLoCo, arXiv 2501.18512.) One mean at most is under way, because tau < floor(H / P).
-
-    A newcomer must have no part in a mean under way, and must know where in the H inner steps the
-    others are. So it is admitted only where a fragment is about to be launched: that one is not
-    launched, but averaged and applied at once by those who have trained it. Then the newcomer
-    receives theta, v and k of all fragments, and the position. It is in phase: nothing is under
+    One mean at most is under way, because tau < floor(H / P). A newcomer is admitted where a
+    fragment is about to be launched, which then is averaged and applied at once: nothing is under
     way, and all come to the next fragment together.
-
-    w does not change when a fragment is launched. So if no mean comes of it, nothing is lost: the
-    progress is in the next pseudo-gradient of that fragment.
     """
 
     def __init__(
@@ -410,30 +342,27 @@ class Streaming:
         self._position = torch.zeros(1, dtype=torch.int64)
         self._inner_steps = inner_steps
         self._current = fragments[-1]  # of the last launch
-        self._flight: AsyncAverage | None = None
-        self._landed: Average | None = None
+        self._running: AsyncAverage | None = None
+        self._average: Average | None = None
         self._stepped = True  # in the last round
 
     def begin(self) -> int:
-        """This peer trains on from where the others are."""
         return int(self._position)
 
     def due(self, inner_step: int) -> bool:
-        """Whether a fragment is to be launched, or its mean to be applied."""
-        under_way = self._flight is not None or self._landed is not None
+        under_way = self._running is not None or self._average is not None
         return inner_step in (self._arrivals if under_way else self._launches)
 
     def poll(self) -> None:
-        """Launches once more if a peer was lost."""
-        if self._flight is not None:
-            self._flight.poll()
+        if self._running is not None:
+            self._running.poll()
 
     def round(self, group: Group, inner_step: int) -> Outcome | None:
         """Launches a fragment, or applies its mean; None as long as that is under way."""
         self._position[0] = inner_step % self._inner_steps
-        average = self._land()
+        average = self._wait()
         if average is not None:
-            self._landed = None
+            self._average = None
             return self._settle(group, average, pending=False)
         self._current = self._fragments[self._launches[inner_step]]
         pending = group.are_pending()
@@ -446,18 +375,18 @@ class Streaming:
 
     def _launch(self) -> None:
         try:
-            self._flight = self._current.exchange.launch()
+            self._running = self._current.exchange.launch()
         except PCCLError as error:
             if error.result is not Result.TOO_FEW_PEERS:
                 raise
-            self._landed = Average(None, 0)
+            self._average = Average(None, 0)
 
-    def _land(self) -> Average | None:
+    def _wait(self) -> Average | None:
         """What there is to apply; None if nothing was launched."""
-        if self._flight is not None:
-            flight, self._flight = self._flight, None
-            self._landed = self._current.exchange.land(flight)
-        return self._landed
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._average = self._current.exchange.wait(running)
+        return self._average
 
     def _settle(self, group: Group, average: Average, pending: bool) -> Outcome:
         """Takes the outer step, and admits newcomers."""
@@ -484,26 +413,20 @@ class Streaming:
         exchange.step(average.contributors)
         return True
 
-    def rescue(self) -> bool:
-        """No: a round of streaming has no deadline, so nobody comes back to it."""
-        return False
-
     def finish(self, group: Group) -> None:
         """Applies what is under way. The model is theta then, unless this peer had no mean."""
-        average = self._land()
+        average = self._wait()
         if average is not None:
-            self._landed = None
+            self._average = None
             self._stepped = self._apply(group, average)
         if self._stepped:
             for fragment in self._fragments:
                 fragment.exchange.adopt()
 
     def entries(self) -> list[TensorInfo]:
-        """Where in the H inner steps the peers are."""
         return [TensorInfo.from_torch(self._position, "diloco.streaming.position")]
 
     def state_dict(self, group: Group) -> dict[str, Any]:
-        """The same. What is under way is not in it, like other progress since the last step."""
         return {"position": int(self._position), "inner_steps": self._inner_steps}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from pccl.diloco.wires import Wire
+from pccl.diloco.settings import Wire
 
 
 class Preset(TypedDict):
@@ -150,6 +150,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for name, each in self._each.items():
             each.load_state_dict(state_dict[name])
         self.param_groups = self._groups()
+
+
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is this module's, or torch's own."""
+    own = getattr(torch.optim, "Muon", MuonAndAdamW)
+    return isinstance(optimizer, (MuonAndAdamW, own))
 
 
 def _hidden(

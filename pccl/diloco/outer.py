@@ -5,110 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import Any, Literal, Protocol, get_args
+from itertools import chain
+from typing import Any
 
 import torch
 
 from pccl import TensorInfo, kernels
-from pccl.diloco.replica import Layout, Named, Replica, Saved, local
-
-Mode = Literal["sync", "delayed", "eager", "streaming"]
-Rate = float | Sequence[tuple[int, float]]
-"""A number; or points (k, value) between which it is linear in k, and beyond which constant."""
-
-# The best outer learning rates for a momentum of 0.9 at H = 30, by the number of peers
-# (arXiv 2503.09799, figure 7: M = 1, 2, 4, 8). They hardly depend on the model's size.
-_LR_OF_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
-_MOMENTUM = 0.9
-_MOMENTUM_OF_FEW_STEPS, _FEW_STEPS = 0.5, 20
-_MOMENTUM_WITH_MUON = 0.6  # arXiv 2505.23725, at one peer
-# A mean that is a round old and a momentum together go too far (docs/internals/experiment.md).
-_LR_OF_LATE_MEANS: Mapping[Mode, float] = {"delayed": 0.7, "eager": 1.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """eta and mu, equal on all peers, for they depend on nothing but what peers agree on.
-
-    Attributes:
-        lr: eta by the outer step; None: by the number of contributors to a mean.
-        momentum: mu, by the outer step.
-    """
-
-    lr: Rate | None
-    momentum: Rate
-
-    def at(self, outer_step: int, peers: int) -> tuple[float, float]:
-        """eta and mu of the step after so many, by a mean of so many peers."""
-        lr = _at(_LR_OF_PEERS, peers) if self.lr is None else _at(self.lr, outer_step)
-        return lr, _at(self.momentum, outer_step)
-
-
-def rates(
-    lr: Rate | None,
-    momentum: Rate | None,
-    *,
-    mode: Mode,
-    inner_steps: int | None,
-    sparse: bool,
-    muon: bool,
-) -> Rates:
-    """What is given, or the defaults.
-
-    With sparse payloads these are eta 1 without momentum, which their error feedback replaces
-    (arXiv 2508.15706). Where a mean is applied a round late there is no momentum either, and eta is
-    0.7 (delayed) or 1 (eager); with a momentum that is given, and in the other modes, it goes by
-    the number of peers. The momentum is 0.9 there, or less with few inner steps or with Muon.
-
-    Raises:
-        ValueError: a number is out of range, or points are not in ascending order of k.
-    """
-    if momentum is None:
-        few = inner_steps is not None and inner_steps < _FEW_STEPS
-        usual = _MOMENTUM_OF_FEW_STEPS if few else _MOMENTUM_WITH_MUON if muon else _MOMENTUM
-        momentum = 0.0 if sparse or mode in _LR_OF_LATE_MEANS else usual
-    if lr is None and sparse:
-        lr = 1.0
-    elif lr is None and momentum == 0:
-        lr = _LR_OF_LATE_MEANS.get(mode)
-    checked = _checked("outer_momentum", momentum)
-    if any(not 0 <= value < 1 for value in _values(checked)):
-        raise ValueError(f"outer_momentum={momentum} must be in [0, 1)")
-    if lr is not None:
-        lr = _checked("outer_lr", lr)
-        if any(value <= 0 for value in _values(lr)):
-            raise ValueError(f"outer_lr={lr} must be positive")
-    return Rates(lr, checked)
-
-
-def _values(rate: Rate) -> list[float]:
-    return [value for _, value in rate] if isinstance(rate, Sequence) else [rate]
-
-
-def _checked(name: str, rate: Rate) -> Rate:
-    if not isinstance(rate, Sequence):
-        return float(rate)
-    points = tuple((int(k), float(value)) for k, value in rate)
-    steps = [k for k, _ in points]
-    if not steps or steps[0] < 0 or any(a >= b for a, b in pairwise(steps)):
-        raise ValueError(f"{name}={rate} must be points (k, value) in ascending order of k")
-    return points
-
-
-def _at(rate: Rate, place: int) -> float:
-    """By operations that round alike on every machine."""
-    if not isinstance(rate, Sequence):
-        return rate
-    (begin, value), *rest = rate
-    for end, next_value in rest:
-        if place < end:
-            part = max(0, place - begin) / (end - begin)
-            return value + (next_value - value) * part
-        begin, value = end, next_value
-    return value
-
+from pccl.diloco.model import Layout, Named, Replica, Saved, local
+from pccl.diloco.settings import Pattern, Rates
 
 _log = logging.getLogger("pccl.diloco")
 
@@ -119,7 +23,7 @@ class OuterOptimizer:
     def __init__(self, rates: Rates, nesterov: bool) -> None:
         self._rates = rates
         self._nesterov = nesterov
-        self._said: tuple[float, float] | None = None
+        self._logged: tuple[float, float] | None = None
 
     def step(
         self,
@@ -139,11 +43,11 @@ class OuterOptimizer:
             theta, velocity, gradient, lr=lr, momentum=momentum, nesterov=self._nesterov
         )
 
-    def tell(self, outer_step: int, peers: int) -> None:
+    def log(self, outer_step: int, peers: int) -> None:
         """Logs what such a step has, if that has changed."""
         lr, momentum = rates = self._rates.at(outer_step, peers)
-        if rates != self._said:
-            self._said = rates
+        if rates != self._logged:
+            self._logged = rates
             _log.info(
                 "from outer step %d on, for a mean of %d peers: eta %.4g, mu %.4g, "
                 "effective gain eta / (1 - mu) = %.4g",
@@ -209,7 +113,7 @@ class OuterState:
     def step(self, peers: int) -> None:
         """One step of the outer optimizer, by D, which is a mean of so many peers."""
         outer_step = int(self.steps)
-        self.optimizer.tell(outer_step, peers)
+        self.optimizer.log(outer_step, peers)
         self.optimizer.step(
             self.theta, self.velocity, self.mean, outer_step=outer_step, peers=peers
         )
@@ -248,14 +152,14 @@ class OuterState:
         return (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
 
 
-class View(Protocol):
-    """The parameters from which a peer trains: `OuterState.base`."""
+class View:
+    """From what a peer trains, which is `OuterState.base`: theta, unless a mode guesses ahead."""
 
     def reset(self) -> None:
-        """They are theta."""
+        """The base is theta."""
 
     def rebase(self) -> None:
-        """The same, and the model keeps its progress since then."""
+        """The base is theta, and the model keeps its progress since then."""
 
     def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
         """The progress of a round was measured; `applied`: theta has taken a step by the mean.
@@ -264,33 +168,11 @@ class View(Protocol):
         """
 
 
-class Shared:
-    """All peers train from theta."""
+class Eager(View):
+    """The base is theta_m: see docs/howto/diloco.md, "Eager".
 
-    def reset(self) -> None:
-        """They are theta in any case."""
-
-    def rebase(self) -> None:
-        """They are theta in any case."""
-
-    def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
-        """Nothing is guessed."""
-
-
-class Eager:
-    """A peer replaces its own part of the mean before by that of the mean under way.
-
-        g(k) = d(k) / M + (D(k-1) - s(k-1));   s(k) = d(k) / M
-        v_m(k+1), theta_m(k+1) = OuterOptimizer(v_m(k), theta_m(k), g(k))
-        w <- theta_m(k+1)
-
-    (Eager updates, arXiv 2502.12996.) s(k-1) is what this peer has applied of its own a round ago;
-    it is taken back when the mean that holds it comes, so what M was does not matter in the long
-    run: M is the number of contributors of D(k-1), or of the group, if there is none.
-
-    theta_m and v_m differ on each peer, and serve nobody else: theta and v are driven by means
-    only. A peer that joins, or resumes, begins with theta_m = theta, v_m = v and s = 0, and so
-    does one that had no mean.
+    `_share` is s(k-1) = d(k-1) / M, what this peer has applied of its own a round ago. It is taken
+    back when the mean that holds it comes, so what M was does not matter in the long run.
     """
 
     def __init__(self, state: OuterState) -> None:
@@ -300,19 +182,16 @@ class Eager:
         state.base = state.theta.clone()
 
     def reset(self) -> None:
-        """theta_m = theta, v_m = v, s = 0."""
         self._state.base.copy_(self._state.theta)
         self._velocity.copy_(self._state.velocity)
         self._share.zero_()
 
     def rebase(self) -> None:
-        """The same, and the model keeps its progress since theta_m."""
         self._state.move(self._state.theta - self._state.base)
         self.reset()
 
     @torch.no_grad()
     def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
-        """A step of the outer optimizer by g; s(k) is 0 of who is late."""
         state = self._state
         own = 0.0 if late else 1 / peers
         guess = self._share.neg_().add_(state.delta, alpha=own)
@@ -321,10 +200,6 @@ class Eager:
         outer_step = int(state.steps)
         state.optimizer.step(state.base, self._velocity, guess, outer_step=outer_step, peers=peers)
         torch.mul(state.delta, own, out=self._share)
-
-
-Pattern = Literal["strided", "sequential"]
-PATTERNS = get_args(Pattern)
 
 
 def split(named: Named, count: int, pattern: Pattern) -> list[list[int]]:
@@ -379,7 +254,7 @@ class Outer:
     """theta, v and k of a model in fragments, each of which has its own.
 
     Attributes:
-        parts: one for each fragment.
+        fragments: of the model; one, unless it is cut.
         clock: k of each fragment, and the run's name.
     """
 
@@ -396,7 +271,7 @@ class Outer:
         # Fresh peers differ in the run's name, so that the first one's state is elected.
         self.clock = torch.tensor([0] * len(groups) + [0], dtype=torch.int64)
         self.rename()
-        self.parts = [
+        self.fragments = [
             OuterState([named[i][1] for i in group], optimizer, self.clock[p : p + 1])
             for p, group in enumerate(groups)
         ]
@@ -413,37 +288,39 @@ class Outer:
     @property
     def nbytes(self) -> int:
         """Bytes of theta."""
-        return sum(part.theta.nbytes for part in self.parts)
+        return sum(fragment.theta.nbytes for fragment in self.fragments)
 
     def entries(self) -> list[list[TensorInfo]]:
-        """Of the shared state: theta and v of each fragment."""
-        suffixes = [f".{p}" for p in range(len(self.parts))] if len(self.parts) > 1 else [""]
+        """Of the shared state, by fragment."""
+        suffixes = (
+            [f".{p}" for p in range(len(self.fragments))] if len(self.fragments) > 1 else [""]
+        )
         return [
             [
-                TensorInfo.from_torch(part.theta, f"diloco.theta{suffix}"),
-                TensorInfo.from_torch(part.velocity, f"diloco.velocity{suffix}"),
+                TensorInfo.from_torch(fragment.theta, f"diloco.theta{suffix}"),
+                TensorInfo.from_torch(fragment.velocity, f"diloco.velocity{suffix}"),
             ]
-            for part, suffix in zip(self.parts, suffixes, strict=True)
+            for fragment, suffix in zip(self.fragments, suffixes, strict=True)
         ]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that peers have in common but the run's name."""
-        for part in self.parts:
-            yield part.theta
-            yield part.velocity
+        for fragment in self.fragments:
+            yield fragment.theta
+            yield fragment.velocity
         yield self.clock[:-1]
 
     def adopt(self) -> None:
         """w = base, in all fragments."""
-        for part in self.parts:
-            part.adopt()
+        for fragment in self.fragments:
+            fragment.adopt()
 
     def state_dict(self, sharded: bool) -> dict[str, Saved]:
         """Copies; theta and v are in the order of the model, however it is cut into fragments."""
         return {
             "clock": self.clock.clone(),
-            "theta": self.join([part.theta for part in self.parts], sharded),
-            "velocity": self.join([part.velocity for part in self.parts], sharded),
+            "theta": self.join([fragment.theta for fragment in self.fragments], sharded),
+            "velocity": self.join([fragment.velocity for fragment in self.fragments], sharded),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -456,10 +333,10 @@ class Outer:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over such a state, of a run that may have had other fragments."""
-        for part, theta in zip(self.parts, self.cut(state["theta"]), strict=True):
-            part.theta.copy_(theta)
-        for part, velocity in zip(self.parts, self.cut(state["velocity"]), strict=True):
-            part.velocity.copy_(velocity)
+        for fragment, theta in zip(self.fragments, self.cut(state["theta"]), strict=True):
+            fragment.theta.copy_(theta)
+        for fragment, velocity in zip(self.fragments, self.cut(state["velocity"]), strict=True):
+            fragment.velocity.copy_(velocity)
         clock = state["clock"]
         self.clock[-1] = clock[-1]
         same = clock.shape == self.clock.shape
@@ -469,8 +346,8 @@ class Outer:
         """Views of the parameters' places, in the order of the model."""
         found = {
             place: view
-            for part, group, flat in zip(self.parts, self._groups, flats, strict=True)
-            for place, view in zip(group, part.views(flat), strict=True)
+            for fragment, group, flat in zip(self.fragments, self._groups, flats, strict=True)
+            for place, view in zip(group, fragment.views(flat), strict=True)
         }
         return [found[place] for place in sorted(found)]
 
@@ -480,7 +357,7 @@ class Outer:
 
     def cut(self, saved: Saved) -> list[torch.Tensor]:
         """The inverse of `join`."""
-        into = [torch.empty_like(part.theta) for part in self.parts]
+        into = [torch.empty_like(fragment.theta) for fragment in self.fragments]
         for piece, own in zip(self._pieces(into), self._layout.load(saved), strict=True):
             if piece.shape != own.shape or not own.is_floating_point():
                 raise ValueError(

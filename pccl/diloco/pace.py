@@ -1,15 +1,16 @@
-"""When a peer has trained enough for an outer round."""
+"""When a peer has trained enough for an outer round, in modes without fragments."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from pccl import TensorInfo
+from pccl.diloco.model import Replica
+from pccl.diloco.settings import Settings
 from pccl.extension import Grace
 from pccl.support.logs import Reminder
 
@@ -19,68 +20,49 @@ _LEAST_PART = 0.1
 _log = logging.getLogger("pccl.diloco")
 
 
-class Pace(Protocol):
+class Pace:
     """Is asked after each inner step.
 
     Attributes:
         late: whether this peer, for which a round is due, has not trained enough.
-        rounds_of_all: whether rounds wait for all peers, however late they are.
+        waits_for_all: whether rounds wait for all peers, however late they are.
     """
 
-    late: bool
-    rounds_of_all: bool
+    def __init__(self, waits_for_all: bool = True) -> None:
+        self.late = False
+        self.waits_for_all = waits_for_all
+
+    def due(self, inner_step: int) -> bool:
+        """Whether the outer round comes after this inner step, the first of which is 1."""
+        raise NotImplementedError
 
     @property
     def grace(self) -> Grace | None:
         """How long this peer, for which a round is due, waits for others; None: without end."""
+        return None
 
     def entries(self) -> list[TensorInfo]:
         """What a newcomer must receive."""
-
-    def rejoin(self) -> None:
-        """A round has ended without this peer, and its progress is in the next one."""
+        return []
 
     def begin(self) -> None:
         """A round has ended, or this peer has joined: it trains."""
 
-    def due(self, inner_step: int) -> bool:
-        """Whether the outer round comes after this inner step, the first of which is 1."""
+    def rejoin(self) -> None:
+        """A round has ended without this peer, and its progress is in the next one."""
 
     def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
         """What all peers have told: seconds that they have trained, and steps."""
 
 
-class OfAll:
-    """Waits for all."""
-
-    def __init__(self) -> None:
-        self.late = False
-        self.rounds_of_all = True
-        self.grace: Grace | None = None
-
-    def entries(self) -> list[TensorInfo]:
-        """Nothing."""
-        return []
-
-    def rejoin(self) -> None:
-        """Nothing depends on it."""
-
-    def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
-        """Nothing depends on it."""
-
-
-class Steps(OfAll):
+class Steps(Pace):
     """So many inner steps."""
 
     def __init__(self, inner_steps: int) -> None:
         super().__init__()
         self._inner_steps = inner_steps
 
-    def begin(self) -> None:
-        """Nothing depends on it."""
-
     def due(self, inner_step: int) -> bool:
-        """After the last one."""
         return inner_step == self._inner_steps
 
 
@@ -109,7 +91,7 @@ class _Clock:
         return self.elapsed_s + self._longest_s
 
 
-class Seconds(OfAll):
+class Seconds(Pace):
     """So many seconds: each peer takes the inner steps that it can.
 
     It stops earlier if one more step would end more than the grace too late. With `enough`, a round
@@ -117,20 +99,21 @@ class Seconds(OfAll):
     """
 
     def __init__(self, seconds: float, grace: float, enough: int | None = None) -> None:
-        super().__init__()
-        self.rounds_of_all = enough is None
-        self.grace = None if enough is None else Grace(enough, grace)
+        super().__init__(waits_for_all=enough is None)
+        self._enough = enough
         self._seconds = seconds
         self._grace = grace
         self._clock = _Clock()
         self._reminder = Reminder(_log)
 
     def begin(self) -> None:
-        """The seconds count from here."""
         self._clock.begin()
 
+    @property
+    def grace(self) -> Grace | None:
+        return None if self._enough is None else Grace(self._enough, self._grace)
+
     def due(self, inner_step: int) -> bool:
-        """After the seconds, or before a step that would take too long."""
         self._clock.step()
         elapsed_s = self._clock.elapsed_s
         if inner_step == 1 and elapsed_s > self._seconds + self._grace:
@@ -141,7 +124,7 @@ class Seconds(OfAll):
         return elapsed_s >= self._seconds or self._clock.next_s > self._seconds + self._grace
 
 
-class Deadline:
+class Deadline(Pace):
     """So many inner steps, unless `enough` peers would have to wait for this one.
 
     From what the peers tell each other in a round, each knows how long the steps of all take. When
@@ -156,8 +139,7 @@ class Deadline:
     """
 
     def __init__(self, inner_steps: int, enough: int, grace: float | None) -> None:
-        self.late = False
-        self.rounds_of_all = False
+        super().__init__(waits_for_all=False)
         self._inner_steps = inner_steps
         self._enough = enough
         self._given_s = grace
@@ -169,11 +151,9 @@ class Deadline:
         self._step = 0
 
     def entries(self) -> list[TensorInfo]:
-        """The times of the last rounds."""
         return [TensorInfo.from_numpy(self._times_s, "diloco.pace.times")]
 
     def begin(self) -> None:
-        """The others have begun, too."""
         self._owes = self.late
         self._taken = self._taken + self._step if self.late else 0
         self._step = 0
@@ -184,7 +164,6 @@ class Deadline:
         self.late, self._taken, self._step = True, 0, 0
 
     def due(self, inner_step: int) -> bool:
-        """After the steps, or at the deadline."""
         self._clock.step()
         self._step = inner_step
         if self._taken + inner_step >= self._inner_steps:
@@ -199,7 +178,6 @@ class Deadline:
         return True
 
     def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
-        """Finds when the next deadline is."""
         needed = sorted(seconds / steps * self._inner_steps for seconds, steps in speeds if steps)
         if needed:
             self._times_s[:-1] = self._times_s[1:]
@@ -220,3 +198,29 @@ class Deadline:
             return None
         last = float(known[-1])
         return max(float(np.ptp(known)), last / self._inner_steps, _LEAST_PART * last)
+
+
+class LeaderClock(Pace):
+    """The pace of the replica's first process, which the others ask after each inner step."""
+
+    def __init__(self, pace: Pace, replica: Replica) -> None:
+        super().__init__()
+        self._pace = pace
+        self._replica = replica
+
+    def begin(self) -> None:
+        self._pace.begin()
+
+    def due(self, inner_step: int) -> bool:
+        return bool(self._replica.first(int(self._pace.due(inner_step))))
+
+
+def pace_of(settings: Settings, replica: Replica) -> Pace:
+    steps, seconds = settings.inner_steps, settings.inner_seconds
+    if steps is None:
+        assert seconds is not None
+        pace = Seconds(seconds, settings.grace or 0.0, settings.deadline_peers)
+        return LeaderClock(pace, replica) if replica.size > 1 else pace
+    if settings.deadline_peers is not None:
+        return Deadline(steps, settings.deadline_peers, settings.grace)
+    return Steps(steps)

@@ -1,30 +1,126 @@
-"""The settings of a DiLoCo run, as an entry of the shared state; and the files of `DiLoCo.save`."""
+"""The settings of a DiLoCo run, which its peers compare, and their defaults."""
 
 from __future__ import annotations
 
 import json
-import os
-import pickle
-import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 import torch
 import xxhash
 
-from pccl.diloco.exchange import WeightBy
-from pccl.diloco.model_state import MODES, BufferMode, memory
-from pccl.diloco.outer import PATTERNS, Mode, Pattern, Rate
-from pccl.diloco.pace import Deadline, Pace, Seconds, Steps
-from pccl.diloco.wires import Wire
 from pccl.extension import GRACE_MAX_S
+
+AlonePolicy = Literal["continue", "step", "wait"]
+BufferMode = Literal["local", "first", "mean"]
+Mode = Literal["sync", "delayed", "eager", "streaming"]
+Pattern = Literal["strided", "sequential"]
+WeightBy = Literal["peers", "samples"]
+Wire = Literal["fp32", "int8", "int4", "e3m0", "2bit", "sparse"]
+Rate = float | Sequence[tuple[int, float]]
+"""A number; or points (k, value) between which it is linear in k, and beyond which constant."""
 
 _CONFIG_BYTES = 1024
 
+# The best outer learning rates for a momentum of 0.9 at H = 30, by the number of peers
+# (arXiv 2503.09799, figure 7: M = 1, 2, 4, 8). They hardly depend on the model's size.
+_LR_OF_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
+_MOMENTUM = 0.9
+_MOMENTUM_OF_FEW_STEPS, _FEW_STEPS = 0.5, 20
+_MOMENTUM_WITH_MUON = 0.6  # arXiv 2505.23725, at one peer
+# A mean that is a round old and a momentum together go too far (docs/internals/experiment.md).
+_LR_OF_LATE_MEANS: Mapping[Mode, float] = {"delayed": 0.7, "eager": 1.0}
+
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """eta and mu, equal on all peers, for they depend on nothing but what peers agree on.
+
+    Attributes:
+        lr: eta by the outer step; None: by the number of contributors to a mean.
+        momentum: mu, by the outer step.
+    """
+
+    lr: Rate | None
+    momentum: Rate
+
+    def at(self, outer_step: int, peers: int) -> tuple[float, float]:
+        """eta and mu of the step after so many, by a mean of so many peers."""
+        lr = _at(_LR_OF_PEERS, peers) if self.lr is None else _at(self.lr, outer_step)
+        return lr, _at(self.momentum, outer_step)
+
+
+def rates(
+    lr: Rate | None,
+    momentum: Rate | None,
+    *,
+    mode: Mode,
+    inner_steps: int | None,
+    sparse: bool,
+    muon: bool,
+) -> Rates:
+    """What is given, or the defaults.
+
+    With sparse payloads these are eta 1 without momentum, which their error feedback replaces
+    (arXiv 2508.15706). Where a mean is applied a round late there is no momentum either, and eta is
+    0.7 (delayed) or 1 (eager); with a momentum that is given, and in the other modes, it goes by
+    the number of peers. The momentum is 0.9 there, or less with few inner steps or with Muon.
+
+    Raises:
+        ValueError: a number is out of range, or points are not in ascending order of k.
+    """
+    if momentum is None:
+        few = inner_steps is not None and inner_steps < _FEW_STEPS
+        usual = _MOMENTUM_OF_FEW_STEPS if few else _MOMENTUM_WITH_MUON if muon else _MOMENTUM
+        momentum = 0.0 if sparse or mode in _LR_OF_LATE_MEANS else usual
+    if lr is None and sparse:
+        lr = 1.0
+    elif lr is None and momentum == 0:
+        lr = _LR_OF_LATE_MEANS.get(mode)
+    checked = _checked("outer_momentum", momentum)
+    if any(not 0 <= value < 1 for value in _values(checked)):
+        raise ValueError(f"outer_momentum={momentum} must be in [0, 1)")
+    if lr is not None:
+        lr = _checked("outer_lr", lr)
+        if any(value <= 0 for value in _values(lr)):
+            raise ValueError(f"outer_lr={lr} must be positive")
+    return Rates(lr, checked)
+
+
+def _values(rate: Rate) -> list[float]:
+    return [value for _, value in rate] if isinstance(rate, Sequence) else [rate]
+
+
+def _checked(name: str, rate: Rate) -> Rate:
+    if not isinstance(rate, Sequence):
+        return float(rate)
+    points = tuple((int(k), float(value)) for k, value in rate)
+    steps = [k for k, _ in points]
+    if not steps or steps[0] < 0 or any(a >= b for a, b in pairwise(steps)):
+        raise ValueError(f"{name}={rate} must be points (k, value) in ascending order of k")
+    return points
+
+
+def _at(rate: Rate, place: int) -> float:
+    """By operations that round alike on every machine."""
+    if not isinstance(rate, Sequence):
+        return rate
+    (begin, value), *rest = rate
+    for end, next_value in rest:
+        if place < end:
+            part = max(0, place - begin) / (end - begin)
+            return value + (next_value - value) * part
+        begin, value = end, next_value
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What must be the same on all peers; `DiLoCo` describes each."""
+    """The arguments of `DiLoCo`, which describes each; all but `min_peers` and `alone` must be the
+    same on all peers.
+    """
 
     inner_steps: int | None
     inner_seconds: float | None
@@ -32,8 +128,7 @@ class Settings:
     grace: float | None
     late_decay: float
     weight: WeightBy
-    outer_lr: Rate | None
-    outer_momentum: Rate
+    rates: Rates
     nesterov: bool
     buffers: BufferMode
     mode: Mode
@@ -42,18 +137,25 @@ class Settings:
     pattern: Pattern
     overlap: int
     alpha: float
+    min_peers: int
+    alone: AlonePolicy
 
     def check(self, ledger: bool) -> None:
         """Raises ValueError for what is out of range, or does not go with a ledger."""
         words = {
-            "buffers": MODES,
-            "mode": get_args(Mode),
-            "wire": get_args(Wire),
-            "pattern": PATTERNS,
-            "weight": get_args(WeightBy),
+            "alone": AlonePolicy,
+            "buffers": BufferMode,
+            "mode": Mode,
+            "pattern": Pattern,
+            "weight": WeightBy,
+            "wire": Wire,
         }
         for name, known in words.items():
-            check_word(name, getattr(self, name), known)
+            word = getattr(self, name)
+            if word not in get_args(known):
+                raise ValueError(f"{name}={word!r} must be one of {get_args(known)}")
+        if self.min_peers < 1:
+            raise ValueError(f"min_peers={self.min_peers} must be at least 1")
         if (self.inner_steps is None) == (self.inner_seconds is None):
             raise ValueError("give inner_steps or inner_seconds")
         if self.inner_steps is not None and self.inner_steps < 1:
@@ -133,33 +235,28 @@ class Settings:
         """Whether a round may end before a peer has taken so many inner steps."""
         return self.inner_seconds is not None or self.deadline_peers is not None
 
-    def pace(self) -> Pace:
-        """When a round is due, in modes without fragments."""
-        if self.inner_steps is None:
-            assert self.inner_seconds is not None
-            return Seconds(self.inner_seconds, self.grace or 0.0, self.deadline_peers)
-        if self.deadline_peers is not None:
-            return Deadline(self.inner_steps, self.deadline_peers, self.grace)
-        return Steps(self.inner_steps)
+    @property
+    def least_peers(self) -> int:
+        """Peers that an outer step is taken by."""
+        return max(2, self.min_peers) if self.alone == "wait" else 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """By name."""
-        return asdict(self)
-
-
-def check_word(name: str, word: str, known: tuple[str, ...]) -> None:
-    """Raises ValueError for a word that is unknown."""
-    if word not in known:
-        raise ValueError(f"{name}={word!r} must be one of {known}")
+    def config(self) -> dict[str, Any]:
+        """What must be the same on all peers."""
+        values = asdict(self)
+        del values["min_peers"], values["alone"], values["rates"]
+        return {
+            **values,
+            "outer_lr": self.rates.lr,
+            "outer_momentum": self.rates.momentum,
+            "peers_to_go_on": self.least_peers,
+        }
 
 
 def layout_digest(layout: list[tuple[str, list[int]]]) -> str:
-    """Of names and shapes."""
     return xxhash.xxh3_128_hexdigest(json.dumps(layout).encode())
 
 
 def encode(config: dict[str, Any]) -> torch.Tensor:
-    """Settings as bytes of a fixed number."""
     text = json.dumps(config, sort_keys=True).encode()
     if len(text) > _CONFIG_BYTES:
         raise ValueError(
@@ -169,8 +266,7 @@ def encode(config: dict[str, Any]) -> torch.Tensor:
 
 
 def decode(encoded: torch.Tensor) -> dict[str, Any]:
-    """The settings that were encoded."""
-    settings: dict[str, Any] = json.loads(bytes(memory(encoded)))
+    settings: dict[str, Any] = json.loads(encoded.numpy().tobytes())
     return settings
 
 
@@ -183,24 +279,3 @@ def describe_mismatch(*, run: torch.Tensor, own: torch.Tensor) -> str:
         if theirs.get(key) != ours.get(key)
     )
     return f"this peer's DiLoCo settings are not those of the run: {differences}"
-
-
-def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state in a file, checked as a whole: torch itself ignores the file's checksums."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
-        if damaged is not None:
-            raise ValueError(f"{damaged!r} in it is not what was written")
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        ValueError,
-        RuntimeError,
-        EOFError,
-        zipfile.BadZipFile,
-        pickle.UnpicklingError,
-    ) as error:
-        raise ValueError(
-            f"{os.fspath(path)} is damaged, or no file that DiLoCo.save() has written: {error}"
-        ) from error
-    return state

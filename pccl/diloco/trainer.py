@@ -1,142 +1,6 @@
 """DiLoCo, distributed low-communication training (arXiv 2311.08105), for peers that come and go.
 
-Every peer trains its own copy w of the model for H inner steps. Then all peers average their
-progress, and one outer step updates the shared parameters theta:
-
-    w <- theta;   H times:  w <- inner_optimizer(w)
-    d = theta - w                            the pseudo-gradient: old minus new, so it points uphill
-    D = mean of d over the contributors      one all-reduce, or gathered: see `wire`
-    v <- mu v + D
-    theta <- theta - eta (D + mu v)          Nesterov in PyTorch's form; without it theta - eta v
-
-eta = 1 with mu = 0 is federated averaging. The peers exchange data once in H steps instead of once
-in every step. With mode="delayed", "eager" or "streaming" they do so while they train on.
-
-THE OUTER ROUND
-
-With mode="sync", each of these calls is a round of the whole group, so all peers make the same ones
-in the same order:
-
-    1. all_reduce of d, repeated with the survivors until it commits or this peer is alone; with
-       buffers="mean" the buffers are part of it, so either everything is averaged or nothing
-    2. the outer step updates theta, v and the counter k; with buffers="first" the buffers are
-       broadcast
-    3. are_peers_pending, and update_topology if any are
-    4. sync_shared_state: checks that all peers hold the same bits; a newcomer receives theta, v, k
-       and what is not trained. Frozen parameters are included only if a newcomer was admitted
-    5. w <- theta
-
-A newcomer's first call is sync_shared_state. It matches step 4 of the round that admitted it; from
-then on the newcomer is in phase with the others, with H inner steps from the same theta. With fewer
-than min_peers, that call fails on all peers, which admit others and repeat it.
-
-WHEN A PEER IS LOST
-
-- During the all-reduce: it aborts on all peers, and the survivors repeat it with their own d, which
-  is unchanged. The mean is over the contributors to the attempt that commits.
-- After the all-reduce: either all survivors have the mean or none has. The following rounds run
-  without the lost peer.
-- During the synchronisation: the survivors continue; another holder sends what the lost peer was
-  sending.
-- If all others are lost, there is nothing to average. With alone="continue" no outer step is taken
-  and k does not change, but training continues: the progress stays in w and so in the next
-  pseudo-gradient, and newcomers are admitted after every H steps. With alone="step" the peer's own
-  d is the mean. With alone="wait" it admits others until min_peers are present, and averages with
-  them.
-
-DELAYED
-
-With mode="delayed" a mean travels while the next round trains, and is applied one round late. For
-round k:
-
-    w <- theta(k);   H times:  w <- inner_optimizer(w)
-    d(k) = theta(k) - w                      before theta moves
-    D(k-1) = mean of d(k-1)                  awaited: it was launched a round ago
-    v(k+1) = mu v(k) + D(k-1)
-    theta(k+1) = theta(k) - eta (D(k-1) + mu v(k+1))
-    launch the mean of d(k);   w <- theta(k+1)
-
-The first round has no D, so theta(1) = theta(0), and the counter begins with the second round. This
-is the one-step-delayed DiLoCo of PCCL's examples. In each round all peers await the mean, and call
-are_peers_pending, sync_shared_state (not in the first round), and all_reduce_async.
-
-- A newcomer has no d(k), so it cannot take part in the mean of round k, but must know it to be in
-  phase. So if peers are pending, that mean is not launched but made at once. Then they are
-  admitted, and receive D(k) with theta(k+1), v(k+1) and the counter.
-- When a peer is lost, the survivors launch again at their next inner step.
-- If no mean comes of it, because all others are lost (or, with alone="wait", too few are left),
-  d(k) is given back: w <- w - d(k), and so it is in the next pseudo-gradient.
-- The mean of the last round is still under way when a loop ends. `finish` applies it.
-
-EAGER
-
-mode="eager" is "delayed", but each peer m trains from a guess of its own, in which its own part of
-the mean before is replaced by that of the mean under way (arXiv 2502.12996). With M contributors:
-
-    d(k) = theta_m(k) - w
-    v, theta = OuterOptimizer(v, theta, D(k-1))      as above, equal on all peers
-    g(k) = d(k) / M + (D(k-1) - d(k-1) / M)
-    v_m(k+1), theta_m(k+1) = OuterOptimizer(v_m(k), theta_m(k), g(k))
-    launch the mean of d(k);   w <- theta_m(k+1)
-
-theta, v and the counter are shared, and driven by means only. theta_m and v_m are not: a peer that
-joins, resumes, or had no mean begins with theta_m = theta, v_m = v and d(k-1) = 0. `finish` ends
-with w <- theta.
-
-STREAMING
-
-mode="streaming" cuts the model into P fragments, each with its own theta, v and counter, and
-averages them one after the other while the whole model trains on (arXiv 2501.18512). With tau
-`overlap` and alpha the part that a peer keeps of its own, in every H inner steps, for each
-fragment p:
-
-    at step o_p = floor((p + 1) H / P):   d = theta_p - w_p;   launch the mean of d
-    at step o_p + tau:                    v_p, theta_p = OuterOptimizer(v_p, theta_p, D)
-                                          w_p <- alpha w_p + (1 - alpha) theta_p
-
-With P = 1, tau = 0 and alpha = 0 it is "sync", to the bit. Each fragment that is applied is a
-round: the peers call are_peers_pending and launch the mean at o_p, and call sync_shared_state for
-theta_p, v_p and the counters when they apply it. `outer_step` is the least of the counters.
-
-- If peers are pending at o_p, the mean of d is not launched but made and applied at once. Then they
-  are admitted, and receive theta, v and the counters of all fragments, and at which of the H steps
-  the others are.
-- When a peer is lost, the survivors launch again at their next inner step.
-- If no mean comes of it, w stays as it is: the progress is in the next pseudo-gradient of that
-  fragment.
-
-PEERS THAT ARE NOT ALIKE
-
-With weight="samples", D = sum of (n_m d_m) / sum of n_m, with n_m the samples of peer m: each peer
-sends n_m d_m, and n_m, and all divide the same sum by the same number. So a peer with n_m = 0 takes
-part in the collective and adds nothing; that is what a late one does in a deadline round:
-
-    theta <- OuterOptimizer(theta, mean over those in time);   w <- theta - late_decay d
-
-Deadline rounds begin with are_peers_pending, in which the master drops peers that do not come
-within the grace. Such a peer joins the run once more, and goes on as a late one:
-
-    d = theta - w;   connect, sync_shared_state;   w <- theta - late_decay d
-
-With inner_seconds or deadline_peers a peer foresees, by the longest step of the round, when its
-next inner step would end, and does not begin one that others would have to wait for. With any of
-the three, the peers of a round that has admitted nobody tell each other at its end how long they
-have trained, by an all-gather of five numbers.
-
-SHARDED MODELS
-
-A replica whose model FSDP2 shards over S processes is S peers, of which peer s is in the group of
-the shards s, and averages those. All equations hold for each shard, and so for the whole model; the
-replicas are what is called peers above, and `min_peers` counts. The S peers are a team (see
-`pccl.torch.communicator`): the master admits it as a whole, and drops it as a whole.
-
-- Whether peers are pending, and their admission, are rounds of the run: the same for all groups.
-- Two groups may lose a replica at different places of a round, one with it in the mean, the other
-  without. So replicas average random numbers with their progress, which tell of whom a mean is; the
-  S processes compare them, and repeat the mean if they differ. So do all replicas alike.
-- If one process has found that no other replica is left, that is so for all S.
-- Each round ends when all S processes are through with it.
-
+docs/howto/diloco.md has the equations of all modes, and says what happens when peers come and go.
 Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
 never on the current world size, which two peers may see differently.
 """
@@ -147,23 +11,39 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
+import xxhash
 from torch.utils.hooks import RemovableHandle
 
-from pccl import Communicator, KickedError, ReduceInfo, Result, SharedState
+from pccl import Communicator, KickedError, ReduceInfo, Result, SharedState, TensorInfo
 from pccl.data import Ledger
-from pccl.diloco.exchange import Accounts, WeightBy
-from pccl.diloco.group import AlonePolicy, Quorum
-from pccl.diloco.model_state import BufferMode, InnerState
-from pccl.diloco.modes import Outcome
-from pccl.diloco.outer import Mode, Pattern, Rate, rates
-from pccl.diloco.parts import Parts
-from pccl.diloco.rounds import OuterRound, PeerShare, Stopwatch, call_the_roll
-from pccl.diloco.settings import Settings, check_word, read_state
-from pccl.diloco.wires import Wire
+from pccl.diloco.averaging import Selector, averager_of
+from pccl.diloco.checkpoint import Checkpoint, read_state
+from pccl.diloco.exchange import Exchange, LedgerHooks, Weight
+from pccl.diloco.membership import Group
+from pccl.diloco.model import Buffers, Frozen, InnerState, check_team, memory, replica_of
+from pccl.diloco.modes import Delayed, Fragment, Schedule, Streaming, Synchronous
+from pccl.diloco.muon import is_muon
+from pccl.diloco.outer import Eager, Outer, OuterOptimizer, View, split
+from pccl.diloco.pace import pace_of
+from pccl.diloco.settings import (
+    AlonePolicy,
+    BufferMode,
+    Mode,
+    Pattern,
+    Rate,
+    Settings,
+    WeightBy,
+    Wire,
+    encode,
+    layout_digest,
+    rates,
+)
+from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Stopwatch, gather_shares
 from pccl.runtime.checkpoint import replacing
 
 _REJOINS_MAX = 3  # without a round between them
@@ -339,14 +219,6 @@ class DiLoCo:
         late_decay: float = 1.0,
         ledger: Ledger | None = None,
     ) -> None:
-        own_rates = rates(
-            outer_lr,
-            outer_momentum,
-            mode=mode,
-            inner_steps=inner_steps,
-            sparse=wire == "sparse",
-            muon="Muon" in type(inner_optimizer).__name__,
-        )
         settings = Settings(
             inner_steps=inner_steps,
             inner_seconds=inner_seconds,
@@ -354,8 +226,14 @@ class DiLoCo:
             grace=grace,
             late_decay=late_decay,
             weight=weight,
-            outer_lr=own_rates.lr,
-            outer_momentum=own_rates.momentum,
+            rates=rates(
+                outer_lr,
+                outer_momentum,
+                mode=mode,
+                inner_steps=inner_steps,
+                sparse=wire == "sparse",
+                muon=is_muon(inner_optimizer),
+            ),
             nesterov=nesterov,
             buffers=buffers,
             mode=mode,
@@ -364,32 +242,162 @@ class DiLoCo:
             pattern=pattern,
             overlap=overlap,
             alpha=alpha,
+            min_peers=min_peers,
+            alone=alone,
         )
         settings.check(ledger=ledger is not None)
-        quorum = _quorum(min_peers, alone, deadline_peers)
-        accounts = Accounts(ledger, counted=settings.ends_early)
         self._comm = comm
         self._optimizer = inner_optimizer
         self._settings = settings
+        self._ledger = LedgerHooks(ledger, counted=settings.ends_early)
+        self._replica = replica_of(model)
+        if self._replica.size > 1:
+            settings.check_sharded(ledger=ledger is not None)
+            check_team(comm, self._replica)
         self._stepping = False  # in `step`, which counts the inner step itself
         self._hook: RemovableHandle | None = None
         self._rejoins = 0  # since the last round that this peer was in
         self._last_round: OuterRound | None = None
-        self._parts = Parts(comm, model, settings, own_rates, quorum, accounts)
-        self._inner = InnerState(inner_optimizer, self._parts.replica)
+        self._build(model)
+        self._inner = InnerState(inner_optimizer, self._replica)
         if state is not None:
             self._load(self._given(state))
-        self._inner_step = self._parts.join()
+        self._group.join(self._config, settings.min_peers)
+        self._check_whole()
+        self._inner_step = self._begin()
         self._trained = _Trained()
-        self._stopwatch = Stopwatch(self._parts.meter)
-        self._parts.pace.begin()
+        self._stopwatch = Stopwatch(self._meter)
+        self._pace.begin()
+
+    # ---- its parts ----
+
+    def _build(self, model: torch.nn.Module) -> None:
+        """Makes the parts, from below."""
+        settings, replica = self._settings, self._replica
+        named = _trained(model)
+        self._meter = Meter()
+        self._frozen = Frozen(model, replica)
+        self._buffers = Buffers(model, settings.buffers)
+        self._outer = Outer(
+            named,
+            split(named, settings.fragments, settings.pattern),
+            OuterOptimizer(settings.rates, settings.nesterov),
+            replica,
+        )
+        self._config = encode(
+            {
+                **settings.config(),
+                # dtypes are left out: a bf16 peer on a GPU and an fp32 one on a CPU may be in a run
+                "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
+                "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
+                "shard": [replica.index, replica.size],
+            }
+        )
+        self._selector = Selector()
+        self._pace = pace_of(settings, replica)
+        self._exchanges = self._exchanges_of()
+        self._schedule = self._schedule_of()
+        self._group = self._group_of()
+        self._checkpoint = Checkpoint(
+            self._config,
+            self._frozen,
+            self._buffers,
+            self._ledger,
+            self._outer,
+            self._exchanges,
+            self._schedule,
+            self._group,
+        )
+
+    def _exchanges_of(self) -> list[Exchange]:
+        """One for each fragment; the buffers are averaged with the last one."""
+        settings = self._settings
+        # means are sums where one who is late weighs nothing, or where counts are added up
+        always = settings.deadline_peers is not None or self._ledger.counted
+        fragments = self._outer.fragments
+        none = Buffers(torch.nn.Module(), settings.buffers)
+        return [
+            Exchange(
+                self._comm,
+                fragment,
+                self._buffers if fragment is fragments[-1] else none,
+                averager_of(settings.wire, fragment.theta.numel(), self._selector),
+                Weight(settings.weight, always, self._replica),
+                self._meter,
+                self._ledger,
+                self._replica,
+            )
+            for fragment in fragments
+        ]
+
+    def _schedule_of(self) -> Schedule:
+        settings, exchange = self._settings, self._exchanges[-1]
+        if settings.mode == "sync":
+            return Synchronous(exchange, self._pace, settings.late_decay)
+        if settings.mode != "streaming":
+            view = Eager(self._outer.fragments[0]) if settings.mode == "eager" else View()
+            return Delayed(exchange, self._pace, view, settings.late_decay)
+        own = self._outer.entries()
+        if settings.buffers != "local":
+            own[-1].extend(self._buffers.entries())
+        fragments = [
+            Fragment(exchange, SharedState([*self._common_entries(), *entries]))
+            for exchange, entries in zip(self._exchanges, own, strict=True)
+        ]
+        assert settings.inner_steps is not None
+        return Streaming(fragments, settings.inner_steps, settings.overlap, settings.alpha)
+
+    def _common_entries(self) -> list[TensorInfo]:
+        return [
+            TensorInfo.from_torch(self._config, "diloco.config"),
+            TensorInfo.from_torch(self._outer.clock, "diloco.clock"),
+            *self._selector.entries(),
+        ]
+
+    def _group_of(self) -> Group:
+        always = [*self._common_entries(), *chain.from_iterable(self._outer.entries())]
+        always += self._ledger.entries()
+        at_joins = [*self._frozen.entries, *self._schedule.entries()]
+        (at_joins if self._settings.buffers == "local" else always).extend(self._buffers.entries())
+        shared = SharedState(always)
+        return Group(
+            self._comm,
+            shared,
+            SharedState(always + at_joins) if at_joins else shared,
+            self._settings,
+            self._frozen,
+            self._buffers,
+            self._ledger,
+            self._meter,
+            self._replica,
+        )
+
+    def _begin(self) -> int:
+        """Trains from the shared state. Returns at which inner step this peer goes on."""
+        position = self._schedule.begin()
+        self._outer.adopt()
+        self._buffers.put()
+        return position
+
+    def _check_whole(self) -> None:
+        """All processes of this replica have taken over what one other replica has.
+
+        They have not if that one was lost when the first of them had its part, and the others then
+        took over what another one has; but only in the first synchronisation of a run.
+        """
+        own = [*self._outer.clock.tolist(), self._group.shared.revision]
+        if any(said != own for said in self._replica.exchange(own)):
+            raise RuntimeError(
+                "a replica was lost at the moment when the run began, and only some of its shards "
+                "were taken over: start all replicas again"
+            )
 
     # ---- what a script reads ----
 
     @property
     def outer_step(self) -> int:
         """k, the outer steps that the run has taken: equal on all peers, made for schedules."""
-        return self._parts.outer.outer_step
+        return self._outer.outer_step
 
     @property
     def inner_step(self) -> int:
@@ -412,27 +420,27 @@ class DiLoCo:
 
         Its revision counts the synchronisations of the run.
         """
-        return self._parts.group.shared
+        return self._group.shared
 
     @property
     def last_reduce(self) -> ReduceInfo | None:
         """Info of the last all-reduce that committed; None before the first."""
-        return self._parts.meter.last_reduce
+        return self._meter.last_reduce
 
     @property
     def tx_bytes(self) -> int:
         """Payload bytes that this peer has sent in committed all-reduces and synchronisations."""
-        return self._parts.meter.tx_bytes
+        return self._meter.tx_bytes
 
     @property
     def rx_bytes(self) -> int:
         """Payload bytes that this peer has received in them."""
-        return self._parts.meter.rx_bytes
+        return self._meter.rx_bytes
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of theta, which is what one all-reduce averages."""
-        return self._parts.outer.nbytes
+        return self._outer.nbytes
 
     def state_digest(self) -> str:
         """The XXH3-128, in hex, of everything that peers have in common between outer rounds.
@@ -440,7 +448,14 @@ class DiLoCo:
         That is theta, v, k, the frozen parameters as they are in the model now, and the buffers as
         of the last round, unless they are local.
         """
-        return self._parts.digest()
+        digest = xxhash.xxh3_128()
+        for tensor in self._outer.tensors():
+            digest.update(memory(tensor))
+        self._frozen.hash_into(digest)
+        if self._settings.buffers != "local":
+            for tensor in self._buffers.shared:
+                digest.update(memory(tensor))
+        return digest.hexdigest()
 
     def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """A copy of the training's state for a checkpoint, for the `state` of a later constructor.
@@ -458,7 +473,10 @@ class DiLoCo:
         same with DTensors for `torch.distributed.checkpoint`, of which each has its part, and theta
         and v by the names of the parameters. The buffers are those of this process.
         """
-        return {**self._parts.state_dict(sharded), "optimizer": self._inner.state_dict(sharded)}
+        return {
+            **self._checkpoint.state_dict(sharded),
+            "optimizer": self._inner.state_dict(sharded),
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `state_dict` to a file for the `state` of a later constructor, atomically.
@@ -471,7 +489,7 @@ class DiLoCo:
             OSError: it cannot be written.
         """
         state = self.state_dict()
-        if self._parts.replica.index == 0:
+        if self._replica.index == 0:
             with replacing(path) as file:
                 torch.save(state, file)
 
@@ -500,7 +518,7 @@ class DiLoCo:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
             ValueError: `samples` is negative, missing, or more than the ledger has given.
         """
-        self._parts.count(samples)
+        self._count(samples)
         self._stepping = True
         try:
             if scaler is None:
@@ -513,11 +531,23 @@ class DiLoCo:
         self._optimizer.zero_grad()
         return self._after_inner_step(samples)
 
+    def _count(self, samples: int | None) -> None:
+        """This peer has trained on so many more; None: it has not told, and it is one step."""
+        if samples is None and self._ledger.counted:
+            raise ValueError(
+                "a ledger whose rounds may end early must know how many samples a step has trained "
+                "on: diloco.step(samples=len(batch))"
+            )
+        samples = 1 if samples is None else samples
+        for exchange in self._exchanges:
+            exchange.weight.count(samples)
+        self._ledger.train(samples)
+
     def _after_inner_step(self, samples: int | None) -> OuterRound | None:
         self._trained.count(1 if samples is None else samples)
         self._inner_step += 1
         at = self._inner_step
-        due = self._parts.schedule.due(at)
+        due = self._schedule.due(at)
         if self._settings.mode == "streaming":
             assert self._settings.inner_steps is not None
             self._inner_step %= self._settings.inner_steps
@@ -531,9 +561,9 @@ class DiLoCo:
     def _round(self, at: int) -> OuterRound | None:
         try:
             with self._stopwatch.round():
-                outcome = self._parts.schedule.round(self._parts.group, at)
-                self._parts.group.claim()
-                self._parts.replica.all(True)  # one that left now would take the others along
+                outcome = self._schedule.round(self._group, at)
+                self._group.claim()
+                self._replica.all(True)  # one that left now would take the others along
             if outcome is None:
                 return None
             self._last_round = self._report(outcome)
@@ -544,7 +574,7 @@ class DiLoCo:
 
     def _poll(self) -> None:
         try:
-            self._parts.schedule.poll()
+            self._schedule.poll()
         except KickedError:
             if self._settings.deadline_peers is None:
                 raise  # else the round that comes will find it, too, and join again
@@ -561,22 +591,36 @@ class DiLoCo:
             _log.warning("the run has gone on without this peer, which joins again: %s", error)
             try:
                 with self._stopwatch.round():
-                    self._parts.rejoin()
+                    self._join_again()
                 return Outcome(contributors=0, retries=0, admitted=True, rejoined=True)
             except KickedError as again:
                 error = again
 
+    def _join_again(self) -> None:
+        exchange = self._exchanges[-1]
+        rescued = self._schedule.rescue()
+        if not self._ledger.rejoin():
+            exchange.weight.drop()
+            rescued = False
+        self._outer.rename()  # all others may have ended
+        self._group.rejoin(self._config)
+        self._begin()
+        exchange.adopt()
+        if rescued:
+            exchange.reclaim(self._settings.late_decay)
+        self._pace.rejoin()
+
     def _report(self, outcome: Outcome) -> OuterRound:
         trained, self._trained = self._trained, _Trained()
-        own = self._stopwatch.share(trained.steps, trained.samples, self._parts.pace.late)
+        own = self._stopwatch.share(trained.steps, trained.samples, self._pace.late)
         shares: tuple[PeerShare, ...] = (own,)
         if self._settings.unlike and not outcome.admitted:  # newcomers are not at this place
             with self._stopwatch.round():
-                shares = call_the_roll(self._comm, own)
-            self._parts.pace.heard([(share.compute_s, share.inner_steps) for share in shares])
-        way = self._parts.way(outcome.fragment)
-        report = self._stopwatch.report(self.outer_step, outcome, way, shares)
-        self._parts.pace.begin()
+                shares = gather_shares(self._comm, own)
+            self._pace.heard([(share.compute_s, share.inner_steps) for share in shares])
+        algorithm = self._exchanges[outcome.fragment].averager.algorithm
+        report = self._stopwatch.report(self.outer_step, outcome, algorithm, shares)
+        self._pace.begin()
         return report
 
     def round_of(self, loader: Iterable[T]) -> Iterator[T]:
@@ -606,7 +650,7 @@ class DiLoCo:
             yield batch
         if self._last_round is before:
             self._inner_step = 0
-            self._parts.pace.late = False  # there is nothing more to train on
+            self._pace.late = False  # there is nothing more to train on
             self._round(self._settings.inner_steps or 0)
 
     def __enter__(self) -> DiLoCo:
@@ -618,7 +662,7 @@ class DiLoCo:
 
         def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             if not self._stepping:
-                self._parts.count(None)
+                self._count(None)
                 self._after_inner_step(None)
 
         self._hook = self._optimizer.register_step_post_hook(hook)
@@ -647,8 +691,8 @@ class DiLoCo:
         Raises:
             PCCLError: as for `step`.
         """
-        self._parts.schedule.finish(self._parts.group)
-        self._parts.replica.all(True)
+        self._schedule.finish(self._group)
+        self._replica.all(True)
 
     # ---- checkpoints ----
 
@@ -664,11 +708,11 @@ class DiLoCo:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Loads a state that matches, or raises and changes nothing."""
-        self._parts.check(state)
+        self._checkpoint.check(state)
         optimizer = state.get("optimizer")
         if optimizer is not None:
             self._inner.load(optimizer)
-        self._parts.load(state)
+        self._checkpoint.load(state)
 
 
 @dataclass(slots=True)
@@ -683,8 +727,10 @@ class _Trained:
         self.samples += samples
 
 
-def _quorum(min_peers: int, alone: AlonePolicy, deadline_peers: int | None) -> Quorum:
-    check_word("alone", alone, get_args(AlonePolicy))
-    if min_peers < 1:
-        raise ValueError(f"min_peers={min_peers} must be at least 1")
-    return Quorum(min_peers, alone, deadline_peers or 1)
+def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("the model has no parameter that requires a gradient")
+    if any(not p.is_floating_point() for _, p in named):
+        raise ValueError("parameters must be real floating-point tensors")
+    return named

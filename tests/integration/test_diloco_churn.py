@@ -41,7 +41,7 @@ class Schedule:
 
     def see(self, diloco: Any) -> None:
         # The steps of each fragment, and the run: who comes when all have ended begins another.
-        clock = tuple(diloco._parts.outer.clock.tolist())
+        clock = tuple(diloco._outer.clock.tolist())
         with self.lock:
             self.digests.setdefault(clock, set()).add(diloco.state_digest())
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from outer import DEADLINE_S, Hand, Model, N, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
-from pccl.diloco.wires import CODECS  # noqa: E402
+from pccl.diloco.averaging import CODECS  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
@@ -72,7 +72,7 @@ class Scene:
                     model.move(self.move(number))
                     self.moved[number] += self.move(number)
                     outer = diloco.step()
-                whole = diloco._parts.outer.parts[0].theta
+                whole = diloco._outer.fragments[0].theta
                 if number == 0:
                     self.applied += outer.contributors * (self.theta - whole)
                     self.theta = whole.clone()
@@ -87,9 +87,9 @@ class Scene:
             self.ended.wait(DEADLINE_S)
             diloco.finish()
             if number == 0:
-                self.applied += 3 * (self.theta - diloco._parts.outer.parts[0].theta)
+                self.applied += 3 * (self.theta - diloco._outer.fragments[0].theta)
             self.kept[number] = (
-                diloco._parts.exchanges[0].carrier.state_dict().get("residual", torch.zeros(N))
+                diloco._exchanges[0].averager.state_dict().get("residual", torch.zeros(N))
             )
             return seen, model.flat()[0].item(), diloco.state_digest()
 
@@ -246,7 +246,7 @@ def test_who_is_dropped_again_and_again_is_told(
         cut: Any = Cut(comm, "are_peers_pending", 1)
         diloco = make(cut, Model(), alone="step", deadline_peers=1)
         cut.armed = True
-        monkeypatch.setattr(diloco._parts, "rejoin", refused)
+        monkeypatch.setattr(diloco, "_join_again", refused)
         with pytest.raises(pccl.KickedError, match="unreachable"):
             diloco.step()
         assert len(tries) == 3

@@ -17,7 +17,7 @@ from outer import DEADLINE_S, Model, N, make, together  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
-import pccl.diloco.group as group  # noqa: E402
+import pccl.diloco.membership as group  # noqa: E402
 from pccl.data import Ledger  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("in_parts")]

@@ -131,7 +131,7 @@ def test_samples_of_who_is_late_and_then_alone_are_consumed_once(
     run = Run(address)
     with pccl.Communicator(address) as comm:
         model, ledger, diloco = make(comm, deadline_peers=1, mode=mode)
-        pace = diloco._parts.pace
+        pace = diloco._pace
         due = pace.due
 
         def late(inner_step: int) -> bool:

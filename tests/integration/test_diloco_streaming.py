@@ -67,7 +67,7 @@ def test_a_trajectory_without_mixing(address: str) -> None:
         while not until():
             rounds[name].append(train(diloco, model, PROBLEM.targets[name]))
             weights.append(model.flat().double().numpy())
-            digests[tuple(diloco._parts.outer.clock[:-1].tolist())] = diloco.state_digest()
+            digests[tuple(diloco._outer.clock[:-1].tolist())] = diloco.state_digest()
             if len(rounds[name]) == 5:
                 some_rounds.set()
         theta = diloco.state_dict()["theta"]
@@ -136,7 +136,7 @@ def test_one_fragment_that_waits_and_mixes_nothing_is_sync_to_the_bit(wire: str)
                     model.move(random(100 * number + k))
                     if diloco.step():
                         state = diloco.state_dict()
-                        residual = state["carrier"].get("residual")
+                        residual = state["averager"].get("residual")
                         of_wire = None if residual is None else residual.tolist()
                         states.append((model.flat().tolist(), diloco.state_digest(), of_wire))
                 diloco.finish()
@@ -257,7 +257,7 @@ def test_a_group_that_waits_takes_no_step_with_fewer(address: str) -> None:
                 model.move(1.0)
                 outer = diloco.step()
                 if outer and outer.contributors == 3:
-                    seen[tuple(diloco._parts.outer.clock[:-1].tolist())] = diloco.state_digest()
+                    seen[tuple(diloco._outer.clock[:-1].tolist())] = diloco.state_digest()
                 assert outer is None or outer.contributors == 3 or outer.admitted
         return seen
 
@@ -299,7 +299,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_its_steps(
     saved = together(*[body(address, range(3), None, 2, wire="int4", **STREAMING)] * 2)
     _, fragments, _, state = saved[0]
     assert fragments == [0] and state["clock"][:-1].tolist() == [1, 0]
-    residual = state["carrier"]["residual"]
+    residual = state["averager"]["residual"]
     assert residual[:CUT].any() and not residual[CUT:].any()
     with pccl.MasterNode("127.0.0.1:0") as master:
         again = body(master.address, range(3, 8), state, peers, wire="int4", **STREAMING)

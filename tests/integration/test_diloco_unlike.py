@@ -30,7 +30,7 @@ from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco.pace import Deadline  # noqa: E402
-from pccl.diloco.rounds import OuterRound, PeerShare  # noqa: E402
+from pccl.diloco.stats import OuterRound, PeerShare  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}

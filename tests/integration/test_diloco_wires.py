@@ -42,7 +42,7 @@ def address() -> Iterator[str]:
 
 
 def residual(diloco: Any) -> Any:
-    return diloco.state_dict()["carrier"]["residual"]
+    return diloco.state_dict()["averager"]["residual"]
 
 
 def expected(wire: str, mode: str, rounds: int) -> diloco_oracle.Quantizing:
@@ -68,7 +68,7 @@ def test_theta_and_residuals_are_those_of_the_oracle(address: str, wire: str, mo
                     assert outer is not None
                     now = diloco.state_dict()
                     assert now["theta"].numpy().tobytes() == wanted.thetas[k].tobytes()
-                    own = now["carrier"]["residual"].numpy()
+                    own = now["averager"]["residual"].numpy()
                     assert own.tobytes() == wanted.residuals[k][number].tobytes()
                 assert diloco.last_reduce is not None
                 assert diloco.last_reduce.rx_bytes == kernels.quantized_size(wire, N)
@@ -219,7 +219,7 @@ def test_theta_is_that_of_the_oracle_while_one_is_lost_and_one_joins(
     for k, (contributors, state) in seen.items():
         assert contributors == len(members[k - 1])
         assert state["theta"].numpy().tobytes() == oracle.thetas[k - 1].tobytes()
-        own = state["carrier"]["residual"].numpy()
+        own = state["averager"]["residual"].numpy()
         assert own.tobytes() == oracle.residuals[k - 1][founders].tobytes()
 
 

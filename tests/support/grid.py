@@ -13,7 +13,7 @@ from outer import DEADLINE_S, Model, make
 
 import pccl
 from pccl.diloco import DiLoCo
-from pccl.diloco.replica import Replica
+from pccl.diloco.model import Replica
 
 
 class Gone(Exception):
@@ -137,4 +137,4 @@ class Team:
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with a `part` is one process's of a replica."""
-    monkeypatch.setattr("pccl.diloco.parts.replica_of", lambda model: model.part)
+    monkeypatch.setattr("pccl.diloco.trainer.replica_of", lambda model: model.part)

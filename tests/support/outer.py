@@ -108,7 +108,7 @@ class Clock:
 
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
         """The same, as what DiLoCo measures the training by."""
-        for module in ("pace", "rounds"):
+        for module in ("pace", "stats"):
             monkeypatch.setattr(f"pccl.diloco.{module}.time", self)
         return self
 
@@ -130,7 +130,7 @@ class Hand:
 
     def pass_until(self, free: threading.Event, diloco: DiLoCo) -> None:
         """The peer stands still, and time passes. What it has under way comes to its end before."""
-        flight = getattr(diloco._parts.schedule, "_flight", None)
+        flight = getattr(diloco._schedule, "_running", None)
         handle = flight._handle if flight is not None else None
         wait_until(lambda: handle is None or handle.done())
         while not free.wait(0.02):

@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pccl.diloco.outer import OuterOptimizer, OuterState, Rates, rates  # noqa: E402  # noqa: E402
+from pccl.diloco.outer import OuterOptimizer, OuterState  # noqa: E402
+from pccl.diloco.settings import Rates, rates  # noqa: E402
 
 USUAL: Any = {"mode": "sync", "inner_steps": 30, "sparse": False, "muon": False}
 

@@ -1,23 +1,207 @@
-"""What a model and its inner optimizer have beside the trained parameters.
-
-`pccl.diloco` sends it to newcomers and keeps it equal. This module calls no other peers.
+"""A model and its inner optimizer: the processes that have it, and what it has beside the trained
+parameters. Nothing here calls other replicas.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
-from pccl.diloco.replica import Replica, is_sharded, local
+from pccl import Communicator, extension
+from pccl.diloco.settings import BufferMode
 from pccl.shared_state import TensorInfo
 
-BufferMode = Literal["local", "first", "mean"]
-MODES = get_args(BufferMode)
+Saved = torch.Tensor | Mapping[str, torch.Tensor]  # flat, or sharded tensors by name
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor (a DTensor) that this process has; any other one as it is."""
+    part = tensor.detach()
+    if not hasattr(part, "to_local"):
+        return part
+    own: torch.Tensor = part.to_local()
+    return own
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor; without that module of torch, which loads slowly, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+class Replica:
+    """A replica that is this process alone; `Sharded` is one of several.
+
+    Each process of a sharded replica is a peer of another group, and trains and averages its own
+    shard. What a process does next depends on what calls have brought; where two of them may have
+    brought different things, because a peer was lost in between, the processes tell each other.
+
+    Attributes:
+        size: its processes.
+        index: of this one among them.
+        is_sharded: whether the model's parameters are DTensors.
+    """
+
+    is_sharded = False
+    size = 1
+    index = 0
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What all processes say, in their order; all make this call."""
+        return [list(numbers)]
+
+    def all(self, mine: bool) -> bool:
+        """Whether it is so for all processes."""
+        return all(said for (said,) in self.exchange([int(mine)]))
+
+    def first(self, number: int) -> int:
+        """What the first process says."""
+        return self.exchange([number])[0][0]
+
+    def reshard(self) -> None:
+        """The model's parameters are the shards, whatever was computed with them."""
+
+    def whole(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """A tensor `like` this one, of which each process has given its `part`; on the CPU."""
+        return part.detach().cpu()
+
+    def joint(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """A tensor that is sharded `like` this one, with a copy of the part."""
+        return part.detach().clone()
+
+    def part(self, like: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+        """Of a whole tensor, or a sharded one, what of one `like` this is in this process."""
+        return local(saved)
+
+
+class Sharded(Replica):
+    """The processes over which `fully_shard` has sharded a model, on a mesh of one dimension."""
+
+    is_sharded = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule  # loads slowly, as DTensor does
+
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.reshard()
+        named = list(model.named_parameters())
+        whole = [name for name, p in named if not is_sharded(p)]
+        if whole:
+            raise ValueError(
+                f"parameter {whole[0]!r} is not sharded, and others are: "
+                "call fully_shard() for the whole model, too"
+            )
+        meshes = [parameter.device_mesh for _, parameter in named]  # type: ignore[attr-defined]
+        mesh = self._mesh = meshes[0]
+        if any(one != mesh for one in meshes) or mesh.ndim != 1:
+            raise ValueError(
+                f"the parameters are on {mesh} and may be on others: DiLoCo needs one mesh of one "
+                "dimension, which shards; what replicates it is the run"
+            )
+        for name, parameter in named:
+            (placement,) = parameter.placements  # type: ignore[attr-defined]
+            if not placement.is_shard():
+                raise ValueError(f"parameter {name!r} is {placement} on the mesh, and not sharded")
+        self._group = mesh.get_group()
+        self.size, self.index = mesh.size(), mesh.get_local_rank()
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._mesh.device_type)
+        said = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(said, mine, group=self._group)
+        return [row.tolist() for row in said]
+
+    def reshard(self) -> None:
+        """Frees gathered parameters, which an evaluation leaves behind and which are old now."""
+        for module in self._modules:
+            module.reshard()
+
+    def whole(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = self._joint(like, part).full_tensor()
+        return whole.cpu()
+
+    def joint(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        own: torch.Tensor = self._joint(like, part.clone())
+        return own
+
+    def _joint(self, like: torch.Tensor, part: torch.Tensor) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(like, DTensor)
+        return DTensor.from_local(
+            part.detach().to(self._mesh.device_type),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    def part(self, like: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+        """Cuts a whole tensor as `like` is cut, without asking the other processes."""
+        if is_sharded(saved):
+            return local(saved)
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(like, DTensor)
+        given = saved.to(self._mesh.device_type)
+        cut: Any = distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
+        return local(cut)
+
+
+def replica_of(model: torch.nn.Module) -> Replica:
+    """Raises ValueError: the model is sharded in a way that `DiLoCo` cannot average."""
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    return Sharded(model) if sharded else Replica()
+
+
+class Layout:
+    """Parameters as they are saved: flat in the order of the model, or sharded and by name."""
+
+    def __init__(self, named: Named, replica: Replica) -> None:
+        self._named = named
+        self._replica = replica
+
+    def save(self, parts: Iterable[torch.Tensor], sharded: bool) -> Saved:
+        """Tensors of the form of this process's parameters; all processes of a replica call it."""
+        pairs = list(zip(self._named, parts, strict=True))
+        if sharded and self._replica.is_sharded:
+            return {name: self._replica.joint(p, part) for (name, p), part in pairs}
+        return torch.cat([self._replica.whole(p, part).flatten() for (_, p), part in pairs])
+
+    def load(self, saved: Saved) -> list[torch.Tensor]:
+        """The inverse; of a whole tensor, each process takes its part."""
+        if isinstance(saved, torch.Tensor):
+            pieces = torch.split(saved, [p.numel() for _, p in self._named])
+            given = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
+        else:
+            given = [saved[name] for name, _ in self._named]
+        return [
+            self._replica.part(p, tensor) for (_, p), tensor in zip(self._named, given, strict=True)
+        ]
+
+
+def check_team(comm: Communicator, replica: Replica) -> None:
+    """Raises ValueError unless the communicators of a replica's processes belong together."""
+    own = extension.member(comm)
+    # one that is in no team says so at once: the others may wait for it to admit them
+    fits = own.team_size == replica.size
+    said = replica.exchange([own.team, own.group]) if fits else []
+    groups = {group for _, group in said}
+    if len({team for team, _ in said}) != 1 or len(groups) < replica.size:
+        raise ValueError(
+            f"the model is sharded over {replica.size} processes, whose communicators must be one "
+            "team of as many peer groups: make them by pccl.torch.communicator(address)"
+        )
+
 
 _KINDS = (torch.float32, torch.float64, torch.int64)  # in which buffers are kept between rounds
 _TYPES_OF_ENTRIES = {
@@ -72,27 +256,22 @@ class Frozen:
             local(self._parameters[name]).copy_(kept)
 
     def layout(self) -> list[tuple[str, list[int]]]:
-        """Names and shapes."""
         return [(name, list(p.shape)) for name, p in self._parameters.items()]
 
     def hash_into(self, digest: xxhash.xxh3_128) -> None:
-        """Adds the current content to a digest."""
         for parameter in self._parameters.values():
             content = local(parameter).cpu().contiguous()
             digest.update(memory(content))
 
     def state_dict(self, sharded: bool) -> dict[str, torch.Tensor]:
-        """Copies on the CPU."""
         save = self._replica.joint if sharded else self._replica.whole
         return {n: save(p, local(p)).clone() for n, p in self._parameters.items()}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError where a state does not fit."""
         _check_shapes("frozen parameter", {n: p.shape for n, p in self._parameters.items()}, state)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over a state that has been checked."""
         for name, parameter in self._parameters.items():
             local(parameter).copy_(self._replica.part(parameter, state[name]))
         self.gather()
@@ -144,11 +323,9 @@ class Buffers:
 
     @property
     def shared(self) -> list[torch.Tensor]:
-        """The flat tensors."""
         return list(self._flat.values())
 
     def entries(self) -> list[TensorInfo]:
-        """The flat tensors as a part of the shared state."""
         return [
             TensorInfo.from_torch(
                 flat,
@@ -159,19 +336,16 @@ class Buffers:
         ]
 
     def layout(self) -> list[tuple[str, list[int]]]:
-        """Names and shapes."""
         return [(place.name, list(place.shape)) for place in self._places]
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copies the buffers from the model."""
         for kind, flat in self._flat.items():
             for place, view in self._views(kind, flat):
                 view.copy_(place.tensor())
 
     @torch.no_grad()
     def put(self) -> None:
-        """Copies the buffers to the model."""
         for kind, flat in self._flat.items():
             for place, view in self._views(kind, flat):
                 place.tensor().copy_(view)
@@ -229,11 +403,9 @@ class Buffers:
             yield place, piece.view(place.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the flat tensors."""
         return {_name_of(kind): flat.clone() for kind, flat in self._flat.items()}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError where a state does not fit."""
         own = {_name_of(kind): flat.shape for kind, flat in self._flat.items()}
         _check_shapes("flat buffer", own, state)
 
@@ -279,9 +451,6 @@ def _check_shapes(
                 f"the state belongs to another model: {what} {name!r} has shape "
                 f"{list(state[name].shape)} in the state and {list(own[name])} here"
             )
-
-
-Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class InnerState:

@@ -1,31 +1,35 @@
-"""How pseudo-gradients travel: as they are around the ring, or quantized, gathered and summed."""
+"""How pseudo-gradients are averaged: around the ring as they are, or quantized and gathered."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from pccl import AsyncReduceHandle, Communicator, ReduceInfo, ReduceOp, TensorInfo, kernels
+from pccl.diloco.settings import Wire
 
-Way = Literal["gather", "ring"]
+Algorithm = Literal["gather", "ring"]
+Tensors = list[torch.Tensor]
+
+_WEIGHTS_MAX = 1 << 32  # the divisor of a mean
 
 _log = logging.getLogger("pccl.diloco")
 
 
-class Route:
+class Selector:
     """Chooses by what a peer receives, so that no wire costs more than an fp32 all-reduce.
 
     With R peers a gather receives what all others have quantized, R - 1 times those bytes, and an
     all-reduce 2 (R - 1) / R times the bytes as they are. So from some R on the ring is better.
 
-    All peers must choose the same way, and which peers there are is no ground for that: one of them
-    has heard of a loss, another has not yet. So R is the number of contributors of the mean that
-    was last applied, on which they have agreed and which newcomers receive; it may be out of date
-    by a round. And a choice stands until the round has its mean, whoever is lost meanwhile.
+    All peers must choose the same, and which peers there are is no ground for that: one of them has
+    heard of a loss, another has not yet. So R is the number of contributors of the mean that was
+    last applied, on which they have agreed and which newcomers receive; it may be out of date by a
+    round. And a choice stands until the round has its mean, whoever is lost meanwhile.
     """
 
     def __init__(self) -> None:
@@ -35,69 +39,28 @@ class Route:
         """What is part of the shared state."""
         return [TensorInfo.from_torch(self._peers, "diloco.contributors")]
 
-    def choose(self, quantized: int, plain: int, before: Way) -> Way:
-        """The way of a round, for which a peer has so many bytes in the one form or the other.
+    def choose(self, quantized: int, plain: int, before: Algorithm) -> Algorithm:
+        """The algorithm of a round for which a peer has so many bytes in either form.
 
         If it is not that of the round before, the log says why.
         """
         peers = int(self._peers[0])
-        way: Way = "ring" if 2 * plain < peers * quantized else "gather"
-        if way != before:
+        chosen: Algorithm = "ring" if 2 * plain < peers * quantized else "gather"
+        if chosen != before:
             gathered, around = (peers - 1) * quantized, 2 * (peers - 1) * plain // max(peers, 1)
             _log.info(
                 "from now on these pseudo-gradients %s: of %d peers, each receives %d bytes if "
                 "they are quantized and gathered, and %d if they go around the ring in fp32",
-                "go around the ring in fp32" if way == "ring" else "are gathered",
+                "go around the ring in fp32" if chosen == "ring" else "are gathered",
                 peers,
                 gathered,
                 around,
             )
-        return way
+        return chosen
 
     def applied(self, peers: int) -> None:
         """A mean of so many peers is going to be applied, on all of them."""
         self._peers[0] = peers
-
-
-Tensors = list[torch.Tensor]
-
-_WEIGHTS_MAX = 1 << 32  # the divisor of a mean
-
-
-class Averager(Protocol):
-    """Averages a round's progress: this peer's pseudo-gradient, and then what goes as it is."""
-
-    @property
-    def way(self) -> Way:
-        """That which the progress went that was last loaded."""
-
-    @property
-    def total(self) -> Total:
-        """The weights of the last attempt."""
-
-    def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
-        """Prepares what is sent; it stays the same for all attempts.
-
-        `weight`: of this peer's progress in the means; None: that of all peers is the same.
-        """
-
-    def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
-        """One attempt to write the means over all peers."""
-
-    def launch(self, comm: Communicator, means: Tensors, tag: int) -> AsyncReduceHandle:
-        """The same in the background; `unload` must follow when it has succeeded."""
-
-    def unload(self, means: Tensors) -> None:
-        """Writes the means that a launched attempt has brought."""
-
-    def commit(self, peers: int, own: bool) -> None:
-        """The means, of so many peers, are going to be applied; `own`: that of this peer is in."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this peer keeps from one round to the next."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over such a state, if it is of the same carrier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +108,7 @@ class Total:
         """Where an all-reduce adds it up."""
         return [*self._votes.received, *([] if self._own is None else [self._sum])]
 
-    def unload(self, rows: Sequence[torch.Tensor]) -> None:
+    def add_up(self, rows: Sequence[torch.Tensor]) -> None:
         """Adds up what a gather has brought."""
         for row, sum in zip(rows, self.received, strict=True):
             torch.sum(row, 0, dtype=sum.dtype, out=sum)
@@ -177,14 +140,18 @@ class Total:
         return max(1, total)
 
 
-class Ring:
-    """Sums up in fp32 around the ring.
+class Averager:
+    """Averages a round's progress in fp32 around the ring: this peer's pseudo-gradient, and then
+    what goes as it is.
 
     With weights, each peer sends its progress times its weight, and the weight; the sum of the one
     is divided by that of the other.
+
+    Attributes:
+        algorithm: by which the progress is averaged that was last loaded.
     """
 
-    way: Way = "ring"
+    algorithm: Algorithm = "ring"
 
     def __init__(self) -> None:
         self._progress: Tensors = []
@@ -192,23 +159,44 @@ class Ring:
 
     @property
     def total(self) -> Total:
-        """As the last attempt has found it."""
+        """The weights of the last attempt."""
         return self._total
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
-        """It is sent as it is, or times the weight."""
+        """Prepares what is sent; it stays the same for all attempts.
+
+        `weight`: of this peer's progress in the means; None: that of all peers is the same.
+        """
         self._total.load(weight, votes)
         self._progress = progress if weight is None else [each * weight for each in progress]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
-        """One all-reduce."""
+        """One attempt to write the means over all peers."""
         info = comm.all_reduce(*self._operands(means), op=self._op)
-        self.unload(means)
+        self.store(means)
         return info
 
     def launch(self, comm: Communicator, means: Tensors, tag: int) -> AsyncReduceHandle:
-        """The same in the background."""
+        """The same in the background; `store` must follow when it has succeeded."""
         return comm.all_reduce_async(*self._operands(means), op=self._op, tag=tag)
+
+    def store(self, means: Tensors) -> None:
+        """Writes the means that a launched attempt has brought."""
+        if self._total.weighs:
+            divisor = self._total.divisor(1)
+            kernels.divide(means[0], divisor)
+            for mean in means[1:]:
+                kernels.add(mean, mean, torch.zeros_like(mean), divisor=divisor)
+
+    def commit(self, peers: int, own: bool) -> None:
+        """The means, of so many peers, are going to be applied; `own`: that of this peer is in."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this peer keeps from one round to the next."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over such a state, if it is of the same wire."""
 
     @property
     def _op(self) -> ReduceOp:
@@ -219,120 +207,80 @@ class Ring:
             return self._progress[0], means[0]
         return [*self._progress, *self._total.sent], [*means, *self._total.received]
 
-    def unload(self, means: Tensors) -> None:
-        """The all-reduce has written them; weighted sums are still to be divided."""
-        if self._total.weighs:
-            divisor = self._total.divisor(1)
-            kernels.divide(means[0], divisor)
-            for mean in means[1:]:
-                kernels.add(mean, mean, torch.zeros_like(mean), divisor=divisor)
 
-    def commit(self, peers: int, own: bool) -> None:
-        """Nothing is kept."""
+class Quantized(Averager):
+    """Quantizes the pseudo-gradient once, gathers those of all peers, and sums them up in fp32 in
+    the order of the ranks: see docs/howto/diloco.md, "Fewer bytes".
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-
-class Quantized:
-    """Quantizes the pseudo-gradient once, gathers those of all peers, and sums them up in fp32.
-
-    With e this peer's residual, Q the quantization and R the number of peers:
-
-        a = decay e + d;   send Q(a)
-        D = (Q(a of rank 0) + Q(a of rank 1) + ...) / R     in this order, on all peers
-        e <- a - Q(a)                                       when D is going to be applied
-
-    So what quantization takes from one round is given to the next (error feedback). If no mean is
-    made or applied, the old e stands, and a retry sends the same bytes. Each contribution is
-    quantized once, whatever the number of peers; around a ring it would be at every hop, by others,
-    and no peer could feed that back.
-
-    With a weight w, Q(w a) is sent, the sum is divided by that of the weights, and
-    a - Q(w a) / w is kept; with w = 0 the old e stands.
-
-    With so many peers that an fp32 all-reduce receives fewer bytes, `Route` says so: then a itself
-    goes around the ring, and e <- 0.
+    With e this peer's residual, a = decay e + d and a weight w, Q(w a) is sent, and a - Q(w a) / w
+    is the residual once the mean is going to be applied; with w = 0 the old one stands. Where
+    the selector finds that the ring receives less, a itself goes around it, and e is 0 then.
     """
 
-    def __init__(self, format: kernels.Format, count: int, decay: float, route: Route) -> None:
-        self.way: Way = "gather"
+    def __init__(
+        self, format: kernels.Format, count: int, decay: float, selector: Selector
+    ) -> None:
+        super().__init__()
+        self.algorithm = "gather"
         self._format = format
         self._decay = decay
-        self._route = route
-        self._ring = Ring()
+        self._selector = selector
         self._residual = torch.zeros(count)
-        self._next = torch.zeros(count)  # e, once the round commits
+        self._next = torch.zeros(count)  # the residual, once the round commits
         self._room = torch.empty(count)
         self._payload = torch.empty(kernels.quantized_size(format, count), dtype=torch.uint8)
         self._sent: Tensors = []
         self._gathered: Any = []  # tensors
-        self._total = Total()
-
-    @property
-    def total(self) -> Total:
-        """As the last attempt has found it."""
-        return self._ring.total if self.way == "ring" else self._total
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
-        """Adds the residual to the pseudo-gradient, and quantizes that unless it goes around."""
-        others = sum(each.nbytes for each in [*progress[1:], *votes.sent])
-        self.way = self._route.choose(
-            self._payload.nbytes + others, progress[0].nbytes + others, self.way
+        delta, *others = progress
+        beside = sum(each.nbytes for each in [*others, *votes.sent])
+        self.algorithm = self._selector.choose(
+            self._payload.nbytes + beside, delta.nbytes + beside, self.algorithm
         )
         torch.mul(self._residual, self._decay, out=self._room)
-        kernels.add(self._room, self._room, progress[0])
-        if self.way == "ring":
+        kernels.add(self._room, self._room, delta)
+        if self.algorithm == "ring":
             self._next.zero_()
-            self._ring.load([self._room, *progress[1:]], weight, votes)
+            super().load([self._room, *others], weight, votes)
             return
-        others_sent = progress[1:]
         self._total.load(weight, votes)
-        if weight is None:
-            kernels.quantize(self._payload, self._room, self._format)
-            kernels.dequantize(self._next, self._payload, self._format)
-        else:
-            kernels.quantize(self._payload, self._room * weight, self._format)
-            kernels.dequantize(self._next, self._payload, self._format)
+        weighed = self._room if weight is None else self._room * weight
+        kernels.quantize(self._payload, weighed, self._format)
+        kernels.dequantize(self._next, self._payload, self._format)
+        if weight is not None:
             self._next /= max(1, weight)
-            others_sent = [each * weight for each in others_sent]
+            others = [each * weight for each in others]
         kernels.subtract(self._next, self._room, self._next)
-        self._sent = [self._payload, *others_sent, *self._total.sent]
+        self._sent = [self._payload, *others, *self._total.sent]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
-        """One all-gather and the sum, or one all-reduce."""
-        if self.way == "ring":
-            return self._ring.run(comm, means)
+        if self.algorithm == "ring":
+            return super().run(comm, means)
         handle = self.launch(comm, means, tag=0)
         committed, _, info = handle.wait()
         if not committed:
             assert handle.error is not None
             raise handle.error
-        self.unload(means)
+        self.store(means)
         return info
 
     def launch(self, comm: Communicator, means: Tensors, tag: int) -> AsyncReduceHandle:
-        """Gathers in the background, or reduces."""
-        if self.way == "ring":
-            return self._ring.launch(comm, means, tag)
+        if self.algorithm == "ring":
+            return super().launch(comm, means, tag)
         _ = comm.rank  # a gather takes place among the ranks that this thread has seen
         handle = comm.all_gather_async(self._sent, tag=tag)
         self._gathered = handle.result
         return handle
 
-    def unload(self, means: Tensors) -> None:
-        """Sums up in the order of the ranks what was gathered."""
-        if self.way == "ring":
-            self._ring.unload(means)
+    def store(self, means: Tensors) -> None:
+        if self.algorithm == "ring":
+            super().store(means)
             return
-        payloads, *plain = self._gathered
+        payloads, *rows = self._gathered
         self._gathered = []
-        mean, plain, totals = means[0], plain[: len(means) - 1], plain[len(means) - 1 :]
-        self._total.unload(totals)
+        mean, rows, totals = means[0], rows[: len(means) - 1], rows[len(means) - 1 :]
+        self._total.add_up(totals)
         divisor = self._total.divisor(len(payloads))
         for rank, payload in enumerate(payloads):
             read = kernels.accumulate if rank else kernels.dequantize
@@ -344,33 +292,25 @@ class Quantized:
                     f"is none: {error}"
                 ) from error
         kernels.divide(mean, divisor)
-        for mean, rows in zip(means[1:], plain, strict=True):
-            mean.copy_(rows[0])
-            for rank in range(1, len(rows)):
-                kernels.add(mean, mean, rows[rank], divisor=_last(rank, rows, divisor))
+        for mean, row in zip(means[1:], rows, strict=True):
+            mean.copy_(row[0])
+            last = len(row) - 1
+            for rank in range(1, len(row)):
+                kernels.add(mean, mean, row[rank], divisor=divisor if rank == last else 1)
 
     def commit(self, peers: int, own: bool) -> None:
         """The new residual becomes real."""
         if own:
             self._residual, self._next = self._next, self._residual
-        self._route.applied(peers)
+        self._selector.applied(peers)
 
     def state_dict(self) -> dict[str, Any]:
-        """The residual."""
         return {"residual": self._residual.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the residual, if the state has one; else it begins at 0."""
         if "residual" in state:
             self._residual.copy_(state["residual"])
-
-
-def _last(rank: int, rows: torch.Tensor, divisor: int) -> int:
-    """The last addition of a mean divides."""
-    return divisor if rank == len(rows) - 1 else 1
-
-
-Wire = Literal["fp32", "int8", "int4", "e3m0", "2bit", "sparse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,9 +335,9 @@ CODECS: dict[Wire, Codec] = {
 }
 
 
-def carrier(wire: Wire, count: int, route: Route) -> Averager:
-    """What carries the progress of `count` parameters on a wire."""
+def averager_of(wire: Wire, count: int, selector: Selector) -> Averager:
+    """What averages the progress of `count` parameters on a wire."""
     if wire == "fp32":
-        return Ring()
+        return Averager()
     codec = CODECS[wire]
-    return Quantized(codec.format, count, codec.decay, route)
+    return Quantized(codec.format, count, codec.decay, selector)

@@ -5,8 +5,6 @@ go together.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -18,36 +16,14 @@ from pccl import (
     TooFewPeersError,
     extension,
 )
-from pccl.diloco.exchange import Accounts, Average, Meter
-from pccl.diloco.model_state import Buffers, Frozen
-from pccl.diloco.pace import OfAll, Pace
-from pccl.diloco.replica import Replica
-from pccl.diloco.settings import describe_mismatch
+from pccl.diloco.exchange import Average, LedgerHooks
+from pccl.diloco.model import Buffers, Frozen, Replica
+from pccl.diloco.pace import Pace
+from pccl.diloco.settings import Settings, describe_mismatch
+from pccl.diloco.stats import Meter
 from pccl.support.logs import Reminder
 
-AlonePolicy = Literal["continue", "step", "wait"]
-
 _log = logging.getLogger("pccl.diloco")
-
-
-@dataclass(frozen=True, slots=True)
-class Quorum:
-    """With how many peers a run begins, and what is done with too few.
-
-    Attributes:
-        begin: peers that a run needs to begin.
-        alone: what a peer does that has lost all others.
-        ready: of how many a mean must be at least, if some that are here came too late for it.
-    """
-
-    begin: int
-    alone: AlonePolicy
-    ready: int = 1
-
-    @property
-    def least(self) -> int:
-        """Peers that an outer step is taken by."""
-        return max(2, self.begin) if self.alone == "wait" else 1
 
 
 class Group:
@@ -62,8 +38,10 @@ class Group:
         comm: Communicator,
         shared: SharedState,
         complete: SharedState,
-        parts: tuple[Frozen, Buffers, Accounts],
-        quorum: Quorum,
+        settings: Settings,
+        frozen: Frozen,
+        buffers: Buffers,
+        ledger: LedgerHooks,
         meter: Meter,
         replica: Replica,
     ) -> None:
@@ -71,17 +49,19 @@ class Group:
         self.shared = shared
         self._comm = comm
         self._complete = complete
-        self._frozen, self._buffers, self._accounts = parts
-        self._quorum = quorum
+        self._settings = settings
+        self._frozen = frozen
+        self._buffers = buffers
+        self._ledger = ledger
         self._meter = meter
         self._pace: Pace | None = None
         self._replica = replica
         self._reminder = Reminder(_log)
 
-    def join(self, config: torch.Tensor) -> None:
+    def join(self, config: torch.Tensor, min_peers: int) -> None:
         """Joins the run, or begins one with others; `config` is an entry of the shared state."""
         own_config = config.clone()
-        self._sync(self._complete, self._quorum.begin)
+        self._sync(self._complete, min_peers)
         if not torch.equal(own_config, config):
             raise ValueError(describe_mismatch(run=config, own=own_config))
         self.claim()
@@ -93,11 +73,7 @@ class Group:
         # The others may have begun another run, at an earlier revision than this peer's; but who
         # has trained offers more than one who comes for the first time, with revision 0.
         self.shared.revision = min(self.shared.revision, 1)
-        self._quorum, before = replace(self._quorum, begin=1), self._quorum
-        try:
-            self.join(config)
-        finally:
-            self._quorum = before
+        self.join(config, min_peers=1)
 
     def arrive(self, pace: Pace) -> None:
         """Waits for the others, at the begin of a round; not for who is too late, by the pace.
@@ -106,7 +82,7 @@ class Group:
             KickedError: that is this peer.
         """
         self._pace = pace
-        if not pace.rounds_of_all:
+        if not pace.waits_for_all:
             self.are_pending()
 
     def are_pending(self) -> bool:
@@ -127,8 +103,8 @@ class Group:
         while True:
             self._remind(
                 outer_step,
-                f"waits for others before the next outer step: {self._quorum.least} are wanted, "
-                f"{peers} here",
+                "waits for others before the next outer step: "
+                f"{self._settings.least_peers} are wanted, {peers} here",
             )
             if self._await_newcomers(extension.FOREVER_S):
                 self.agree(admitted=True)
@@ -153,7 +129,7 @@ class Group:
 
     def claim(self, wanted: int | None = None) -> None:
         """Gives each peer the samples of its next round; None: as many as each wants."""
-        self._accounts.claim(self._comm, wanted)
+        self._ledger.claim(self._comm, wanted)
 
     def _sync(self, what: SharedState, min_peers: int = 1) -> SharedStateSyncInfo:
         what.revision = self.shared.revision
@@ -191,18 +167,20 @@ class Group:
 
     def lacks_the_late(self, average: Average) -> bool:
         """Whether a mean is of fewer than `deadline_peers` because others came too late for it."""
-        return average.late > 0 and average.contributors < min(self._quorum.ready, average.peers)
+        return average.late > 0 and average.contributors < min(
+            self._settings.deadline_peers or 1, average.peers
+        )
 
     def suffices(self, average: Average, outer_step: int) -> bool:
         """Whether the outer step is taken by it; warns if this peer is alone."""
-        if average.peers < self._quorum.least or average.contributors == 0:
+        if average.peers < self._settings.least_peers or average.contributors == 0:
             return False
         if self.lacks_the_late(average):
             return False
         if average.info is not None:
             self._reminder.reset()
             return True
-        if self._quorum.alone == "step":
+        if self._settings.alone == "step":
             self._remind(outer_step, "takes the outer step with its own pseudo-gradient alone")
             return True
         self._remind(outer_step, "trains on without outer steps until another one joins")
@@ -215,29 +193,12 @@ class Group:
 
     def waits(self, peers: int) -> bool:
         """Whether so many are too few, and wait for others."""
-        return self._quorum.alone == "wait" and peers < self._quorum.least
+        return self._settings.alone == "wait" and peers < self._settings.least_peers
 
     def _remind(self, outer_step: int, what_it_does: str) -> None:
         size = self._comm.world_size
         alone = "is alone" if size == 1 else f"is one of {size}"
         self._reminder.warn(
             f"this peer {alone} in its group at outer step {outer_step}, and with "
-            f"alone={self._quorum.alone!r} it {what_it_does}"
+            f"alone={self._settings.alone!r} it {what_it_does}"
         )
-
-
-class LeaderClock(OfAll):
-    """The pace of the replica's first process, which the others ask after each inner step."""
-
-    def __init__(self, pace: Pace, replica: Replica) -> None:
-        super().__init__()
-        self._pace = pace
-        self._replica = replica
-
-    def begin(self) -> None:
-        """A round has ended."""
-        self._pace.begin()
-
-    def due(self, inner_step: int) -> bool:
-        """Whether it is for the first process."""
-        return bool(self._replica.first(int(self._pace.due(inner_step))))

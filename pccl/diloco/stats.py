@@ -1,4 +1,4 @@
-"""What a round reports, and what the peers tell each other at its end."""
+"""What a round reports: its outcome, its time and bytes, and the share of each peer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from pccl import Communicator, PCCLError, Result
-from pccl.diloco.exchange import Meter
-from pccl.diloco.modes import Outcome
-from pccl.diloco.wires import Way
+from pccl import Communicator, PCCLError, ReduceInfo, Result, SharedStateSyncInfo
+from pccl.diloco.averaging import Algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class PeerShare:
     late: bool
 
 
-def call_the_roll(comm: Communicator, own: PeerShare) -> tuple[PeerShare, ...]:
+def gather_shares(comm: Communicator, own: PeerShare) -> tuple[PeerShare, ...]:
     """The shares of all peers, in the order of their ranks.
 
     It is called again whenever a peer is lost: some may have entered before that, others not.
@@ -86,8 +84,8 @@ class OuterRound:
         total_s: seconds in the whole round, without compute_s.
         tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronisation.
         rx_bytes: payload bytes that this peer received in them.
-        way: how this round's progress was, or is being, averaged: "gather" if it was quantized and
-            gathered, "ring" if it went around the ring in fp32. See `wire`.
+        algorithm: how this round's progress was, or is being, averaged: "gather" if it was
+            quantized and gathered, "ring" if it went around the ring in fp32. See `wire`.
         peers: what each peer did in this round, in the order of their ranks, if they may differ
             (inner_seconds, deadline_peers, or weight="samples"); else, and in a round that has
             admitted newcomers, what this peer did.
@@ -106,7 +104,7 @@ class OuterRound:
     total_s: float
     tx_bytes: int
     rx_bytes: int
-    way: Way
+    algorithm: Algorithm
     peers: tuple[PeerShare, ...]
 
     def flat(self, prefix: str = "diloco/") -> dict[str, float]:
@@ -115,14 +113,69 @@ class OuterRound:
             wandb.log(outer.flat(), step=outer.outer_step)
 
         `utilisation` is the least of all peers, and `late` how many were late, as far as is known;
-        `gathered` says whether `way` is "gather".
+        `gathered` says whether `algorithm` is "gather".
         """
-        names = [name for name in self.__slots__ if name not in ("way", "peers")]
+        names = [name for name in self.__slots__ if name not in ("algorithm", "peers")]
         found = {f"{prefix}{name}": float(getattr(self, name)) for name in names}
-        found[f"{prefix}gathered"] = float(self.way == "gather")
+        found[f"{prefix}gathered"] = float(self.algorithm == "gather")
         found[f"{prefix}utilisation"] = min((peer.utilisation for peer in self.peers), default=0.0)
         found[f"{prefix}late"] = float(sum(peer.late for peer in self.peers))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round reports: the contributors of the mean that it has applied, retries, admission.
+
+    Attributes:
+        contributors: peers in the mean that was applied; 0 if there was none.
+        retries: failed attempts to average it.
+        admitted: whether newcomers were admitted.
+        fragment: which part of the model the mean is of.
+        rejoined: whether the run has gone on without this peer, which has joined it once more.
+    """
+
+    contributors: int
+    retries: int
+    admitted: bool
+    fragment: int = 0
+    rejoined: bool = False
+
+
+class Meter:
+    """Counts the bytes of all rounds, and the seconds of the present one by what they went into.
+
+    Attributes:
+        tx_bytes: payload bytes that this peer has sent.
+        rx_bytes: payload bytes that it has received.
+        seconds: of the present round, by "reduce", "admit" and "sync".
+        last_reduce: info of the last all-reduce that has committed; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last_reduce: ReduceInfo | None = None
+        self.tx_bytes = 0
+        self.rx_bytes = 0
+        self.seconds: dict[str, float] = {}
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Counts the seconds from 0 again."""
+        self.seconds = {"reduce": 0.0, "admit": 0.0, "sync": 0.0}
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the time in the block."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.monotonic() - began_s
+
+    def count(self, info: ReduceInfo | SharedStateSyncInfo) -> None:
+        """Adds the bytes of a call."""
+        self.tx_bytes += info.tx_bytes
+        self.rx_bytes += info.rx_bytes
 
 
 class Stopwatch:
@@ -163,7 +216,7 @@ class Stopwatch:
         return compute_s / whole_s if whole_s else 0.0  # of less time than the clock can show
 
     def report(
-        self, outer_step: int, outcome: Outcome, way: Way, peers: tuple[PeerShare, ...]
+        self, outer_step: int, outcome: Outcome, algorithm: Algorithm, peers: tuple[PeerShare, ...]
     ) -> OuterRound:
         """Of the round that has ended."""
         meter = self._meter
@@ -182,7 +235,7 @@ class Stopwatch:
             total_s=self._inside_s,
             tx_bytes=meter.tx_bytes - tx_before,
             rx_bytes=meter.rx_bytes - rx_before,
-            way=way,
+            algorithm=algorithm,
             peers=peers,
         )
         self._begin()

@@ -1,4 +1,4 @@
-"""DiLoCo's choice of the way that pseudo-gradients go, by the number of peers."""
+"""By which algorithm DiLoCo averages pseudo-gradients, by the number of peers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outer import DEADLINE_S, Deserter, Left, Watched, together  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
-from pccl.diloco import DiLoCo, Way  # noqa: E402
-from pccl.diloco.wires import Route  # noqa: E402
+from pccl.diloco import Algorithm, DiLoCo  # noqa: E402
+from pccl.diloco.averaging import Selector  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,7 +45,7 @@ def make(comm: Any, model: Pair, **options: Any) -> DiLoCo:
 
 
 @pytest.mark.parametrize(
-    ("peers", "quantized", "way"),
+    ("peers", "quantized", "algorithm"),
     [
         (0, 10**9, "gather"),
         (2, 4000, "gather"),
@@ -56,22 +56,24 @@ def make(comm: Any, model: Pair, **options: Any) -> DiLoCo:
         (300, 27, "ring"),
     ],
 )
-def test_the_way_is_that_of_fewer_received_bytes(peers: int, quantized: int, way: str) -> None:
-    route = Route()
-    route.applied(peers)
-    assert route.choose(quantized, 4000, "gather") == way
+def test_the_algorithm_is_that_of_fewer_received_bytes(
+    peers: int, quantized: int, algorithm: str
+) -> None:
+    selector = Selector()
+    selector.applied(peers)
+    assert selector.choose(quantized, 4000, "gather") == algorithm
     if peers > 1:
         gathered, around = (peers - 1) * quantized, 2 * (peers - 1) / peers * 4000
-        assert (around < gathered) == (way == "ring")
+        assert (around < gathered) == (algorithm == "ring")
 
 
-def test_a_change_of_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    route = Route()
+def test_a_change_of_the_algorithm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    selector = Selector()
     with caplog.at_level(logging.INFO, "pccl.diloco"):
-        way: Way = "gather"
+        chosen: Algorithm = "gather"
         for peers in (2, 3, 3, 2):
-            route.applied(peers)
-            way = route.choose(6, 8, way)
+            selector.applied(peers)
+            chosen = selector.choose(6, 8, chosen)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "from now on these pseudo-gradients go around the ring in fp32",
         "from now on these pseudo-gradients are gathered",
@@ -83,7 +85,7 @@ def test_a_change_of_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "eager", "streaming"])
-def test_peers_that_hear_of_a_loss_at_different_times_go_the_same_way(
+def test_peers_that_hear_of_a_loss_at_different_times_take_the_same_algorithm(
     address: str, mode: str
 ) -> None:
     """Of three, one leaves when they go around the ring: one other knows, and one does not yet."""
@@ -93,31 +95,31 @@ def test_peers_that_hear_of_a_loss_at_different_times_go_the_same_way(
 
     def survivor(ignorant: bool) -> Callable[[], Any]:
         def body() -> Any:
-            ways, model = [], Pair()
+            algorithms, model = [], Pair()
             with pccl.Communicator(address) as comm:
                 watched: Any = Watched(comm, **({ring: entered.set} if ignorant else {}))
                 diloco = make(watched, model, mode=mode, min_peers=3)
-                carrier: Any = diloco._parts.exchanges[0].carrier
-                load = carrier.load
+                averager: Any = diloco._exchanges[0].averager
+                load = averager.load
 
                 def load_late(*progress: Any) -> None:
-                    wait_until(lambda: not ways or comm.world_size < 3)
+                    wait_until(lambda: not algorithms or comm.world_size < 3)
                     load(*progress)
 
                 if not ignorant:
-                    carrier.load = load_late
+                    averager.load = load_late
                 for _ in range(4):
                     model.move(1.0)
                     outer = diloco.step()
                     assert outer is not None
-                    ways.append(outer.way)
+                    algorithms.append(outer.algorithm)
                     digests.setdefault(diloco.outer_step, set()).add(diloco.state_digest())
-                    if ways == ["gather", "ring"] and mode in ("sync", "streaming"):
-                        assert not diloco.state_dict()["carrier"]["residual"].any()
+                    if algorithms == ["gather", "ring"] and mode in ("sync", "streaming"):
+                        assert not diloco.state_dict()["averager"]["residual"].any()
                         assert outer.contributors == 2
                 diloco.finish()
                 assert diloco.last_reduce is not None and diloco.last_reduce.world_size == 2
-            return ways, model.weight.detach().clone()
+            return algorithms, model.weight.detach().clone()
 
         return body
 
@@ -141,7 +143,7 @@ def test_peers_that_hear_of_a_loss_at_different_times_go_the_same_way(
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
-def test_a_newcomer_goes_the_way_of_the_others(address: str, mode: str) -> None:
+def test_a_newcomer_takes_the_algorithm_of_the_others(address: str, mode: str) -> None:
     begun = threading.Event()
 
     def train(newcomer: bool) -> Callable[[], Any]:
@@ -155,7 +157,7 @@ def test_a_newcomer_goes_the_way_of_the_others(address: str, mode: str) -> None:
                     outer = diloco.step()
                     assert outer is not None
                     begun.set()
-                    seen.append(outer.way)
+                    seen.append(outer.algorithm)
                 diloco.finish()
                 return len(seen), diloco.outer_step, diloco.state_digest()
 

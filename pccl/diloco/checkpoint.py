@@ -1,0 +1,151 @@
+"""What a checkpoint of a training has, whether it fits, and its file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pccl.diloco.exchange import Exchange, LedgerHooks
+from pccl.diloco.membership import Group
+from pccl.diloco.model import Buffers, Frozen, Saved
+from pccl.diloco.modes import Schedule
+from pccl.diloco.outer import Outer
+from pccl.diloco.settings import decode
+
+_SAVED = {"config", "clock", "theta", "velocity", "revision", "frozen", "buffers"}
+
+
+class Checkpoint:
+    """Copies all that a training has, but for the inner optimizer, and takes such a copy over."""
+
+    def __init__(
+        self,
+        config: torch.Tensor,
+        frozen: Frozen,
+        buffers: Buffers,
+        ledger: LedgerHooks,
+        outer: Outer,
+        exchanges: Sequence[Exchange],
+        schedule: Schedule,
+        group: Group,
+    ) -> None:
+        self._config = config
+        self._frozen = frozen
+        self._buffers = buffers
+        self._ledger = ledger
+        self._outer = outer
+        self._exchanges = exchanges
+        self._schedule = schedule
+        self._group = group
+
+    def state_dict(self, sharded: bool) -> dict[str, Any]:
+        """A copy of all, but for the inner optimizer."""
+        if self._buffers.mode == "local":
+            self._buffers.gather()
+        schedule = self._schedule.state_dict(self._group)
+        if "means" in schedule:  # of a mode without fragments; one who fills in a form needs all
+            means = schedule["means"] or (self._exchanges[0].means if sharded else [])
+            schedule["means"] = [self._outer.join([mean], sharded) for mean in means[:1]]
+            schedule["means"] += [mean.clone() for mean in means[1:]]
+        return {
+            "config": self._config.clone(),
+            **self._outer.state_dict(sharded),
+            "schedule": schedule,
+            "averager": self._averagers_state(sharded),
+            **self._ledger.state_dict(),
+            "revision": self._group.shared.revision,
+            "frozen": self._frozen.state_dict(sharded),
+            "buffers": self._buffers.state_dict(),
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state that is of something else, or no state at all."""
+        try:
+            self._check(state)
+        except (TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
+            kind = type(error).__name__
+            raise ValueError(
+                f"the state is none that DiLoCo.state_dict() has made ({kind}: {error})"
+            ) from error
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        missing = _SAVED - {*state}
+        if missing:
+            raise ValueError(
+                f"the state is none that DiLoCo.state_dict() has made: it has no {min(missing)!r}"
+            )
+        own, saved = decode(self._config), decode(state["config"])
+        if own["parameters"] != saved["parameters"]:
+            raise ValueError("the state belongs to a model with other parameters")
+        self._frozen.check(state["frozen"])
+        self._buffers.check(state["buffers"])
+        self._ledger.check(state)
+        self._outer.check(state)
+        schedule = state.get("schedule", {})
+        counts = {**schedule, "revision": state["revision"]}
+        means = counts.pop("means", [])
+        for name, count in counts.items():
+            if count is not None and not (isinstance(count, int) and 0 <= count < 1 << 62):
+                raise ValueError(f"{name} is {count!r} in the state: it must be a count")
+        for mean in means[:1]:
+            self._outer.cut(mean)
+        for mine, mean in zip(self._exchanges[0].means[1:], means[1:], strict=False):
+            if mine.shape != mean.shape:
+                raise ValueError(
+                    f"a mean has shape {list(mean.shape)} in the state and {list(mine.shape)} here"
+                )
+        for kept in state.get("averager", {}).values():
+            self._outer.cut(kept)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over a state that has been checked."""
+        self._frozen.load(state["frozen"])
+        self._buffers.load(state["buffers"])
+        self._outer.load(state)
+        self._ledger.load(state)
+        schedule = dict(state.get("schedule", {}))
+        if means := schedule.get("means"):
+            schedule["means"] = [*self._outer.cut(means[0]), *means[1:]]
+        self._schedule.load(schedule)
+        self._load_averagers(state.get("averager", {}))
+        self._group.shared.revision = state["revision"]
+
+    def _averagers_state(self, sharded: bool) -> dict[str, Saved]:
+        """What each fragment's averager keeps, joined in the order of the model."""
+        states = [exchange.averager.state_dict() for exchange in self._exchanges]
+        keys = states[0]
+        return {key: self._outer.join([state[key] for state in states], sharded) for key in keys}
+
+    def _load_averagers(self, joined: Mapping[str, Saved]) -> None:
+        states: list[dict[str, torch.Tensor]] = [{} for _ in self._exchanges]
+        for key, saved in joined.items():
+            for state, piece in zip(states, self._outer.cut(saved), strict=True):
+                state[key] = piece
+        for exchange, state in zip(self._exchanges, states, strict=True):
+            exchange.averager.load_state_dict(state)
+
+
+def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state in a file, checked as a whole: torch itself ignores the file's checksums."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged!r} in it is not what was written")
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        ValueError,
+        RuntimeError,
+        EOFError,
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+    ) as error:
+        raise ValueError(
+            f"{os.fspath(path)} is damaged, or no file that DiLoCo.save() has written: {error}"
+        ) from error
+    return state
