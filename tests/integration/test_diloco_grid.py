@@ -17,7 +17,7 @@ from outer import DEADLINE_S, Model, N, make, together  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
-import pccl.diloco.membership as group  # noqa: E402
+from pccl import extension  # noqa: E402
 from pccl.data import Ledger  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("in_parts")]
@@ -177,19 +177,19 @@ def test_a_run_begins_with_all_shards_or_with_none(
     begun = threading.Event()
     first, second = Team(address, 0), Team(address, 1)
     doomed = [process.comm for process in second.processes]
-    call = group.sync_shared_state
+    call = extension.synchronize_once
 
-    def halved(membership: Any, *rest: Any) -> Any:
+    def halved(comm: Any, *rest: Any) -> Any:
         # if it is alone, it finds too few in any case
-        if membership is doomed[1].parts.membership and doomed[1].world_size > 1:
+        if comm is doomed[1] and doomed[1].world_size > 1:
             assert begun.wait(DEADLINE_S)
             doomed[1].close()
-        found = call(membership, *rest)
-        if membership is doomed[0].parts.membership:
+        found = call(comm, *rest)
+        if comm is doomed[0]:
             begun.set()  # it has found enough
         return found
 
-    monkeypatch.setattr(group, "sync_shared_state", halved)
+    monkeypatch.setattr(extension, "synchronize_once", halved)
     first.start(ROUNDS, move, usual())
     wait_until(lambda: is_in(first.processes[1].comm))  # what it has is what all begin with
     second.start(ROUNDS, move, usual()).end()
