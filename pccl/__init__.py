@@ -1,7 +1,7 @@
 """Fault-tolerant collective communications for machine-learning training over the internet."""
 
 from pccl import cuda
-from pccl.calls.collective import AsyncReduceHandle
+from pccl.collective import AsyncReduceHandle
 from pccl.communicator import Communicator
 from pccl.descriptors import ReduceDescriptor, ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import (

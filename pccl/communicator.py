@@ -26,27 +26,24 @@ the exception is raised, no buffer is in use any more. The other peers may still
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self
 
-from pccl import operands
-from pccl.calls.collective import AsyncReduceHandle
-from pccl.calls.exchanges import Exchanges
-from pccl.calls.launcher import Launcher
-from pccl.calls.membership import Admission, Membership, RetryPolicy, introduced
-from pccl.calls.synchronising import sync_shared_state
+from pccl import collective, operands
+from pccl.collective import AsyncReduceHandle
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import PeerLostError, TooFewPeersError, not_picklable
 from pccl.insight import Explanation, Stats
-from pccl.operands import A, Arrays
+from pccl.membership import Membership, RetryPolicy, introduced
+from pccl.operands import A, Arrays, Root
 from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.sync import SyncOptions
 from pccl.runtime.config import RANGES, Config
 from pccl.security import Security
-from pccl.shared_state import SharedState
+from pccl.shared_state import SharedState, sync_shared_state
 from pccl.support.closing import Closing
 from pccl.support.logs import configure_logging
 from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
@@ -61,7 +58,7 @@ from pccl.types import (
 )
 
 
-class Communicator(Exchanges, Closing):
+class Communicator(Closing):
     """One peer of a run: joins the run at a master and takes part in its collectives.
 
         with pccl.Communicator("host:48148") as comm:
@@ -136,8 +133,6 @@ class Communicator(Exchanges, Closing):
         Deadline(connect_timeout, "connect_timeout")  # is it one?
         self._connect_timeout = connect_timeout
         self._membership = Membership()
-        self._admission = Admission(self._membership)
-        self._launcher = Launcher(self._membership)
 
     # ---- joining and leaving ----
 
@@ -267,7 +262,7 @@ class Communicator(Exchanges, Closing):
             PCCLError: INVALID_USAGE (not connected, or other peers are in calls that exclude this
                 one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
         """
-        self._admission.update_topology(Deadline(timeout))
+        self._membership.update_topology(Deadline(timeout))
 
     def are_peers_pending(self, *, timeout: float | None = None) -> bool:
         """Whether peers wait to be admitted: the same answer for all.
@@ -278,7 +273,7 @@ class Communicator(Exchanges, Closing):
             PCCLError: INVALID_USAGE (not connected, or other peers are in calls that exclude this
                 one).
         """
-        return self._admission.are_peers_pending(Deadline(timeout))
+        return self._membership.are_peers_pending(Deadline(timeout))
 
     def wait_for_peers(self, n: int, *, timeout: float | None = None) -> int:
         """Admits newcomers until this peer's group has at least `n` members.
@@ -299,7 +294,7 @@ class Communicator(Exchanges, Closing):
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS, as for `update_topology`.
             ValueError: `n` is not positive.
         """
-        return self._admission.wait_for_peers(n, timeout)
+        return self._membership.wait_for_peers(n, timeout)
 
     def admit(
         self,
@@ -340,7 +335,7 @@ class Communicator(Exchanges, Closing):
             if state is not None:
                 self.sync_shared_state(state, timeout=deadline.left_s, min_peers=min_peers)
 
-        return self._admission.admit(synchronise, Deadline(timeout), patience_s)
+        return self._membership.admit(synchronise, Deadline(timeout), patience_s)
 
     def run(
         self,
@@ -406,7 +401,7 @@ class Communicator(Exchanges, Closing):
             PCCLTimeoutError: the time limit has passed; the run is not finished.
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS, as for `update_topology`.
         """
-        self._admission.finish(Deadline(timeout))
+        self._membership.finish(Deadline(timeout))
 
     def optimize_topology(self, *, timeout: float | None = None) -> None:
         """Measures the links between the peers, and chooses the fastest rings for each group.
@@ -429,7 +424,7 @@ class Communicator(Exchanges, Closing):
             PCCLError: INVALID_USAGE (not connected, fewer than two peers, or other peers are in
                 calls that exclude this one), PENDING_ASYNC_OPS.
         """
-        self._admission.optimize_topology(Deadline(timeout))
+        self._membership.optimize_topology(Deadline(timeout))
 
     # ---- shared state ----
 
@@ -486,7 +481,7 @@ class Communicator(Exchanges, Closing):
         def synchronised() -> SharedStateSyncInfo:
             return sync_shared_state(self._membership, shared_state, options)
 
-        return self._admission.begin(synchronised, min_peers, timeout)
+        return self._membership.repeat_until_enough(synchronised, min_peers, timeout)
 
     @property
     def revision(self) -> int:
@@ -539,7 +534,7 @@ class Communicator(Exchanges, Closing):
         """
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.all_reduce(send, recv, op, options, operand_descriptor)
-        return self._launcher.run("all_reduce", work, tag, timeout)
+        return collective.run(self._membership, "all_reduce", work, tag, timeout)
 
     def all_reduce_async(
         self,
@@ -567,7 +562,7 @@ class Communicator(Exchanges, Closing):
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.all_reduce(send, recv, op, options, operand_descriptor)
         target = send if recv is None else recv
-        return self._launcher.launch("all_reduce_async", work, tag, target)
+        return collective.launch(self._membership, "all_reduce_async", work, tag, target)
 
     def all_reduce_multiple_with_retry(
         self,
@@ -598,7 +593,9 @@ class Communicator(Exchanges, Closing):
                 descriptor or `max_in_flight` is not positive. INVALID_USAGE.
         """
         name = "all_reduce_multiple_with_retry"
-        return self._launcher.run_all(name, descriptors, max_in_flight, timeout)
+        return collective.run_with_retry(
+            self._membership, name, descriptors, max_in_flight, timeout
+        )
 
     def all_gather(
         self,
@@ -633,8 +630,10 @@ class Communicator(Exchanges, Closing):
                 `rows`.
             TypeError: `rows` are no whole numbers.
         """
-        work, result = operands.all_gather(send, recv, self._launcher.ranks("all_gather"), rows)
-        self._launcher.run("all_gather", work, tag, timeout)
+        work, result = operands.all_gather(
+            send, recv, self._membership.known_ranks("all_gather"), rows
+        )
+        collective.run(self._membership, "all_gather", work, tag, timeout)
         return result
 
     def all_gather_async(
@@ -646,9 +645,9 @@ class Communicator(Exchanges, Closing):
         tag: int = 0,
     ) -> AsyncReduceHandle:
         """Launches `all_gather` and returns at once; the handle's `result` is its return value."""
-        ranks = self._launcher.ranks("all_gather_async")
+        ranks = self._membership.known_ranks("all_gather_async")
         work, result = operands.all_gather(send, recv, ranks, rows)
-        return self._launcher.launch("all_gather_async", work, tag, result)
+        return collective.launch(self._membership, "all_gather_async", work, tag, result)
 
     def reduce_scatter(
         self,
@@ -681,10 +680,10 @@ class Communicator(Exchanges, Closing):
             PCCLError, OverflowError: as for `all_reduce`.
             ValueError, AssertionError: the arrays do not match each other, or cannot be divided.
         """
-        ranks = self._launcher.ranks("reduce_scatter")
+        ranks = self._membership.known_ranks("reduce_scatter")
         options = operands.quantization_of(quantization_options, quantization)
         work, result = operands.reduce_scatter(send, recv, op, options, ranks)
-        self._launcher.run("reduce_scatter", work, tag, timeout)
+        collective.run(self._membership, "reduce_scatter", work, tag, timeout)
         return result
 
     def reduce_scatter_async(
@@ -698,10 +697,10 @@ class Communicator(Exchanges, Closing):
         quantization: str | None = None,
     ) -> AsyncReduceHandle:
         """Launches `reduce_scatter`; the handle's `result` is its return value."""
-        ranks = self._launcher.ranks("reduce_scatter_async")
+        ranks = self._membership.known_ranks("reduce_scatter_async")
         options = operands.quantization_of(quantization_options, quantization)
         work, result = operands.reduce_scatter(send, recv, op, options, ranks)
-        return self._launcher.launch("reduce_scatter_async", work, tag, result)
+        return collective.launch(self._membership, "reduce_scatter_async", work, tag, result)
 
     def broadcast(
         self,
@@ -741,15 +740,314 @@ class Communicator(Exchanges, Closing):
             TypeError: `root` is not a rank.
             AssertionError: the elements of an array are not contiguous in memory.
         """
-        work = operands.broadcast(arrays, root, self._launcher.ranks("broadcast"))
-        return self._launcher.run("broadcast", work, tag, timeout)
+        work = operands.broadcast(arrays, root, self._membership.known_ranks("broadcast"))
+        return collective.run(self._membership, "broadcast", work, tag, timeout)
 
     def broadcast_async(
         self, arrays: Arrays, *, root: int | Literal["first"] = 0, tag: int = 0
     ) -> AsyncReduceHandle:
         """Launches `broadcast` and returns at once."""
-        work = operands.broadcast(arrays, root, self._launcher.ranks("broadcast_async"))
-        return self._launcher.launch("broadcast_async", work, tag, arrays)
+        work = operands.broadcast(arrays, root, self._membership.known_ranks("broadcast_async"))
+        return collective.launch(self._membership, "broadcast_async", work, tag, arrays)
+
+    def reduce(
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        root: Root = 0,
+        op: ReduceOp | str = ReduceOp.AVG,
+        tag: int = 0,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
+        timeout: float | None = None,
+    ) -> ReduceInfo:
+        """Reduces `send` over all peers of the group; only the root gets the result.
+
+        The data goes along a chain that ends at the root: each peer sends it once.
+
+        Args:
+            send: an array, or a list or dict of arrays. It is unchanged, except in place.
+            recv: on the root, where the result goes: like `send` in form, dtypes, element counts
+                and memory order. None, or `send` itself: in place. Ignored on other peers.
+            root: rank of the peer that gets the result, or "first".
+            op: as for `all_reduce`.
+            tag: as for `all_reduce`.
+            quantization_options: as for `all_reduce`.
+            quantization: as for `all_reduce`.
+            timeout: seconds after which the collective fails, on all peers.
+
+        Returns:
+            The number of contributors, and the payload bytes that this peer sent and received.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError: no peer has that rank, or as for `all_reduce`.
+            TypeError: `root` is not a rank.
+            AssertionError: the arrays do not match each other.
+        """
+        options = operands.quantization_of(quantization_options, quantization)
+        work = operands.reduce(
+            send, recv, root, op, options, self._membership.known_ranks("reduce")
+        )
+        return collective.run(self._membership, "reduce", work, tag, timeout)
+
+    def reduce_async(
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        root: Root = 0,
+        op: ReduceOp | str = ReduceOp.AVG,
+        tag: int = 0,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
+    ) -> AsyncReduceHandle:
+        """Launches `reduce`; the handle's `result` is `recv`, or `send` if it is in place."""
+        options = operands.quantization_of(quantization_options, quantization)
+        work = operands.reduce(
+            send, recv, root, op, options, self._membership.known_ranks("reduce_async")
+        )
+        target = send if recv is None else recv
+        return collective.launch(self._membership, "reduce_async", work, tag, target)
+
+    def gather(
+        self,
+        send: A,
+        recv: A | None = None,
+        *,
+        root: Root = 0,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> A | None:
+        """Gathers the arrays of all peers of the group on the root.
+
+        Args:
+            send: an array, or a list or dict of arrays; dtypes and element counts must be the same
+                on all peers.
+            recv: on the root, for each array, one with `world_size` times its elements; the r-th
+                part is that of rank r. `send` may be this peer's part of it. None: new arrays of
+                shape (world_size, *send.shape). Ignored on other peers.
+            root: rank of the peer that gets everything, or "first".
+            tag: as for `all_reduce`.
+            timeout: seconds after which the collective fails, on all peers.
+
+        Returns:
+            On the root `recv`, or the new arrays in the same form as `send`; None on other peers.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError, AssertionError: the arrays do not match each other or the group's size, or
+                no peer has that rank.
+            TypeError: `root` is not a rank.
+        """
+        work, result = operands.gather(send, recv, root, self._membership.known_ranks("gather"))
+        collective.run(self._membership, "gather", work, tag, timeout)
+        return result
+
+    def gather_async(
+        self, send: Arrays, recv: Arrays | None = None, *, root: Root = 0, tag: int = 0
+    ) -> AsyncReduceHandle:
+        """Launches `gather` and returns at once; the handle's `result` is its return value."""
+        work, result = operands.gather(
+            send, recv, root, self._membership.known_ranks("gather_async")
+        )
+        return collective.launch(self._membership, "gather_async", work, tag, result)
+
+    def scatter(
+        self,
+        send: Arrays | None = None,
+        recv: A | None = None,
+        *,
+        root: Root = 0,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> A | Arrays:
+        """Gives each peer of the group its part of an array of the root.
+
+        Args:
+            send: on the root, an array, or a list or dict of arrays, whose r-th part is for rank r.
+                Ignored on other peers.
+            recv: for each array, one with 1 / `world_size` of its elements; on the root it may be
+                this peer's part of `send`. None, on the root only: new arrays, each of the shape of
+                `send` with the first dimension divided by `world_size`.
+            root: rank of the source, or "first".
+            tag: as for `all_reduce`.
+            timeout: seconds after which the collective fails, on all peers.
+
+        Returns:
+            `recv`, or the new arrays in the same form as `send`.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError, AssertionError: the arrays do not match each other, cannot be divided, or
+                one is missing; or no peer has that rank.
+            TypeError: `root` is not a rank.
+        """
+        work, result = operands.scatter(send, recv, root, self._membership.known_ranks("scatter"))
+        collective.run(self._membership, "scatter", work, tag, timeout)
+        return result
+
+    def scatter_async(
+        self,
+        send: Arrays | None = None,
+        recv: Arrays | None = None,
+        *,
+        root: Root = 0,
+        tag: int = 0,
+    ) -> AsyncReduceHandle:
+        """Launches `scatter` and returns at once; the handle's `result` is its return value."""
+        work, result = operands.scatter(
+            send, recv, root, self._membership.known_ranks("scatter_async")
+        )
+        return collective.launch(self._membership, "scatter_async", work, tag, result)
+
+    def all_to_all(
+        self,
+        send: A,
+        recv: A | None = None,
+        *,
+        send_rows: Sequence[int] | None = None,
+        recv_rows: Sequence[int] | None = None,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> A:
+        """Gives each peer of the group its part of this peer's array, and takes one from each.
+
+        Args:
+            send: an array, or a list or dict of arrays, whose first dimension is a multiple of
+                `world_size`; the r-th part of it is for rank r.
+            recv: like `send` in form, dtypes, element counts and memory order; the r-th part is
+                from rank r. It must not overlap `send`. None: new arrays like `send`.
+            send_rows: how many rows of the first dimension are for each rank, the same for all
+                arrays of a list or dict; they add up to that dimension. The arrays must lie in C's
+                order then. None, together with `recv_rows`: equally many for each.
+            recv_rows: how many are from each rank: what that peer says in its `send_rows`.
+            tag: as for `all_reduce`.
+            timeout: seconds after which the collective fails, on all peers.
+
+        Returns:
+            `recv`, or the new arrays in the same form as `send`.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            MismatchError: INVALID_ARGUMENT: a peer takes another number of rows than one gives.
+            ValueError, AssertionError: the arrays do not match each other or the numbers of rows,
+                overlap, or cannot be divided.
+        """
+        ranks = self._membership.known_ranks("all_to_all")
+        work, result = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
+        collective.run(self._membership, "all_to_all", work, tag, timeout)
+        return result
+
+    def all_to_all_async(
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        send_rows: Sequence[int] | None = None,
+        recv_rows: Sequence[int] | None = None,
+        tag: int = 0,
+    ) -> AsyncReduceHandle:
+        """Launches `all_to_all` and returns at once; the handle's `result` is its return value."""
+        ranks = self._membership.known_ranks("all_to_all_async")
+        work, result = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
+        return collective.launch(self._membership, "all_to_all_async", work, tag, result)
+
+    # ---- between two peers ----
+
+    def send(
+        self, arrays: Arrays, to: int, *, tag: int = 0, timeout: float | None = None
+    ) -> ReduceInfo:
+        """Sends to one peer of the group, which must call `recv`; no other peer has a part in it.
+
+        The data travels directly between the two, over a connection of its own. `to` is the peer
+        that had this rank when the program last saw the ranks; if it is lost, the call fails, and
+        never reaches another one. If a third peer is lost, nothing happens to it.
+
+        Args:
+            arrays: an array, or a list or dict of arrays: of the same form, dtypes, element counts
+                and memory order as in the other peer's call.
+            to: rank of the other peer.
+            tag: distinguishes sends from this peer to that one that are under way at the same time.
+                Sends in the other direction or to others, and collectives, have tags of their own.
+            timeout: seconds after which it fails, on both peers.
+
+        Returns:
+            2, and the payload bytes that this peer sent and received.
+
+        Raises:
+            PCCLTimeoutError: the time limit has passed; the message names the missing peer.
+            PeerLostError: RANK_CONNECTION_LOST: the other peer is lost, or cannot be reached.
+            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the two ask for different arrays, or the tag
+                is in use), INVALID_USAGE (the other peer stands in a call that waits for this one).
+            ValueError: no other peer has that rank, or the arrays cannot be sent.
+            TypeError: `to` is not a rank.
+            OverflowError: `tag` is negative or above 2**64 - 1.
+        """
+        work = operands.send(arrays, self._membership.pair("send", to, True))
+        return collective.run(self._membership, "send", work, tag, timeout)
+
+    def send_async(self, arrays: Arrays, to: int, *, tag: int = 0) -> AsyncReduceHandle:
+        """Launches `send` and returns at once. The arrays must not be touched until `wait()`."""
+        work = operands.send(arrays, self._membership.pair("send_async", to, True))
+        return collective.launch(self._membership, "send_async", work, tag, arrays)
+
+    def recv(
+        self, arrays: Arrays, source: int, *, tag: int = 0, timeout: float | None = None
+    ) -> ReduceInfo:
+        """Receives from one peer of the group, which must call `send`: see there.
+
+        If the call fails, the content of the arrays is unspecified.
+
+        Args:
+            arrays: where the data goes.
+            source: rank of the other peer.
+            tag: as for `send`.
+            timeout: as for `send`.
+
+        Returns:
+            2, and the payload bytes that this peer sent and received.
+
+        Raises:
+            PCCLError, ValueError, TypeError, OverflowError: as for `send`.
+        """
+        work = operands.recv(arrays, self._membership.pair("recv", source, False))
+        return collective.run(self._membership, "recv", work, tag, timeout)
+
+    def recv_async(self, arrays: Arrays, source: int, *, tag: int = 0) -> AsyncReduceHandle:
+        """Launches `recv` and returns at once; the handle's `result` is `arrays`."""
+        work = operands.recv(arrays, self._membership.pair("recv_async", source, False))
+        return collective.launch(self._membership, "recv_async", work, tag, arrays)
+
+    def send_recv(
+        self,
+        sends: Mapping[int, Arrays],
+        recvs: Mapping[int, Arrays],
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Sends to some peers and receives from some, all at the same time, in any order.
+
+        Each of these succeeds or fails for itself, as `send` and `recv` do.
+
+        Args:
+            sends: arrays to be sent, by the rank of the peer to which they go.
+            recvs: where the data goes, by the rank of the peer from which it comes.
+            tag: of all of them.
+            timeout: seconds for all of them.
+
+        Raises:
+            PCCLError: the first failure; all others have ended, too.
+            ValueError, TypeError, OverflowError: as for `send`; nothing has been launched then.
+        """
+        pair, name = self._membership.pair, "send_recv"
+        work = [operands.send(arrays, pair(name, rank, True)) for rank, arrays in sends.items()]
+        work += [operands.recv(arrays, pair(name, rank, False)) for rank, arrays in recvs.items()]
+        collective.run_all(self._membership, name, work, tag, timeout)
+
+    # ---- agreements ----
 
     def barrier(self, *, tag: int = 0, timeout: float | None = None) -> None:
         """Returns when all peers of the group have entered it; at once if this peer is alone.
@@ -757,8 +1055,8 @@ class Communicator(Exchanges, Closing):
         Raises:
             PCCLError, OverflowError: as for `all_reduce`, but never TOO_FEW_PEERS.
         """
-        if not self._launcher.is_alone("barrier"):
-            self._launcher.run("barrier", operands.barrier(), tag, timeout)
+        if not self._membership.is_alone("barrier"):
+            collective.run(self._membership, "barrier", operands.barrier(), tag, timeout)
 
     def commit(self, ok: bool = True, *, tag: int = 0, timeout: float | None = None) -> bool:
         """Whether all peers of the group say that it is ok: the same answer on all of them.
@@ -777,7 +1075,7 @@ class Communicator(Exchanges, Closing):
         """
         work, votes = operands.vote(ok)
         try:
-            self._launcher.run("commit", work, tag, timeout)
+            collective.run(self._membership, "commit", work, tag, timeout)
         except PeerLostError:
             return False
         except TooFewPeersError:
@@ -786,6 +1084,6 @@ class Communicator(Exchanges, Closing):
 
     def barrier_async(self, *, tag: int = 0) -> AsyncReduceHandle:
         """Enters `barrier`; the handle's `wait()` returns when all peers have entered it."""
-        if self._launcher.is_alone("barrier"):
+        if self._membership.is_alone("barrier"):
             return AsyncReduceHandle(None, None)
-        return self._launcher.launch("barrier", operands.barrier(), tag)
+        return collective.launch(self._membership, "barrier", operands.barrier(), tag)

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from pccl.calls.collective import AsyncReduceHandle
-from pccl.calls.synchronising import sync_shared_state
+from pccl import collective
+from pccl.collective import AsyncReduceHandle
 from pccl.communicator import Communicator
 from pccl.operands import Ranks
 from pccl.protocol.ring import checksum
@@ -30,7 +30,7 @@ from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.memory import Operands
 from pccl.runtime.client.sync import SyncOptions
 from pccl.runtime.limits import FOREVER_S
-from pccl.shared_state import SharedState
+from pccl.shared_state import SharedState, sync_shared_state
 from pccl.types import ReduceInfo, SharedStateSyncInfo, SharedStateSyncStrategy
 
 __all__ = [
@@ -99,14 +99,14 @@ def launch(
         tag: as for `Communicator.all_reduce`.
         result: what the handle has as its `result`.
     """
-    return comm._launcher.launch(name, work, tag, result)
+    return collective.launch(comm._membership, name, work, tag, result)
 
 
 def run(
     comm: Communicator, name: str, work: Operands, tag: int, timeout: float | None = None
 ) -> ReduceInfo:
     """Launches a collective and waits for it; `timeout` is in seconds."""
-    return comm._launcher.run(name, work, tag, timeout)
+    return collective.run(comm._membership, name, work, tag, timeout)
 
 
 # ---- rounds ----
@@ -117,12 +117,12 @@ def are_peers_pending(comm: Communicator, grace: Grace | None = None) -> bool:
 
     Members that have not asked when the `grace` is over are dropped from the run.
     """
-    return comm._admission.ask(Deadline(None), 0.0, grace)
+    return comm._membership.ask(Deadline(None), 0.0, grace)
 
 
 def update_topology(comm: Communicator) -> int:
     """Admits pending peers; the new number of members, the same for all."""
-    return comm._admission.update_topology(Deadline(None))
+    return comm._membership.update_topology(Deadline(None))
 
 
 def await_newcomers(
@@ -135,7 +135,7 @@ def await_newcomers(
     Raises:
         PCCLTimeoutError: the deadline has passed.
     """
-    return comm._admission.await_newcomers(deadline or Deadline(None), patience_s)
+    return comm._membership.await_newcomers(deadline or Deadline(None), patience_s)
 
 
 def synchronize_once(
@@ -153,4 +153,4 @@ def synchronize_once(
 
 def repeat_until_enough(comm: Communicator, attempt: Callable[[], T], min_peers: int) -> T:
     """What `attempt` returns; while it raises TooFewPeersError, admits newcomers and repeats it."""
-    return comm._admission.begin(attempt, min_peers, None)
+    return comm._membership.repeat_until_enough(attempt, min_peers, None)

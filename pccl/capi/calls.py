@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from pccl import cuda, extension, operands
-from pccl.calls.collective import AsyncReduceHandle
 from pccl.capi import values
 from pccl.capi.handles import Handles
 from pccl.capi.libpccl import ffi, lib
 from pccl.capi.values import given
+from pccl.collective import AsyncReduceHandle
 from pccl.communicator import Communicator
 from pccl.errors import PCCLError, error_for
 from pccl.master_node import MasterNode

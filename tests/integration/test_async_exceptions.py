@@ -175,7 +175,7 @@ SCENARIOS = {
 
 def clean(peer: Peer) -> None:
     """Nothing is left of any call."""
-    client, standing = peer.comm._membership._client, peer.comm._membership.standing
+    client, standing = peer.comm._membership._client, peer.comm._membership.calls
     assert client is not None
     memory = client._pending.memory
     assert not memory, "the engine still refers to the memory of a call that has ended"

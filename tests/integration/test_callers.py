@@ -256,7 +256,7 @@ def test_a_handle_that_nobody_has(
     with pytest.raises(pccl.PCCLError, match="not awaited"):
         ours.update_topology()  # it goes on
     other.all_reduce(y, op="sum")
-    wait_until(lambda: not ours._membership.standing._tags)
+    wait_until(lambda: not ours._membership.calls._tags)
     assert (x == 2).all() and (y == 2).all()
     in_threads([ours.update_topology, other.update_topology])
     with caplog.at_level(logging.WARNING, "pccl"):
@@ -284,7 +284,7 @@ def test_many_with_retry_let_go_of_all_after_a_mismatch(pair: list[pccl.Communic
                 lambda: _expect(pccl.MismatchError, lambda: other.all_reduce(np.ones(99))),
             ]
         )
-    assert not ours._membership.standing._tags
+    assert not ours._membership.calls._tags
     for tag in range(4):
         works(pair, tag=tag)
 

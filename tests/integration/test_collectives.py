@@ -13,7 +13,8 @@ from waiting import wait_until
 
 import pccl
 from pccl import operands
-from pccl.operands import KnownRanks, Ranks
+from pccl.membership import KnownRanks
+from pccl.operands import Ranks
 from pccl.protocol import messages as m
 
 Array = np.ndarray[Any, Any]

@@ -14,7 +14,7 @@ from cluster import in_threads
 from waiting import wait_until
 
 import pccl
-from pccl.calls.membership import RetryPolicy
+from pccl.membership import RetryPolicy
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Note
 from pccl.runtime.client.client import Client

@@ -13,7 +13,7 @@ from cluster import Cluster
 from device import Copy, Gpu
 
 import pccl
-from pccl import cuda, operands
+from pccl import cuda, extension, operands
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
@@ -187,7 +187,7 @@ def test_an_all_reduce(gpu: Gpu, in_place: bool, backend: str) -> None:
     def job(index: int, comm: pccl.Communicator) -> None:
         send, recv = on_gpu(sends[index], count), on_gpu(recvs[index], count)
         work = operands.of_buffers(send, recv, pccl.ReduceOp.SUM, None)
-        assert comm._launcher.run("all_reduce", work, 0, None).world_size == 2
+        assert extension.run(comm, "all_reduce", work, 0).world_size == 2
 
     with Cluster(2) as cluster:
         cluster.each(job)
@@ -209,7 +209,7 @@ def test_a_block_in_place_in_a_larger_buffer(gpu: Gpu) -> None:
         assert rank == index
         send, recv = on_gpu(recvs[rank] + 4 * count * rank, count), on_gpu(recvs[rank], 2 * count)
         work = m.Spec("all_gather", 0, FLOAT.value, count, members=2)
-        comm._launcher.run("all_gather", Operands(work, (Operand(send, recv, count),)), 0, None)
+        extension.run(comm, "all_gather", Operands(work, (Operand(send, recv, count),)), 0)
 
     with Cluster(2) as cluster:
         cluster.each(job)
@@ -225,7 +225,7 @@ def test_a_collective_that_fails_writes_nothing(gpu: Gpu) -> None:
         both = on_gpu(address, 5000)
         work = operands.of_buffers(both, both, pccl.ReduceOp.SUM, None)
         with pytest.raises(pccl.PCCLTimeoutError):
-            cluster.comms[0]._launcher.run("all_reduce", work, 0, 0.05)
+            extension.run(cluster.comms[0], "all_reduce", work, 0, 0.05)
     assert gpu.written_addresses == []
 
 
@@ -247,10 +247,10 @@ class Pair:
         return operands.of_buffers(*each, pccl.ReduceOp.SUM, None)
 
     def run(self, index: int, comm: pccl.Communicator) -> None:
-        comm._launcher.run("all_reduce", self.work(index), 0, None)
+        extension.run(comm, "all_reduce", self.work(index), 0)
 
     def launch(self, index: int) -> pccl.AsyncReduceHandle:
-        return self.cluster.comms[index]._launcher.launch("all_reduce", self.work(index), 0)
+        return extension.launch(self.cluster.comms[index], "all_reduce", self.work(index), 0)
 
     def reads(self, index: int) -> int:
         """How many steps of a peer have been read."""
@@ -454,7 +454,7 @@ def test_a_tag_is_free_again_when_there_is_no_gpu() -> None:
         work = operands.of_buffers(both, both, pccl.ReduceOp.SUM, None)
         for _ in range(2):
             with pytest.raises(UnsupportedError, match="torch with CUDA"):
-                comm._launcher.run("all_reduce", work, 7, None)
+                extension.run(comm, "all_reduce", work, 7)
         results = cluster.each(lambda i, comm: comm.all_reduce(np.ones(3), op="sum", tag=7))
         assert [one.world_size for one in results] == [2, 2]
 

@@ -427,7 +427,7 @@ def test_whoever_waits_for_others_waits_for_events(
 def test_whoever_waits_to_begin_says_so(
     address: str, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pccl.calls.membership.REMINDER_S", 0.1)
+    monkeypatch.setattr("pccl.membership.REMINDER_S", 0.1)
 
     def first() -> None:
         with pccl.Communicator(address) as comm:

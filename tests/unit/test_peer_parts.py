@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from handlers import takes_what_it_is_given
 
-from pccl.calls import collective
+from pccl import membership
 from pccl.protocol import messages as m
 from pccl.protocol.follower.machine import Follower
 from pccl.protocol.peer import Peer
@@ -236,8 +236,8 @@ def test_every_message_of_the_master_concerns_a_part() -> None:
 
 
 def test_every_fault_is_an_exception_of_the_api() -> None:
-    assert collective._ERRORS.keys() == {*Fault}
-    assert len({*collective._ERRORS.values()}) == len(Fault)
+    assert membership._ERRORS.keys() == {*Fault}
+    assert len({*membership._ERRORS.values()}) == len(Fault)
 
 
 def steps_to_start(size: int, rings: int) -> int:

@@ -1,21 +1,35 @@
-"""Joining a run, being a member of it, and admitting others."""
+"""Being a member of a run: joining it, the ranks, the calls in flight, and the rounds of all."""
 
 from __future__ import annotations
 
 import logging
 import math
+import operator
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from pccl.calls.collective import CallsInFlight, error_of
-from pccl.errors import PCCLTimeoutError, RunFinishedError, TooFewPeersError, error_for
+from pccl.errors import (
+    DivergenceError,
+    KickedError,
+    MasterLostError,
+    MismatchError,
+    PCCLError,
+    PCCLTimeoutError,
+    PeerLostError,
+    RanksChangedError,
+    RunFinishedError,
+    TooFewPeersError,
+    error_for,
+)
 from pccl.kernels import arithmetic_digest
-from pccl.operands import KnownRanks
+from pccl.operands import Ranks
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
-from pccl.protocol.rounds import Grace
+from pccl.protocol.ring import checksum
+from pccl.protocol.rounds import EXCLUSIVE, Grace
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note, Quiet
 from pccl.runtime.client.client import Client
@@ -30,6 +44,143 @@ from pccl.types import Result
 from pccl.version import __version__
 
 log = logging.getLogger("pccl")
+
+T = TypeVar("T")
+
+_ERRORS: dict[effects.Fault, type[PCCLError]] = {
+    effects.Fault.OTHER: PCCLError,
+    effects.Fault.PEER_LOST: PeerLostError,
+    effects.Fault.REORDERED: RanksChangedError,
+    effects.Fault.MASTER_LOST: MasterLostError,
+    effects.Fault.KICKED: KickedError,
+    effects.Fault.MISMATCH: MismatchError,
+    effects.Fault.TIMEOUT: PCCLTimeoutError,
+    effects.Fault.DIVERGENCE: DivergenceError,
+    effects.Fault.FINISHED: RunFinishedError,
+    effects.Fault.TOO_FEW_PEERS: TooFewPeersError,
+}
+
+
+def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCLError:
+    """The exception for a failed call, with its phase and duration."""
+    when = [end.phase] if end.phase else []
+    if began_s is not None:
+        when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
+    why = f"{end.why} ({', '.join(when)})" if when else end.why
+    return _ERRORS[end.fault](end.result, name, why)
+
+
+class CallsInFlight:
+    """The calls in progress, and which calls may begin beside them.
+
+    A launched collective counts as in progress until it is awaited, or can no longer be awaited.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a handle may be collected while it is held
+        self._rounds: dict[str, Call] = {}
+        self._tags: dict[int | str, Call] = {}
+        self._user: threading.Thread | None = None  # the thread that made the latest call
+        self._shared = False  # whether several threads that live have made calls
+        self.any_collective = False  # whether a collective has been launched since it was reset
+
+    def enter(self, name: str, call: Call, *tags: int | str) -> None:
+        """A call begins; `tags` are those of a collective, and in a send with the two peers.
+
+        Raises:
+            PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
+                excludes it.
+        """
+        with self._lock:
+            self._may_enter(name)
+            if not tags:
+                self._rounds[name] = call
+            self.any_collective |= bool(tags)
+            for tag in tags:
+                if self._tags.setdefault(tag, call) is not call:
+                    raise error_for(Result.INVALID_ARGUMENT, name, _in_use(tag))
+
+    def _may_enter(self, name: str) -> None:
+        if name in EXCLUSIVE and self._tags:
+            tags = sorted(self._tags, key=str)
+            why = f"collectives are launched and not awaited (tags {tags}): wait() for them first"
+            raise error_for(Result.PENDING_ASYNC_OPS, name, why)
+        rounds = self._rounds.keys()
+        others = rounds & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else rounds
+        if others:
+            why = f"another thread of this peer stands in {min(others)}()"
+            raise error_for(Result.INVALID_USAGE, name, why)
+
+    def leave(self, call: Call) -> None:
+        """A call has ended, if it ever began. Idempotent."""
+        with self._lock:
+            for name in [name for name, other in self._rounds.items() if other is call]:
+                del self._rounds[name]
+            for tag in [tag for tag, other in self._tags.items() if other is call]:
+                del self._tags[tag]
+
+    def single_threaded(self) -> bool:
+        """Whether this thread is the only one there that has ever made a call.
+
+        If so, it makes no other call while it waits in this one, and its vote says so: the master
+        can tell it if no peer will ever join that call.
+        """
+        with self._lock:
+            user, self._user = self._user, threading.current_thread()
+            self._shared |= user is not None and user is not self._user and user.is_alive()
+            return not self._shared
+
+
+def _in_use(tag: int | str) -> str:
+    return f"a collective with tag {tag} is launched and not awaited: use another tag"
+
+
+class KnownRanks:
+    """The ring as the program has last seen it: peers by rank.
+
+    A call by which the program itself changes the membership updates the ranks of all threads when
+    it returns. If one thread reads the ranks, or learns of a loss, other threads keep what they
+    have seen, because they may still use an earlier rank. A thread that has not read the ranks
+    itself uses those of the last update.
+    """
+
+    def __init__(self) -> None:
+        self._order: tuple[int, ...] = ()
+        self._told = 0  # how often the whole program was told
+        self._own = threading.local()
+
+    def tell(self, plan: m.Plan, number: int) -> None:
+        """Updates the ranks of all threads."""
+        self._order = _order(plan, number)
+        self._told += 1
+
+    def see(self, plan: m.Plan, number: int) -> None:
+        """Updates the ranks of this thread."""
+        self._own.order, self._own.told = _order(plan, number), self._told
+
+    def lose(self, plan: m.Plan, number: int) -> None:
+        """A call of this thread has failed because a peer was lost."""
+        self.see(plan, number)
+        self._order = self._own.order
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The peers by rank, as this thread knows them."""
+        mine: tuple[int, ...] = getattr(self._own, "order", ())
+        return mine if mine and self._own.told == self._told else self._order
+
+    def of(self, number: int) -> Ranks:
+        """The rank of a peer, the number of members, and the first member, for this thread.
+
+        Peers are numbered in the order in which they join, so the lowest number joined first.
+        """
+        order = self.order
+        at, first = order.index(number), order.index(min(order))
+        return Ranks(at, len(order), first, checksum(order))
+
+
+def _order(plan: m.Plan, number: int) -> tuple[int, ...]:
+    return plan.rings[0].order if plan.rings else (number,)
 
 
 class RetryPolicy:
@@ -237,7 +388,7 @@ class Membership:
     """One peer's membership: before it begins, while it lasts, and after its end.
 
     Attributes:
-        standing: the calls in progress.
+        calls: those in progress.
         ranks: the ranks that the program knows.
         revision: the shared state's revision after the last synchronisation; 0 before the first.
         synced: whether this peer has synchronised shared state since it joined.
@@ -245,10 +396,11 @@ class Membership:
     """
 
     def __init__(self) -> None:
-        self.standing = CallsInFlight()
+        self.calls = CallsInFlight()
         self.ranks = KnownRanks()
         self.revision = 0
         self.synced = self.has_admitted = False
+        self._asked_s = -math.inf  # when `are_peers_pending` was answered by no
         self._client: Client | None = None
         self._finalizer: weakref.finalize[..., object] | None = None
 
@@ -282,7 +434,7 @@ class Membership:
         if self._client is not None and self._client.over is None:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
-        self.standing.single_threaded()
+        self.calls.single_threaded()
         self.end()  # the previous membership is over, but its threads may remain
         try:
             aside(require_room)  # it opens threads and descriptors, and must close them
@@ -301,7 +453,7 @@ class Membership:
 
         def admitted(client: Client) -> None:
             self.ranks.tell(client.plan, client.number)
-            self.synced = self.has_admitted = self.standing.any_collective = False
+            self.synced = self.has_admitted = self.calls.any_collective = False
             why = "the communicator was deleted"
             self._finalizer = weakref.finalize(owner, client.close, why)
             self._client = client
@@ -318,7 +470,7 @@ class Membership:
     @property
     def is_fresh(self) -> bool:
         """Whether the others admitted this peer in the call that it is about to make too."""
-        return not (self.has_admitted or self.standing.any_collective)
+        return not (self.has_admitted or self.calls.any_collective)
 
     # ---- the peer, for a call ----
 
@@ -334,7 +486,7 @@ class Membership:
             raise error_for(Result.INVALID_USAGE, name, why)
         if client.over is not None:
             raise error_of(name, client.over)  # in a forked child too, where locks may stay locked
-        self.standing.single_threaded()
+        self.calls.single_threaded()
         return client
 
     def last(self, name: str) -> Client:
@@ -364,9 +516,38 @@ class Membership:
             raise error_for(Result.TOO_FEW_PEERS, name, why)
         return client
 
+    def known_ranks(self, name: str) -> Ranks:
+        """The ranks as this thread knows them, for a collective that depends on them."""
+        return self.ranks.of(self.one_of_several(name).number)
+
+    def pair(self, name: str, rank: int, sends: bool) -> tuple[int, int]:
+        """This peer and the one of that rank, the one that sends first.
+
+        Raises:
+            PCCLError: TOO_FEW_PEERS, INVALID_USAGE.
+            ValueError: no other peer has that rank.
+            TypeError: it is not a rank.
+        """
+        number = self.one_of_several(name).number
+        order = self.ranks.order
+        rank = operator.index(rank)
+        if not 0 <= rank < len(order) or order[rank] == number:
+            own = order.index(number)
+            raise ValueError(
+                f"{rank} is not another peer's rank: they are 0 to {len(order) - 1}, "
+                f"and this peer's is {own}"
+            )
+        return (number, order[rank]) if sends else (order[rank], number)
+
+    def is_alone(self, name: str) -> bool:
+        """Whether this peer is the only one in its group."""
+        return self.client(name).world.local_size < 2
+
     # ---- a call that is a round ----
 
-    def stand(self, name: str, client: Client, take_part: Callable[[Call], Note]) -> effects.Answer:
+    def _round(
+        self, name: str, client: Client, take_part: Callable[[Call], Note]
+    ) -> effects.Answer:
         """Takes part in a round of the whole run until it ends.
 
         Raises:
@@ -374,9 +555,9 @@ class Membership:
         """
         call = client.call()
         try:
-            self.standing.enter(name, call)
+            self.calls.enter(name, call)
             end = take_part(call)
-            self.standing.leave(call)
+            self.calls.leave(call)
         except BaseException:
             self.let_go(client, call)
             raise
@@ -390,31 +571,20 @@ class Membership:
         try:
             client.let_go(call)
         finally:
-            self.standing.leave(call)
+            self.calls.leave(call)
 
-
-_log = logging.getLogger("pccl")
-
-T = TypeVar("T")
-
-
-class Admission:
-    """One peer's part in these rounds, by the methods of `Communicator`."""
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-        self._asked_s = -math.inf  # when `are_peers_pending` was answered by no
+    # ---- rounds of the run ----
 
     def update_topology(self, deadline: Deadline) -> int:
         """Admits pending peers; the new size of the group, the same for all."""
-        client = self._membership.client("update_topology")
+        client = self.client("update_topology")
 
         def take_part(call: Call) -> Note:
             client.update_topology(call)
             return deadline.next(client, call)
 
-        size = self._membership.stand("update_topology", client, take_part).value
-        self._membership.ranks.tell(client.plan, client.number)
+        size = self._round("update_topology", client, take_part).value
+        self.ranks.tell(client.plan, client.number)
         assert isinstance(size, int)
         return size
 
@@ -433,8 +603,8 @@ class Admission:
         Members that have not come when the `grace` is over are dropped from the run; None: this
         peer waits for all, and is not one of the `enough` that others have.
         """
-        client = self._membership.client("are_peers_pending")
-        stuck = self._membership.standing.single_threaded() and deadline.left_s is None
+        client = self.client("are_peers_pending")
+        stuck = self.calls.single_threaded() and deadline.left_s is None
 
         def take_part(call: Call) -> Note:
             client.are_peers_pending(call, stuck, patience_s > 0, grace)
@@ -445,7 +615,7 @@ class Admission:
                 client.hurry(call)
             return deadline.next(client, call)
 
-        pending = bool(self._membership.stand("are_peers_pending", client, take_part).value)
+        pending = bool(self._round("are_peers_pending", client, take_part).value)
         self._asked_s = -math.inf if pending else time.monotonic()
         return pending
 
@@ -454,7 +624,7 @@ class Admission:
         if n < 1:
             raise ValueError(f"n is {n}: it must be at least 1")
         deadline = Deadline(timeout)
-        client = self._membership.client("wait_for_peers")
+        client = self.client("wait_for_peers")
         size = client.world.local_size
         try:
             while size < n:
@@ -475,26 +645,26 @@ class Admission:
         A newcomer's `connect` returns while the others are in this call. So its first `admit` does
         not ask for further newcomers, but goes on where the others are: at the synchronisation.
         """
-        fresh = self._membership.is_fresh
+        fresh = self.is_fresh
         if not fresh and self.ask(deadline, patience_s):
             self.update_topology(deadline)
         elif not fresh:
             return False
-        self._membership.client("admit")
-        if not (fresh and self._membership.synced):
+        self.client("admit")
+        if not (fresh and self.synced):
             synchronise(deadline)
-        self._membership.has_admitted = True
+        self.has_admitted = True
         return True
 
-    def begin(self, round_: Callable[[], T], wanted: int, timeout: float | None) -> T:
+    def repeat_until_enough(self, round_: Callable[[], T], wanted: int, timeout: float | None) -> T:
         """Makes a call that begins a run, again and again with newcomers while they are too few.
 
         All members are told alike that they are too few. So all admit the next newcomers, and make
         the call again together with them.
         """
         deadline = Deadline(timeout)
-        client = self._membership.client("sync_shared_state")
-        reminder = Reminder(_log)
+        client = self.client("sync_shared_state")
+        reminder = Reminder(log)
         say_at_s = time.monotonic() + REMINDER_S
         while True:
             try:
@@ -522,21 +692,19 @@ class Admission:
 
     def finish(self, deadline: Deadline) -> None:
         """Ends the run for all; nobody is admitted any more."""
-        client = self._membership.client("finish")
+        client = self.client("finish")
 
         def take_part(call: Call) -> Note:
             client.finish(call)
             return deadline.next(client, call)
 
-        self._membership.stand("finish", client, take_part)
+        self._round("finish", client, take_part)
 
     def optimize_topology(self, deadline: Deadline) -> None:
         """Measures the links between the peers, and chooses the fastest rings for each group."""
-        client = self._membership.client("optimize_topology")
+        client = self.client("optimize_topology")
         if client.world.global_size < 2:
             why = "this peer is alone in the run: there is no order to optimise"
             raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
-        self._membership.stand(
-            "optimize_topology", client, lambda call: optimise(client, call, deadline)
-        )
-        self._membership.ranks.tell(client.plan, client.number)
+        self._round("optimize_topology", client, lambda call: optimise(client, call, deadline))
+        self.ranks.tell(client.plan, client.number)

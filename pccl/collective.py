@@ -1,6 +1,4 @@
-"""One collective from its caller's side: which calls are under way, the launch, the outcome, the
-handle.
-"""
+"""One collective from its caller's side: the launch, the wait, the handle, and giving it up."""
 
 from __future__ import annotations
 
@@ -8,115 +6,22 @@ import contextlib
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from pccl.errors import (
-    DivergenceError,
-    KickedError,
-    MasterLostError,
-    MismatchError,
-    PCCLError,
-    PCCLTimeoutError,
-    PeerLostError,
-    RanksChangedError,
-    RunFinishedError,
-    TooFewPeersError,
-    error_for,
-    not_picklable,
-)
-from pccl.operands import KnownRanks
+from pccl import operands
+from pccl.descriptors import ReduceOpDescriptor
+from pccl.errors import PCCLError, error_for, not_picklable
+from pccl.membership import Membership, error_of
 from pccl.protocol.peer import effects
-from pccl.protocol.rounds import EXCLUSIVE
-from pccl.runtime.client.call import Call, Deadline, End
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.call import Deadline, End
 from pccl.runtime.client.memory import Copies, Operands, Wide, on_host
 from pccl.runtime.forks import FORKED
 from pccl.runtime.uninterrupted import aside
 from pccl.types import ReduceInfo, Result
 
-
-class CallsInFlight:
-    """The calls in progress, and which calls may begin beside them.
-
-    A launched collective counts as in progress until it is awaited, or can no longer be awaited.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a handle may be collected while it is held
-        self._rounds: dict[str, Call] = {}
-        self._tags: dict[int | str, Call] = {}
-        self._user: threading.Thread | None = None  # the thread that made the latest call
-        self._shared = False  # whether several threads that live have made calls
-        self.any_collective = False  # whether a collective has been launched since it was reset
-
-    def enter(self, name: str, call: Call, *tags: int | str) -> None:
-        """A call begins; `tags` are those of a collective, and in a send with the two peers.
-
-        Raises:
-            PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
-                excludes it.
-        """
-        with self._lock:
-            self._may_enter(name)
-            if not tags:
-                self._rounds[name] = call
-            self.any_collective |= bool(tags)
-            for tag in tags:
-                if self._tags.setdefault(tag, call) is not call:
-                    raise error_for(Result.INVALID_ARGUMENT, name, _in_use(tag))
-
-    def _may_enter(self, name: str) -> None:
-        if name in EXCLUSIVE and self._tags:
-            tags = sorted(self._tags, key=str)
-            why = f"collectives are launched and not awaited (tags {tags}): wait() for them first"
-            raise error_for(Result.PENDING_ASYNC_OPS, name, why)
-        rounds = self._rounds.keys()
-        others = rounds & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else rounds
-        if others:
-            why = f"another thread of this peer stands in {min(others)}()"
-            raise error_for(Result.INVALID_USAGE, name, why)
-
-    def leave(self, call: Call) -> None:
-        """A call has ended, if it ever began. Idempotent."""
-        with self._lock:
-            for name in [name for name, other in self._rounds.items() if other is call]:
-                del self._rounds[name]
-            for tag in [tag for tag, other in self._tags.items() if other is call]:
-                del self._tags[tag]
-
-    def single_threaded(self) -> bool:
-        """Whether this thread is the only one there that has ever made a call.
-
-        If so, it makes no other call while it waits in this one, and its vote says so: the master
-        can tell it if no peer will ever join that call.
-        """
-        with self._lock:
-            user, self._user = self._user, threading.current_thread()
-            self._shared |= user is not None and user is not self._user and user.is_alive()
-            return not self._shared
-
-
-def _in_use(tag: int | str) -> str:
-    return f"a collective with tag {tag} is launched and not awaited: use another tag"
-
-
 log = logging.getLogger("pccl")
-
-_ERRORS: dict[effects.Fault, type[PCCLError]] = {
-    effects.Fault.OTHER: PCCLError,
-    effects.Fault.PEER_LOST: PeerLostError,
-    effects.Fault.REORDERED: RanksChangedError,
-    effects.Fault.MASTER_LOST: MasterLostError,
-    effects.Fault.KICKED: KickedError,
-    effects.Fault.MISMATCH: MismatchError,
-    effects.Fault.TIMEOUT: PCCLTimeoutError,
-    effects.Fault.DIVERGENCE: DivergenceError,
-    effects.Fault.FINISHED: RunFinishedError,
-    effects.Fault.TOO_FEW_PEERS: TooFewPeersError,
-}
 
 
 class Launch:
@@ -128,24 +33,23 @@ class Launch:
         over: whether it needs no more awaiting.
 
     Args:
+        membership: of the peer that makes it.
         name: name of the API call.
         tags: those that it occupies; the first one is that of the collective.
-        client: the peer.
-        standing: registers the collective until it is awaited.
-        ranks: the ranks that the program knows.
+
+    Raises:
+        PCCLError: TOO_FEW_PEERS, INVALID_USAGE.
+        OverflowError: a tag is out of range.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tags: Sequence[int],
-        client: Client,
-        standing: CallsInFlight,
-        ranks: KnownRanks,
-    ) -> None:
+    def __init__(self, membership: Membership, name: str, *tags: int) -> None:
+        for tag in tags:
+            if not 0 <= tag < 1 << 64:
+                raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
+        self._client = membership.one_of_several(name)
         self._name, self._tags = name, tags
-        self._client, self._standing, self._ranks = client, standing, ranks
-        self.call = client.call()
+        self._calls, self._ranks = membership.calls, membership.ranks
+        self.call = self._client.call()
         self.end: End | None = None
         self.over = False
         self._copies: Copies | None = None
@@ -159,7 +63,7 @@ class Launch:
             PCCLError: a call in progress on this peer excludes it.
             UnsupportedError: an array is on a device that does not exist.
         """
-        self._standing.enter(self._name, self.call, *map(work.place, self._tags))
+        self._calls.enter(self._name, self.call, *map(work.place, self._tags))
         work, self._copies = on_host(work, self._client.plan, self._client.number)
         if self._copies is not None:
             self._copies.begin()
@@ -204,7 +108,7 @@ class Launch:
 
     def _conclude(self, end: End) -> None:
         self.over = True
-        self._standing.leave(self.call)
+        self._calls.leave(self.call)
         if isinstance(end, effects.Fail):
             if end.result is Result.RANK_CONNECTION_LOST:
                 self._ranks.lose(self._client.plan, self._client.number)
@@ -221,13 +125,13 @@ class Launch:
             if self._copies is not None and self._client.over is not FORKED:
                 aside(self._copies.let_go)
         finally:
-            self._standing.leave(self.call)
+            self._calls.leave(self.call)
 
     def forsake(self) -> None:
         """The handle was collected: the collective continues, and its tag is free afterwards."""
 
         def told(end: End) -> None:
-            self._standing.leave(self.call)
+            self._calls.leave(self.call)
             if isinstance(end, effects.Fail):
                 log.warning("a collective whose handle was dropped has failed: %s", self.error(end))
 
@@ -236,15 +140,6 @@ class Launch:
     def error(self, end: effects.Fail) -> PCCLError:
         """The exception for a failure."""
         return error_of(self._name, end, self.call.began_s)
-
-
-def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCLError:
-    """The exception for a failed call, with its phase and duration."""
-    when = [end.phase] if end.phase else []
-    if began_s is not None:
-        when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
-    why = f"{end.why} ({', '.join(when)})" if when else end.why
-    return _ERRORS[end.fault](end.result, name, why)
 
 
 def info(end: effects.Answer) -> ReduceInfo:
@@ -359,3 +254,104 @@ class AsyncReduceHandle:
         launch = getattr(self, "_launch", None)
         if launch is not None and not launch.over and not sys.is_finalizing():
             launch.forsake()
+
+
+# ---- launching, and waiting ----
+
+
+def launch(
+    membership: Membership, name: str, work: Operands, tag: int, result: object = None
+) -> AsyncReduceHandle:
+    """Launches a collective; `result` is that of the handle."""
+    one = Launch(membership, name, tag)
+    try:
+        one.begin(work)
+        return AsyncReduceHandle(one, result)
+    except BaseException:
+        one.let_go()
+        raise
+
+
+def run(
+    membership: Membership, name: str, work: Operands, tag: int, timeout: float | None
+) -> ReduceInfo:
+    """Launches a collective and waits; raises the exception if it fails."""
+    deadline = Deadline(timeout)
+    one = Launch(membership, name, tag)
+    try:
+        one.begin(work, stuck=timeout is None and membership.calls.single_threaded())
+        end = one.finish(deadline)
+    except BaseException:
+        one.let_go()
+        raise
+    if isinstance(end, effects.Fail):
+        raise one.error(end)
+    return info(end)
+
+
+def run_all(
+    membership: Membership, name: str, works: Sequence[Operands], tag: int, timeout: float | None
+) -> None:
+    """Launches several, waits for all, and raises the exception of the first that has failed."""
+    deadline = Deadline(timeout)
+    launches: list[Launch] = []
+    try:
+        for work in works:
+            launches.append(Launch(membership, name, tag))
+            launches[-1].begin(work)
+        ends = [(one, one.finish(deadline)) for one in launches]
+    except BaseException:
+        for one in launches:
+            one.let_go()
+        raise
+    for one, end in ends:
+        if isinstance(end, effects.Fail):
+            raise one.error(end)
+
+
+def run_with_retry(
+    membership: Membership,
+    name: str,
+    descriptors: Sequence[ReduceOpDescriptor],
+    max_in_flight: int,
+    timeout: float | None,
+) -> ReduceInfo:
+    """Runs several all-reduces, in bundles, and repeats each bundle until it commits."""
+    deadline = Deadline(timeout)
+    if not descriptors:
+        raise error_for(Result.INVALID_ARGUMENT, name, "the list of descriptors is empty")
+    if max_in_flight < 1:
+        why = f"max_in_flight is {max_in_flight}: it must be at least 1"
+        raise error_for(Result.INVALID_ARGUMENT, name, why)
+    parts = operands.bundles(descriptors)
+    waiting = list(range(len(parts)))
+    in_flight: list[tuple[int, Launch]] = []
+    world_size = tx_bytes = rx_bytes = 0
+    try:
+        while waiting or in_flight:
+            while waiting and len(in_flight) < max_in_flight:
+                index = waiting.pop(0)
+                tags = [each.reduce_descriptor.tag for each in parts[index]]
+                one = Launch(membership, name, *tags)
+                in_flight.append((index, one))
+                one.begin(operands.of_descriptors(parts[index]))
+            index, one = in_flight[0]
+            end = one.finish(deadline)
+            del in_flight[0]
+            if isinstance(end, effects.Answer):
+                found = info(end)
+                world_size = found.local_world_size
+                tx_bytes += found.tx_bytes
+                rx_bytes += found.rx_bytes
+            elif end.again:
+                # in the order of the list, so that the windows of all peers overlap
+                waiting = sorted([*waiting, index])
+            else:
+                for _, other in in_flight:
+                    other.finish(Deadline(0.0))
+                raise one.error(end)
+    except BaseException:
+        for _, one in in_flight:
+            one.let_go()
+        raise
+    return ReduceInfo(world_size, tx_bytes, rx_bytes)
