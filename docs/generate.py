@@ -15,6 +15,8 @@ listing FILE [from TEXT] [until TEXT] | listing FILE function NAME      a part o
 sequence (one `a -> b: Message ...` on each of the next lines)          who says what to whom
 class NAME ... | classes FILE | module FILE                             signatures and docstrings
 command NAME                            the options of a sub-command of `pccl`
+output COMMAND ...                      what `pccl COMMAND ...` prints
+plans STEP PEERS:UPLINK ...             what it recommends, for models of three sizes
 faults                                  the kinds of faults of `pccl chaos`
 messages peer|master | values | limits  of the control protocol
 conversation NAME                       a table of tests/support/conversation.py
@@ -47,6 +49,8 @@ MAKERS = {
     "classes": lambda path: api.all_classes(ROOT, path),
     "module": lambda path: api.module(ROOT, path),
     "command": commands.command,
+    "output": commands.output,
+    "plans": commands.plans,
     "faults": commands.faults,
     "messages": wire.messages,
     "values": wire.values,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 
 from pccl.cli import main as cli
+from pccl.cli import plan
 from pccl.cli.chaos import kinds
 
 
@@ -31,6 +34,41 @@ def command(name: str) -> str:
         rows = [f"| {option} | {text} |" for option, text in _options(parser)]
         parts += ["", "| option | what it does |", "| --- | --- |", *rows] if rows else []
     return "\n".join(parts)
+
+
+def output(*words: str) -> str:
+    """What a sub-command prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        cli.main(list(words))
+    return f"```text\n{printed.getvalue().rstrip()}\n```"
+
+
+def plans(step: str, *clusters: str) -> str:
+    """What `pccl plan` recommends: each cluster is PEERS:UPLINK, with models of three sizes."""
+    rows = [
+        "| model | peers, uplink | recommended | an exchange | a day, each peer |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for params in ("100M", "1B", "7B"):
+        for peers, uplink in (each.split(":") for each in clusters):
+            cluster = plan.Cluster(
+                plan.quantity(params), int(peers), plan.quantity(uplink), step_s=float(step)
+            )
+            advice = plan.advise(cluster)
+            cells = ["does not fit", "", ""]
+            if advice is not None:
+                round_s = advice.round_s(cluster)
+                settings = (
+                    f'H = {advice.inner_steps}, `"{advice.mode}"`, `"{advice.exchange.name}"`'
+                )
+                cells = [
+                    settings if advice.inner_steps else f"`{advice.call}`",
+                    f"{advice.exchange.seconds:,.1f} s",
+                    f"{advice.exchange.sent * plan.DAY_S / round_s / 1e9:,.0f} GB",
+                ]
+            links = f"{peers}, {uplink[:-1]} {uplink[-1]}bit/s"
+            rows.append(f"| {params} | {links} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def faults() -> str:

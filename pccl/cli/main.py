@@ -31,6 +31,7 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
     "replay": ("tell from a master's event log who waited for whom", "pccl.cli.replay"),
     "cflags": ("print what a C compiler needs for programs that use pccl", "pccl.cli.flags"),
     "libs": ("print what a linker needs for C programs that use pccl", "pccl.cli.flags"),
+    "plan": ("say which settings fit a model, its machines and their links", "pccl.cli.plan"),
     "doctor": ("check this machine, and the way to and from a master", "pccl.cli.doctor"),
 }
 

@@ -1,0 +1,260 @@
+"""`pccl plan`: does a model train on these machines and links, and with which settings?
+
+The formulas are those of docs/howto/plan.md; nothing is measured here and no peer is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pccl import kernels
+from pccl.cli.arguments import http_port, whole_number
+from pccl.cli.status import ask
+
+LINK_SHARE: Final = 0.9  # of a link's rate, which the payload of an all-reduce gets
+FREQUENT: Final = 0.1  # of a step: gradients may be averaged in each step if it takes no longer
+BUSY: Final = 0.8  # of a round, which an exchange beside it may take
+FEW_STEPS, MANY_STEPS, MOST_STEPS = 30, 100, 500  # inner steps: see docs/howto/diloco.md
+DAY_S: Final = 86_400
+FP32: Final = 4  # bytes
+_SAMPLE: Final = 1 << 20  # elements, of which the size of a payload is taken
+_UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+WIRES: Final = ("int8", "int4", "2bit", "sparse")  # of DiLoCo, beside fp32
+PAUSING: Final = {"fp32": MANY_STEPS, "int4": MOST_STEPS, "2bit": MOST_STEPS, "sparse": MANY_STEPS}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A model, and what it is to train on.
+
+    Attributes:
+        params: of the model, or of a peer's shard of it.
+        peers: that hold these parameters.
+        uplink: of the slowest peer, in bit/s; its downlink is taken to be no slower.
+        rtt_s: between two neighbours in the ring, and between a peer and the master.
+        step_s: an inner step, on one peer.
+        share: of the training time, which exchanges may take.
+    """
+
+    params: float
+    peers: int
+    uplink: float
+    rtt_s: float = 0.05
+    step_s: float = 1.0
+    share: float = 0.05
+
+    def all_reduce(self, form: str = "fp32") -> Exchange:
+        """Gradients, or pseudo-gradients in fp32, around the ring."""
+        others = self.peers - 1
+        return self._exchange(form, 2 * others / self.peers * _bytes_of(form), 2 * others)
+
+    def diloco(self, wire: str) -> Exchange:
+        """Quantized pseudo-gradients are gathered, unless an fp32 all-reduce sends less."""
+        others = self.peers - 1
+        gathered = self._exchange(wire, others * _bytes_of(wire), others)
+        return min(self.all_reduce(), gathered, key=lambda exchange: exchange.sent)
+
+    def _exchange(self, name: str, sent: float, hops: int) -> Exchange:
+        """Bytes for each parameter, hops of half a round trip, and two votes of a whole one."""
+        moving_s = self.params * sent * 8 / (self.uplink * LINK_SHARE)
+        return Exchange(name, self.params * sent, moving_s + (hops / 2 + 2) * self.rtt_s)
+
+    def steps(self, exchange: Exchange) -> int:
+        """Inner steps for which an exchange takes the wanted share of the training time."""
+        return math.ceil(exchange.seconds / (self.share * self.step_s))
+
+    @property
+    def joining_s(self) -> float:
+        """What a newcomer waits for the parameters and the outer momentum, both fp32."""
+        return self.params * 2 * FP32 * 8 / (self.uplink * LINK_SHARE)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One exchange: its name, the bytes that each peer sends, and how long it takes."""
+
+    name: str
+    sent: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to use: gradients in each step (`inner_steps` is 0), or DiLoCo with these settings."""
+
+    exchange: Exchange
+    inner_steps: int = 0
+    mode: Literal["sync", "eager"] = "sync"
+
+    def round_s(self, cluster: Cluster) -> float:
+        """From one exchange to the next."""
+        training_s = max(1, self.inner_steps) * cluster.step_s
+        if self.mode == "eager":
+            return max(training_s, self.exchange.seconds)
+        return training_s + self.exchange.seconds
+
+    @property
+    def call(self) -> str:
+        """As it stands in a program."""
+        wire, steps = self.exchange.name, self.inner_steps
+        if not steps:
+            coded = f', quantization="{wire}"' if wire != "fp32" else ""
+            return f"comm.all_reduce(gradients{coded})"
+        settings = f'inner_steps={steps}, mode="{self.mode}", wire="{wire}"'
+        if wire == "sparse":
+            settings = f'**{{**sparseloco(), "inner_steps": {steps}}}'
+        return f"DiLoCo(comm, model, optimizer, {settings})"
+
+
+def advise(cluster: Cluster) -> Advice | None:
+    """The settings that lose least and fit; None: not even the smallest exchange does."""
+    if cluster.all_reduce().seconds <= FREQUENT * cluster.step_s:
+        return Advice(cluster.all_reduce())
+    if cluster.all_reduce("int8").seconds <= FREQUENT * cluster.step_s:
+        return Advice(cluster.all_reduce("int8"))
+    for wire, most in PAUSING.items():
+        exchange = cluster.diloco(wire)
+        if cluster.steps(exchange) <= most:
+            return Advice(exchange, max(FEW_STEPS, cluster.steps(exchange)))
+    for wire in ("int4", "2bit"):  # the exchange goes on beside the next round
+        exchange = cluster.diloco(wire)
+        steps = math.ceil(exchange.seconds / (BUSY * cluster.step_s))
+        if steps <= MOST_STEPS:
+            return Advice(exchange, max(MANY_STEPS, steps), "eager")
+    smallest = cluster.diloco("sparse")
+    if smallest.seconds <= MOST_STEPS * cluster.step_s:  # at most half of the time
+        return Advice(smallest, min(MOST_STEPS, cluster.steps(smallest)))
+    return None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pccl plan`."""
+    parser.add_argument(
+        "--params",
+        type=quantity,
+        required=True,
+        metavar="NUMBER",
+        help="parameters of the model, as 7e9 or 7B; of a shard, where machines shard it",
+    )
+    parser.add_argument(
+        "--peers", type=whole_number(2), metavar="N", help="that hold them (with --links: as there)"
+    )
+    parser.add_argument(
+        "--uplink",
+        type=quantity,
+        metavar="RATE",
+        help="bit/s of the slowest peer, as 200M (with --links: of the slowest link)",
+    )
+    parser.add_argument(
+        "--rtt", type=quantity, default=50, metavar="MS", help="round trip (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--step", type=quantity, default=1, metavar="S", help="an inner step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--share",
+        type=quantity,
+        default=5,
+        metavar="PERCENT",
+        help="of the training time, for exchanges (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--links",
+        type=http_port,
+        metavar="[HOST:]PORT",
+        help="take peers and uplink from a run: what its master's --http says",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan; the exit code is 1 if nothing fits."""
+    peers, uplink = args.peers, args.uplink
+    if args.links:
+        rings = [ring for group in ask(*args.links).status.groups for ring in group.rings]
+        rates = [8.0 * rate for ring in rings for rate in ring.rates if rate]
+        if not rates and uplink is None:
+            raise OSError("no link of that run is measured: call optimize_topology() there")
+        peers = peers or max((len(ring.order) for ring in rings), default=0)
+        uplink = uplink or min(rates)
+    if not peers or peers < 2 or uplink is None:
+        raise OSError("give --peers of at least 2 and --uplink, or --links of a run that has both")
+    cluster = Cluster(args.params, peers, uplink, args.rtt / 1e3, args.step, args.share / 100)
+    advice = advise(cluster)
+    for line in lines(cluster, advice):
+        print(line)
+    return int(advice is None)
+
+
+def lines(cluster: Cluster, advice: Advice | None) -> Iterator[str]:
+    """The table of all exchanges, and what to use."""
+    yield (
+        f"{_short(cluster.params)} parameters, {cluster.peers} peers, "
+        f"{_short(cluster.uplink)}bit/s, {1e3 * cluster.rtt_s:g} ms (--rtt), "
+        f"{cluster.step_s:g} s a step (--step)"
+    )
+    yield ""
+    yield f"{'one exchange':<22}{'sends':>10}{'takes':>12}{'H':>9}"
+    yield _row("gradients, fp32", cluster.all_reduce())
+    yield _row("gradients, int8", cluster.all_reduce("int8"))
+    for wire in ("fp32", *WIRES):
+        one = cluster.diloco(wire)
+        yield _row(f"DiLoCo, {wire}", one, f"{cluster.steps(one):,}")
+    yield ""
+    share = f"{100 * cluster.share:g} %"
+    yield f"H: inner steps for which an exchange takes {share} of the training time"
+    yield f"a newcomer receives {_short(cluster.params * 2 * FP32)}B in {_time(cluster.joining_s)}"
+    yield ""
+    if advice is None:
+        longest = MOST_STEPS * cluster.step_s
+        yield (
+            f"does not fit: the smallest exchange takes longer than {MOST_STEPS} steps "
+            f"({_time(longest)}). Take a faster link or fewer parameters for each peer."
+        )
+        return
+    round_s = advice.round_s(cluster)
+    share = f"{advice.exchange.seconds / round_s:.0%}"
+    hidden = " beside training" if advice.mode == "eager" else ""
+    yield f"recommended: {advice.call}"
+    yield (
+        f"  an exchange every {_time(round_s)}, which takes {share} of that{hidden}; "
+        f"{_short(advice.exchange.sent * DAY_S / round_s)}B a day from each peer"
+    )
+
+
+def _row(name: str, one: Exchange, steps: str = "-") -> str:
+    return f"{name:<22}{_short(one.sent) + 'B':>10}{_time(one.seconds):>12}{steps:>9}"
+
+
+def quantity(text: str) -> float:
+    """A positive number: 7e9, 7B, 200M, 1.5G."""
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([kmgbt]?)(?:bit/s|bps)?", text.strip().lower())
+    try:
+        number = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number, such as 200M or 7e9")
+    return number
+
+
+def _bytes_of(form: str) -> float:
+    return FP32 if form == "fp32" else kernels.quantized_size(form, _SAMPLE) / _SAMPLE  # type: ignore[arg-type]
+
+
+def _short(number: float) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.3g} "
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
