@@ -36,6 +36,7 @@ from pccl.runtime.signals import Handler, ended_by, handled
 GRACE_S = 10.0  # from a signal until a copy that has not ended is killed
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0  # before a restart; twice as long each time, up to this
 STEADY_S = 60.0  # a copy that has run for so long has recovered from what failed before
+KILLED = 128 + 9  # status of a program that SIGKILL has ended
 NOT_STARTED = 127  # status of a program that cannot be started, as shells have it
 ALIKE_S = 20.0  # all copies that fail within so long of their start, and alike: it is the program
 QUIET_S = 0.5  # an ended copy's output that brings nothing for so long is not waited for
@@ -400,9 +401,10 @@ class Copies:
             copy.start()
 
     def failed_alike(self) -> bool:
-        """Whether all have failed soon after their first start, with the same status."""
+        """Whether all have failed soon after their start with the same status, but for a kill."""
         soon = all(copy.lasted_s is not None and copy.lasted_s < ALIKE_S for copy in self._all)
-        return soon and len(self._all) > 1 and len({copy.status for copy in self._all}) == 1
+        statuses = {copy.status for copy in self._all}
+        return soon and len(self._all) > 1 and len(statuses) == 1 and statuses != {KILLED}
 
     def wait(self) -> int:
         """Returns when all have ended, with the status for this program."""

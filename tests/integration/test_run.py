@@ -166,6 +166,22 @@ def test_copies_that_fail_alike_at_once_are_not_started_again(
     assert err.count("all copies have failed alike at once: it is not started again") == 3
 
 
+def test_copies_that_are_killed_one_after_the_other_are_started_again(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which is no sign that the program is wrong."""
+    monkeypatch.setattr(run, "PAUSE_S", 0.1)
+    once = (
+        "import os, pathlib, signal\n"
+        f"mark = pathlib.Path({str(tmp_path)!r}) / os.environ['LOCAL_RANK']\n"
+        "if not mark.exists(): mark.touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while len([*mark.parent.iterdir()]) < 3: pass\n"
+    )
+    status, _, err = copies(capfd, "-n", "3", program=[*PYTHON, once])
+    assert status == 0, err
+    assert err.count("ended with signal 9; it is started again") == 3
+
+
 WRITES = {
     "no utf-8": r"b'\xff\xfe \xe9\n'",
     "what ascii has not": r"'\u2603 \xe9\n'.encode()",
