@@ -3,7 +3,6 @@
 `ledger` says how. It needs numpy, and torch only for those who use it.
 """
 
-from pccl.data.ledger import Ledger
-from pccl.data.sampler import LedgerSampler
+from pccl.data.ledger import Ledger, LedgerSampler
 
 __all__ = ["Ledger", "LedgerSampler"]

@@ -25,9 +25,11 @@ suffice, peers get fewer samples in a round.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pccl.communicator import Communicator
 from pccl.data import rows
@@ -35,13 +37,10 @@ from pccl.errors import PCCLError
 from pccl.shared_state import TensorInfo
 from pccl.types import Result
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 _HEAD = 4  # samples, end, fresh, rows
 _ROWS_EACH = 8
 _ENDLESS = 1 << 62
-Vote: TypeAlias = "NDArray[np.uint8] | NDArray[np.int64]"
+Vote = NDArray[np.uint8] | NDArray[np.int64]
 _SET = 255  # a cell of a vote: the mean over at most so many peers is not 0
 
 
@@ -308,3 +307,46 @@ def _gather(comm: Communicator, want: rows.Want) -> list[rows.Want]:
 
 def _count(samples: int, end: int) -> str:
     return f"{samples} samples in {'endless' if end == _ENDLESS else end // samples} epochs"
+
+
+class LedgerSampler:
+    """Indices of the samples that a ledger has given to this peer for the present round.
+
+        loader = torch.utils.data.DataLoader(dataset, 16, sampler=LedgerSampler(ledger))
+        while not ledger.finished:
+            for batch in loader:
+                ...
+
+    One pass of the loader is one round. It asks no other peer, so the workers of a DataLoader may
+    be ahead within it.
+
+    Args:
+        ledger: of the dataset.
+        shuffle: whether each epoch has an order of its own. The order takes 8 bytes a sample.
+        seed: of the order; the same on all peers.
+    """
+
+    def __init__(self, ledger: Ledger, *, shuffle: bool = True, seed: int = 0) -> None:
+        self._ledger = ledger
+        self._shuffle = shuffle
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        """Indices below the number of samples."""
+        for part in self._ledger.share:
+            for number in part:
+                epoch, place = divmod(number, self._ledger.samples)
+                if self._shuffle:
+                    yield int(_order(self._ledger.samples, self._seed, epoch)[place])
+                else:
+                    yield place
+
+    def __len__(self) -> int:
+        """Samples in the round."""
+        return sum(map(len, self._ledger.share))
+
+
+@lru_cache(maxsize=2)  # a round may begin in one epoch and end in the next
+def _order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    # This generator is the one of numpy that gives the same numbers in all versions.
+    return np.random.RandomState((seed, epoch)).permutation(samples)
