@@ -94,6 +94,11 @@ class Total:
         self._votes = votes
 
     @property
+    def weight(self) -> int:
+        """By which this peer has multiplied its progress."""
+        return 1 if self._own is None else int(self._own[0])
+
+    @property
     def weighs(self) -> bool:
         """Whether there are weights."""
         return self._own is not None
@@ -187,6 +192,10 @@ class Averager:
             kernels.divide(means[0], divisor)
             for mean in means[1:]:
                 kernels.add(mean, mean, torch.zeros_like(mean), divisor=divisor)
+
+    def sent(self) -> torch.Tensor:
+        """What the mean is of that was sent by this peer, whose weight is not 0."""
+        return self._progress[0] / self._total.weight
 
     def commit(self, peers: int, own: bool) -> None:
         """The means, of so many peers, are going to be applied; `own`: that of this peer is in."""
@@ -297,6 +306,9 @@ class Quantized(Averager):
             last = len(row) - 1
             for rank in range(1, len(row)):
                 kernels.add(mean, mean, row[rank], divisor=divisor if rank == last else 1)
+
+    def sent(self) -> torch.Tensor:
+        return super().sent() if self.algorithm == "ring" else self._room - self._next
 
     def commit(self, peers: int, own: bool) -> None:
         """The new residual becomes real."""

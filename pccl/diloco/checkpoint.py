@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import pickle
 import zipfile
@@ -12,12 +14,13 @@ import torch
 
 from pccl.diloco.exchange import Exchange, LedgerHooks
 from pccl.diloco.membership import Group
-from pccl.diloco.model import Buffers, Frozen, Saved
+from pccl.diloco.model import Buffers, Frozen, Saved, check_shapes
 from pccl.diloco.modes import Schedule
 from pccl.diloco.outer import Outer
 from pccl.diloco.settings import decode
 
-_SAVED = {"config", "clock", "theta", "velocity", "revision", "frozen", "buffers"}
+_SAVED = {"config", "parameters", "clock", "theta", "velocity", "revision", "frozen", "buffers"}
+_log = logging.getLogger("pccl.diloco")
 
 
 class Checkpoint:
@@ -54,6 +57,7 @@ class Checkpoint:
             schedule["means"] += [mean.clone() for mean in means[1:]]
         return {
             "config": self._config.clone(),
+            "parameters": json.dumps(self._outer.shapes()),
             **self._outer.state_dict(sharded),
             "schedule": schedule,
             "averager": self._averagers_state(sharded),
@@ -80,8 +84,18 @@ class Checkpoint:
                 f"the state is none that DiLoCo.state_dict() has made: it has no {min(missing)!r}"
             )
         own, saved = decode(self._config), decode(state["config"])
+        check_shapes("parameter", self._outer.shapes(), json.loads(state["parameters"]))
         if own["parameters"] != saved["parameters"]:
-            raise ValueError("the state belongs to a model with other parameters")
+            raise ValueError(
+                "the state belongs to another model: its parameters are in another order"
+            )
+        if own["mode"] != saved["mode"]:
+            _log.warning(
+                "the state is of a run with mode=%r, and this one has mode=%r: what was under way "
+                "between two rounds is lost",
+                saved["mode"],
+                own["mode"],
+            )
         self._frozen.check(state["frozen"])
         self._buffers.check(state["buffers"])
         self._ledger.check(state)

@@ -306,6 +306,7 @@ class Weight:
         return 1 if self._always else None
 
 
+_ALIKE = 0.01  # a distance relative to the norm; that of two independent ones is 0.7 and more
 TAG = 0xD110C0  # of what runs while the script trains, and may take collectives of its own
 
 
@@ -319,6 +320,7 @@ class Exchange:
     Attributes:
         averager: what averages.
         weight: what this peer's progress weighs.
+        alike: whether all peers have sent the same; None until the first mean of several.
         measured: whether d was measured since the model was given theta.
         sent: whether a collective has begun with it since then.
     """
@@ -345,6 +347,7 @@ class Exchange:
         self._ledger = ledger
         self._moves: list[torch.Tensor] = []  # of the buffers
         self.measured = self.sent = False
+        self.alike: bool | None = None
         self._loaded = False  # what the averager has, and no mean was applied that has it
 
     # ---- the model ----
@@ -458,7 +461,13 @@ class Exchange:
         if average.info is None:
             return replace(average, weighty=None, late=0)
         total = self.averager.total
-        return replace(average, weighty=total.contributors, late=total.late)
+        average = replace(average, weighty=total.contributors, late=total.late)
+        if self.alike is None and average.contributors > 1 and self.weight.value != 0:
+            sent = self.averager.sent()
+            size = float(sent.norm())
+            if size:
+                self.alike = float(torch.dist(sent, self._state.mean)) < _ALIKE * size
+        return average
 
     def accept(self, average: Average) -> None:
         """The mean is going to be applied: that of a peer that was alone is its own progress."""

@@ -203,6 +203,7 @@ def check_team(comm: Communicator, replica: Replica) -> None:
         )
 
 
+_NAMED_MAX = 5  # differences in a message
 _KINDS = (torch.float32, torch.float64, torch.int64)  # in which buffers are kept between rounds
 _TYPES_OF_ENTRIES = {
     torch.uint8,
@@ -268,7 +269,8 @@ class Frozen:
         return {n: save(p, local(p)).clone() for n, p in self._parameters.items()}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        _check_shapes("frozen parameter", {n: p.shape for n, p in self._parameters.items()}, state)
+        own = {n: p.shape for n, p in self._parameters.items()}
+        check_shapes("frozen parameter", own, {name: saved.shape for name, saved in state.items()})
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -407,7 +409,7 @@ class Buffers:
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
         own = {_name_of(kind): flat.shape for kind, flat in self._flat.items()}
-        _check_shapes("flat buffer", own, state)
+        check_shapes("flat buffer", own, {name: saved.shape for name, saved in state.items()})
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over a state that has been checked; `put` gives it to the model."""
@@ -439,18 +441,26 @@ def _name_of(kind: torch.dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
-def _check_shapes(
-    what: str, own: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor]
+def check_shapes(
+    what: str, own: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]
 ) -> None:
-    for name in [*own, *state]:
-        if name not in own or name not in state:
-            where = "here" if name in own else "in the state"
-            raise ValueError(f"the state belongs to another model: {what} {name!r} is only {where}")
-        if own[name] != state[name].shape:
-            raise ValueError(
-                f"the state belongs to another model: {what} {name!r} has shape "
-                f"{list(state[name].shape)} in the state and {list(own[name])} here"
-            )
+    """Raises ValueError that names what differs in a state."""
+    differences = [
+        f"{what} {name!r} is only {'here' if name in own else 'in the state'}"
+        for name in [*own, *saved]
+        if name not in own or name not in saved
+    ]
+    differences += [
+        f"{what} {name!r} has shape {list(saved[name])} in the state and {list(shape)} here"
+        for name, shape in own.items()
+        if name in saved and list(shape) != list(saved[name])
+    ]
+    if differences:
+        more = len(differences) - _NAMED_MAX
+        rest = f"; and {more} more" if more > 0 else ""
+        raise ValueError(
+            f"the state belongs to another model: {'; '.join(differences[:_NAMED_MAX])}{rest}"
+        )
 
 
 class InnerState:

@@ -22,6 +22,26 @@ from pccl.diloco.stats import Outcome
 class Schedule:
     """What a trainer asks of a mode."""
 
+    def __init__(self) -> None:
+        # of rounds: below which no progress falls, although one may have taken no outer step
+        self._reached = torch.zeros(1, dtype=torch.int64)
+
+    def progress(self, inner_step: int, outer_steps: int) -> float:
+        """How far a run of so many outer steps is, after so many inner steps since a round."""
+        reached = max(int(self._reached), self._position(inner_step))
+        return min(1.0, reached / self._rounds(outer_steps))
+
+    def _position(self, inner_step: int) -> float:
+        """In rounds, by what all peers have in common."""
+        raise NotImplementedError
+
+    def _rounds(self, outer_steps: int) -> int:
+        return outer_steps
+
+    def _begin_round(self) -> None:
+        """All peers of the group do: the next inner steps are after the end of this round."""
+        self._reached[0] = max(int(self._reached), int(self._position(0)) + 1)
+
     def begin(self) -> int:
         """The shared state has been received. Returns at which inner step this peer goes on."""
         return 0
@@ -49,7 +69,7 @@ class Schedule:
 
     def entries(self) -> list[TensorInfo]:
         """What a newcomer must receive to be in phase, beside theta, v and k."""
-        return []
+        return [TensorInfo.from_torch(self._reached, "diloco.reached")]
 
     def state_dict(self, group: Group) -> dict[str, Any]:
         """The same, for a checkpoint."""
@@ -63,14 +83,19 @@ class Synchronous(Schedule):
     """Averages the progress of a round and applies the mean at its end."""
 
     def __init__(self, exchange: Exchange, pace: Pace, late_decay: float) -> None:
+        super().__init__()
         self._exchange = exchange
         self._pace = pace
         self._late_decay = late_decay
+
+    def _position(self, inner_step: int) -> float:
+        return self._exchange.outer_step + self._pace.fraction(inner_step)
 
     def due(self, inner_step: int) -> bool:
         return self._pace.due(inner_step)
 
     def round(self, group: Group, inner_step: int) -> Outcome:
+        self._begin_round()
         exchange = self._exchange
         exchange.weight.late = self._pace.late
         exchange.measure()
@@ -107,7 +132,7 @@ class Synchronous(Schedule):
         return self._exchange.rescue()
 
     def entries(self) -> list[TensorInfo]:
-        return self._pace.entries()
+        return [*super().entries(), *self._pace.entries()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +161,7 @@ class Delayed(Schedule):
     """
 
     def __init__(self, exchange: Exchange, pace: Pace, view: View, late_decay: float) -> None:
+        super().__init__()
         self._exchange = exchange
         self._pace = pace
         self._view = view
@@ -145,6 +171,13 @@ class Delayed(Schedule):
         self._alone = False  # when there was something to launch
         # Contributors of the mean that newcomers receive; 0: there is none.
         self._contributors = torch.zeros(1, dtype=torch.int64)
+
+    def _position(self, inner_step: int) -> float:
+        behind = self._running is not None or self._mean is not None or self._contributors[0] > 0
+        return self._exchange.outer_step + int(behind) + self._pace.fraction(inner_step)
+
+    def _rounds(self, outer_steps: int) -> int:
+        return outer_steps + 1  # the first has no mean to apply
 
     def begin(self) -> int:
         self._view.reset()
@@ -159,6 +192,7 @@ class Delayed(Schedule):
 
     def round(self, group: Group, inner_step: int) -> Outcome:
         """Applies the mean of the round before, and launches that of this one."""
+        self._begin_round()
         group.arrive(self._pace)
         mean = self._take(group)
         if mean is not None and not mean.suffices:
@@ -284,6 +318,7 @@ class Delayed(Schedule):
 
     def entries(self) -> list[TensorInfo]:
         return [
+            *super().entries(),
             *self._pace.entries(),
             TensorInfo.from_torch(self._contributors, "diloco.delayed.contributors"),
             *(
@@ -333,13 +368,15 @@ class Streaming(Schedule):
     def __init__(
         self, fragments: Sequence[Fragment], inner_steps: int, overlap: int, alpha: float
     ) -> None:
+        super().__init__()
         self._fragments = fragments
         self._overlap = overlap
         self._alpha = alpha
         count = len(fragments)
         self._launches = {(p + 1) * inner_steps // count: p for p in range(count)}
         self._arrivals = {(at - 1 + overlap) % inner_steps + 1 for at in self._launches}
-        self._position = torch.zeros(1, dtype=torch.int64)
+        self._first = min(self._launches) + overlap  # arrival of all
+        self._inner_step = torch.zeros(1, dtype=torch.int64)
         self._inner_steps = inner_steps
         self._current = fragments[-1]  # of the last launch
         self._running: AsyncAverage | None = None
@@ -347,7 +384,19 @@ class Streaming(Schedule):
         self._stepped = True  # in the last round
 
     def begin(self) -> int:
-        return int(self._position)
+        return int(self._inner_step)
+
+    def _position(self, inner_step: int) -> float:
+        applied = sum(fragment.exchange.outer_step for fragment in self._fragments)
+        if not applied:
+            return min(1.0, inner_step / self._first)
+        cycle = self._inner_steps
+        since = min((inner_step - at) % cycle for at in self._arrivals)
+        until = min((at - inner_step - 1) % cycle + 1 for at in self._arrivals)
+        return applied + since / (since + until)
+
+    def _rounds(self, outer_steps: int) -> int:
+        return outer_steps * len(self._fragments)
 
     def due(self, inner_step: int) -> bool:
         under_way = self._running is not None or self._average is not None
@@ -359,7 +408,7 @@ class Streaming(Schedule):
 
     def round(self, group: Group, inner_step: int) -> Outcome | None:
         """Launches a fragment, or applies its mean; None as long as that is under way."""
-        self._position[0] = inner_step % self._inner_steps
+        self._inner_step[0] = inner_step % self._inner_steps
         average = self._wait()
         if average is not None:
             self._average = None
@@ -390,6 +439,7 @@ class Streaming(Schedule):
 
     def _settle(self, group: Group, average: Average, pending: bool) -> Outcome:
         """Takes the outer step, and admits newcomers."""
+        self._begin_round()
         exchange = self._current.exchange
         stepped = self._stepped = self._apply(group, average)
         admitted = pending
@@ -424,12 +474,13 @@ class Streaming(Schedule):
                 fragment.exchange.adopt()
 
     def entries(self) -> list[TensorInfo]:
-        return [TensorInfo.from_torch(self._position, "diloco.streaming.position")]
+        position = TensorInfo.from_torch(self._inner_step, "diloco.streaming.position")
+        return [*super().entries(), position]
 
     def state_dict(self, group: Group) -> dict[str, Any]:
-        return {"position": int(self._position), "inner_steps": self._inner_steps}
+        return {"position": int(self._inner_step), "inner_steps": self._inner_steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over the position, if the run had as many inner steps."""
         same = state.get("inner_steps") == self._inner_steps
-        self._position[0] = state["position"] if same else 0
+        self._inner_step[0] = state["position"] if same else 0

@@ -266,6 +266,7 @@ class Outer:
         replica: Replica,
     ) -> None:
         self._groups = groups
+        self._named = named
         self._layout = Layout(named, replica)
         self._replica = replica
         # Fresh peers differ in the run's name, so that the first one's state is elected.
@@ -284,6 +285,10 @@ class Outer:
     def outer_step(self) -> int:
         """k: the steps that every fragment has taken."""
         return int(self.clock[:-1].min())
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of the parameters, by name."""
+        return {name: list(p.shape) for name, p in self._named}
 
     @property
     def nbytes(self) -> int:

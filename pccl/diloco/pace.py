@@ -36,6 +36,10 @@ class Pace:
         """Whether the outer round comes after this inner step, the first of which is 1."""
         raise NotImplementedError
 
+    def fraction(self, inner_step: int) -> float:
+        """What part of a round so many inner steps are: alike on all peers, or 0."""
+        return 0.0
+
     @property
     def grace(self) -> Grace | None:
         """How long this peer, for which a round is due, waits for others; None: without end."""
@@ -61,6 +65,9 @@ class Steps(Pace):
     def __init__(self, inner_steps: int) -> None:
         super().__init__()
         self._inner_steps = inner_steps
+
+    def fraction(self, inner_step: int) -> float:
+        return min(1.0, inner_step / self._inner_steps)
 
     def due(self, inner_step: int) -> bool:
         return inner_step == self._inner_steps
@@ -162,6 +169,9 @@ class Deadline(Pace):
     def rejoin(self) -> None:
         """It does not go on with the same inner steps: others have begun with all of theirs."""
         self.late, self._taken, self._step = True, 0, 0
+
+    def fraction(self, inner_step: int) -> float:
+        return min(1.0, inner_step / self._inner_steps)
 
     def due(self, inner_step: int) -> bool:
         self._clock.step()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import xxhash
-from torch.utils.hooks import RemovableHandle
 
 from pccl import Communicator, KickedError, ReduceInfo, Result, SharedState, TensorInfo
 from pccl.data import Ledger
@@ -25,6 +25,7 @@ from pccl.diloco.averaging import Selector, averager_of
 from pccl.diloco.checkpoint import Checkpoint, read_state
 from pccl.diloco.exchange import Exchange, LedgerHooks, Weight
 from pccl.diloco.membership import Group
+from pccl.diloco.misuse import Misuse, warn_unfinished
 from pccl.diloco.model import Buffers, Frozen, InnerState, check_team, memory, replica_of
 from pccl.diloco.modes import Delayed, Fragment, Schedule, Streaming, Synchronous
 from pccl.diloco.muon import is_muon
@@ -255,7 +256,7 @@ class DiLoCo:
             settings.check_sharded(ledger=ledger is not None)
             check_team(comm, self._replica)
         self._stepping = False  # in `step`, which counts the inner step itself
-        self._hook: RemovableHandle | None = None
+        self._entered = False  # a `with` block, in which the script steps the optimizer
         self._rejoins = 0  # since the last round that this peer was in
         self._last_round: OuterRound | None = None
         self._build(model)
@@ -267,7 +268,31 @@ class DiLoCo:
         self._inner_step = self._begin()
         self._trained = _Trained()
         self._stopwatch = Stopwatch(self._meter)
+        self._watch(model)
         self._pace.begin()
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        """Is told of the optimizer's steps, and tells of the script's mistakes."""
+        self._misuse = Misuse(model, self._settings)
+        own = weakref.ref(self)
+
+        def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            diloco = own()
+            if diloco is not None:
+                diloco._optimizer_stepped()
+
+        weakref.finalize(self, self._optimizer.register_step_post_hook(hook).remove)
+        weakref.finalize(self, warn_unfinished, self._misuse)
+
+    def _optimizer_stepped(self) -> None:
+        if self._stepping:
+            return
+        if not self._entered:
+            self._misuse.optimizer_stepped()
+            return
+        self._count(None)
+        self._misuse.inner_step()
+        self._after_inner_step(None)
 
     # ---- its parts ----
 
@@ -404,6 +429,20 @@ class DiLoCo:
         """Inner steps since the last outer round, below `inner_steps`; see also "streaming"."""
         return self._inner_step
 
+    def progress(self, outer_steps: int) -> float:
+        """How far a run of `outer_steps` outer steps has come: from 0 to 1, made for schedules.
+
+        It never falls, and is the same on all peers after the same inner step, whatever the mode. A
+        round that has taken no outer step moves it no further than one that has. With
+        inner_seconds it stands still within a round.
+
+        Raises:
+            ValueError: `outer_steps` is not positive.
+        """
+        if outer_steps < 1:
+            raise ValueError(f"outer_steps={outer_steps} must be at least 1")
+        return self._schedule.progress(self._inner_step, outer_steps)
+
     @property
     def last_round(self) -> OuterRound | None:
         """What happened in the last outer round; None before the first."""
@@ -519,6 +558,7 @@ class DiLoCo:
             ValueError: `samples` is negative, missing, or more than the ledger has given.
         """
         self._count(samples)
+        self._misuse.inner_step()
         self._stepping = True
         try:
             if scaler is None:
@@ -559,6 +599,7 @@ class DiLoCo:
         return self._round(at)
 
     def _round(self, at: int) -> OuterRound | None:
+        self._misuse.unfinished = False  # if it fails, something else is
         try:
             with self._stopwatch.round():
                 outcome = self._schedule.round(self._group, at)
@@ -620,6 +661,7 @@ class DiLoCo:
             self._pace.heard([(share.compute_s, share.inner_steps) for share in shares])
         algorithm = self._exchanges[outcome.fragment].averager.algorithm
         report = self._stopwatch.report(self.outer_step, outcome, algorithm, shares)
+        self._misuse.round(outcome, self._exchanges[outcome.fragment])
         self._pace.begin()
         return report
 
@@ -659,13 +701,7 @@ class DiLoCo:
         It does not clear the gradients. A step that a GradScaler skips is not seen, and not
         counted; `step(scaler)` counts it.
         """
-
-        def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-            if not self._stepping:
-                self._count(None)
-                self._after_inner_step(None)
-
-        self._hook = self._optimizer.register_step_post_hook(hook)
+        self._entered = True
         return self
 
     def __exit__(
@@ -675,11 +711,10 @@ class DiLoCo:
         traceback: TracebackType | None,
     ) -> None:
         """Up to here; then `finish`, unless an exception has ended the block."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._entered = False
         if kind is None:
             self.finish()
+        self._misuse.finished()
 
     def finish(self) -> None:
         """Ends the training: waits for the mean that is under way, and applies it.
@@ -693,6 +728,7 @@ class DiLoCo:
         """
         self._schedule.finish(self._group)
         self._replica.all(True)
+        self._misuse.finished()
 
     # ---- checkpoints ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -58,3 +59,15 @@ def three() -> Iterator[Groups]:
 
     with Cluster(3) as cluster:
         yield Groups(cluster)
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What is warned of, whoever else listens."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pccl")
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)

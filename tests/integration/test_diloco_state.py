@@ -306,18 +306,6 @@ def test_other_words_are_refused(address: str, options: dict[str, Any]) -> None:
 # ---- alone ----
 
 
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    """What is warned of, whoever else listens."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("pccl")
-    logger.addHandler(handler)
-    yield said
-    logger.removeHandler(handler)
-
-
 def test_who_is_alone_and_steps_ends(address: str, warnings: list[str]) -> None:
     model = Model(1.0)
     with pccl.Communicator(address) as comm:

@@ -1,0 +1,103 @@
+"""Warnings of what a script may do wrong and nobody would notice: each once, with what to do."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+from pccl.diloco.exchange import Exchange
+from pccl.diloco.settings import Settings
+from pccl.diloco.stats import Outcome
+
+_log = logging.getLogger("pccl.diloco")
+
+
+class Misuse:
+    """Is told what a script does, and looks at the model at the end of each round.
+
+    Attributes:
+        unfinished: whether the end of the training would lose what `finish` applies.
+    """
+
+    def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
+        self._settings = settings
+        self._model = weakref.ref(model)
+        self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._warned: set[str] = set()
+        self._ended = False
+        self._gradients = False  # whether any parameter had one in this round
+        self._steps = 0
+        self.unfinished = False
+
+    def _warn(self, text: str) -> None:
+        kind = text.partition(":")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s", text)
+
+    def optimizer_stepped(self) -> None:
+        """The script has stepped the inner optimizer, not within a `with` block."""
+        if not self._ended:
+            self._warn(
+                "the script has called optimizer.step(), and diloco.step() calls it too: leave "
+                "out optimizer.step(), or leave out diloco.step() and put the loop into "
+                "`with diloco:`"
+            )
+
+    def inner_step(self) -> None:
+        """The optimizer is about to be stepped, or was."""
+        self._steps += 1
+        self._gradients = self._gradients or any(p.grad is not None for _, p in self._trained)
+
+    def round(self, outcome: Outcome, exchange: Exchange) -> None:
+        """A round has ended; with fragments, of `exchange`."""
+        self.unfinished = self._settings.mode != "sync"
+        if self._steps and not self._gradients:
+            self._warn(
+                "no parameter has had a gradient in this round: call loss.backward() before "
+                "diloco.step(), and zero_grad() only after it; see also that the loss depends on "
+                "the model that DiLoCo was made with"
+            )
+        self._steps, self._gradients = 0, False
+        for name in self._replaced():
+            self._warn(
+                f"parameter {name!r} is not the tensor any more that it was when DiLoCo was made, "
+                "and DiLoCo averages the old one: copy into a parameter, as "
+                "load_state_dict(..., assign=False) does, and make DiLoCo after all changes of the "
+                "model"
+            )
+        if exchange.alike:
+            self._warn(
+                "the pseudo-gradients of all peers are the same: the peers seem to train on the "
+                "same samples in the same order, and together learn no more than one of them; "
+                "give each its own part of the data (pccl.data.Ledger), or its own seed"
+            )
+        enough = self._settings.deadline_peers
+        if enough is not None and 0 < outcome.contributors < enough:
+            self._warn(
+                f"the mean of a round is of fewer peers than deadline_peers={enough}: it had "
+                f"{outcome.contributors}, and a round waits for all as long as so few are there; "
+                "start more peers, or give a smaller deadline_peers"
+            )
+
+    def _replaced(self) -> Iterator[str]:
+        model = self._model()
+        if model is not None:
+            now = dict(model.named_parameters())
+            yield from (name for name, p in self._trained if now.get(name) is not p)
+
+    def finished(self) -> None:
+        """`finish` has applied what was under way, and the script may do what it likes."""
+        self.unfinished, self._ended = False, True
+
+
+def warn_unfinished(misuse: Misuse) -> None:
+    """The DiLoCo is no more."""
+    if misuse.unfinished:
+        _log.warning(
+            "the training has ended without diloco.finish(), so the model lacks the mean that was "
+            "under way: call it on all peers after the loop, or put the loop into `with diloco:`"
+        )

@@ -1,0 +1,189 @@
+"""What a script may do wrong and nobody would notice: a warning says so, once, and what to do."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from outer import DEADLINE_S, Model, make, random, together  # noqa: E402
+
+import pccl  # noqa: E402
+from pccl.diloco import DiLoCo  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+ROUNDS = 3
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"inner_steps": 4},
+    "delayed": {"inner_steps": 4},
+    "eager": {"inner_steps": 4},
+    "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
+}
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        yield master.address
+
+
+def two(
+    address: str,
+    step: Callable[[DiLoCo, Model, int, int], object],
+    *,
+    end: Callable[[DiLoCo], object] = DiLoCo.finish,
+    **options: Any,
+) -> list[Any]:
+    """Two peers, which take `step` of their number and the round's in each of some rounds."""
+    both = threading.Barrier(2)
+
+    def peer(number: int) -> Callable[[], Any]:
+        def body() -> Any:
+            model = Model()
+            with pccl.Communicator(address) as comm:
+                diloco = make(comm, model, min_peers=2, **options)
+                for k in range(ROUNDS):
+                    step(diloco, model, number, k)
+                both.wait(DEADLINE_S)
+                end(diloco)
+                both.wait(DEADLINE_S)
+            return model.flat()
+
+        return body
+
+    return together(peer(0), peer(1))
+
+
+def train(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
+    model.move(random(10 * k + number))
+    diloco.step()
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int4", "sparse"])
+@pytest.mark.parametrize("mode", MODES)
+def test_nobody_is_warned_without_cause(
+    address: str, mode: str, wire: str, warnings: list[str]
+) -> None:
+    two(address, train, mode=mode, wire=wire, **{**MODES[mode], "inner_steps": 2, "overlap": 0})
+    gc.collect()
+    assert not warnings
+
+
+def test_a_step_of_the_optimizer_beside(address: str, warnings: list[str]) -> None:
+    def twice(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
+        model.move(random(10 * k + number))
+        diloco._optimizer.step()
+        diloco.step()
+
+    two(address, twice)
+    assert len(warnings) == 2, warnings  # of each peer
+    assert all("leave out optimizer.step()" in text for text in warnings)
+
+
+def test_a_step_of_the_optimizer_in_a_block_or_after_the_training(
+    address: str, warnings: list[str]
+) -> None:
+    def steps(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
+        with diloco:
+            model.move(random(10 * k + number))
+            diloco._optimizer.step()
+
+    def end(diloco: DiLoCo) -> None:
+        diloco.finish()
+        diloco._optimizer.step()
+
+    two(address, steps, end=end)
+    assert not warnings
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager", "streaming"])
+def test_no_finish(address: str, mode: str, warnings: list[str]) -> None:
+    two(address, train, end=lambda diloco: None, mode=mode)
+    gc.collect()
+    assert len(warnings) == (0 if mode == "sync" else 2), warnings
+    assert all("without diloco.finish()" in text for text in warnings)
+
+
+def test_a_parameter_that_was_replaced(address: str, warnings: list[str]) -> None:
+    def replaced(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
+        if k == 1:
+            model.bias = torch.nn.Parameter(model.bias.detach().clone())
+        train(diloco, model, number, k)
+
+    two(address, replaced)
+    assert len(warnings) == 2, warnings
+    assert all(text.startswith("parameter 'bias' is not the tensor") for text in warnings)
+
+
+def test_a_round_without_gradients(address: str, warnings: list[str]) -> None:
+    two(address, lambda diloco, model, number, k: diloco.step())
+    assert len(warnings) == 2, warnings
+    assert all("call loss.backward()" in text for text in warnings)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int4", "sparse"])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
+def test_the_same_data_on_all_peers(
+    address: str, mode: str, wire: str, warnings: list[str]
+) -> None:
+    def same(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
+        train(diloco, model, 0, k)
+
+    two(address, same, mode=mode, wire=wire)
+    assert len(warnings) == 2, warnings
+    assert all("pccl.data.Ledger" in text for text in warnings)
+
+
+def test_fewer_than_the_deadline_wants(address: str, warnings: list[str]) -> None:
+    two(address, train, deadline_peers=3, grace=5.0)
+    assert len(warnings) == 2, warnings
+    assert all("deadline_peers=3: it had 2" in text for text in warnings)
+
+
+def test_a_state_of_another_mode(address: str, warnings: list[str]) -> None:
+    states: list[dict[str, Any]] = []
+
+    def end(diloco: DiLoCo) -> None:
+        states.append(diloco.state_dict())
+        diloco.finish()
+
+    two(address, train, end=end, mode="delayed")
+    with pccl.Communicator(address) as comm:
+        make(comm, Model(), state=states[0])
+    (text,) = warnings
+    assert "mode='delayed', and this one has mode='sync'" in text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_progress_goes_from_0_to_1(address: str, mode: str) -> None:
+    """Alike on all peers: with rounds of one that is alone and takes no step, and a newcomer."""
+    outer_steps = 4
+    alone = threading.Event()
+
+    def peer(number: int) -> Callable[[], Any]:
+        def body() -> Any:
+            drawn: list[float] = []
+            assert number == 0 or alone.wait(DEADLINE_S)
+            model = Model()
+            with pccl.Communicator(address) as comm:
+                diloco = make(comm, model, mode=mode, **MODES[mode])
+                while diloco.outer_step < outer_steps:
+                    drawn.append(diloco.progress(outer_steps))
+                    model.move(random(len(drawn)))
+                    if diloco.step():
+                        alone.set()
+                diloco.finish()
+                assert diloco.progress(outer_steps) == 1.0
+            return drawn
+
+        return body
+
+    ours, theirs = together(peer(0), peer(1))
+    assert ours == sorted(ours)
+    assert ours[0] == 0 and 0.9 < ours[-1] < 1
+    assert len(theirs) >= 12 and ours[-len(theirs) :] == theirs
