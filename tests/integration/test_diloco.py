@@ -305,7 +305,7 @@ def test_a_checkpoint_of_another_model_is_refused(address: str) -> None:
     with pccl.Communicator(address) as comm:
         state = make(comm, Model()).state_dict()
         other = torch.nn.Linear(3, 3)
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(ValueError, match="another model") as refused:
             make(comm, other, state=state)  # type: ignore[arg-type]
     assert str(refused.value) == (
         "the state belongs to another model: "
