@@ -1,28 +1,88 @@
-"""The collectives of a torch process group: torch's calls, turned into tasks and launched."""
+"""The collectives of a torch process group.
+
+A method that `_collective` decorates is one call of torch: it says which flat tensors are sent and
+received in which order, and which operands of pccl these make. All else is alike for all of them:
+torch's two forms of arguments, the launch, a group of one, profiling.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed import ReduceOp
 
-from pccl import Communicator
+from pccl import Communicator, extension, operands
+from pccl import ReduceOp as Op
+from pccl.extension import Operands, Ranks
 from pccl.torch.members import Members
-from pccl.torch.p2p import MonitoredBarrier, Sends
-from pccl.torch.tasks import ExchangeTasks, Reduction, Tasks
-from pccl.torch.work import CoalescedWork, Operation, Task, Work
+from pccl.torch.p2p import Sends, monitored_barrier
+from pccl.torch.tensors import Reduction, flat, movable, moved_size, put, reducible
+from pccl.torch.work import CoalescedWork, Handle, Operation, Task, Work, eager
 
 FIRST_TAG = 1 << 32  # those below are for what the integration itself does, and for the user
 
+Tensors: TypeAlias = Sequence[Tensor]
+Order: TypeAlias = Sequence[int]  # torch's ranks, by the position in the ring
+# the flat tensors that are sent, and those that receive
+Arrange: TypeAlias = Callable[[Order], tuple[Tensors, Tensors]]
+# from these, each of which is None, one or a list
+Compose: TypeAlias = Callable[[Any, Any, Order, Ranks], Operands]
+Settle: TypeAlias = Callable[[Order, Tensors], None]
+
+
+class Options(NamedTuple):
+    """What is given to a collective beside tensors."""
+
+    root: int = 0
+    op: Any = ReduceOp.SUM
+    timeout: timedelta | None = None
+    is_async: bool = True
+
+    @classmethod
+    def of(cls, *given: Any) -> Options:
+        """From one of torch's options, or from a root, a reduction and a time limit."""
+        options = cls()
+        for each in given:
+            if isinstance(each, timedelta):
+                options = options._replace(timeout=each)
+            elif isinstance(each, int):
+                options = options._replace(root=each)
+            elif isinstance(each, ReduceOp | ReduceOp.RedOpType):
+                options = options._replace(op=each)
+            elif each is not None:
+                root, op = getattr(each, "rootRank", 0), getattr(each, "reduceOp", ReduceOp.SUM)
+                is_async = getattr(each, "asyncOp", True)
+                options = cls(root, op, getattr(each, "timeout", None), is_async)
+        return options
+
+
+def _collective(build: Callable[..., Task]) -> Callable[..., Work]:
+    """The call of torch whose task a method makes of tensors and `Options`."""
+    *names, last = list(inspect.signature(build).parameters)[1:]
+    assert last == "options"
+
+    @eager
+    @functools.wraps(build)
+    def call(self: Collectives, *given: Any, **named: Any) -> Work:
+        tensors = {name: named.pop(name) for name in names if name in named}
+        count = len(names) - len(tensors)
+        options = Options.of(*given[count:], *named.values())
+        return self.run(build(self, *given[:count], **tensors, options=options), options)
+
+    return call
+
 
 class Collectives:
-    """The calls of a process group. torch has two names for some, and two forms of arguments.
-
-    All members make the same calls in the same order; several may be under way.
+    """The calls of a process group. All members make the same ones in the same order; several may
+    be under way.
     """
 
     _comm: Communicator
@@ -31,8 +91,6 @@ class Collectives:
     def _setup(self, comm: Communicator, members: Members, timeout: timedelta) -> None:
         self._comm = comm
         self.members = members
-        self.tasks = Tasks(comm, members)
-        self._exchanges = ExchangeTasks(comm, members)
         self._sends = Sends(comm, members)
         self.timeout = timeout
         self._launching = threading.Lock()
@@ -51,148 +109,503 @@ class Collectives:
         with self._launching:
             self._next_tag = FIRST_TAG
 
-    def run(self, task: Task, options: Any = None) -> Work:
+    def run(self, task: Task, options: Options = Options()) -> Work:  # noqa: B008 - immutable
         """Launches a task; one that its caller does not wait for at once ends by itself."""
-        given = getattr(options, "timeout", None)
-        if isinstance(given, timedelta) and given > timedelta(0):
-            timeout = given
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(f"pccl:{task.name}") as span:
+                work = self._launch(task, options)
+                if not work.is_completed():
+                    span._call_end_callbacks_on_future(work.get_future())
         else:
-            timeout = self.timeout
-        with self._launching:
-            operation = Operation(task, self._next_tag, self.members, timeout.total_seconds())
-            operation.begin(self._under_way)
-            self._next_tag += task.counts
-        if getattr(options, "asyncOp", True):
-            operation.follow()
-        work = Work(operation)
+            work = self._launch(task, options)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """all_reduce, in place, of one tensor."""
-        reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts))
-        return self.run(self.tasks.all_reduce(_list(tensors), reduction), opts)
+    def _launch(self, task: Task, options: Options) -> Work:
+        limit = options.timeout
+        timeout = limit if limit is not None and limit > timedelta(0) else self.timeout
+        with self._launching:
+            operation = Operation(task, self._next_tag, self.members, timeout.total_seconds())
+            operation.begin(self._under_way)
+            self._next_tag += task.counts
+        if options.is_async:
+            operation.follow()
+        return Work(operation)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """all_reduce of several tensors as one collective."""
-        reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM))
-        return self.run(self.tasks.all_reduce(tensors, reduction), opts)
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives there have been since the members last agreed upon ranks."""
+        return self._next_tag - FIRST_TAG
 
-    def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> Work:
-        """Copies the tensors of the root."""
-        root = getattr(opts, "rootRank", opts)
-        return self.run(self.tasks.broadcast(_list(tensors), root), opts)
+    def _set_sequence_number_for_group(self) -> None:
+        """They are counted already."""
 
-    def allgather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
-    ) -> Work:
-        """all_gather in a list of tensors for each input."""
-        inputs = _list(input_tensors)
-        outputs = [output_tensors] if isinstance(input_tensors, Tensor) else output_tensors
-        return self.run(self.tasks.all_gather(outputs, inputs), opts)
+    # ---- tasks ----
 
+    def _task(
+        self,
+        name: str,
+        result: Any,
+        arrange: Arrange,
+        compose: Compose,
+        settle: Settle,
+        *,
+        again: bool = False,
+        prepare: Callable[[int], object] = lambda tag: None,
+    ) -> Task:
+        """The task of a collective.
+
+        Args:
+            name: for messages and profiles.
+            result: what its future yields.
+            arrange: what is sent and received. In a group of one, the one is copied to the other.
+            compose: the operands.
+            settle: puts what was received where the caller wants it.
+            again: whether it is launched again without a peer that is lost in it.
+            prepare: is called with the tag before each launch.
+        """
+        known = self.members.order
+        moved: list[tuple[Order, Tensors]] = []
+
+        def launch(tag: int) -> Handle:
+            prepare(tag)
+            ring = self.members.ring() if again else self.members.known_ring()
+            order = range(len(ring)) if again else [known.index(number) for number in ring]
+            sent, received = arrange(order)
+            moved[:] = [(order, received)]
+            given = _none_one_or_list(sent), _none_one_or_list(received)
+            work = compose(*given, order, self.members.ranks(ring))
+            return extension.launch(self._comm, name, work, tag)
+
+        def alone() -> None:
+            sent, received = arrange([0])
+            for source, target in zip(sent, received, strict=True):
+                if source is not target:
+                    target.view(-1).copy_(source.view(-1))
+            moved[:] = [([0], received)]
+
+        return Task(name, launch, result, alone, lambda: settle(*moved[0]), again=again)
+
+    def gather_and_combine(
+        self,
+        name: str,
+        result: Any,
+        give: Callable[[], Tensors],
+        combine: Callable[[Tensors], object],
+        prepare: Callable[[int], object] = lambda tag: None,
+    ) -> Task:
+        """Gathers what all members give, in any order, and combines it on each of them."""
+
+        def arrange(order: Order) -> tuple[Tensors, Tensors]:
+            sent = give()
+            return sent, [each.new_empty((len(order), *each.shape)) for each in sent]
+
+        def settle(order: Order, received: Tensors) -> None:
+            combine(received)
+
+        return self._task(name, result, arrange, _all_gather, settle, again=True, prepare=prepare)
+
+    def _check_root(self, root: int) -> bool:
+        """Whether it is this member."""
+        if not 0 <= root < self.members.size:
+            raise ValueError(f"root is {root}: ranks are 0 to {self.members.size - 1}")
+        return root == self.members.rank
+
+    def _one_each(self, what: str, tensors: Tensors) -> None:
+        if len(tensors) != self.members.size:
+            raise ValueError(
+                f"{len(tensors)} {what} tensors: it must be one for each of the "
+                f"{self.members.size} members"
+            )
+
+    # ---- torch's calls ----
+
+    @_collective
+    def allreduce(self, tensors: Any, options: Options) -> Task:
+        tensors, reduction = _list(tensors), Reduction.of(options.op)
+        if len(tensors) == 1 and tensors[0].is_sparse:
+            return self._sparse_all_reduce(tensors[0], reduction)
+        if reduction.bitwise is not None:
+            pieces = _bits(tensors)
+
+            def combine(gathered: Tensors) -> None:
+                _put_all(tensors, [reduction.combine(list(rows)) for rows in gathered])
+
+            return self.gather_and_combine("all_reduce", tensors, lambda: pieces, combine)
+        op, pieces = reduction.for_dtypes(tensors), [reduction.given(t) for t in tensors]
+        return self._task(
+            "all_reduce",
+            tensors,
+            lambda order: (pieces, pieces),
+            lambda sent, received, order, ranks: operands.all_reduce(sent, None, op),
+            lambda order, received: _put_all(tensors, received),
+            again=True,
+        )
+
+    def _sparse_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Task:
+        """Gathers sparse tensors (COO), and adds them up.
+
+        The members first agree upon the largest number of elements, to which all fill up.
+        """
+        if reduction.op not in (Op.SUM, Op.AVG):
+            raise ValueError("sparse tensors can be summed or averaged, and nothing else")
+        mine = tensor.detach().coalesce()
+        places, values = mine.indices().t().contiguous(), mine.values().contiguous()
+        values, room = reduction.scaled(values, values.dtype), len(values)
+
+        def prepare(tag: int) -> None:
+            nonlocal room
+            largest = torch.tensor([len(values)])
+            handle = self._comm.all_reduce_async(largest, op="max", tag=tag)
+            if not handle.wait()[0]:
+                assert handle.error is not None
+                raise handle.error
+            room = int(largest)
+
+        def filled(piece: Tensor) -> Tensor:
+            return torch.cat([piece, piece.new_zeros((room - len(piece), *piece.shape[1:]))])
+
+        def combine(gathered: Tensors) -> None:
+            counts, all_places, all_values = gathered
+            parts = [
+                torch.sparse_coo_tensor(
+                    place[:count].t(), value[:count], mine.shape, check_invariants=True
+                )
+                for count, place, value in zip(counts.view(-1), all_places, all_values, strict=True)
+            ]
+            total: Any = sum(parts[1:], parts[0]).coalesce()
+            tensor.copy_(total / len(parts) if reduction.op is Op.AVG else total)
+
+        def give() -> Tensors:
+            return [torch.tensor([len(values)]), filled(places), filled(values)]
+
+        return self.gather_and_combine("all_reduce", [tensor], give, combine, prepare)
+
+    @_collective
+    def broadcast(self, tensors: Any, options: Options) -> Task:
+        tensors, root = _list(tensors), options.root
+        self._check_root(root)
+        pieces = [movable(tensor) for tensor in tensors]
+        return self._task(
+            "broadcast",
+            tensors,
+            lambda order: (pieces, pieces),
+            lambda sent, received, order, ranks: operands.broadcast(sent, order.index(root), ranks),
+            lambda order, received: _put_all(tensors, received),
+        )
+
+    @_collective
+    def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> Task:
+        single = isinstance(input_tensors, Tensor)
+        return self._all_gather([output_tensors] if single else output_tensors, input_tensors)
+
+    @_collective
     def allgather_coalesced(
-        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
-    ) -> Work:
-        """all_gather of several inputs: the r-th list has what rank r gave."""
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], options: Options
+    ) -> Task:
         by_input = [list(group) for group in zip(*output_lists, strict=True)]
-        return self.run(self.tasks.all_gather(by_input, input_list), opts)
+        return self._all_gather(by_input, input_list)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """all_gather in one tensor."""
-        return self.run(self.tasks.all_gather_single([output], [input]), opts)
+    def _all_gather(self, outputs: Sequence[Tensors], inputs: Any) -> Task:
+        """`outputs[i][r]` gets the i-th input of rank r, which may differ in size between ranks."""
+        for group in outputs:
+            self._one_each("output", group)
+        pieces = [movable(tensor) for tensor in _list(inputs)]
+        sizes = [[moved_size(output) for output in group] for group in outputs]
+        rows = sizes[0] if len(set(sizes[0])) > 1 else None  # by rank, if they differ
+        if rows is not None and any(each != rows for each in sizes):
+            raise ValueError("tensors that differ in size between ranks must do so alike")
 
+        def compose(sent: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
+            counts = None if rows is None else [rows[rank] for rank in order]
+            return operands.all_gather(sent, received, ranks, counts)[0]
+
+        def settle(order: Order, received: Tensors) -> None:
+            for group, whole in zip(outputs, received, strict=True):
+                _put_parts([group[rank] for rank in order], whole)
+
+        return self._task(
+            "all_gather",
+            [list(group) for group in outputs],
+            lambda order: (
+                pieces,
+                [p.new_empty(sum(s)) for p, s in zip(pieces, sizes, strict=True)],
+            ),
+            compose,
+            settle,
+        )
+
+    @_collective
+    def all_gather_single(self, output: Tensor, input: Tensor, options: Options) -> Task:
+        return self._all_gather_single([output], [input])
+
+    @_collective
     def all_gather_single_coalesced(
-        self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
-    ) -> Work:
-        """all_gather of several inputs, each in one tensor, as one collective."""
-        return self.run(self.tasks.all_gather_single(output_lists, input_list), opts)
+        self, output_lists: list[Tensor], input_list: list[Tensor], options: Options
+    ) -> Task:
+        return self._all_gather_single(output_lists, input_list)
 
-    def reduce_scatter(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
-    ) -> Work:
-        """reduce_scatter of a list of tensors for each output."""
-        inputs = [input_tensors] if isinstance(output_tensors, Tensor) else input_tensors
-        reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts))
-        return self.run(self.tasks.reduce_scatter(_list(output_tensors), inputs, reduction), opts)
+    def _all_gather_single(self, outputs: Tensors, inputs: Tensors) -> Task:
+        size = self.members.size
+        _check_parts("output", outputs, "input", inputs, size)
+        pieces, wholes = [movable(each) for each in inputs], [movable(each) for each in outputs]
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """reduce_scatter of one tensor."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        def arrange(order: Order) -> tuple[Tensors, Tensors]:
+            if list(order) == sorted(order):
+                return pieces, wholes
+            # a piece that is its rank's part of the output already is not the part of its position
+            return [piece.clone() for piece in pieces], wholes
 
+        def settle(order: Order, received: Tensors) -> None:
+            for output, whole in zip(outputs, received, strict=True):
+                if list(order) != sorted(order):
+                    rows = whole.view(size, -1)
+                    rows.copy_(rows[[order.index(rank) for rank in range(size)]])
+                put(output, whole)
+
+        return self._task("all_gather", list(outputs), arrange, _all_gather, settle)
+
+    @_collective
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> Task:
+        single = isinstance(output_tensors, Tensor)
+        inputs = [input_tensors] if single else input_tensors
+        return self._reduce_scatter(_list(output_tensors), inputs, options)
+
+    @_collective
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Options) -> Task:
+        return self._reduce_scatter_single([output], [input], options)
+
+    @_collective
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
-        """reduce_scatter of several tensors as one collective."""
-        reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM))
-        return self.run(self.tasks.reduce_scatter_single(outputs, inputs, reduction), opts)
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Options
+    ) -> Task:
+        return self._reduce_scatter_single(outputs, inputs, options)
 
-    def reduce(self, tensors: Any, opts: Any = 0, op: Any = ReduceOp.SUM) -> Work:
-        """Reduces a tensor; the root gets the result, those of others are unchanged."""
-        (tensor,), root = _list(tensors), getattr(opts, "rootRank", opts)
-        reduction = Reduction.of(getattr(opts, "reduceOp", op))
-        return self.run(self._exchanges.reduce(tensor, root, reduction), opts)
+    def _reduce_scatter_single(self, outputs: Tensors, inputs: Tensors, options: Options) -> Task:
+        size = self.members.size
+        _check_parts("input", inputs, "output", outputs, size)
+        parts = [list(given.detach().reshape(-1).view(size, -1).unbind()) for given in inputs]
+        return self._reduce_scatter(outputs, parts, options)
 
-    def gather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
-    ) -> Work:
-        """Gathers a tensor on the root."""
-        (tensor,), root = _list(input_tensors), getattr(opts, "rootRank", opts)
-        outputs = output_tensors
-        if outputs and not isinstance(outputs[0], Tensor):
-            (outputs,) = outputs
-        return self.run(self._exchanges.gather(outputs, tensor, root), opts)
+    def _reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], options: Options
+    ) -> Task:
+        """`outputs[i]` gets the sum of all members' `inputs[i][r]`, on rank r.
 
-    def scatter(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
-    ) -> Work:
-        """Gives each member one of the root's tensors."""
-        (tensor,), root = _list(output_tensors), getattr(opts, "rootRank", opts)
-        inputs = input_tensors
-        if inputs and not isinstance(inputs[0], Tensor):
-            (inputs,) = inputs
-        return self.run(self._exchanges.scatter(tensor, inputs, root), opts)
+        Parts may differ in size between ranks: pccl's are as large as the largest.
+        """
+        for group, output in zip(inputs, outputs, strict=True):
+            self._one_each("input", group)
+            own = group[self.members.rank]
+            if own.numel() != output.numel() or own.dtype != output.dtype:
+                raise ValueError(
+                    f"the output has {output.numel()} elements of {output.dtype}, this member's "
+                    f"part of the input {own.numel()} of {own.dtype}"
+                )
+        reduction = Reduction.of(options.op)
+        if reduction.bitwise is not None:
+            return self._reduce_scatter_bitwise(outputs, inputs, reduction)
+        op = reduction.for_dtypes(outputs)
+        parts = [[reduction.given(tensor) for tensor in group] for group in inputs]
+        room = [max(part.numel() for part in group) for group in parts]
+        targets = [reducible(output) for output in outputs]
 
+        def filled(part: Tensor, count: int) -> Tensor:
+            missing = count - part.numel()
+            return torch.cat([part, part.new_zeros(missing)]) if missing else part
+
+        def arrange(order: Order) -> tuple[Tensors, Tensors]:
+            sent = [
+                torch.cat([filled(group[rank], count) for rank in order])
+                for group, count in zip(parts, room, strict=True)
+            ]
+            received = [
+                target if target.numel() == count else target.new_empty(count)
+                for target, count in zip(targets, room, strict=True)
+            ]
+            return sent, received
+
+        def settle(order: Order, received: Tensors) -> None:
+            for output, target, whole in zip(outputs, targets, received, strict=True):
+                put(output, whole[: target.numel()])
+
+        return self._task(
+            "reduce_scatter",
+            list(outputs),
+            arrange,
+            lambda sent, received, order, ranks: operands.reduce_scatter(
+                sent, received, op, None, ranks
+            )[0],
+            settle,
+        )
+
+    def _reduce_scatter_bitwise(
+        self, outputs: Tensors, inputs: Sequence[Tensors], reduction: Reduction
+    ) -> Task:
+        """By an all-to-all: pccl has no such operation."""
+        if len(outputs) != 1:
+            raise ValueError("a bitwise reduce_scatter has one output: make several calls")
+        _bits(outputs)
+        (output,), (group,) = outputs, inputs
+        given = [torch.empty_like(output) for _ in group]
+
+        def combine() -> None:
+            put(output, flat(reduction.combine(given)))
+
+        return self._all_to_all("reduce_scatter", given, group, combine, [output])
+
+    @_collective
+    def reduce(self, tensors: Any, options: Options) -> Task:
+        """Only the root's tensor changes."""
+        (tensor,), reduction = _list(tensors), Reduction.of(options.op)
+        root, mine = options.root, self._check_root(options.root)
+        if reduction.bitwise is not None:
+            (piece,) = _bits([tensor])
+
+            def combine(rows: Tensors) -> None:
+                put(tensor, reduction.combine(rows))
+
+            return self._gather("reduce", [tensor], piece, root, combine)
+        op, piece = reduction.for_dtypes([tensor]), reduction.given(tensor, copied=True)
+
+        def settle(order: Order, received: Tensors) -> None:
+            if mine:
+                put(tensor, piece)
+
+        return self._task(
+            "reduce",
+            [tensor],
+            lambda order: ([piece], [piece]),
+            lambda sent, received, order, ranks: operands.reduce(
+                sent, None, order.index(root), op, None, ranks
+            ),
+            settle,
+        )
+
+    @_collective
+    def gather(self, output_tensors: Any, input_tensors: Any, options: Options) -> Task:
+        (tensor,), outputs = _list(input_tensors), _inner(output_tensors)
+        if self._check_root(options.root):
+            self._one_each("output", outputs)
+        return self._gather(
+            "gather",
+            [list(outputs)],
+            movable(tensor),
+            options.root,
+            lambda rows: _put_all(outputs, rows),
+        )
+
+    def _gather(
+        self, name: str, result: Any, piece: Tensor, root: int, take: Callable[[Tensors], None]
+    ) -> Task:
+        """Gathers one piece of each member on the root, which takes them by rank."""
+        mine = self._check_root(root)
+
+        def arrange(order: Order) -> tuple[Tensors, Tensors]:
+            return [piece], [piece.new_empty((len(order), piece.numel()))] if mine else []
+
+        def settle(order: Order, received: Tensors) -> None:
+            if mine:
+                take([received[0][order.index(rank)] for rank in range(len(order))])
+
+        return self._task(
+            name,
+            result,
+            arrange,
+            lambda sent, received, order, ranks: operands.gather(
+                sent, received, order.index(root), ranks
+            )[0],
+            settle,
+        )
+
+    @_collective
+    def scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> Task:
+        (output,), inputs = _list(output_tensors), _inner(input_tensors)
+        root, target = options.root, movable(output)
+        mine = self._check_root(root)
+        if mine:
+            self._one_each("input", inputs)
+        pieces = [movable(tensor) for tensor in inputs] if mine else []
+        return self._task(
+            "scatter",
+            [output],
+            lambda order: ([torch.cat([pieces[rank] for rank in order])] if mine else [], [target]),
+            lambda sent, received, order, ranks: operands.scatter(
+                sent, received, order.index(root), ranks
+            )[0],
+            lambda order, received: put(output, target),
+        )
+
+    @_collective
     def alltoall(
-        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
-    ) -> Work:
-        """Gives each member one tensor, and takes one from each; sizes may differ."""
-        task = self._exchanges.all_to_all(output_tensors, input_tensors)
-        return self.run(task, opts)
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], options: Options
+    ) -> Task:
+        return self._all_to_all("all_to_all", output_tensors, input_tensors)
 
+    @_collective
     def all_to_all_single(
         self,
         output: Tensor,
         input: Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
-        opts: Any = None,
-    ) -> Work:
-        """all_to_all of parts of one tensor; without sizes, of equal ones."""
+        options: Options,
+    ) -> Task:
         outputs = _parts(output, output_split_sizes, self.members.size)
         inputs = _parts(input, input_split_sizes, self.members.size)
-        return self.run(self._exchanges.all_to_all(outputs, inputs), opts)
+        return self._all_to_all("all_to_all", outputs, inputs)
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Waits for all."""
-        return self.run(self.tasks.barrier(), opts)
+    def _all_to_all(
+        self,
+        name: str,
+        outputs: Tensors,
+        inputs: Tensors,
+        then: Callable[[], object] = lambda: None,
+        result: Any = None,
+    ) -> Task:
+        """Gives each member one of `inputs`, and takes one of `outputs` from each, by rank.
 
+        They may differ in size, and be empty.
+        """
+        self._one_each("output", outputs)
+        self._one_each("input", inputs)
+        sent, targets = [movable(each) for each in inputs], [movable(each) for each in outputs]
+
+        def arrange(order: Order) -> tuple[Tensors, Tensors]:
+            whole = torch.cat([sent[rank] for rank in order])
+            return [whole], [whole.new_empty(sum(target.numel() for target in targets))]
+
+        def compose(given: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
+            gives = [sent[rank].numel() for rank in order]
+            takes = [targets[rank].numel() for rank in order]
+            return operands.all_to_all(given, received, gives, takes, ranks)[0]
+
+        def settle(order: Order, received: Tensors) -> None:
+            _put_parts([outputs[rank] for rank in order], received[0])
+            then()
+
+        return self._task(name, result or list(outputs), arrange, compose, settle)
+
+    @_collective
+    def barrier(self, options: Options) -> Task:
+        return Task("barrier", lambda tag: self._comm.barrier_async(tag=tag), [], again=True)
+
+    @eager
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        """Sends a tensor to a member."""
         (tensor,) = tensors
         return self.run(self._sends.send(tensor, dst, tag))
 
+    @eager
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        """Receives a tensor from a member."""
         (tensor,) = tensors
         return self.run(self._sends.recv(tensor, src, tag))
 
+    @eager
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Receives a tensor from whoever sends one first."""
         (tensor,) = tensors
         return self.run(self._sends.recv_any(tensor, tag))
 
+    @eager
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -201,7 +614,13 @@ class Collectives:
         With `wait_all_ranks`, it names all of them.
         """
         limit = self.timeout if timeout is None else timeout
-        MonitoredBarrier(self.members, self._sends, self.run).meet(limit, wait_all_ranks)
+
+        def start(task: Task, left: timedelta) -> Work:
+            return self.run(task, Options(timeout=left, is_async=False))
+
+        monitored_barrier(self.members, self._sends, start, limit, wait_all_ranks)
+
+    allreduce_coalesced = allreduce
 
     # the names before torch 2.13
 
@@ -213,18 +632,59 @@ class Collectives:
 
     # several calls as one
 
+    @eager
     def _start_coalescing(self, device: torch.device) -> None:
-        """Remembers the calls that follow."""
         self._coalescing = []
 
+    @eager
     def _end_coalescing(self, device: torch.device) -> CoalescedWork:
-        """The calls since then, as one Work."""
         works, self._coalescing = self._coalescing or [], None
         return CoalescedWork(works)
 
 
+def _all_gather(sent: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
+    return operands.all_gather(sent, received, ranks)[0]
+
+
 def _list(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _inner(tensors: Any) -> Any:
+    """The list of tensors in a list of one such list."""
+    return tensors[0] if tensors and not isinstance(tensors[0], Tensor) else tensors
+
+
+def _none_one_or_list(pieces: Tensors) -> Any:
+    """A single tensor alone: small ones then travel with the votes."""
+    return None if not pieces else pieces[0] if len(pieces) == 1 else list(pieces)
+
+
+def _put_all(tensors: Tensors, pieces: Tensors) -> None:
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        put(tensor, piece)
+
+
+def _put_parts(tensors: Tensors, whole: Tensor) -> None:
+    """Cuts a flat tensor into parts, one for each of the tensors."""
+    _put_all(tensors, torch.split(whole, [moved_size(tensor) for tensor in tensors]))
+
+
+def _bits(tensors: Tensors) -> list[Tensor]:
+    if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        raise ValueError("bitwise operations are for integers and truth values")
+    return [movable(tensor) for tensor in tensors]
+
+
+def _check_parts(what: str, wholes: Tensors, part: str, parts: Tensors, size: int) -> None:
+    for whole, each in zip(wholes, parts, strict=True):
+        if whole.numel() != size * each.numel():
+            raise ValueError(
+                f"the {what} has {whole.numel()} elements, the {part} {each.numel()}: it must be "
+                f"{size} times as many, one part for each member"
+            )
+        if whole.dtype != each.dtype:
+            raise ValueError(f"the {what} is {whole.dtype}, the {part} {each.dtype}")
 
 
 def _parts(tensor: Tensor, sizes: list[int], members: int) -> list[Tensor]:
@@ -240,4 +700,4 @@ def _parts(tensor: Tensor, sizes: list[int], members: int) -> list[Tensor]:
         raise ValueError(
             f"the sizes {sizes} must be {members} numbers, whose sum is {tensor.shape[0]}"
         )
-    return list(tensor.split(sizes))  # type: ignore[no-untyped-call]
+    return list(torch.split(tensor, sizes))

@@ -294,7 +294,7 @@ _ENCRYPTED = (
 )
 
 
-class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
+class ProcessGroup(Collectives, BaseGroup):
     """A group of a run: all members of one communicator.
 
     A collective whose result does not depend on ranks (all_reduce, barrier) goes on without those

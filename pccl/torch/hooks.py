@@ -8,6 +8,7 @@ All of them divide by the true contributors: a peer that is lost in a backward p
 
 # torch reads the annotations of a hook, and must find types there: so they are not postponed
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.futures import Future
 
 from pccl import kernels
 from pccl.torch.collectives import Collectives
-from pccl.torch.tasks import Reduction
+from pccl.torch.tensors import flat, put
 from pccl.torch.work import Work
 
 
@@ -35,8 +36,7 @@ def _first(future: Future[Any]) -> torch.Tensor:
 
 def avg(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean, around the ring. `state` is the group; None: the default group."""
-    group = _group(state)
-    work = group.run(group.tasks.all_reduce([bucket.buffer()], Reduction.of(dist.ReduceOp.AVG)))
+    work = _group(state).allreduce([bucket.buffer()], dist.ReduceOp.AVG)
     return work.get_future().then(_first)
 
 
@@ -75,8 +75,19 @@ class Quantized:
         else:
             error = self._error(self._errors, tuple(bucket.parameters()), given)
             kernels.quantize_with_feedback(payload, error, given, self.format)
+
+        def combine(gathered: Sequence[torch.Tensor]) -> None:
+            whole = flat(gradient)
+            straight = whole.is_cpu and whole.dtype == torch.float32
+            straight &= self.format != "sparse"  # it may turn out to be invalid: no change then
+            mean = whole if straight else torch.empty(whole.numel(), dtype=torch.float32)
+            kernels.mean(mean, list(gathered[0]), self.format)
+            put(gradient, mean if straight else mean.to(gradient.device, gradient.dtype))
+
         group = _group(self._group)
-        return group.run(group.tasks.quantized_mean(gradient, payload, self.format))
+        return group.run(
+            group.gather_and_combine("all_gather", [gradient], lambda: [payload], combine)
+        )
 
     @staticmethod
     def _error(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from pccl import PeerLostError, Result, SharedStateSyncStrategy, extension
 from pccl.shared_state import SharedState, TensorInfo
 from pccl.torch.group import ProcessGroup
-from pccl.torch.tasks import movable, put
+from pccl.torch.tensors import movable, put
 from pccl.torch.work import in_pool
 
 

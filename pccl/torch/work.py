@@ -16,6 +16,11 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch._C._distributed_c10d import Work as BaseWork
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch.futures import Future, collect_all
 
 from pccl.errors import (
@@ -29,10 +34,22 @@ from pccl.torch.members import Members
 from pccl.types import Result
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
 
 IDLE_S = 5.0  # how long a thread without work stays
 
 _log = logging.getLogger("pccl.torch")
+
+
+def eager(function: C) -> C:
+    """A function that torch.compile calls as it is, with all that it calls.
+
+    torch.compiler.disable would do it by a wrapper, and import torch._dynamo, which takes a second.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 class CallbackPool:
@@ -317,6 +334,7 @@ class Work(BaseWork):
         self.operation = operation
         self._future: Future[Any] | None = None
 
+    @eager
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the end; zero means no limit. Raises what has gone wrong."""
         seconds = None if timeout is None else timeout.total_seconds()
@@ -325,6 +343,7 @@ class Work(BaseWork):
             raise self.operation.error
         return True
 
+    @eager
     def get_future(self) -> Future[Any]:
         """A future of the result.
 
@@ -381,6 +400,7 @@ class CoalescedWork(BaseWork):
         super().__init__()
         self.works = list(works)
 
+    @eager
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for all, for `timeout` in all; zero means no limit. Raises the first failure."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
@@ -393,6 +413,7 @@ class CoalescedWork(BaseWork):
             raise error
         return True
 
+    @eager
     def get_future(self) -> Future[Any]:
         """A future of all results. It fails if one of them has."""
         collected: Future[Any] = collect_all([work.get_future() for work in self.works])

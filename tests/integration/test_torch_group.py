@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import MagicMock
 
 import pytest
@@ -20,7 +20,7 @@ from torch_groups import Groups
 from waiting import wait_until
 
 import pccl
-from pccl import kernels
+from pccl import extension, kernels
 from pccl.torch import ProcessGroup, hooks
 from pccl.torch.work import POOL
 
@@ -92,6 +92,9 @@ def test_collectives_follow_the_ranks_of_torch(three: Groups) -> None:
         whole = torch.empty(3, 2)
         group.all_gather_single(whole, torch.full((2,), float(rank)), AllgatherOptions()).wait()
         assert whole.tolist() == [[0, 0], [1, 1], [2, 2]]
+        whole.fill_(-1.0)[rank] = rank
+        group.all_gather_single(whole, whole[rank]).wait()  # in place, as FSDP2 does
+        assert whole.tolist() == [[0, 0], [1, 1], [2, 2]]
         lists = [[torch.empty(1), torch.empty(2)] for _ in range(3)]
         given = [torch.full((1,), float(rank)), torch.full((2,), float(rank))]
         group.allgather_coalesced(lists, given).wait()
@@ -145,6 +148,47 @@ def test_roots_and_rows_follow_the_ranks_of_torch(three: Groups) -> None:
         assert torch.equal(whole, torch.cat(received))
 
     three.each(job)
+
+
+def test_tensors_may_differ_in_size_between_ranks(three: Groups) -> None:
+    def job(group: ProcessGroup) -> None:
+        rank = group.rank()
+        for op, wanted in ((dist.ReduceOp.SUM, 6), (dist.ReduceOp.MAX, 3), (dist.ReduceOp.BOR, 3)):
+            inputs = [torch.full((2 * r,), rank + 1) for r in range(3)]
+            output = torch.empty(2 * rank, dtype=torch.int64)
+            group.reduce_scatter(output, inputs, op).wait()
+            assert output.tolist() == [wanted] * 2 * rank
+        for dtype in (torch.complex64, torch.bool, torch.float8_e5m2):
+            outputs = [torch.zeros(3 - r, 2).to(dtype) for r in range(3)]
+            group.allgather([outputs], [torch.ones(3 - rank, 2).to(dtype)]).wait()
+            assert all(output.to(torch.complex64).eq(1).all() for output in outputs)
+        with pytest.raises(ValueError, match="the output has 7 elements"):
+            group.reduce_scatter(torch.empty(7), [torch.ones(r) for r in range(3)])
+
+    three.each(job)
+
+
+def test_a_time_limit_is_an_option_or_an_argument(two: Groups) -> None:
+    def job(group: ProcessGroup) -> None:
+        if group.rank() == 1:
+            return
+        limit = timedelta(milliseconds=50)
+        options = dist.AllreduceOptions()
+        options.timeout = limit
+        one = torch.ones(1)
+        for call in (
+            lambda: group.allreduce([one], options),
+            lambda: group.allreduce(one, dist.ReduceOp.SUM, limit),
+            lambda: group.allreduce(one, timeout=limit),
+            lambda: group.broadcast(one, 0, limit),
+            lambda: group.reduce(one, 0, dist.ReduceOp.SUM, limit),
+            lambda: group.allgather([torch.empty(1), torch.empty(1)], one, limit),
+            lambda: group.barrier(timeout=limit),
+        ):
+            with pytest.raises(pccl.PCCLTimeoutError, match=r"after 0\.05 s"):
+                call().wait()
+
+    two.each(job)
 
 
 def test_sparse_tensors_are_summed(three: Groups) -> None:
@@ -371,7 +415,7 @@ def test_a_failure_in_a_backward_pass_is_an_error_and_the_next_one_is_right(
         return Failing(reason)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pccl.Communicator, "all_reduce_async", fails)
+        patch.setattr(extension, "launch", fails)
 
         def job(group: ProcessGroup) -> None:
             with pytest.raises(RuntimeError, match="as the test wants it"):
@@ -408,10 +452,9 @@ class _Gathering:
 
     def __init__(self) -> None:
         self.payloads: list[torch.Tensor] = []
-        self.tasks = self
 
-    def quantized_mean(self, gradient: torch.Tensor, payload: torch.Tensor, _: str) -> torch.Tensor:
-        return payload
+    def gather_and_combine(self, name: str, result: object, give: Any, combine: object) -> Any:
+        return give()[0]
 
     def run(self, payload: torch.Tensor) -> None:
         self.payloads.append(payload.clone())

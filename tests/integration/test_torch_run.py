@@ -45,11 +45,11 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[dict[str, float]]:
     return reports("".join(texts))
 
 
-def by_torchrun(script: Path, size: int, **env: str) -> str:
+def by_torchrun(script: Path, size: int, *arguments: str, **env: str) -> str:
     """Runs it, and checks what it reports; what it has written to stderr."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     out = subprocess.run(
-        [*run, "--nproc-per-node", str(size), str(script)],
+        [*run, "--nproc-per-node", str(size), str(script), *arguments],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -72,6 +72,10 @@ def test_a_program_that_destroys_nothing_ends_all_the_same(tmp_path: Path) -> No
 
 def test_functional_collectives_dtensor_fsdp2_and_hsdp() -> None:
     by_torchrun(FUNCTIONAL, 4)
+
+
+def test_compiled_functions_and_models() -> None:
+    by_torchrun(SUPPORT / "torch_compiled.py", 2, "pccl")
 
 
 def test_a_run_gives_ranks_and_size(address: str) -> None:

@@ -1,0 +1,168 @@
+"""Tensors of torch as pccl moves and reduces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+import pccl
+from pccl.types import DataType
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in one dimension; a view if they lie in C's order, or else a copy."""
+    lying = tensor.detach()
+    if lying.layout != torch.strided:
+        raise ValueError(f"a tensor of layout {lying.layout} cannot be sent: pass a dense one")
+    lying = lying.resolve_conj().resolve_neg().contiguous()
+    return (torch.view_as_real(lying) if lying.is_complex() else lying).view(-1)
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """Like `flat`; elements of a type that pccl does not compute with are bytes."""
+    lying = flat(tensor)
+    try:
+        DataType.from_torch_dtype(lying.dtype)
+    except ValueError:
+        return lying.view(torch.uint8)
+    return lying
+
+
+def moved_size(tensor: Tensor) -> int:
+    """The number of elements of what `movable` makes of a tensor."""
+    return movable(tensor.new_empty(1)).numel() * tensor.numel()
+
+
+def reducible(tensor: Tensor) -> Tensor:
+    """Like `flat`; truth values are bytes."""
+    return movable(tensor) if tensor.dtype == torch.bool else flat(tensor)
+
+
+def put(tensor: Tensor, piece: Tensor) -> None:
+    """Gives a tensor the elements of what `flat` or `movable` has made of it, if that is a copy."""
+    target = tensor.detach()
+    if target.data_ptr() == piece.data_ptr():
+        return
+    target.copy_(piece.view(target.dtype).view(target.shape))
+
+
+_SAME = {
+    ReduceOp.SUM: pccl.ReduceOp.SUM,
+    ReduceOp.AVG: pccl.ReduceOp.AVG,
+    ReduceOp.MIN: pccl.ReduceOp.MIN,
+    ReduceOp.MAX: pccl.ReduceOp.MAX,
+    ReduceOp.PRODUCT: pccl.ReduceOp.PROD,
+    ReduceOp.PREMUL_SUM: pccl.ReduceOp.SUM,
+}
+_BITWISE: dict[object, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+# of truth values, which are bytes of 0 and 1
+_OF_BOOL = {
+    pccl.ReduceOp.SUM: pccl.ReduceOp.MAX,
+    pccl.ReduceOp.PROD: pccl.ReduceOp.MIN,
+    pccl.ReduceOp.MAX: pccl.ReduceOp.MAX,
+    pccl.ReduceOp.MIN: pccl.ReduceOp.MIN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What is done to the contributions.
+
+    Attributes:
+        op: pccl's operation; None: it has none.
+        factor: by which each member multiplies what it gives; None: by nothing.
+        bitwise: what combines two contributions where pccl has no operation.
+    """
+
+    op: pccl.ReduceOp | None
+    factor: float | Tensor | None = None
+    bitwise: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @classmethod
+    def of(cls, op: object) -> Reduction:
+        """The one of torch's ReduceOp, or of a member of its enumeration.
+
+        Raises:
+            ValueError: there is none.
+        """
+        kind = getattr(op, "op", op)
+        if kind in _SAME:
+            factor = None
+            if kind == ReduceOp.PREMUL_SUM:
+                if not isinstance(op, ReduceOp):
+                    raise ValueError("PREMUL_SUM needs a factor: dist._make_nccl_premul_sum(f)")
+                state: Any = op.__getstate__()  # the operation, and its factor
+                factor = state[1]
+            return cls(_SAME[kind], factor)
+        if kind in _BITWISE:
+            return cls(None, bitwise=_BITWISE[kind])
+        raise ValueError(f"{op} is not a reduction that torch.distributed defines")
+
+    def for_dtype(self, dtype: torch.dtype) -> pccl.ReduceOp:
+        """pccl's operation on elements of a type.
+
+        Raises:
+            ValueError: there is none.
+        """
+        assert self.op is not None
+        if dtype.is_complex and self.op not in (pccl.ReduceOp.SUM, pccl.ReduceOp.AVG):
+            raise ValueError(f"{self.op.name} of {dtype} is not supported: complex numbers add up")
+        if dtype != torch.bool:
+            return self.op
+        if self.op not in _OF_BOOL:
+            raise ValueError(f"{self.op.name} of torch.bool is not defined")
+        return _OF_BOOL[self.op]
+
+    def for_dtypes(self, tensors: Sequence[Tensor]) -> pccl.ReduceOp:
+        """pccl's operation on the elements of all these tensors.
+
+        Raises:
+            ValueError: there is none.
+        """
+        ops = {self.for_dtype(tensor.dtype) for tensor in tensors}
+        if len(ops) > 1:
+            raise ValueError("truth values and numbers cannot be reduced by one call")
+        return ops.pop()
+
+    def given(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
+        """What a member gives to a reduction: a tensor's own memory, if that is possible."""
+        piece = reducible(tensor)
+        return self.scaled(piece.clone() if copied else piece, tensor.dtype)
+
+    def combine(self, contributions: Sequence[Tensor]) -> Tensor:
+        """The bitwise combination of all."""
+        assert self.bitwise is not None
+        return reduce(self.bitwise, contributions)
+
+    def scaled(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a member gives: `piece`, the elements of a tensor of `dtype`, times the factor.
+
+        Raises:
+            ValueError: the type cannot hold the products, or cannot be added.
+        """
+        if self.factor is None:
+            return piece
+        DataType.from_torch_dtype(piece.dtype)  # which pccl can add
+        factor = torch.as_tensor(self.factor)
+        whole = not dtype.is_floating_point and not dtype.is_complex
+        if dtype == torch.bool or factor.is_complex() or (whole and factor.is_floating_point()):
+            raise ValueError(
+                f"PREMUL_SUM of {dtype} by a factor of {factor.dtype} is not supported: {dtype} "
+                "cannot hold the products"
+            )
+        factor = factor.to(piece.device)
+        if not whole:
+            return (piece * factor).to(piece.dtype)
+        wide = piece.view(torch.int64) if dtype == torch.uint64 else piece.to(torch.int64)
+        products = wide * factor.to(torch.int64)  # modulo 2**64, and so right in every type
+        return products.view(dtype) if dtype == torch.uint64 else products.to(dtype)
