@@ -15,6 +15,7 @@ from pccl.descriptors import ReduceOpDescriptor
 from pccl.errors import PCCLError, error_for, not_picklable
 from pccl.membership import Membership, error_of
 from pccl.protocol.peer import effects
+from pccl.protocol.strategy import choose, sums_wide
 from pccl.runtime.client.call import Deadline, End
 from pccl.runtime.client.memory import Copies, Operands, Wide, on_host
 from pccl.runtime.forks import FORKED
@@ -64,17 +65,19 @@ class Launch:
             UnsupportedError: an array is on a device that does not exist.
         """
         self._calls.enter(self._name, self.call, *map(work.place, self._tags))
-        work, self._copies = on_host(work, self._client.plan, self._client.number)
+        conditions = self._client.conditions
+        strategy = choose(work.work, work.nbytes, conditions)
+        work, self._copies = on_host(work, strategy, conditions)
         if self._copies is not None:
             self._copies.begin()
-        if work.averages_integers:
+        if sums_wide(work.work):
             wide = Wide(work.each)
             work = replace(work, wide=wide)
             if self._copies is not None:
                 self._copies.wide = wide
             else:
                 self._wide = wide
-        self._client.collective(self.call, self._tags[0], work, stuck)
+        self._client.collective(self.call, self._tags[0], work, strategy, stuck)
         if self._copies is not None:
             self._copies.go_on(self._client, self.call)
 

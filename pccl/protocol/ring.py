@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from pccl.protocol import reach
-from pccl.protocol.messages import EXCHANGES, CollectiveKind, PeerInfo, Ring, Spec
+from pccl.protocol.messages import PeerInfo, Ring, Spec
 from pccl.protocol.topology import hops
 
-# Elements that two members on one machine send each other without a ring: of more, the additional
-# work of the processors costs more time than the second hop.
-DIRECT_NEAR_MAX = 1 << 18
 QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
 BARRED = 1 << 20  # the cost of a hop that must be avoided at any price
 COSTLY_MAX = 4  # costly hops improved at the same time
@@ -211,24 +208,6 @@ def shares(count: int, rings: Sequence[Ring]) -> list[tuple[int, int]]:
     return [(begin, end - begin) for begin, end in pairwise(bounds)]
 
 
-def is_direct(work: Spec, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> bool:
-    """Whether two members send each other everything: as many bytes as around a ring, in one hop.
-
-    Both know the work, the rings and the peers alike, so they decide alike. That costs memory
-    bandwidth, which is the limit on one machine, and saves half a round trip, and another one where
-    one peer is ahead of the other; on one machine, three thread switches on each side. What is
-    quantized is then quantized once, and not once more after it was reduced.
-    """
-    if len(peers) != 2 or not rings:
-        return False
-    if work.what != CollectiveKind.ALL_REDUCE:
-        return False
-    one, other = peers
-    if (one.machine, one.host) != (other.machine, other.host):
-        return True
-    return not work.algorithm and span(work) <= DIRECT_NEAR_MAX
-
-
 @functools.lru_cache(maxsize=64)  # the same work comes again and again under a plan
 def places(
     work: Spec, rings: tuple[Ring, ...], number: int, streams: tuple[int, ...]
@@ -244,15 +223,6 @@ def places(
         root = ranks.index(work.root)
         found.append(RingPlace(stream, len(ranks), position, *share, root, named))
     return tuple(found)
-
-
-def may_begin(work: Spec, rings: Sequence[Ring]) -> bool:
-    """Whether a collective that starts on these rings can be begun before it starts: each member
-    has something of its own to send to its successor, and the caller knows its rank."""
-    if not rings or work.what in EXCHANGES or work.what == CollectiveKind.BARRIER:
-        return False
-    order = rings[0].order
-    return work.members in (0, len(order)) and work.ring in (0, checksum(order))
 
 
 @functools.lru_cache(maxsize=8)  # for all collectives under a plan, not for each

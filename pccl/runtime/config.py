@@ -1,4 +1,4 @@
-"""The settings with their ranges and defaults, PCCL_ variables, and sizes that follow from them.
+"""The settings with their ranges and defaults, and PCCL_ variables.
 
 Fixed timings and limits are in limits.py.
 """
@@ -23,7 +23,6 @@ from pccl.support.text import parse_advertised, parse_ports
 
 log = logging.getLogger("pccl")
 
-MIB = 1 << 20
 WEEK_S = 7 * 24 * 3600  # in milliseconds it still fits an int of libzmq
 # settings that are read elsewhere, or are no numbers
 _OTHERS = (
@@ -81,8 +80,8 @@ class Config:
         relay: whether this peer joins streams of others that cannot connect to each other.
         dial_back: whether the master checks that it can reach a peer, by dialling it.
         inline_bytes: the largest all-reduce whose data travels with the votes and is reduced by the
-            master; None: as `pccl.protocol.small` says. It takes one round trip to the master, and
-            none around the ring.
+            master; None: as `pccl.protocol.strategy` says. It takes one round trip to the master,
+            and none around the ring.
     """
 
     advertise: tuple[str, ...] = ()
@@ -185,34 +184,3 @@ def machine_id() -> str:
         if path.exists():
             parts.append(str(path.stat().st_ino))
     return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
-
-
-def chunk_bytes(total: int, members: int, local: bool, quantized: bool) -> int:
-    """The size of a message with a chunk of an all-reduce of `total` bytes.
-
-    With several chunks to a segment, the hops of a ring overlap. Chunks above 1 MiB do not fit the
-    caches (measured: half the speed at 4 MiB), and on slow links the last chunks on slow lanes
-    delay everyone. On one machine each chunk costs several thread switches, and 256 KiB is fastest
-    (measured: with 64 KiB, 1 MiB takes four peers 1.5 times as long). A quantized chunk has about
-    four times as many bytes in memory as on the wire.
-    """
-    segment = total // max(1, members)
-    if quantized:
-        return max(32 << 10, min(segment // 16, MIB // 4))
-    least, most = (MIB // 4, MIB) if local else (32 << 10, MIB // 4)
-    return max(least, min(segment // 4, most))
-
-
-def lanes(local: bool, pool_size: int, config: Config) -> int:
-    """Connections to a neighbour: as set by the user, else one on this machine; 0: the engine
-    chooses."""
-    return pool_size or (1 if local else config.lanes)
-
-
-def high_water_mark(local: bool) -> int:
-    """Messages queued for one lane.
-
-    Four keep a lane on this machine busy and fit the caches. On other lanes the kernel queues more,
-    and the end of a collective waits for everything that is queued on a slow lane.
-    """
-    return 4 if local else 2

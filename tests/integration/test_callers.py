@@ -19,6 +19,7 @@ from waiting import wait_until
 
 import pccl
 from pccl import operands
+from pccl.protocol.strategy import choose
 from pccl.runtime.client.sync import Staging
 
 PATIENCE_S = 30.0
@@ -396,6 +397,7 @@ def test_a_call_that_begins_when_the_membership_has_just_ended() -> None:
             with pytest.raises(pccl.PCCLError, match="the communicator was closed"):
                 in_threads([call], PATIENCE_S)
         begun = client.call()
-        client.collective(begun, 0, operands.barrier())
+        barrier = operands.barrier()
+        client.collective(begun, 0, barrier, choose(barrier.work, 0, client.conditions))
         client.hear(begun, heard.append)
         assert heard == [begun.end] != [None]

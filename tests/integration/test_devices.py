@@ -16,12 +16,12 @@ import pccl
 from pccl import cuda, extension, operands
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
+from pccl.protocol import strategy
 from pccl.protocol.peer import effects
-from pccl.protocol.peer.state import NO_PLAN
 from pccl.runtime.client import memory
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.memory import HostView, Operand, Operands, on_host
+from pccl.runtime.client.memory import Copies, HostView, Operand, Operands, on_host
 from pccl.runtime.config import Config
 from pccl.tensors.arrays import Buffer
 
@@ -71,6 +71,15 @@ def test_a_view_copies_what_is_elsewhere_and_back_what_has_changed(gpu: Gpu) -> 
     assert list(gpu.content(there[1])) == [9] * 4
 
 
+def alone(settings: strategy.Settings = strategy.DEFAULTS) -> strategy.Conditions:
+    return strategy.Conditions(1, 0, (), True, True, settings)
+
+
+def staged(work: Operands) -> tuple[Operands, Copies | None]:
+    known = alone()
+    return on_host(work, strategy.choose(work.work, work.nbytes, known), known)
+
+
 class Ended:
     """A client whose calls have ended so."""
 
@@ -100,7 +109,7 @@ def test_who_only_gives_or_only_receives(gpu: Gpu) -> None:
         (Operand(nothing, got, 4), ((), (1, 0)), [], [got.address]),
     ):
         gpu.read_addresses.clear()
-        work, copied = on_host(Operands(send, (operand,), *rows, pair=(3, 4)), NO_PLAN, 1)
+        work, copied = staged(Operands(send, (operand,), *rows, pair=(3, 4)))
         assert (work.send_rows, work.recv_rows, work.pair) == (*rows, (3, 4))
         assert [bool(each.address) for each in (work.each[0].send, work.each[0].recv)] == [
             bool(reads),
@@ -287,7 +296,7 @@ class Pair:
 def both(
     gpu: Gpu, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Pair]:
-    monkeypatch.setattr(memory, "STEP", SMALL)
+    monkeypatch.setattr(strategy, "STEP", SMALL)
     sends = [gpu.hold(np.ones(STEPS * SMALL, np.float32)) for _ in range(2)]
     in_place = getattr(request, "param", True)
     recvs = sends if in_place else [gpu.hold(np.zeros(STEPS * SMALL, np.float32)) for _ in "ab"]
@@ -382,7 +391,7 @@ def test_an_exception_before_the_launch(both: Pair, monkeypatch: pytest.MonkeyPa
 def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several, one of them twice, one on the host, one empty: each byte is read once, and written
     once, in the step in which its offset is."""
-    monkeypatch.setattr(memory, "STEP", 128)
+    monkeypatch.setattr(strategy, "STEP", 128)
     dtypes = [pccl.DataType.DOUBLE, FLOAT, pccl.DataType.UINT8, FLOAT, pccl.DataType.DOUBLE]
     counts, ours = [300, 5, 1000, 0, 300], np.zeros(5, np.float32)
     there = [gpu.hold(np.zeros(8 * max(n, 1), np.uint8)) for n in counts]
@@ -395,7 +404,7 @@ def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     parts = tuple(m.Part(each.dtype.value, each.count) for each in buffers)
     work = m.Spec("all_reduce", 0, dtypes[0].value, sum(counts), parts=parts)
     each = tuple(Operand(one, one, one.count) for one in buffers)
-    moved, copied = on_host(Operands(work, each), NO_PLAN, 1)
+    moved, copied = staged(Operands(work, each))
     assert copied is not None and moved.gradual is not None
     assert [one.send.device_type for one in moved.each] == [pccl.DeviceType.CPU] * 5
     begins = [0, 320, 384, 1408, 1408]
@@ -417,7 +426,7 @@ def test_what_is_read_gradually_never_travels_with_its_vote(
 ) -> None:
     """Which is sent before all of it is on the host, whatever PCCL_INLINE_BYTES says."""
     small, there = pccl.DataType.UINT8, pccl.DeviceType.CUDA
-    least = memory.STEP + 1  # elements of the fewest bytes
+    least = strategy.STEP + 1  # elements of the fewest bytes
     monkeypatch.setenv("PCCL_INLINE_BYTES", str(least))
     with pytest.raises(ValueError, match="PCCL_INLINE_BYTES"):
         Config.from_env()
@@ -428,21 +437,23 @@ def test_what_is_read_gradually_never_travels_with_its_vote(
         parts = tuple(m.Part(small.value, n) for n in counts) if len(counts) > 1 else ()
         work = m.Spec("all_reduce", 0, small.value, 0 if parts else counts[0], parts=parts)
         each = tuple(Operand(end, end, end.count) for end in ends)
-        moved, _ = on_host(Operands(work, each), NO_PLAN, 1)
-        return moved.gradual is not None, moved.vote(2, m.INLINE_BYTES_MAX)[1] is not None
+        moved, _ = staged(Operands(work, each))
+        most = alone(strategy.Settings(m.INLINE_BYTES_MAX))
+        return moved.gradual is not None, strategy.choose(work, 0, most).inline
 
     assert voted([least]) == (True, False)
     assert voted([m.INLINE_BYTES_MAX]) == (False, True)
-    monkeypatch.setattr(memory, "STEP", 64)  # of tiny arrays there may be many offsets in few bytes
+    # of tiny arrays there may be many offsets in few bytes
+    monkeypatch.setattr(strategy, "STEP", 64)
     assert voted([1, 1]) == (True, False)
 
 
 @pytest.mark.parametrize("position", range(3))
 def test_what_is_sent_first_is_read_first(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "STEP", 64)
-    infos = tuple(m.PeerInfo(i, 0, "10.0.0.1", 1, "", "a") for i in (5, 6, 7))
-    plan = m.Plan(1, infos, (m.Ring((5, 6, 7), 1),), 0)
-    found = [*memory._order(m.Spec("all_reduce", 0, 10, 64 * 9), plan, 5 + position)]
+    monkeypatch.setattr(strategy, "STEP", 64)
+    known = strategy.Conditions(5 + position, 3, (m.Ring((5, 6, 7), 1),), True, True)
+    work = m.Spec("all_reduce", 0, 10, 64 * 9)
+    found = [*memory._order(strategy.choose(work, 0, known), known)]
     segments = [(position - i) % 3 for i in range(3)]
     assert found == [3 * segment + i for segment in segments for i in range(3)]
 

@@ -12,49 +12,12 @@ from cluster import Cluster
 from quantized import FORMATS
 
 import pccl
-from pccl.protocol import messages as m
-from pccl.protocol.ring import DIRECT_NEAR_MAX, is_direct
 from pccl.runtime.client.engine import Engine
 
-RINGS = (m.Ring((1, 2), 1),)
-WORK = m.Spec("all_reduce", 0, 10, 1000)
 
-
-def infos(*places: tuple[str, str]) -> tuple[m.PeerInfo, ...]:
-    return tuple(m.PeerInfo(i, 0, host, 1, "", machine) for i, (host, machine) in enumerate(places))
-
-
-FAR = infos(("10.0.0.1", "a"), ("10.0.0.2", "b"))
-NEAR = infos(("10.0.0.1", "a"), ("10.0.0.1", "a"))
-
-
-def test_two_on_different_machines_need_no_ring() -> None:
-    assert is_direct(WORK, RINGS, FAR)
-    assert is_direct(m.Spec("all_reduce", 0, 10, 1 << 32), RINGS, FAR)
-    assert is_direct(m.Spec("all_reduce", 0, 10, 1000, algorithm=4), RINGS, FAR)
-    for work in (
-        m.Spec("reduce_scatter", 0, 10, 1000, members=2),
-        m.Spec("broadcast", 0, 10, 1000),
-    ):
-        assert not is_direct(work, RINGS, FAR)
-    assert not is_direct(WORK, (m.Ring((1, 2, 3), 1),), (*FAR, *infos(("10.0.0.3", "c"))))
-    assert not is_direct(WORK, (), FAR[:1])
-
-
-def test_two_on_one_machine_need_no_ring_for_what_fits_the_caches() -> None:
-    assert is_direct(WORK, RINGS, NEAR)
-    assert is_direct(m.Spec("all_reduce", 0, 10, DIRECT_NEAR_MAX), RINGS, NEAR)
-    for work in (
-        m.Spec("all_reduce", 0, 10, DIRECT_NEAR_MAX + 1),
-        m.Spec("all_reduce", 0, 10, 0, algorithm=4),
-        m.Spec("broadcast", 0, 10, 1000),
-    ):
-        assert not is_direct(work, RINGS, NEAR)
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Whether each op that is started is direct; those of two peers are, although they are here."""
+    """Whether each op that is started is a one-shot."""
     started: list[object] = []
     start = Engine.start
 
@@ -63,10 +26,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         start(self, op, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "start", watched)
-    monkeypatch.setattr(
-        "pccl.protocol.peer.collectives.is_direct", lambda work, rings, peers: len(peers) == 2
-    )
     return started
+
+
+def two_hosts() -> Cluster:
+    """Two peers that the plan has at different hosts, although both are here."""
+    return Cluster(2, hosts=["127.0.0.1", "127.0.0.2"])
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -89,7 +54,7 @@ def test_quantized(in_place: bool, started: list[object], monkeypatch: pytest.Mo
             results.append(recv.tobytes())
         return comm.rank, results
 
-    with Cluster(2) as cluster:
+    with two_hosts() as cluster:
         found = cluster.each(job)
     assert len(started) == 2 * len(cases) and all(started)
     first, second = sorted(range(2), key=lambda peer: found[peer][0])
@@ -126,7 +91,7 @@ def test_every_dtype_and_operation(backend: str, in_place: bool, started: list[o
         assert (result == 2 * (np.arange(700_000) % 97)).all()
         return comm.rank
 
-    with Cluster(2) as cluster:
+    with two_hosts() as cluster:
         ranks = cluster.each(job)
     assert all(started)
     for i, (dtype, op, _) in enumerate(cases):

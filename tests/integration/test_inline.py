@@ -16,7 +16,6 @@ from cluster import Cluster, in_threads
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.protocol import small
 from pccl.protocol.master import Master
 from pccl.protocol.master.collectives import fits
 from pccl.protocol.master.effects import Drop, Send
@@ -115,37 +114,6 @@ def test_who_sends_data_and_who_does_not_cannot_meet() -> None:
 
 
 BETWEEN = 50_000  # elements of fp32, which travel with the votes of two members and not of three
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "members", "most", "travels"),
-    [
-        (65536, 1000, None, True),
-        (65540, 8, None, False),
-        (131072, 4, None, True),
-        (131076, 4, None, False),
-        (262144, 2, None, True),
-        (262148, 2, None, False),
-        (262144, 2, 262143, False),
-        (262144, 3, 262144, True),
-        (0, 2, 0, True),
-    ],
-)
-def test_the_more_members_the_less_travels_with_the_votes(
-    nbytes: int, members: int, most: int | None, travels: bool
-) -> None:
-    work, found = small.enter(WORK, nbytes, members, most)
-    assert found is travels
-    depends = most is None and 65536 < nbytes <= 262144
-    assert work.members == (members if depends else 0)
-
-
-def test_only_plain_arrays_travel_with_the_votes_of_few() -> None:
-    quantized = m.Spec("all_reduce", 0, 10, 2, algorithm=1)
-    listed = m.Spec("all_reduce", 0, 0, 0, parts=(m.Part(10, 2, ""),))
-    assert small.enter(quantized, 65536, 2) == (quantized, True)
-    for work in (quantized, listed, m.Spec("broadcast", 0, 10, 2, members=2)):
-        assert small.enter(work, 100_000, 2) == (work, False)
 
 
 def test_how_data_travels_follows_from_the_number_of_members(

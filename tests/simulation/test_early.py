@@ -9,9 +9,7 @@ from simulator import Program, Run, SimPeer, Thread
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.collectives import predecessors
-from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer import Peer, effects
-from pccl.protocol.ring import checksum, may_begin
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote
 from pccl.types import Result
 
@@ -100,19 +98,6 @@ def test_a_start_names_the_calls_of_the_predecessors() -> None:
     round_: Round[object] = Round(RoundId(Kind.START, 0, 0))
     round_.votes.update(votes)
     assert predecessors(round_, RINGS) == {1: [30, 20], 2: [10, 30], 3: [20, 10]}
-
-
-def test_what_may_begin_before_it_starts() -> None:
-    good = [WORK, replace_work(members=3, ring=checksum((3, 1, 2)))]
-    bad = [
-        replace_work(members=2),
-        replace_work(ring=checksum((1, 2, 3))),
-        replace_work(what=CollectiveKind.BARRIER),
-        replace_work(what=CollectiveKind.ALL_TO_ALL, members=3),
-    ]
-    assert all(may_begin(work, RINGS) for work in good)
-    assert not any(may_begin(work, RINGS) for work in bad)
-    assert not may_begin(WORK, ())
 
 
 def accepted() -> Peer:

@@ -9,6 +9,7 @@ from pccl.protocol.master import Journal, Master
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.collectives import tag_of_send
 from pccl.protocol.ring import RingPlace
+from pccl.protocol.strategy import Strategy, choose
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
@@ -335,6 +336,11 @@ def accepted() -> Peer:
     return made
 
 
+def sent(peer: Peer) -> Strategy:
+    """How a send travels."""
+    return choose(SEND, 0, peer.knowledge.conditions)
+
+
 def send(peer: Peer, call: int, to: int) -> list[effects.Effect]:
     """It sends, and the other one has voted; up to the start of the op."""
     peer.collective(call, 0, SEND, pair=(2, to))
@@ -349,13 +355,15 @@ def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
     place = RingPlace(1, members=2, position=0)
     opened = effects.OpenStream(1, INFOS[2])
     started = peer.received(m.Started(2, 12, 1, nonce=5))
-    assert started == [opened, effects.StartOp(2, 12, 5, (place,))]
+    assert started == [opened, effects.StartOp(2, 12, 5, (place,), sent(peer))]
     peer.engine_complete(2, True, 20, 0)
     assert peer.received(m.Finished(12, True)) == [effects.Answer(2, effects.Reduced(2, 20, 0))]
-    assert send(peer, 3, 3) == [effects.StartOp(3, 13, 3, (place,))]
+    assert send(peer, 3, 3) == [effects.StartOp(3, 13, 3, (place,), sent(peer))]
     peer.collective(4, 0, SEND, pair=(3, 2))  # who receives opens none
     place = RingPlace(0, members=2, position=1)
-    assert peer.received(m.Started(4, 14, 1, nonce=9)) == [effects.StartOp(4, 14, 9, (place,))]
+    assert peer.received(m.Started(4, 14, 1, nonce=9)) == [
+        effects.StartOp(4, 14, 9, (place,), sent(peer))
+    ]
 
 
 def test_who_loses_what_it_has_sent_says_so_and_opens_another_stream() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from hall import Hall
 
 from pccl.protocol import messages as m
-from pccl.protocol import small
+from pccl.protocol.strategy import Conditions, Strategy, choose
 from pccl.types import Result
 
 BETWEEN = 50_000  # elements of fp32, which travel with the votes of two members and not of three
 DATA = bytes(4 * BETWEEN)
 WORK = m.Spec("all_reduce", 0, 10, BETWEEN)
+
+
+def known_to(members: int) -> Strategy:
+    """What a peer does that knows so many members."""
+    return choose(WORK, len(DATA), Conditions(1, members, (), True, True))
 
 
 def votes(hall: Hall, *works: m.Spec) -> list[m.CallError]:
@@ -25,7 +30,7 @@ def votes(hall: Hall, *works: m.Spec) -> list[m.CallError]:
 
 
 def test_who_knows_other_members_may_try_again() -> None:
-    two, three = (small.enter(WORK, len(DATA), members)[0] for members in (2, 3))
+    two, three = (known_to(members).spec for members in (2, 3))
     for works in ((two, three), (three, two)):
         for error in votes(Hall(2), *works):
             lost = Result.RANK_CONNECTION_LOST.value
@@ -35,10 +40,10 @@ def test_who_knows_other_members_may_try_again() -> None:
 def test_who_votes_as_one_of_more_than_there_are_may_try_again() -> None:
     """All have voted so, and then one was lost."""
     hall = Hall(3)
-    work, travels = small.enter(WORK, len(DATA), 3)
-    assert not travels
+    strategy = known_to(3)
+    assert not strategy.inline
     for conn in (b"1", b"2"):
-        hall.say(conn, m.StartVote(9, 0, work))
+        hall.say(conn, m.StartVote(9, 0, strategy.spec))
     hall.perform(hall.master.disconnected(b"3", "it is gone"))
     for conn in (b"1", b"2"):
         error = hall.last(conn)
@@ -47,7 +52,7 @@ def test_who_votes_as_one_of_more_than_there_are_may_try_again() -> None:
 
 
 def test_who_does_not_say_how_many_members_it_knows_does_not_ask_for_the_same() -> None:
-    two = small.enter(WORK, len(DATA), 2)[0]
+    two = known_to(2).spec
     fewer = m.Spec("all_reduce", 0, 10, 20)
     for other, why in (
         (WORK, "PCCL_INLINE_BYTES is not the same for all"),

@@ -49,13 +49,21 @@ def gather(comm: pccl.Communicator, size: int) -> None:
 
 
 class Cluster:
-    """`size` connected peers and their master; `groups` gives each peer's group."""
+    """`size` connected peers and their master.
 
-    def __init__(self, size: int, groups: list[int] | None = None) -> None:
+    `groups` gives each peer's group, and `hosts` those at which others reach it.
+    """
+
+    def __init__(
+        self, size: int, groups: list[int] | None = None, hosts: list[str] | None = None
+    ) -> None:
         self.master = pccl.MasterNode("127.0.0.1:0")
         self.master.run()
         groups = groups or [0] * size
-        self.comms = [pccl.Communicator(self.master.address, group) for group in groups]
+        self.comms = [
+            pccl.Communicator(self.master.address, group, advertise=host)
+            for group, host in zip(groups, hosts or [None] * size, strict=True)
+        ]
         try:
             self.comms[0].connect()  # it is the first one accepted
             others = [lambda c=c: gather(c, size) for c in self.comms[1:]]  # type: ignore[misc]

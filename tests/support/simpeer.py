@@ -13,7 +13,6 @@ from conversation import Conversation
 from early import Chunk
 
 from pccl.protocol import messages as m
-from pccl.protocol import small
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.effects import (
     AbortOp,
@@ -37,6 +36,7 @@ from pccl.protocol.peer.effects import (
     Synced,
 )
 from pccl.protocol.ring import RingPlace
+from pccl.protocol.strategy import choose
 
 if TYPE_CHECKING:
     from simulator import Run
@@ -244,10 +244,9 @@ class SimPeer:
         """With `data`, which must be the same for all peers, a small one of `len(data)` bytes."""
         call = self.number("collective")
         if data is not None:
-            members = len(self.machine.plan.peers)
             asked = m.Spec("all_reduce", 0, 0, len(data))
-            work, travels = small.enter(asked, len(data), members)
-            data = data if travels else None
+            strategy = choose(asked, len(data), self.machine.knowledge.conditions)
+            work, data = strategy.spec, data if strategy.inline else None
         self.tags.add(tag)
         self.stuck |= {call} if stuck else set()
         actions = self.machine.collective(call, tag, work, data, stuck)
@@ -394,10 +393,10 @@ class SimPeer:
                     self.ops[op] = SimOp(self.kinds[op], tag=(run, tag))
                 case BeginOp(op, rings):
                     self.run.early.begin(self, op, self.ops[op], rings)
-                case StartOp(op, seq, _, parts, direct, calls):
+                case StartOp(op, seq, _, parts, strategy, calls):
                     alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in parts]
-                    way = ("the way", self.machine.run, seq)
-                    self.run.agree(way, (direct, alike), self)
+                    how = ("the strategy", self.machine.run, seq)
+                    self.run.agree(how, (strategy.algorithm, strategy.eager, alike), self)
                     self.start(self.ops[op], seq, parts, calls)
                 case StartTransfer(op, seq, _, parts):
                     self.start(self.ops[op], seq, parts)

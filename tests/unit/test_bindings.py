@@ -17,10 +17,10 @@ import pytest
 import zmq
 
 from pccl.ext import build, ffi, lib, tables
-from pccl.protocol import messages, ring
+from pccl.protocol import messages, ring, strategy
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
-from pccl.runtime import config, digest, quantization
+from pccl.runtime import digest, quantization
 from pccl.runtime.client import engine
 from pccl.runtime.server import dial
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
@@ -104,7 +104,7 @@ def test_limits() -> None:
     assert messages.RINGS_MAX == lib.PCCL_RINGS_MAX
     assert messages.MEMBERS_MAX == lib.PCCL_PEERS_MAX
     assert ring.QUANTUM == oracle.QUANTUM == lib.PCCL_QUANTUM
-    assert config.chunk_bytes(1 << 40, 2, True, False) == lib.PCCL_CHUNK_MAX
+    assert strategy.chunk_bytes(1 << 40, 2, True, False) == lib.PCCL_CHUNK_MAX
     assert digest.LEAF_BYTES % lib.PCCL_CHUNK_MAX == 0, "a leaf is whole messages"
 
 

@@ -81,6 +81,7 @@ class Collective:
     stuck: bool = False
     rows: Rows = NO_ROWS
     pair: tuple[int, ...] = ()  # of a send: who sends to whom
+    nbytes: int = 0  # that are reduced, or gathered, as they go over the wire
     state: State = State.VOTING
     seq: int = 0
     members: tuple[int, ...] = ()

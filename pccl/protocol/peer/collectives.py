@@ -39,8 +39,9 @@ from pccl.protocol.peer.effects import (
 )
 from pccl.protocol.peer.state import OUTCOMES_KEPT, AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.ring import RingPlace, is_direct, may_begin, places
+from pccl.protocol.ring import RingPlace, places
 from pccl.protocol.rounds import WITHDRAWN, Kind
+from pccl.protocol.strategy import Strategy, choose
 
 OTHER = m.Cause.OTHER
 Outcomes: TypeAlias = tuple[tuple[int, bool], ...]  # of collectives, by seq
@@ -116,15 +117,18 @@ class Collectives:
 
     def _begin(self, one: Collective) -> None:
         """Lets the engine send on the rings in force, on which the collective probably starts."""
-        if self._streams.ready and may_begin(one.work, self._knowledge.plan.rings):
-            self._outbox.do(BeginOp(one.call, *self._way(one)))
+        if self._streams.ready:
+            strategy = self._strategy(one)
+            if strategy.eager:
+                self._outbox.do(BeginOp(one.call, self._places(one), strategy))
 
-    def _way(self, one: Collective) -> tuple[tuple[RingPlace, ...], bool]:
-        """This peer's place in each ring of the plan, and whether two members need no ring."""
-        plan, number = self._knowledge.plan, self._knowledge.number
-        parts = places(one.work, plan.rings, number, self._streams.ring)
-        direct = is_direct(one.work, plan.rings, plan.peers)
-        return parts, direct
+    def _strategy(self, one: Collective) -> Strategy:
+        return choose(one.work, one.nbytes, self._knowledge.conditions)
+
+    def _places(self, one: Collective) -> tuple[RingPlace, ...]:
+        """This peer's place in each ring of the plan."""
+        rings, number = self._knowledge.plan.rings, self._knowledge.number
+        return places(one.work, rings, number, self._streams.ring)
 
     def start(self, started: m.Started) -> None:
         """The master says that all members have voted."""
@@ -160,7 +164,8 @@ class Collectives:
             return
         one.epoch = started.epoch
         self._streams.renew(started.epoch)
-        self._outbox.do(StartOp(one.call, seq, started.nonce, *self._way(one), started.calls))
+        found = self._places(one), self._strategy(one)
+        self._outbox.do(StartOp(one.call, seq, started.nonce, *found, started.calls))
 
     def _start_send(self, one: Collective, started: m.Started) -> None:
         """The data of a send goes directly from one to the other: a ring of two, of which only one
@@ -170,7 +175,7 @@ class Collectives:
         if gives:
             one.stream = self._streams.direct(taker)
         place = RingPlace(one.stream, members=2, position=int(not gives))
-        self._outbox.do(StartOp(one.call, one.seq, started.nonce, (place,)))
+        self._outbox.do(StartOp(one.call, one.seq, started.nonce, (place,), self._strategy(one)))
 
     def _vote_on(self, one: Collective, data: bytes) -> None:
         """A small collective has its result, which is not final."""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.ring import RingPlace
+from pccl.protocol.strategy import Strategy
 from pccl.types import Result
 
 
@@ -37,15 +38,15 @@ class CloseStream:
 class StartOp:
     """Start the registered op of a collective, on these rings.
 
-    `direct`: two members send each other everything instead. `calls`: that of the predecessor in
-    each ring, which may have sent before the start; empty: none has.
+    `calls`: that of the predecessor in each ring, which may have sent before the start; empty: none
+    has.
     """
 
     op: int
     seq: int
     nonce: int
     rings: tuple[RingPlace, ...]
-    direct: bool = False
+    strategy: Strategy
     calls: tuple[int, ...] = ()
 
 
@@ -58,7 +59,7 @@ class BeginOp:
 
     op: int
     rings: tuple[RingPlace, ...]
-    direct: bool = False
+    strategy: Strategy
 
 
 @dataclass(frozen=True, slots=True)

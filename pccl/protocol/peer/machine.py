@@ -53,6 +53,7 @@ from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, AbandonedCalls, Knowledg
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.peer.transfers import Optimisations, Synchronisations, Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
+from pccl.protocol.strategy import DEFAULTS, Settings
 from pccl.types import Result
 
 LOST = Result.RANK_CONNECTION_LOST
@@ -63,14 +64,15 @@ class Peer:
 
     Args:
         master: `host:port` of its master, for messages.
+        settings: on which it depends how collectives travel.
 
     Attributes:
         knowledge: what it knows of the run.
     """
 
-    def __init__(self, master: str = "") -> None:
+    def __init__(self, master: str = "", settings: Settings = DEFAULTS) -> None:
         self._away = f"while the master{f' at {master}' if master else ''} was away"
-        self.knowledge = Knowledge()
+        self.knowledge = Knowledge(settings=settings)
         self._outbox = Outbox()
         self._ghosts = AbandonedCalls()
         self._withdrawals = Withdrawals()
@@ -213,14 +215,16 @@ class Peer:
         said: bool = False,
         rows: Rows = NO_ROWS,
         pair: tuple[int, ...] = (),
+        nbytes: int = 0,
     ) -> list[Effect]:
         """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
         `said`: its vote was already sent (`heard_if_free`). `rows`: how many are for each rank, and
-        from each, unless it is one each. `pair`: who sends to whom, of a send.
+        from each, unless it is one each. `pair`: who sends to whom, of a send. `nbytes`: as in
+        `strategy.choose`.
         """
-        one = Collective(call, tag, work, data, stuck, rows, pair, settled=data is not None)
+        one = Collective(call, tag, work, data, stuck, rows, pair, nbytes, settled=data is not None)
         return self._enter(call, one.place, lambda: self.collectives.enter(one, said))
 
     def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Effect]:

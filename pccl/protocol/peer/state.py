@@ -25,6 +25,7 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 from pccl.protocol.rounds import Kind
+from pccl.protocol.strategy import DEFAULTS, Conditions, Settings
 
 NO_PLAN = m.Plan(0, (), (), 0)
 NO_WORLD = m.World(0, 0, 0, 0)
@@ -50,6 +51,7 @@ class Knowledge:
         veteran: whether it has completed a collective or synchronisation in this run.
         failures: the latest calls that have failed for all members: others may not know it yet.
         over: why it is no longer in the run; None while it is.
+        settings: this peer's own.
     """
 
     number: int = 0
@@ -62,8 +64,10 @@ class Knowledge:
     veteran: bool = False
     failures: deque[m.Failure] = field(default_factory=lambda: deque(maxlen=OUTCOMES_KEPT))
     over: Fail | None = None
+    settings: Settings = DEFAULTS
     _counted: m.Plan = NO_PLAN
     _members: tuple[int, ...] = ()
+    _conditions: tuple[m.Plan | None, Conditions] = (None, Conditions(0, 0, (), True, True))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -71,6 +75,15 @@ class Knowledge:
         if self._counted is not self.plan:  # once for all calls under this plan
             self._counted, self._members = self.plan, tuple(info.peer for info in self.plan.peers)
         return self._members
+
+    @property
+    def conditions(self) -> Conditions:
+        """Those of collectives under the plan; from any thread."""
+        (plan, found), now = self._conditions, self.plan
+        if plan is not now:
+            found = Conditions.of(now, self.number, self.settings)
+            self._conditions = now, found
+        return found
 
     def heard(self, seq: int) -> None:
         """Notes a sequence number."""

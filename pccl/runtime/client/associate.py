@@ -20,6 +20,7 @@ from pccl.ext import ffi
 from pccl.protocol import messages as m
 from pccl.protocol.follower import Follower, machine
 from pccl.protocol.peer import effects as common
+from pccl.protocol.strategy import TRANSFER_BYTES, chunk_bytes
 from pccl.runtime import forks, limits
 from pccl.runtime.client.endpoint import Endpoint, Hello
 from pccl.runtime.client.engine import (
@@ -33,10 +34,9 @@ from pccl.runtime.client.engine import (
     Event,
 )
 from pccl.runtime.client.memory import Pieces
-from pccl.runtime.client.ops import TRANSFER_BYTES
 from pccl.runtime.client.streams import Refused
 from pccl.runtime.client.sync import Region, Staging, Verdict, served
-from pccl.runtime.config import Config, chunk_bytes
+from pccl.runtime.config import Config
 from pccl.runtime.digest import LEAF_BYTES, Digest, digests
 from pccl.security import Security
 from pccl.types import Result

@@ -18,6 +18,7 @@ from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.rounds import Grace
+from pccl.protocol.strategy import Conditions, Settings, Strategy
 from pccl.runtime import forks, limits, tcp
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.call_metrics import CallMetrics
@@ -67,7 +68,8 @@ class Client:
         security: Security | None = None,
     ) -> None:
         self._config = config
-        self._peer = Peer(address_text(host, port))
+        settings = Settings(config.inline_bytes, pool_size, config.lanes)
+        self._peer = Peer(address_text(host, port), settings)
         self._numbers = itertools.count(1)
         self._ended = threading.Event()
         self._leaving = self._failed = self._forked = False
@@ -95,7 +97,6 @@ class Client:
                 self._streams,
                 self._master,
                 self._pending,
-                endpoint.local,
                 self.figures,
             )
             self._perform = self._performer.perform
@@ -202,16 +203,25 @@ class Client:
         """Logs which peers a call waits for."""
         self._inbox.post(lambda: self._perform(self._peer.inquire(call.number)))
 
-    def collective(self, call: Call, tag: int, operands: Operands, stuck: bool = False) -> None:
+    @property
+    def conditions(self) -> Conditions:
+        """On which it depends how a collective travels, as of the last answer."""
+        return self._peer.knowledge.conditions
+
+    def collective(
+        self, call: Call, tag: int, operands: Operands, strategy: Strategy, stuck: bool = False
+    ) -> None:
         """Enters a collective. `stuck`: the caller makes no other call before the answer."""
-        work, data = operands.vote(len(self.plan.peers), self._config.inline_bytes)
+        work, data = strategy.spec, operands.contribution() if strategy.inline else None
         shortcut = Shortcut()
 
         def begin(number: int) -> list[effects.Effect]:
             shortcut.entered = True
             self._pending.memory[number] = operands
-            rows, pair = operands.rows, operands.pair
-            return self._peer.collective(number, tag, work, data, stuck, shortcut.sent, rows, pair)
+            rows, pair, nbytes = operands.rows, operands.pair, operands.nbytes
+            return self._peer.collective(
+                number, tag, work, data, stuck, shortcut.sent, rows, pair, nbytes
+            )
 
         self._leave_to_begin(call, begin)
         if data is not None:

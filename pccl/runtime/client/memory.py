@@ -27,17 +27,16 @@ from msgspec import Struct
 
 from pccl import cuda
 from pccl.protocol import messages as m
-from pccl.protocol import small
-from pccl.protocol.messages import REDUCING, CollectiveKind
 from pccl.protocol.peer import effects
 from pccl.protocol.peer.calls import NO_ROWS, Rows
-from pccl.protocol.ring import QUANTUM, is_direct, span
+from pccl.protocol.ring import QUANTUM, span
+from pccl.protocol.strategy import Algorithm, Conditions, Strategy
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
 from pccl.runtime.uninterrupted import insist
 from pccl.tensors.arrays import Buffer
-from pccl.types import DeviceType, ReduceOp
+from pccl.types import DeviceType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,12 +121,6 @@ class Operands:
     gradual: Gradual | None = None
     wide: Wide | None = None
 
-    @property
-    def averages_integers(self) -> bool:
-        """Whether sums of its elements would not fit their type."""
-        average = self.work.redop == ReduceOp.AVG.value and self.work.what in REDUCING
-        return average and any(each.send.dtype.is_integer for each in self.each)
-
     def place(self, tag: int) -> int | str:
         """What no two calls of a peer have at the same time."""
         if not self.pair:
@@ -149,19 +142,9 @@ class Operands:
             received += wire_bytes(self.work, each.recv.dtype, each.recv.count)
         return max(sent, received)
 
-    def vote(self, members: int, limit: int | None) -> tuple[m.Spec, bytes | None]:
-        """The work to vote for, and the contribution, if that travels with the vote because it is
-        one small array.
-
-        Args:
-            members: how many this peer knows.
-            limit: the most bytes; None: it depends on the members.
-        """
-        nbytes = sum(operand.send.nbytes for operand in self.each)
-        work, travels = small.enter(self.work, nbytes, members, limit)
-        if not travels:
-            return work, None
-        return work, b"".join(contribution(operand.send) for operand in self.each)
+    def contribution(self) -> bytes:
+        """What this peer gives, to travel with its vote: at most one array."""
+        return b"".join([contribution(operand.send) for operand in self.each])
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,11 +270,6 @@ class HostView:
             if index in self._copies:
                 self._device.write(self._buffers[index], self._copies[index])
         self._device.wait()
-
-
-# elements, in whole quanta: 4 MiB of float32. More than travel with a vote, which may be sent when
-# the first step of a gradual contribution is on the host
-STEP = 1 << 20
 
 
 class Caller(Protocol):
@@ -464,13 +442,12 @@ class Copies:
             mark.synchronize()
 
 
-def on_host(work: Operands, plan: m.Plan, number: int) -> tuple[Operands, Copies | None]:
+def on_host(
+    work: Operands, strategy: Strategy, conditions: Conditions
+) -> tuple[Operands, Copies | None]:
     """The same collective over host memory, and its copies; None: all arrays are there already.
 
-    Args:
-        work: the collective.
-        plan: the plan in force, by which the likely order of the chunks is known.
-        number: this peer's.
+    The strategy says how it probably travels, and with it in which order its chunks are needed.
 
     Raises:
         UnsupportedError: an array is on a device that does not exist.
@@ -479,18 +456,16 @@ def on_host(work: Operands, plan: m.Plan, number: int) -> tuple[Operands, Copies
     if all(buffer.device_type is DeviceType.CPU for buffer in buffers):
         return work, None
     device = cuda.device()
-    gradual = work.work.what == CollectiveKind.ALL_REDUCE and span(work.work) > STEP
-    gradual &= not work.averages_integers
     twins = _Twins(device.allocate)
     each = tuple(map(twins.of, work.each))
     in_place = any(operand.send.address == operand.recv.address for operand in each)
     pipe = device.pipe([one.buffer for one in (*twins.read, *twins.written)])
-    if not gradual:
+    if not strategy.step:
         whole = Step(0, 0, twins.read, twins.written)
         return replace(work, each=each), Copies(pipe, [whole], [0], False, in_place)
-    steps = _steps(work, twins.pairs)
-    copies = Copies(pipe, steps, _order(work.work, plan, number), True, in_place)
-    told = Gradual(STEP, copies.written)
+    steps = _steps(work, strategy.step, twins.pairs)
+    copies = Copies(pipe, steps, _order(strategy, conditions), True, in_place)
+    told = Gradual(strategy.step, copies.written)
     return replace(work, each=each, gradual=told), copies
 
 
@@ -538,32 +513,34 @@ def _moved(buffer: Buffer, twin: Stretch | None) -> Buffer:
     return replace(buffer, address=address, owner=owner, device_type=DeviceType.CPU)
 
 
-def _steps(work: Operands, pairs: Iterable[tuple[Stretch | None, Stretch | None]]) -> list[Step]:
+def _steps(
+    work: Operands, size: int, pairs: Iterable[tuple[Stretch | None, Stretch | None]]
+) -> list[Step]:
     """The copies of an all-reduce by step: of each operand, what is read and written."""
     end = span(work.work)
-    steps = [Step(at, min(at + STEP, end)) for at in range(0, end, STEP)]
+    steps = [Step(at, min(at + size, end)) for at in range(0, end, size)]
     begin = 0  # the first offset of the operand
     for operand, (read, written) in zip(work.each, pairs, strict=True):
-        for step in steps[begin // STEP : -(-(begin + operand.count) // STEP)]:
+        for step in steps[begin // size : -(-(begin + operand.count) // size)]:
             first, last = max(step.begin - begin, 0), min(step.end - begin, operand.count)
-            size = operand.send.dtype.itemsize
+            item = operand.send.dtype.itemsize
             if read is not None:
-                step.reads.append(replace(read, begin=first * size, end=last * size))
+                step.reads.append(replace(read, begin=first * item, end=last * item))
             if written is not None:
-                step.writes.append(replace(written, begin=first * size, end=last * size))
+                step.writes.append(replace(written, begin=first * item, end=last * item))
         begin += -(-operand.count // QUANTUM) * QUANTUM
     return steps
 
 
-def _order(work: m.Spec, plan: m.Plan, number: int) -> Iterable[int]:
+def _order(strategy: Strategy, conditions: Conditions) -> Iterable[int]:
     """The steps in the order in which this peer is likely to need them: first the segment that it
     sends, then those that come to it, one after the other (c/pccl.h, THE RING)."""
-    order = plan.rings[0].order if plan.rings else ()
-    members, position = len(order), order.index(number) if number in order else 0
-    if number not in order or is_direct(work, plan.rings, plan.peers):
-        members, position = 1, 0
-    end, steps = span(work), dict[int, None]()
+    order = conditions.rings[0].order if conditions.rings else ()
+    members, position = 1, 0
+    if conditions.number in order and strategy.algorithm is not Algorithm.ONE_SHOT:
+        members, position = len(order), order.index(conditions.number)
+    end, size, steps = span(strategy.spec), strategy.step, dict[int, None]()
     for segment in (each % members for each in range(position, position - members, -1)):
         first, last = end * segment // members, end * (segment + 1) // members
-        steps |= dict.fromkeys(range(first // STEP, -(-last // STEP)))
+        steps |= dict.fromkeys(range(first // size, -(-last // size)))
     return steps

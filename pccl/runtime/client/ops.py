@@ -14,8 +14,7 @@ from dataclasses import replace
 from pccl.protocol import messages as m
 from pccl.protocol.messages import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import Peer, effects
-from pccl.protocol.peer.state import NO_PLAN
-from pccl.protocol.ring import RingPlace
+from pccl.protocol.strategy import TRANSFER_BYTES, Algorithm, chunk_bytes
 from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.client.call_metrics import CallMetrics
 from pccl.runtime.client.connection import MasterConnection
@@ -35,41 +34,10 @@ from pccl.runtime.client.engine import (
 )
 from pccl.runtime.client.memory import Operands, Pool
 from pccl.runtime.client.streams import Streams
-from pccl.runtime.config import MIB, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.inline import store
 from pccl.runtime.quantization import wire_format
 from pccl.types import Result
-
-TRANSFER_BYTES = 4 * MIB  # a transfer uses the chunk size of a segment of this size
-
-
-def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool) -> None:
-    """Registers an op, whose memory belongs to the engine until it is settled."""
-    ids = {"run": effect.run, "tag": effect.tag, "min_seq": effect.min_seq}
-    if isinstance(memory, Pool):
-        ids["first_counted"] = memory.first_counted
-    if isinstance(memory, Operands) and memory.work.what in EXCHANGES:
-        rows = memory.send_rows, memory.recv_rows
-        members = max(map(len, rows))
-        parts = _parts(memory)
-        engine.register_exchange(effect.op, members=members, parts=parts, rows=rows, **ids)
-    elif isinstance(memory, Operands):
-        engine.register_collective(
-            effect.op,
-            what=memory.work.what,
-            redop=memory.work.redop,
-            members=memory.work.members,
-            parts=_parts(memory),
-            format=wire_format(memory.work),
-            rows=memory.work.rows,
-            step=memory.gradual.step if memory.gradual is not None else 0,
-            **ids,
-        )
-    elif memory.reader is None:
-        engine.register_serve(effect.op, pieces=memory.pieces, limit=memory.limit, **ids)
-    else:
-        engine.register_fetch(effect.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids)
 
 
 def _parts(memory: Operands) -> list[Part]:
@@ -91,45 +59,6 @@ def _parts(memory: Operands) -> list[Part]:
         else Part(*copied)
         for each, copied in zip(memory.each, wide, strict=True)
     ]
-
-
-def start(
-    engine: Engine,
-    effect: effects.StartOp | effects.StartTransfer,
-    memory: Operands | Pool,
-    local: bool,
-) -> None:
-    """Starts a registered op. `local`: all its members are on this machine."""
-    if isinstance(effect, effects.StartTransfer):
-        engine.start_transfer(
-            effect.op,
-            seq=effect.seq,
-            nonce=effect.nonce,
-            chunk_bytes=chunk_bytes(TRANSFER_BYTES, 1, local, False),
-            ends=effect.ends,
-        )
-        return
-    engine.start(
-        effect.op,
-        seq=effect.seq,
-        nonce=effect.nonce,
-        chunk_bytes=_chunk_bytes(effect.rings, memory, local),
-        rings=effect.rings,
-        direct=effect.direct,
-        calls=effect.calls,
-    )
-
-
-def begin(engine: Engine, effect: effects.BeginOp, memory: Operands | Pool, local: bool) -> None:
-    """Lets a registered op send before it starts. `local`: as above."""
-    size = _chunk_bytes(effect.rings, memory, local)
-    engine.begin(effect.op, chunk_bytes=size, rings=effect.rings, direct=effect.direct)
-
-
-def _chunk_bytes(rings: tuple[RingPlace, ...], memory: Operands | Pool, local: bool) -> int:
-    assert isinstance(memory, Operands), "a ring moves the operands of a collective"
-    members = rings[0].members if rings else 1
-    return chunk_bytes(memory.nbytes, members, local, bool(memory.work.algorithm))
 
 
 log = logging.getLogger("pccl")
@@ -211,7 +140,6 @@ class Performer:
         streams: opens and closes the engine's streams.
         master: the connection to it.
         pending: the calls, and their memory.
-        local: whether a peer is on this machine.
         figures: count the collectives.
 
     Attributes:
@@ -226,20 +154,18 @@ class Performer:
         streams: Streams,
         master: MasterConnection,
         pending: PendingCalls,
-        local: Callable[[m.PeerInfo], bool],
         figures: CallMetrics,
     ) -> None:
         self.heard = self.told = True
         self._figures = figures
         self._peer, self._engine, self._streams = peer, engine, streams
-        self._master, self._pending, self._local = master, pending, local
-        self._located, self._together = NO_PLAN, True
+        self._master, self._pending = master, pending
         self._perform_by_type: dict[type, Callable[..., None]] = {
             effects.Send: lambda effect: master.dealer.say(effect.message),
             effects.RegisterOp: self._register,
             effects.BeginOp: self._begin,
             effects.StartOp: self._start,
-            effects.StartTransfer: self._start,
+            effects.StartTransfer: self._start_transfer,
             effects.CommitOp: lambda effect: engine.commit(effect.op),
             effects.AbortOp: lambda effect: engine.abort(effect.op),
             effects.Store: self._store,
@@ -267,23 +193,62 @@ class Performer:
             self.heard |= self._master.dealer.flush()
 
     def _register(self, effect: effects.RegisterOp) -> None:
-        register(self._engine, effect, self._pending.memory[effect.op])
+        """Registers an op, whose memory belongs to the engine until it is settled."""
+        memory, engine = self._pending.memory[effect.op], self._engine
+        ids = {"run": effect.run, "tag": effect.tag, "min_seq": effect.min_seq}
+        if isinstance(memory, Pool):
+            pieces, ids["first_counted"] = memory.pieces, memory.first_counted
+            if memory.reader is None:
+                engine.register_serve(effect.op, pieces=pieces, limit=memory.limit, **ids)
+            else:
+                engine.register_fetch(effect.op, pieces=pieces, leaf_bytes=LEAF_BYTES, **ids)
+        elif memory.work.what in EXCHANGES:
+            rows = memory.send_rows, memory.recv_rows
+            members = max(map(len, rows))
+            parts = _parts(memory)
+            engine.register_exchange(effect.op, members=members, parts=parts, rows=rows, **ids)
+        else:
+            engine.register_collective(
+                effect.op,
+                what=memory.work.what,
+                redop=memory.work.redop,
+                members=memory.work.members,
+                parts=_parts(memory),
+                format=wire_format(memory.work),
+                rows=memory.work.rows,
+                step=memory.gradual.step if memory.gradual is not None else 0,
+                **ids,
+            )
 
     def _begin(self, effect: effects.BeginOp) -> None:
-        begin(self._engine, effect, self._pending.memory[effect.op], self._all_local())
+        self._engine.begin(
+            effect.op,
+            chunk_bytes=effect.strategy.chunk_bytes,
+            rings=effect.rings,
+            direct=effect.strategy.algorithm is Algorithm.ONE_SHOT,
+        )
 
-    def _start(self, effect: effects.StartOp | effects.StartTransfer) -> None:
-        memory = self._pending.memory[effect.op]
-        start(self._engine, effect, memory, self._all_local())
-        if isinstance(memory, Operands):
-            self._figures.started(effect.op, memory.work.what)
+    def _start(self, effect: effects.StartOp) -> None:
+        self._engine.start(
+            effect.op,
+            seq=effect.seq,
+            nonce=effect.nonce,
+            chunk_bytes=effect.strategy.chunk_bytes,
+            rings=effect.rings,
+            direct=effect.strategy.algorithm is Algorithm.ONE_SHOT,
+            calls=effect.calls,
+        )
+        self._figures.started(effect.op, effect.strategy.spec.what)
 
-    def _all_local(self) -> bool:
-        """Whether all members are on this machine."""
-        if self._located is not self._peer.plan:  # once for all calls under this plan
-            self._located = self._peer.plan
-            self._together = all(map(self._local, self._located.peers))
-        return self._together
+    def _start_transfer(self, effect: effects.StartTransfer) -> None:
+        local = self._peer.knowledge.conditions.local
+        self._engine.start_transfer(
+            effect.op,
+            seq=effect.seq,
+            nonce=effect.nonce,
+            chunk_bytes=chunk_bytes(TRANSFER_BYTES, 1, local, False),
+            ends=effect.ends,
+        )
 
     def _open_stream(self, effect: effects.OpenStream) -> None:
         self._figures.opened()

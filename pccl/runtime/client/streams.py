@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
+from pccl.protocol.strategy import Settings, high_water_mark, lanes
 from pccl.runtime import limits
 from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
 from pccl.runtime.client.meetings import SENDS, Meetings, destination
-from pccl.runtime.config import Config, high_water_mark, lanes, machine_id
+from pccl.runtime.config import Config, machine_id
 from pccl.runtime.forks import Address
 from pccl.runtime.resolve import Found, Resolver, Ways, is_address
 from pccl.support.text import address_text
@@ -71,7 +72,8 @@ class Streams:
         meetings: Meetings,
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
-        self._pool_size, self._local, self._meetings = pool_size, local, meetings
+        self._settings = Settings(pool_size=pool_size, lanes=config.lanes)
+        self._local, self._meetings = local, meetings
         self._limit_s, self._machine = config.handshake_timeout_s, machine_id()
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # those that are not connected yet
@@ -267,7 +269,7 @@ class Streams:
 
     @property
     def _lanes_met(self) -> int:
-        return lanes(False, self._pool_size, self._config) or limits.MEETING_LANES
+        return lanes(False, self._settings) or limits.MEETING_LANES
 
     def _connect(self, number: int, one: _Stream, endpoint: str, via: str = "") -> None:
         one.via = via
@@ -276,7 +278,7 @@ class Streams:
         self._engine.connect_stream(
             number,
             endpoint,
-            lanes=self._lanes_met if via else lanes(local, self._pool_size, self._config),
+            lanes=self._lanes_met if via else lanes(local, self._settings),
             hwm=high_water_mark(local),
             peer=one.to.peer,
             nonce=one.nonce,

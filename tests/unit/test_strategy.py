@@ -1,0 +1,156 @@
+"""How collectives travel: the rules, and that all members choose alike."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pccl.protocol import messages as m
+from pccl.protocol.messages import CollectiveKind
+from pccl.protocol.ring import checksum, places, plan_rings
+from pccl.protocol.strategy import (
+    DEFAULTS,
+    ONE_SHOT_LOCAL_MAX,
+    STEP,
+    Algorithm,
+    Conditions,
+    Settings,
+    Strategy,
+    choose,
+)
+from pccl.types import DataType, ReduceOp
+
+WORK = m.Spec("all_reduce", 0, 10, 1000)
+RINGS = (m.Ring((1, 2), 1),)
+NEAR = Conditions(1, 2, RINGS, together=True, local=True)
+FAR = Conditions(1, 2, RINGS, together=False, local=False)
+THREE = Conditions(1, 3, (m.Ring((3, 1, 2), 1), m.Ring((2, 1, 3), 1)), together=False, local=False)
+
+
+def plain(count: int, **changes: object) -> m.Spec:
+    return m.Spec("all_reduce", 0, 10, count, **changes)  # type: ignore[arg-type]
+
+
+def inline(nbytes: int, members: int, most: int | None = None) -> Strategy:
+    known = dataclasses.replace(NEAR, members=members, settings=Settings(most))
+    return choose(m.Spec("all_reduce", 0, DataType.UINT8.value, nbytes), nbytes, known)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "members", "most", "travels"),
+    [
+        (65536, 1000, None, True),
+        (65540, 8, None, False),
+        (65540, 7, None, True),
+        (131072, 4, None, True),
+        (131076, 4, None, False),
+        (262144, 2, None, True),
+        (262148, 2, None, False),
+        (262144, 2, 262143, False),
+        (262144, 3, 262144, True),
+        (0, 2, 0, True),
+    ],
+)
+def test_the_more_members_the_less_travels_with_the_votes(
+    nbytes: int, members: int, most: int | None, travels: bool
+) -> None:
+    found = inline(nbytes, members, most)
+    assert found.inline is travels
+    depends = most is None and 65536 < nbytes <= 262144
+    assert found.spec.members == (members if depends else 0)
+
+
+def test_only_plain_arrays_travel_with_the_votes_of_few() -> None:
+    quantized = plain(1 << 14, algorithm=1)
+    assert choose(quantized, 65536, NEAR).spec == quantized
+    assert choose(quantized, 65536, NEAR).inline
+    for spec in (
+        plain(25_000, algorithm=1),
+        m.Spec("all_reduce", 0, 0, 0, parts=(m.Part(10, 2, ""),)),
+        m.Spec("broadcast", 0, 10, 2, members=2),
+    ):
+        assert (choose(spec, 100_000, NEAR).spec, choose(spec, 0, NEAR).inline) == (spec, False)
+
+
+def test_two_on_different_machines_need_no_ring() -> None:
+    for spec in (WORK, plain(1 << 32), plain(1000, algorithm=4)):
+        assert choose(spec, 0, FAR).algorithm is Algorithm.ONE_SHOT
+    for spec in (m.Spec("reduce_scatter", 0, 10, 1000, members=2), m.Spec("broadcast", 0, 10, 9)):
+        assert choose(spec, 0, FAR).algorithm is Algorithm.RING
+    assert choose(WORK, 0, THREE).algorithm is Algorithm.RINGS
+    assert choose(WORK, 0, dataclasses.replace(FAR, members=1, rings=())).algorithm == "ring"
+
+
+def test_two_on_one_machine_need_no_ring_for_what_fits_the_caches() -> None:
+    for spec in (WORK, plain(ONE_SHOT_LOCAL_MAX)):
+        assert choose(spec, 0, NEAR).algorithm is Algorithm.ONE_SHOT
+    for spec in (
+        plain(ONE_SHOT_LOCAL_MAX + 1),
+        plain(0, algorithm=4),
+        m.Spec("broadcast", 0, 10, 1000),
+    ):
+        assert choose(spec, 0, NEAR).algorithm is Algorithm.RING
+
+
+def test_what_may_be_sent_before_it_starts() -> None:
+    good = [WORK, plain(1000, members=3, ring=checksum((3, 1, 2)))]
+    bad = [
+        plain(1000, members=2),
+        plain(1000, ring=checksum((1, 2, 3))),
+        m.Spec(CollectiveKind.BARRIER, 0, 0, 0),
+        m.Spec(CollectiveKind.ALL_TO_ALL, 0, 10, 1000, members=3),
+    ]
+    assert all(choose(spec, 0, THREE).eager for spec in good)
+    assert not any(choose(spec, 0, THREE).eager for spec in bad)
+    assert not choose(WORK, 0, dataclasses.replace(THREE, rings=())).eager
+
+
+def test_devices_are_copied_in_steps_where_the_result_needs_no_second_look() -> None:
+    integers = m.Spec("all_reduce", ReduceOp.AVG.value, DataType.INT32.value, STEP + 1)
+    assert choose(plain(STEP + 1), 0, FAR).step == STEP
+    for spec in (plain(STEP), integers, m.Spec("broadcast", 0, 10, STEP + 1)):
+        assert choose(spec, 0, FAR).step == 0
+
+
+def test_users_have_the_last_word_on_lanes() -> None:
+    for known, settings, lanes in (
+        (NEAR, DEFAULTS, 1),
+        (FAR, DEFAULTS, 0),
+        (NEAR, Settings(lanes=4), 1),
+        (FAR, Settings(lanes=4), 4),
+        (NEAR, Settings(pool_size=2, lanes=4), 2),
+    ):
+        assert choose(WORK, 0, dataclasses.replace(known, settings=settings)).lanes == lanes
+
+
+SPECS = st.builds(
+    m.Spec,
+    what=st.sampled_from(CollectiveKind),
+    redop=st.sampled_from(ReduceOp).map(lambda op: op.value),
+    dtype=st.sampled_from(DataType).map(lambda dtype: dtype.value),
+    count=st.one_of(st.integers(0, 3 << 20), st.sampled_from([1 << 14, 1 << 16, 1 << 18, 1 << 40])),
+    algorithm=st.sampled_from([0, 4]),
+)
+HOSTS = st.tuples(st.sampled_from(["10.0.0.1", "10.0.0.2"]), st.sampled_from("ab"))
+
+
+@given(SPECS, st.lists(HOSTS, min_size=2, max_size=6), st.integers(1, 3))
+def test_all_members_choose_alike(spec: m.Spec, hosts: list[tuple[str, str]], weight: int) -> None:
+    """Whatever they have set, but for what is inline: the votes differ then, and say so."""
+    infos = tuple(
+        m.PeerInfo(10 + i, 0, host, 1, f"ipc{i}", machine)
+        for i, (host, machine) in enumerate(hosts)
+    )
+    order = tuple(info.peer for info in infos)
+    rings = plan_rings(infos, (m.Ring(order, weight), m.Ring(order[::-1], 1)))
+    plan, found = m.Plan(1, infos, rings, 0), set()
+    for number in order:
+        settings = Settings(lanes=number)
+        strategy = choose(spec, 1000, Conditions.of(plan, number, settings))
+        seats = places(spec, rings, number, (1,) * len(rings))
+        shares = tuple((one.members, one.begin, one.count) for one in seats)
+        found.add((strategy.spec, strategy.inline, strategy.algorithm, strategy.eager, shares))
+    assert len(found) == 1
