@@ -411,7 +411,7 @@ class Communicator(Closing):
         measure at once, so n peers take about n times as long, up to 17; of more peers only what
         tells which are near each other is measured, in at most 32 times as long. The order of a
         ring, and with it each `rank`, changes only if an all-reduce of 64 MiB would take at least a
-        fifth less time. The peers that stay keep the new order until the next optimisation. A pair
+        fifth less time. The peers that stay keep the new order until the next optimization. A pair
         that cannot connect is avoided if a ring without it exists. Between 3 to 6 peers whose links
         carry more together than each alone, the data is spread over several rings.
 

@@ -33,7 +33,7 @@ from pccl.protocol.rounds import EXCLUSIVE, Grace
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note, Quiet
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.probe import optimise
+from pccl.runtime.client.probe import optimize
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.forks import FORKED
 from pccl.runtime.resolve import AnotherServiceError, reachable
@@ -704,7 +704,7 @@ class Membership:
         """Measures the links between the peers, and chooses the fastest rings for each group."""
         client = self.client("optimize_topology")
         if client.world.global_size < 2:
-            why = "this peer is alone in the run: there is no order to optimise"
+            why = "this peer is alone in the run: there is no order to optimize"
             raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
-        self._round("optimize_topology", client, lambda call: optimise(client, call, deadline))
+        self._round("optimize_topology", client, lambda call: optimize(client, call, deadline))
         self.ranks.tell(client.plan, client.number)

@@ -85,14 +85,14 @@ class Swarm:
 def measure(peers: int, groups: int, rounds: int) -> dict[str, Cost]:
     """The cost of each kind of vote in a run of that many peers."""
     swarm = Swarm(peers, min(groups, peers // 2))
-    offer = m.Offer(0, 0, ENTRIES)
+    manifest = m.Manifest(0, 0, ENTRIES)
     costs = {name: Cost() for name in ("start", "finish", "pending", "topology", "sync")}
     for i in range(rounds):
         swarm.everyone(costs["start"], lambda call, conn: m.StartVote(call, 0, WORK, stuck=True))
         swarm.everyone(costs["finish"], lambda call, conn: m.FinishVote(swarm.seq[conn], True))
         swarm.everyone(costs["pending"], lambda call, conn: m.PendingVote(call, True))
         swarm.everyone(costs["topology"], lambda call, conn: m.TopologyVote(call))
-        revised = m.Offer(i, 0, offer.entries)
+        revised = m.Manifest(i, 0, manifest.entries)
         swarm.everyone(costs["sync"], lambda call, conn: m.SyncVote(call, revised))  # noqa: B023
     assert swarm.told >= peers * 5 * rounds, "the rounds did not end"
     return costs

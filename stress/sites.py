@@ -43,7 +43,7 @@ def main() -> int:
     for peers in args.peers:
         planet = Planet(peers, min(args.sites, peers))
         before = planet.master.run.groups[0].planned[0].order
-        after = planet.optimise()
+        after = planet.optimize()
         leaves = [crossings(order, planet.site_of) for order in (before, after)]
         around = [planet.round_s(order) for order in (before, after)]
         rates = [planet.rate(order) * 8e-6 for order in (before, after)]

@@ -3,7 +3,7 @@
  * No fused multiply-add and no excess precision: a float operation that is written is one rounding.
  * Which NaN an operation yields is the one thing IEEE 754 leaves to the processor (its sign on x86,
  * its payload everywhere), so each result that is a NaN is stored as one fixed pattern. With that,
- * vector width, optimisation level and architecture cannot be told from the results, and
+ * vector width, optimization level and architecture cannot be told from the results, and
  * pccl_self_test() proves it. */
 #ifndef PCCL_EXACT_H
 #define PCCL_EXACT_H

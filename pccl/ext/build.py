@@ -1,6 +1,6 @@
 """Builds pccl.ext._core from c/ by cffi in API mode: the declarations are those of c/pccl.h itself.
 
-PCCL_BUILD=debug or asan in the environment of the build gives an unoptimised or a sanitizer build.
+PCCL_BUILD=debug or asan in the environment of the build gives an unoptimized or a sanitizer build.
 """
 
 from __future__ import annotations

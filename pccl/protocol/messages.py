@@ -145,7 +145,7 @@ PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
 MEMBERS_MAX = 4096  # of a ring, as in c/pccl.h
 INLINE_BYTES_MAX = 262144  # of a contribution that travels with its vote
-MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries
+MESSAGE_BYTES_MAX = 16 << 20  # a manifest of a hundred thousand entries
 ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout
 PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
 # of all entries or parts: the rest of a message is small, but for two numbers for each member
@@ -333,7 +333,7 @@ class Spec(Struct, array_like=True, frozen=True):
 
 
 class Entry(Struct, array_like=True, frozen=True):
-    """One tensor of the shared state, in an offer. `layout`: as in Part.
+    """One tensor of the shared state, in a manifest. `layout`: as in Part.
 
     An empty `digest` is that of content that is not known, which equals nothing.
     """
@@ -346,7 +346,7 @@ class Entry(Struct, array_like=True, frozen=True):
     layout: Text = ""
 
 
-class Offer(Struct, array_like=True, frozen=True):
+class Manifest(Struct, array_like=True, frozen=True):
     """A peer's shared state. `strict`: divergence must be an error for all.
 
     A group's shared state must not begin with fewer than `min_peers` peers. `torn`: part of it was
@@ -365,8 +365,8 @@ class Offer(Struct, array_like=True, frozen=True):
         """Whether all of its content is known."""
         return not self.torn and all(entry.digest for entry in self.entries)
 
-    def overwritten(self, entries: Collection[int]) -> Offer:
-        """The offer of the same peer when these entries may have been overwritten since."""
+    def overwritten(self, entries: Collection[int]) -> Manifest:
+        """The manifest of the same peer when these entries may have been overwritten since."""
         if not entries:
             return self
         unknown = tuple(
@@ -572,7 +572,7 @@ class SyncVote(Struct, array_like=True, frozen=True, tag=6):
     """
 
     call: U64
-    offer: Offer
+    manifest: Manifest
     holds: bool = True
 
 

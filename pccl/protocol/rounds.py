@@ -276,7 +276,7 @@ class OpenRounds:
         """Open rounds with a voter that will never come to `mine`, nor `peer` there.
 
         `peer` has just entered `mine`. Both rounds are of all peers, or all of a group: of those in
-        PAIRs, each waits for one peer only (see master/circles.py).
+        PAIRs, each waits for one peer only (see `deadlock` in master/voting.py).
         """
         if mine.id.kind is Kind.PAIR:
             return

@@ -104,7 +104,7 @@ def main() -> int:
         before_s, after_s = median(times["before"]), median(times["after"])
         print(
             f"{link}, one pair at {args.slow} Mbit/s: {before_s:.2f} s ({was}), then "
-            f"{after_s:.2f} s ({now}), {before_s / after_s:.1f} times as fast; optimising took "
+            f"{after_s:.2f} s ({now}), {before_s / after_s:.1f} times as fast; optimizing took "
             f"{max(float(str(f['optimize_s'])) for f in found):.2f} s",
             flush=True,
         )

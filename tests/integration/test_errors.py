@@ -177,7 +177,7 @@ def test_others_do_not_come_in_time(stage: Stage, lone: Lone) -> None:
         says(newcomer.end(), "PCCLTimeoutError", "MASTER_CONNECTION_FAILED", where, todo)
 
 
-def test_one_has_no_time_for_an_optimisation(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_has_no_time_for_an_optimization(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PCCL_TRANSPORT", "tcp")  # or there would be nothing to measure
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0])

@@ -228,7 +228,7 @@ def test_a_peer_that_reads_nothing_does_not_fill_the_master(
     monkeypatch.setattr(limits, "GRACE_S", 0.1)
     server = Server("127.0.0.1", 0, Config())
     entries = (m.Entry("x", 10, 4, False, b"a"),)
-    first, wrong = (m.encode(m.SyncVote(1, m.Offer(n, 0, entries))) for n in (1, 9))
+    first, wrong = (m.encode(m.SyncVote(1, m.Manifest(n, 0, entries))) for n in (1, 9))
     votes = 1000 * framed(wrong)  # to be answered by an error of many words
     with serving(server), socket.socket() as stranger:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

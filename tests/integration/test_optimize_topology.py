@@ -164,7 +164,7 @@ def test_a_peer_is_lost_while_links_are_measured(
             for puppet in puppets:
                 puppet.begin("optimize_topology")
             machine = node._service.server._master  # type: ignore[union-attr]
-            wait_until(lambda: machine.run.optimisations.current is not None)
+            wait_until(lambda: machine.run.optimizations.current is not None)
             os.kill(puppets[2].process.pid, getattr(signal, blow))
             assert [puppet.end() for puppet in puppets[:2]] == [{"value": None}] * 2
             assert together(puppets[:2], "insist", value=1.0) == [2.0, 2.0]

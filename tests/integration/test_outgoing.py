@@ -120,7 +120,7 @@ def test_a_master_that_does_not_dial_lets_everybody_in(caplog: pytest.LogCapture
 
 
 @pytest.mark.slow
-def test_the_rings_are_optimised_around_them() -> None:
+def test_the_rings_are_optimized_around_them() -> None:
     with Mixed([False, False, True, True]) as cluster:
 
         def work(index: int, comm: pccl.Communicator) -> bool:

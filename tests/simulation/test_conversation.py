@@ -139,7 +139,7 @@ def failed_meanwhile(called: m.Called) -> set[conversation.Line]:
     """What happens to a peer whose call has failed under a master that died before it said so."""
     one = Belonging()
     if called == m.Called.SYNC:
-        one.perform(one.machine.sync(2, 3, m.Offer(0, 0, ())))
+        one.perform(one.machine.sync(2, 3, m.Manifest(0, 0, ())))
     else:
         one.perform(one.machine.optimize(2, 3))
     one.perform(one.machine.disconnected("the master died"))
@@ -247,7 +247,7 @@ def test_an_op_that_fails_after_its_completion_is_told_of_once() -> None:
 
 def test_who_cannot_serve_at_all_says_so_of_each_plan() -> None:
     machine = member()
-    machine.sync(2, 3, m.Offer(1, 0, ()))
+    machine.sync(2, 3, m.Manifest(1, 0, ()))
     assert sent(machine.engine_failed(3, "no memory for an op")) == []
     for seq in (9, 10):
         plan = m.SyncPlan(2, seq, (2,), (), (), ())

@@ -80,11 +80,11 @@ def test_what_was_missed_is_told_in_order() -> None:
     assert told_of(ward, b"2") == [8, 9, 10, 11]
 
 
-@pytest.mark.parametrize("what", ["sync", "optimisation"])
+@pytest.mark.parametrize("what", ["sync", "optimization"])
 def test_a_call_that_one_takes_back_for_all_has_failed_for_all(what: str) -> None:
     hall = Hall(2)
     if what == "sync":
-        votes = [m.SyncVote(5, m.Offer(0, 0, (entry,))) for entry in (ENTRY, OTHER)]
+        votes = [m.SyncVote(5, m.Manifest(0, 0, (entry,))) for entry in (ENTRY, OTHER)]
     else:
         votes = [m.OptimizeVote(5)] * 2
     for conn, vote in zip((b"1", b"2"), votes, strict=True):
@@ -200,7 +200,7 @@ def test_calls_that_can_never_meet_are_known_to_all_who_were_in_them() -> None:
     """So each of them can tell the next master, which tells the others."""
     hall = Hall(2)
     hall.say(b"1", m.TopologyVote(5))
-    hall.say(b"2", m.SyncVote(6, m.Offer(0, 0, (ENTRY,))))
+    hall.say(b"2", m.SyncVote(6, m.Manifest(0, 0, (ENTRY,))))
     told = {conn: hall.told[conn][-2:] for conn in (b"1", b"2")}
     known = {}
     for conn, messages in told.items():

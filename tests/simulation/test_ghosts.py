@@ -157,7 +157,7 @@ def test_a_start_that_crosses_gets_a_no() -> None:
 
 def test_what_others_agreed_on_without_a_caller_who_has_gone_is_known_to_the_next_master() -> None:
     peer = accepted()
-    peer.sync(2, 3, m.Offer(0, 0, ()))
+    peer.sync(2, 3, m.Manifest(0, 0, ()))
     peer.disconnected("the connection broke")
     peer.abandon(2)
     peer.engine_settled(3, 0, 0)

@@ -143,7 +143,7 @@ def test_one_peer_cannot_fill_the_master_with_lists_of_tensors() -> None:
 
 def test_one_offer_cannot_fill_the_master() -> None:
     hall = Hall()
-    huge = m.Offer(0, 0, (m.Entry("", 0, 0, False, b""),) * (HELD_MAX // 256 + 1))
+    huge = m.Manifest(0, 0, (m.Entry("", 0, 0, False, b""),) * (HELD_MAX // 256 + 1))
     assert len(m.encode(m.SyncVote(2, huge))) < m.MESSAGE_BYTES_MAX
     hall.say(b"1", m.SyncVote(2, huge))
     assert isinstance(hall.last(b"1"), m.CallError)
@@ -185,10 +185,10 @@ def test_epochs_are_not_used_twice_by_a_group_that_comes_again() -> None:
 
 def test_who_stands_in_a_synchronisation_enters_no_other() -> None:
     hall = Hall()
-    hall.say(b"1", m.SyncVote(2, m.Offer(1, 0, (ENTRY,))))
-    hall.say(b"2", m.SyncVote(2, m.Offer(0, 0, (OTHER,))))
+    hall.say(b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    hall.say(b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
     assert isinstance(hall.last(b"2"), m.SyncPlan)
-    hall.say(b"2", m.SyncVote(3, m.Offer(0, 0, (ENTRY,))))
+    hall.say(b"2", m.SyncVote(3, m.Manifest(0, 0, (ENTRY,))))
     assert "out of turn" in hall.dropped[b"2"]
     assert isinstance(hall.last(b"1"), m.SyncResult)
 
@@ -196,8 +196,8 @@ def test_who_stands_in_a_synchronisation_enters_no_other() -> None:
 def test_a_holder_that_serves_nobody_has_to_go_before_those_it_does_not_serve() -> None:
     hall = Hall(4)
     for conn in (b"1", b"2", b"3"):
-        hall.say(conn, m.SyncVote(2, m.Offer(1, 0, (ENTRY,))))
-    hall.say(b"4", m.SyncVote(2, m.Offer(9, 0, (OTHER,))))
+        hall.say(conn, m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    hall.say(b"4", m.SyncVote(2, m.Manifest(9, 0, (OTHER,))))
     while b"4" not in hall.dropped:
         for conn in (b"1", b"2", b"3"):
             plan = hall.last(conn)
@@ -211,7 +211,7 @@ def test_many_who_differ_are_dropped_at_once() -> None:
     hall = Hall(1000)
     for number, peer in list(hall.master.peers.items()):
         entries = (ENTRY,) if number <= 501 else (ENTRY, OTHER)
-        hall.say(peer.conn, m.SyncVote(2, m.Offer(0, 0, entries)))
+        hall.say(peer.conn, m.SyncVote(2, m.Manifest(0, 0, entries)))
     assert len(hall.dropped) == 499
     assert isinstance(hall.last(b"1"), m.SyncResult)
 
@@ -240,7 +240,7 @@ def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> Non
     hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     hall.dropped.clear()
     for i in range(100):
-        hall.say(b"stranger", m.SyncVote(i, m.Offer(0, 0, (ENTRY,) * 1000)))
+        hall.say(b"stranger", m.SyncVote(i, m.Manifest(0, 0, (ENTRY,) * 1000)))
     assert hall.master.recovering
     assert len(hall.master._restart.backlog.events) == BACKLOG_MAX + 1
     assert b"stranger" in hall.dropped

@@ -75,8 +75,8 @@ def test_what_the_master_finds_in_a_private_network_of_others_does_not_count() -
 def test_a_synchronisation_that_stalls_is_planned_anew_so_many_times() -> None:
     hall = Hall(3)
     for conn, content in ((b"1", b"old"), (b"2", b"new"), (b"3", b"new")):
-        offer = m.Offer(int(content == b"new"), 0, (m.Entry("x", 10, 4, False, content),))
-        hall.say(conn, m.SyncVote(2, offer))
+        manifest = m.Manifest(int(content == b"new"), 0, (m.Entry("x", 10, 4, False, content),))
+        hall.say(conn, m.SyncVote(2, manifest))
     first = plan = hall.last(b"2")
     assert isinstance(first, m.SyncPlan)
     for _ in range(STALLS_MAX - 1):
@@ -151,7 +151,7 @@ def test_members_that_differ_in_rows_are_told_whose() -> None:
 def test_a_fetch_fails_for_want_of_a_link_and_the_one_at_fault_goes() -> None:
     hall = Hall(3)
     for conn, revision in ((b"1", 0), (b"2", 0), (b"3", 7)):
-        hall.say(conn, m.SyncVote(2, m.Offer(revision, 0, (ENTRY if revision else OTHER,))))
+        hall.say(conn, m.SyncVote(2, m.Manifest(revision, 0, (ENTRY if revision else OTHER,))))
     unreached(hall, b"1", 3)
     hall.perform(hall.master.dialled(3, ""))
     for _ in range(3):
@@ -203,7 +203,7 @@ def test_who_comes_late_to_a_call_that_failed_is_told_once() -> None:
     for conn in (b"1", b"2"):
         hall.say(conn, m.TopologyVote(4))
     hall.say(b"1", m.TopologyVote(5))
-    hall.say(b"2", m.SyncVote(5, m.Offer(0, 0, ())))
+    hall.say(b"2", m.SyncVote(5, m.Manifest(0, 0, ())))
     for call, conn in enumerate((b"1", b"2", b"3"), 5):
         if conn == b"3":
             hall.say(conn, m.TopologyVote(call))
@@ -440,8 +440,8 @@ class Lab(Hall):
         `together`: what reaches a peer of all others at once.
         """
         seqs: set[int] = set()
-        while self.master.run.optimisations.current is not None:
-            seq = self.master.run.optimisations.current.seq
+        while self.master.run.optimizations.current is not None:
+            seq = self.master.run.optimizations.current.seq
             seqs.add(seq)
             for number, probe in self.probes().items():
                 if probe.seq == seq:
@@ -517,7 +517,7 @@ def test_nobody_waits_for_the_measurements_of_who_is_lost() -> None:
     after = lab.probes()
     assert after[1].seq > probes[1].seq
     lab.say(b"1", m.Measured(probes[1].seq, 1, 1))  # it was on its way
-    assert 1 in lab.master.run.optimisations.current.measuring  # type: ignore[union-attr]
+    assert 1 in lab.master.run.optimizations.current.measuring  # type: ignore[union-attr]
     assert lab.measure() >= 1
     for conn in (b"1", b"2", b"3"):
         assert isinstance(lab.last(conn), m.OptimizeResult)
@@ -532,7 +532,7 @@ def test_the_last_vote_is_not_waited_for_when_its_peer_leaves() -> None:
     assert isinstance(lab.last(b"3"), m.OptimizeResult)
 
 
-def test_an_optimisation_that_one_gives_up_fails_for_all() -> None:
+def test_an_optimization_that_one_gives_up_fails_for_all() -> None:
     lab = Lab("000")
     lab.everyone(m.OptimizeVote(7))
     late = lab.probes()[2]
@@ -621,8 +621,8 @@ def nonces(hall: Hall) -> tuple[set[int], set[int]]:
     hall.everyone(m.FinishVote(hall.start(), False))
     hall.everyone(m.OptimizeVote(9))
     hall.say(b"3", m.Leave())
-    for number, offer in enumerate((m.Offer(0, 0, (ENTRY,)), m.Offer(1, 0, (ENTRY,))), 1):
-        hall.say(b"%d" % number, m.SyncVote(5, offer))
+    for number, manifest in enumerate((m.Manifest(0, 0, (ENTRY,)), m.Manifest(1, 0, (ENTRY,))), 1):
+        hall.say(b"%d" % number, m.SyncVote(5, manifest))
     told = hall.told[b"1"]
     calls = [t.nonce for t in told if isinstance(t, m.Started | m.SyncPlan | m.Probe)]
     epochs = [t.nonce for t in told if isinstance(t, m.Plan)]

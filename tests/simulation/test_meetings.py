@@ -140,9 +140,9 @@ def test_a_send_that_cannot_be_fails() -> None:
 
 def test_shared_state_comes_from_those_that_can_send_it() -> None:
     hall = run("o", "", "o", "")
-    offers = (ENTRY, ENTRY, OTHER, ENTRY)
-    for i, entry in enumerate(offers, 1):
-        hall.say(b"%d" % i, m.SyncVote(2, m.Offer(0, 0, (entry,))))
+    manifests = (ENTRY, ENTRY, OTHER, ENTRY)
+    for i, entry in enumerate(manifests, 1):
+        hall.say(b"%d" % i, m.SyncVote(2, m.Manifest(0, 0, (entry,))))
     plans = {conn: hall.last(conn) for conn in (b"1", b"2", b"3", b"4")}
     assert all(isinstance(plan, m.SyncPlan) for plan in plans.values())
     assert {c: p.serve for c, p in plans.items() if isinstance(p, m.SyncPlan)} == {
@@ -157,7 +157,7 @@ def test_shared_state_comes_from_those_that_can_send_it() -> None:
 def test_shared_state_that_nobody_can_send_is_an_error() -> None:
     hall = run("o", "o")
     for i, entry in enumerate((ENTRY, OTHER), 1):
-        hall.say(b"%d" % i, m.SyncVote(2, m.Offer(0, 0, (entry,))))
+        hall.say(b"%d" % i, m.SyncVote(2, m.Manifest(0, 0, (entry,))))
     (why,) = errors(hall)
     assert "peer 1" in why and "peer 2" in why
 
@@ -177,7 +177,7 @@ def test_who_only_dials_out_cannot_relay() -> None:
     assert isinstance(refused, m.Refused) and "PCCL_RELAY" in refused.why
 
 
-def test_an_optimisation_does_not_measure_what_cannot_be() -> None:
+def test_an_optimization_does_not_measure_what_cannot_be() -> None:
     hall = run("o", "", "o")
     hall.everyone(m.OptimizeVote(2))
     measured = set()

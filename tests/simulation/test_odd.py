@@ -34,7 +34,7 @@ class Floor(Hall):
         self.call = 100
         self._admit(veterans)
         if veterans == 1:
-            self.say(b"1", m.SyncVote(99, m.Offer(0, 0, (ENTRY,))))
+            self.say(b"1", m.SyncVote(99, m.Manifest(0, 0, (ENTRY,))))
         elif veterans:
             self.reduce(*[WORK] * veterans)
             for conn in self.conns:
@@ -200,7 +200,7 @@ def test_who_is_in_another_call_than_most_goes() -> None:
 def test_newcomers_in_another_call_than_veterans_go(newcomers: int) -> None:
     floor = Floor(2, newcomers)
     for conn in floor.conns[2:]:
-        floor.say(conn, m.SyncVote(7, m.Offer(0, 0, (ENTRY,))))
+        floor.say(conn, m.SyncVote(7, m.Manifest(0, 0, (ENTRY,))))
     floor.reduce(WORK, WORK, *[None] * newcomers)
     assert floor.outcomes == ["started", "started", *["dropped"] * newcomers]
 
@@ -208,7 +208,7 @@ def test_newcomers_in_another_call_than_veterans_go(newcomers: int) -> None:
 def test_of_three_calls_that_exclude_each_other_that_of_most_goes_on() -> None:
     floor = Floor(5)
     floor.say(b"1", m.TopologyVote(7))
-    floor.say(b"2", m.SyncVote(7, m.Offer(0, 0, (ENTRY,))))
+    floor.say(b"2", m.SyncVote(7, m.Manifest(0, 0, (ENTRY,))))
     floor.reduce(None, None, WORK, WORK, WORK)
     assert floor.outcomes == ["dropped", "dropped", "started", "started", "started"]
 

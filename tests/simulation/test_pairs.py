@@ -210,7 +210,7 @@ def test_calls_that_can_never_meet() -> None:
         meet(hall)
 
 
-def test_a_circle_of_three_can_never_meet() -> None:
+def test_a_cycle_of_three_can_never_meet() -> None:
     hall = Hall(3)
     for number in (1, 2, 3):
         vote(hall, number, (number, number % 3 + 1), stuck=True)
@@ -219,7 +219,7 @@ def test_a_circle_of_three_can_never_meet() -> None:
     assert not isinstance(hall.last(b"1"), m.CallError)  # its own partner comes back, and may come
 
 
-def test_a_chain_is_no_circle() -> None:
+def test_a_chain_is_no_deadlock() -> None:
     hall = Hall(3)
     vote(hall, 1, (1, 2), stuck=True)
     vote(hall, 2, (2, 3), stuck=True)

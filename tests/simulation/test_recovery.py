@@ -122,7 +122,7 @@ def test_what_strangers_say_takes_no_more_memory_than_there_is_for_it(
 
 def test_no_vote_is_kept_while_the_master_waits() -> None:
     ward = Ward(Journal(7, 1, 3, frozenset((1,))))
-    huge = m.SyncVote(2, m.Offer(0, 0, (m.Entry("x", 10, 4, False, b""),) * 1000))
+    huge = m.SyncVote(2, m.Manifest(0, 0, (m.Entry("x", 10, 4, False, b""),) * 1000))
     before = sys.getrefcount(huge)
     ward.say(b"stranger", huge)
     assert sys.getrefcount(huge) == before
@@ -280,7 +280,7 @@ def test_a_run_that_went_on_without_a_peer_does_not_take_it_back() -> None:
         assert hall.master.deserted(resume(3, hall.master.run.number))
 
 
-def test_an_optimisation_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
+def test_an_optimization_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
     hall = Hall(2)
     hall.everyone(m.OptimizeVote(9))
     for number in (2, 1):

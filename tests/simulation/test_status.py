@@ -127,9 +127,9 @@ def test_how_far_those_are_who_are_waited_for() -> None:
 
 def test_how_far_receivers_of_shared_state_are() -> None:
     hall = Hall(3)
-    hall.say(b"1", m.SyncVote(2, m.Offer(1, 0, (ENTRY,))))
-    hall.say(b"2", m.SyncVote(2, m.Offer(0, 0, (OTHER,))))
-    hall.say(b"3", m.SyncVote(2, m.Offer(0, 0, (OTHER,))))
+    hall.say(b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    hall.say(b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
+    hall.say(b"3", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
     seq = hall.master.run.numbers.next_seq - 1
     hall.say(b"2", m.Progress(seq, 400))
     hall.say(b"1", m.Progress(seq, 400))  # which receives nothing
@@ -160,8 +160,8 @@ def test_a_newcomer_waits_for_those_who_must_let_it_in() -> None:
 
 def test_shared_state() -> None:
     hall = Hall(2)
-    at(hall, 1.0, b"1", m.SyncVote(2, m.Offer(1, 0, (ENTRY,))))
-    at(hall, 3.0, b"2", m.SyncVote(2, m.Offer(0, 0, (OTHER,))))
+    at(hall, 1.0, b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    at(hall, 3.0, b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
     hall.master.now_s = 4.0
     wait = only_wait(hall)
     assert (wait.call, wait.phase) == ("sync_shared_state()", Phase.RECEIVING)

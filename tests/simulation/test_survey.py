@@ -89,7 +89,7 @@ def test_the_ring_leaves_a_site_over_the_best_link_that_was_measured() -> None:
 def test_a_large_run_over_the_real_master() -> None:
     planet = Planet(200, 10, machines=2)
     before = planet.master.run.groups[0].planned[0].order
-    order = planet.optimise()
+    order = planet.optimize()
     assert sorted(order) == [*range(1, 201)]
     assert crossings(before, planet.site_of) > 50 and crossings(order, planet.site_of) == 10
     assert planet.slots <= 24 and planet.probes <= 200 * planet.slots

@@ -15,9 +15,11 @@ from pccl.runtime.inline import combine
 from pccl.types import Result
 
 
-def offer(revision: int, content: bytes = b"a", strategy: int = 0, min_peers: int = 0) -> m.Offer:
+def manifest(
+    revision: int, content: bytes = b"a", strategy: int = 0, min_peers: int = 0
+) -> m.Manifest:
     entries = (m.Entry("x", 10, 4, False, content),)
-    return m.Offer(revision, strategy, entries, min_peers=min_peers)
+    return m.Manifest(revision, strategy, entries, min_peers=min_peers)
 
 
 class Sync(Hall):
@@ -27,11 +29,11 @@ class Sync(Hall):
         super().__init__(peers)
         self.call = 10
 
-    def sync(self, *offers: m.Offer) -> list[m.MasterMessage]:
+    def sync(self, *manifests: m.Manifest) -> list[m.MasterMessage]:
         """What each peer is told last."""
         self.call += 1
         conns = [peer.conn for peer in self.master.peers.values()]
-        for conn, one in zip(conns, offers, strict=True):
+        for conn, one in zip(conns, manifests, strict=True):
             self.say(conn, m.SyncVote(self.call, one))
         return [self.last(conn) for conn in conns]
 
@@ -47,23 +49,23 @@ class Sync(Hall):
 
 def test_nothing_begins_with_fewer_peers_than_one_wants() -> None:
     hall = Sync()
-    told = hall.sync(offer(7), offer(0, min_peers=3))
+    told = hall.sync(manifest(7), manifest(0, min_peers=3))
     assert told == [hall.result(0, 1, short=3)] * 2
     hall.admit(b"3")
-    told = hall.sync(offer(7), offer(0), offer(3, min_peers=3))
+    told = hall.sync(manifest(7), manifest(0), manifest(3, min_peers=3))
     assert told == [hall.result(7, 2)] * 3, "the first one, still, and the highest revision"
     hall.say(b"3", m.Leave())
-    told = hall.sync(offer(8), offer(8, min_peers=3))
+    told = hall.sync(manifest(8), manifest(8, min_peers=3))
     assert told == [hall.result(8, 3)] * 2, "a run that has begun goes on with any number"
 
 
 def test_a_newcomer_whose_shared_state_lies_in_another_order_is_dropped_alone() -> None:
     """The bytes of the others would fit into its memory, and mean something else there."""
     hall = Sync()
-    hall.sync(offer(0), offer(0))
+    hall.sync(manifest(0), manifest(0))
     hall.admit(b"3")
-    other = m.Offer(0, 0, (m.Entry("x", 10, 4, False, b"a", "2x2/1,2"),))
-    hall.sync(offer(1), offer(1), other)
+    other = m.Manifest(0, 0, (m.Entry("x", 10, 4, False, b"a", "2x2/1,2"),))
+    hall.sync(manifest(1), manifest(1), other)
     assert [isinstance(told, m.Kicked) for told in hall.told[b"3"]].count(True) == 1
     assert hall.last(b"1") == hall.result(1, 2)
 
@@ -79,28 +81,28 @@ def test_a_restarted_master_knows_that_nothing_has_begun() -> None:
     hall.perform(hall.master.tick(60.0))
     told = next(t for t in hall.told[b"2"] if isinstance(t, m.Resumed))
     assert (told.done.sync, told.done.short) == (4, 3)
-    assert hall.sync(offer(7, min_peers=2), offer(7)) == [hall.result(7, 5)] * 2
+    assert hall.sync(manifest(7, min_peers=2), manifest(7)) == [hall.result(7, 5)] * 2
 
 
 def test_who_was_refused_holds_nothing() -> None:
     hall = Sync(3)
-    hall.sync(offer(5), offer(5), offer(5))
-    told = hall.sync(offer(6), offer(6), offer(9, b"x"))
+    hall.sync(manifest(5), manifest(5), manifest(5))
+    told = hall.sync(manifest(6), manifest(6), manifest(9, b"x"))
     assert told == [hall.result(6, 2)] * 3, "the third one concludes that it was refused"
     assert hall.master.run.history.of(0).holders == {1, 2}
     assert any("was synchronised without peer 3" in note for note in hall.notes)
     hall.say(b"1", m.Leave())
-    told = hall.sync(offer(6), offer(7, b"x"))
+    told = hall.sync(manifest(6), manifest(7, b"x"))
     assert told[0] == hall.result(6, 3), "it cannot take the run over"
 
 
 def test_an_unchanged_revision_is_legal_once_when_somebody_has_joined() -> None:
     hall = Sync()
-    hall.sync(offer(5), offer(5))
+    hall.sync(manifest(5), manifest(5))
     hall.admit(b"3")
     hall.say(b"3", m.Leave())
-    assert hall.sync(offer(5), offer(5)) == [hall.result(5, 2)] * 2
-    told = hall.sync(offer(5), offer(5))
+    assert hall.sync(manifest(5), manifest(5)) == [hall.result(5, 2)] * 2
+    told = hall.sync(manifest(5), manifest(5))
     assert all(isinstance(error, m.CallError) for error in told)
 
 
@@ -127,27 +129,27 @@ def with_ranks_of_before(hall: Sync) -> None:
 def test_an_unchanged_revision_is_legal_once_after_a_loss(what: Callable[[Sync], None]) -> None:
     """A program may catch a loss, and go back to the top of its loop, where it synchronises."""
     hall = Sync(3)
-    hall.sync(*[offer(5)] * 3)
+    hall.sync(*[manifest(5)] * 3)
     what(hall)
     here = len(hall.master.peers)
-    assert hall.sync(*[offer(5)] * here) == [hall.result(5, 2)] * here
-    assert all(isinstance(error, m.CallError) for error in hall.sync(*[offer(5)] * here))
-    assert hall.sync(*[offer(6)] * here) == [hall.result(6, 3)] * here
+    assert hall.sync(*[manifest(5)] * here) == [hall.result(5, 2)] * here
+    assert all(isinstance(error, m.CallError) for error in hall.sync(*[manifest(5)] * here))
+    assert hall.sync(*[manifest(6)] * here) == [hall.result(6, 3)] * here
 
 
 def test_a_collective_that_commits_makes_no_unchanged_revision_legal() -> None:
     hall = Sync()
-    hall.sync(offer(5), offer(5))
+    hall.sync(manifest(5), manifest(5))
     hall.everyone(m.FinishVote(hall.start(), True))
-    assert all(isinstance(error, m.CallError) for error in hall.sync(offer(5), offer(5)))
+    assert all(isinstance(error, m.CallError) for error in hall.sync(manifest(5), manifest(5)))
 
 
 def test_who_goes_back_receives_from_those_who_went_on() -> None:
     """An exception may take a caller away from a collective that commits."""
     hall = Sync(3)
-    hall.sync(*[offer(5)] * 3)
+    hall.sync(*[manifest(5)] * 3)
     hall.say(b"3", m.Leave())
-    told = hall.sync(offer(5), offer(6, b"b"))
+    told = hall.sync(manifest(5), manifest(6, b"b"))
     assert isinstance(told[0], m.SyncPlan) and told[0].holders == (2,)
     assert not told[0].diverged
 
@@ -155,21 +157,21 @@ def test_who_goes_back_receives_from_those_who_went_on() -> None:
 def test_a_group_that_begins_anew_repeats_no_number() -> None:
     """So no peer of before, which may come back to the next master, takes its result as its own."""
     hall = Sync(1)
-    assert hall.sync(offer(5)) == [hall.result(5, 1)]
+    assert hall.sync(manifest(5)) == [hall.result(5, 1)]
     hall.say(b"1", m.Leave())
     assert not len(hall.master.run.groups)
     hall.join(b"2")
-    assert hall.sync(offer(3)) == [hall.result(3, 2)]
+    assert hall.sync(manifest(3)) == [hall.result(3, 2)]
 
 
 def test_who_left_before_it_heard_of_a_result_does_not_hold_it() -> None:
     """Else it could never begin anew when those who do are gone."""
     for holds in (True, False):
         hall = Sync(3)
-        hall.sync(offer(8), offer(8), offer(8))
+        hall.sync(manifest(8), manifest(8), manifest(8))
         for conn in (b"1", b"2"):
             hall.perform(hall.master.disconnected(conn, "its connection broke"))
-        hall.say(b"3", m.SyncVote(20, offer(0), holds))
+        hall.say(b"3", m.SyncVote(20, manifest(0), holds))
         told = hall.last(b"3")
         if holds:
             assert isinstance(told, m.CallError) and "at 8 already" in told.why
@@ -179,9 +181,9 @@ def test_who_left_before_it_heard_of_a_result_does_not_hold_it() -> None:
 
 def test_who_left_before_it_heard_of_a_result_receives_what_the_others_have() -> None:
     hall = Sync(2)
-    hall.sync(offer(8), offer(8))
-    hall.say(b"1", m.SyncVote(20, offer(8)))
-    hall.say(b"2", m.SyncVote(20, offer(0, b"b"), holds=False))
+    hall.sync(manifest(8), manifest(8))
+    hall.say(b"1", m.SyncVote(20, manifest(8)))
+    hall.say(b"2", m.SyncVote(20, manifest(0, b"b"), holds=False))
     plan = hall.last(b"2")
     assert isinstance(plan, m.SyncPlan) and plan.holders == (1,), "at the revision of the others"
 
@@ -191,16 +193,16 @@ def test_who_left_before_it_heard_of_a_result_receives_what_the_others_have() ->
 
 def test_a_peer_whose_caller_left_says_that_it_holds_nothing() -> None:
     for leaves in (True, False):
-        machine = standing(offer(0))
+        machine = standing(manifest(0))
         if leaves:
             machine.abandon(2)
         machine.received(m.SyncResult(2, 0, 5, 0))
         machine.engine_settled(3, 0, 0)
-        said = [e.message for e in machine.sync(9, 10, offer(0)) if isinstance(e, Send)]
+        said = [e.message for e in machine.sync(9, 10, manifest(0)) if isinstance(e, Send)]
         assert [one.holds for one in said if isinstance(one, m.SyncVote)] == [not leaves]
 
 
-def standing(one: m.Offer) -> Peer:
+def standing(one: m.Manifest) -> Peer:
     """A peer that stands in a synchronisation, call 2."""
     machine = Peer()
     machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
@@ -227,8 +229,8 @@ def missed(machine: Peer, done: m.Done) -> Answer | Fail:
 
 def test_a_peer_concludes_that_it_was_refused_also_from_a_restarted_master() -> None:
     for end in (
-        ends(standing(offer(9)), m.SyncResult(2, 6, 5, 0)),
-        missed(standing(offer(9)), m.Done(sync=5, revision=6)),
+        ends(standing(manifest(9)), m.SyncResult(2, 6, 5, 0)),
+        missed(standing(manifest(9)), m.Done(sync=5, revision=6)),
     ):
         assert isinstance(end, Fail)
         assert (end.result, end.fault) == (Result.INVALID_ARGUMENT, Fault.OTHER)
@@ -237,8 +239,8 @@ def test_a_peer_concludes_that_it_was_refused_also_from_a_restarted_master() -> 
 
 def test_a_peer_concludes_that_nothing_began_also_from_a_restarted_master() -> None:
     for end in (
-        ends(standing(offer(9)), m.SyncResult(2, 0, 5, 0, short=3)),
-        missed(standing(offer(9)), m.Done(sync=5, short=3)),
+        ends(standing(manifest(9)), m.SyncResult(2, 0, 5, 0, short=3)),
+        missed(standing(manifest(9)), m.Done(sync=5, short=3)),
     ):
         assert isinstance(end, Fail)
         assert (end.result, end.fault) == (Result.TOO_FEW_PEERS, Fault.TOO_FEW_PEERS)
@@ -246,12 +248,12 @@ def test_a_peer_concludes_that_nothing_began_also_from_a_restarted_master() -> N
 
 
 def test_who_only_receives_is_never_refused() -> None:
-    end = ends(standing(offer(9, strategy=1)), m.SyncResult(2, 6, 5, 0))
+    end = ends(standing(manifest(9, strategy=1)), m.SyncResult(2, 6, 5, 0))
     assert isinstance(end, Answer)
 
 
 def test_what_a_refused_peer_says_of_itself_later() -> None:
-    machine = standing(offer(9))
+    machine = standing(manifest(9))
     ends(machine, m.SyncResult(2, 6, 5, 0))
     machine.disconnected("a restart")
     (again,) = machine.reconnected()
@@ -265,7 +267,7 @@ def test_what_a_refused_peer_says_of_itself_later() -> None:
 def test_what_may_be_overwritten_is_fetched_also_if_it_was_there_before() -> None:
     """What is elected next may be what a receiver had, until the first transfer began."""
     hall = Sync(3)
-    told = hall.sync(offer(6, b"b"), offer(6, b"a"), offer(0, b"a"))
+    told = hall.sync(manifest(6, b"b"), manifest(6, b"a"), manifest(0, b"a"))
     assert [isinstance(plan, m.SyncPlan) and plan.in_place for plan in told] == [False, False, True]
     hall.say(b"1", m.Leave())
     plan = hall.last(b"3")
@@ -275,7 +277,7 @@ def test_what_may_be_overwritten_is_fetched_also_if_it_was_there_before() -> Non
 
 def test_who_has_begun_to_receive_offers_nothing_when_the_holders_are_gone() -> None:
     hall = Sync(3)
-    hall.sync(offer(6, b"b"), offer(0, b"a"), offer(0, b"a"))
+    hall.sync(manifest(6, b"b"), manifest(0, b"a"), manifest(0, b"a"))
     hall.say(b"1", m.Leave())
     error = hall.last(b"2")
     assert isinstance(error, m.CallError) and "nobody is left who offers a whole" in error.why
@@ -284,7 +286,7 @@ def test_who_has_begun_to_receive_offers_nothing_when_the_holders_are_gone() -> 
 
 def receiving(revision: int) -> Peer:
     """A peer that has begun to receive in place."""
-    machine = standing(offer(revision, b"mine"))
+    machine = standing(manifest(revision, b"mine"))
     machine.received(m.SyncPlan(2, 9, (), (1,), (0,), (b"theirs",), in_place=True))
     machine.fetch(4, 9)
     return machine
@@ -296,7 +298,7 @@ def test_a_restarted_master_learns_what_may_be_overwritten() -> None:
     machine.reconnected()
     sent = [a.message for a in machine.received(m.Resumed(m.Done(sync=4))) if isinstance(a, Send)]
     (vote,) = (message for message in sent if isinstance(message, m.SyncVote))
-    assert vote.offer.torn and [entry.digest for entry in vote.offer.entries] == [b""]
+    assert vote.manifest.torn and [entry.digest for entry in vote.manifest.entries] == [b""]
 
 
 def test_who_receives_in_place_is_not_refused_when_a_lower_revision_is_elected_next() -> None:
@@ -309,7 +311,7 @@ def test_who_receives_in_place_is_not_refused_when_a_lower_revision_is_elected_n
 def test_who_is_torn_cannot_only_send() -> None:
     """It may hold anything, and it would receive nothing: its revision does not make it whole."""
     hall = Sync(3)
-    torn = m.Offer(5, 2, (m.Entry("x", 10, 4, False, b"a"),), torn=True)
-    told = hall.sync(offer(5, strategy=2), offer(4, strategy=1), torn)
+    torn = m.Manifest(5, 2, (m.Entry("x", 10, 4, False, b"a"),), torn=True)
+    told = hall.sync(manifest(5, strategy=2), manifest(4, strategy=1), torn)
     assert isinstance(told[2], m.Kicked) and "its shared state is torn" in told[2].why
     assert told[0] == hall.result(5, 1)

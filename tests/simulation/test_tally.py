@@ -128,14 +128,14 @@ def test_several_that_are_aborted_together_are_one_recovery() -> None:
 
 def test_shared_state_that_newcomers_lack_and_that_others_have_lost() -> None:
     hall = Hall(2)
-    at(hall, 1.0, b"1", m.SyncVote(2, m.Offer(1, 0, (ENTRY,))))
-    at(hall, 3.0, b"2", m.SyncVote(2, m.Offer(0, 0, (OTHER,))))
+    at(hall, 1.0, b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    at(hall, 3.0, b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
     at(hall, 3.25, b"2", m.FetchedVote(hall.master.run.numbers.next_seq - 1, True))
     found = counts(hall)
     assert only(found.syncs) == 0.25
     assert (found.synced_bytes, found.resynced_bytes, found.parity_failures) == (16, 0, 0)
-    hall.say(b"1", m.SyncVote(4, m.Offer(2, 0, (ENTRY,))))
-    hall.say(b"2", m.SyncVote(4, m.Offer(2, 0, (OTHER,))))
+    hall.say(b"1", m.SyncVote(4, m.Manifest(2, 0, (ENTRY,))))
+    hall.say(b"2", m.SyncVote(4, m.Manifest(2, 0, (OTHER,))))
     hall.say(b"2", m.FetchedVote(hall.master.run.numbers.next_seq - 1, True))
     found = counts(hall)
     assert (found.synced_bytes, found.resynced_bytes, found.parity_failures) == (32, 16, 1)

@@ -162,7 +162,7 @@ TABLES = {
     "round": ROUND,
     "collective": COLLECTIVE,
     "synchronisation": SYNCHRONISATION,
-    "optimisation": OPTIMISATION,
+    "optimization": OPTIMISATION,
 }
 Line: TypeAlias = tuple[str, str, str]  # table, state, what is said
 
@@ -188,7 +188,7 @@ class Talk:
 
 def _is_of(talk: Talk, failure: m.Failure) -> bool:
     """Whether a failure is that of this call."""
-    tables = {m.Called.SYNC: "synchronisation", m.Called.OPTIMIZE: "optimisation"}
+    tables = {m.Called.SYNC: "synchronisation", m.Called.OPTIMIZE: "optimization"}
     if failure.called in tables:
         return talk.table == tables[m.Called(failure.called)] and talk.state != OVER
     if failure.called != m.Called.COLLECTIVE:
@@ -227,7 +227,7 @@ class Conversation:
                 talk = self.calls.setdefault(call, Talk("synchronisation", "outside"))
                 self._go(talk, "> SyncVote")
             case m.OptimizeVote(call):
-                talk = self.calls.setdefault(call, Talk("optimisation", "outside"))
+                talk = self.calls.setdefault(call, Talk("optimization", "outside"))
                 self._go(talk, "> OptimizeVote")
             case m.Withdraw(call) | m.Hurry(call):
                 self._go(self.calls[call], f"> {name}")

@@ -117,11 +117,13 @@ def start_vote(draw: random.Random) -> m.StartVote:
             return m.StartVote(call, tag, work(draw))
 
 
-def offer(draw: random.Random) -> m.Offer:
+def manifest(draw: random.Random) -> m.Manifest:
     entry = m.Entry("x", 10, 4, False, draw.choice([b"init 0", b"init 1", b"bad", b"\xff" * 32]))
     other = m.Entry(text(draw, 256), draw.randint(0, 65535), number(draw), True, b"a")
     entries = draw.choice([(entry,), (entry,), (entry,), (), (other,), (entry, other)])
-    return m.Offer(draw.choice([0, 1, 2, 3, 4, number(draw)]), draw.choice([0, 0, 1, 9]), entries)
+    return m.Manifest(
+        draw.choice([0, 1, 2, 3, 4, number(draw)]), draw.choice([0, 0, 1, 9]), entries
+    )
 
 
 def resume(draw: random.Random) -> m.Resume:
@@ -192,7 +194,7 @@ MESSAGES: list[tuple[int, Callable[[random.Random], m.PeerMessage]]] = [  # with
     (6, start_vote),
     (8, lambda draw: m.FinishVote(number(draw), draw.random() < 0.7, text(draw, 4096))),
     (2, lambda draw: m.Progress(number(draw), draw.randint(0, 65535))),
-    (6, lambda draw: m.SyncVote(number(draw), offer(draw))),
+    (6, lambda draw: m.SyncVote(number(draw), manifest(draw))),
     (4, lambda draw: m.OptimizeVote(number(draw))),
     (4, lambda draw: m.Measured(number(draw), number(draw), number(draw))),
     (4, lambda draw: m.FetchedVote(number(draw), draw.random() < 0.5, text(draw, 4096))),

@@ -64,7 +64,7 @@ class Planet:
         far = math.dist(self.places[one], self.places[other])
         return Link(self.rates[one][other], TRIPS * int(10_000 + 150_000 * far))
 
-    def optimise(self) -> tuple[int, ...]:
+    def optimize(self) -> tuple[int, ...]:
         """Has the links measured; the ring that follows."""
         began_s = time.process_time()
         for number in self.site_of:

@@ -315,9 +315,9 @@ class SimPeer:
         if self.torn:
             text = f"torn, of peer {self.name}"
         entries = (m.Entry(entry, 10, 4, False, text.encode()),)
-        offer = m.Offer(revision, strategy, entries, min_peers=min_peers, torn=self.torn)
+        manifest = m.Manifest(revision, strategy, entries, min_peers=min_peers, torn=self.torn)
         call, serve = self.number(), self.number("serve")
-        actions = self.machine.sync(call, serve, offer)
+        actions = self.machine.sync(call, serve, manifest)
         end = yield from self.wait(self.begin(call, "sync_shared_state", actions))
         if isinstance(end, Answer):
             assert isinstance(end.value, Synced)
@@ -624,7 +624,7 @@ class SimPeer:
     def probing(self) -> int:
         """The seq of the probe under way, 0 if there is none."""
         transfer = self.machine.transfers.current
-        return self.probe if transfer is not None and transfer.optimises else 0
+        return self.probe if transfer is not None and transfer.optimizes else 0
 
     def measure(self, seq: int) -> None:
         """Time is up, or everything is here, or nobody sends any more."""

@@ -80,7 +80,7 @@ VOTE = m.PendingVote(1)
         (received(VOTE, told=(Told("Started", (1, 2), seq=4, final=True),)), set()),
         (received(VOTE, told=(Told("SyncPlan", (1, 2), fetches=2),)), {"transfer"}),
         (received(VOTE, told=(Told("SyncPlan", (1, 2)),)), set()),
-        (received(VOTE, told=(Told("Probe", (1,)),)), {"optimisation"}),
+        (received(VOTE, told=(Told("Probe", (1,)),)), {"optimization"}),
         (Line(1.0, inputs.Farewell(), told=(Told("Welcome", (3,)),)), {"admission"}),
         (received(m.Leave()), set()),
     ],

@@ -14,7 +14,7 @@ from pccl.protocol.master.collectives import Accusations, Collectives, Collectiv
 from pccl.protocol.master.effects import Dial, Effect, Note, Send
 from pccl.protocol.master.links import Dismissals, Groups, Meetings
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.optimisations import Optimisations
+from pccl.protocol.master.optimizations import Optimizations
 from pccl.protocol.master.outbox import WHY_MAX, Outbox
 from pccl.protocol.master.recovery import History, Nonces, Numbers
 from pccl.protocol.master.synchronisations import Synchronisations
@@ -258,8 +258,8 @@ def test_a_small_collective_is_final_at_once() -> None:
 def test_a_synchronisation_ends_when_all_have_fetched(ok: bool) -> None:
     table = Table(2)
     syncs = table.synchronisations()
-    offers = [m.Offer(0, 0, (m.Entry("x", 10, 4, False, digest),)) for digest in (b"1", b"2")]
-    round_ = Round(RoundId(Kind.SYNC, 0), {n + 1: Vote(n, o) for n, o in enumerate(offers)})
+    manifests = [m.Manifest(0, 0, (m.Entry("x", 10, 4, False, digest),)) for digest in (b"1", b"2")]
+    round_ = Round(RoundId(Kind.SYNC, 0), {n + 1: Vote(n, o) for n, o in enumerate(manifests)})
     syncs.begin(round_)
     assert syncs.under_way(0)
     plan = table.said()[2][0]
@@ -293,9 +293,9 @@ def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:
     assert not table.gone
 
 
-def test_an_optimisation_measures_links_and_installs_rings() -> None:
+def test_an_optimization_measures_links_and_installs_rings() -> None:
     table = Table(2)
-    optimisations = Optimisations(
+    optimizations = Optimizations(
         table.membership,
         table.numbers,
         table.history,
@@ -304,16 +304,16 @@ def test_an_optimisation_measures_links_and_installs_rings() -> None:
         table.outbox,
         table.dismissals,
     )
-    optimisations.begin(Round(RoundId(Kind.OPTIMIZE, None), {1: Vote(10, None), 2: Vote(20, None)}))
+    optimizations.begin(Round(RoundId(Kind.OPTIMIZE, None), {1: Vote(10, None), 2: Vote(20, None)}))
     probes = {number: told[0] for number, told in table.said().items()}
     assert {n: p.peers for n, p in probes.items() if isinstance(p, m.Probe)} == {1: (2,), 2: (1,)}
     seq = table.numbers.next_seq - 1
-    optimisations.measured(1, m.Measured(seq, 10**6, 10))
-    assert optimisations.has(1) and not table.said()
-    optimisations.measured(2, m.Measured(seq, 10**6, 10))
+    optimizations.measured(1, m.Measured(seq, 10**6, 10))
+    assert optimizations.has(1) and not table.said()
+    optimizations.measured(2, m.Measured(seq, 10**6, 10))
     assert table.said() == {1: [m.OptimizeResult(10, 1)], 2: [m.OptimizeResult(20, 1)]}
-    assert not optimisations.has(1) and table.history.optimized == 1
-    optimisations.measured(1, m.Measured(seq + 1, 10**6, 10))
+    assert not optimizations.has(1) and table.history.optimized == 1
+    optimizations.measured(1, m.Measured(seq + 1, 10**6, 10))
     assert list(table.gone) == [1]
 
 

@@ -42,7 +42,7 @@ FROM_PEER: list[m.PeerMessage] = [
     m.Progress(9, 1000),
     m.FinishVote(9, False, "a stream was lost"),
     m.FinishVote(9, False, "no memory", m.Cause.MEMORY),
-    m.SyncVote(8, m.Offer(4, 0, (ENTRY,))),
+    m.SyncVote(8, m.Manifest(4, 0, (ENTRY,))),
     m.FetchedVote(11, False, "digest"),
     m.Leave(),
     m.Meet(3, TOKEN, 4001, 8),

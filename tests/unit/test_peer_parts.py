@@ -39,7 +39,7 @@ from pccl.protocol.peer.effects import (
 )
 from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.peer.transfers import Optimisations, Synchronisations, Transfer, Transfers
+from pccl.protocol.peer.transfers import Optimizations, Synchronisations, Transfer, Transfers
 from pccl.types import Result
 
 WORK = m.Spec("all_reduce", 0, 10, 1000)
@@ -61,7 +61,7 @@ class Bench:
         self.collectives = Collectives(*around, lambda *one: self.missed.append(one))
         self.transfers = Transfers(*around)
         known = self.knowledge, self.outbox, self.ghosts, self.transfers
-        self.syncs, self.optimisations = Synchronisations(*known), Optimisations(*known)
+        self.syncs, self.optimizations = Synchronisations(*known), Optimizations(*known)
 
     @property
     def done(self) -> list[Effect]:
@@ -151,7 +151,7 @@ def test_a_collective_that_breaks_is_voted_on_and_restored(bench: Bench) -> None
 
 
 def test_a_transfer_serves_fetches_and_ends(bench: Bench) -> None:
-    vote = m.SyncVote(1, m.Offer(0, 0, ()), holds=False)
+    vote = m.SyncVote(1, m.Manifest(0, 0, ()), holds=False)
     bench.transfers.enter(Transfer(1, 2, vote))
     assert bench.done == [RegisterOp(2, 7, 0, 0), Send(msgspec.structs.replace(vote, holds=False))]
     bench.syncs.planned(m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4))
@@ -180,7 +180,7 @@ def test_a_transfer_serves_fetches_and_ends(bench: Bench) -> None:
 
 
 def test_a_fetch_goes_on_when_another_plan_wants_the_same(bench: Bench) -> None:
-    bench.transfers.enter(Transfer(1, 2, m.SyncVote(1, m.Offer(0, 0, ()))))
+    bench.transfers.enter(Transfer(1, 2, m.SyncVote(1, m.Manifest(0, 0, ()))))
     bench.syncs.planned(m.SyncPlan(1, 9, (), (1, 3), (0,), (b"digest",)))
     bench.syncs.fetch(8, 9)
     assert len(bench.done) == 7
@@ -200,8 +200,8 @@ def test_a_fetch_goes_on_when_another_plan_wants_the_same(bench: Bench) -> None:
 
 def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
     bench.transfers.enter(Transfer(1, 2, m.OptimizeVote(1)))
-    bench.optimisations.probed(m.Probe(1, 9, (1,), 4))
-    bench.optimisations.fetch(8, 9)
+    bench.optimizations.probed(m.Probe(1, 9, (1,), 4))
+    bench.optimizations.fetch(8, 9)
     assert bench.done[2:] == [
         OpenStream(1, INFOS[0]),
         StartTransfer(2, 9, 4, (End(1, 0),)),
@@ -210,9 +210,9 @@ def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
         StartTransfer(8, 9, 4, (End(1, 1),)),
     ]
     bench.transfers.fail(2, "a stream was lost", 0)  # for which nobody waits
-    bench.optimisations.measured(9, 1000, 5)
+    bench.optimizations.measured(9, 1000, 5)
     assert bench.done == [AbortOp(8), Send(m.Measured(9, 1000, 5))]
-    bench.optimisations.optimized(m.OptimizeResult(1, 1))
+    bench.optimizations.optimized(m.OptimizeResult(1, 1))
     bench.transfers.settle(2, 0, 0)
     bench.transfers.settle(8, 0, 0)
     assert bench.done[-1] == Answer(1, None)

@@ -130,7 +130,7 @@ def test_as_many_entries_as_fit_in_a_message() -> None:
     made = tuple(
         m.Entry(one.name, one.dtype.value, one.numel, True, bytes(16)) for one in fewer.tensor_infos
     )
-    vote = m.SyncVote(1 << 56, m.Offer((1 << 64) - 1, 2, made, True))
+    vote = m.SyncVote(1 << 56, m.Manifest((1 << 64) - 1, 2, made, True))
     assert len(m.encode(vote)) <= m.MESSAGE_BYTES_MAX
 
 

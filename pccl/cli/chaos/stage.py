@@ -235,7 +235,7 @@ MOMENTS = {
     "admission": "a newcomer waits",
     "collective": "a collective is under way",
     "transfer": "shared state is under way",
-    "optimisation": "links are measured",
+    "optimization": "links are measured",
 }
 
 
@@ -310,7 +310,7 @@ def moments(line: Line) -> set[str]:
         elif told.say == "SyncPlan" and told.fetches:
             found.add("transfer")
         elif told.say == "Probe":
-            found.add("optimisation")
+            found.add("optimization")
     return found
 
 

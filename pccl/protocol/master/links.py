@@ -236,7 +236,7 @@ class Group:
     """The state that the peers of one group share."""
 
     epoch: int = 0
-    rings: tuple[m.Ring, ...] = ()  # as optimised
+    rings: tuple[m.Ring, ...] = ()  # as optimized
     planned: tuple[m.Ring, ...] = ()  # as in force in this epoch
     broken: bool = False  # whether a collective has failed in this epoch: its streams are void
     blame: Blame = field(default_factory=Blame)

@@ -18,9 +18,9 @@ longer than one vote:
   whether they hold the result. So a collective that all survivors completed still commits.
 - A *synchronisation* (synchronisations.py) begins when its round commits and the election has found
   who receives what. It ends when all receivers have verified what they fetched. When a member is
-  lost, or a fetch fails, the election is repeated over the offers of the survivors: nothing has
+  lost, or a fetch fails, the election is repeated over the manifests of the survivors: nothing has
   been overwritten yet, so these still hold.
-- An *optimisation* (optimisations.py) begins when its round commits. Peers measure the links
+- An *optimization* (optimizations.py) begins when its round commits. Peers measure the links
   between them, slot by slot; then the rings are chosen anew. A peer that is lost meanwhile is no
   longer measured.
 
@@ -35,7 +35,7 @@ How it is made
 `Master` knows which event is legal when, and hands each message to the part that it concerns. The
 parts are objects that know only those they are given, in this order: `Membership`, `Numbers`,
 `History`, `Outbox`, `Groups`, `Dismissals`, `CollectiveTable`, `Collectives`, `Synchronisations`,
-`Optimisations`, `Accusations`, `Voting`. `Run` makes them, and has the steps that concern several:
+`Optimizations`, `Accusations`, `Voting`. `Run` makes them, and has the steps that concern several:
 a peer is admitted, or leaves. A part that finds that a peer must be dropped tells `Dismissals`.
 
 Invariants
@@ -127,7 +127,7 @@ class Master:
             m.FinishVote: self.run.collectives.finish,
             m.Progress: self._progress,
             m.FetchedVote: self.run.synchronisations.fetched,
-            m.Measured: self.run.optimisations.measured,
+            m.Measured: self.run.optimizations.measured,
             m.Unreached: self.run.accusations.unreached,
             m.Meet: self.run.associates.meetings.meet,
             m.Stalled: self._stalled,
@@ -454,7 +454,7 @@ class Master:
         self.run.voting.enter(number, PENDING, entered)
 
     def _vote_optimize(self, number: int, vote: m.OptimizeVote) -> None:
-        if self.run.optimisations.has(number):
+        if self.run.optimizations.has(number):
             self._out_of_turn(number, vote)
         else:
             self.run.voting.enter(number, OPTIMIZE, Vote(vote.call, None, since_s=self.now_s))
@@ -491,7 +491,7 @@ class Master:
             return
         round_id = RoundId(Kind.SYNC, self._members.group_of(number))
         entered: Vote[object] = Vote(
-            vote.call, vote.offer, held=held(vote.offer), since_s=self.now_s
+            vote.call, vote.manifest, held=held(vote.manifest), since_s=self.now_s
         )
         if not vote.holds:
             self.run.bereave(self._members.group_of(number), {number})

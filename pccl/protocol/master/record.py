@@ -5,7 +5,7 @@ Whoever reads a record learns nothing by which it could take part in the run, or
 Stand-ins are equal where what they stand for is, so that a master decides by them alike.
 
 A record is enough to have another master do the same again, which the digests of the effects prove,
-and to read what has happened. veil.py says what it does not tell.
+and to read what has happened. `Redactor` says what it does not tell.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pccl.support.text import KEY
 RUN_BYTES = 7  # any number of a run has 62 bits
 
 
-class Veil:
+class Redactor:
     """Replaces what is secret.
 
     Args:
@@ -149,7 +149,7 @@ class Veil:
 
 
 def sizes(event: inputs.Input) -> tuple[int, ...]:
-    """The sizes of the payloads that `Veil.event` leaves out, in bytes."""
+    """The sizes of the payloads that `Redactor.event` leaves out, in bytes."""
     match event:
         case inputs.Received(_, m.StartVote(data=data)) if data is not None:
             return (len(data),)
@@ -215,7 +215,7 @@ class Line(Struct, frozen=True, omit_defaults=True, tag="event"):
     Attributes:
         at_s: when, by the master's clock.
         input: without what is secret.
-        peer: that it comes from, or that it admits to the run's door; 0: none.
+        peer: that it comes from, or that it registers; 0: none.
         sizes: bytes of each payload that is left out.
         notes: what the master's log says.
         told: what it told whom.
@@ -246,11 +246,11 @@ class Recorder:
     """Makes the lines of one master's record, in order.
 
     Args:
-        key: see `Veil`.
+        key: see `Redactor`.
     """
 
     def __init__(self, key: bytes | None) -> None:
-        self._veil = Veil(key)
+        self._redactor = Redactor(key)
         self._numbers: dict[bytes, int] = {}  # of peers, by connection
         self._news = False  # since the last tick
         self._timed = False  # whether anything depends on ticks, but for a recovery
@@ -281,7 +281,7 @@ class Recorder:
         told, digest = self._describe(effects)
         return Line(
             at_s,
-            self._veil.event(event),
+            self._redactor.event(event),
             peer,
             sizes(event),
             tuple(effect.text for effect in effects if isinstance(effect, Note)),
@@ -313,11 +313,11 @@ class Recorder:
         data = b""
         sent: list[tuple[int, m.MasterMessage]] = []
         for effect in effects:
-            left = self._veil.effect(effect)
+            left = self._redactor.effect(effect)
             digest.update(msgspec.msgpack.encode((type(effect).__name__, left)))
             if isinstance(effect, Send):
                 if effect.message is not last:  # many peers are told the same
-                    last, data = effect.message, m.encode(self._veil.message(effect.message))
+                    last, data = effect.message, m.encode(self._redactor.message(effect.message))
                 digest.update(data)
                 sent.append((self._numbers.get(effect.conn, 0), effect.message))
         alike = groupby(sent, key=lambda one: _without_call(one[1]))

@@ -10,7 +10,7 @@ from pccl.protocol.master.collectives import Accusations, Collectives, Collectiv
 from pccl.protocol.master.effects import Drop, Forget, Refusal, Remember
 from pccl.protocol.master.links import Dismissals, Groups, Meetings
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.optimisations import Optimisations
+from pccl.protocol.master.optimizations import Optimizations
 from pccl.protocol.master.outbox import Outbox, plain
 from pccl.protocol.master.recovery import (
     FINISHED,
@@ -78,7 +78,7 @@ class Run:
             self.dismissals,
         )
         self.synchronisations = Synchronisations(*lasting, self.tally)
-        self.optimisations = Optimisations(*lasting)
+        self.optimizations = Optimizations(*lasting)
         self.accusations = Accusations(
             self.membership,
             self.groups,
@@ -99,7 +99,7 @@ class Run:
             Kind.START: self.collectives.start,
             Kind.PAIR: self.collectives.pair,
             Kind.SYNC: self.synchronisations.begin,
-            Kind.OPTIMIZE: self.optimisations.begin,
+            Kind.OPTIMIZE: self.optimizations.begin,
         }
 
     # ---- peers that join ----
@@ -196,7 +196,7 @@ class Run:
         self.voting.take_back(numbers)
         for group, titles in lost.items():
             self._leave_group(group, titles)
-        self.optimisations.lose(numbers)
+        self.optimizations.lose(numbers)
         self.voting.go_on_without(lost)
         if not self.membership.size():
             self.admit()
@@ -260,7 +260,7 @@ class Run:
         if not (
             self.collectives.withdraw(number, seq)
             or self.synchronisations.withdraw(number, call)
-            or self.optimisations.withdraw(number, call)
+            or self.optimizations.withdraw(number, call)
         ):
             self.voting.withdraw(number, call)
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from pccl.protocol.master.associates import FIRST, Associates
 from pccl.protocol.master.collectives import Running
-from pccl.protocol.master.optimisations import Optimisation
+from pccl.protocol.master.optimizations import Optimization
 from pccl.protocol.master.outbox import plain
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.synchronisations import Sync
@@ -53,7 +53,7 @@ def explain(run: Run, number: int, call: int, seq: int) -> str:
     sync = run.synchronisations.of(number)
     if sync is not None and sync.members[number].call == call:
         return f"in sync_shared_state(): {receiving(run, sync)}"
-    measured = run.optimisations.current
+    measured = run.optimizations.current
     if measured is not None and measured.calls.get(number) == call:
         return f"in optimize_topology(): {measuring(run, measured)}"
     return ""
@@ -87,9 +87,9 @@ def receiving(run: Run, sync: Sync) -> str:
     return f"{run.membership.names(late)} must receive it{_done(late, sync.progress)}"
 
 
-def measuring(run: Run, optimisation: Optimisation) -> str:
-    """What an optimisation waits for."""
-    return f"{run.membership.names(sorted(optimisation.measuring))} measure links"
+def measuring(run: Run, optimization: Optimization) -> str:
+    """What an optimization waits for."""
+    return f"{run.membership.names(sorted(optimization.measuring))} measure links"
 
 
 def _done(late: list[int], progress: Mapping[int, int]) -> str:
@@ -362,8 +362,8 @@ class _Waits:
         for group in run.groups:
             if (sync := run.synchronisations.of_group(group)) is not None:
                 self._sync(sync)
-        if run.optimisations.current is not None:
-            self._optimisation(run.optimisations.current)
+        if run.optimizations.current is not None:
+            self._optimization(run.optimizations.current)
         if pending := run.membership.admissible:
             self._admission(pending)
 
@@ -385,9 +385,9 @@ class _Waits:
         call, phase = "sync_shared_state()", Phase.RECEIVING
         self._add(call, sync.group, phase, since_s, late, why, sync.progress)
 
-    def _optimisation(self, optimisation: Optimisation) -> None:
-        since_s = dict.fromkeys(optimisation.calls, optimisation.since_s)
-        late, why = sorted(optimisation.measuring), measuring(self._run, optimisation)
+    def _optimization(self, optimization: Optimization) -> None:
+        since_s = dict.fromkeys(optimization.calls, optimization.since_s)
+        late, why = sorted(optimization.measuring), measuring(self._run, optimization)
         self._add("optimize_topology()", None, Phase.MEASURING, since_s, late, why)
 
     def _admission(self, pending: list[int]) -> None:

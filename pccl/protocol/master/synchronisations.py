@@ -43,7 +43,7 @@ from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.outbox import Outbox
 from pccl.protocol.master.recovery import History, Numbers
 from pccl.protocol.master.tally import SIZES, Tally
-from pccl.protocol.messages import Entry, Offer, dtype_name
+from pccl.protocol.messages import Entry, Manifest, dtype_name
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId, Vote
 from pccl.tensors.layout import described
 from pccl.types import Result, SharedStateSyncStrategy
@@ -96,12 +96,15 @@ class Rejection(Exception):
 
 
 def elect(
-    offers: Mapping[int, Offer], last: int | None, joined: frozenset[int], repeatable: bool = False
+    manifests: Mapping[int, Manifest],
+    last: int | None,
+    joined: frozenset[int],
+    repeatable: bool = False,
 ) -> Decision:
     """Decides a synchronisation. A decision that drops peers decides nothing else.
 
     Args:
-        offers: the offer of each member, in the order of acceptance.
+        manifests: that of each member, in the order of acceptance.
         last: the group's revision, None before the first synchronisation.
         joined: the members that have not taken part in a synchronisation yet.
         repeatable: whether, since the last one, a peer joined or was lost, or a collective failed.
@@ -110,59 +113,63 @@ def elect(
         Rejection: the offered revisions break the rules, or there is no candidate.
     """
     newcomers = joined if last is not None else frozenset()
-    kicks = _impossible_strategies(offers, newcomers)
+    kicks = _impossible_strategies(manifests, newcomers)
     if kicks:
         return Decision(0, kicks=kicks)
-    standing = {peer: offer for peer, offer in offers.items() if _stands(offer)}
+    standing = {peer: manifest for peer, manifest in manifests.items() if _stands(manifest)}
     if not standing:
-        raise Rejection(_nobody_offers(offers), Result.NO_SHARED_STATE_AVAILABLE)
-    veterans = {peer: offer for peer, offer in standing.items() if peer not in newcomers}
+        raise Rejection(_nobody_offers(manifests), Result.NO_SHARED_STATE_AVAILABLE)
+    veterans = {peer: manifest for peer, manifest in standing.items() if peer not in newcomers}
     # at a revision that the group already had, only earlier members know the content
     again = bool(veterans) and (bool(joined) or repeatable)
     electors = (veterans or standing) if last is not None else _of_common_form(standing)
     revision = _revision(electors, last, again, bool(veterans) and bool(joined))
-    current = {peer: offer for peer, offer in electors.items() if offer.revision == revision}
-    popularity = Counter(_content(offer) for offer in current.values())
+    current = {
+        peer: manifest for peer, manifest in electors.items() if manifest.revision == revision
+    }
+    popularity = Counter(_content(manifest) for manifest in current.values())
     # max() takes the first of equals: the peer that was accepted first
     elected = max(current, key=lambda peer: popularity[_content(current[peer])])
-    kicks = dict(_misfits(offers, elected))
+    kicks = dict(_misfits(manifests, elected))
     if kicks:
         return Decision(revision, kicks=kicks)
     content = _content(current[elected])
-    holders = [peer for peer, offer in current.items() if _content(offer) == content]
-    refused = frozenset(peer for peer, offer in standing.items() if offer.revision > revision)
+    holders = [peer for peer, manifest in current.items() if _content(manifest) == content]
+    refused = frozenset(peer for peer, manifest in standing.items() if manifest.revision > revision)
     transfers: dict[int, Transfer] = {}
-    for peer, offer in offers.items():
-        behind = peer in newcomers or offer.revision != revision or offer.torn
-        wanted = _wanted(current[elected], offer, behind)
-        receives = peer != elected and peer not in refused and offer.strategy != SEND_ONLY
+    for peer, manifest in manifests.items():
+        behind = peer in newcomers or manifest.revision != revision or manifest.torn
+        wanted = _wanted(current[elected], manifest, behind)
+        receives = peer != elected and peer not in refused and manifest.strategy != SEND_ONLY
         if wanted and receives:
             digests = tuple(current[elected].entries[i].digest for i in wanted)
-            able = tuple(h for h in holders if _has(offers[h], wanted, digests))
+            able = tuple(h for h in holders if _has(manifests[h], wanted, digests))
             # a fresh run has no history to diverge from
-            diverged = not behind and offer.strategy != RECEIVE_ONLY and (last, revision) != FRESH
-            in_place = offer.torn or _worthless(offer, revision, last, peer in newcomers)
+            diverged = (
+                not behind and manifest.strategy != RECEIVE_ONLY and (last, revision) != FRESH
+            )
+            in_place = manifest.torn or _worthless(manifest, revision, last, peer in newcomers)
             transfers[peer] = Transfer(wanted, digests, able, diverged, in_place)
     return Decision(revision, transfers, refused=refused)
 
 
-def _stands(offer: Offer) -> bool:
+def _stands(manifest: Manifest) -> bool:
     """Whether its content is a candidate."""
-    return offer.strategy != RECEIVE_ONLY and offer.whole
+    return manifest.strategy != RECEIVE_ONLY and manifest.whole
 
 
-def _worthless(offer: Offer, revision: int, last: int | None, newcomer: bool) -> bool:
+def _worthless(manifest: Manifest, revision: int, last: int | None, newcomer: bool) -> bool:
     """Whether its content could not be elected either if all who hold the elected one were lost.
 
     So one who offers a revision and does not serve it harms only those who had nothing.
     """
     if newcomer:
-        return last is not None and offer.revision <= last
-    return offer.revision < min(revision, 1 if last is None else last)
+        return last is not None and manifest.revision <= last
+    return manifest.revision < min(revision, 1 if last is None else last)
 
 
-def _nobody_offers(offers: Mapping[int, Offer]) -> str:
-    if all(offer.whole for offer in offers.values()):
+def _nobody_offers(manifests: Mapping[int, Manifest]) -> str:
+    if all(manifest.whole for manifest in manifests.values()):
         return "all peers of the group are RECEIVE_ONLY: nobody offers a shared state"
     return (
         "nobody is left who offers a whole shared state: those who are left are torn (from whom "
@@ -171,26 +178,26 @@ def _nobody_offers(offers: Mapping[int, Offer]) -> str:
 
 
 def _impossible_strategies(
-    offers: Mapping[int, Offer], newcomers: frozenset[int]
+    manifests: Mapping[int, Manifest], newcomers: frozenset[int]
 ) -> dict[int, str]:
     """Peers whose strategy is invalid, or does not fit those of the others, and why."""
-    valid = [peer for peer, offer in offers.items() if offer.strategy in _STRATEGIES]
+    valid = [peer for peer, manifest in manifests.items() if manifest.strategy in _STRATEGIES]
     veterans = [peer for peer in valid if peer not in newcomers]
-    leaders = [peer for peer in valid if offers[peer].strategy == ENFORCE_POPULAR]
+    leaders = [peer for peer in valid if manifests[peer].strategy == ENFORCE_POPULAR]
     leader = next((peer for peer in leaders if peer in (veterans or valid)), None)
     kicks: dict[int, str] = {}
     if leader is None and leaders:
-        other = f"peer {veterans[0]} with {_STRATEGIES[offers[veterans[0]].strategy]}"
+        other = f"peer {veterans[0]} with {_STRATEGIES[manifests[veterans[0]].strategy]}"
         why = (
             "it called sync_shared_state with ENFORCE_POPULAR, and who was there before does not: "
             f"{other}"
         )
         kicks = dict.fromkeys(leaders, why)
-    for peer, offer in offers.items():
-        name = _STRATEGIES.get(offer.strategy)
+    for peer, manifest in manifests.items():
+        name = _STRATEGIES.get(manifest.strategy)
         if name is None:
-            kicks[peer] = f"there is no strategy {offer.strategy} of sync_shared_state"
-        elif leader is not None and offer.strategy != ENFORCE_POPULAR:
+            kicks[peer] = f"there is no strategy {manifest.strategy} of sync_shared_state"
+        elif leader is not None and manifest.strategy != ENFORCE_POPULAR:
             kicks[peer] = (
                 f"it called sync_shared_state with {name}, and peer {leader} with "
                 "ENFORCE_POPULAR: if one peer of a group does so, all must"
@@ -198,18 +205,18 @@ def _impossible_strategies(
     return kicks
 
 
-def _of_common_form(standing: Mapping[int, Offer]) -> dict[int, Offer]:
-    """The offers with the most common form: names, types and sizes of entries."""
-    forms = {peer: _form(offer) for peer, offer in standing.items()}
+def _of_common_form(standing: Mapping[int, Manifest]) -> dict[int, Manifest]:
+    """The manifests with the most common form: names, types and sizes of entries."""
+    forms = {peer: _form(manifest) for peer, manifest in standing.items()}
     common = Counter(forms.values())
     model = max(standing, key=lambda peer: (common[forms[peer]], standing[peer].revision))
-    return {peer: offer for peer, offer in standing.items() if forms[peer] == forms[model]}
+    return {peer: manifest for peer, manifest in standing.items() if forms[peer] == forms[model]}
 
 
-def _revision(electors: Mapping[int, Offer], last: int | None, again: bool, ahead: bool) -> int:
+def _revision(electors: Mapping[int, Manifest], last: int | None, again: bool, ahead: bool) -> int:
     """The elected revision. `again`: it may equal the group's last one; `ahead`: it may be any
     later one, if all agree."""
-    offered = {offer.revision for offer in electors.values()}
+    offered = {manifest.revision for manifest in electors.values()}
     top_peer = max(electors, key=lambda peer: electors[peer].revision)
     top = electors[top_peer].revision
     if last is None:
@@ -233,17 +240,17 @@ def _revision(electors: Mapping[int, Offer], last: int | None, again: bool, ahea
     raise Rejection(f"the highest revision offered is {top}, but the group is at {last} already")
 
 
-def _misfits(offers: Mapping[int, Offer], elected: int) -> Iterator[tuple[int, str]]:
+def _misfits(manifests: Mapping[int, Manifest], elected: int) -> Iterator[tuple[int, str]]:
     """Peers that cannot take the elected content, and why."""
-    reference = offers[elected]
-    for peer, offer in offers.items():
-        difference = _difference(reference, offer)
+    reference = manifests[elected]
+    for peer, manifest in manifests.items():
+        difference = _difference(reference, manifest)
         if difference:
             yield peer, f"its shared state is not that of peer {elected}: {difference}"
-        elif offer.strategy == SEND_ONLY and offer.torn:
+        elif manifest.strategy == SEND_ONLY and manifest.torn:
             yield peer, "it is SEND_ONLY, but its shared state is torn, so it must receive"
-        elif offer.strategy == SEND_ONLY and offer.revision <= reference.revision:
-            unlike = _wanted(reference, offer, behind=False)
+        elif manifest.strategy == SEND_ONLY and manifest.revision <= reference.revision:
+            unlike = _wanted(reference, manifest, behind=False)
             if unlike:
                 names = ", ".join(_title(reference.entries[i]) for i in unlike[:3])
                 yield (
@@ -253,34 +260,34 @@ def _misfits(offers: Mapping[int, Offer], elected: int) -> Iterator[tuple[int, s
                 )
 
 
-def _has(offer: Offer, wanted: tuple[int, ...], digests: tuple[bytes, ...]) -> bool:
-    return all(offer.entries[i].digest == d for i, d in zip(wanted, digests, strict=True))
+def _has(manifest: Manifest, wanted: tuple[int, ...], digests: tuple[bytes, ...]) -> bool:
+    return all(manifest.entries[i].digest == d for i, d in zip(wanted, digests, strict=True))
 
 
-def _form(offer: Offer) -> tuple[tuple[object, ...], ...]:
-    return tuple((e.name, e.dtype, e.count, e.any_content, e.layout) for e in offer.entries)
+def _form(manifest: Manifest) -> tuple[tuple[object, ...], ...]:
+    return tuple((e.name, e.dtype, e.count, e.any_content, e.layout) for e in manifest.entries)
 
 
-def _content(offer: Offer) -> tuple[object, ...]:
+def _content(manifest: Manifest) -> tuple[object, ...]:
     return tuple(
         (*form, b"" if entry.any_content else entry.digest)
-        for form, entry in zip(_form(offer), offer.entries, strict=True)
+        for form, entry in zip(_form(manifest), manifest.entries, strict=True)
     )
 
 
-def _wanted(reference: Offer, offer: Offer, behind: bool) -> tuple[int, ...]:
+def _wanted(reference: Manifest, manifest: Manifest, behind: bool) -> tuple[int, ...]:
     return tuple(
         i
-        for i, (elected, own) in enumerate(zip(reference.entries, offer.entries, strict=True))
+        for i, (elected, own) in enumerate(zip(reference.entries, manifest.entries, strict=True))
         if elected.digest != own.digest and (behind or not elected.any_content)
     )
 
 
-def _difference(reference: Offer, offer: Offer) -> str:
-    """The first difference in form between two offers, in words; empty if there is none."""
-    for i, (elected, own) in enumerate(zip_longest(reference.entries, offer.entries)):
+def _difference(reference: Manifest, manifest: Manifest) -> str:
+    """The first difference in form between two manifests, in words; empty if there is none."""
+    for i, (elected, own) in enumerate(zip_longest(reference.entries, manifest.entries)):
         if elected is None or own is None or elected.name != own.name:
-            return _other_name(reference, offer, i)
+            return _other_name(reference, manifest, i)
         for what, a, b in (
             ("dtype", dtype_name(elected.dtype), dtype_name(own.dtype)),
             ("element count", elected.count, own.count),
@@ -292,10 +299,10 @@ def _difference(reference: Offer, offer: Offer) -> str:
     return ""
 
 
-def _other_name(reference: Offer, offer: Offer, i: int) -> str:
-    """How entry `i`, which one offer may lack, differs in name between two offers."""
+def _other_name(reference: Manifest, manifest: Manifest, i: int) -> str:
+    """How entry `i`, which one manifest may lack, differs in name between two."""
     there = [entry.name for entry in reference.entries]
-    here = [entry.name for entry in offer.entries]
+    here = [entry.name for entry in manifest.entries]
     elected = there[i] if i < len(there) else None
     own = here[i] if i < len(here) else None
     sizes = f"(there are {len(there)} entries there and {len(here)} here)"
@@ -320,7 +327,7 @@ class Sync:
     """A synchronisation between its election and its end."""
 
     group: int
-    members: dict[int, Vote[m.Offer]]
+    members: dict[int, Vote[m.Manifest]]
     seq: int = 0
     revision: int = 0
     fetching: set[int] = field(default_factory=set)
@@ -368,7 +375,7 @@ class Synchronisations:
         return self._current.get(group)
 
     def begin(self, round_: Round[object]) -> None:
-        """All members of a group have sent their offers."""
+        """All members of a group have sent their manifests."""
         group = round_.id.group
         assert group is not None
         members = {n: round_.votes[n] for n in self._membership.accepted(group)}
@@ -394,14 +401,14 @@ class Synchronisations:
         if not sync.members:
             del self._current[sync.group]
             return
-        offers = {
+        manifests = {
             number: vote.payload.overwritten(sync.overwritten.get(number, ()))
             for number, vote in sync.members.items()
         }
         state = self._history.of(sync.group)
         joined = frozenset(sync.members.keys() - state.holders)
         try:
-            decision = elect(offers, state.revision, joined, state.repeatable)
+            decision = elect(manifests, state.revision, joined, state.repeatable)
         except Rejection as error:
             self._fail(sync, error.result, str(error))
             return

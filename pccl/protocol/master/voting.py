@@ -46,11 +46,11 @@ from pccl.types import Result
 Absent = Callable[[Round[object]], list[int]]  # the members that have not voted
 
 
-def circle(
+def deadlock(
     peer: int, rounds: OpenRounds, absent: Absent
 ) -> tuple[Round[object], Round[object]] | tuple[()]:
     """Two rounds that wait for each other's voters: that of `peer`, which has just voted, and the
-    last one of a circle; empty if there is no circle.
+    last one that closes the cycle; empty if there is none.
 
     A peer is held by a round if it makes no other call before that returns. A send or recv that was
     launched, and not awaited, holds its peer from the exclusive calls alone.
@@ -150,7 +150,7 @@ def _scope(one: Round[object], other: Round[object]) -> int | None:
     return other.id.group if one.id.group is None else one.id.group
 
 
-def held(payload: m.Spec | m.Offer, rows: Rows | None = None, data: bytes | None = None) -> int:
+def held(payload: m.Spec | m.Manifest, rows: Rows | None = None, data: bytes | None = None) -> int:
     """The bytes, about, that a vote takes in memory: many times its size in a message."""
     parts = payload.parts if isinstance(payload, m.Spec) else payload.entries
     own = len(payload.rows) if isinstance(payload, m.Spec) else 0
@@ -322,7 +322,7 @@ class Voting:
                 self._mixed[round_.id] = None
         if len(self.open) > 1 and round_ in self.open:
             self._dispute(number, round_)
-            if self.open.any_pair and (ends := circle(number, self.open, self.absent)):
+            if self.open.any_pair and (ends := deadlock(number, self.open, self.absent)):
                 self._never_meet(ends)
 
     def _dispute(self, number: int, round_: Round[object]) -> None:

@@ -21,7 +21,7 @@ How it is made
 `Peer` hands each event to the part that it concerns. The parts are objects that know only those
 they are given, in this order: `Outbox`, `Knowledge`, `Ghosts` and `Withdrawals`, `Streams`; `Votes`
 for calls that are one round, `Collectives`, and `Transfers` with `Synchronisations` and
-`Optimisations`, which say what plans and results mean for a transfer.
+`Optimizations`, which say what plans and results mean for a transfer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from pccl.protocol.peer.collectives import Collectives
 from pccl.protocol.peer.effects import Answer, Arrange, Effect, Fail, Fault, Outbox, Waits
 from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.peer.transfers import Optimisations, Synchronisations, Transfer, Transfers
+from pccl.protocol.peer.transfers import Optimizations, Synchronisations, Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.strategy import DEFAULTS, Settings
 from pccl.types import Result
@@ -84,7 +84,7 @@ class Peer:
         )
         self.transfers = Transfers(*known, self._streams, self._ghosts, self._withdrawals)
         self._syncs = Synchronisations(*known, self._ghosts, self.transfers)
-        self._optimisations = Optimisations(*known, self._ghosts, self.transfers)
+        self._optimizations = Optimizations(*known, self._ghosts, self.transfers)
         self._hello: m.Hello | None = None
         self._joining: int | None = None
         self._by_type: dict[type, Callable[[Any], None]] = {
@@ -103,8 +103,8 @@ class Peer:
             **dict.fromkeys((m.Come, m.Met, m.Relay), lambda one: self._outbox.do(Arrange(one))),
             m.SyncPlan: self._syncs.planned,
             m.SyncResult: self._syncs.synced,
-            m.Probe: self._optimisations.probed,
-            m.OptimizeResult: self._optimisations.optimized,
+            m.Probe: self._optimizations.probed,
+            m.OptimizeResult: self._optimizations.optimized,
             m.Resumed: self._resumed,
             m.CallError: self._refused,
             m.Kicked: self._kicked,
@@ -227,12 +227,12 @@ class Peer:
         one = Collective(call, tag, work, data, stuck, rows, pair, nbytes, settled=data is not None)
         return self._enter(call, one.place, lambda: self.collectives.enter(one, said))
 
-    def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Effect]:
+    def sync(self, call: int, serve_op: int, manifest: m.Manifest) -> list[Effect]:
         """Answered with a `Synced`; zero or more `Follow` effects come before.
 
         `serve_op` is a fresh op number under which the offered content is served.
         """
-        return self._transfer(Transfer(call, serve_op, m.SyncVote(call, offer)))
+        return self._transfer(Transfer(call, serve_op, m.SyncVote(call, manifest)))
 
     def optimize(self, call: int, serve_op: int) -> list[Effect]:
         """Answered with None; zero or more `Measure` effects come before.
@@ -247,7 +247,7 @@ class Peer:
         Does nothing if a newer one, or the end, came in between.
         """
         self._syncs.fetch(op, seq)
-        self._optimisations.fetch(op, seq)
+        self._optimizations.fetch(op, seq)
         return self._outbox.take()
 
     def fetched(
@@ -259,7 +259,7 @@ class Peer:
 
     def measured(self, seq: int, rate: int, delay_us: int) -> list[Effect]:
         """The caller reports the result of a probe, which ends."""
-        self._optimisations.measured(seq, rate, delay_us)
+        self._optimizations.measured(seq, rate, delay_us)
         return self._outbox.take()
 
     def _vote(self, call: int, vote: Vote) -> list[Effect]:
@@ -324,8 +324,8 @@ class Peer:
             self.votes.release(call, fail)
         elif collective is not None:
             self.collectives.release(collective, fail)
-        elif transfer is not None and transfer.optimises:
-            self._optimisations.release(transfer, fail)
+        elif transfer is not None and transfer.optimizes:
+            self._optimizations.release(transfer, fail)
         elif transfer is not None:
             self._syncs.release(transfer, fail)
         elif self._ghosts.forget(call):
@@ -402,7 +402,7 @@ class Peer:
             call = self.collectives.waiting(failure.tag, failure.pair)
         elif failure.called not in (m.Called.SYNC, m.Called.OPTIMIZE):
             call = self.votes.waiting(failure.called)
-        elif transfer is not None and transfer.optimises == (failure.called == m.Called.OPTIMIZE):
+        elif transfer is not None and transfer.optimizes == (failure.called == m.Called.OPTIMIZE):
             call = transfer.call
         else:
             call = None
@@ -503,7 +503,7 @@ class Peer:
         In a probe this is a result and not reported: a ring may have other neighbours.
         """
         transfer = self.transfers.current
-        if transfer is None or not transfer.optimises:
+        if transfer is None or not transfer.optimizes:
             self._outbox.say(m.Unreached(info.peer, self.plan.epoch, why[:WHY_MAX]))
         return self._outbox.take()
 
@@ -568,11 +568,11 @@ class Peer:
         )
         if self.transfers.open is None:
             self._syncs.missed(done)
-            self._optimisations.missed(done)
+            self._optimizations.missed(done)
         self.votes.resume(before, done)
         transfer = self.transfers.open
         if transfer is not None:
-            part = self._optimisations if transfer.optimises else self._syncs
+            part = self._optimizations if transfer.optimizes else self._syncs
             part.resume(transfer, before, done)
         self.collectives.resume()
         self._lay_ghosts(before, done)

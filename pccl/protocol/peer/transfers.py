@@ -2,10 +2,10 @@
 
 A member serves its content, from its vote on, and fetches what the current plan requires. A plan
 says which peers serve which, and may be replaced at any time. Synchronisations transfer the shared
-state (synchronisations.py), optimisations random bytes to measure links (optimisations.py). A peer
+state (synchronisations.py), optimizations random bytes to measure links (optimizations.py). A peer
 takes part in one of them at a time.
 
-The peer serves its offer from its vote on. A plan says which entries to fetch from which holders.
+The peer serves its content from its vote on. A plan says which entries to fetch from which holders.
 The master may replace it (if a holder died, or another receiver failed). If the new plan requires
 the same content, the fetch continues with the new holders; otherwise it is void. What a fetch in
 place may have overwritten is never offered again, neither by this peer nor by the master.
@@ -69,14 +69,14 @@ class Transfer:
     rx_bytes: int = 0
 
     @property
-    def optimises(self) -> bool:
-        """Whether it is part of an optimisation."""
+    def optimizes(self) -> bool:
+        """Whether it is part of an optimization."""
         return isinstance(self.vote, m.OptimizeVote)
 
     @property
     def phase(self) -> str:
         """Its progress, in words."""
-        if self.optimises:
+        if self.optimizes:
             measuring = "while links were measured"
             return measuring if self.planned else f"{ENTERING}, or others measured links"
         if not self.planned:
@@ -137,7 +137,7 @@ class Transfers:
     def fetching(self) -> int:
         """The op that fetches shared state; 0: there is none."""
         one = self.open
-        return 0 if one is None or one.optimises or one.fetched else one.fetch_op
+        return 0 if one is None or one.optimizes or one.fetched else one.fetch_op
 
     # ---- plans ----
 
@@ -253,8 +253,8 @@ class Transfers:
             self._say_stalled(one, why)
 
     def _say_stalled(self, one: Transfer, why: str) -> None:
-        """Tells the master, except in an optimisation, where no peer waits forever."""
-        if one.outcome is None and one.group is not None and not one.optimises:
+        """Tells the master, except in an optimization, where no peer waits forever."""
+        if one.outcome is None and one.group is not None and not one.optimizes:
             self._outbox.say(m.Stalled(one.group.epoch, one.seq, why[:WHY_MAX]))
 
     # ---- the end ----
@@ -370,22 +370,22 @@ class Synchronisations:
     def _without_us(self, one: Transfer, result: m.SyncResult) -> Fail | None:
         """Why this peer had no part in a synchronisation that is over; None if it had.
 
-        Derived from its offer and the result, so that a peer that missed the result and learns it
-        from a restarted master concludes the same as one that was told.
+        Derived from its manifest and the result, so that a peer that missed the result and learns
+        it from a restarted master concludes the same as one that was told.
         """
         assert isinstance(one.vote, m.SyncVote)
-        offer = one.vote.offer
+        manifest = one.vote.manifest
         if result.short:
             why = (
                 f"the shared state is to begin with {result.short} peers, and its group has "
                 f"{len(self._knowledge.plan.peers)}"
             )
             return Fail(one.call, Result.TOO_FEW_PEERS, why, Fault.TOO_FEW_PEERS, one.phase)
-        stood = offer.strategy != RECEIVE_ONLY and not (offer.torn or one.overwritten)
-        if stood and offer.revision > result.revision:
+        stood = manifest.strategy != RECEIVE_ONLY and not (manifest.torn or one.overwritten)
+        if stood and manifest.revision > result.revision:
             why = (
-                f"this peer offers revision {offer.revision}, and the others of its group are at "
-                f"{result.revision}, which they have synchronised without this peer: offer that "
+                f"this peer offers revision {manifest.revision}, and the others of its group are "
+                f"at {result.revision}, which they have synchronised without this peer: offer that "
                 "one or a lower one to receive what they have, or start them from this peer's"
             )
             return Fail(one.call, Result.INVALID_ARGUMENT, why, phase=one.phase)
@@ -412,8 +412,8 @@ class Synchronisations:
             if one.planned:  # whatever it said, the next election begins anew
                 self.planned(void)
             assert isinstance(one.vote, m.SyncVote)
-            offer = one.vote.offer.overwritten(one.overwritten)
-            one.vote = m.SyncVote(one.vote.call, offer, self._knowledge.done.holds)
+            manifest = one.vote.manifest.overwritten(one.overwritten)
+            one.vote = m.SyncVote(one.vote.call, manifest, self._knowledge.done.holds)
             self._outbox.say(one.vote)
             return
         if one.planned and one.seq != done.plan:
@@ -422,8 +422,8 @@ class Synchronisations:
         self.synced(m.SyncResult(one.call, done.revision, done.sync, done.plan, short=done.short))
 
 
-class Optimisations:
-    """Handles probes and results of optimisations."""
+class Optimizations:
+    """Handles probes and results of optimizations."""
 
     def __init__(
         self, knowledge: Knowledge, outbox: Outbox, ghosts: AbandonedCalls, transfers: Transfers
@@ -446,7 +446,7 @@ class Optimisations:
     def fetch(self, op: int, seq: int) -> None:
         """The caller has memory for a probe; ignored if the probe is not the current one."""
         one = self._transfers.by(seq)
-        if one is not None and one.optimises:
+        if one is not None and one.optimizes:
             self._transfers.fetch(one, op, self._holders)
 
     def measured(self, seq: int, rate: int, delay_us: int) -> None:
@@ -459,7 +459,7 @@ class Optimisations:
     # ---- the end ----
 
     def optimized(self, result: m.OptimizeResult) -> None:
-        """The optimisation has ended."""
+        """The optimization has ended."""
         self._knowledge.learn(optimized=result.round)
         self._ghosts.lay(result.call)
         one = self._transfers.current
@@ -467,14 +467,14 @@ class Optimisations:
             self._transfers.end(one, result)
 
     def release(self, one: Transfer, fail: Fail) -> None:
-        """A caller leaves before its optimisation has ended."""
+        """A caller leaves before its optimization has ended."""
         result = WITHDRAWN[Kind.OPTIMIZE]
         self._transfers.release(one, replace(fail, result=result, phase=one.phase))
 
     # ---- a restarted master ----
 
     def missed(self, done: m.Done) -> None:
-        """The optimisation that others have completed since, if this peer's caller has left."""
+        """The optimization that others have completed since, if this peer's caller has left."""
         self._knowledge.learn(optimized=done.optimized)
 
     def resume(self, one: Transfer, before: m.Done, done: m.Done) -> None:

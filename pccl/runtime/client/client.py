@@ -241,13 +241,13 @@ class Client:
         """Says that a gradual collective's input is in its memory between these offsets."""
         self._inbox.post(lambda: self._engine.ready(call.number, offset, length))
 
-    def sync(self, call: Call, offer: m.Offer, pieces: Pieces, owner: object) -> None:
+    def sync(self, call: Call, manifest: m.Manifest, pieces: Pieces, owner: object) -> None:
         """Enters a synchronisation. Notes before the answer: Plan, Leaf, Fetched, in any number."""
-        pool = Pool(pieces, len(offer.entries), owner, limit=self.serve_limit)
-        self._serve(call, pool, lambda number, serve: self._peer.sync(number, serve, offer))
+        pool = Pool(pieces, len(manifest.entries), owner, limit=self.serve_limit)
+        self._serve(call, pool, lambda number, serve: self._peer.sync(number, serve, manifest))
 
     def optimize(self, call: Call, pieces: Pieces, owner: object) -> None:
-        """Enters an optimisation. Notes before the answer: Plan, Leaf, Fetched, in any number."""
+        """Enters an optimization. Notes before the answer: Plan, Leaf, Fetched, in any number."""
         self._serve(call, Pool(pieces, 0, owner), self._peer.optimize)
 
     def _serve(

@@ -32,8 +32,8 @@ Arrivals: TypeAlias = list[tuple[float, int]]  # the time, and the number of byt
 BATCH = 64  # verdicts, sent to the engine together
 
 
-def optimise(client: Client, call: Call, deadline: Deadline) -> End:
-    """Takes part in an optimisation until it ends, and returns the end.
+def optimize(client: Client, call: Call, deadline: Deadline) -> End:
+    """Takes part in an optimization until it ends, and returns the end.
 
     After an exception the call is still in progress, and the caller must let go of it.
     """

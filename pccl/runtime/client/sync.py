@@ -12,7 +12,7 @@ The engine numbers pieces: piece `entry` is an entry's table, piece `entries + e
 
 The peer offers its content. As the master's plan says, it fetches what differs, verifies it leaf by
 leaf, and votes. If its own content is worth nothing any more, the plan says to fetch in place. Then
-a failed call leaves it torn, and its offers say so until a call succeeds. Otherwise it fetches into
+a failed call leaves it torn, as its manifests say until a call succeeds. Otherwise it fetches into
 staging memory, and overwrites the caller's memory only when all receivers have voted; so a failed
 call changes nothing. The master may replace a plan at any time, for example when a holder dies.
 """
@@ -302,10 +302,10 @@ def synchronise(
         m.Entry(r.name, r.dtype, r.count, r.any_content, digest.root, r.layout)
         for r, digest in zip(regions, found, strict=True)
     )
-    offer = m.Offer(
+    manifest = m.Manifest(
         revision, options.strategy, entries, options.strict, options.min_peers, memory.torn
     )
-    client.sync(call, offer, pieces, (owner, found, tables))
+    client.sync(call, manifest, pieces, (owner, found, tables))
     receiver = _Receiver(client, call, regions, options, owner, memory)
     end = receiver.receive()
     hashed_bytes = sum(region.nbytes for region in regions)

@@ -1,4 +1,4 @@
-"""Optimisations of the rings between the vote of all peers and the choice of new rings."""
+"""Optimizations of the rings between the vote of all peers and the choice of new rings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pccl.types import Result
 
 
 @dataclass(slots=True)
-class Optimisation:
-    """An optimisation, from the vote of all accepted peers to the choice of the rings."""
+class Optimization:
+    """An optimization, from the vote of all accepted peers to the choice of the rings."""
 
     calls: dict[int, int]  # of its members
     schedules: dict[int, Schedule]  # of each group: what is to be measured
@@ -31,13 +31,13 @@ class Optimisation:
     since_s: float = 0.0  # when the last peer entered it
 
 
-class Optimisations:
+class Optimizations:
     """Has links measured, several pairs at once, and installs the best rings.
 
     Only links within groups matter, and of those only links between machines.
 
     Attributes:
-        current: the optimisation in progress, if any.
+        current: the optimization in progress, if any.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Optimisations:
         self._membership, self._numbers = membership, numbers
         self._history, self._groups, self._meetings = history, groups, meetings
         self._outbox, self._dismissals = outbox, dismissals
-        self.current: Optimisation | None = None
+        self.current: Optimization | None = None
 
     def begin(self, round_: Round[object]) -> None:
-        """All accepted peers have voted for an optimisation."""
+        """All accepted peers have voted for an optimization."""
         groups = dict.fromkeys(map(self._membership.group_of, round_.votes))
         schedules = {group: self._schedule(self._membership.accepted(group)) for group in groups}
         calls = {number: vote.call for number, vote in round_.votes.items()}
-        self.current = Optimisation(calls, schedules)
+        self.current = Optimization(calls, schedules)
         self.current.since_s = next(reversed(round_.votes.values())).since_s
         self._probe(self.current)
 
@@ -80,97 +80,97 @@ class Optimisations:
             machines.setdefault(info.machine if info.ipc else number, []).append(number)
         return Survey(machines.values())
 
-    def _probe(self, optimisation: Optimisation) -> None:
-        """Starts the next measurements, or ends the optimisation if there are none."""
-        calls, more = optimisation.calls, True
-        while more and not optimisation.measuring:
+    def _probe(self, optimization: Optimization) -> None:
+        """Starts the next measurements, or ends the optimization if there are none."""
+        calls, more = optimization.calls, True
+        while more and not optimization.measuring:
             slot: Slot = {}
-            for schedule in optimisation.schedules.values():
-                slot |= schedule.next(optimisation.links)
+            for schedule in optimization.schedules.values():
+                slot |= schedule.next(optimization.links)
             more = bool(slot)
             for number, senders in slot.items():
                 left = tuple(sender for sender in senders if sender in calls)
                 if number in calls and left:
-                    optimisation.measuring[number] = left
-        if not optimisation.measuring:
-            self._end(optimisation)
+                    optimization.measuring[number] = left
+        if not optimization.measuring:
+            self._end(optimization)
             return
-        seq = optimisation.seq = self._numbers.take_seq()
+        seq = optimization.seq = self._numbers.take_seq()
         nonce = self._numbers.nonce_of_call(seq)
-        for number, senders in optimisation.measuring.items():
+        for number, senders in optimization.measuring.items():
             self._outbox.send(number, m.Probe(calls[number], seq, senders, nonce))
 
     def measured(self, number: int, measured: m.Measured) -> None:
         """A peer reports the result of a measurement."""
-        optimisation = self.current
+        optimization = self.current
         if (
-            optimisation is None
-            or optimisation.seq != measured.seq
-            or number not in optimisation.measuring
+            optimization is None
+            or optimization.seq != measured.seq
+            or number not in optimization.measuring
         ):
             if self._numbers.is_unknown(measured.seq):
                 why = f"it measured in probe {measured.seq} out of turn"
                 self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
             return  # of a probe that has ended meanwhile
-        senders = optimisation.measuring.pop(number)
+        senders = optimization.measuring.pop(number)
         hop = senders[0], number
-        if hop in optimisation.links:  # measured before: this time with all others at once
-            optimisation.inflow[number] = measured.rate
+        if hop in optimization.links:  # measured before: this time with all others at once
+            optimization.inflow[number] = measured.rate
         else:
-            optimisation.links[hop] = Link(measured.rate, measured.delay_us)
-        if not optimisation.measuring:
-            self._probe(optimisation)
+            optimization.links[hop] = Link(measured.rate, measured.delay_us)
+        if not optimization.measuring:
+            self._probe(optimization)
 
     def has(self, number: int) -> bool:
-        """Whether a peer takes part in the optimisation."""
+        """Whether a peer takes part in the optimization."""
         return self.current is not None and number in self.current.calls
 
     def lose(self, lost: Set[int]) -> None:
         """Peers are lost: their links are not measured any more."""
-        optimisation = self.current
-        if optimisation is None or not optimisation.calls.keys() & lost:
+        optimization = self.current
+        if optimization is None or not optimization.calls.keys() & lost:
             return
         for number in lost:
-            optimisation.calls.pop(number, None)
-        optimisation.measuring = {
+            optimization.calls.pop(number, None)
+        optimization.measuring = {
             number: senders
-            for number, senders in optimisation.measuring.items()
+            for number, senders in optimization.measuring.items()
             if number not in lost and not lost >= {*senders}
         }
-        if not optimisation.calls:
+        if not optimization.calls:
             self.current = None
-        elif not optimisation.measuring:
-            self._probe(optimisation)
+        elif not optimization.measuring:
+            self._probe(optimization)
 
     def withdraw(self, number: int, call: int) -> bool:
         """A caller withdraws, which ends it for all. Whether that call was part of it.
 
         The rings stay as they are.
         """
-        optimisation = self.current
-        if optimisation is None or optimisation.calls.get(number) != call:
+        optimization = self.current
+        if optimization is None or optimization.calls.get(number) != call:
             return False
         self.current = None
         why = f"{self._membership.info(number)} waited no longer"
         round_, result = RoundId(Kind.OPTIMIZE, None), WITHDRAWN[Kind.OPTIMIZE]
-        self._outbox.fail_all(optimisation.calls, round_, result, why, m.Cause.TIMEOUT)
+        self._outbox.fail_all(optimization.calls, round_, result, why, m.Cause.TIMEOUT)
         return True
 
-    def _end(self, optimisation: Optimisation) -> None:
+    def _end(self, optimization: Optimization) -> None:
         self.current = None
         self._membership.go_on()
         self._history.optimized += 1
-        for group in dict.fromkeys(map(self._membership.group_of, optimisation.calls)):
-            self._choose_rings(group, optimisation)
+        for group in dict.fromkeys(map(self._membership.group_of, optimization.calls)):
+            self._choose_rings(group, optimization)
             self._history.of(group).repeatable = True  # a collective may have failed for old ranks
-        for number, call in optimisation.calls.items():
+        for number, call in optimization.calls.items():
             self._outbox.send(number, m.OptimizeResult(call, self._history.optimized))
 
-    def _choose_rings(self, group_number: int, optimisation: Optimisation) -> None:
+    def _choose_rings(self, group_number: int, optimization: Optimization) -> None:
         """Installs the best rings for a group, if they are clearly better than its current ones."""
         group, numbers = self._groups[group_number], self._membership.accepted(group_number)
         infos = {number: self._membership.info(number) for number in numbers}
-        measured = {hop: link for hop, link in optimisation.links.items() if infos.keys() >= {*hop}}
+        measured = {hop: link for hop, link in optimization.links.items() if infos.keys() >= {*hop}}
         if not measured:
             return
         group.rates = {hop: link.rate for hop, link in measured.items()}
@@ -184,10 +184,10 @@ class Optimisations:
         def local(a: int, b: int) -> bool:
             return reach.local(infos[a], infos[b])
 
-        sites = _sites(optimisation.schedules.get(group_number), numbers)
+        sites = _sites(optimization.schedules.get(group_number), numbers)
         site_of = {number: index for index, site in enumerate(sites) for number in site}
         order = tour(sites, measured) if sites else ()
-        links = Links(measured, local, optimisation.inflow, site_of)
+        links = Links(measured, local, optimization.inflow, site_of)
         current = group.planned
         rings = best_rings(current, links, order)
         for title, found in (("were", current), ("are", rings)):
