@@ -21,8 +21,7 @@ from pccl.runtime.config import Config
 from pccl.runtime.room import NoRoomError, no_room, require_room
 from pccl.runtime.server.eventlog import EventLogError
 from pccl.runtime.server.journal import JournalError, OnError
-from pccl.runtime.server.server import Server
-from pccl.runtime.server.service import Service
+from pccl.runtime.server.server import Server, Service
 from pccl.runtime.server.web import Web
 from pccl.runtime.signals import ENDING, Stopping, ended_by
 from pccl.security import Security

@@ -30,7 +30,7 @@ import pccl
 from pccl import operands
 from pccl.cli.main import main
 from pccl.protocol import messages as m
-from pccl.protocol.master.recovery import OUTNUMBERED
+from pccl.protocol.master.history import OUTNUMBERED
 from pccl.protocol.rounds import HELD_MAX, OpenRounds, Vote
 from pccl.runtime.curve import new_keys
 

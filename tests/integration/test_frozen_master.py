@@ -197,7 +197,7 @@ class Nap:
         master = self._server._master
         if not self._broken:
             return master.peers[peer].conn
-        back = master._restart.recovery.back if master._restart else {}
+        back = master._recovery.back if master._recovery else {}
         return back[peer].conn if peer in back else None
 
     def _sleep(self, peers: list[int]) -> None:

@@ -21,7 +21,7 @@ from waiting import wait_until
 import pccl
 from pccl.protocol import messages as m
 from pccl.protocol.master.effects import Refusal
-from pccl.protocol.master.recovery import REFUSED_MAX
+from pccl.protocol.master.history import REFUSED_MAX
 from pccl.runtime import limits
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.server.journal import JournalError, JournalFile, OnError, Scribe, State

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.links import ACCUSED_MAX, ATTEMPTS, WHY_MAX, Blame, Verdict
+from pccl.protocol.master.topology import ACCUSED_MAX, ATTEMPTS, WHY_MAX, Blame, Verdict
 from pccl.protocol.ring import plan_rings, uses
 from pccl.protocol.topology import hops
 

@@ -9,7 +9,7 @@ from hall import ENTRY, OTHER, WORK, Hall, Ward, infos, resume
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
 from pccl.protocol.master.collectives import SMALL_BYTES_MAX
-from pccl.protocol.master.outbox import WHY_MAX
+from pccl.protocol.master.effects import WHY_MAX
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault, Send
 from pccl.protocol.peer.state import OUTCOMES_KEPT

@@ -14,7 +14,7 @@ from simulator import remembered
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
-from pccl.protocol.master.restart import BACKLOG_MAX
+from pccl.protocol.master.recovery import BACKLOG_MAX
 from pccl.protocol.master.voting import held
 from pccl.protocol.rounds import HELD_MAX, OPEN_MAX
 from pccl.runtime.inline import combine
@@ -242,7 +242,7 @@ def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> Non
     for i in range(100):
         hall.say(b"stranger", m.SyncVote(i, m.Manifest(0, 0, (ENTRY,) * 1000)))
     assert hall.master.recovering
-    assert len(hall.master._restart.backlog.events) == BACKLOG_MAX + 1
+    assert len(hall.master._recovery.backlog) == BACKLOG_MAX + 1
     assert b"stranger" in hall.dropped
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for number in (1, 2):

@@ -6,8 +6,8 @@ import pytest
 from hall import Hall
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.links import Blame, Verdict
 from pccl.protocol.master.membership import newcomer, refusal
+from pccl.protocol.master.topology import Blame, Verdict
 from pccl.protocol.reach import concluded, cure, foreign, matters, ways
 from pccl.protocol.reach import refusal as unreachable
 

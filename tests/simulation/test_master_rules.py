@@ -7,8 +7,8 @@ from hall import ENTRY, OTHER, RUN, WORK, Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
-from pccl.protocol.master.links import ATTEMPTS
 from pccl.protocol.master.synchronisations import STALLS_MAX
+from pccl.protocol.master.topology import ATTEMPTS
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault, Send
 from pccl.runtime.inline import combine

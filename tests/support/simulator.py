@@ -26,6 +26,7 @@ from watched import Watched
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.effects import (
+    CALLED,
     Adopt,
     Dial,
     Drop,
@@ -35,9 +36,9 @@ from pccl.protocol.master.effects import (
     Refusal,
     Remember,
     Send,
+    plain,
 )
-from pccl.protocol.master.outbox import CALLED, plain
-from pccl.protocol.master.recovery import FINISHED, GIVEN_UP
+from pccl.protocol.master.history import FINISHED, GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
 from pccl.protocol.master.voting import ODD, are_held
 from pccl.protocol.peer.effects import Answer, Fail, Fault
@@ -320,8 +321,8 @@ class Run:
 
     def given_up_by_master(self, peer: SimPeer) -> bool:
         """Whether the run goes on without a peer that does not know it yet."""
-        if (restart := self.master._restart) is not None:
-            return restart.recovery._complete and peer.machine.number not in self.journal
+        if (recovery := self.master._recovery) is not None:
+            return recovery._complete and peer.machine.number not in self.journal
         return not self.master.knows(peer.conn)
 
     def check_told(self, peer: SimPeer, message: m.MasterMessage) -> None:

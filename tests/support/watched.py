@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from pccl.protocol.master import Master
-from pccl.protocol.master.links import Verdict
-from pccl.protocol.master.recovery import Before
-from pccl.protocol.master.restart import Restart
+from pccl.protocol.master.history import History
+from pccl.protocol.master.recovery import Recovery
+from pccl.protocol.master.topology import Verdict
 from pccl.protocol.rounds import Kind, Round, RoundId
 from pccl.types import Result
 
@@ -50,11 +50,11 @@ class Watched(Master):
             self.bereft(group)
         return gone
 
-    def _watch_restore(self, before: Before) -> None:
+    def _watch_restore(self, before: History) -> None:
         self._restore(before)
         self._restored = True
-        for group, was in before.groups.items():
-            if not was.holders:
+        for group in {peer.info.group for peer in self.peers.values()}:
+            if not before.of(group).holders:
                 self.bereft(group)
 
     # ---- who pays for a dispute ----
@@ -103,8 +103,8 @@ class Watched(Master):
         self.parted([(n, c, one.id) for one in rounds for n, c in one.calls.items()], why)
         self._fail(rounds, result, why)
 
-    def _go_on(self, restart: Restart) -> None:
+    def _go_on(self, recovery: Recovery) -> None:
         self._restored = False
-        super()._go_on(restart)
+        super()._go_on(recovery)
         if not self._restored:  # nobody came back
             self.bereft(None)

@@ -11,15 +11,13 @@ from handlers import takes_what_it_is_given
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Running
-from pccl.protocol.master.effects import Dial, Effect, Note, Send
-from pccl.protocol.master.links import Dismissals, Groups, Meetings
+from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Send
+from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.optimizations import Optimizations
-from pccl.protocol.master.outbox import WHY_MAX, Outbox
-from pccl.protocol.master.recovery import History, Nonces, Numbers
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.tally import Tally
-from pccl.protocol.master.voting import PendingRejection, Voting
+from pccl.protocol.master.topology import Dismissals, Groups, Meetings, Optimizations
+from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote
 from pccl.types import Result
 
@@ -57,9 +55,9 @@ class Table:
 
     def __init__(self, peers: int) -> None:
         self.membership = accepted(*[0] * peers)
-        self.numbers = Numbers(Nonces(b"secret"))
+        self.numbers = Numbers(b"secret")
         self.history = History()
-        self.outbox = Outbox(self.membership.peers, self.numbers)
+        self.outbox = Outbox(self.membership.peers, self.numbers.take_seq)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.meetings = Meetings(self.membership, self.outbox)
         self.gone: dict[int, str] = {}
@@ -112,7 +110,7 @@ class Table:
 
 
 def test_the_outbox_keeps_effects_in_order_until_they_are_taken() -> None:
-    outbox = Outbox(accepted(0).peers, Numbers(Nonces(b"secret")))
+    outbox = Outbox(accepted(0).peers, Numbers(b"secret").take_seq)
     outbox.note("first\n" + "x" * 2 * WHY_MAX)
     outbox.send(1, m.Missed(m.Small(1, 2, (1,), b"")))
     outbox.fail(1, 5, Result.INVALID_USAGE, "why")
@@ -155,7 +153,7 @@ def test_membership_knows_who_may_have_been_cut_off_with_all_others() -> None:
 
 
 def test_numbers_never_repeat() -> None:
-    numbers = Numbers(Nonces(b"secret"), 3)
+    numbers = Numbers(b"secret", 3)
     seq, epoch = numbers.take_seq(), numbers.take_epoch()
     assert numbers.incarnation == 3
     assert numbers.take_seq() == seq + 1 and numbers.take_epoch() == epoch + 1
@@ -215,7 +213,7 @@ def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
     assert [type(one) for one in table.said()[5]] == [m.CallError]
     voting.enter(5, START, Vote(51, WORK))  # which it is told once
     assert not table.said() and len(voting.open) == 1
-    voting.reject_later(2, PendingRejection({PENDING: None}))  # type: ignore[arg-type]
+    voting.reject_later(2, {PENDING: None})  # type: ignore[arg-type]
     voting.forget(2)
     voting.enter(2, PENDING, Vote(22, False))
     assert not table.said()

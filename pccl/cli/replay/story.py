@@ -18,7 +18,7 @@ import msgspec
 from pccl.cli.replay.source import Entry
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
-from pccl.protocol.master.outbox import plain
+from pccl.protocol.master.effects import plain
 from pccl.protocol.master.record import Told
 
 ANSWERS = {"TopologyResult", "PendingResult", "SyncResult", "OptimizeResult"}

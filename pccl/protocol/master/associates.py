@@ -20,10 +20,9 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.master.effects import Drop, Send
-from pccl.protocol.master.links import Meetings
-from pccl.protocol.master.outbox import Outbox, plain
-from pccl.protocol.master.recovery import Numbers
+from pccl.protocol.master.effects import Drop, Outbox, Send, plain
+from pccl.protocol.master.history import Numbers
+from pccl.protocol.master.topology import Meetings
 from pccl.support.text import address_text
 from pccl.types import Result
 
@@ -171,7 +170,7 @@ class Associates:
         number, self._next = self._next, self._next + 1
         slot = heappop(self._free_slots) if self._free_slots else self._slots
         self._slots = max(self._slots, slot + 1)
-        nonce = self._numbers.nonce_of_door(number)
+        nonce = self._numbers.nonce_of_associate(number)
         one = Associate(conn, msgspec.structs.replace(info, peer=number), nonce, slot)
         self._all[number], self._by_conn[conn] = one, number
         self._say(one, m.Welcome(number, plain(warning), nonce))

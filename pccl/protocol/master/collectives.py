@@ -11,12 +11,11 @@ from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.master.effects import Dial
-from pccl.protocol.master.links import Dismissals, Group, Groups, Meetings
+from pccl.protocol.master.effects import Dial, Outbox, plain
+from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.outbox import Outbox, plain
-from pccl.protocol.master.recovery import History, Numbers
 from pccl.protocol.master.tally import Reason, Tally
+from pccl.protocol.master.topology import Dismissals, Group, Groups, Meetings
 from pccl.protocol.messages import INLINE, CollectiveKind
 from pccl.protocol.ring import checksum, uses
 from pccl.protocol.rounds import Round, RoundId, Vote, described

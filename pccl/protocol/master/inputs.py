@@ -13,8 +13,8 @@ from msgspec import Struct
 from pccl.protocol import messages as m
 from pccl.protocol.master.collectives import Combine
 from pccl.protocol.master.effects import Effect
+from pccl.protocol.master.history import Journal
 from pccl.protocol.master.machine import Master
-from pccl.protocol.master.recovery import Journal
 
 
 class Began(Struct, frozen=True, tag="began"):

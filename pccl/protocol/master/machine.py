@@ -20,7 +20,7 @@ longer than one vote:
   who receives what. It ends when all receivers have verified what they fetched. When a member is
   lost, or a fetch fails, the election is repeated over the manifests of the survivors: nothing has
   been overwritten yet, so these still hold.
-- An *optimization* (optimizations.py) begins when its round commits. Peers measure the links
+- An *optimization* (topology.py) begins when its round commits. Peers measure the links
   between them, slot by slot; then the rings are chosen anew. A peer that is lost meanwhile is no
   longer measured.
 
@@ -55,21 +55,10 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.master.collectives import Combine, are_rows, fits, is_pair
-from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Refusal, Remember, Send
+from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Refusal, Remember, Send, plain
+from pccl.protocol.master.history import FINISHED, GIVEN_UP, OTHER_RUN, OUTNUMBERED, Journal
 from pccl.protocol.master.membership import Deadlines, PeerRecord, halves, newcomer, refusal
-from pccl.protocol.master.outbox import plain
-from pccl.protocol.master.recovery import (
-    FINISHED,
-    GIVEN_UP,
-    OTHER_RUN,
-    OUTNUMBERED,
-    Journal,
-    Recovery,
-    outdated,
-    plausible,
-    reconstruct,
-)
-from pccl.protocol.master.restart import Restart, restore
+from pccl.protocol.master.recovery import Recovery, outdated, plausible, reconstruct, restore
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.status import Status, explain, snapshot
 from pccl.protocol.master.tally import Loss
@@ -112,11 +101,10 @@ class Master:
         self.peers: Mapping[int, PeerRecord] = self._members.peers
         self._stragglers = Stragglers(straggler_s)
         self._deadlines = Deadlines(self._members)
-        self._restart: Restart | None = None
+        self._recovery: Recovery | None = None
         if journal is not None and (journal.accepted or not journal.complete):
             known = journal.accepted, journal.complete, journal.refused
-            recovery = Recovery(journal.run, *known)
-            self._restart = Restart(recovery)
+            self._recovery = Recovery(journal.run, *known)
         self._by_type: dict[type, Callable[[int, Any], None]] = {
             m.TopologyVote: self._vote_topology,
             m.PendingVote: self._vote_pending,
@@ -145,7 +133,7 @@ class Master:
 
     def status(self) -> Status:
         """A snapshot of the run, as of `now_s`."""
-        awaited = None if self._restart is None else sorted(self._restart.recovery.missing)
+        awaited = None if self._recovery is None else sorted(self._recovery.missing)
         return snapshot(self.run, self.now_s, awaited)
 
     # ---- events ----
@@ -210,9 +198,9 @@ class Master:
         if self.run.associates.has(conn):
             self.run.associates.received(conn, message)
             return self._outbox.take()
-        if self._restart is not None and not isinstance(message, m.Leave):
+        if self._recovery is not None and not isinstance(message, m.Leave):
             return self.rejected(conn, "it spoke before it was welcome")  # nobody has been told
-        if self._restart is not None and self._postponed(
+        if self._recovery is not None and self._postponed(
             conn, lambda: self.received(conn, message)
         ):
             return self._outbox.take()
@@ -248,9 +236,9 @@ class Master:
     def all_disconnected(self, conns: list[bytes], why: str) -> list[Effect]:
         """Several connections are lost; the other peers are told once."""
         self.run.associates.lose(conns, why)
-        if self._restart is not None:
-            self._restart.recovery.gone(conns)
-            self._restart.backlog.events.append(lambda: self.all_disconnected(conns, why))
+        if self._recovery is not None:
+            self._recovery.gone(conns)
+            self._recovery.backlog.append(lambda: self.all_disconnected(conns, why))
         else:
             found = map(self._members.at, conns)
             numbers = [number for number in found if number is not None]
@@ -282,9 +270,9 @@ class Master:
 
     def tick(self, now_s: float) -> list[Effect]:
         """Time has passed: ends a recovery; drops stragglers, if there is a limit, and the late."""
-        if self._restart is not None:
-            if self._restart.recovery.over(now_s):
-                self._go_on(self._restart)
+        if self._recovery is not None:
+            if self._recovery.over(now_s):
+                self._go_on(self._recovery)
             return self._outbox.take()
         late = dict(self._stragglers.late(now_s, self.run.waits()))
         for number in sorted(late.keys() & self.peers.keys()):
@@ -303,17 +291,17 @@ class Master:
     @property
     def watches_time(self) -> bool:
         """Whether it needs a `tick` after each message, and not only now and then."""
-        return self._restart is not None or self.run.voting.open.get(PENDING) is not None
+        return self._recovery is not None or self.run.voting.open.get(PENDING) is not None
 
     def _postponed(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
         """Keeps a message that arrives during a recovery for later, within limits."""
-        if self._restart is None:
+        if self._recovery is None:
             return False
-        backlog = self._restart.backlog
-        if not backlog.add(conn, event):
+        recovery = self._recovery
+        if not recovery.postpone(conn, event):
             why = "it said too much while the master waited for the peers of before"
             self._outbox.do(Drop(conn, why))
-            backlog.events.append(lambda: self.rejected(conn, why))
+            recovery.backlog.append(lambda: self.rejected(conn, why))
         return True
 
     def _known(self, conn: bytes, why: str) -> bool:
@@ -335,7 +323,7 @@ class Master:
     @property
     def recovering(self) -> bool:
         """Whether the master waits for peers after a restart; `tick` must be called regularly."""
-        return self._restart is not None
+        return self._recovery is not None
 
     def deserted(self, resume: m.Resume) -> bool:
         """Whether a peer comes back to a run that has lost all its peers, this one among the last.
@@ -343,7 +331,7 @@ class Master:
         If so, nothing has happened without it, and no other peer could continue: the master was
         cut off, not the peers.
         """
-        known = self._restart is None and resume.run == self.run.number
+        known = self._recovery is None and resume.run == self.run.number
         return known and self._members.deserted_by(resume.info.peer)
 
     def misses(self, resume: m.Resume) -> bool:
@@ -353,15 +341,15 @@ class Master:
 
     def back_on(self, resume: m.Resume) -> bytes | None:
         """The connection on which a peer that comes back has come back already, in a recovery."""
-        return None if self._restart is None else self._restart.recovery.conn_of(resume)
+        return None if self._recovery is None else self._recovery.conn_of(resume)
 
     def reborn(self) -> tuple[Journal | None, list[Effect]]:
         """The journal for a new master when all connections of this one are lost, and effects to
         perform first. None: no run is known."""
         infos, run = self._members.last_seen, self.run.number
         incarnation, next_peer = self.run.numbers.incarnation + 1, self._members.next_number
-        if self._restart is not None:  # its peers have not come back yet
-            journal = self._restart.recovery.again(incarnation, next_peer)
+        if self._recovery is not None:  # its peers have not come back yet
+            journal = self._recovery.again(incarnation, next_peer)
             return journal, [] if journal is None else [Adopt(run, incarnation)]
         accepted = frozenset(info.peer for info in infos)
         remember = [Remember(info) for info in infos]
@@ -372,7 +360,7 @@ class Master:
     def has_heard(self, conn: bytes) -> bool:
         """Whether a new master would lack messages of this connection."""
         known = self.knows(conn) or self.run.associates.has(conn)
-        return known or (self._restart is not None and self._restart.has_heard(conn))
+        return known or (self._recovery is not None and self._recovery.has_heard(conn))
 
     def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Effect]:
         """A peer comes back after a restart; `host` is the address that the master sees."""
@@ -385,24 +373,24 @@ class Master:
             why = "it comes back with impossible numbers"
         refused = Refusal(why) if why else None
         fresh = not self.peers and self._members.next_number == 1
-        if refused is None and self._restart is None and fresh:
-            self._restart = Restart(Recovery(None))
+        if refused is None and self._recovery is None and fresh:
+            self._recovery = Recovery(None)
             self._outbox.note(
                 "a run comes back that this master does not know: its peers will tell"
             )
-        restart = self._restart
-        if refused is None and restart is not None:
-            refused = restart.recovery.refusal(conn, resume)
+        recovery = self._recovery
+        if refused is None and recovery is not None:
+            refused = recovery.refusal(conn, resume)
         elif refused is None:
             known = self.run.refused.get(info.peer, GIVEN_UP)
             refused = known if resume.run == self.run.number else OTHER_RUN
-        if refused is not None or restart is None:
+        if refused is not None or recovery is None:
             self._refuse(conn, *(refused or OTHER_RUN))
             return self._outbox.take()
-        restart.recovery.add(conn, host, resume)
+        recovery.add(conn, host, resume)
         self._outbox.note(f"{info} is back")
-        if restart.recovery.certain:
-            self._go_on(restart)
+        if recovery.certain:
+            self._go_on(recovery)
         return self._outbox.take()
 
     def _refuse(
@@ -411,10 +399,9 @@ class Master:
         why = plain(why)
         self._outbox.do(Send(conn, m.Refused(result.value, why, cause)), Drop(conn, why))
 
-    def _go_on(self, restart: Restart) -> None:
+    def _go_on(self, recovery: Recovery) -> None:
         """Ends the recovery, and continues from what the peers that are back have said."""
-        recovery = restart.recovery
-        self._restart, back = None, recovery.back
+        self._recovery, back = None, recovery.back
         if recovery.run is not None:
             self.run.number = recovery.run
         for conn, _, resume in recovery.outnumbered:
@@ -434,7 +421,7 @@ class Master:
         else:
             self._outbox.note("nobody came back: the last holder of any shared state is gone")
         effects = self._outbox.take()
-        for event in restart.backlog.events:
+        for event in recovery.backlog:
             effects += event()
         self._outbox.do(*effects)
         if not self._members.size():

@@ -1,5 +1,4 @@
-"""What outlives a master: numbers that never repeat, what the run has agreed on, and what a
-restarted master concludes from the peers that come back.
+"""What a restarted master concludes from the peers that come back, and how it goes on.
 
 The journal only names the accepted peers. Only the peers know the rest, and what no survivor knows
 cannot matter to any survivor:
@@ -17,95 +16,39 @@ cannot matter to any survivor:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.effects import Refusal
+from pccl.protocol.master.collectives import Running
+from pccl.protocol.master.effects import Adopt, Effect, Refusal, Remember
+from pccl.protocol.master.history import (
+    CROWDED,
+    EPOCH_SHIFT,
+    GIVEN_UP,
+    INCARNATION_SHIFT,
+    OTHER_RUN,
+    History,
+    Journal,
+)
 from pccl.protocol.master.membership import in_order
+from pccl.protocol.master.run import Run
 from pccl.types import Result
-
-NONCE_BYTES = 8
-
-
-class Nonces:
-    """The nonces of one master, each 64 bits of a keyed hash.
-
-    Args:
-        secret: known to this master alone and never used by another one; at most 64 bytes.
-    """
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-
-    def of_epoch(self, epoch: int) -> int:
-        """The nonce of an epoch: the password of streams between its peers."""
-        return self._hash(b"epoch %d" % epoch)
-
-    def of_door(self, number: int) -> int:
-        """The nonce of an associate: the password of all streams to it."""
-        return self._hash(b"door %d" % number)
-
-    def of_call(self, seq: int) -> int:
-        """The nonce of a sequence number, which its chunks, requests and data carry."""
-        return self._hash(b"call %d" % seq)
-
-    def _hash(self, what: bytes) -> int:
-        return int.from_bytes(blake2b(what, key=self._secret, digest_size=NONCE_BYTES).digest())
-
 
 WAIT_S = 5.0  # for peers to come back; they try several times a second
 UNJOURNALED_WAIT_S = 1.0  # without a journal other groups are unknown, and may be slower
-
-
-OTHER_RUN = Refusal(
-    "the master has started another run: connect again", Result.MASTER_CONNECTION_FAILED
-)
-OUTNUMBERED = Refusal(
-    "a master without a journal goes on with the run that most peers name who come back to it, and "
-    "this is another one: connect again",
-    Result.MASTER_CONNECTION_FAILED,
-)
-GIVEN_UP = Refusal("it was given up as lost, or did not come back in time: connect again")
-CROWDED = Refusal("too much was said already by others who want to come back")
-
-FINISHED = Refusal(
-    "the run is finished: its peers have said so. For another run, start the master anew, without "
-    "the journal of this one",
-    Result.INVALID_USAGE,
-    m.Cause.FINISHED,
-)
-WHOLE_RUN = 0  # in place of a peer's number
-REFUSED_MAX = 256  # peers of which it is known why they were dropped: the latest ones
+BACKLOG_MAX = 4  # messages of one connection kept during a recovery; peers send two
 NUMBER_MAX = 1 << 62  # of peers and rounds: more than can ever occur
 INCARNATION_MAX = 1 << 15  # of the master: epochs, which begin with it, have 32 bits
 WEIGHTS_MAX = 1 << 31
-INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number,
-EPOCH_SHIFT = 16  # and epochs too: no returning peer may know the last ones
 ALL_HELD_MAX = 1 << 31  # bytes, about, of all returning peers' messages
 HELD_MAX = 1 << 28  # bytes, about, of the messages that name other runs than most do
+RESTARTED = "the master was restarted"
 _RESULTS = frozenset(result.value for result in Result)
 _CALLED = frozenset(m.Called)
-
-
-@dataclass(frozen=True, slots=True)
-class Journal:
-    """What a restarted master knows: its run, how often it was restarted, the accepted peers, and
-    why others were dropped, which may not have heard of it.
-
-    It may be incomplete, if it could not be written in the end; returning peers know more.
-    """
-
-    run: int
-    incarnation: int
-    next_peer: int
-    accepted: frozenset[int]
-    complete: bool = True
-    refused: Mapping[int, Refusal] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -123,34 +66,17 @@ class Unresolved:
 
 
 @dataclass(slots=True)
-class GroupBefore:
-    """A group before the restart."""
-
-    epoch: int = 0
-    syncs: int = 0
-    revision: int | None = None
-    last_plan: int = 0
-    holders: set[int] = field(default_factory=set)
-    short: int = 0
-    rings: tuple[m.Ring, ...] = ()
-
-
-@dataclass(slots=True)
 class Before:
     """The run before the restart, as far as any survivor knows."""
 
     accepted: dict[int, m.PeerInfo]
-    groups: dict[int, GroupBefore]
+    rings: dict[int, m.Rings]  # of each group
     collectives: dict[int, Unresolved]
     missed: list[tuple[int, m.Small]]
     failed: list[tuple[int, m.Failure]]
-    topology: int
-    pendings: int
-    were_pending: bool
-    optimized: int
+    history: History
     next_peer: int
     incarnation: int
-    finished: bool
     veterans: set[int]  # that have completed a collective or synchronisation, or are told so now
 
 
@@ -209,6 +135,9 @@ class Recovery:
         expected: the accepted peers in the journal.
         complete: whether the journal is complete.
         refused: peers that were dropped, and why.
+
+    Attributes:
+        backlog: messages of others that arrive meanwhile, to be handled afterwards.
     """
 
     def __init__(
@@ -220,14 +149,23 @@ class Recovery:
     ) -> None:
         self._run, self._expected, self._complete = run, frozenset(expected), complete
         self._refused = refused or {}
+        self.backlog: list[Callable[[], list[Effect]]] = []
         self._back: dict[int, dict[int, Back]] = {}  # by run and number, in order
         self._conns: dict[bytes, tuple[int, int]] = {}
         self._held: Counter[int] = Counter()  # by run
         self._began_s: float | None = None
+        self._said: Counter[bytes] = Counter()  # messages in the backlog, by connection
 
-    def __contains__(self, conn: bytes) -> bool:
-        """Whether a peer has come back on this connection."""
-        return conn in self._conns
+    def has_heard(self, conn: bytes) -> bool:
+        """Whether it holds a message of this connection."""
+        return conn in self._said or conn in self._conns
+
+    def postpone(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
+        """Keeps a message for later. Returns False, once, if its connection has sent too many."""
+        self._said[conn] += 1
+        if self._said[conn] <= BACKLOG_MAX:
+            self.backlog.append(event)
+        return self._said[conn] != BACKLOG_MAX + 1
 
     def conn_of(self, resume: m.Resume) -> bytes | None:
         """The connection on which this peer has come back already, if it has."""
@@ -326,28 +264,24 @@ def weight(resume: m.Resume) -> int:
 def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
     """The run before the restart, from the messages of the peers that are back."""
     known = {info.peer for resume in resumes.values() for info in resume.known}
-    asked = max((resume.done for resume in resumes.values()), key=lambda done: done.pending)
-    groups, collectives, missed = _groups(resumes), _collectives(resumes), _missed(resumes)
+    history, rings = _history(resumes)
+    collectives, missed = _collectives(resumes), _missed(resumes)
     veterans = {number for number, resume in resumes.items() if resume.veteran}
     veterans.update(number for number, _ in missed)
-    veterans.update(*(group.holders for group in groups.values()))
+    veterans.update(*(history.of(group).holders for group in rings))
     veterans.update(*(each.open for each in collectives.values() if each.outcome))
     return Before(
         in_order({number: resumes[number].info for number in sorted(resumes)}),
-        groups,
+        rings,
         collectives,
         missed,
         _failed(resumes),
-        topology=max(resume.done.topology for resume in resumes.values()),
-        pendings=asked.pending,
-        were_pending=asked.were_pending,
-        optimized=max(resume.done.optimized for resume in resumes.values()),
+        history,
         next_peer=max(known | resumes.keys()) + 1,
         incarnation=max(
             max(resume.last_seq >> INCARNATION_SHIFT, resume.epoch >> EPOCH_SHIFT)
             for resume in resumes.values()
         ),
-        finished=any(resume.done.finished for resume in resumes.values()),
         veterans=veterans,
     )
 
@@ -396,26 +330,35 @@ def outdated(resumes: Mapping[int, m.Resume]) -> set[int]:
     }
 
 
-def _groups(resumes: Mapping[int, m.Resume]) -> dict[int, GroupBefore]:
-    groups: dict[int, GroupBefore] = {}
+def _history(resumes: Mapping[int, m.Resume]) -> tuple[History, dict[int, m.Rings]]:
+    history = History()
+    epochs: dict[int, int] = {}
+    rings: dict[int, m.Rings] = {}
     for resume in resumes.values():
-        group = groups.setdefault(resume.info.group, GroupBefore())
-        if resume.epoch >= group.epoch:
-            group.epoch, group.rings = resume.epoch, resume.rings
-        group.syncs = max(group.syncs, resume.done.sync)
+        group, done = resume.info.group, resume.done
+        if resume.epoch >= epochs.get(group, 0):
+            epochs[group], rings[group] = resume.epoch, resume.rings
+        state = history.of(group)
+        state.syncs = max(state.syncs, done.sync)
+        history.topology = max(history.topology, done.topology)
+        history.optimized = max(history.optimized, done.optimized)
+        history.finished |= done.finished
+        if done.pending > history.pending:
+            history.pending, history.were_pending = done.pending, done.were_pending
     for number, resume in resumes.items():
-        group, done = groups[resume.info.group], resume.done
-        if done.sync == group.syncs and group.syncs:
-            group.revision, group.last_plan, group.short = done.revision, done.plan, done.short
+        done, state = resume.done, history.of(resume.info.group)
+        if done.sync == state.syncs and state.syncs:
+            state.revision, state.last_plan, state.short = done.revision, done.plan, done.short
         # A peer that does not know the last one waits in it: it missed the result.
-        if done.holds or done.sync < group.syncs:
-            group.holders.add(number)
-    for group in groups.values():
-        if group.short:
-            group.holders.clear()
-        if not group.holders:
-            group.revision = None
-    return groups
+        if done.holds or done.sync < state.syncs:
+            state.holders.add(number)
+    for state in map(history.of, rings):
+        state.repeatable = True  # if in doubt
+        if state.short:
+            state.holders.clear()
+        if not state.holders:
+            state.revision = None
+    return history, rings
 
 
 def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
@@ -445,157 +388,62 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
     return found
 
 
-class Numbers:
-    """The numbers that one master gives.
+def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) -> None:
+    """Has a run go on as it was, with those who are back; at this time, as is shown."""
+    membership = run.membership
+    membership.next_number = max(membership.next_number, before.next_peer)
+    incarnation = max(run.numbers.incarnation, before.incarnation + 1)
+    run.numbers.begin(incarnation)
+    run.outbox.do(Adopt(run.number, incarnation))
+    for number, info in before.accepted.items():
+        its = back[number]
+        peer = membership.bring_back(its.conn, info, its.host, its.resume)
+        peer.since_s = peer.spoke_s = now_s
+        peer.veteran = number in before.veterans
+        run.outbox.do(Remember(info))
+    run.history.restore(before.history)
+    if run.history.finished:
+        run.finish()
+    for group, rings in before.rings.items():
+        run.groups.restore(group, rings)
+        if not run.history.of(group).holders:
+            run.outbox.note(f"the last holder of group {group}'s shared state is gone")
+    run.publish_world()
+    for group in before.rings:
+        run.groups.renew(group)
+    for number, info in before.accepted.items():
+        run.outbox.send(number, m.Admitted(run.number, run.history.done(info.group)))
+    for seq in sorted(before.collectives):
+        _resolve(run, seq, before.collectives[seq], now_s)
+    for _, number, message in sorted(_lacked(before), key=lambda one: one[:2]):
+        run.outbox.send(number, message)
+    for number, peer in membership.peers.items():
+        run.outbox.send(number, m.Resumed(run.history.done(peer.info.group)))
 
-    Args:
-        nonces: of this master.
-        incarnation: how often the run's master was restarted; all numbers begin with it.
+
+def _lacked(before: Before) -> Iterator[tuple[int, int, m.MasterMessage]]:
+    """What some peers know and others lack: its seq, whom to tell, and what.
+
+    Who hears of a seq must have heard of all before it: the next restart relies on that.
     """
-
-    def __init__(self, nonces: Nonces, incarnation: int = 0) -> None:
-        self._nonces = nonces
-        self._first_seq = self._next_seq = self._epoch = 0
-        self.begin(incarnation)
-
-    def begin(self, incarnation: int) -> None:
-        """Begins the numbers of an incarnation; peers may know those of earlier ones."""
-        self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
-        self._epoch = incarnation << EPOCH_SHIFT
-
-    @property
-    def incarnation(self) -> int:
-        """How often the run's master was restarted."""
-        return self._next_seq >> INCARNATION_SHIFT
-
-    @property
-    def next_seq(self) -> int:
-        """The next sequence number, which is not taken."""
-        return self._next_seq
-
-    @property
-    def epoch(self) -> int:
-        """The latest epoch of any group."""
-        return self._epoch
-
-    def take_seq(self) -> int:
-        """Takes the next sequence number."""
-        self._next_seq += 1
-        return self._next_seq - 1
-
-    def take_epoch(self) -> int:
-        """Takes the next epoch."""
-        self._epoch += 1
-        return self._epoch
-
-    def is_old(self, seq: int) -> bool:
-        """Whether a sequence number belongs to an earlier incarnation."""
-        return seq < self._first_seq
-
-    def is_unknown(self, seq: int) -> bool:
-        """Whether a sequence number was never given."""
-        return seq >= self._next_seq
-
-    def nonce_of_call(self, seq: int) -> int:
-        """The nonce that identifies the bulk data of a sequence number."""
-        return self._nonces.of_call(seq)
-
-    def nonce_of_epoch(self, epoch: int) -> int:
-        """The nonce by which peers admit each other's streams."""
-        return self._nonces.of_epoch(epoch)
-
-    def nonce_of_door(self, number: int) -> int:
-        """The nonce by which an associate admits streams."""
-        return self._nonces.of_door(number)
+    for number, small in before.missed:
+        yield small.seq, number, m.Missed(small)
+    for number, failure in before.failed:
+        yield failure.seq, number, m.Failed(failure)
+    lost = Result.RANK_CONNECTION_LOST.value
+    for seq, was in before.collectives.items():
+        called = m.Called.COLLECTIVE, was.tag, was.pair or ()
+        for number in was.unheard:  # its vote to start is void, as it is for the others
+            failure = m.Failure(seq, *called, lost, RESTARTED, m.Cause.OTHER)
+            yield seq, number, m.Failed(failure)
 
 
-@dataclass(slots=True)
-class StateHistory:
-    """The history of a group's shared state."""
-
-    revision: int | None = None
-    syncs: int = 0  # number of its last synchronisation, counted over all groups
-    last_plan: int = 0  # seq of the last plan of the last synchronisation
-    holders: set[int] = field(default_factory=set)
-    short: int = 0  # peers that the last synchronisation lacked to begin with
-    # whether the last revision may be synchronised again: a peer joined or was lost, or a
-    # collective failed, since then
-    repeatable: bool = False
-
-
-class History:
-    """Numbers of completed rounds, and their latest results.
-
-    Attributes:
-        topology: rounds of `update_topology`.
-        pending: rounds of `are_peers_pending`.
-        were_pending: the result of the latest of these.
-        optimized: rounds of `optimize_topology`.
-        finished: whether the run is finished.
-    """
-
-    def __init__(self) -> None:
-        self.topology = self.pending = self.optimized = 0
-        self.were_pending = self.finished = False
-        self._syncs = 0  # over all groups, so that a group that begins again repeats no number
-        self._groups: dict[int, StateHistory] = {}
-
-    def restore(self, before: Before) -> None:
-        """Restores the state before a restart."""
-        self.topology, self.pending = before.topology, before.pendings
-        self.were_pending, self.optimized = before.were_pending, before.optimized
-        self.finished |= before.finished
-        self._syncs = max((was.syncs for was in before.groups.values()), default=0)
-        self._groups = {number: _state_of(was) for number, was in before.groups.items()}
-
-    def of(self, group: int) -> StateHistory:
-        """The history of a group's shared state."""
-        if group not in self._groups:
-            self._groups[group] = StateHistory()
-        return self._groups[group]
-
-    def count_sync(self, group: int) -> StateHistory:
-        """Numbers a synchronisation that has a result."""
-        self._syncs += 1
-        state = self.of(group)
-        state.syncs = self._syncs
-        return state
-
-    def lose(self, group: int, numbers: Set[int]) -> bool:
-        """Peers are lost. Whether the group's shared state is lost with them."""
-        state = self.of(group)
-        state.holders -= numbers
-        if state.holders or state.revision is None:
-            return False
-        state.revision = None
-        return True
-
-    def forget(self, group: int) -> None:
-        """Forgets a group that is empty."""
-        self._groups.pop(group, None)
-
-    def done(self, group: int) -> m.Done:
-        """What a peer of a group may have missed; the group of a pending peer may not exist."""
-        state = self._groups.get(group) or StateHistory()
-        return m.Done(
-            self.topology,
-            self.pending,
-            self.were_pending,
-            state.syncs,
-            state.revision or 0,
-            state.last_plan,
-            optimized=self.optimized,
-            short=state.short,
-            finished=self.finished,
-        )
-
-
-def _state_of(was: GroupBefore) -> StateHistory:
-    return StateHistory(
-        was.revision,
-        was.syncs,
-        was.last_plan,
-        was.holders,
-        was.short,
-        repeatable=True,  # if in doubt
-    )
+def _resolve(run: Run, seq: int, was: Unresolved, now_s: float) -> None:
+    if was.outcome is None:
+        running = Running(seq, was.group, was.members, was.votes)
+        running.since_s = now_s
+        running.paired = was.pair is not None
+        run.collectives.resolve(running, RESTARTED)
+        return
+    for number in sorted(was.open):
+        run.outbox.send(number, m.Finished(seq, was.outcome, "" if was.outcome else RESTARTED))

@@ -7,22 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pccl.protocol import messages as m
 from pccl.protocol.master.associates import Associates
 from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Combine
-from pccl.protocol.master.effects import Drop, Forget, Refusal, Remember
-from pccl.protocol.master.links import Dismissals, Groups, Meetings
-from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.optimizations import Optimizations
-from pccl.protocol.master.outbox import Outbox, plain
-from pccl.protocol.master.recovery import (
+from pccl.protocol.master.effects import Drop, Forget, Outbox, Refusal, Remember, plain
+from pccl.protocol.master.history import (
     FINISHED,
     REFUSED_MAX,
     WHOLE_RUN,
     History,
     Journal,
-    Nonces,
     Numbers,
 )
+from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.tally import Loss, Tally
+from pccl.protocol.master.topology import Dismissals, Groups, Meetings, Optimizations
 from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import Kind, Round
 from pccl.types import Result
@@ -47,10 +44,10 @@ class Run:
         self.number = number if journal is None else journal.run
         self.refused = {} if journal is None else dict(journal.refused)
         self.membership = Membership(1 if journal is None else journal.next_peer)
-        self.numbers = Numbers(Nonces(secret), 0 if journal is None else journal.incarnation)
+        self.numbers = Numbers(secret, 0 if journal is None else journal.incarnation)
         self.history = History()
         self.history.finished = WHOLE_RUN in self.refused
-        self.outbox = Outbox(self.membership.peers, self.numbers)
+        self.outbox = Outbox(self.membership.peers, self.numbers.take_seq)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
         meetings = Meetings(self.membership, self.outbox)

@@ -17,11 +17,11 @@ from msgspec import Struct
 
 from pccl.protocol.master.associates import FIRST, Associates
 from pccl.protocol.master.collectives import Running
-from pccl.protocol.master.optimizations import Optimization
-from pccl.protocol.master.outbox import plain
+from pccl.protocol.master.effects import plain
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.synchronisations import Sync
 from pccl.protocol.master.tally import Histogram, Loss, Reason
+from pccl.protocol.master.topology import Optimization
 from pccl.protocol.messages import CollectiveKind, Ring
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId
 from pccl.protocol.topology import hops

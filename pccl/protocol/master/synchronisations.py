@@ -38,11 +38,11 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.links import Dismissals, Groups, Meetings
+from pccl.protocol.master.effects import Outbox
+from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.outbox import Outbox
-from pccl.protocol.master.recovery import History, Numbers
 from pccl.protocol.master.tally import SIZES, Tally
+from pccl.protocol.master.topology import Dismissals, Groups, Meetings
 from pccl.protocol.messages import Entry, Manifest, dtype_name
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId, Vote
 from pccl.tensors.layout import described

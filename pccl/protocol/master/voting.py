@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
@@ -26,9 +25,9 @@ from pccl.protocol.master.collectives import (
     outdated,
     sees_others,
 )
-from pccl.protocol.master.links import Dismissals
+from pccl.protocol.master.effects import Outbox
 from pccl.protocol.master.membership import NAMES_MAX, Membership
-from pccl.protocol.master.outbox import Outbox
+from pccl.protocol.master.topology import Dismissals
 from pccl.protocol.rounds import (
     EXCLUSIVE,
     OPEN_MAX,
@@ -167,13 +166,6 @@ def _listed(parts: Sequence[m.Part] | Sequence[m.Entry]) -> int:
     return PART_BYTES * len(parts) + width * texts
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRejection:
-    """The error that a peer gets, once, if it enters one of these rounds after their end."""
-
-    failures: Mapping[RoundId, m.Failure]
-
-
 class Voting:
     """The rounds in which peers wait.
 
@@ -196,7 +188,8 @@ class Voting:
         self._membership, self._table = membership, table
         self._outbox, self._dismissals = outbox, dismissals
         self._commit = commit
-        self._rejections: dict[int, list[PendingRejection]] = {}  # by peer
+        # by peer: failures of rounds that ended together; it gets one if it enters one of these
+        self._rejections: dict[int, list[Mapping[RoundId, m.Failure]]] = {}
         # disputes that are not settled: rounds whose votes differ, and those that exclude others
         self._mixed: dict[RoundId, None] = {}
         self._barred: dict[_Pair, None] = {}
@@ -479,20 +472,19 @@ class Voting:
                     self._outbox.send(number, m.Failed(failure))
             for number in self._members(round_):
                 if number not in voters:
-                    self.reject_later(number, PendingRejection(failures))
+                    self.reject_later(number, failures)
 
-    def reject_later(self, number: int, rejection: PendingRejection) -> None:
-        """A peer gets this error when it enters the round."""
+    def reject_later(self, number: int, failures: Mapping[RoundId, m.Failure]) -> None:
+        """A peer gets one of these errors, once, if it enters its round."""
         pending = self._rejections.setdefault(number, [])
-        ids = rejection.failures.keys()
-        pending[:] = [old for old in pending if old.failures.keys() != ids][-OPEN_MAX:]
-        pending.append(rejection)
+        pending[:] = [old for old in pending if old.keys() != failures.keys()][-OPEN_MAX:]
+        pending.append(failures)
 
     def _reject(self, number: int, round_id: RoundId, vote: Vote[object]) -> bool:
         """Whether the round ended before this peer entered it; if so, sends the error."""
         pending = self._rejections[number]
-        found = next((one for one in pending if round_id in one.failures), None)
+        found = next((one for one in pending if round_id in one), None)
         if found is not None:
             pending.remove(found)
-            self._outbox.refuse(number, vote.call, found.failures[round_id])
+            self._outbox.refuse(number, vote.call, found[round_id])
         return found is not None

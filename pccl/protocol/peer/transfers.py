@@ -2,8 +2,7 @@
 
 A member serves its content, from its vote on, and fetches what the current plan requires. A plan
 says which peers serve which, and may be replaced at any time. Synchronisations transfer the shared
-state (synchronisations.py), optimizations random bytes to measure links (optimizations.py). A peer
-takes part in one of them at a time.
+state, optimizations random bytes to measure links. A peer takes part in one of them at a time.
 
 The peer serves its content from its vote on. A plan says which entries to fetch from which holders.
 The master may replace it (if a holder died, or another receiver failed). If the new plan requires

@@ -32,7 +32,7 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
 from pccl.protocol.master.effects import Refusal
-from pccl.protocol.master.recovery import REFUSED_MAX, WHOLE_RUN
+from pccl.protocol.master.history import REFUSED_MAX, WHOLE_RUN
 from pccl.runtime import limits
 from pccl.runtime.filelock import FileLock, Taken
 

@@ -1,4 +1,4 @@
-"""The master's loop.
+"""The master's loop, and the thread that it runs in.
 
 No connection can end the service for the others: if a message makes the state machine fail, that is
 logged, and its connection is dropped. connections.py says how connections are identified.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import secrets
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from pccl.runtime.server.dial import Dialler, Target, dial_hosts
 from pccl.runtime.server.eventlog import EventLog
 from pccl.runtime.server.journal import JournalError, OnError, Scribe
 from pccl.runtime.server.pulse import Pauses
+from pccl.runtime.server.web import Web
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 
@@ -599,3 +602,81 @@ class Server:
             else:
                 log.debug("master: connection %s: %s", conn.hex(), error)
                 self._connections.unreachable(conn)
+
+
+class Service:
+    """A server in its own thread, from `start` to the end of the server.
+
+    Its end is awaited by a lock that the thread holds, and a flag that is set before the lock is
+    released. An exception such as KeyboardInterrupt may end a wait at any instruction: the next
+    wait then relies on the flag. (After that, `Thread.join` of CPython 3.11 considers the thread
+    dead, and the process would end before the thread has sent its last messages.)
+
+    A forked child has no such thread: `stop` and `wait` do nothing there.
+
+    Args:
+        server: the server.
+        web: shows the run over HTTP; None: nothing does.
+
+    Attributes:
+        server: the server.
+        failure: the exception that has ended it; None after `stop`.
+    """
+
+    def __init__(self, server: Server, web: Web | None = None) -> None:
+        self.server = server
+        self._web = web
+        self.failure: BaseException | None = None
+        self._pid = os.getpid()
+        self._over = False
+        self._serving = threading.Lock()
+        self._serving.acquire()
+        self._thread = threading.Thread(target=self._serve, name="pccl-master", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. Raises RuntimeError, and closes everything, if that fails."""
+        try:
+            if self._web is not None:
+                self._web.start()
+            self._thread.start()
+        except RuntimeError:
+            self._close_web()
+            self.server.close()
+            self._over = True
+            raise
+
+    @property
+    def over(self) -> bool:
+        """Whether no server runs in this process any more."""
+        return self._over or os.getpid() != self._pid
+
+    def stop(self) -> None:
+        """Asks the server to end, from any thread or a signal handler."""
+        if os.getpid() == self._pid:
+            self.server.stop()
+
+    def forked(self) -> None:
+        """Called in a forked child: releases there what belongs to the parent."""
+        self.server.forked()
+        if self._web is not None:
+            self._web.forked()
+
+    def wait(self) -> None:
+        """Returns when the server has ended."""
+        while not self.over:
+            if self._serving.acquire(timeout=limits.SLICE_S):
+                self._serving.release()
+
+    def _serve(self) -> None:
+        try:
+            self.server.serve()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._close_web()
+            self._over = True
+            self._serving.release()
+
+    def _close_web(self) -> None:
+        if self._web is not None:
+            self._web.close()

@@ -1,0 +1,193 @@
+"""What a run has agreed on and counted: what its master tells a peer that comes back, and what a
+journal keeps of it for the next master."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from pccl.protocol import messages as m
+from pccl.protocol.master.effects import Refusal
+from pccl.types import Result
+
+OTHER_RUN = Refusal(
+    "the master has started another run: connect again", Result.MASTER_CONNECTION_FAILED
+)
+OUTNUMBERED = Refusal(
+    "a master without a journal goes on with the run that most peers name who come back to it, and "
+    "this is another one: connect again",
+    Result.MASTER_CONNECTION_FAILED,
+)
+GIVEN_UP = Refusal("it was given up as lost, or did not come back in time: connect again")
+CROWDED = Refusal("too much was said already by others who want to come back")
+FINISHED = Refusal(
+    "the run is finished: its peers have said so. For another run, start the master anew, without "
+    "the journal of this one",
+    Result.INVALID_USAGE,
+    m.Cause.FINISHED,
+)
+WHOLE_RUN = 0  # in place of a peer's number
+REFUSED_MAX = 256  # peers of which it is known why they were dropped: the latest ones
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What a restarted master knows: its run, how often it was restarted, the accepted peers, and
+    why others were dropped, which may not have heard of it.
+
+    It may be incomplete, if it could not be written in the end; returning peers know more.
+    """
+
+    run: int
+    incarnation: int
+    next_peer: int
+    accepted: frozenset[int]
+    complete: bool = True
+    refused: Mapping[int, Refusal] = field(default_factory=dict)
+
+
+NONCE_BYTES = 8
+INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number,
+EPOCH_SHIFT = 16  # and epochs too: no returning peer may know the last ones
+
+
+class Numbers:
+    """The numbers that one master gives, and the nonces that belong to them.
+
+    Args:
+        secret: known to this master alone and never used by another one; at most 64 bytes.
+        incarnation: how often the run's master was restarted; all numbers begin with it.
+
+    Attributes:
+        next_seq: the next sequence number, which is not taken.
+        epoch: the latest epoch of any group.
+    """
+
+    def __init__(self, secret: bytes, incarnation: int = 0) -> None:
+        self._secret = secret
+        self.begin(incarnation)
+
+    def begin(self, incarnation: int) -> None:
+        """Begins the numbers of an incarnation; peers may know those of earlier ones."""
+        self._first_seq = self.next_seq = (incarnation << INCARNATION_SHIFT) + 1
+        self.epoch = incarnation << EPOCH_SHIFT
+
+    @property
+    def incarnation(self) -> int:
+        """How often the run's master was restarted."""
+        return self.next_seq >> INCARNATION_SHIFT
+
+    def take_seq(self) -> int:
+        """Takes the next sequence number."""
+        self.next_seq += 1
+        return self.next_seq - 1
+
+    def take_epoch(self) -> int:
+        """Takes the next epoch."""
+        self.epoch += 1
+        return self.epoch
+
+    def is_old(self, seq: int) -> bool:
+        """Whether a sequence number belongs to an earlier incarnation."""
+        return seq < self._first_seq
+
+    def is_unknown(self, seq: int) -> bool:
+        """Whether a sequence number was never given."""
+        return seq >= self.next_seq
+
+    def nonce_of_call(self, seq: int) -> int:
+        """Identifies the bulk data of a sequence number."""
+        return self._nonce(b"call %d" % seq)
+
+    def nonce_of_epoch(self, epoch: int) -> int:
+        """The password of streams between an epoch's peers."""
+        return self._nonce(b"epoch %d" % epoch)
+
+    def nonce_of_associate(self, number: int) -> int:
+        """The password of all streams to an associate."""
+        return self._nonce(b"associate %d" % number)
+
+    def _nonce(self, what: bytes) -> int:
+        return int.from_bytes(blake2b(what, key=self._secret, digest_size=NONCE_BYTES).digest())
+
+
+@dataclass(slots=True)
+class StateHistory:
+    """The history of a group's shared state."""
+
+    revision: int | None = None
+    syncs: int = 0  # number of its last synchronisation, counted over all groups
+    last_plan: int = 0  # seq of the last plan of the last synchronisation
+    holders: set[int] = field(default_factory=set)
+    short: int = 0  # peers that the last synchronisation lacked to begin with
+    # whether the last revision may be synchronised again: a peer joined or was lost, or a
+    # collective failed, since then
+    repeatable: bool = False
+
+
+class History:
+    """Numbers of completed rounds, and their latest results.
+
+    Attributes:
+        topology: rounds of `update_topology`.
+        pending: rounds of `are_peers_pending`.
+        were_pending: the result of the latest of these.
+        optimized: rounds of `optimize_topology`.
+        finished: whether the run is finished.
+    """
+
+    def __init__(self) -> None:
+        self.topology = self.pending = self.optimized = 0
+        self.were_pending = self.finished = False
+        self._groups: dict[int, StateHistory] = {}
+        self._syncs = 0  # over all groups, so that a group that begins again repeats no number
+
+    def restore(self, before: History) -> None:
+        """Goes on from the history before a restart."""
+        self.topology, self.pending = before.topology, before.pending
+        self.were_pending, self.optimized = before.were_pending, before.optimized
+        self.finished |= before.finished
+        self._groups = before._groups
+        self._syncs = max((state.syncs for state in self._groups.values()), default=0)
+
+    def of(self, group: int) -> StateHistory:
+        """The history of a group's shared state."""
+        if group not in self._groups:
+            self._groups[group] = StateHistory()
+        return self._groups[group]
+
+    def count_sync(self, group: int) -> StateHistory:
+        """Numbers a synchronisation that has a result."""
+        self._syncs += 1
+        state = self.of(group)
+        state.syncs = self._syncs
+        return state
+
+    def lose(self, group: int, numbers: Set[int]) -> bool:
+        """Peers are lost. Whether the group's shared state is lost with them."""
+        state = self.of(group)
+        state.holders -= numbers
+        if state.holders or state.revision is None:
+            return False
+        state.revision = None
+        return True
+
+    def forget(self, group: int) -> None:
+        """Forgets a group that is empty."""
+        self._groups.pop(group, None)
+
+    def done(self, group: int) -> m.Done:
+        """What a peer of a group may have missed; the group of a pending peer may not exist."""
+        state = self._groups.get(group) or StateHistory()
+        return m.Done(
+            self.topology,
+            self.pending,
+            self.were_pending,
+            state.syncs,
+            state.revision or 0,
+            state.last_plan,
+            optimized=self.optimized,
+            short=state.short,
+            finished=self.finished,
+        )
