@@ -15,6 +15,7 @@ listing FILE [from TEXT] [until TEXT] | listing FILE function NAME      a part o
 sequence (one `a -> b: Message ...` on each of the next lines)          who says what to whom
 class NAME ... | classes FILE | module FILE                             signatures and docstrings
 command NAME                            the options of a sub-command of `pccl`
+strategies                              how all-reduces of some sizes travel
 output COMMAND ...                      what `pccl COMMAND ...` prints
 plans STEP PEERS:UPLINK ...             what it recommends, for models of three sizes
 faults                                  the kinds of faults of `pccl chaos`
@@ -52,6 +53,7 @@ MAKERS = {
     "output": commands.output,
     "plans": commands.plans,
     "faults": commands.faults,
+    "strategies": commands.strategies,
     "messages": wire.messages,
     "values": wire.values,
     "limits": wire.limits,

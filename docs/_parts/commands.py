@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 
 from pccl.cli import main as cli
 from pccl.cli import plan
+from pccl.cli.bench.strategies import chosen
 from pccl.cli.chaos import kinds
 
 
@@ -41,6 +42,29 @@ def output(*words: str) -> str:
     with redirect_stdout(io.StringIO()) as printed:
         cli.main(list(words))
     return f"```text\n{printed.getvalue().rstrip()}\n```"
+
+
+def strategies() -> str:
+    """How all-reduces travel: by size, number of peers, machines and quantization."""
+    groups = [(2, True), (2, False), (4, True), (4, False)]
+    places = [f"{n} peers, {'one machine' if near else 'several machines'}" for n, near in groups]
+    rows = [f"| float32 | {' | '.join(places)} |", f"| --- |{' --- |' * len(groups)}"]
+    for text, nbytes in (
+        ("64 KiB", 1 << 16),
+        ("128 KiB", 1 << 17),
+        ("256 KiB", 1 << 18),
+        ("1 MiB", 1 << 20),
+        ("64 MiB", 1 << 26),
+    ):
+        for how in (None, "int8"):
+            cells = [
+                str(chosen("all_reduce", nbytes, n, together=near, quantization=how)).partition(
+                    ", lanes by"
+                )[0]
+                for n, near in groups
+            ]
+            rows.append(f"| {text}{f' as {how}' if how else ''} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def plans(step: str, *clusters: str) -> str:

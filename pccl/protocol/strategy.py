@@ -130,8 +130,9 @@ class Strategy:
     def __str__(self) -> str:
         if self.inline:
             return Algorithm.INLINE
-        words = [self.algorithm, *(["eager"] if self.eager else [])]
-        words.append(f"chunks of {self.chunk_bytes // KIB} KiB")
+        size, unit = divmod(self.chunk_bytes, MIB)
+        chunk = f"{size} MiB" if not unit else f"{self.chunk_bytes // KIB} KiB"
+        words = [self.algorithm, *(["eager"] if self.eager else []), f"chunks of {chunk}"]
         known = {0: "lanes by the round trip", 1: "1 lane"}
         words.append(known.get(self.lanes, f"{self.lanes} lanes"))
         return ", ".join(words)

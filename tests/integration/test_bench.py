@@ -385,6 +385,18 @@ def test_a_process_that_ends_early_is_noticed() -> None:
         collect([receiver])
 
 
+def test_it_explains_how_each_size_travels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PCCL_INLINE_BYTES", raising=False)
+    words = "bench all_reduce --explain -b 64K -e 64M -f 1024 --peers 2".split()
+    assert main(words) == 0
+    small, large = capsys.readouterr().out.splitlines()[2:]
+    assert small.split() == ["65536", "inline", "inline"]
+    assert "ring, eager, chunks of 1 MiB, 1 lane " in large
+    assert "one-shot, eager, chunks of 256 KiB, lanes by the round trip" in large
+
+
 def test_sizes_are_read_with_their_suffixes() -> None:
     assert [common.size(text) for text in ("12", "4K", "3m", "1G")] == [12, 4096, 3 << 20, 1 << 30]
     for text in ("", "K", "-4K", "0", "1.5M"):

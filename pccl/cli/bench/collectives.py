@@ -31,7 +31,7 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import whole_number
-from pccl.cli.bench import common, table, trials
+from pccl.cli.bench import common, strategies, table, trials
 from pccl.cli.bench.common import BenchError, collect, processes
 from pccl.cli.bench.table import FACTORS, blocks
 from pccl.cli.bench.trials import (
@@ -112,6 +112,11 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         help="where the arrays lie; cuda: tensors of torch (%(default)s)",
     )
     common.add_json(parser)
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="say how each size travels, on one machine and on several; measure nothing",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,6 +126,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"pccl bench: {problem}", file=sys.stderr)
         return 2
     dtype = _DTYPES[args.datatype]
+    if args.explain:
+        op, sizes = _OPS.get(args.op, ReduceOp.MAX), list(common.sizes(args))
+        for line in strategies.explained(
+            args.measurement, sizes, args.peers, dtype, op, args.quantize, args.lanes
+        ):
+            print(line)
+        return 0
     job = Job(
         what=args.measurement,
         peers=args.peers,

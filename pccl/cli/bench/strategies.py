@@ -1,0 +1,66 @@
+"""How the sizes that are measured travel, as `pccl.protocol.strategy` chooses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pccl.cli.bench.table import blocks
+from pccl.protocol.messages import CollectiveKind, Ring, Spec
+from pccl.protocol.strategy import Conditions, Settings, Strategy, choose
+from pccl.runtime.config import Config
+from pccl.runtime.quantization import fingerprint, wire_bytes
+from pccl.types import DataType, QuantizationOptions, ReduceOp
+
+
+def chosen(
+    what: str,
+    nbytes: int,
+    peers: int,
+    *,
+    together: bool,
+    dtype: DataType = DataType.FLOAT,
+    op: ReduceOp = ReduceOp.SUM,
+    quantization: str | None = None,
+    settings: Settings | None = None,
+) -> Strategy:
+    """How a collective of so many bytes travels in a group of peers on one machine, or several."""
+    kind = CollectiveKind(what)
+    options = QuantizationOptions.of(quantization) if quantization else None
+    count = nbytes // dtype.itemsize // blocks(what, peers)
+    spec = Spec(kind, op.value, dtype.value, count, *fingerprint(options, dtype, op))
+    order = tuple(range(1, peers + 1))
+    rings = (Ring(order, 1),)
+    known = Conditions(1, peers, rings, together, together, settings or Settings())
+    return choose(spec, wire_bytes(spec, dtype, count * blocks(what, peers)), known)
+
+
+def explained(
+    what: str,
+    sizes: Sequence[int],
+    peers: int,
+    dtype: DataType,
+    op: ReduceOp,
+    quantization: str | None,
+    lanes: int,
+) -> Iterator[str]:
+    """The lines of `pccl bench WHAT --explain`: each size, with one machine and with several."""
+    config = Config.from_env()
+    settings = Settings(config.inline_bytes, lanes, config.lanes)
+    wire = f" as {quantization}" if quantization else ""
+    yield f"# {what}: {peers} peers, {dtype.common_name}{wire}"
+    yield f"# {'size (B)':>10}  {'all on one machine':<48}on several machines"
+    for nbytes in sizes:
+        here, apart = (
+            chosen(
+                what,
+                nbytes,
+                peers,
+                together=together,
+                dtype=dtype,
+                op=op,
+                quantization=quantization,
+                settings=settings,
+            )
+            for together in (True, False)
+        )
+        yield f"{nbytes:>12}  {here!s:<48}{apart}"
