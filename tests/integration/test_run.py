@@ -351,7 +351,6 @@ print("caught", flush=True)
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.fixture
 def hangup_ends() -> Iterator[None]:
     """Under nohup SIGHUP is ignored, and children would inherit that."""
@@ -360,6 +359,7 @@ def hangup_ends() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.usefixtures("hangup_ends")
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGHUP", "SIGINT"])
 def test_signals_reach_the_copies(name: str) -> None:
