@@ -22,7 +22,7 @@ from typing import ClassVar
 from pccl.types import Result
 
 
-class PCCLError(Exception):
+class PCCLError(RuntimeError):
     """A call failed.
 
     This class itself is raised for mistakes of the caller (INVALID_USAGE, INVALID_ARGUMENT,

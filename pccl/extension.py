@@ -29,14 +29,15 @@ from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.memory import Operands
 from pccl.runtime.client.sync import SyncOptions
+from pccl.runtime.config import Config
 from pccl.runtime.limits import FOREVER_S
 from pccl.shared_state import SharedState, sync_shared_state
 from pccl.types import ReduceInfo, SharedStateSyncInfo, SharedStateSyncStrategy
 
 __all__ = [
     "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
-    "are_peers_pending", "await_newcomers", "launch", "member", "ranks", "repeat_until_enough",
-    "ring", "run", "synchronize_once", "update_topology",
+    "are_peers_pending", "await_newcomers", "launch", "limit_master_patience", "member", "ranks",
+    "repeat_until_enough", "ring", "run", "synchronize_once", "update_topology",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -82,6 +83,11 @@ def ranks(ring: Sequence[int], number: int) -> Ranks:
     If the peers are no longer in this order when the collective starts, it fails on all of them.
     """
     return Ranks(ring.index(number), len(ring), ring.index(min(ring)), checksum(ring))
+
+
+def limit_master_patience(comm: Communicator, most_s: float) -> None:
+    """Limits how long this peer tries to reconnect to its master; before `connect`."""
+    comm._settings["master_patience_s"] = min(most_s, Config.from_env().master_patience_s)
 
 
 # ---- collectives ----

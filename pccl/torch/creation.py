@@ -9,27 +9,31 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import register_rendezvous_handler
 
-from pccl import Communicator, MasterLostError, PCCLTimeoutError
+from pccl import Communicator, MasterLostError, PCCLTimeoutError, extension
 from pccl.runtime.config import Config
 from pccl.support.text import address_text, parse_address
-from pccl.torch.backend import DeviceBackend, is_one_of_several, is_possible, is_to_be_reconfigured
-from pccl.torch.group import TIMEOUT, HostedMaster, ProcessGroup
+from pccl.torch.group import TIMEOUT, DeviceBackend, ProcessGroup
+from pccl.torch.hosted import KEY, HostedMaster
 
-KEY = "pccl/master"  # in the store of a group: where its master is
 VARIABLE = "PCCL_MASTER"
-PATIENCE_S = 1.0  # with the first address of a master; twice as long with each one after it
+PATIENCE_S = 1.0  # with a hosted master that does not answer; twice as long with each time
+HOSTED_PATIENCE_S = 2.0  # with the connection to one: it does not come back without its process
+_READ_AGAIN_S = 0.05
+_NOWHERE = "127.0.0.1:1"
 HINT_S = 10.0  # after which who waits to be admitted is told why that may be
 _HINT = (
     "if the group has begun without it, its members must admit it. torch's own "
@@ -38,6 +42,37 @@ _HINT = (
 )
 
 _log = logging.getLogger("pccl.torch")
+
+
+def is_possible() -> bool:
+    """Whether this version of torch calls the methods of a Backend that is written in Python."""
+    try:
+        type("Probe", (Backend,), {})(0, 1)
+    except TypeError:  # it has no constructor
+        return False
+    return True
+
+
+def is_one_of_several() -> bool:
+    """Whether torch, which has called us, makes a group of several backends.
+
+    It does not tell those whom it asks for a backend, so its own variables are looked at.
+    """
+    config = _variable("_new_process_group_helper", "backend_config")
+    return config is not None and len(set(config.get_device_backend_map().values())) > 1
+
+
+def is_to_be_reconfigured() -> bool:
+    """Whether torch makes a group that begins when it is reconfigured; 2.14 and later."""
+    return bool(_variable("init_process_group", "enable_reconfigure"))
+
+
+def _variable(function: str, name: str) -> Any:
+    """Of a function of torch that has called us; None: it has none, or has not called us."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
 
 
 class Joined:
@@ -65,7 +100,13 @@ joined = Joined()
 
 
 def join(
-    address: str, size: int, *, timeout: timedelta, patience_s: float | None = None, **more: Any
+    address: str,
+    size: int,
+    *,
+    timeout: timedelta,
+    patience_s: float | None = None,
+    hosted: bool = False,
+    **more: Any,
 ) -> ProcessGroup:
     """Joins the run at a master; waits until `size` members are there, or the run has begun.
 
@@ -74,6 +115,7 @@ def join(
         size: with how many members the group begins.
         timeout: for each of the steps, and of the group.
         patience_s: how long the master may not answer; None: `timeout`.
+        hosted: whether the master ends with the process of the first rank.
         more: arguments of the group.
 
     Raises:
@@ -81,6 +123,8 @@ def join(
     """
     seconds = timeout.total_seconds()
     comm = Communicator(address, connect_timeout=seconds if patience_s is None else patience_s)
+    if hosted:
+        extension.limit_master_patience(comm, HOSTED_PATIENCE_S)
     reminder = threading.Timer(HINT_S, lambda: _log.warning("this process still waits: %s", _HINT))
     reminder.daemon = True
     try:
@@ -134,40 +178,53 @@ def _group(options: Any) -> ProcessGroup:
         return join(address, size, timeout=timeout, rank=rank, store=store)
     if rank != 0:
         return _join_the_first(store, size, timeout=timeout, rank=rank)
-    master = HostedMaster(_own_host(store))
+    master = HostedMaster(_own_host(store), store)
     try:
-        store.set(KEY, master.address)
         return join(master.address, size, timeout=timeout, rank=rank, store=store, master=master)
     except BaseException:
-        master.end()
+        master.abort()
         raise
 
 
 def _join_the_first(store: Any, size: int, *, timeout: timedelta, rank: int) -> ProcessGroup:
     """Joins the run whose master is in the process of the group's first rank.
 
-    Processes that torchrun has started again find in the store what those before them have written.
-    So an address where no master answers is read again: the first rank will have written its own.
+    Processes that are started again find in the store what those before them have written, and one
+    that makes its group anew may be faster than the first rank. So an address where nobody answers,
+    or where the master ends, is read again: the first rank will write its new one.
     """
     until_s = time.monotonic() + timeout.total_seconds()
-    patience_s = PATIENCE_S
+    before, patience_s = "", PATIENCE_S
     while True:
         address = store.get(KEY).decode()
         left_s = until_s - time.monotonic()
-        last = patience_s >= left_s
+        if left_s > 0 and not (address and _is_open(address, min(PATIENCE_S, left_s))):
+            time.sleep(min(_READ_AGAIN_S, left_s))
+            continue
+        patience_s = 2 * patience_s if address == before else PATIENCE_S
+        before, last = address, patience_s >= left_s
         try:
             return join(
-                address,
+                address or _NOWHERE,
                 size,
                 timeout=timeout,
                 patience_s=max(PATIENCE_S, left_s) if last else patience_s,
+                hosted=True,
                 rank=rank,
                 store=store,
             )
         except MasterLostError:
             if last:
                 raise
-        patience_s *= 2
+
+
+def _is_open(address: str, timeout_s: float) -> bool:
+    """Whether anybody listens there."""
+    try:
+        socket.create_connection(parse_address(address), timeout_s).close()
+    except OSError:
+        return False
+    return True
 
 
 def _own_host(store: Any) -> str:
@@ -181,7 +238,6 @@ def _own_host(store: Any) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-SCHEME = "pccl"
 PORT = 48148
 
 
@@ -208,25 +264,8 @@ def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Sto
     raise RuntimeError("a run is joined once: make the process group anew")
 
 
-NAME = "pccl"
-DEVICES = ["cpu", "cuda"]
-
-
-def register() -> None:
-    """Registers the backend and its URLs. Idempotent."""
-    if NAME.upper() in dist.Backend._plugins:
-        return
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
-    register_rendezvous_handler(SCHEME, meet)  # type: ignore[no-untyped-call]
-    if not is_possible():
-        _ask_our_groups_for_a_monitored_barrier()
-
-
-def _ask_our_groups_for_a_monitored_barrier() -> None:
-    """torch asks every group with a backend for the CPU for one; before 2.14, it asks for the name.
-
-    Its function is replaced by one that asks groups of pccl, and does for others what it did.
-    """
+def replace_monitored_barrier() -> None:
+    """torch before 2.14 has monitored barriers of gloo only; groups of pccl have their own."""
     before = c10d.monitored_barrier
 
     @functools.wraps(before)
@@ -241,3 +280,28 @@ def _ask_our_groups_for_a_monitored_barrier() -> None:
         found.monitored_barrier(limit, wait_all_ranks)
 
     c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+def use_with_accelerate() -> None:
+    """Has Accelerate, and the Trainer of transformers, take pccl where they would take gloo.
+
+    Accelerate knows the backends that it may use on a CPU, and refuses all others. This replaces
+    its method `PartialState._prepare_backend`, which chooses one, by one that puts pccl in the
+    place of gloo if the script names pccl or no backend. On a GPU Accelerate takes the name as it
+    is. Call it before an Accelerator or TrainingArguments is made; PCCL_ACCELERATE=1 in the
+    environment does it for a script that cannot be changed.
+    """
+    from accelerate.state import PartialState  # type: ignore[import-not-found]
+
+    before = PartialState._prepare_backend
+    if hasattr(before, "__wrapped__"):
+        return
+
+    @functools.wraps(before)
+    def prepare_backend(
+        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, Any]:
+        chosen, kind = before(self, cpu, sagemaker_dp, backend)
+        return "pccl" if chosen == "gloo" and backend in (None, "pccl") else chosen, kind
+
+    PartialState._prepare_backend = prepare_backend

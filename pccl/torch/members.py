@@ -1,22 +1,31 @@
-"""The members of a group, in the order of torch's ranks, and how they agree on it."""
+"""The members of a group in the order of torch's ranks, and how they agree on it."""
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+import time
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from pccl import Communicator, PeerLostError, TooFewPeersError, extension
+from pccl import (
+    Communicator,
+    PCCLError,
+    PCCLTimeoutError,
+    PeerLostError,
+    Result,
+    TooFewPeersError,
+    extension,
+)
+from pccl.extension import Deadline
 from pccl.operands import Ranks
-
-Listener = Callable[[], None]
 
 
 class Members:
@@ -30,60 +39,41 @@ class Members:
 
     Attributes:
         own: the number of this peer in its run; 0 before it has joined.
+        order: the numbers of the peers, by torch's rank.
+        changed: is called after each change of the order.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self.own = 0
         self._lock = threading.Lock()
-        self._listeners: list[Listener] = []
-        self._order: tuple[int, ...] = (self.own,)
+        self.own = 0
+        self.order: tuple[int, ...] = (0,)
+        self.changed: Callable[[], None] = lambda: None
 
     def enter(self) -> None:
         """This peer has joined the run: it knows itself."""
         self.own = extension.member(self._comm).number
-        self._order = (self.own,)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The numbers of the peers, by torch's rank."""
-        return self._order
+        self.order = (self.own,)
 
     @property
     def rank(self) -> int:
-        """torch's rank of this peer."""
-        return self._order.index(self.own)
+        return self.order.index(self.own)
 
     @property
     def size(self) -> int:
-        """Number of members."""
-        return len(self._order)
+        return len(self.order)
 
     def arrange(self, order: Sequence[int]) -> None:
         """All members agree on this order."""
         with self._lock:
-            changed = tuple(order) != self._order
-            self._order = tuple(order)
-        if changed:
-            self._tell()
+            before, self.order = self.order, tuple(order)
+        if before != self.order:
+            self.changed()
 
     def refresh(self) -> None:
         """Forgets those that are lost; newcomers, whom `arrange` adds, stay unknown."""
         present = set(self.ring())
-        with self._lock:
-            remaining = tuple(number for number in self._order if number in present)
-            changed = remaining != self._order
-            self._order = remaining
-        if changed:
-            self._tell()
-
-    def listen(self, listener: Listener) -> None:
-        """Calls `listener` after each change."""
-        self._listeners.append(listener)
-
-    def _tell(self) -> None:
-        for listener in self._listeners:
-            listener()
+        self.arrange([number for number in self.order if number in present])
 
     def ring(self) -> tuple[int, ...]:
         """The peers of the group by their position in the ring, as the master says just now."""
@@ -96,18 +86,41 @@ class Members:
         ranks fails on all members alike. Their order does not matter then.
         """
         ring = self.ring()
-        return ring if set(ring) == set(self._order) else self._order
+        return ring if set(ring) == set(self.order) else self.order
 
     def ranks(self, ring: tuple[int, ...]) -> Ranks:
         """What a collective must know of a ring."""
         return extension.ranks(ring, self.own)
 
 
+R = TypeVar("R", bound=msgspec.Struct)
+ROW_BYTES = 512
+AGREE_TAG, RECONFIGURE_TAG = 1 << 31, (1 << 31) + 1  # torch's collectives have higher ones
+
+
+def _exchange(comm: Communicator, row: R, tag: int, timeout_s: float | None = None) -> list[R]:
+    """The rows of all members, in any order.
+
+    Raises:
+        PeerLostError: one was lost meanwhile.
+        PCCLTimeoutError: not all have called this in time.
+    """
+    text = msgspec.json.encode(row)
+    assert len(text) <= ROW_BYTES
+    mine = np.zeros(ROW_BYTES, np.uint8)
+    mine[: len(text)] = np.frombuffer(text, np.uint8)
+    comm.world_size  # noqa: B018 - this thread has seen who is there
+    try:
+        rows = comm.all_gather(mine, tag=tag, timeout=timeout_s)
+    except TooFewPeersError:
+        return [row]
+    return [msgspec.json.decode(bytes(each).rstrip(b"\0"), type=type(row)) for each in rows]
+
+
+# ---- ranks, when members have come or gone ----
+
 # What all processes of a replica say, in their order; all of them make this call.
 Shards = Callable[[list[int]], list[list[int]]]
-
-TAG = 1 << 31  # torch's collectives have higher ones
-ROW_BYTES = 512
 
 
 def no_shards(numbers: list[int]) -> list[list[int]]:
@@ -116,7 +129,7 @@ def no_shards(numbers: list[int]) -> list[list[int]]:
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """What a member says of itself."""
+    """What a member says of itself in `agree`."""
 
     number: int
     origin: int  # the least number of its replica's processes
@@ -183,10 +196,10 @@ def agree(comm: Communicator, members: Members, offer: Offer) -> Agreement:
     row = _Row(
         members.own, offer.origin, offer.begun, offer.size, rank, offer.store, offer.wants_store
     )
-    rows = sorted(_exchange(comm, row), key=_key)
+    rows = _rows(comm, row)
     # a replica may be lost when some groups have agreed, and others have not
     while len({size for (size,) in offer.shards([len(rows)])}) > 1:
-        rows = sorted(_exchange(comm, row), key=_key)
+        rows = _rows(comm, row)
     first = rows[0]
     begun = first.begun or len(rows) >= max(each.size for each in rows)
     again = begun and first.wants_store and not first.store
@@ -194,24 +207,118 @@ def agree(comm: Communicator, members: Members, offer: Offer) -> Agreement:
     return Agreement(order, begun, first.store, again and first.number == members.own, again)
 
 
-def _key(row: _Row) -> tuple[bool, bool, int, int]:
-    return not row.begun, row.rank < 0, row.rank, row.origin
-
-
-def _exchange(comm: Communicator, row: _Row) -> list[_Row]:
-    text = msgspec.json.encode(row)
-    assert len(text) <= ROW_BYTES
-    mine = np.zeros(ROW_BYTES, np.uint8)
-    mine[: len(text)] = np.frombuffer(text, np.uint8)
+def _rows(comm: Communicator, row: _Row) -> list[_Row]:
     while True:
-        comm.world_size  # noqa: B018 - this thread has seen who is there
         try:
-            rows = comm.all_gather(mine, tag=TAG)
+            rows = _exchange(comm, row, AGREE_TAG)
         except PeerLostError:
             continue
-        except TooFewPeersError:
-            return [row]
-        return [msgspec.json.decode(bytes(each).rstrip(b"\0"), type=_Row) for each in rows]
+        return sorted(
+            rows, key=lambda each: (not each.begun, each.rank < 0, each.rank, each.origin)
+        )
+
+
+# ---- torch's reconfiguration ----
+
+_INTERVAL_S = 0.01
+_PATIENCE_S = 1.0
+
+
+class _Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What a process says of itself, and of what `reconfigure` was asked for."""
+
+    token: str
+    number: int
+    uuid: int
+    handles: int  # a digest of them
+
+
+class Reconfigurer:
+    """One process's part in the reconfigurations of a group.
+
+    A handle names a process, and where its run's master is. Newcomers have one before they are
+    admitted; the members admit them when a reconfiguration names more than there are. Those that it
+    does not name must have left, or be lost.
+
+    Attributes:
+        handle: what names this process, for as long as it has this object.
+    """
+
+    def __init__(self, comm: Communicator, members: Members) -> None:
+        self._comm = comm
+        self._members = members
+        self._token = secrets.token_hex(8)
+        self.handle = f"{self._token}@{comm.address}"
+
+    def settle(self, uuid: int, handles: Collection[str], timeout_s: float) -> list[int]:
+        """Returns when those that the handles name are the group: their numbers, by rank.
+
+        The order is that of a list; of a set, that of joining.
+
+        Raises:
+            ValueError: one is not a handle of a process of this run, or two are equal.
+            PCCLTimeoutError: others are in the group after that time, or some are not.
+            PCCLError: INVALID_ARGUMENT: the members do not ask for the same, or one that the
+                handles do not name is in the group instead of another one.
+        """
+        tokens = self._tokens(handles)
+        deadline = Deadline(timeout_s)
+        while True:
+            try:
+                if not self._are_as_many(len(tokens), deadline):
+                    continue
+                rows = self._asked(uuid, tokens, deadline)
+            except PeerLostError:  # who is there is looked at again
+                continue
+            except PCCLTimeoutError as error:
+                found = f"{len(self._members.ring())} peers are in the group"
+                why = f"after {timeout_s:g} s {found}, not the {len(tokens)} that the handles name"
+                raise PCCLTimeoutError(error.result, "reconfigure", why) from None
+            return _order(rows, tokens, isinstance(handles, Sequence))
+
+    def _tokens(self, handles: Collection[str]) -> list[str]:
+        tokens = []
+        for handle in handles:
+            token = handle.partition("@")[0]
+            if handle != f"{token}@{self._comm.address}":
+                where = self._comm.address
+                raise ValueError(f"{handle!r} is not a handle of a process of the run at {where}")
+            tokens.append(token)
+        if len(set(tokens)) != len(tokens):
+            raise ValueError(f"two of the handles are equal: {sorted(handles)}")
+        return tokens if isinstance(handles, Sequence) else sorted(tokens)
+
+    def _are_as_many(self, wanted: int, deadline: Deadline) -> bool:
+        """Whether so many are there; if not, it waits a while, and admits those who wait."""
+        there = len(self._members.ring())
+        if there == wanted:
+            return True
+        if deadline.left_s == 0:
+            raise PCCLTimeoutError(Result.RANK_CONNECTION_LOST, "reconfigure", "")
+        if there < wanted:
+            extension.await_newcomers(self._comm, _PATIENCE_S, deadline)
+        else:
+            time.sleep(_INTERVAL_S)
+        return False
+
+    def _asked(self, uuid: int, tokens: list[str], deadline: Deadline) -> list[_Asked]:
+        digest = zlib.crc32(" ".join(tokens).encode())
+        own = _Asked(self._token, self._members.own, uuid, digest)
+        found = _exchange(self._comm, own, RECONFIGURE_TAG, deadline.left_s)
+        if any((row.uuid, row.handles) != (uuid, digest) for row in found):
+            why = "the members have given different uuids, or handles in different orders"
+            raise PCCLError(Result.INVALID_ARGUMENT, "reconfigure", why)
+        return found
+
+
+def _order(rows: list[_Asked], tokens: list[str], by_rank: bool) -> list[int]:
+    """The numbers of the processes that the tokens name; all rows are of them, or it is refused."""
+    numbers = {row.token: row.number for row in rows}
+    if numbers.keys() != set(tokens):
+        why = "a process that the handles do not name is in the group instead of another one"
+        raise PCCLError(Result.INVALID_ARGUMENT, "reconfigure", why)
+    order = [numbers[token] for token in tokens]
+    return order if by_rank else sorted(order)
 
 
 def communicator(

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster, in_threads
 from torch.distributed import distributed_c10d as c10d
+from waiting import wait_until
 
 import pccl
 from pccl.support.logs import configure_logging
-from pccl.torch import ProcessGroup, creation
-from pccl.torch.group import HostedMaster
+from pccl.torch import ProcessGroup, creation, hosted
+from pccl.torch.hosted import KEY, HostedMaster
 
 
 def nobody() -> str:
@@ -28,35 +34,40 @@ def nobody() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+def begin(store: dist.Store, rank: int, size: int = 2) -> ProcessGroup:
+    """As init_process_group does."""
+    options = SimpleNamespace(
+        store=store,
+        group_rank=rank,
+        group_size=size,
+        global_ranks_in_group=list(range(size)),
+        timeout=timedelta(seconds=30),
+    )
+    group = creation.create(options)
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
 def test_the_address_of_a_master_that_is_no_more_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torchrun keeps its store, with what is in it, when it starts its processes again."""
-    monkeypatch.setattr(creation, "PATIENCE_S", 0.01)
-    store, disappointed = dist.HashStore(), threading.Event()
-    store.set(creation.KEY, nobody())
-    join = creation.join
+    store, tried = dist.HashStore(), threading.Event()
+    store.set(KEY, nobody())
+    is_open = creation._is_open
 
-    def watched(*arguments: Any, **more: Any) -> ProcessGroup:
-        try:
-            return join(*arguments, **more)
-        except pccl.MasterLostError:
-            disappointed.set()
-            raise
+    def watched(address: str, timeout_s: float) -> bool:
+        found = is_open(address, timeout_s)
+        if not found:
+            tried.set()
+        return found
 
-    monkeypatch.setattr(creation, "join", watched)
+    monkeypatch.setattr(creation, "_is_open", watched)
 
     def member(rank: int) -> tuple[int, int]:
         if rank == 0:
-            assert disappointed.wait(20)
-        options = SimpleNamespace(
-            store=store,
-            group_rank=rank,
-            group_size=2,
-            global_ranks_in_group=[0, 1],
-            timeout=timedelta(seconds=30),
-        )
-        group = creation.create(options)
+            assert tried.wait(20)
+        group = begin(store, rank)
         found = group.getRank(), group.getSize()
         group.barrier().wait()
         group.shutdown()
@@ -65,21 +76,88 @@ def test_the_address_of_a_master_that_is_no_more_is_read_again(
     assert in_threads([lambda: member(0), lambda: member(1)]) == [(0, 2), (1, 2)]
 
 
-def test_without_a_first_member_the_address_is_not_read_for_ever(
+def test_a_group_is_made_anew_while_the_first_rank_has_not_left_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(creation, "PATIENCE_S", 0.01)
+    """Its master would take the others in; and its end waited for them to leave, 30 s long."""
+    monkeypatch.setattr(hosted, "FAREWELL_S", 3600.0)
     store = dist.HashStore()
-    store.set(creation.KEY, nobody())
-    with pytest.raises(pccl.MasterLostError, match="no pccl master answers"):
-        creation._join_the_first(store, 2, timeout=timedelta(seconds=0.1), rank=1)
+
+    def first() -> float:
+        group = begin(store, 0)
+        group.barrier().wait()
+        master = group._master
+        assert master is not None
+        wait_until(lambda: any(not peer.accepted for peer in master._node.status().peers))
+        group.shutdown()
+        return again(0)
+
+    def second() -> float:
+        group = begin(store, 1)
+        group.barrier().wait()
+        group.shutdown()
+        return again(1)
+
+    def again(rank: int) -> float:
+        group, one = begin(store, rank), torch.ones(1)
+        group.allreduce([one]).wait()
+        group.shutdown()
+        return one.item()
+
+    assert in_threads([first, second]) == [2.0, 2.0]
+
+
+def test_without_a_first_member_the_address_is_not_read_for_ever() -> None:
+    store = dist.HashStore()
+    for address in (nobody(), ""):
+        store.set(KEY, address)
+        with pytest.raises(pccl.PCCLError, match="no pccl master"):
+            creation._join_the_first(store, 2, timeout=timedelta(seconds=0.1), rank=1)
 
 
 def test_a_hosted_master_that_has_ended_is_not_waited_for() -> None:
     """SIGTERM ends it before the program's own end does."""
-    master = HostedMaster("127.0.0.1")
+    master = HostedMaster("127.0.0.1", dist.HashStore())
     master._node.interrupt()
     master.end()
+
+
+def test_all_hosted_masters_of_a_program_have_one_time_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hosted, "FAREWELL_S", 0.5)
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    masters = [HostedMaster("127.0.0.1", dist.HashStore()) for _ in range(4)]
+    members = [pccl.Communicator(master.address) for master in masters]
+    for member in members:
+        member.connect()
+    began = time.monotonic()
+    hosted.end_all()
+    assert time.monotonic() - began < 4 * 0.5
+    assert not logging.raiseExceptions  # the streams of a program may be closed at its end
+    for member in members:
+        member.close()
+
+
+@pytest.mark.parametrize("end", [ProcessGroup.shutdown, ProcessGroup.abort])
+def test_cycles_of_a_group_leave_nothing_behind(end: Callable[[ProcessGroup], None]) -> None:
+    store, met = dist.HashStore(), threading.Barrier(2)
+
+    def cycle(rank: int) -> None:
+        group, one = begin(store, rank), torch.ones(1)
+        group.allreduce([one]).wait()
+        assert one.item() == 2
+        met.wait()
+        end(group)
+        met.wait()
+
+    def cycles(number: int) -> tuple[int, int]:
+        for _ in range(number):
+            in_threads([lambda: cycle(0), lambda: cycle(1)])
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = cycles(2)
+    wait_until(lambda: all(a <= b for a, b in zip(cycles(3), before, strict=True)))
 
 
 def test_torch_knows_which_tensors_a_group_takes() -> None:
@@ -149,3 +227,34 @@ def test_who_comes_to_a_group_that_admits_nobody_is_told_why(
             creation.join(master.address, 1, timeout=timedelta(seconds=0.5))
         assert "this process still waits: if the group has begun without it" in caplog.text
         group.shutdown()
+
+
+LAZY = """
+import sys
+import torch
+import torch.distributed as dist
+
+assert "_pccl_torch" in sys.modules and "pccl" not in sys.modules
+assert dist.is_backend_available("pccl") and dist.get_default_backend_for_device("cpu") == "gloo"
+dist.init_process_group("pccl", store=dist.HashStore(), rank=0, world_size=1)
+one = torch.ones(1)
+dist.all_reduce(one)
+dist.monitored_barrier()
+assert type(dist.group.WORLD).__module__ == "pccl.torch.group"
+dist.destroy_process_group()
+"""
+BROKEN = """
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch.distributed as dist
+import _pccl_torch
+
+del dist.Backend.register_backend
+_pccl_torch.register()
+"""
+
+
+@pytest.mark.parametrize("program", [LAZY, BROKEN], ids=["lazy", "broken"])
+def test_torch_knows_the_name_without_an_import(program: str, tmp_path: Path) -> None:
+    # elsewhere than in a checkout, whose metadata may be old
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50, cwd=tmp_path)

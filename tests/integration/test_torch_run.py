@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch_sharded
 from processes import Report, Reporter
 
-from pccl.torch.backend import is_possible
+from pccl.torch.creation import is_possible
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOUR = SUPPORT / "torch_tour.py"

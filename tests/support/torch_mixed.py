@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from pccl.torch.backend import DeviceBackend
+from pccl.torch.group import DeviceBackend
 
 
 def main() -> None:

@@ -1,0 +1,164 @@
+"""What one process serves for the other members of a group: a master, and a store of torch."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from pccl import Communicator, MasterNode, PCCLError
+from pccl.support.text import address_text, parse_address
+
+KEY = "pccl/master"  # in the store of a group: where its master is; empty: it has ended
+FAREWELL_S = 30.0  # how long others may take to leave
+_ASK_S = 2.0
+_LOOK_S = 0.02
+_STORE_PATIENCE = timedelta(seconds=300)
+
+_log = logging.getLogger("pccl.torch")
+_hosted: list[HostedMaster] = []
+
+
+class HostedMaster:
+    """A master in this process, for one group.
+
+    The group ends with this process, as torch's own store does; a run that must outlive each of its
+    peers has a master of its own (`pccl master`, PCCL_MASTER).
+
+    Attributes:
+        address: where other members reach it.
+        own: by which this process is a member itself.
+    """
+
+    def __init__(self, host: str, store: Any) -> None:
+        """`host` is where other members reach this process; they find the address in `store`."""
+        self.own: Communicator | None = None
+        self._store = store
+        self._node = MasterNode("0.0.0.0:0")
+        self._node.run()
+        _hosted.append(self)
+        self.address = f"{host}:{self._node.address.rpartition(':')[2]}"
+        store.set(KEY, self.address)
+
+    def end(self, until_s: float | None = None) -> None:
+        """Stops it when all members have left, or at a time of `time.monotonic`. Idempotent."""
+        if self not in _hosted:
+            return
+        _hosted.remove(self)
+        try:  # who makes the group anew must not come to this one
+            self._store.compare_set(KEY, self.address, "")
+        except RuntimeError:  # the store has ended before: nobody finds anything in it
+            pass
+        members = self._members()  # who joins when all have left makes the group anew
+        if self.own is not None:
+            self.own.close()
+        until_s = time.monotonic() + FAREWELL_S if until_s is None else until_s
+        while (here := members & self._members()) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        if here:
+            _log.warning(
+                "%d members of the group whose master is in this process have not left in time: "
+                "they lose their master now",
+                len(here),
+            )
+        self._node.interrupt()
+
+    def abort(self) -> None:
+        """Stops it at once. Idempotent."""
+        self.end(time.monotonic())
+
+    def _members(self) -> set[int]:
+        """The numbers of the members; none if the master has ended, as by SIGTERM."""
+        try:
+            return {peer.peer for peer in self._node.status(_ASK_S).peers if peer.accepted}
+        except PCCLError:
+            return set()
+
+
+@atexit.register  # later than pccl.master_node, and so called earlier than it, which serves on
+def end_all() -> None:
+    """The program ends."""
+    logging.raiseExceptions = False  # streams may be closed already
+    until_s = time.monotonic() + FAREWELL_S
+    for master in list(_hosted):
+        master.end(until_s)
+
+
+def serve(host: str) -> tuple[TCPStore, str]:
+    """Serves a store in this process; the store, and the address at which `host` offers it."""
+    served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return served, address_text(host, served.port)
+
+
+class RunStore(Store):
+    """A store of the run's members, which torch's rank 0 serves.
+
+    It is connected to when it is first used: most programs never do. It is lost with the process
+    that serves it, and with it what was in it; collectives go on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._address = ""
+        self._reason = "the group has not begun"
+        self._store: Store | None = None
+        self._patience = _STORE_PATIENCE
+
+    def use(self, address: str, served: Store | None, reason: str) -> None:
+        """Where it is, if this process does not serve it; without an address, why there is none."""
+        with self._lock:
+            if address != self._address:
+                self._store = None
+            self._address, self._reason = address, reason
+            self._store = served or self._store
+
+    def _reach(self) -> Store:
+        with self._lock:
+            if self._store is None:
+                if not self._address:
+                    raise RuntimeError(f"this run has no store: {self._reason}")
+                host, port = parse_address(self._address)
+                self._store = TCPStore(host, port, is_master=False, timeout=self._patience)
+            return self._store
+
+    def set(self, key: str, value: Any) -> None:
+        """See torch.distributed.Store, here and below."""
+        self._reach().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._reach().get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._reach().add(key, value)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._reach().compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._reach().delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._reach().num_keys()
+
+    def check(self, keys: list[str]) -> bool:
+        return self._reach().check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        store = self._reach()
+        if timeout is None:
+            store.wait(keys)
+        else:
+            store.wait(keys, timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._patience = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._patience
