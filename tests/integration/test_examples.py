@@ -125,9 +125,3 @@ def test_a_follower_has_the_weights_of_its_trainer(
     both(main, [*words, "--train", "--seconds", "0.3"], words)
     last = [line for line in capsys.readouterr().out.splitlines() if line.startswith(LAST)]
     assert len(last) == 2 and last[0] == last[1]
-
-
-def test_the_examples_of_training_are_short() -> None:
-    names = [*SMALL, "fsdp2", "resume"]
-    lengths = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in names}
-    assert all(length < 80 for length in lengths.values()), lengths

@@ -153,7 +153,15 @@ def test_a_command_and_its_options_exist(command: Command, monkeypatch: pytest.M
         case "ruff" | "mypy" | "lint-imports" | "codespell":
             check_linter(program.rpartition("/")[2])
         case other:
-            known = ("export", "nft", "cosmic-ray", "cr-filter-operators", "cr-report")
+            known = (
+                "export",
+                "git",
+                "nft",
+                "pkill",
+                "cosmic-ray",
+                "cr-filter-operators",
+                "cr-report",
+            )
             assert other in known, "what is this? tell test_snippets.py"
     settings = (ROOT / "docs" / "howto" / "tuning.md").read_text(encoding="utf-8")
     for name in command.settings:
