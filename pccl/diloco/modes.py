@@ -1,6 +1,6 @@
 """When a round averages, and when what it has averaged is applied: one class for each mode.
 
-docs/howto/diloco.md has their equations, and says what happens when a peer is lost.
+docs/internals/diloco.md has their equations, and says what happens when a peer is lost.
 """
 
 from __future__ import annotations

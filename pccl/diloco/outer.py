@@ -169,7 +169,7 @@ class View:
 
 
 class Eager(View):
-    """The base is theta_m: see docs/howto/diloco.md, "Eager".
+    """The base is theta_m: see docs/internals/diloco.md, "Eager".
 
     `_share` is s(k-1) = d(k-1) / M, what this peer has applied of its own a round ago. It is taken
     back when the mean that holds it comes, so what M was does not matter in the long run.

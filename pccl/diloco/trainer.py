@@ -1,6 +1,6 @@
 """DiLoCo, distributed low-communication training (arXiv 2311.08105), for peers that come and go.
 
-docs/howto/diloco.md has the equations of all modes, and says what happens when peers come and go.
+docs/internals/diloco.md has the equations of all modes, and what happens when peers come and go.
 Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
 never on the current world size, which two peers may see differently.
 """
