@@ -17,7 +17,7 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
     "master": ("serve as the master of a run", "pccl.master"),
     "run": ("run copies of a program on this machine, and restart those that die", "pccl.cli.run"),
     "chaos": (
-        "run copies of a program under faults, and say what did not hold",
+        "run copies of a program under faults, and check that the run survives",
         "pccl.cli.chaos",
     ),
     "keys": ("make the keys of an encrypted run", "pccl.cli.keys"),
@@ -27,7 +27,7 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
     ),
     "bench": ("measure collectives, in the manner of nccl-tests", "pccl.cli.bench"),
     "status": ("print what a master shows of its run", "pccl.cli.status"),
-    "top": ("show a run in the terminal, again and again", "pccl.cli.top"),
+    "top": ("show a run in the terminal, refreshed every second", "pccl.cli.top"),
     "replay": ("tell from a master's event log who waited for whom", "pccl.cli.replay"),
     "cflags": ("print what a C compiler needs for programs that use pccl", "pccl.cli.flags"),
     "libs": ("print what a linker needs for C programs that use pccl", "pccl.cli.flags"),
