@@ -32,7 +32,7 @@ with atheris.instrument_imports(include=["pccl.protocol"]):
 
 def play(data: bytes) -> None:
     """One input: anything but an orderly end of the run is a finding."""
-    hostile.siege(hostile.unpack(data))
+    hostile.hostile_run(hostile.unpack(data))
 
 
 def mutate(data: bytes, size_max: int, seed: int) -> bytes:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-from planet import Planet
+from manual_run import SitesRun
 
 from pccl.protocol.survey import ALL_MAX, SLOTS_MAX, crossings
 
@@ -41,7 +41,7 @@ def main() -> int:
     print("  ".join(f"{head:>9}" for head in HEADS))
     good = True
     for peers in args.peers:
-        planet = Planet(peers, min(args.sites, peers))
+        planet = SitesRun(peers, min(args.sites, peers))
         before = planet.master.run.groups[0].planned[0].order
         after = planet.optimize()
         leaves = [crossings(order, planet.site_of) for order in (before, after)]

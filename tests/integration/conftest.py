@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cluster import Cluster
-from puppets import Puppet, Start
+from processes import Puppet, Start
 
 import pccl
 

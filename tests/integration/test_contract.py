@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster
-from puppets import Start, gathered
+from processes import Start, gathered
 
 import pccl
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import zmq
-from stranger import HELLO, serving, speaker, welcome
+from strangers import HELLO, PATIENCE_S, serving, speaker, welcome
 from waiting import wait_until
-from zmtp import PATIENCE_S
 
 from pccl.protocol import messages as m
 from pccl.runtime import limits, resolve

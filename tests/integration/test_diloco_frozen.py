@@ -13,9 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gate import Gate, pass_gate  # noqa: E402
 from processes import Reporter  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from waiting import (  # noqa: E402
+    Gate,
+    pass_gate,
+    wait_until,
+)
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402

@@ -22,8 +22,7 @@ import pytest
 import zmq
 from cluster import Cluster
 from errors_page import listed
-from processes import Master
-from puppets import Answer, Puppet, gathered
+from processes import Answer, Master, Puppet, gathered
 from waiting import entered, wait_until
 
 import pccl

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from cluster import grow, in_threads
 from errors_page import listed
-from puppets import Puppet
+from processes import Puppet
 from waiting import wait_until
 
 import pccl

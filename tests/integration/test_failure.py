@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from cluster import Cluster, in_threads
-from workers import Worker, agree
+from processes import Worker, agree
 
 import pccl
 

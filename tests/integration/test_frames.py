@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import zmq
 from cluster import Cluster
-from stranger import HELLO, serving, speaker, welcome
-from zmtp import PATIENCE_S
+from strangers import HELLO, PATIENCE_S, serving, speaker, welcome
 
 import pccl
 from pccl.protocol import messages as m

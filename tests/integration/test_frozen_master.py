@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from cluster import gather, in_threads
-from processes import Master
-from puppets import Puppet, gathered, together
+from processes import Master, Puppet, gathered, together
 from waiting import wait_until
 
 import pccl

@@ -15,9 +15,8 @@ import pytest
 import zmq
 from cluster import gather, grow, in_threads
 from processes import Master
-from stranger import HELLO, serving, speaker, welcome
+from strangers import HELLO, READY_DEALER, framed, serving, shake_hands, speaker, welcome
 from waiting import wait_until
-from zmtp import READY_DEALER, framed, shake_hands
 
 import pccl
 from pccl.protocol import messages as m

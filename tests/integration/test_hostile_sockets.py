@@ -17,9 +17,21 @@ import numpy as np
 import pytest
 import zmq
 from cluster import Cluster, in_threads
-from stranger import HELLO, serving, speaker, welcome
+from strangers import (
+    GREETING,
+    HELLO,
+    PATIENCE_S,
+    READY_DEALER,
+    READY_PUSH,
+    Member,
+    framed,
+    raw,
+    serving,
+    shake_hands,
+    speaker,
+    welcome,
+)
 from waiting import wait_until
-from zmtp import GREETING, PATIENCE_S, READY_DEALER, READY_PUSH, Member, framed, raw, shake_hands
 
 import pccl
 from pccl.ext.mail import RouterMail

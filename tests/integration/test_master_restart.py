@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import in_threads
-from processes import Master
-from workers import Worker, agree
+from processes import Master, Worker, agree
 
 import pccl
 

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from puppets import Puppet, Start, gathered, together
+from processes import Puppet, Start, gathered, together
 
 import pccl
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from cluster import Cluster
-from puppets import Puppet, Start, gathered, together
+from processes import Puppet, Start, gathered, together
 from waiting import entered, wait_until
 
 import pccl

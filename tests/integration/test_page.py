@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hall import WORK, Hall
+from manual_run import WORK, ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
@@ -29,14 +29,14 @@ in_a_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium"
 
 def a_run() -> Status:
     """Peer 3 is waited for, and a newcomer waits for all."""
-    hall = Hall(3)
-    hall.say(b"1", m.StartVote(2, 7, WORK))
-    hall.say(b"2", m.StartVote(2, 7, WORK))
-    hall.join(b"4")
-    hall.master.now_s = 75.0
-    hall.master.run.groups[0].rates = {(1, 2): 10**8, (3, 1): 5 * 10**6}
+    run = ManualRun(3)
+    run.say(b"1", m.StartVote(2, 7, WORK))
+    run.say(b"2", m.StartVote(2, 7, WORK))
+    run.join(b"4")
+    run.master.now_s = 75.0
+    run.master.run.groups[0].rates = {(1, 2): 10**8, (3, 1): 5 * 10**6}
     events = (EventStatus(20.0, "the first"), EventStatus(7.0, "the latest"))
-    return msgspec.structs.replace(hall.master.status(), events=events)
+    return msgspec.structs.replace(run.master.status(), events=events)
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def test_it_says_who_follows_the_weights(tmp_path: Path) -> None:
 @in_a_browser
 @pytest.mark.parametrize("peers", [2, 10, 11, 20, 21])
 def test_the_arrows_of_a_ring_lead_from_each_peer_to_the_next(peers: int, tmp_path: Path) -> None:
-    with shown(Hall(peers).master.status()) as address:
+    with shown(ManualRun(peers).master.status()) as address:
         text = seen(address, tmp_path)
     number = r"([\d.e-]+)"
     arcs = re.findall(rf'd="M{number} {number}A80 80 0 0 1 {number} {number}" marker', text)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
-from hall import WORK, Hall
+from manual_run import WORK, ManualRun
 
 import pccl
 from pccl.cli import main as cli
@@ -75,15 +75,15 @@ CALL = "all_reduce(1000 elements of float32, sum) with tag 0"
 
 
 def test_what_is_printed() -> None:
-    hall = Hall(3)
+    run = ManualRun(3)
     for conn, now_s in ((b"1", 1.0), (b"2", 2.0)):
-        hall.master.now_s = now_s
-        hall.say(conn, m.StartVote(2, 7, WORK))
-    hall.join(b"4")
-    hall.master.now_s = 123.45
+        run.master.now_s = now_s
+        run.say(conn, m.StartVote(2, 7, WORK))
+    run.join(b"4")
+    run.master.now_s = 123.45
     call = "all_reduce(1000 elements of float32, sum) with tag 7"
     must = "peer 1 (10.0.0.1:1), peer 2 (10.0.0.1:1), peer 3 (10.0.0.1:1) must call"
-    status = hall.master.status()
+    status = run.master.status()
     (group,) = status.groups
     measured = msgspec.structs.replace(group.rings[0], rates=(10**8, None, 5 * 10**6))
     (fast,) = printed(
@@ -113,14 +113,14 @@ def test_what_is_printed() -> None:
 
 
 def test_how_far_a_collective_is_and_what_failures_have_cost() -> None:
-    hall = Hall(2)
-    hall.master.now_s = 10.0
-    hall.everyone(m.FinishVote(hall.start(), False, "a lane was cut"))
-    hall.master.now_s = 15.0
-    seq = hall.start()
-    hall.say(b"2", m.Progress(seq, 355))
-    hall.master.now_s = 20.0
-    status = hall.master.status()
+    run = ManualRun(2)
+    run.master.now_s = 10.0
+    run.everyone(m.FinishVote(run.start(), False, "a lane was cut"))
+    run.master.now_s = 15.0
+    seq = run.start()
+    run.say(b"2", m.Progress(seq, 355))
+    run.master.now_s = 20.0
+    status = run.master.status()
     heard = [msgspec.structs.replace(peer, heartbeat_s=0.25) for peer in status.peers]
     lines = printed(msgspec.structs.replace(status, peers=tuple(heard)))
     assert lines[2].endswith(" must finish it; peer 2 has 35.5 % of it")
@@ -141,7 +141,7 @@ WEIGHTS = WeightsStatus(
 
 
 def test_who_publishes_weights_and_who_follows() -> None:
-    status = msgspec.structs.replace(Hall(0).master.status(), weights=WEIGHTS)
+    status = msgspec.structs.replace(ManualRun(0).master.status(), weights=WEIGHTS)
     assert printed(status)[1:] == [
         "",
         "weights: version 12; 2 with version 12, 1 with version 11, 1 with none",
@@ -161,17 +161,18 @@ def test_who_publishes_weights_and_who_follows() -> None:
         'pccl_weights_followers{has="none"} 1',
     ):
         assert f"{line}\n" in metrics
-    assert "pccl_weights_version 0\n" in exposition(Hall(0).master.status())
+    assert "pccl_weights_version 0\n" in exposition(ManualRun(0).master.status())
 
 
 def test_a_master_with_very_much_or_nothing_to_show() -> None:
-    hall = Hall(2)
+    run = ManualRun(2)
     for tag in range(WAITS_MAX + 3):
-        hall.say(b"1", m.StartVote(tag + 2, tag, WORK))
-    assert "and 3 more calls wait" in printed(hall.master.status())
-    (only,) = printed(Hall(0).master.status())
+        run.say(b"1", m.StartVote(tag + 2, tag, WORK))
+    assert "and 3 more calls wait" in printed(run.master.status())
+    status = ManualRun(0).master.status()
+    (only,) = printed(status)
     assert only.endswith("collectives: 0 committed, 0 aborted")
-    recovering = msgspec.structs.replace(Hall(0).master.status(), recovering=True, awaited=(3, 5))
+    recovering = msgspec.structs.replace(status, recovering=True, awaited=(3, 5))
     assert printed(recovering)[1] == "the master was restarted, and waits for peer 3, peer 5"
 
 
@@ -212,7 +213,7 @@ def test_nobody_answers(
 def test_what_a_stranger_answers_cannot_steer_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status = msgspec.structs.replace(Hall(0).master.status(), version="\x1b[2J\u202e")
+    status = msgspec.structs.replace(ManualRun(0).master.status(), version="\x1b[2J\u202e")
     with answering(http(msgspec.json.encode(status))) as address:
         assert cli.main(["status", address]) == 0
     assert capsys.readouterr().out.startswith("pccl ?[2J?; peers: 0")
@@ -261,7 +262,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, *answers: Status | str) -> list[int]:
 
 def test_top_shows_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
-    four, none = Hall(4).master.status(), Hall(0).master.status()
+    four, none = ManualRun(4).master.status(), ManualRun(0).master.status()
     pauses = looks(monkeypatch, four, "it is gone", "it is gone for good", none)
     assert cli.main(["top", "--interval", "7", "1"]) == 0
     assert pauses == [7, 7, 7, 7]

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gate import Gate
-from waiting import wait_until
+from waiting import Gate, wait_until
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "support" / "programs_of_torch"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cluster import gather, grow, in_threads
 from errors_page import listed
-from hall import Hall
+from manual_run import ManualRun
 from waiting import wait_until
 
 import pccl
@@ -374,8 +374,8 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
 
 
 def test_links_have_two_labels() -> None:
-    hall = Hall(2)
-    hall.master.run.groups[0].rates = {(1, 2): 10**8}
-    lines = exposition(hall.master.status()).splitlines()
+    run = ManualRun(2)
+    run.master.run.groups[0].rates = {(1, 2): 10**8}
+    lines = exposition(run.master.status()).splitlines()
     rates = [line for line in lines if line.startswith("pccl_link_bandwidth_bytes_per_second{")]
     assert rates == ['pccl_link_bandwidth_bytes_per_second{src="1",dst="2"} 100000000']

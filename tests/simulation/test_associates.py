@@ -6,7 +6,7 @@ import random
 
 import msgspec
 import pytest
-from associates import Hub, Node, package
+from weights_run import Node, WeightsRun, package
 
 from pccl.protocol import messages as m
 from pccl.protocol.follower.machine import KEPT_MAX, stale, way
@@ -16,7 +16,7 @@ from pccl.protocol.master.status import AssociateStatus, WeightsStatus
 from pccl.types import Result
 
 
-def following(hub: Hub) -> dict[int, int]:
+def following(hub: WeightsRun) -> dict[int, int]:
     return {node.name: node.machine.version for node in hub.living}
 
 
@@ -51,7 +51,7 @@ def test_what_nobody_needs_is_stale() -> None:
 
 
 def test_a_version_reaches_all_and_the_run_does_not_notice() -> None:
-    hub = Hub(1)
+    hub = WeightsRun(1)
     publisher = hub.add(follows=False)
     subscribers = [hub.add() for _ in range(5)]
     hub.settle()
@@ -67,7 +67,7 @@ def test_a_version_reaches_all_and_the_run_does_not_notice() -> None:
 
 
 def test_few_fetch_from_one_holder_and_whoever_has_it_is_one() -> None:
-    hub = Hub(2)
+    hub = WeightsRun(2)
     publisher = hub.add(follows=False)
     for _ in range(9):
         hub.add()
@@ -82,7 +82,7 @@ def test_few_fetch_from_one_holder_and_whoever_has_it_is_one() -> None:
     assert all(version == 1 for name, version in following(hub).items())
 
 
-def seek(hub: Hub, publisher: Node, nodes: list[Node]) -> None:
+def seek(hub: WeightsRun, publisher: Node, nodes: list[Node]) -> None:
     """A version that was published is announced, and the nodes ask for it."""
     while publisher.out:
         hub._say(publisher)
@@ -93,7 +93,7 @@ def seek(hub: Hub, publisher: Node, nodes: list[Node]) -> None:
             hub._say(node)
 
 
-def waiting(hub: Hub, count: int) -> tuple[Node, list[Node]]:
+def waiting(hub: WeightsRun, count: int) -> tuple[Node, list[Node]]:
     """A publisher of version 1, and subscribers that seek it; nothing has moved."""
     publisher = hub.add(follows=False)
     nodes = [hub.add() for _ in range(count)]
@@ -104,7 +104,7 @@ def waiting(hub: Hub, count: int) -> tuple[Node, list[Node]]:
 
 
 def test_whoever_takes_long_gives_its_place_back() -> None:
-    hub = Hub(3)
+    hub = WeightsRun(3)
     _, nodes = waiting(hub, PLACES + 1)
     assert [len(told(node, m.Source)) for node in nodes] == [1] * PLACES + [0]
     for node in nodes[:PLACES]:
@@ -116,7 +116,7 @@ def test_whoever_takes_long_gives_its_place_back() -> None:
 
 
 def test_for_what_is_small_there_are_more_places() -> None:
-    hub = Hub(19)
+    hub = WeightsRun(19)
     publisher, nodes = waiting(hub, PLACES_SMALL + 1)
     hub.settle()
     hub.publish(publisher, 2, 1)
@@ -125,7 +125,7 @@ def test_for_what_is_small_there_are_more_places() -> None:
 
 
 def test_who_has_fetched_faster_comes_first_and_from_where_it_is_fastest() -> None:
-    hub = Hub(4)
+    hub = WeightsRun(4)
     publisher, nodes = waiting(hub, 4)
     desk = hub.master.run.associates
     one, fast = desk.all[nodes[0].number], desk.all[nodes[3].number]
@@ -141,7 +141,7 @@ def test_who_has_fetched_faster_comes_first_and_from_where_it_is_fastest() -> No
 
 
 def test_the_fastest_of_the_free_holders_is_taken() -> None:
-    hub = Hub(5)
+    hub = WeightsRun(5)
     publisher, nodes = waiting(hub, 3)
     hub.settle()
     desk = hub.master.run.associates
@@ -157,7 +157,7 @@ def test_the_fastest_of_the_free_holders_is_taken() -> None:
 
 
 def test_a_lost_relay_costs_its_receivers_only_time() -> None:
-    hub = Hub(6)
+    hub = WeightsRun(6)
     publisher, nodes = waiting(hub, 2)
     other = hub.add()
     hub.settle()
@@ -173,9 +173,9 @@ def test_a_lost_relay_costs_its_receivers_only_time() -> None:
     assert late.machine.version == 2, "who is left has all of it"
 
 
-def with_a_liar(seed: int) -> tuple[Hub, Node, Node]:
+def with_a_liar(seed: int) -> tuple[WeightsRun, Node, Node]:
     """A publisher of a version, and one that has fetched it and lies from now on."""
-    hub = Hub(seed)
+    hub = WeightsRun(seed)
     publisher = hub.add(follows=False)
     liar = hub.add()
     hub.settle()
@@ -207,7 +207,7 @@ def test_when_all_that_is_left_lies_nothing_is_believed() -> None:
 
 
 def test_of_two_publishers_one_is_refused_and_goes_on_with_a_whole_version() -> None:
-    hub = Hub(9)
+    hub = WeightsRun(9)
     one, other = hub.add(follows=False), hub.add(follows=False)
     subscriber = hub.add()
     hub.settle()
@@ -226,7 +226,7 @@ def test_of_two_publishers_one_is_refused_and_goes_on_with_a_whole_version() -> 
 
 
 def test_packages_of_one_version_that_contradict_each_other_are_refused() -> None:
-    hub = Hub(19)
+    hub = WeightsRun(19)
     publisher, node = hub.add(follows=False), hub.add()
     hub.settle()
     hub.publish(publisher, 1, 0)
@@ -240,7 +240,7 @@ def test_packages_of_one_version_that_contradict_each_other_are_refused() -> Non
 
 
 def test_what_contradicts_what_others_hold_is_not_offered() -> None:
-    hub = Hub(10)
+    hub = WeightsRun(10)
     publisher, nodes = waiting(hub, 1)
     hub.settle()
     shelf = hub.master.run.associates.catalogue
@@ -253,7 +253,7 @@ def test_what_contradicts_what_others_hold_is_not_offered() -> None:
 
 
 def test_a_holder_that_drops_a_package_has_its_receivers_sent_elsewhere() -> None:
-    hub = Hub(11)
+    hub = WeightsRun(11)
     publisher, nodes = waiting(hub, PLACES + 1)
     desk = hub.master.run.associates
     hub.perform(hub.master.received(nodes[-1].conn, m.Holds((package(1, 0),), 1)))
@@ -264,7 +264,7 @@ def test_a_holder_that_drops_a_package_has_its_receivers_sent_elsewhere() -> Non
 
 
 def test_associates_tell_another_master_what_they_hold() -> None:
-    hub = Hub(12)
+    hub = WeightsRun(12)
     publisher, _ = waiting(hub, 3)
     hub.settle()
     hub.begin()
@@ -278,7 +278,7 @@ def test_associates_tell_another_master_what_they_hold() -> None:
 
 
 def test_a_publication_whose_answer_was_lost_is_not_made_twice() -> None:
-    hub = Hub(13)
+    hub = WeightsRun(13)
     publisher, nodes = waiting(hub, 1)
     hub.settle()
     call = hub.publish(publisher, 2, 1)
@@ -289,7 +289,7 @@ def test_a_publication_whose_answer_was_lost_is_not_made_twice() -> None:
     assert publisher.answers[call] == "" and nodes[0].machine.version == 2
 
 
-def weights(hub: Hub) -> WeightsStatus:
+def weights(hub: WeightsRun) -> WeightsStatus:
     """What the master shows of them, as it arrives at whoever has asked."""
     shown = hub.master.status()
     assert msgspec.json.decode(msgspec.json.encode(shown), type=Status) == shown
@@ -298,7 +298,7 @@ def weights(hub: Hub) -> WeightsStatus:
 
 
 def test_the_status_says_who_has_what_and_who_fetches_from_whom() -> None:
-    hub = Hub(20)
+    hub = WeightsRun(20)
     assert hub.master.status().weights is None
     publisher, nodes = waiting(hub, PLACES + 1)
     shown = weights(hub)
@@ -333,7 +333,7 @@ def test_the_status_says_who_has_what_and_who_fetches_from_whom() -> None:
 
 
 def test_another_master_knows_what_they_have_and_not_who_has_published_it() -> None:
-    hub = Hub(21)
+    hub = WeightsRun(21)
     publisher, _ = waiting(hub, 2)
     hub.settle()
     hub.begin()
@@ -347,7 +347,7 @@ def test_another_master_knows_what_they_have_and_not_who_has_published_it() -> N
 
 def test_of_many_associates_the_first_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "ASSOCIATES_MAX", 2)
-    hub = Hub(22)
+    hub = WeightsRun(22)
     waiting(hub, 3)
     shown = weights(hub)
     assert [one.associate for one in shown.associates] == [1, 2] and shown.associates_left_out == 2
@@ -356,7 +356,7 @@ def test_of_many_associates_the_first_are_shown(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_associate_that_votes_is_dropped() -> None:
     for message in (m.TopologyVote(1), m.PendingVote(1), m.Inquire(1)):
-        hub = Hub(14)
+        hub = WeightsRun(14)
         node = hub.add()
         hub.settle()
         hub.perform(hub.master.received(node.conn, message))
@@ -367,7 +367,7 @@ def test_an_associate_that_votes_is_dropped() -> None:
 
 def test_the_master_that_misses_a_holder_sends_its_receivers_elsewhere() -> None:
     """Before they notice: a frozen holder keeps its connections."""
-    hub = Hub(17)
+    hub = WeightsRun(17)
     publisher, nodes = waiting(hub, PLACES)
     desk = hub.master.run.associates
     hub.perform(hub.master.received(nodes[0].conn, m.Holds((package(1, 0),), 1)))
@@ -376,7 +376,7 @@ def test_the_master_that_misses_a_holder_sends_its_receivers_elsewhere() -> None
 
 
 def test_a_version_that_nobody_holds_any_more_is_not_published_again() -> None:
-    hub = Hub(18)
+    hub = WeightsRun(18)
     publisher = hub.add(follows=False)
     node = hub.add(relays=False)
     hub.settle()
@@ -389,7 +389,7 @@ def test_a_version_that_nobody_holds_any_more_is_not_published_again() -> None:
 
 
 def test_a_peer_that_publishes_is_dropped() -> None:
-    hub = Hub(15)
+    hub = WeightsRun(15)
     hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "", b"")
     todo = [*hub.master.hello(b"x", hello, "10.0.0.1")]
     todo += hub.master.received(b"x", m.Publish(1, (package(1, 0),)))
@@ -399,7 +399,7 @@ def test_a_peer_that_publishes_is_dropped() -> None:
 
 def test_who_is_away_while_others_recover_is_heard() -> None:
     """A run that comes back is not kept from it by associates that are there already."""
-    hub = Hub(16)
+    hub = WeightsRun(16)
     node = hub.add()
     hub.settle()
     assert node.number > FIRST and hub.master.run.membership.next_number == 1
@@ -409,7 +409,7 @@ def test_who_is_away_while_others_recover_is_heard() -> None:
 def story(seed: int) -> None:
     """Publishers and subscribers come, die and lie, masters are restarted."""
     draw = random.Random(seed)
-    hub = Hub(seed)
+    hub = WeightsRun(seed)
     publisher = hub.add(follows=False)
     version = published = 0
     for _ in range(draw.randint(5, 40)):

@@ -8,7 +8,7 @@ import conversation
 import programs
 import pytest
 from simpeer import SimPeer
-from simulator import Run, Thread
+from simulator import SimulatedRun, Thread
 from trainers import simulate, trainer
 
 from pccl.protocol import messages as m
@@ -20,9 +20,9 @@ from pccl.types import Result
 SEEDS_MAX = 4000
 
 
-def storm(seed: int) -> Run:
+def storm(seed: int) -> SimulatedRun:
     """Peers of which some are killed, at a master that is killed again and again."""
-    run = Run(seed)
+    run = SimulatedRun(seed)
     draw = run.random
     for _ in range(draw.randint(2, 4)):
         run.add(trainer(4)).content = (0, "same")
@@ -43,16 +43,16 @@ def idle(peer: SimPeer) -> Thread:
     yield 0
 
 
-def founded() -> Run:
+def founded() -> SimulatedRun:
     """A run whose first peer does nothing."""
-    run = Run(0)
+    run = SimulatedRun(0)
     founder = run.add(idle)
     while not founder.machine.accepted:
         run.step()
     return run
 
 
-def arrive(run: Run, protocol: int = m.PROTOCOL_VERSION) -> SimPeer:
+def arrive(run: SimulatedRun, protocol: int = m.PROTOCOL_VERSION) -> SimPeer:
     """One more peer says hello, and hears the answer."""
     name = len(run.peers) + 1
     peer = SimPeer(name, b"c%d" % name, run)
@@ -165,7 +165,7 @@ def used() -> Iterator[set[conversation.Line]]:
             yield peer.conversation.used
 
 
-def runs() -> Iterator[Run]:
+def runs() -> Iterator[SimulatedRun]:
     for seed in range(SEEDS_MAX):
         yield simulate(seed)
         yield storm(seed)

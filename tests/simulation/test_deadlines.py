@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hall import Hall
+from manual_run import ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
@@ -14,23 +14,23 @@ from pccl.protocol.rounds import Grace
 from pccl.types import Result
 
 
-def hall_of(*groups: int) -> Hall:
+def hall_of(*groups: int) -> ManualRun:
     """Accepted peers "1", "2", ... of these groups, at 100 s."""
-    hall = Hall(0)
+    run = ManualRun(0)
     for i, group in enumerate(groups, 1):
-        hall.join(b"%d" % i, group=group)
-    hall.say(b"1", m.TopologyVote(1))
-    pass_time(hall, 100.0)
-    return hall
+        run.join(b"%d" % i, group=group)
+    run.say(b"1", m.TopologyVote(1))
+    pass_time(run, 100.0)
+    return run
 
 
-def arrive(hall: Hall, *conns: bytes, enough: int = 2, grace_ms: int = 1000) -> None:
+def arrive(run: ManualRun, *conns: bytes, enough: int = 2, grace_ms: int = 1000) -> None:
     for conn in conns:
-        hall.say(conn, m.PendingVote(2, False, False, enough, grace_ms))
+        run.say(conn, m.PendingVote(2, False, False, enough, grace_ms))
 
 
-def pass_time(hall: Hall, now_s: float) -> None:
-    hall.perform(hall.master.tick(now_s))
+def pass_time(run: ManualRun, now_s: float) -> None:
+    run.perform(run.master.tick(now_s))
 
 
 def here(master: Master) -> list[int]:
@@ -38,103 +38,103 @@ def here(master: Master) -> list[int]:
 
 
 def test_who_comes_after_the_grace_is_dropped_and_the_others_go_on() -> None:
-    hall = hall_of(0, 0, 0, 0)
-    arrive(hall, b"1", b"3")
-    pass_time(hall, 101.0)
-    assert hall.master.patience_s == 1.0, "it begins when enough have come, and not before"
-    arrive(hall, b"4")
-    pass_time(hall, 101.75)
-    assert hall.master.patience_s == 0.25 and here(hall.master) == [1, 2, 3, 4]
-    pass_time(hall, 102.0)
-    assert here(hall.master) == [1, 3, 4] and hall.master.patience_s is None
-    (kicked,) = [told for told in hall.told[b"2"] if isinstance(told, m.Kicked)]
+    run = hall_of(0, 0, 0, 0)
+    arrive(run, b"1", b"3")
+    pass_time(run, 101.0)
+    assert run.master.patience_s == 1.0, "it begins when enough have come, and not before"
+    arrive(run, b"4")
+    pass_time(run, 101.75)
+    assert run.master.patience_s == 0.25 and here(run.master) == [1, 2, 3, 4]
+    pass_time(run, 102.0)
+    assert here(run.master) == [1, 3, 4] and run.master.patience_s is None
+    (kicked,) = [told for told in run.told[b"2"] if isinstance(told, m.Kicked)]
     assert kicked.result == Result.RANK_CONNECTION_FAILED.value
     assert kicked.why == (
         "it was late: 3 of 4 had entered are_peers_pending(), and waited for 1 s more, which is "
         "their grace"
     )
     for conn in (b"1", b"3", b"4"):
-        assert hall.last(conn) == m.PendingResult(2, False, 1)
+        assert run.last(conn) == m.PendingResult(2, False, 1)
 
 
 def test_all_who_are_late_go_at_once_and_the_others_are_told_once() -> None:
-    hall = hall_of(0, 0, 0, 0)
-    arrive(hall, b"1", b"4", grace_ms=0)
-    before = len(hall.told[b"1"])
-    pass_time(hall, 101.0)
-    assert here(hall.master) == [1, 4]
-    told = [type(one) for one in hall.told[b"1"][before:]]
+    run = hall_of(0, 0, 0, 0)
+    arrive(run, b"1", b"4", grace_ms=0)
+    before = len(run.told[b"1"])
+    pass_time(run, 101.0)
+    assert here(run.master) == [1, 4]
+    told = [type(one) for one in run.told[b"1"][before:]]
     assert told == [m.WorldSizes, m.Plan, m.PendingResult]
 
 
 def test_without_enough_nobody_is_late_and_a_vote_without_a_grace_does_not_count() -> None:
-    hall = hall_of(0, 0, 0)
-    arrive(hall, b"1", grace_ms=0)
-    hall.say(b"2", m.PendingVote(2))
+    run = hall_of(0, 0, 0)
+    arrive(run, b"1", grace_ms=0)
+    run.say(b"2", m.PendingVote(2))
     for now_s in (101.0, 200.0):
-        pass_time(hall, now_s)
-        assert here(hall.master) == [1, 2, 3] and hall.master.patience_s is None
+        pass_time(run, now_s)
+        assert here(run.master) == [1, 2, 3] and run.master.patience_s is None
 
 
 def test_nobody_is_late_where_enough_are_more_than_there_are() -> None:
-    hall = hall_of(0, 0)
-    arrive(hall, b"1", enough=9, grace_ms=0)
-    pass_time(hall, 101.0)
-    assert here(hall.master) == [1, 2]
-    arrive(hall, b"2", enough=9, grace_ms=0)
-    assert hall.last(b"1") == m.PendingResult(2, False, 1)
+    run = hall_of(0, 0)
+    arrive(run, b"1", enough=9, grace_ms=0)
+    pass_time(run, 101.0)
+    assert here(run.master) == [1, 2]
+    arrive(run, b"2", enough=9, grace_ms=0)
+    assert run.last(b"1") == m.PendingResult(2, False, 1)
 
 
 def test_the_most_patient_vote_counts() -> None:
-    hall = hall_of(0, 0, 0, 0)
-    arrive(hall, b"1", enough=1, grace_ms=1000)
-    pass_time(hall, 101.0)
-    arrive(hall, b"2", enough=3, grace_ms=5000)
-    pass_time(hall, 110.0)
-    assert here(hall.master) == [1, 2, 3, 4]
-    arrive(hall, b"3", enough=1, grace_ms=0)
-    pass_time(hall, 111.0)
-    pass_time(hall, 115.5)
-    assert here(hall.master) == [1, 2, 3, 4]
-    pass_time(hall, 116.0)
-    assert here(hall.master) == [1, 2, 3]
+    run = hall_of(0, 0, 0, 0)
+    arrive(run, b"1", enough=1, grace_ms=1000)
+    pass_time(run, 101.0)
+    arrive(run, b"2", enough=3, grace_ms=5000)
+    pass_time(run, 110.0)
+    assert here(run.master) == [1, 2, 3, 4]
+    arrive(run, b"3", enough=1, grace_ms=0)
+    pass_time(run, 111.0)
+    pass_time(run, 115.5)
+    assert here(run.master) == [1, 2, 3, 4]
+    pass_time(run, 116.0)
+    assert here(run.master) == [1, 2, 3]
 
 
 def test_a_grace_that_has_begun_ends_with_its_round_and_without_enough() -> None:
-    hall = hall_of(0, 0, 0)
-    arrive(hall, b"1", b"2")
-    pass_time(hall, 101.0)
-    hall.say(b"2", m.Withdraw(2))
-    pass_time(hall, 101.9)
-    arrive(hall, b"2")
-    pass_time(hall, 102.5)
-    pass_time(hall, 103.0)
-    assert here(hall.master) == [1, 2, 3], "it begins anew"
-    arrive(hall, b"3")
-    arrive(hall, b"1", b"2")
-    pass_time(hall, 103.6)
-    assert here(hall.master) == [1, 2, 3], "and in the next round"
-    pass_time(hall, 104.6)
-    assert here(hall.master) == [1, 2]
+    run = hall_of(0, 0, 0)
+    arrive(run, b"1", b"2")
+    pass_time(run, 101.0)
+    run.say(b"2", m.Withdraw(2))
+    pass_time(run, 101.9)
+    arrive(run, b"2")
+    pass_time(run, 102.5)
+    pass_time(run, 103.0)
+    assert here(run.master) == [1, 2, 3], "it begins anew"
+    arrive(run, b"3")
+    arrive(run, b"1", b"2")
+    pass_time(run, 103.6)
+    assert here(run.master) == [1, 2, 3], "and in the next round"
+    pass_time(run, 104.6)
+    assert here(run.master) == [1, 2]
 
 
 def test_no_group_decides_about_the_members_of_another() -> None:
-    hall = hall_of(0, 0, 7, 7, 7)
-    arrive(hall, b"1", b"3", b"4", grace_ms=0)
-    pass_time(hall, 101.0)
-    assert here(hall.master) == [1, 2, 3, 4], "of group 7 enough have come, of group 0 not"
-    arrive(hall, b"2")
-    assert hall.last(b"3") == m.PendingResult(2, False, 1)
+    run = hall_of(0, 0, 7, 7, 7)
+    arrive(run, b"1", b"3", b"4", grace_ms=0)
+    pass_time(run, 101.0)
+    assert here(run.master) == [1, 2, 3, 4], "of group 7 enough have come, of group 0 not"
+    arrive(run, b"2")
+    assert run.last(b"3") == m.PendingResult(2, False, 1)
 
 
 def test_a_collective_that_waited_for_who_was_late_starts_without_it() -> None:
-    hall = hall_of(0, 0, 0)
+    run = hall_of(0, 0, 0)
     work = m.Spec("all_reduce", 0, 10, 1000)
     for conn in (b"1", b"2"):
-        hall.say(conn, m.StartVote(3, 5, work))
-    arrive(hall, b"1", b"2", grace_ms=0)
-    pass_time(hall, 101.0)
-    assert [type(one) for one in hall.told[b"1"][-2:]] == [m.Started, m.PendingResult]
+        run.say(conn, m.StartVote(3, 5, work))
+    arrive(run, b"1", b"2", grace_ms=0)
+    pass_time(run, 101.0)
+    assert [type(one) for one in run.told[b"1"][-2:]] == [m.Started, m.PendingResult]
 
 
 def test_a_caller_in_a_hurry_keeps_its_grace_and_a_vote_is_repeated_with_it() -> None:
@@ -148,10 +148,10 @@ def test_a_caller_in_a_hurry_keeps_its_grace_and_a_vote_is_repeated_with_it() ->
 
 
 def test_the_vote_says_the_grace_in_milliseconds() -> None:
-    hall, peer = hall_of(0), Peer()
+    run, peer = hall_of(0), Peer()
     hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "x", b"")
     peer.join(1, hello)
-    for told in hall.told[b"1"]:
+    for told in run.told[b"1"]:
         peer.received(told)
     effects = peer.are_peers_pending(3, False, False, Grace(2, 0.0125))
     assert [one.message for one in effects if isinstance(one, Send)] == [
@@ -176,11 +176,11 @@ def test_ticks_are_recorded_from_the_first_grace_on() -> None:
 
 def test_the_master_watches_the_time_while_somebody_may_be_late() -> None:
     """Then a tick follows each message; votes on collectives alone need none (server.py)."""
-    hall = hall_of(0, 0, 0)
-    hall.say(b"3", m.StartVote(2, 0, m.Spec("all_reduce", 0, 10, 1000)))
-    assert not hall.master.watches_time
-    arrive(hall, b"1", b"2")
-    assert hall.master.watches_time
-    pass_time(hall, 101.0)
-    pass_time(hall, 102.0)
-    assert here(hall.master) == [1, 2] and not hall.master.watches_time
+    run = hall_of(0, 0, 0)
+    run.say(b"3", m.StartVote(2, 0, m.Spec("all_reduce", 0, 10, 1000)))
+    assert not run.master.watches_time
+    arrive(run, b"1", b"2")
+    assert run.master.watches_time
+    pass_time(run, 101.0)
+    pass_time(run, 102.0)
+    assert here(run.master) == [1, 2] and not run.master.watches_time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from simpeer import WORK
-from simulator import Program, Run, SimPeer, Thread
+from simulator import Program, SimPeer, SimulatedRun, Thread
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.collectives import predecessors
@@ -55,9 +55,9 @@ def entered(peer: SimPeer) -> list[int]:
     return [call for call, one in found.items() if one is not None and one.unstarted]
 
 
-def story(seed: int) -> Run:
+def story(seed: int) -> SimulatedRun:
     """A run in which most collectives begin before they start."""
-    run = Run(seed)
+    run = SimulatedRun(seed)
     draw = run.random
     size, slips = draw.randint(2, 4), draw.choice([0.0, 0.0, 0.1])
     for _ in range(size):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hall import Hall
+from manual_run import ManualRun
 
 from pccl.cli.explain import explanation
 from pccl.protocol import messages as m
@@ -12,28 +12,28 @@ from pccl.protocol.master import Status
 WORK = m.Spec("all_reduce", 0, 10, 1_000_000)
 
 
-def a_run(entering_s: float, running_s: float, times: int = 4) -> Hall:
-    hall = Hall(3)
+def a_run(entering_s: float, running_s: float, times: int = 4) -> ManualRun:
+    run = ManualRun(3)
     now_s = 0.0
     for _ in range(times):
         now_s += 1.0
-        hall.master.now_s = now_s
-        hall.say(b"1", m.StartVote(2, 0, WORK))
-        hall.say(b"2", m.StartVote(2, 0, WORK))
-        hall.master.now_s = now_s = now_s + entering_s
-        hall.say(b"3", m.StartVote(2, 0, WORK))
-        hall.master.now_s = now_s = now_s + running_s
-        hall.everyone(m.FinishVote(hall.master.run.numbers.next_seq - 1, True))
-    return hall
+        run.master.now_s = now_s
+        run.say(b"1", m.StartVote(2, 0, WORK))
+        run.say(b"2", m.StartVote(2, 0, WORK))
+        run.master.now_s = now_s = now_s + entering_s
+        run.say(b"3", m.StartVote(2, 0, WORK))
+        run.master.now_s = now_s = now_s + running_s
+        run.everyone(m.FinishVote(run.master.run.numbers.next_seq - 1, True))
+    return run
 
 
-def measured(hall: Hall, rates: dict[tuple[int, int], int]) -> Status:
-    hall.master.run.groups[0].rates = rates
-    return hall.master.status()
+def measured(run: ManualRun, rates: dict[tuple[int, int], int]) -> Status:
+    run.master.run.groups[0].rates = rates
+    return run.master.status()
 
 
 def test_a_run_that_has_done_nothing() -> None:
-    assert list(explanation(Hall(2).master.status())) == ["no collective has committed yet"]
+    assert list(explanation(ManualRun(2).master.status())) == ["no collective has committed yet"]
 
 
 def test_where_the_time_goes() -> None:
@@ -62,10 +62,10 @@ def test_the_slowest_link_and_what_there_would_be_without_it() -> None:
 
 
 def test_what_failures_have_cost() -> None:
-    hall = a_run(0.0, 0.25)
-    hall.everyone(m.FinishVote(hall.start(), False, "a lane was cut"))
-    hall.master.now_s += 5.0
-    *_, aborted, lost = explanation(hall.master.status())
+    run = a_run(0.0, 0.25)
+    run.everyone(m.FinishVote(run.start(), False, "a lane was cut"))
+    run.master.now_s += 5.0
+    *_, aborted, lost = explanation(run.master.status())
     assert aborted == "1 collectives were aborted: 1 by link"
     assert lost == "group 0: 56 % of the time was lost to aborts and recoveries"
-    assert msgspec.json.encode(hall.master.status())
+    assert msgspec.json.encode(run.master.status())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hall import ENTRY, OTHER, WORK, Hall, Ward, infos, resume
+from manual_run import ENTRY, OTHER, WORK, ManualRun, RestartedRun, infos, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
@@ -23,9 +23,9 @@ def failure(seq: int, **fields: object) -> m.Failure:
     return m.Failure(**{"seq": seq, "result": result, **known, **fields})  # type: ignore[arg-type]
 
 
-def told_of(ward: Ward, conn: bytes) -> list[int]:
+def told_of(run: RestartedRun, conn: bytes) -> list[int]:
     """The seqs of what a peer is told to have missed, in order."""
-    told = ward.told[conn]
+    told = run.told[conn]
     seqs = [
         one.small.seq if isinstance(one, m.Missed) else one.failure.seq
         for one in told
@@ -36,61 +36,61 @@ def told_of(ward: Ward, conn: bytes) -> list[int]:
 
 
 def test_who_missed_a_failure_is_told_of_it_and_nobody_else() -> None:
-    ward = Ward(Journal(7, 1, 6, frozenset((1, 2, 3, 4, 5))))
+    run = RestartedRun(Journal(7, 1, 6, frozenset((1, 2, 3, 4, 5))))
     failed = failure(9), failure(10, pair=(2, 5)), failure(11, pair=(2, 3))
     for number in (1, 2, 3):
         last, known = (11, failed) if number == 3 else (8, ())
-        ward.back(b"%d" % number, number, 7, 1, 2, 3, 5, last_seq=last, failed=known)
-    ward.back(b"5", 5, 7, 1, 2, 3, 5, last_seq=10)
+        run.back(b"%d" % number, number, 7, 1, 2, 3, 5, last_seq=last, failed=known)
+    run.back(b"5", 5, 7, 1, 2, 3, 5, last_seq=10)
     other = msgspec.structs.replace(infos(4)[0], group=1)
-    ward.perform(
-        ward.master.resume(b"4", resume(4, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
+    run.perform(
+        run.master.resume(b"4", resume(4, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
     )
-    assert not ward.master.recovering
-    assert {n: told_of(ward, b"%d" % n) for n in range(1, 6)} == {
+    assert not run.master.recovering
+    assert {n: told_of(run, b"%d" % n) for n in range(1, 6)} == {
         1: [9],
         2: [9, 10, 11],
         3: [],
         4: [],
         5: [],
     }
-    assert [one for one in ward.told[b"1"] if isinstance(one, m.Failed)] == [m.Failed(failed[0])]
+    assert [one for one in run.told[b"1"] if isinstance(one, m.Failed)] == [m.Failed(failed[0])]
 
 
 def test_what_has_failed_for_the_whole_run_is_told_to_all_groups() -> None:
-    ward = Ward(Journal(7, 1, 3, frozenset((1, 2))))
+    run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     failed = (failure(3, called=m.Called.OPTIMIZE, tag=0),)
-    ward.back(b"1", 1, 7, last_seq=3, failed=failed)
+    run.back(b"1", 1, 7, last_seq=3, failed=failed)
     other = msgspec.structs.replace(infos(2)[0], group=1)
-    ward.perform(
-        ward.master.resume(b"2", resume(2, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
+    run.perform(
+        run.master.resume(b"2", resume(2, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
     )
-    assert told_of(ward, b"2") == [3]
+    assert told_of(run, b"2") == [3]
 
 
 def test_what_was_missed_is_told_in_order() -> None:
     """Who hears the last of it has heard all: the next restart relies on that."""
-    ward = Ward(Journal(7, 1, 3, frozenset((1, 2))))
+    run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     small = m.Small(9, 1, (1, 2), b"data")
     running = m.Open(10, (1, 2), True, 5)
     failed = failure(8), failure(11)
     known = {"failed": failed, "small": (small,), "open": (running,)}
-    ward.back(b"1", 1, 7, 1, 2, last_seq=11, **known)
-    ward.back(b"2", 2, 7, 1, 2, last_seq=7)
-    assert told_of(ward, b"2") == [8, 9, 10, 11]
+    run.back(b"1", 1, 7, 1, 2, last_seq=11, **known)
+    run.back(b"2", 2, 7, 1, 2, last_seq=7)
+    assert told_of(run, b"2") == [8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("what", ["sync", "optimization"])
 def test_a_call_that_one_takes_back_for_all_has_failed_for_all(what: str) -> None:
-    hall = Hall(2)
+    run = ManualRun(2)
     if what == "sync":
         votes = [m.SyncVote(5, m.Manifest(0, 0, (entry,))) for entry in (ENTRY, OTHER)]
     else:
         votes = [m.OptimizeVote(5)] * 2
     for conn, vote in zip((b"1", b"2"), votes, strict=True):
-        hall.say(conn, vote)
-    hall.say(b"1", m.Withdraw(5))
-    errors = [hall.last(conn) for conn in (b"1", b"2")]
+        run.say(conn, vote)
+    run.say(b"1", m.Withdraw(5))
+    errors = [run.last(conn) for conn in (b"1", b"2")]
     assert errors[0] == errors[1]
     assert isinstance(errors[0], m.CallError) and errors[0].seq
     assert errors[0].called == (m.Called.SYNC if what == "sync" else m.Called.OPTIMIZE)
@@ -99,9 +99,9 @@ def test_a_call_that_one_takes_back_for_all_has_failed_for_all(what: str) -> Non
 def test_a_failure_that_cannot_be_is_not_believed() -> None:
     unlike = {"result": 999}, {"called": 9}, {"pair": (1,)}
     for impossible in (failure(4), *(failure(3, **fields) for fields in unlike)):
-        ward = Ward()
-        ward.back(b"1", 1, 7, failed=(impossible,))
-        assert "impossible numbers" in ward.refused(b"1").why
+        run = RestartedRun()
+        run.back(b"1", 1, 7, failed=(impossible,))
+        assert "impossible numbers" in run.refused(b"1").why
 
 
 # ---- the peer ----
@@ -134,19 +134,19 @@ def test_who_was_told_of_a_failure_tells_the_next_master() -> None:
 
 
 def test_what_has_failed_before_it_joined_is_nothing_to_a_newcomer() -> None:
-    hall = Hall(2)
+    run = ManualRun(2)
     for conn, tag in ((b"1", 7), (b"2", 7)):
-        hall.say(conn, m.StartVote(2, tag, msgspec.structs.replace(WORK, members=3)))
-    error = hall.last(b"1")
+        run.say(conn, m.StartVote(2, tag, msgspec.structs.replace(WORK, members=3)))
+    error = run.last(b"1")
     assert isinstance(error, m.CallError) and error.seq
     assert (error.called, error.tag, error.pair) == (m.Called.COLLECTIVE, 7, ())
-    hall.join(b"3")
-    hall.everyone(m.TopologyVote(3))
-    (admitted,) = [told for told in hall.told[b"3"] if isinstance(told, m.Admitted)]
+    run.join(b"3")
+    run.everyone(m.TopologyVote(3))
+    (admitted,) = [told for told in run.told[b"3"] if isinstance(told, m.Admitted)]
     assert admitted.heard == error.seq
     newcomer = Peer()
     newcomer.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
-    for told in hall.told[b"3"]:
+    for told in run.told[b"3"]:
         newcomer.received(told)
     newcomer.disconnected("a restart")
     (again,) = newcomer.reconnected()
@@ -198,10 +198,10 @@ def test_after_a_thousand_failures_who_comes_back_says_no_more_than_a_stranger_m
 
 def test_calls_that_can_never_meet_are_known_to_all_who_were_in_them() -> None:
     """So each of them can tell the next master, which tells the others."""
-    hall = Hall(2)
-    hall.say(b"1", m.TopologyVote(5))
-    hall.say(b"2", m.SyncVote(6, m.Manifest(0, 0, (ENTRY,))))
-    told = {conn: hall.told[conn][-2:] for conn in (b"1", b"2")}
+    run = ManualRun(2)
+    run.say(b"1", m.TopologyVote(5))
+    run.say(b"2", m.SyncVote(6, m.Manifest(0, 0, (ENTRY,))))
+    told = {conn: run.told[conn][-2:] for conn in (b"1", b"2")}
     known = {}
     for conn, messages in told.items():
         errors = [one for one in messages if isinstance(one, m.CallError)]

@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from hall import ENTRY, OTHER, RUN, WORK, Hall, resume
-from hostile import Blow, draw_script, pack, siege, unpack
+from hostile import Blow, draw_script, hostile_run, pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manual_run import ENTRY, OTHER, RUN, WORK, ManualRun, resume
 from simulator import remembered
 
 from pccl.protocol import messages as m
@@ -29,7 +29,7 @@ SEEDS = 600
 def test_no_siege_does_harm(first: int) -> None:
     for seed in range(first, first + 100):
         try:
-            siege(draw_script(random.Random(seed)), seed)
+            hostile_run(draw_script(random.Random(seed)), seed)
         except BaseException:
             print(f"seed {seed}")
             raise
@@ -38,12 +38,12 @@ def test_no_siege_does_harm(first: int) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.randoms(use_true_random=False), st.integers(0, 1000))
 def test_hypothesis_finds_no_harmful_siege(draw: random.Random, seed: int) -> None:
-    siege(draw_script(draw, blows=15), seed)
+    hostile_run(draw_script(draw, blows=15), seed)
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name[:8])
 def test_what_the_fuzzer_found_stays_harmless(path: Path) -> None:
-    siege(unpack(path.read_bytes()))
+    hostile_run(unpack(path.read_bytes()))
 
 
 def test_there_is_a_corpus() -> None:
@@ -66,23 +66,23 @@ def test_a_script_survives_packing() -> None:
 
 
 def test_words_about_a_success_do_not_keep_a_failure_from_the_others() -> None:
-    hall = Hall(3)
-    seq = hall.start()
-    hall.say(b"1", m.FinishVote(seq, True, "by the way"))
-    hall.say(b"2", m.FinishVote(seq, False, "a stream was lost"))
-    assert isinstance(hall.last(b"3"), m.Interrupt)
+    run = ManualRun(3)
+    seq = run.start()
+    run.say(b"1", m.FinishVote(seq, True, "by the way"))
+    run.say(b"2", m.FinishVote(seq, False, "a stream was lost"))
+    assert isinstance(run.last(b"3"), m.Interrupt)
 
 
 @pytest.mark.parametrize("why", ["y" * 4096, "\U0010ffff" * 4096, "\x1b[31m\r\n" * 800])
 def test_what_a_peer_says_fits_the_messages_and_logs_that_quote_it(why: str) -> None:
-    hall = Hall(3)
-    hall.say(b"1", m.FinishVote(hall.start(), False, why))
-    interrupt = hall.last(b"2")
+    run = ManualRun(3)
+    run.say(b"1", m.FinishVote(run.start(), False, why))
+    interrupt = run.last(b"2")
     assert isinstance(interrupt, m.Interrupt)
     assert "peer 1 (10.0.0.1:1) could not complete" in interrupt.why
     assert interrupt.why.isprintable()
     assert len(interrupt.why) < 2100
-    assert all(note.isprintable() for note in hall.notes)
+    assert all(note.isprintable() for note in run.notes)
 
 
 @pytest.mark.parametrize(
@@ -98,136 +98,136 @@ def test_what_a_peer_says_fits_the_messages_and_logs_that_quote_it(why: str) -> 
     ],
 )
 def test_nobody_can_be_sent_to_an_address_that_is_none(fields: dict[str, str]) -> None:
-    hall = Hall()
-    hall.join(b"stranger", **fields)
-    refused = hall.last(b"stranger")
+    run = ManualRun()
+    run.join(b"stranger", **fields)
+    refused = run.last(b"stranger")
     assert isinstance(refused, m.Refused)
     assert refused.result == Result.INVALID_USAGE.value
-    assert b"stranger" in hall.dropped
-    assert len(hall.master.peers) == 2
+    assert b"stranger" in run.dropped
+    assert len(run.master.peers) == 2
 
 
 def test_one_peer_cannot_fill_the_master_with_rounds() -> None:
-    hall = Hall()
+    run = ManualRun()
     for tag in range(OPEN_MAX + 1000):
-        hall.say(b"1", m.StartVote(tag, tag, WORK))
-    assert remembered(hall.master)["voting.open"] == OPEN_MAX
-    refused = hall.last(b"1")
+        run.say(b"1", m.StartVote(tag, tag, WORK))
+    assert remembered(run.master)["voting.open"] == OPEN_MAX
+    refused = run.last(b"1")
     assert isinstance(refused, m.CallError)
     assert refused.result == Result.INVALID_USAGE.value
-    hall.say(b"2", m.StartVote(9, 0, WORK))  # others are as free as ever
-    assert isinstance(hall.last(b"2"), m.Started)
-    hall.say(b"1", m.Leave())
-    assert remembered(hall.master)["voting.open"] == 0
+    run.say(b"2", m.StartVote(9, 0, WORK))  # others are as free as ever
+    assert isinstance(run.last(b"2"), m.Started)
+    run.say(b"1", m.Leave())
+    assert remembered(run.master)["voting.open"] == 0
 
 
 def test_one_peer_cannot_fill_the_master_with_lists_of_tensors() -> None:
-    hall = Hall()
+    run = ManualRun()
     parts = tuple(m.Part(10, index, "x" * 200) for index in range(20_000))
     work = m.Spec("all_reduce", 0, 0, 0, parts=parts)
     for tag in range(20):
-        hall.say(b"1", m.StartVote(tag, tag, work))
-    rounds = hall.master.run.voting.open
+        run.say(b"1", m.StartVote(tag, tag, work))
+    rounds = run.master.run.voting.open
     assert len(rounds) == HELD_MAX // held(work) < 20
-    refused = hall.last(b"1")
+    refused = run.last(b"1")
     assert isinstance(refused, m.CallError)
     assert refused.result == Result.INVALID_USAGE.value
     assert "128 MiB" in refused.why
-    hall.say(b"2", m.StartVote(9, 0, work))  # one ends, so another one can start
-    hall.say(b"1", m.StartVote(99, 99, work))
+    run.say(b"2", m.StartVote(9, 0, work))  # one ends, so another one can start
+    run.say(b"1", m.StartVote(99, 99, work))
     assert rounds.held(1) == len(rounds) * held(work) > HELD_MAX - held(work)
-    hall.say(b"1", m.Withdraw(99))
-    hall.say(b"1", m.Leave())
+    run.say(b"1", m.Withdraw(99))
+    run.say(b"1", m.Leave())
     assert rounds.held(1) == 0
 
 
 def test_one_offer_cannot_fill_the_master() -> None:
-    hall = Hall()
+    run = ManualRun()
     huge = m.Manifest(0, 0, (m.Entry("", 0, 0, False, b""),) * (HELD_MAX // 256 + 1))
     assert len(m.encode(m.SyncVote(2, huge))) < m.MESSAGE_BYTES_MAX
-    hall.say(b"1", m.SyncVote(2, huge))
-    assert isinstance(hall.last(b"1"), m.CallError)
-    assert len(hall.master.run.voting.open) == 0
+    run.say(b"1", m.SyncVote(2, huge))
+    assert isinstance(run.last(b"1"), m.CallError)
+    assert len(run.master.run.voting.open) == 0
 
 
 def test_two_peers_cannot_fill_the_master_with_collectives() -> None:
-    hall = Hall()
+    run = ManualRun()
     for tag in range(OPEN_MAX + 10):
-        hall.everyone(m.StartVote(tag + 9, tag, WORK))
-    assert remembered(hall.master)["table.running"] == OPEN_MAX
-    seq = next(message.seq for message in hall.told[b"1"] if isinstance(message, m.Started))
-    hall.everyone(m.FinishVote(seq, True))  # one ends, so another one can start
-    hall.everyone(m.StartVote(1 << 20, 1 << 20, WORK))
-    assert isinstance(hall.last(b"1"), m.Started)
+        run.everyone(m.StartVote(tag + 9, tag, WORK))
+    assert remembered(run.master)["table.running"] == OPEN_MAX
+    seq = next(message.seq for message in run.told[b"1"] if isinstance(message, m.Started))
+    run.everyone(m.FinishVote(seq, True))  # one ends, so another one can start
+    run.everyone(m.StartVote(1 << 20, 1 << 20, WORK))
+    assert isinstance(run.last(b"1"), m.Started)
 
 
 def test_a_group_that_all_have_left_is_forgotten() -> None:
-    hall = Hall()
+    run = ManualRun()
     for group in range(1, 100):
-        hall.join(b"stranger", group=group)
-        hall.everyone(m.TopologyVote(group))
-        hall.perform(hall.master.disconnected(b"stranger", "its connection broke"))
-    assert remembered(hall.master)["groups.groups"] == 1
-    hall.everyone(m.Leave())
-    assert not any(remembered(hall.master).values())
+        run.join(b"stranger", group=group)
+        run.everyone(m.TopologyVote(group))
+        run.perform(run.master.disconnected(b"stranger", "its connection broke"))
+    assert remembered(run.master)["groups.groups"] == 1
+    run.everyone(m.Leave())
+    assert not any(remembered(run.master).values())
 
 
 def test_epochs_are_not_used_twice_by_a_group_that_comes_again() -> None:
     epochs = []
-    hall = Hall(1)
+    run = ManualRun(1)
     for _ in range(3):
-        hall.everyone(m.Leave())
-        hall.join(b"again")
-        plans = [message for message in hall.told[b"again"] if isinstance(message, m.Plan)]
+        run.everyone(m.Leave())
+        run.join(b"again")
+        plans = [message for message in run.told[b"again"] if isinstance(message, m.Plan)]
         epochs.append(plans[-1].epoch)
     assert len(set(epochs)) == 3
 
 
 def test_who_stands_in_a_synchronisation_enters_no_other() -> None:
-    hall = Hall()
-    hall.say(b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
-    hall.say(b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
-    assert isinstance(hall.last(b"2"), m.SyncPlan)
-    hall.say(b"2", m.SyncVote(3, m.Manifest(0, 0, (ENTRY,))))
-    assert "out of turn" in hall.dropped[b"2"]
-    assert isinstance(hall.last(b"1"), m.SyncResult)
+    run = ManualRun()
+    run.say(b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    run.say(b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
+    assert isinstance(run.last(b"2"), m.SyncPlan)
+    run.say(b"2", m.SyncVote(3, m.Manifest(0, 0, (ENTRY,))))
+    assert "out of turn" in run.dropped[b"2"]
+    assert isinstance(run.last(b"1"), m.SyncResult)
 
 
 def test_a_holder_that_serves_nobody_has_to_go_before_those_it_does_not_serve() -> None:
-    hall = Hall(4)
+    run = ManualRun(4)
     for conn in (b"1", b"2", b"3"):
-        hall.say(conn, m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
-    hall.say(b"4", m.SyncVote(2, m.Manifest(9, 0, (OTHER,))))
-    while b"4" not in hall.dropped:
+        run.say(conn, m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    run.say(b"4", m.SyncVote(2, m.Manifest(9, 0, (OTHER,))))
+    while b"4" not in run.dropped:
         for conn in (b"1", b"2", b"3"):
-            plan = hall.last(conn)
+            plan = run.last(conn)
             if isinstance(plan, m.SyncPlan) and plan.fetch:
-                hall.say(conn, m.FetchedVote(plan.seq, False, "wrong digest"))
-        assert not hall.dropped.keys() & {b"1", b"2", b"3"}
-    assert isinstance(hall.last(b"1"), m.SyncResult)
+                run.say(conn, m.FetchedVote(plan.seq, False, "wrong digest"))
+        assert not run.dropped.keys() & {b"1", b"2", b"3"}
+    assert isinstance(run.last(b"1"), m.SyncResult)
 
 
 def test_many_who_differ_are_dropped_at_once() -> None:
-    hall = Hall(1000)
-    for number, peer in list(hall.master.peers.items()):
+    run = ManualRun(1000)
+    for number, peer in list(run.master.peers.items()):
         entries = (ENTRY,) if number <= 501 else (ENTRY, OTHER)
-        hall.say(peer.conn, m.SyncVote(2, m.Manifest(0, 0, entries)))
-    assert len(hall.dropped) == 499
-    assert isinstance(hall.last(b"1"), m.SyncResult)
+        run.say(peer.conn, m.SyncVote(2, m.Manifest(0, 0, entries)))
+    assert len(run.dropped) == 499
+    assert isinstance(run.last(b"1"), m.SyncResult)
 
 
 def test_an_error_that_names_a_thousand_peers_can_still_be_sent() -> None:
-    hall = Hall(1000)
+    run = ManualRun(1000)
     for i in range(1, 1000):
-        hall.say(b"%d" % i, m.StartVote(2, 0, WORK))
-    hall.say(b"1000", m.StartVote(2, 0, m.Spec("all_reduce", 0, 10, 7)))
-    error = hall.last(b"1000")
+        run.say(b"%d" % i, m.StartVote(2, 0, WORK))
+    run.say(b"1000", m.StartVote(2, 0, m.Spec("all_reduce", 0, 10, 7)))
+    error = run.last(b"1000")
     assert isinstance(error, m.Kicked)
     assert "peer 1 (10.0.0.1:1) called all_reduce(1000 elements" in error.why
     assert "peer 1000 (10.0.0.1:1) called all_reduce(7 elements" in error.why
-    hall.say(b"1", m.StartVote(3, 0, WORK))
-    hall.say(b"1", m.Withdraw(3))
-    error = hall.last(b"1")
+    run.say(b"1", m.StartVote(3, 0, WORK))
+    run.say(b"1", m.Withdraw(3))
+    error = run.last(b"1")
     assert isinstance(error, m.CallError)
     assert error.why.endswith("990 more")
 
@@ -236,31 +236,31 @@ def test_an_error_that_names_a_thousand_peers_can_still_be_sent() -> None:
 
 
 def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> None:
-    hall = Hall()
-    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
-    hall.dropped.clear()
+    run = ManualRun()
+    run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
+    run.dropped.clear()
     for i in range(100):
-        hall.say(b"stranger", m.SyncVote(i, m.Manifest(0, 0, (ENTRY,) * 1000)))
-    assert hall.master.recovering
-    assert len(hall.master._recovery.backlog) == BACKLOG_MAX + 1
-    assert b"stranger" in hall.dropped
+        run.say(b"stranger", m.SyncVote(i, m.Manifest(0, 0, (ENTRY,) * 1000)))
+    assert run.master.recovering
+    assert len(run.master._recovery.backlog) == BACKLOG_MAX + 1
+    assert b"stranger" in run.dropped
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for number in (1, 2):
         back = resume(number, known=known)
-        hall.perform(hall.master.resume(b"%d" % number, back, "10.0.0.1"))
-    assert not hall.master.recovering
-    assert sorted(hall.master.peers) == [1, 2]
+        run.perform(run.master.resume(b"%d" % number, back, "10.0.0.1"))
+    assert not run.master.recovering
+    assert sorted(run.master.peers) == [1, 2]
 
 
 def test_nobody_comes_back_twice_on_one_connection() -> None:
-    hall = Hall()
-    hall.perform(hall.master.resume(b"2", resume(9, run=RUN), "10.0.0.1"))
-    assert "came back twice" in hall.dropped[b"2"]
-    assert len(hall.master.peers) == 1
-    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
+    run = ManualRun()
+    run.perform(run.master.resume(b"2", resume(9, run=RUN), "10.0.0.1"))
+    assert "came back twice" in run.dropped[b"2"]
+    assert len(run.master.peers) == 1
+    run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     for number in (1, 2):
-        hall.perform(hall.master.resume(b"both", resume(number), "10.0.0.1"))
-    assert isinstance(hall.last(b"both"), m.Refused)
+        run.perform(run.master.resume(b"both", resume(number), "10.0.0.1"))
+    assert isinstance(run.last(b"both"), m.Refused)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_nobody_comes_back_twice_on_one_connection() -> None:
     ],
 )
 def test_nobody_comes_back_with_numbers_that_would_overflow(fields: dict[str, object]) -> None:
-    hall = Hall(0)
-    hall.master = Master(1, combine, secret=b"s")
-    hall.perform(hall.master.resume(b"stranger", resume(1, **fields), "10.0.0.1"))  # type: ignore[arg-type]
-    assert "impossible numbers" in hall.dropped[b"stranger"]
-    assert not hall.master.recovering
+    run = ManualRun(0)
+    run.master = Master(1, combine, secret=b"s")
+    run.perform(run.master.resume(b"stranger", resume(1, **fields), "10.0.0.1"))  # type: ignore[arg-type]
+    assert "impossible numbers" in run.dropped[b"stranger"]
+    assert not run.master.recovering

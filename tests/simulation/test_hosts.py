@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hall import Hall
+from manual_run import ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.membership import newcomer, refusal
@@ -38,12 +38,12 @@ def test_a_peer_is_known_by_all_its_hosts_once_each() -> None:
         "fd00::1",
     )
     assert newcomer(hello("a.name", "10.0.0.1"), SEEN).hosts == ("a.name", "10.0.0.1")
-    hall = Hall(0)
+    run = ManualRun(0)
     for number in (1, 2):
-        hall.join(b"%d" % number, host="", others=(f"fd00::{number}",))
-    hall.say(b"1", m.TopologyVote(1))
-    hall.say(b"2", m.TopologyVote(1))
-    (plan,) = (told for told in hall.told[b"2"] if isinstance(told, m.Plan))
+        run.join(b"%d" % number, host="", others=(f"fd00::{number}",))
+    run.say(b"1", m.TopologyVote(1))
+    run.say(b"2", m.TopologyVote(1))
+    (plan,) = (told for told in run.told[b"2"] if isinstance(told, m.Plan))
     assert [info.hosts for info in plan.peers] == [("10.0.0.1", f"fd00::{n}") for n in (1, 2)]
 
 
@@ -58,16 +58,16 @@ def test_each_host_is_checked_and_there_are_no_more_than_eight() -> None:
 
 
 def test_two_meet_at_any_host_of_the_one_that_waits() -> None:
-    hall = Hall(0)
+    run = ManualRun(0)
     for number, more in ((1, {}), (2, {"outgoing": True}), (3, {"relay": 7000})):
         place = {"host": f"h{number}", "machine": f"m{number}", "others": (f"fd00::{number}",)}
-        hall.join(b"%d" % number, **place, **more)
-    hall.say(b"1", m.TopologyVote(1))
-    hall.say(b"1", m.Meet(2, TOKEN, 4001, 8))
-    come = hall.last(b"2")
+        run.join(b"%d" % number, **place, **more)
+    run.say(b"1", m.TopologyVote(1))
+    run.say(b"1", m.Meet(2, TOKEN, 4001, 8))
+    come = run.last(b"2")
     assert isinstance(come, m.Come) and come.hosts == ("h1", "fd00::1")
-    hall.say(b"1", m.Meet(2, TOKEN, 0, 8))
-    come = hall.last(b"2")
+    run.say(b"1", m.Meet(2, TOKEN, 0, 8))
+    come = run.last(b"2")
     assert isinstance(come, m.Come) and come.hosts == ("h3", "fd00::3")
 
 

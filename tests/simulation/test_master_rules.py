@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hall import ENTRY, OTHER, RUN, WORK, Hall, resume
+from manual_run import ENTRY, OTHER, RUN, WORK, ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
@@ -17,225 +17,225 @@ from pccl.types import Result
 SMALL = m.Spec("all_reduce", 0, 0, 4)
 
 
-def unreached(hall: Hall, by: bytes, peer: int) -> None:
-    hall.say(by, m.Unreached(peer, hall.master.run.groups[0].epoch, "timed out"))
+def unreached(run: ManualRun, by: bytes, peer: int) -> None:
+    run.say(by, m.Unreached(peer, run.master.run.groups[0].epoch, "timed out"))
 
 
-def commit(hall: Hall) -> None:
-    seq = hall.start()
-    hall.everyone(m.FinishVote(seq, True))
-    assert hall.last(b"1") == m.Finished(seq, True)
+def commit(run: ManualRun) -> None:
+    seq = run.start()
+    run.everyone(m.FinishVote(seq, True))
+    assert run.last(b"1") == m.Finished(seq, True)
 
 
-def order(hall: Hall, conn: bytes) -> tuple[int, ...]:
+def order(run: ManualRun, conn: bytes) -> tuple[int, ...]:
     """The only ring that a peer was told of last."""
-    (ring,) = [told.rings for told in hall.told[conn] if isinstance(told, m.Plan)][-1]
+    (ring,) = [told.rings for told in run.told[conn] if isinstance(told, m.Plan)][-1]
     return ring.order
 
 
 def test_the_ring_goes_around_a_link_that_cannot_be_and_the_master_dials() -> None:
-    hall = Hall(3)
-    seq = hall.start()
-    unreached(hall, b"1", 2)
-    assert hall.dials == [2]
-    assert order(hall, b"3") == (1, 3, 2)
+    run = ManualRun(3)
+    seq = run.start()
+    unreached(run, b"1", 2)
+    assert run.dials == [2]
+    assert order(run, b"3") == (1, 3, 2)
     for conn in (b"1", b"2", b"3"):
-        assert isinstance(hall.last(conn), m.Interrupt)
-        hall.say(conn, m.FinishVote(seq, False))
-    hall.perform(hall.master.dialled(2, ""))
-    assert sorted(hall.master.peers) == [1, 2, 3]
-    commit(hall)
-    unreached(hall, b"3", 2)
-    assert hall.dials == [2, 2]
-    assert order(hall, b"3") == (1, 2, 3)  # what was blocked before may work again
+        assert isinstance(run.last(conn), m.Interrupt)
+        run.say(conn, m.FinishVote(seq, False))
+    run.perform(run.master.dialled(2, ""))
+    assert sorted(run.master.peers) == [1, 2, 3]
+    commit(run)
+    unreached(run, b"3", 2)
+    assert run.dials == [2, 2]
+    assert order(run, b"3") == (1, 2, 3)  # what was blocked before may work again
 
 
 def test_whom_the_master_cannot_reach_either_goes_if_its_view_counts() -> None:
-    hall = Hall(3)
-    unreached(hall, b"1", 2)
-    hall.perform(hall.master.dialled(2, "no answer"))
-    kicked = next(t for t in hall.told[b"2"] if isinstance(t, m.Kicked))
+    run = ManualRun(3)
+    unreached(run, b"1", 2)
+    run.perform(run.master.dialled(2, "no answer"))
+    kicked = next(t for t in run.told[b"2"] if isinstance(t, m.Kicked))
     assert kicked.result == Result.RANK_CONNECTION_FAILED.value
     assert "peer 1 (10.0.0.1:1) could not reach peer 2 (10.0.0.1:1) (timed out)" in kicked.why
     assert "the master could not (no answer)" in kicked.why
-    assert sorted(hall.master.peers) == [1, 3]
+    assert sorted(run.master.peers) == [1, 3]
 
 
 def test_what_the_master_finds_in_a_private_network_of_others_does_not_count() -> None:
-    hall = Hall(2)
-    hall.join(b"3", host="192.168.0.3")
-    hall.everyone(m.TopologyVote(1))
-    unreached(hall, b"2", 3)
-    hall.perform(hall.master.dialled(3, "no answer"))
-    assert sorted(hall.master.peers) == [1, 2, 3]
-    unreached(hall, b"1", 3)  # but that two cannot reach it does
-    assert sorted(hall.master.peers) == [1, 2]
+    run = ManualRun(2)
+    run.join(b"3", host="192.168.0.3")
+    run.everyone(m.TopologyVote(1))
+    unreached(run, b"2", 3)
+    run.perform(run.master.dialled(3, "no answer"))
+    assert sorted(run.master.peers) == [1, 2, 3]
+    unreached(run, b"1", 3)  # but that two cannot reach it does
+    assert sorted(run.master.peers) == [1, 2]
 
 
 def test_a_synchronisation_that_stalls_is_planned_anew_so_many_times() -> None:
-    hall = Hall(3)
+    run = ManualRun(3)
     for conn, content in ((b"1", b"old"), (b"2", b"new"), (b"3", b"new")):
         manifest = m.Manifest(int(content == b"new"), 0, (m.Entry("x", 10, 4, False, content),))
-        hall.say(conn, m.SyncVote(2, manifest))
-    first = plan = hall.last(b"2")
+        run.say(conn, m.SyncVote(2, manifest))
+    first = plan = run.last(b"2")
     assert isinstance(first, m.SyncPlan)
     for _ in range(STALLS_MAX - 1):
         assert isinstance(plan, m.SyncPlan)
         assert plan.serve == (1,)
-        hall.say(b"2", m.Stalled(1, plan.seq, "a lane was disconnected"))
-        plan = hall.last(b"2")
-        hall.say(b"3", m.Stalled(1, first.seq, "heard of after the next plan"))
-        assert hall.last(b"2") == plan
+        run.say(b"2", m.Stalled(1, plan.seq, "a lane was disconnected"))
+        plan = run.last(b"2")
+        run.say(b"3", m.Stalled(1, first.seq, "heard of after the next plan"))
+        assert run.last(b"2") == plan
     assert isinstance(plan, m.SyncPlan)
     assert plan.seq == first.seq + STALLS_MAX - 1
-    hall.say(b"2", m.Stalled(1, plan.seq, "a lane was disconnected"))
-    error = hall.last(b"1")
+    run.say(b"2", m.Stalled(1, plan.seq, "a lane was disconnected"))
+    error = run.last(b"1")
     assert isinstance(error, m.CallError)
     assert "8 times in one synchronisation data was lost; the last time peer 2" in error.why
     assert error.result == Result.RANK_CONNECTION_LOST.value
     assert error.cause == m.Cause.OTHER
-    assert sorted(hall.master.peers) == [1, 2, 3]
+    assert sorted(run.master.peers) == [1, 2, 3]
 
 
 def test_who_reaches_nobody_goes_and_not_those_whom_it_accuses() -> None:
-    hall = Hall(3)
-    commit(hall)
+    run = ManualRun(3)
+    commit(run)
     for accused in (2, 3):
-        unreached(hall, b"1", accused)
-        hall.perform(hall.master.dialled(accused, ""))
-    assert sorted(hall.master.peers) == [2, 3]
-    assert "whom the master reaches: let its connections out" in hall.dropped[b"1"]
+        unreached(run, b"1", accused)
+        run.perform(run.master.dialled(accused, ""))
+    assert sorted(run.master.peers) == [2, 3]
+    assert "whom the master reaches: let its connections out" in run.dropped[b"1"]
 
 
 def test_a_small_result_or_a_broadcast_does_not_show_that_a_ring_works() -> None:
     """Nor does an all-gather to which only one member gives anything: nothing comes to that one."""
-    hall = Hall(3)
+    run = ManualRun(3)
     one_sided = m.Spec("all_gather", 0, 10, 5, members=3, rows=(0, 7, 0))
     others = (m.Spec("broadcast", 0, 10, 5), None), (one_sided, None), (SMALL, b"abcd")
     for work, data in ((WORK, None), *others):
-        hall.master.run.collectives.small_max = 0
-        hall.everyone(m.StartVote(2, 0, work, data))
-        started = hall.last(b"1")
+        run.master.run.collectives.small_max = 0
+        run.everyone(m.StartVote(2, 0, work, data))
+        started = run.last(b"1")
         assert isinstance(started, m.Started)
         if work is not WORK:
-            unreached(hall, b"1", 2)
-            assert hall.master.run.groups[0].blame.blocked
-        hall.everyone(m.FinishVote(started.seq, work is not WORK))
-    assert not any(peer.proven for peer in hall.master.peers.values())
-    unreached(hall, b"1", 3)
-    hall.perform(hall.master.dialled(2, None) + hall.master.dialled(3, None))
-    assert sorted(hall.master.peers) == [2, 3]
+            unreached(run, b"1", 2)
+            assert run.master.run.groups[0].blame.blocked
+        run.everyone(m.FinishVote(started.seq, work is not WORK))
+    assert not any(peer.proven for peer in run.master.peers.values())
+    unreached(run, b"1", 3)
+    run.perform(run.master.dialled(2, None) + run.master.dialled(3, None))
+    assert sorted(run.master.peers) == [2, 3]
 
 
 def test_an_all_gather_of_two_members_rows_shows_that_a_ring_works() -> None:
-    hall = Hall(3)
-    hall.everyone(m.StartVote(2, 0, m.Spec("all_gather", 0, 10, 5, members=3, rows=(1, 0, 7))))
-    started = hall.last(b"1")
+    run = ManualRun(3)
+    run.everyone(m.StartVote(2, 0, m.Spec("all_gather", 0, 10, 5, members=3, rows=(1, 0, 7))))
+    started = run.last(b"1")
     assert isinstance(started, m.Started)
-    hall.everyone(m.FinishVote(started.seq, True))
-    assert all(peer.proven for peer in hall.master.peers.values())
+    run.everyone(m.FinishVote(started.seq, True))
+    assert all(peer.proven for peer in run.master.peers.values())
 
 
 def test_members_that_differ_in_rows_are_told_whose() -> None:
-    hall = Hall(2)
+    run = ManualRun(2)
     rows = (*range(8), 1, 2, 3)  # more than a text shows
     for conn, last in ((b"1", 3), (b"2", 4)):
         work = m.Spec("all_gather", 0, 10, 5, members=3, rows=(*rows, last))
-        hall.say(conn, m.StartVote(2, 0, work))
-    error = hall.last(b"1")
+        run.say(conn, m.StartVote(2, 0, work))
+    error = run.last(b"1")
     assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
     assert "all_gather(5 elements of float32, times 0, 1, 2, 3, 4, 5, 6, 7, ... rows)" in error.why
     assert "; rank 11 gives 3 rows, and 4" in error.why or "4 rows, and 3" in error.why
 
 
 def test_a_fetch_fails_for_want_of_a_link_and_the_one_at_fault_goes() -> None:
-    hall = Hall(3)
+    run = ManualRun(3)
     for conn, revision in ((b"1", 0), (b"2", 0), (b"3", 7)):
-        hall.say(conn, m.SyncVote(2, m.Manifest(revision, 0, (ENTRY if revision else OTHER,))))
-    unreached(hall, b"1", 3)
-    hall.perform(hall.master.dialled(3, ""))
+        run.say(conn, m.SyncVote(2, m.Manifest(revision, 0, (ENTRY if revision else OTHER,))))
+    unreached(run, b"1", 3)
+    run.perform(run.master.dialled(3, ""))
     for _ in range(3):
-        plan = hall.last(b"1")
+        plan = run.last(b"1")
         assert isinstance(plan, m.SyncPlan)
-        hall.say(b"1", m.FetchedVote(plan.seq, False, "no holder is left"))
-    assert sorted(hall.master.peers) == [2, 3]
+        run.say(b"1", m.FetchedVote(plan.seq, False, "no holder is left"))
+    assert sorted(run.master.peers) == [2, 3]
 
 
 def test_what_cannot_be_is_no_accusation() -> None:
-    hall = Hall(3)
-    hall.say(b"1", m.Unreached(2, hall.master.run.groups[0].epoch + 1))
+    run = ManualRun(3)
+    run.say(b"1", m.Unreached(2, run.master.run.groups[0].epoch + 1))
     for accused in (1, 99):
-        unreached(hall, b"1", accused)
-    hall.perform(hall.master.dialled(99, "refused"))
-    hall.perform(hall.master.dialled(3, "refused"))
-    assert not hall.master.run.groups[0].blame.blocked
-    assert sorted(hall.master.peers) == [1, 2, 3]
+        unreached(run, b"1", accused)
+    run.perform(run.master.dialled(99, "refused"))
+    run.perform(run.master.dialled(3, "refused"))
+    assert not run.master.run.groups[0].blame.blocked
+    assert sorted(run.master.peers) == [1, 2, 3]
 
 
 def test_two_peers_that_were_together_before_have_some_attempts() -> None:
-    hall = Hall(2)
-    commit(hall)
+    run = ManualRun(2)
+    commit(run)
     for attempt in range(ATTEMPTS):
-        assert sorted(hall.master.peers) == [1, 2]
-        seq = hall.start()
-        unreached(hall, b"1", 2)
+        assert sorted(run.master.peers) == [1, 2]
+        seq = run.start()
+        unreached(run, b"1", 2)
         if attempt == 0:
-            hall.perform(hall.master.dialled(2, None))
-        hall.everyone(m.FinishVote(seq, False))
-    assert sorted(hall.master.peers) == [1]
+            run.perform(run.master.dialled(2, None))
+        run.everyone(m.FinishVote(seq, False))
+    assert sorted(run.master.peers) == [1]
 
 
 def test_who_is_lost_again_while_the_master_recovers_may_come_back_once_more() -> None:
-    hall = Hall(2)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
+    run = ManualRun(2)
+    run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
-    hall.perform(hall.master.resume(b"a", resume(1, known=known), "10.0.0.1"))
-    hall.perform(hall.master.disconnected(b"a", "its connection broke"))
+    run.perform(run.master.resume(b"a", resume(1, known=known), "10.0.0.1"))
+    run.perform(run.master.disconnected(b"a", "its connection broke"))
     for conn, number in ((b"b", 1), (b"c", 2)):
-        hall.perform(hall.master.resume(conn, resume(number, known=known), "10.0.0.1"))
-    assert {n: peer.conn for n, peer in hall.master.peers.items()} == {1: b"b", 2: b"c"}
+        run.perform(run.master.resume(conn, resume(number, known=known), "10.0.0.1"))
+    assert {n: peer.conn for n, peer in run.master.peers.items()} == {1: b"b", 2: b"c"}
 
 
 def test_who_comes_late_to_a_call_that_failed_is_told_once() -> None:
-    hall = Hall(2)
-    commit(hall)  # so the third one has no say
-    hall.join(b"3")
+    run = ManualRun(2)
+    commit(run)  # so the third one has no say
+    run.join(b"3")
     for conn in (b"1", b"2"):
-        hall.say(conn, m.TopologyVote(4))
-    hall.say(b"1", m.TopologyVote(5))
-    hall.say(b"2", m.SyncVote(5, m.Manifest(0, 0, ())))
+        run.say(conn, m.TopologyVote(4))
+    run.say(b"1", m.TopologyVote(5))
+    run.say(b"2", m.SyncVote(5, m.Manifest(0, 0, ())))
     for call, conn in enumerate((b"1", b"2", b"3"), 5):
         if conn == b"3":
-            hall.say(conn, m.TopologyVote(call))
-        error = hall.last(conn)
+            run.say(conn, m.TopologyVote(call))
+        error = run.last(conn)
         assert isinstance(error, m.CallError)
         assert error.cause == m.Cause.MISMATCH
         assert "called update_topology()" in error.why
         assert "called sync_shared_state()" in error.why
-    hall.everyone(m.TopologyVote(9))
-    assert isinstance(hall.last(b"3"), m.TopologyResult)
+    run.everyone(m.TopologyVote(9))
+    assert isinstance(run.last(b"3"), m.TopologyResult)
 
 
 def test_tensors_that_lie_in_different_orders_do_not_meet() -> None:
     """They have as many elements, and would be reduced with those of other places."""
     for listed in (False, True):
-        hall = Hall()
+        run = ManualRun()
         for conn, layout in ((b"1", ""), (b"2", "2x3/1,2")):
             work = m.Spec("all_reduce", 0, 10, 6, layout=layout)
             if listed:
                 work = m.Spec("all_reduce", 0, 0, 0, parts=(m.Part(10, 6, "w", layout),))
-            hall.say(conn, m.StartVote(2, 0, work))
-        error = hall.last(b"1")
+            run.say(conn, m.StartVote(2, 0, work))
+        error = run.last(b"1")
         assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
         assert "6 elements of float32 (2x3 with strides 1,2)" in error.why
         assert "have all call it with c = x.contiguous()" in error.why
 
 
 def test_who_was_given_up_before_the_restart_is_told_so() -> None:
-    hall = Hall(0)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1,))), secret=b"s")
-    hall.perform(hall.master.resume(b"late", resume(2), "10.0.0.1"))
-    refused = hall.last(b"late")
+    run = ManualRun(0)
+    run.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1,))), secret=b"s")
+    run.perform(run.master.resume(b"late", resume(2), "10.0.0.1"))
+    refused = run.last(b"late")
     assert isinstance(refused, m.Refused)
     assert refused.result == Result.RANK_CONNECTION_FAILED.value
     assert "given up as lost" in refused.why
@@ -244,69 +244,69 @@ def test_who_was_given_up_before_the_restart_is_told_so() -> None:
 def test_a_journal_that_could_not_be_written_knows_less_than_those_who_come_back() -> None:
     infos = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for accepted in (frozenset((1,)), frozenset[int]()):
-        hall = Hall(0)
+        run = ManualRun(0)
         behind = Journal(5, 1, 2, accepted, complete=False)
-        hall.master = Master(1, combine, journal=behind, secret=b"s")
+        run.master = Master(1, combine, journal=behind, secret=b"s")
         for number in (1, 2):
             back = resume(number, known=infos)
-            hall.perform(hall.master.resume(b"%d" % number, back, "10.0.0.1"))
+            run.perform(run.master.resume(b"%d" % number, back, "10.0.0.1"))
         for now_s in (0.0, 60.0):
-            hall.perform(hall.master.tick(now_s))
-        assert hall.master.peers.keys() == {1, 2}
-        assert all(peer.accepted for peer in hall.master.peers.values())
+            run.perform(run.master.tick(now_s))
+        assert run.master.peers.keys() == {1, 2}
+        assert all(peer.accepted for peer in run.master.peers.values())
 
 
 def test_who_comes_back_to_a_run_that_has_gone_on_is_told_so() -> None:
     infos = [m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2)]
-    hall = Hall(0)
-    hall.master = Master(1, combine, secret=b"s")
+    run = ManualRun(0)
+    run.master = Master(1, combine, secret=b"s")
     late = resume(2, known=tuple(infos), epoch=3)
-    hall.perform(hall.master.resume(b"late", late, "10.0.0.1"))
-    hall.perform(hall.master.resume(b"one", resume(1, known=(infos[0],), epoch=4), "10.0.0.1"))
+    run.perform(run.master.resume(b"late", late, "10.0.0.1"))
+    run.perform(run.master.resume(b"one", resume(1, known=(infos[0],), epoch=4), "10.0.0.1"))
     for now_s in (0.0, 60.0):
-        hall.perform(hall.master.tick(now_s))
-    assert isinstance(hall.last(b"late"), m.Refused)
-    assert sorted(hall.master.peers) == [1]
+        run.perform(run.master.tick(now_s))
+    assert isinstance(run.last(b"late"), m.Refused)
+    assert sorted(run.master.peers) == [1]
 
 
 # ---- why a collective fails ----
 
 
-def told_of_failure(hall: Hall, conn: bytes) -> tuple[m.Cause, str]:
-    finished = hall.last(conn)
+def told_of_failure(run: ManualRun, conn: bytes) -> tuple[m.Cause, str]:
+    finished = run.last(conn)
     assert isinstance(finished, m.Finished)
     assert not finished.ok
     return m.Cause(finished.cause), finished.why
 
 
 def test_all_hear_of_what_kind_the_failure_was() -> None:
-    hall = Hall(3)
+    run = ManualRun(3)
     for cause in (*m.Cause, 99):
-        seq = hall.start()
-        hall.say(b"2", m.FinishVote(seq, False, "it was like this", cause))
+        seq = run.start()
+        run.say(b"2", m.FinishVote(seq, False, "it was like this", cause))
         for conn in (b"1", b"3"):  # what they give up for is what they were told
-            hall.say(conn, m.FinishVote(seq, False, "interrupted", m.Cause.OTHER))
+            run.say(conn, m.FinishVote(seq, False, "interrupted", m.Cause.OTHER))
         expected = cause if cause in (m.Cause.TIMEOUT, m.Cause.MEMORY) else m.Cause.OTHER
         for conn in (b"1", b"2", b"3"):
-            told, why = told_of_failure(hall, conn)
+            told, why = told_of_failure(run, conn)
             assert told is m.Cause(expected)
             assert "peer 2 (10.0.0.1:1) could not complete: it was like this" in why
 
 
 def test_all_hear_of_a_time_out_and_of_a_loss() -> None:
-    hall = Hall(3)
-    seq = hall.start()
-    hall.say(b"1", m.FinishVote(seq, True))
-    hall.say(b"1", m.Withdraw(2, seq))
+    run = ManualRun(3)
+    seq = run.start()
+    run.say(b"1", m.FinishVote(seq, True))
+    run.say(b"1", m.Withdraw(2, seq))
     for conn in (b"2", b"3"):
-        hall.say(conn, m.FinishVote(seq, False))
-    assert told_of_failure(hall, b"3")[0] is m.Cause.TIMEOUT
-    assert "peer 1 (10.0.0.1:1) waited no longer for" in told_of_failure(hall, b"3")[1]
-    seq = hall.start()
-    hall.perform(hall.master.disconnected(b"3", "its connection broke"))
+        run.say(conn, m.FinishVote(seq, False))
+    assert told_of_failure(run, b"3")[0] is m.Cause.TIMEOUT
+    assert "peer 1 (10.0.0.1:1) waited no longer for" in told_of_failure(run, b"3")[1]
+    seq = run.start()
+    run.perform(run.master.disconnected(b"3", "its connection broke"))
     for conn in (b"1", b"2"):
-        hall.say(conn, m.FinishVote(seq, False))
-    assert told_of_failure(hall, b"1")[0] is m.Cause.OTHER
+        run.say(conn, m.FinishVote(seq, False))
+    assert told_of_failure(run, b"1")[0] is m.Cause.OTHER
 
 
 def running_peer() -> Peer:
@@ -363,26 +363,26 @@ def test_who_runs_out_of_memory_or_time_itself_does_not_try_again() -> None:
 
 
 def test_stragglers_are_those_that_others_wait_for() -> None:
-    hall = Hall(0)
-    hall.master = Master(1, combine, 5.0, secret=b"s")
+    run = ManualRun(0)
+    run.master = Master(1, combine, 5.0, secret=b"s")
     for conn in (b"1", b"2", b"3"):
-        hall.join(conn)
-    hall.say(b"1", m.TopologyVote(1))
+        run.join(conn)
+    run.say(b"1", m.TopologyVote(1))
     for conn in (b"1", b"3"):
-        hall.say(conn, m.StartVote(2, 0, WORK))
+        run.say(conn, m.StartVote(2, 0, WORK))
     for now_s in (0.0, 4.0, 6.0):
-        assert sorted(hall.master.peers) == [1, 2, 3]
-        hall.perform(hall.master.tick(now_s))
-    assert sorted(hall.master.peers) == [1, 3]
+        assert sorted(run.master.peers) == [1, 2, 3]
+        run.perform(run.master.tick(now_s))
+    assert sorted(run.master.peers) == [1, 3]
 
 
 def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
-    hall = Hall(2)
+    run = ManualRun(2)
 
     def reduce(*heard: int) -> m.Started:
         for conn, seq in zip((b"1", b"2"), heard, strict=True):
-            hall.say(conn, m.StartVote(2, 0, m.Spec("all_reduce", 0, 0, 4), b"abcd", seq))
-        started = hall.last(b"1")
+            run.say(conn, m.StartVote(2, 0, m.Spec("all_reduce", 0, 0, 4), b"abcd", seq))
+        started = run.last(b"1")
         assert isinstance(started, m.Started)
         return started
 
@@ -407,7 +407,7 @@ def test_why_an_engine_refused_a_collective_is_what_the_others_hear() -> None:
 # ---- optimize_topology ----
 
 
-class Lab(Hall):
+class Lab(ManualRun):
     """Peers on different machines that measure links."""
 
     def __init__(self, groups: str) -> None:
@@ -558,72 +558,72 @@ def test_who_measures_what_nobody_asked_for_is_dropped() -> None:
 
 def test_a_restarted_master_keeps_the_ring() -> None:
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", f"m{number}") for number in (1, 2, 3, 4))
-    hall = Hall(0)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 5, frozenset((1, 2, 3, 4))), secret=b"s")
+    run = ManualRun(0)
+    run.master = Master(1, combine, journal=Journal(5, 1, 5, frozenset((1, 2, 3, 4))), secret=b"s")
     for number in (1, 2, 3, 4):
         # 1 had not heard of the last plan
         rings = (m.Ring((1, 2, 3, 4) if number == 1 else (1, 3, 2, 4), 1),)
         known_by = resume(number, known=known, epoch=2 + (number > 1), rings=rings)
-        hall.perform(hall.master.resume(b"%d" % number, known_by, "10.0.0.1"))
-    plans = [told for told in hall.told[b"1"] if isinstance(told, m.Plan)]
+        run.perform(run.master.resume(b"%d" % number, known_by, "10.0.0.1"))
+    plans = [told for told in run.told[b"1"] if isinstance(told, m.Plan)]
     assert plans[-1].rings[0].order == (1, 3, 2, 4)
 
 
 def test_rings_that_no_message_could_carry_are_not_taken_up() -> None:
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", f"m{number}") for number in (1, 2))
-    hall = Hall(0)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
+    run = ManualRun(0)
+    run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     heavy = (m.Ring((1, 9, 2), (1 << 32) - 1), m.Ring((1, 2), (1 << 32) - 1))
     liar = resume(1, known=known, epoch=9, rings=heavy)
-    hall.perform(hall.master.resume(b"liar", liar, "10.0.0.1"))
-    assert isinstance(hall.last(b"liar"), m.Refused)
+    run.perform(run.master.resume(b"liar", liar, "10.0.0.1"))
+    assert isinstance(run.last(b"liar"), m.Refused)
 
 
 # ---- what strangers cannot know ----
 
 
 def test_who_is_not_admitted_does_not_learn_the_runs_number() -> None:
-    hall = Hall(2)
-    hall.join(b"stranger")
-    commit(hall)
-    hall.perform(hall.master.farewell())
-    told = b"".join(m.encode(each) for each in hall.told[b"stranger"])
-    assert len(hall.told[b"stranger"]) == 2  # Welcome and Kicked
+    run = ManualRun(2)
+    run.join(b"stranger")
+    commit(run)
+    run.perform(run.master.farewell())
+    told = b"".join(m.encode(each) for each in run.told[b"stranger"])
+    assert len(run.told[b"stranger"]) == 2  # Welcome and Kicked
     assert RUN.to_bytes(8) not in told
     assert str(RUN).encode() not in told
-    assert any(each == m.Admitted(RUN, m.Done()) for each in hall.told[b"1"])
+    assert any(each == m.Admitted(RUN, m.Done()) for each in run.told[b"1"])
 
 
 def test_nobody_comes_back_who_does_not_know_the_runs_number() -> None:
     for journaled in (True, False):
-        hall = Hall(0)
+        run = ManualRun(0)
         expected = Journal(RUN, 1, 3, frozenset((1, 2))) if journaled else None
-        hall.master = Master(1, combine, journal=expected, secret=b"s")
+        run.master = Master(1, combine, journal=expected, secret=b"s")
         known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
         for guess in (0, 1, RUN - 1):
             conn = b"%d guesses" % guess
-            hall.perform(hall.master.resume(conn, resume(2, run=guess), "10.0.0.1"))
+            run.perform(run.master.resume(conn, resume(2, run=guess), "10.0.0.1"))
         for number in (1, 2):
             back = resume(number, run=RUN, known=known)
-            hall.perform(hall.master.resume(b"%d" % number, back, "10.0.0.1"))
+            run.perform(run.master.resume(b"%d" % number, back, "10.0.0.1"))
         for now_s in (0.0, 2.0):
-            hall.perform(hall.master.tick(now_s))
-        assert sorted(hall.master.peers) == [1, 2]
+            run.perform(run.master.tick(now_s))
+        assert sorted(run.master.peers) == [1, 2]
         for guess in (0, 1, RUN - 1):
-            refused = hall.last(b"%d guesses" % guess)
+            refused = run.last(b"%d guesses" % guess)
             assert isinstance(refused, m.Refused)
             assert "another" in refused.why
 
 
-def nonces(hall: Hall) -> tuple[set[int], set[int]]:
+def nonces(run: ManualRun) -> tuple[set[int], set[int]]:
     """All that a peer was told: of epochs, and of calls."""
-    hall.start()
-    hall.everyone(m.FinishVote(hall.start(), False))
-    hall.everyone(m.OptimizeVote(9))
-    hall.say(b"3", m.Leave())
+    run.start()
+    run.everyone(m.FinishVote(run.start(), False))
+    run.everyone(m.OptimizeVote(9))
+    run.say(b"3", m.Leave())
     for number, manifest in enumerate((m.Manifest(0, 0, (ENTRY,)), m.Manifest(1, 0, (ENTRY,))), 1):
-        hall.say(b"%d" % number, m.SyncVote(5, manifest))
-    told = hall.told[b"1"]
+        run.say(b"%d" % number, m.SyncVote(5, manifest))
+    told = run.told[b"1"]
     calls = [t.nonce for t in told if isinstance(t, m.Started | m.SyncPlan | m.Probe)]
     epochs = [t.nonce for t in told if isinstance(t, m.Plan)]
     assert len(calls) >= 3
@@ -633,84 +633,84 @@ def nonces(hall: Hall) -> tuple[set[int], set[int]]:
 
 
 def test_nonces_do_not_repeat_and_depend_on_the_masters_secret() -> None:
-    first, second = Hall(0), Hall(0)
-    for hall, secret in ((first, b"one"), (second, b"another")):
-        hall.master = Master(RUN, combine, secret=secret)
+    first, second = ManualRun(0), ManualRun(0)
+    for run, secret in ((first, b"one"), (second, b"another")):
+        run.master = Master(RUN, combine, secret=secret)
         for conn in (b"1", b"2", b"3"):
-            hall.join(conn, machine=conn.decode())
-        hall.say(b"1", m.TopologyVote(1))
+            run.join(conn, machine=conn.decode())
+        run.say(b"1", m.TopologyVote(1))
     for mine, theirs in zip(nonces(first), nonces(second), strict=True):
         assert not mine & theirs
         assert max(mine | theirs) > 1 << 56
 
 
-def answers(hall: Hall, conn: bytes) -> list[bool]:
-    return [told.pending for told in hall.told[conn] if isinstance(told, m.PendingResult)]
+def answers(run: ManualRun, conn: bytes) -> list[bool]:
+    return [told.pending for told in run.told[conn] if isinstance(told, m.PendingResult)]
 
 
 def test_patient_peers_hear_whether_peers_are_pending_when_one_is() -> None:
-    hall = Hall(2)
-    hall.everyone(m.PendingVote(5, patient=True))
-    assert answers(hall, b"1") == answers(hall, b"2") == []
-    hall.join(b"3")
-    assert answers(hall, b"1") == answers(hall, b"2") == [True]
+    run = ManualRun(2)
+    run.everyone(m.PendingVote(5, patient=True))
+    assert answers(run, b"1") == answers(run, b"2") == []
+    run.join(b"3")
+    assert answers(run, b"1") == answers(run, b"2") == [True]
 
 
 def test_one_caller_in_a_hurry_is_enough_for_an_answer() -> None:
-    hall = Hall(2)
-    hall.say(b"1", m.PendingVote(5, patient=True))
-    hall.say(b"2", m.PendingVote(5))
-    assert answers(hall, b"1") == answers(hall, b"2") == [False]
-    hall.everyone(m.PendingVote(6, patient=True))
-    hall.say(b"2", m.Hurry(5))  # of a call that has been answered
-    assert answers(hall, b"1") == [False]
-    hall.say(b"2", m.Hurry(6))
-    assert answers(hall, b"1") == answers(hall, b"2") == [False, False]
-    hall.say(b"2", m.Hurry(6))
-    assert sorted(hall.master.peers) == [1, 2]
+    run = ManualRun(2)
+    run.say(b"1", m.PendingVote(5, patient=True))
+    run.say(b"2", m.PendingVote(5))
+    assert answers(run, b"1") == answers(run, b"2") == [False]
+    run.everyone(m.PendingVote(6, patient=True))
+    run.say(b"2", m.Hurry(5))  # of a call that has been answered
+    assert answers(run, b"1") == [False]
+    run.say(b"2", m.Hurry(6))
+    assert answers(run, b"1") == answers(run, b"2") == [False, False]
+    run.say(b"2", m.Hurry(6))
+    assert sorted(run.master.peers) == [1, 2]
 
 
 def test_a_loss_does_not_end_patience() -> None:
-    hall = Hall(3)
-    hall.everyone(m.PendingVote(5, patient=True))
-    hall.say(b"3", m.Leave())
-    assert answers(hall, b"1") == []
-    hall.join(b"4")
-    assert answers(hall, b"1") == [True]
+    run = ManualRun(3)
+    run.everyone(m.PendingVote(5, patient=True))
+    run.say(b"3", m.Leave())
+    assert answers(run, b"1") == []
+    run.join(b"4")
+    assert answers(run, b"1") == [True]
 
 
 def test_peers_that_know_another_order_of_the_ring_are_told_that_nobody_is_lost() -> None:
     """Their rows would lie in another order than those of the others."""
     for rings, cause in (((5, 6), m.Cause.REORDERED), ((5, 5), m.Cause.REORDERED)):
-        hall = Hall()
+        run = ManualRun()
         for conn, ring in zip((b"1", b"2"), rings, strict=True):
-            hall.say(
+            run.say(
                 conn,
                 m.StartVote(2, 0, m.Spec("all_gather", 0, 10, 4, members=2, ring=ring)),
             )
         for conn in (b"1", b"2"):
-            error = hall.last(conn)
+            error = run.last(conn)
             assert isinstance(error, m.CallError) and error.cause == cause
             assert error.result == Result.RANK_CONNECTION_LOST.value
-    hall = Hall()
+    run = ManualRun()
     for conn, members in ((b"1", 2), (b"2", 3)):
-        hall.say(
+        run.say(
             conn,
             m.StartVote(2, 0, m.Spec("all_gather", 0, 10, 4, members=members, ring=5)),
         )
-    error = hall.last(b"1")
+    error = run.last(b"1")
     assert isinstance(error, m.CallError) and error.cause == m.Cause.OTHER
 
 
 def test_who_withdraws_from_one_of_two_calls_may_be_in_the_way_of_others() -> None:
     """While it stood in both, the others' call could end first."""
-    hall = Hall(2)
-    hall.say(b"1", m.PendingVote(2, patient=True))
-    hall.say(b"2", m.PendingVote(2, patient=True))
-    hall.say(b"2", m.OptimizeVote(3))
+    run = ManualRun(2)
+    run.say(b"1", m.PendingVote(2, patient=True))
+    run.say(b"2", m.PendingVote(2, patient=True))
+    run.say(b"2", m.OptimizeVote(3))
 
-    hall.say(b"2", m.Withdraw(2))
+    run.say(b"2", m.Withdraw(2))
     for conn in (b"1", b"2"):
-        error = hall.last(conn)
+        error = run.last(conn)
         assert isinstance(error, m.CallError), error
         assert "calls that can never meet" in error.why

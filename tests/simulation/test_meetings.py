@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from hall import ENTRY, OTHER, WORK, Hall
+from manual_run import ENTRY, OTHER, WORK, ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.ring import BARRED, Hop, plan_rings
@@ -14,14 +14,14 @@ from pccl.types import Result
 TOKEN = "0123456789abcdef" * 2
 
 
-def run(*kinds: str) -> Hall:
+def run_of(*kinds: str) -> ManualRun:
     """A run of peers on machines of their own; "o" only dials out, "r" relays."""
-    hall = Hall(0)
+    run = ManualRun(0)
     for i, kind in enumerate(kinds, 1):
         fields = {"outgoing": kind == "o", "relay": 7000 if kind == "r" else 0}
-        hall.join(b"%d" % i, host=f"h{i}", machine=f"m{i}", **fields)
-    hall.say(b"1", m.TopologyVote(1))
-    return hall
+        run.join(b"%d" % i, host=f"h{i}", machine=f"m{i}", **fields)
+    run.say(b"1", m.TopologyVote(1))
+    return run
 
 
 def info(number: int, outgoing: bool, machine: str = "") -> m.PeerInfo:
@@ -33,9 +33,9 @@ def side_by_side(order: tuple[int, ...], outgoing: set[int]) -> int:
     return sum({*hop} <= outgoing for hop in hops(order))
 
 
-def errors(hall: Hall) -> set[str]:
+def errors(run: ManualRun) -> set[str]:
     """The error that everybody gets."""
-    last = [hall.last(peer.conn) for peer in hall.master.peers.values()]
+    last = [run.last(peer.conn) for peer in run.master.peers.values()]
     found = {one.why for one in last if isinstance(one, m.CallError)}
     failed = Result.RANK_CONNECTION_FAILED.value
     assert all(isinstance(one, m.CallError) and one.result == failed for one in last)
@@ -77,73 +77,73 @@ def test_a_link_that_is_blocked_is_avoided_too() -> None:
 
 
 def test_the_receiver_is_told_where_its_sender_waits() -> None:
-    hall = run("", "o")
-    hall.say(b"1", m.Meet(2, TOKEN, 4001, 8))
-    sender = hall.master.peers[1].info
-    assert hall.last(b"2") == m.Come(sender, TOKEN, "h1", 4001, 8)
+    run = run_of("", "o")
+    run.say(b"1", m.Meet(2, TOKEN, 4001, 8))
+    sender = run.master.peers[1].info
+    assert run.last(b"2") == m.Come(sender, TOKEN, "h1", 4001, 8)
 
 
 def test_nobody_is_sent_anywhere_who_can_be_reached_or_is_no_neighbour() -> None:
-    hall = run("", "")
-    hall.join(b"3", host="h3", outgoing=True)  # not admitted yet
-    hall.join(b"4", host="h4", outgoing=True, group=1)
-    before = {conn: len(told) for conn, told in hall.told.items()}
+    run = run_of("", "")
+    run.join(b"3", host="h3", outgoing=True)  # not admitted yet
+    run.join(b"4", host="h4", outgoing=True, group=1)
+    before = {conn: len(told) for conn, told in run.told.items()}
     for number in (1, 2, 3, 4, 5):
-        hall.say(b"1", m.Meet(number, TOKEN, 4001, 8))
-    assert {conn: len(told) for conn, told in hall.told.items()} == before
+        run.say(b"1", m.Meet(number, TOKEN, 4001, 8))
+    assert {conn: len(told) for conn, told in run.told.items()} == before
 
 
 def test_two_that_are_apart_meet_at_one_that_relays() -> None:
-    hall = run("o", "o", "", "r")
-    hall.say(b"1", m.Meet(2, TOKEN, 0, 8))
-    one, other, _, relay = (hall.master.peers[n].info for n in range(1, 5))
-    assert hall.last(b"4") == m.Relay(TOKEN, one, other)
-    assert hall.last(b"2") == m.Come(one, TOKEN, "h4", 7000, 8)
-    assert hall.last(b"1") == m.Met(TOKEN, relay)
+    run = run_of("o", "o", "", "r")
+    run.say(b"1", m.Meet(2, TOKEN, 0, 8))
+    one, other, _, relay = (run.master.peers[n].info for n in range(1, 5))
+    assert run.last(b"4") == m.Relay(TOKEN, one, other)
+    assert run.last(b"2") == m.Come(one, TOKEN, "h4", 7000, 8)
+    assert run.last(b"1") == m.Met(TOKEN, relay)
 
 
 def test_without_a_relay_they_learn_why_they_cannot_meet() -> None:
-    hall = run("o", "o")
-    told = len(hall.told[b"2"])
-    hall.say(b"1", m.Meet(2, TOKEN, 0, 8))
-    met = hall.last(b"1")
+    run = run_of("o", "o")
+    told = len(run.told[b"2"])
+    run.say(b"1", m.Meet(2, TOKEN, 0, 8))
+    met = run.last(b"1")
     assert isinstance(met, m.Met) and met.relay is None
     assert "peer 1" in met.why and "peer 2" in met.why
-    assert len(hall.told[b"2"]) == told
+    assert len(run.told[b"2"]) == told
 
 
 def test_a_collective_that_cannot_be_fails_and_a_small_one_does_not() -> None:
-    hall = run("o", "", "o", "o")
-    hall.everyone(m.StartVote(2, 0, WORK))
-    (why,) = errors(hall)
+    run = run_of("o", "", "o", "o")
+    run.everyone(m.StartVote(2, 0, WORK))
+    (why,) = errors(run)
     assert why.startswith("peer 4 (h4:1) and peer 3 (h3:1) only dial out")
     assert "PCCL_RELAY=1" in why
-    hall.everyone(m.StartVote(3, 0, m.Spec("all_reduce", 0, 0, 4), b"1234"))
-    assert isinstance(hall.last(b"1"), m.Started)
-    assert not hall.dials and not hall.dropped
+    run.everyone(m.StartVote(3, 0, m.Spec("all_reduce", 0, 0, 4), b"1234"))
+    assert isinstance(run.last(b"1"), m.Started)
+    assert not run.dials and not run.dropped
 
 
 def test_with_a_relay_it_can_be() -> None:
-    hall = run("o", "r", "o", "o")
-    hall.start()
+    run = run_of("o", "r", "o", "o")
+    run.start()
 
 
 def test_a_send_that_cannot_be_fails() -> None:
-    hall = run("o", "", "o")
+    run = run_of("o", "", "o")
     send = m.Spec("send", 0, 10, 1000)
     for conn in (b"1", b"3"):
-        hall.say(conn, m.StartVote(2, 0, send, pair=(1, 3)))
+        run.say(conn, m.StartVote(2, 0, send, pair=(1, 3)))
     for conn in (b"1", b"3"):
-        told = hall.last(conn)
+        told = run.last(conn)
         assert isinstance(told, m.CallError) and "peer 3" in told.why
 
 
 def test_shared_state_comes_from_those_that_can_send_it() -> None:
-    hall = run("o", "", "o", "")
+    run = run_of("o", "", "o", "")
     manifests = (ENTRY, ENTRY, OTHER, ENTRY)
     for i, entry in enumerate(manifests, 1):
-        hall.say(b"%d" % i, m.SyncVote(2, m.Manifest(0, 0, (entry,))))
-    plans = {conn: hall.last(conn) for conn in (b"1", b"2", b"3", b"4")}
+        run.say(b"%d" % i, m.SyncVote(2, m.Manifest(0, 0, (entry,))))
+    plans = {conn: run.last(conn) for conn in (b"1", b"2", b"3", b"4")}
     assert all(isinstance(plan, m.SyncPlan) for plan in plans.values())
     assert {c: p.serve for c, p in plans.items() if isinstance(p, m.SyncPlan)} == {
         b"1": (),
@@ -155,67 +155,65 @@ def test_shared_state_comes_from_those_that_can_send_it() -> None:
 
 
 def test_shared_state_that_nobody_can_send_is_an_error() -> None:
-    hall = run("o", "o")
+    run = run_of("o", "o")
     for i, entry in enumerate((ENTRY, OTHER), 1):
-        hall.say(b"%d" % i, m.SyncVote(2, m.Manifest(0, 0, (entry,))))
-    (why,) = errors(hall)
+        run.say(b"%d" % i, m.SyncVote(2, m.Manifest(0, 0, (entry,))))
+    (why,) = errors(run)
     assert "peer 1" in why and "peer 2" in why
 
 
 def test_no_dial_is_made_to_one_that_can_only_dial_itself() -> None:
-    hall = run("", "o", "")
-    epoch = hall.master.run.groups[0].epoch
-    hall.say(b"1", m.Unreached(2, epoch, "it did not come"))
-    assert not hall.dials and not hall.dropped
-    assert hall.master.run.groups[0].epoch > epoch, "the rings go around what is blocked"
+    run = run_of("", "o", "")
+    epoch = run.master.run.groups[0].epoch
+    run.say(b"1", m.Unreached(2, epoch, "it did not come"))
+    assert not run.dials and not run.dropped
+    assert run.master.run.groups[0].epoch > epoch, "the rings go around what is blocked"
 
 
 def test_who_only_dials_out_cannot_relay() -> None:
-    hall = run("")
-    hall.join(b"2", outgoing=True, relay=7000)
-    refused = hall.last(b"2")
+    run = run_of("")
+    run.join(b"2", outgoing=True, relay=7000)
+    refused = run.last(b"2")
     assert isinstance(refused, m.Refused) and "PCCL_RELAY" in refused.why
 
 
 def test_an_optimization_does_not_measure_what_cannot_be() -> None:
-    hall = run("o", "", "o")
-    hall.everyone(m.OptimizeVote(2))
+    run = run_of("o", "", "o")
+    run.everyone(m.OptimizeVote(2))
     measured = set()
     while True:
-        probes = {n: hall.last(peer.conn) for n, peer in hall.master.peers.items()}
+        probes = {n: run.last(peer.conn) for n, peer in run.master.peers.items()}
         found = {n: p for n, p in probes.items() if isinstance(p, m.Probe) and p.peers}
         if not found:
             break
         for number, probe in found.items():
             measured |= {(sender, number) for sender in probe.peers}
-            hall.say(b"%d" % number, m.Measured(probe.seq, 1000, 10))
+            run.say(b"%d" % number, m.Measured(probe.seq, 1000, 10))
         last = {p.seq for p in found.values()}
-        if not any(getattr(hall.last(b"%d" % n), "seq", 0) not in last for n in found):
+        if not any(getattr(run.last(b"%d" % n), "seq", 0) not in last for n in found):
             break
     assert measured and not measured & {(1, 3), (3, 1)}
 
 
 def test_weights_come_only_from_those_that_can_send_them() -> None:
-    hall = run("")
+    run = run_of("")
     package = m.Package(1, 0, b"c" * 16, 9, b"h" * 16, 1 << 30, b"b" * 16)
     for conn, outgoing in ((b"p", True), (b"f", True), (b"g", False)):
-        hall.join(
-            conn, host=conn.decode(), machine=conn.decode(), associate=True, outgoing=outgoing
-        )
-    hall.say(b"p", m.Publish(1, (package,)))
-    hall.say(b"f", m.Seek(1, 0))
-    assert not any(isinstance(one, m.Source) for one in hall.told[b"f"])
-    hall.say(b"g", m.Seek(1, 0))
-    source = hall.last(b"g")
+        run.join(conn, host=conn.decode(), machine=conn.decode(), associate=True, outgoing=outgoing)
+    run.say(b"p", m.Publish(1, (package,)))
+    run.say(b"f", m.Seek(1, 0))
+    assert not any(isinstance(one, m.Source) for one in run.told[b"f"])
+    run.say(b"g", m.Seek(1, 0))
+    source = run.last(b"g")
     assert isinstance(source, m.Source) and source.holder.host == "p"
-    receiver = hall.last(b"p")
+    receiver = run.last(b"p")
     assert isinstance(receiver, m.Serve)
-    hall.say(b"g", m.Got(1000))
-    hall.say(b"g", m.Holds((package,), 1))
-    source = hall.last(b"f")
+    run.say(b"g", m.Got(1000))
+    run.say(b"g", m.Holds((package,), 1))
+    source = run.last(b"f")
     assert isinstance(source, m.Source) and source.holder.host == "g"
-    taker = hall.last(b"g")
+    taker = run.last(b"g")
     assert isinstance(taker, m.Serve)
-    hall.say(b"g", m.Meet(taker.receiver.peer, TOKEN, 4001, 8))
-    come = hall.last(b"f")
+    run.say(b"g", m.Meet(taker.receiver.peer, TOKEN, 4001, 8))
+    come = run.last(b"f")
     assert isinstance(come, m.Come) and (come.host, come.port) == ("g", 4001)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hall import ENTRY, SECRET, WORK, Hall, Ward
+from manual_run import ENTRY, SECRET, WORK, ManualRun, RestartedRun
 from trainers import story_of_an_odd_one
 
 from pccl.protocol import messages as m
@@ -25,7 +25,7 @@ OTHERS = {
 ALIKE = pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 
 
-class Floor(Hall):
+class Floor(ManualRun):
     """Peers of which some are veterans: they have reduced together before the others came."""
 
     def __init__(self, veterans: int, newcomers: int = 0) -> None:
@@ -267,7 +267,7 @@ def test_two_threads_stuck_in_two_calls_that_no_third_can_decide() -> None:
 @pytest.mark.parametrize("knows", ["flag", "finished", "small", "sync"])
 def test_a_restarted_master_knows_who_is_a_veteran(knows: str) -> None:
     """Also who has only missed the news of it."""
-    ward = Ward(Journal(7, 1, 3, frozenset((1, 2))))
+    run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     small = m.Small(4, 0, (1, 2), b"abcd")
     said: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         "flag": ({"veteran": True}, {"veteran": True}),
@@ -282,9 +282,9 @@ def test_a_restarted_master_knows_who_is_a_veteran(knows: str) -> None:
         ),
     }
     for number, fields in enumerate(said[knows], 1):
-        ward.back(b"%d" % number, number, 7, 1, 2, **fields)
-    assert [ward.master.peers[number].veteran for number in (1, 2)] == [True, True]
-    fresh = Ward(Journal(7, 1, 3, frozenset((1, 2))))
+        run.back(b"%d" % number, number, 7, 1, 2, **fields)
+    assert [run.master.peers[number].veteran for number in (1, 2)] == [True, True]
+    fresh = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     for number in (1, 2):
         fresh.back(b"%d" % number, number, 7, 1, 2)
     assert not any(peer.veteran for peer in fresh.master.peers.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hall import WORK, Hall, resume
+from manual_run import WORK, ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
@@ -18,7 +18,7 @@ INFOS = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in (1, 2, 3))
 
 
 def vote(
-    hall: Hall,
+    run: ManualRun,
     number: int,
     pair: tuple[int, ...],
     call: int = 2,
@@ -26,79 +26,79 @@ def vote(
     work: m.Spec = SEND,
     stuck: bool = False,
 ) -> None:
-    hall.say(b"%d" % number, m.StartVote(call, tag, work, stuck=stuck, pair=pair))
+    run.say(b"%d" % number, m.StartVote(call, tag, work, stuck=stuck, pair=pair))
 
 
-def meet(hall: Hall) -> int:
+def meet(run: ManualRun) -> int:
     """Peer 1 sends to peer 2; the number of that."""
     for number in (1, 2):
-        vote(hall, number, (1, 2))
-    first, second = hall.last(b"1"), hall.last(b"2")
+        vote(run, number, (1, 2))
+    first, second = run.last(b"1"), run.last(b"2")
     assert isinstance(first, m.Started) and isinstance(second, m.Started)
     assert first.seq == second.seq and first.nonce == second.nonce
     return first.seq
 
 
-def finish(hall: Hall, seq: int) -> None:
+def finish(run: ManualRun, seq: int) -> None:
     """Both have all that they need."""
     for number in (1, 2):
-        hall.say(b"%d" % number, m.FinishVote(seq, True))
-    assert hall.last(b"1") == hall.last(b"2") == m.Finished(seq, True)
+        run.say(b"%d" % number, m.FinishVote(seq, True))
+    assert run.last(b"1") == run.last(b"2") == m.Finished(seq, True)
 
 
-def errors(hall: Hall, *numbers: int) -> list[m.CallError]:
-    found = [hall.last(b"%d" % number) for number in numbers]
+def errors(run: ManualRun, *numbers: int) -> list[m.CallError]:
+    found = [run.last(b"%d" % number) for number in numbers]
     assert all(isinstance(each, m.CallError) for each in found), found
     return [each for each in found if isinstance(each, m.CallError)]
 
 
-def hears_nothing(hall: Hall, number: int) -> bool:
+def hears_nothing(run: ManualRun, number: int) -> bool:
     """Whether a peer has heard of no collective."""
-    told = hall.told[b"%d" % number]
+    told = run.told[b"%d" % number]
     return not any(isinstance(each, m.Started | m.Interrupt | m.Finished) for each in told)
 
 
 def test_two_meet_and_a_third_hears_nothing_of_it() -> None:
-    hall = Hall(3)
-    seq = meet(hall)
-    finish(hall, seq)
-    assert hears_nothing(hall, 3)
-    assert not any(peer.proven for peer in hall.master.peers.values())
+    run = ManualRun(3)
+    seq = meet(run)
+    finish(run, seq)
+    assert hears_nothing(run, 3)
+    assert not any(peer.proven for peer in run.master.peers.values())
 
 
 def test_sends_are_told_apart_by_who_sends_to_whom_and_by_tag() -> None:
-    hall = Hall(3)
-    vote(hall, 1, (1, 2))
-    vote(hall, 2, (2, 1))
-    vote(hall, 2, (1, 2), call=3, tag=1)
-    vote(hall, 3, (3, 2))
-    hall.say(b"1", m.StartVote(5, 0, WORK))
-    assert all(hears_nothing(hall, number) for number in (1, 2, 3))
-    vote(hall, 2, (1, 2), call=4)
-    assert isinstance(hall.last(b"1"), m.Started) and hears_nothing(hall, 3)
+    run = ManualRun(3)
+    vote(run, 1, (1, 2))
+    vote(run, 2, (2, 1))
+    vote(run, 2, (1, 2), call=3, tag=1)
+    vote(run, 3, (3, 2))
+    run.say(b"1", m.StartVote(5, 0, WORK))
+    assert all(hears_nothing(run, number) for number in (1, 2, 3))
+    vote(run, 2, (1, 2), call=4)
+    assert isinstance(run.last(b"1"), m.Started) and hears_nothing(run, 3)
 
 
 def test_different_arrays_are_an_error_for_both() -> None:
-    hall = Hall(3)
-    vote(hall, 1, (1, 2))
-    vote(hall, 2, (1, 2), work=m.Spec("send", 0, 10, 6))
-    for error in errors(hall, 1, 2):
+    run = ManualRun(3)
+    vote(run, 1, (1, 2))
+    vote(run, 2, (1, 2), work=m.Spec("send", 0, 10, 6))
+    for error in errors(run, 1, 2):
         assert error.cause == m.Cause.MISMATCH
         assert "called send(5 elements of float32) to peer 2 with tag 0; peer 2 (" in error.why
         assert "called recv(6 elements of float32) from peer 1 with tag 0" in error.why
-    meet(hall)
+    meet(run)
 
 
 def test_the_loss_of_either_ends_it_for_the_other_with_its_name() -> None:
     for lost, left in ((1, 2), (2, 1)):
-        hall = Hall(3)
-        vote(hall, left, (1, 2))
-        hall.say(b"%d" % lost, m.Leave())
-        (error,) = errors(hall, left)
+        run = ManualRun(3)
+        vote(run, left, (1, 2))
+        run.say(b"%d" % lost, m.Leave())
+        (error,) = errors(run, left)
         assert error.result == Result.RANK_CONNECTION_LOST.value
         assert error.why.startswith(f"lost peer {lost} (")
-        vote(hall, left, (1, 2), call=3)  # it is not there any more
-        (error,) = errors(hall, left)
+        vote(run, left, (1, 2), call=3)  # it is not there any more
+        (error,) = errors(run, left)
         assert error.result == Result.RANK_CONNECTION_LOST.value
         assert error.why == f"peer {lost} is not in this peer's group, or no more"
 
@@ -106,166 +106,166 @@ def test_the_loss_of_either_ends_it_for_the_other_with_its_name() -> None:
 def test_the_loss_of_either_while_the_data_is_under_way_fails_it() -> None:
     for lost, left in ((b"1", b"2"), (b"2", b"1")):
         for complete in (False, True):  # also if the other one holds all that it needs
-            hall = Hall(3)
-            seq = meet(hall)
+            run = ManualRun(3)
+            seq = meet(run)
             if complete:
-                hall.say(left, m.FinishVote(seq, True))
-            hall.say(lost, m.Leave())
+                run.say(left, m.FinishVote(seq, True))
+            run.say(lost, m.Leave())
             if not complete:
-                assert isinstance(hall.last(left), m.Interrupt)
-                hall.say(left, m.FinishVote(seq, False))
-            finished = hall.last(left)
+                assert isinstance(run.last(left), m.Interrupt)
+                run.say(left, m.FinishVote(seq, False))
+            finished = run.last(left)
             assert isinstance(finished, m.Finished) and not finished.ok
             assert finished.why.startswith(f"lost peer {lost.decode()} (")
 
 
 def test_the_loss_of_a_third_is_nothing_to_it() -> None:
-    hall = Hall(3)
-    vote(hall, 2, (1, 2), tag=7)
-    seq = meet(hall)
-    hall.say(b"3", m.Leave())
-    assert not any(isinstance(each, m.Interrupt | m.CallError) for each in hall.told[b"1"])
-    assert not any(isinstance(each, m.Interrupt | m.CallError) for each in hall.told[b"2"])
-    finish(hall, seq)
-    vote(hall, 1, (1, 2), tag=7, call=9)
-    assert isinstance(hall.last(b"2"), m.Started)
+    run = ManualRun(3)
+    vote(run, 2, (1, 2), tag=7)
+    seq = meet(run)
+    run.say(b"3", m.Leave())
+    assert not any(isinstance(each, m.Interrupt | m.CallError) for each in run.told[b"1"])
+    assert not any(isinstance(each, m.Interrupt | m.CallError) for each in run.told[b"2"])
+    finish(run, seq)
+    vote(run, 1, (1, 2), tag=7, call=9)
+    assert isinstance(run.last(b"2"), m.Started)
 
 
 def test_a_failure_interrupts_the_other_one_and_no_collective() -> None:
-    hall = Hall(3)
-    running, seq = hall.start(), meet(hall)
-    epoch = hall.master.run.groups[0].epoch
-    hall.say(b"2", m.FinishVote(seq, False, "no memory"))
-    interrupt = hall.last(b"1")
+    run = ManualRun(3)
+    running, seq = run.start(), meet(run)
+    epoch = run.master.run.groups[0].epoch
+    run.say(b"2", m.FinishVote(seq, False, "no memory"))
+    interrupt = run.last(b"1")
     assert isinstance(interrupt, m.Interrupt) and interrupt.seq == seq
     assert "peer 2 (" in interrupt.why and "no memory" in interrupt.why
-    hall.say(b"1", m.FinishVote(seq, True))
-    assert isinstance(hall.last(b"1"), m.Finished)
-    hall.everyone(m.FinishVote(running, True))
-    assert hall.last(b"3") == m.Finished(running, True)
-    assert hall.start() and hall.master.run.groups[0].epoch == epoch
+    run.say(b"1", m.FinishVote(seq, True))
+    assert isinstance(run.last(b"1"), m.Finished)
+    run.everyone(m.FinishVote(running, True))
+    assert run.last(b"3") == m.Finished(running, True)
+    assert run.start() and run.master.run.groups[0].epoch == epoch
 
 
 def test_a_collective_that_fails_interrupts_no_send() -> None:
-    hall = Hall(3)
-    running, seq = hall.start(), meet(hall)
-    hall.say(b"3", m.FinishVote(running, False, "no memory"))
-    interrupt = hall.last(b"1")
+    run = ManualRun(3)
+    running, seq = run.start(), meet(run)
+    run.say(b"3", m.FinishVote(running, False, "no memory"))
+    interrupt = run.last(b"1")
     assert isinstance(interrupt, m.Interrupt) and interrupt.seq == running
-    finish(hall, seq)
+    finish(run, seq)
 
 
 def test_what_was_sent_and_is_lost_ends_it() -> None:
-    hall = Hall(3)
-    running, seq = hall.start(), meet(hall)
-    hall.say(b"1", m.FinishVote(seq, True))
-    hall.say(b"3", m.Stalled(1, seq, "a third one"))  # it has no part in it
-    assert isinstance(hall.last(b"2"), m.Started)
-    hall.say(b"1", m.Stalled(1, seq, "a lane was disconnected"))
-    interrupt = hall.last(b"2")
+    run = ManualRun(3)
+    running, seq = run.start(), meet(run)
+    run.say(b"1", m.FinishVote(seq, True))
+    run.say(b"3", m.Stalled(1, seq, "a third one"))  # it has no part in it
+    assert isinstance(run.last(b"2"), m.Started)
+    run.say(b"1", m.Stalled(1, seq, "a lane was disconnected"))
+    interrupt = run.last(b"2")
     assert isinstance(interrupt, m.Interrupt) and interrupt.seq == seq
     assert "a lane was disconnected" in interrupt.why
-    hall.everyone(m.FinishVote(running, True))
-    assert hall.last(b"3") == m.Finished(running, True)
+    run.everyone(m.FinishVote(running, True))
+    assert run.last(b"3") == m.Finished(running, True)
 
 
 def test_a_caller_withdraws_before_and_after_the_start() -> None:
-    hall = Hall(3)
-    vote(hall, 2, (1, 2))
-    hall.say(b"2", m.Withdraw(2))
-    (error,) = errors(hall, 2)
+    run = ManualRun(3)
+    vote(run, 2, (1, 2))
+    run.say(b"2", m.Withdraw(2))
+    (error,) = errors(run, 2)
     assert error.cause == m.Cause.TIMEOUT and error.why.startswith("waited for peer 1 (")
-    seq = meet(hall)
-    hall.say(b"2", m.FinishVote(seq, True))
-    hall.say(b"2", m.Withdraw(2, seq))
-    interrupt = hall.last(b"1")
+    seq = meet(run)
+    run.say(b"2", m.FinishVote(seq, True))
+    run.say(b"2", m.Withdraw(2, seq))
+    interrupt = run.last(b"1")
     assert isinstance(interrupt, m.Interrupt)
     assert "waited no longer for peer 1 (" in interrupt.why
 
 
 def test_what_a_send_waits_for_is_told() -> None:
-    hall = Hall(3)
-    vote(hall, 2, (1, 2))
-    hall.say(b"2", m.Inquire(2))
-    waiting = hall.last(b"2")
+    run = ManualRun(3)
+    vote(run, 2, (1, 2))
+    run.say(b"2", m.Inquire(2))
+    waiting = run.last(b"2")
     assert isinstance(waiting, m.Waiting)
     assert waiting.why.startswith("in recv(5 elements of float32) from peer 1 with tag 0: peer 1 (")
-    (wait,) = hall.master.status().waits
+    (wait,) = run.master.status().waits
     assert wait.missing == (1,) and wait.missing_count == wait.entered == 1
 
 
 def test_calls_that_can_never_meet() -> None:
     for single in (True, False):  # who has several threads may come yet
-        hall = Hall(3)
-        vote(hall, 1, (1, 2), stuck=single)
-        vote(hall, 2, (2, 1), stuck=single)
+        run = ManualRun(3)
+        vote(run, 1, (1, 2), stuck=single)
+        vote(run, 2, (2, 1), stuck=single)
         if not single:
-            assert all(hears_nothing(hall, number) for number in (1, 2))
+            assert all(hears_nothing(run, number) for number in (1, 2))
             continue
-        for error in errors(hall, 1, 2):
+        for error in errors(run, 1, 2):
             assert error.cause == m.Cause.MISMATCH
             assert "the peers stand in calls that can never meet: " in error.why
             assert "called send(5 elements of float32) to peer 1 with tag 0" in error.why
             assert "called send(5 elements of float32) to peer 2 with tag 0" in error.why
-        meet(hall)
+        meet(run)
 
 
 def test_a_cycle_of_three_can_never_meet() -> None:
-    hall = Hall(3)
+    run = ManualRun(3)
     for number in (1, 2, 3):
-        vote(hall, number, (number, number % 3 + 1), stuck=True)
-    for error in errors(hall, 3, 2):
+        vote(run, number, (number, number % 3 + 1), stuck=True)
+    for error in errors(run, 3, 2):
         assert "can never meet" in error.why
-    assert not isinstance(hall.last(b"1"), m.CallError)  # its own partner comes back, and may come
+    assert not isinstance(run.last(b"1"), m.CallError)  # its own partner comes back, and may come
 
 
 def test_a_chain_is_no_deadlock() -> None:
-    hall = Hall(3)
-    vote(hall, 1, (1, 2), stuck=True)
-    vote(hall, 2, (2, 3), stuck=True)
-    vote(hall, 3, (3, 1))
-    assert not any(isinstance(hall.last(b"%d" % n), m.CallError) for n in (1, 2, 3))
+    run = ManualRun(3)
+    vote(run, 1, (1, 2), stuck=True)
+    vote(run, 2, (2, 3), stuck=True)
+    vote(run, 3, (3, 1))
+    assert not any(isinstance(run.last(b"%d" % n), m.CallError) for n in (1, 2, 3))
 
 
 def test_a_collective_and_a_send_wait_for_each_other() -> None:
     for first in (1, 2):
-        hall = Hall(3)
+        run = ManualRun(3)
         for number in (first, 3 - first):
             if number == 1:
-                vote(hall, 1, (1, 2), stuck=True)
+                vote(run, 1, (1, 2), stuck=True)
             else:
-                hall.say(b"2", m.StartVote(5, 0, WORK, stuck=True))
-        for error in errors(hall, 1, 2):
+                run.say(b"2", m.StartVote(5, 0, WORK, stuck=True))
+        for error in errors(run, 1, 2):
             assert "called all_reduce(" in error.why and "called send(" in error.why
-        hall.say(b"3", m.StartVote(5, 0, WORK, stuck=True))  # of that collective, which has ended
-        assert errors(hall, 3)
+        run.say(b"3", m.StartVote(5, 0, WORK, stuck=True))  # of that collective, which has ended
+        assert errors(run, 3)
 
 
 def test_an_exclusive_call_waits_for_who_waits_in_a_send() -> None:
     """One that was launched, and not awaited, keeps its peer from an exclusive call too."""
     for stuck in (False, True):
         for first in (1, 2):
-            hall = Hall(3)
+            run = ManualRun(3)
             for number in (first, 3 - first):
                 if number == 1:
-                    vote(hall, 1, (1, 2), stuck=stuck)
+                    vote(run, 1, (1, 2), stuck=stuck)
                 else:
-                    hall.say(b"2", m.TopologyVote(5))
-            assert len(errors(hall, 1, 2)) == 2
-    hall = Hall(3)
-    vote(hall, 1, (1, 2))
-    hall.say(b"3", m.TopologyVote(5))  # the other two may come when they have met
-    assert not isinstance(hall.last(b"3"), m.CallError)
+                    run.say(b"2", m.TopologyVote(5))
+            assert len(errors(run, 1, 2)) == 2
+    run = ManualRun(3)
+    vote(run, 1, (1, 2))
+    run.say(b"3", m.TopologyVote(5))  # the other two may come when they have met
+    assert not isinstance(run.last(b"3"), m.CallError)
     meet_now = m.StartVote(3, 0, SEND, pair=(1, 2))
-    hall.say(b"2", meet_now)
-    assert isinstance(hall.last(b"2"), m.Started)
+    run.say(b"2", meet_now)
+    assert isinstance(run.last(b"2"), m.Started)
 
 
 def test_a_third_is_not_told_of_a_failed_send() -> None:
-    hall = Hall(3)
-    vote(hall, 1, (1, 2), stuck=True)
-    vote(hall, 2, (2, 1), stuck=True)
-    assert errors(hall, 1, 2) and not hall.master.run.voting._rejections
+    run = ManualRun(3)
+    vote(run, 1, (1, 2), stuck=True)
+    vote(run, 2, (2, 1), stuck=True)
+    assert errors(run, 1, 2) and not run.master.run.voting._rejections
 
 
 def test_votes_that_cannot_be_cost_their_sender_the_membership() -> None:
@@ -276,46 +276,46 @@ def test_votes_that_cannot_be_cost_their_sender_the_membership() -> None:
         (SEND, (2, 3)),
         (WORK, (1, 2)),
     ):
-        hall = Hall(3)
-        vote(hall, 1, pair, work=work)
-        assert "out of turn" in hall.dropped[b"1"]
+        run = ManualRun(3)
+        vote(run, 1, pair, work=work)
+        assert "out of turn" in run.dropped[b"1"]
 
 
 def test_a_restarted_master_goes_on_with_a_send() -> None:
     both = (m.PeerInfo(1, 0, "10.0.0.1", 1, "", "x"), m.PeerInfo(2, 0, "10.0.0.1", 1, "", "x"))
     third = m.PeerInfo(3, 0, "10.0.0.1", 1, "", "x")
     for unheard in (False, True):
-        hall = Hall(0)
+        run = ManualRun(0)
         journal = Journal(5, 1, 4, frozenset((1, 2, 3)))
-        hall.master = Master(1, combine, journal=journal, secret=b"s")
+        run.master = Master(1, combine, journal=journal, secret=b"s")
         held = m.Open(3, (1, 2), True, 7, paired=True)
         for number in (1, 2, 3):
             open_ = (held,) if number == 1 or (number == 2 and not unheard) else ()
             seq = 2 if unheard and number == 2 else 3
             told = resume(number, known=(*both, third), open=open_, last_seq=seq)
-            hall.perform(hall.master.resume(b"%d" % number, told, "10.0.0.1"))
+            run.perform(run.master.resume(b"%d" % number, told, "10.0.0.1"))
         if not unheard:
-            assert m.Finished(3, True) in hall.told[b"2"]
+            assert m.Finished(3, True) in run.told[b"2"]
             continue
-        finished = [each for each in hall.told[b"1"] if isinstance(each, m.Finished)]
+        finished = [each for each in run.told[b"1"] if isinstance(each, m.Finished)]
         assert [each.ok for each in finished] == [False]
-        told = [each for each in hall.told[b"2"] if isinstance(each, m.Failed)]
+        told = [each for each in run.told[b"2"] if isinstance(each, m.Failed)]
         assert [(one.failure.seq, one.failure.pair) for one in told] == [(3, (1, 2))]
-        vote(hall, 2, (1, 2), tag=7, call=5)
-        vote(hall, 1, (1, 2), tag=7, call=5)
-        assert isinstance(hall.last(b"2"), m.Started)
+        vote(run, 2, (1, 2), tag=7, call=5)
+        vote(run, 1, (1, 2), tag=7, call=5)
+        assert isinstance(run.last(b"2"), m.Started)
 
 
 def test_a_restarted_master_commits_no_send_of_which_one_is_gone() -> None:
-    hall = Hall(0)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1, 2))), secret=b"s")
+    run = ManualRun(0)
+    run.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1, 2))), secret=b"s")
     infos = tuple(m.PeerInfo(n, 0, "10.0.0.1", 1, "", "x") for n in (1, 2))
     held = m.Open(3, (1, 2), True, 7, paired=True)
     told = resume(1, known=infos, open=(held,))
-    hall.perform(hall.master.resume(b"1", told, "10.0.0.1"))
+    run.perform(run.master.resume(b"1", told, "10.0.0.1"))
     for now_s in (0.0, 10.0):
-        hall.perform(hall.master.tick(now_s))
-    finished = [each for each in hall.told[b"1"] if isinstance(each, m.Finished)]
+        run.perform(run.master.tick(now_s))
+    finished = [each for each in run.told[b"1"] if isinstance(each, m.Finished)]
     assert [each.ok for each in finished] == [False]
 
 

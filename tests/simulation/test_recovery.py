@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hall import WORK, Hall, Ward, infos, resume
+from manual_run import WORK, ManualRun, RestartedRun, infos, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, recovery
@@ -21,28 +21,28 @@ from pccl.types import Result
 
 
 def test_without_a_journal_the_run_of_most_goes_on_whoever_came_first() -> None:
-    ward = Ward()
-    ward.back(b"stranger", 1, 666, 1, 2, 3, 4, 5)
+    run = RestartedRun()
+    run.back(b"stranger", 1, 666, 1, 2, 3, 4, 5)
     for number in (1, 2):
-        ward.back(b"%d" % number, number, 7, 1, 2)
-    assert ward.master.recovering
-    ward.wait(UNJOURNALED_WAIT_S + 0.1)
-    assert ward.master.run.number == 7
-    assert sorted(ward.master.peers) == [1, 2]
-    assert "most peers" in ward.refused(b"stranger").why
-    assert ward.refused(b"stranger").result == Result.MASTER_CONNECTION_FAILED.value
+        run.back(b"%d" % number, number, 7, 1, 2)
+    assert run.master.recovering
+    run.wait(UNJOURNALED_WAIT_S + 0.1)
+    assert run.master.run.number == 7
+    assert sorted(run.master.peers) == [1, 2]
+    assert "most peers" in run.refused(b"stranger").why
+    assert run.refused(b"stranger").result == Result.MASTER_CONNECTION_FAILED.value
 
 
 def test_who_comes_back_alone_is_waited_with_and_yields_to_one_who_comes_later() -> None:
-    ward = Ward()
-    ward.back(b"stranger", 1, 666)
-    ward.wait(WAIT_S - 1)
-    assert ward.master.recovering
-    ward.back(b"1", 1, 7)
-    ward.wait(2)
-    assert ward.master.run.number == 7
-    assert "most peers" in ward.refused(b"stranger").why
-    alone = Ward()
+    run = RestartedRun()
+    run.back(b"stranger", 1, 666)
+    run.wait(WAIT_S - 1)
+    assert run.master.recovering
+    run.back(b"1", 1, 7)
+    run.wait(2)
+    assert run.master.run.number == 7
+    assert "most peers" in run.refused(b"stranger").why
+    alone = RestartedRun()
     alone.back(b"1", 1, 7)
     alone.wait(WAIT_S + 0.1)
     assert alone.master.run.number == 7
@@ -50,95 +50,95 @@ def test_who_comes_back_alone_is_waited_with_and_yields_to_one_who_comes_later()
 
 
 def test_a_peer_that_is_lost_while_it_waits_does_not_count() -> None:
-    ward = Ward()
+    run = RestartedRun()
     for number in (1, 2):
-        ward.back(b"stranger %d" % number, number, 666, 1, 2)
-    ward.perform(ward.master.disconnected(b"stranger 2", "its connection broke"))
+        run.back(b"stranger %d" % number, number, 666, 1, 2)
+    run.perform(run.master.disconnected(b"stranger 2", "its connection broke"))
     for number in (1, 2):
-        ward.back(b"%d" % number, number, 7, 1, 2)
-    ward.wait(UNJOURNALED_WAIT_S + 0.1)
-    assert ward.master.run.number == 7
+        run.back(b"%d" % number, number, 7, 1, 2)
+    run.wait(UNJOURNALED_WAIT_S + 0.1)
+    assert run.master.run.number == 7
 
 
 def test_one_number_comes_back_once() -> None:
-    ward = Ward()
-    ward.back(b"1", 1, 7, 1, 2)
-    ward.back(b"again", 1, 7, 1, 2)
-    assert "given up" in ward.refused(b"again").why
-    ward.back(b"1", 2, 7, 1, 2)
-    assert "given up" in ward.refused(b"1").why
+    run = RestartedRun()
+    run.back(b"1", 1, 7, 1, 2)
+    run.back(b"again", 1, 7, 1, 2)
+    assert "given up" in run.refused(b"again").why
+    run.back(b"1", 2, 7, 1, 2)
+    assert "given up" in run.refused(b"1").why
 
 
 def test_with_a_journal_only_its_run_and_its_peers_count() -> None:
-    ward = Ward(Journal(7, 1, 3, frozenset((1, 2))))
-    ward.back(b"other", 1, 666)
-    assert "another run" in ward.refused(b"other").why
-    ward.back(b"unknown", 9, 7, 1, 2, 9)
-    assert "given up" in ward.refused(b"unknown").why
+    run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
+    run.back(b"other", 1, 666)
+    assert "another run" in run.refused(b"other").why
+    run.back(b"unknown", 9, 7, 1, 2, 9)
+    assert "given up" in run.refused(b"unknown").why
     for number in (1, 2):
-        ward.back(b"%d" % number, number, 7, 1, 2)
-    assert sorted(ward.master.peers) == [1, 2]
+        run.back(b"%d" % number, number, 7, 1, 2)
+    assert sorted(run.master.peers) == [1, 2]
 
 
 def test_a_journal_that_lacks_something_knows_the_run_and_lets_peers_tell_the_rest() -> None:
-    ward = Ward(Journal(7, 1, 3, frozenset((1,)), complete=False))
-    ward.back(b"other", 1, 666)
-    assert "another run" in ward.refused(b"other").why
+    run = RestartedRun(Journal(7, 1, 3, frozenset((1,)), complete=False))
+    run.back(b"other", 1, 666)
+    assert "another run" in run.refused(b"other").why
     for number in (1, 2, 3):
-        assert ward.master.recovering
-        ward.back(b"%d" % number, number, 7, 1, 2, 3)
-    ward.wait(UNJOURNALED_WAIT_S + 0.1)
-    assert sorted(ward.master.peers) == [1, 2, 3]
+        assert run.master.recovering
+        run.back(b"%d" % number, number, 7, 1, 2, 3)
+    run.wait(UNJOURNALED_WAIT_S + 0.1)
+    assert sorted(run.master.peers) == [1, 2, 3]
 
 
 def test_the_arithmetic_is_that_of_the_run_and_not_of_whoever_spoke_last() -> None:
-    ward = Ward()
+    run = RestartedRun()
     for number in (1, 2):
-        ward.back(b"%d" % number, number, 7, 1, 2, arithmetic=b"right")
-    ward.back(b"stranger", 1, 666, arithmetic=b"wrong")
-    ward.wait(UNJOURNALED_WAIT_S + 0.1)
-    ward.join(b"3", arithmetic=b"right")
-    assert isinstance(ward.last(b"3"), m.Welcome)
+        run.back(b"%d" % number, number, 7, 1, 2, arithmetic=b"right")
+    run.back(b"stranger", 1, 666, arithmetic=b"wrong")
+    run.wait(UNJOURNALED_WAIT_S + 0.1)
+    run.join(b"3", arithmetic=b"right")
+    assert isinstance(run.last(b"3"), m.Welcome)
 
 
 def test_what_strangers_say_takes_no_more_memory_than_there_is_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "HELD_MAX", 10_000)
-    ward = Ward()
+    run = RestartedRun()
     for number in (1, 2):
-        ward.back(b"%d" % number, number, 7, 1, 2)
+        run.back(b"%d" % number, number, 7, 1, 2)
     for number in range(20):
-        ward.back(b"stranger %d" % number, 1, 1000 + number)
-    crowded = [c for c, told in ward.told.items() if isinstance(told[-1], m.Refused)]
+        run.back(b"stranger %d" % number, 1, 1000 + number)
+    crowded = [c for c, told in run.told.items() if isinstance(told[-1], m.Refused)]
     assert 5 < len(crowded) < 20
-    assert "too much was said" in ward.refused(crowded[0]).why
-    ward.perform(ward.master.disconnected(b"stranger 0", "its connection broke"))
-    ward.back(b"another", 1, 2000)
-    assert b"another" not in ward.told
-    ward.wait(UNJOURNALED_WAIT_S + 0.1)
-    assert ward.master.run.number == 7
+    assert "too much was said" in run.refused(crowded[0]).why
+    run.perform(run.master.disconnected(b"stranger 0", "its connection broke"))
+    run.back(b"another", 1, 2000)
+    assert b"another" not in run.told
+    run.wait(UNJOURNALED_WAIT_S + 0.1)
+    assert run.master.run.number == 7
 
 
 def test_no_vote_is_kept_while_the_master_waits() -> None:
-    ward = Ward(Journal(7, 1, 3, frozenset((1,))))
+    run = RestartedRun(Journal(7, 1, 3, frozenset((1,))))
     huge = m.SyncVote(2, m.Manifest(0, 0, (m.Entry("x", 10, 4, False, b""),) * 1000))
     before = sys.getrefcount(huge)
-    ward.say(b"stranger", huge)
+    run.say(b"stranger", huge)
     assert sys.getrefcount(huge) == before
-    ward.back(b"1", 1, 7)
-    assert "before it was welcome" in ward.dropped[b"stranger"]
-    assert sorted(ward.master.peers) == [1]
+    run.back(b"1", 1, 7)
+    assert "before it was welcome" in run.dropped[b"stranger"]
+    assert sorted(run.master.peers) == [1]
 
 
 def test_all_who_come_back_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "ALL_HELD_MAX", 90_000)
-    ward = Ward()
+    run = RestartedRun()
     for number in range(1, 20):
-        ward.back(b"%d" % number, number, 7, *range(1, 20))
-    assert "too much was said" in ward.refused(b"19").why
-    ward.wait(WAIT_S + 0.1)
-    assert 5 < len(ward.master.peers) < 19
+        run.back(b"%d" % number, number, 7, *range(1, 20))
+    assert "too much was said" in run.refused(b"19").why
+    run.wait(WAIT_S + 0.1)
+    assert 5 < len(run.master.peers) < 19
 
 
 ALONE = Refusal("it stood alone", Result.INVALID_ARGUMENT, m.Cause.MISMATCH)
@@ -146,26 +146,26 @@ ALONE = Refusal("it stood alone", Result.INVALID_ARGUMENT, m.Cause.MISMATCH)
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_who_was_dropped_hears_why_from_the_next_master(complete: bool) -> None:
-    ward = Ward(Journal(7, 1, 4, frozenset((1, 3)), complete, {2: ALONE}))
+    run = RestartedRun(Journal(7, 1, 4, frozenset((1, 3)), complete, {2: ALONE}))
     for number in (1, 2, 3):
-        ward.back(b"%d" % number, number, 7, 1, 2, 3)
-    assert ward.refused(b"2") == m.Refused(ALONE.result.value, ALONE.why, ALONE.cause)
-    ward.wait(WAIT_S + 0.1)
-    assert sorted(ward.master.peers) == [1, 3]
-    ward.perform(ward.master.disconnected(b"3", "its connection broke"))
-    journal, _ = ward.master.reborn()
+        run.back(b"%d" % number, number, 7, 1, 2, 3)
+    assert run.refused(b"2") == m.Refused(ALONE.result.value, ALONE.why, ALONE.cause)
+    run.wait(WAIT_S + 0.1)
+    assert sorted(run.master.peers) == [1, 3]
+    run.perform(run.master.disconnected(b"3", "its connection broke"))
+    journal, _ = run.master.reborn()
     assert journal is not None and journal.refused == {2: ALONE}
 
 
 def test_who_was_dropped_hears_why_from_the_same_master() -> None:
     """Its connection may break before it has heard of it."""
-    hall = Hall(2)
-    hall.say(b"2", m.FinishVote(99, True))
-    kicked = hall.last(b"2")
+    first = ManualRun(2)
+    first.say(b"2", m.FinishVote(99, True))
+    kicked = first.last(b"2")
     assert isinstance(kicked, m.Kicked)
-    said = resume(2, hall.master.run.number)
-    hall.perform(hall.master.resume(b"2 again", said, "10.0.0.1"))
-    assert hall.last(b"2 again") == m.Refused(kicked.result, kicked.why)
+    said = resume(2, first.master.run.number)
+    first.perform(first.master.resume(b"2 again", said, "10.0.0.1"))
+    assert first.last(b"2 again") == m.Refused(kicked.result, kicked.why)
 
 
 @pytest.mark.parametrize("told", [m.Kicked, m.Refused])
@@ -195,18 +195,18 @@ def test_the_calls_of_who_stands_alone_fail_alike_whoever_tells_it(
     ],
 )
 def test_whatever_is_believed_everybody_can_decode_what_follows(fields: dict[str, object]) -> None:
-    ward = Ward()
-    ward.perform(ward.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
-    ward.wait(WAIT_S + 0.1)
-    assert sorted(ward.master.peers) == [1]
+    run = RestartedRun()
+    run.perform(run.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
+    run.wait(WAIT_S + 0.1)
+    assert sorted(run.master.peers) == [1]
     for conn in (b"2", b"3"):
-        ward.join(conn)
-    ward.say(b"1", m.TopologyVote(1))
+        run.join(conn)
+    run.say(b"1", m.TopologyVote(1))
     for message in (m.TopologyVote(2), m.StartVote(2, 0, WORK), m.PendingVote(3)):
-        ward.everyone(message)  # Hall decodes as a peer does
-    assert any(isinstance(told, m.Started) for told in ward.told[b"3"])
+        run.everyone(message)  # ManualRun decodes as a peer does
+    assert any(isinstance(told, m.Started) for told in run.told[b"3"])
     back = resume(
-        1, 7, epoch=ward.master.run.numbers.epoch, last_seq=ward.master.run.numbers.next_seq
+        1, 7, epoch=run.master.run.numbers.epoch, last_seq=run.master.run.numbers.next_seq
     )
     assert recovery.plausible(back) or fields.keys() == {"last_seq", "epoch"}
 
@@ -226,136 +226,136 @@ def test_whatever_is_believed_everybody_can_decode_what_follows(fields: dict[str
     ],
 )
 def test_what_cannot_be_is_not_believed(fields: dict[str, object]) -> None:
-    ward = Ward()
-    ward.perform(ward.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
-    assert "impossible numbers" in ward.refused(b"1").why
-    assert not ward.master.recovering
+    run = RestartedRun()
+    run.perform(run.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
+    assert "impossible numbers" in run.refused(b"1").why
+    assert not run.master.recovering
 
 
 # ---- a master that was away ----
 
 
 def test_nobody_is_told_epochs_that_cannot_be_written() -> None:
-    ward = Ward()
-    ward.back(b"1", 1, 7, last_seq=1 << 49)
-    assert "impossible numbers" in ward.refused(b"1").why
+    run = RestartedRun()
+    run.back(b"1", 1, 7, last_seq=1 << 49)
+    assert "impossible numbers" in run.refused(b"1").why
 
 
 def test_rings_of_others_are_not_believed() -> None:
-    ward = Ward()
-    ward.back(b"1", 1, 7, 1, 2, rings=(m.Ring((1, 3), 1),))
-    assert "impossible numbers" in ward.refused(b"1").why
+    run = RestartedRun()
+    run.back(b"1", 1, 7, 1, 2, rings=(m.Ring((1, 3), 1),))
+    assert "impossible numbers" in run.refused(b"1").why
 
 
 def test_a_run_that_all_were_lost_from_is_there_when_they_come_back() -> None:
-    hall = Hall(3)
-    hall.start()
+    first = ManualRun(3)
+    first.start()
     for number in (1, 2, 3):
-        hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
+        first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
     said = resume(
-        2, hall.master.run.number, known=infos(1, 2, 3), epoch=hall.master.run.numbers.epoch
+        2, first.master.run.number, known=infos(1, 2, 3), epoch=first.master.run.numbers.epoch
     )
-    assert hall.master.deserted(said)
-    assert not hall.master.deserted(resume(2, 99))
-    assert not hall.master.deserted(resume(9, hall.master.run.number))
-    journal, actions = hall.master.reborn()
-    assert journal == Journal(hall.master.run.number, 1, 4, frozenset((1, 2, 3)))
-    assert actions[0] == Adopt(hall.master.run.number, 1)
+    assert first.master.deserted(said)
+    assert not first.master.deserted(resume(2, 99))
+    assert not first.master.deserted(resume(9, first.master.run.number))
+    journal, actions = first.master.reborn()
+    assert journal == Journal(first.master.run.number, 1, 4, frozenset((1, 2, 3)))
+    assert actions[0] == Adopt(first.master.run.number, 1)
     assert [a.info.peer for a in actions if isinstance(a, Remember)] == [1, 2, 3]
-    ward = Ward(journal)
+    run = RestartedRun(journal)
     for number in (1, 2, 3):
-        ward.back(b"%d again" % number, number, hall.master.run.number, 1, 2, 3, epoch=1)
-    assert sorted(ward.master.peers) == [1, 2, 3]
-    assert ward.master.run.numbers.next_seq > hall.master.run.numbers.next_seq
+        run.back(b"%d again" % number, number, first.master.run.number, 1, 2, 3, epoch=1)
+    assert sorted(run.master.peers) == [1, 2, 3]
+    assert run.master.run.numbers.next_seq > first.master.run.numbers.next_seq
 
 
 def test_a_run_that_went_on_without_a_peer_does_not_take_it_back() -> None:
     for goes_on in (m.PendingVote(9), m.StartVote(9, 0, WORK), m.Leave()):
-        hall = Hall(3)
-        hall.perform(hall.master.disconnected(b"1", "its connection broke"))
-        hall.say(b"2", goes_on)
+        first = ManualRun(3)
+        first.perform(first.master.disconnected(b"1", "its connection broke"))
+        first.say(b"2", goes_on)
         for number in (2, 3):
-            hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-        assert not hall.master.deserted(resume(1, hall.master.run.number))
-        assert hall.master.deserted(resume(3, hall.master.run.number))
+            first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
+        assert not first.master.deserted(resume(1, first.master.run.number))
+        assert first.master.deserted(resume(3, first.master.run.number))
 
 
 def test_an_optimization_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
-    hall = Hall(2)
-    hall.everyone(m.OptimizeVote(9))
+    first = ManualRun(2)
+    first.everyone(m.OptimizeVote(9))
     for number in (2, 1):
-        hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-    assert not hall.master.deserted(resume(2, hall.master.run.number))
-    assert hall.master.deserted(resume(1, hall.master.run.number))
+        first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
+    assert not first.master.deserted(resume(2, first.master.run.number))
+    assert first.master.deserted(resume(1, first.master.run.number))
 
 
 def test_a_round_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
     for vote in (m.PendingVote(9), m.OptimizeVote(9)):
-        hall = Hall(2)
-        hall.say(b"1", vote)
+        first = ManualRun(2)
+        first.say(b"1", vote)
         for number in (2, 1):
-            hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-        assert not hall.master.deserted(resume(2, hall.master.run.number))
-        assert hall.master.deserted(resume(1, hall.master.run.number))
+            first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
+        assert not first.master.deserted(resume(2, first.master.run.number))
+        assert first.master.deserted(resume(1, first.master.run.number))
 
 
 def test_a_group_that_is_lost_before_another_one_is_given_up() -> None:
     """The other one may have heard of it, and have gone on, and nobody could tell."""
-    hall = Hall(2)
-    hall.join(b"3", group=1)
-    hall.everyone(m.TopologyVote(9))
+    first = ManualRun(2)
+    first.join(b"3", group=1)
+    first.everyone(m.TopologyVote(9))
     for number in (3, 1, 2):
-        hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-    assert not hall.master.deserted(resume(3, hall.master.run.number))
+        first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
+    assert not first.master.deserted(resume(3, first.master.run.number))
     for number in (1, 2):
-        assert hall.master.deserted(resume(number, hall.master.run.number))
+        assert first.master.deserted(resume(number, first.master.run.number))
 
 
 def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
-    hall = Hall(2)
-    hall.perform(hall.master.all_disconnected([b"1", b"2"], "its connection broke"))
-    hall.join(b"3")
-    assert isinstance(hall.told[b"3"][-1], m.Admitted)
-    late = resume(1, hall.master.run.number)
-    assert not hall.master.deserted(late)
-    hall.perform(hall.master.resume(b"1 again", late, "10.0.0.1"))
-    refused = hall.last(b"1 again")
+    first = ManualRun(2)
+    first.perform(first.master.all_disconnected([b"1", b"2"], "its connection broke"))
+    first.join(b"3")
+    assert isinstance(first.told[b"3"][-1], m.Admitted)
+    late = resume(1, first.master.run.number)
+    assert not first.master.deserted(late)
+    first.perform(first.master.resume(b"1 again", late, "10.0.0.1"))
+    refused = first.last(b"1 again")
     assert isinstance(refused, m.Refused)
     assert "given up" in refused.why
-    hall.perform(hall.master.disconnected(b"3", "its connection broke"))
-    assert not hall.master.deserted(late)
-    assert hall.master.deserted(resume(3, hall.master.run.number))
+    first.perform(first.master.disconnected(b"3", "its connection broke"))
+    assert not first.master.deserted(late)
+    assert first.master.deserted(resume(3, first.master.run.number))
 
 
 def test_who_was_kicked_or_left_does_not_come_back() -> None:
-    hall = Hall(2)
-    hall.say(b"1", m.Leave())
-    hall.perform(hall.master.rejected(b"2", "it sent bytes that are no message"))
+    first = ManualRun(2)
+    first.say(b"1", m.Leave())
+    first.perform(first.master.rejected(b"2", "it sent bytes that are no message"))
     for number in (1, 2):
-        assert not hall.master.deserted(resume(number, hall.master.run.number))
+        assert not first.master.deserted(resume(number, first.master.run.number))
 
 
 def test_a_peer_may_be_back_before_its_old_connection_is_seen_to_be_broken() -> None:
-    hall = Hall(2)
-    assert hall.master.misses(resume(2, hall.master.run.number))
-    assert not hall.master.misses(resume(2, 99))
-    assert not hall.master.misses(resume(3, hall.master.run.number))
-    journal, _ = hall.master.reborn()
+    first = ManualRun(2)
+    assert first.master.misses(resume(2, first.master.run.number))
+    assert not first.master.misses(resume(2, 99))
+    assert not first.master.misses(resume(3, first.master.run.number))
+    journal, _ = first.master.reborn()
     assert journal.accepted == {1, 2}
 
 
 def test_who_waits_while_a_master_recovers_is_known_to_have_been_heard() -> None:
     """If that master begins anew, these have to come back: the fresh one knows nothing of them."""
     journal = Journal(7, 3, 9, frozenset((1, 2, 3)), complete=False)
-    ward = Ward(journal)
-    ward.back(b"1", 1, 7, 1, 2)
-    ward.join(b"newcomer")
-    assert [ward.master.has_heard(conn) for conn in (b"1", b"newcomer", b"2")] == [1, 1, 0]
-    assert ward.master.reborn() == (
+    run = RestartedRun(journal)
+    run.back(b"1", 1, 7, 1, 2)
+    run.join(b"newcomer")
+    assert [run.master.has_heard(conn) for conn in (b"1", b"newcomer", b"2")] == [1, 1, 0]
+    assert run.master.reborn() == (
         Journal(7, 4, 9, frozenset((1, 2, 3)), complete=False),
         [Adopt(7, 4)],
     )
-    unaware = Ward()
+    unaware = RestartedRun()
     unaware.back(b"1", 1, 7, 1, 2)
     assert unaware.master.has_heard(b"1")
     assert unaware.master.reborn() == (None, [])
@@ -363,16 +363,16 @@ def test_who_waits_while_a_master_recovers_is_known_to_have_been_heard() -> None
 
 def test_too_many_bytes_of_small_results_on_the_way_are_voted_on() -> None:
     """Or who comes back to the next master would have more to say than a stranger may."""
-    hall, data = Hall(), bytes(m.INLINE_BYTES_MAX)
+    first, data = ManualRun(), bytes(m.INLINE_BYTES_MAX)
     work = m.Spec("all_reduce", 0, 10, len(data) // 4)
     final = []
     for tag in range(SMALL_BYTES_MAX // len(data) + 1):
-        hall.everyone(m.StartVote(2 + tag, tag, work, data))
-        started = hall.last(b"1")
+        first.everyone(m.StartVote(2 + tag, tag, work, data))
+        started = first.last(b"1")
         assert isinstance(started, m.Started)
         final.append(started.final)
     assert final == [True] * (len(final) - 1) + [False]
     assert SMALL_BYTES_MAX < STRANGER_BYTES - 128 * 256
-    hall.everyone(m.StartVote(99, 99, work, data, heard=started.seq - 1))
-    again = hall.last(b"1")
+    first.everyone(m.StartVote(99, 99, work, data, heard=started.seq - 1))
+    again = first.last(b"1")
     assert isinstance(again, m.Started) and again.final

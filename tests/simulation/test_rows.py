@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hall import Hall
+from manual_run import ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.ring import checksum
@@ -16,50 +16,50 @@ ROWS = [  # of each rank: for each, and from each
 ]
 
 
-def vote(hall: Hall, number: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> None:
-    hall.say(b"%d" % number, m.StartVote(2, 0, TRADE, gives=gives, takes=takes))
+def vote(run: ManualRun, number: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> None:
+    run.say(b"%d" % number, m.StartVote(2, 0, TRADE, gives=gives, takes=takes))
 
 
 def test_rows_that_fit_start() -> None:
-    hall = Hall(3)
+    run = ManualRun(3)
     for number, rows in enumerate(ROWS, 1):
-        vote(hall, number, *rows)
-    assert all(isinstance(hall.last(b"%d" % number), m.Started) for number in (1, 2, 3))
+        vote(run, number, *rows)
+    assert all(isinstance(run.last(b"%d" % number), m.Started) for number in (1, 2, 3))
 
 
 def test_rows_that_do_not_fit_are_an_error_that_names_who() -> None:
     for rank, side, other in ((0, 0, 1), (2, 1, 0), (1, 0, 2)):
-        hall = Hall(3)
+        run = ManualRun(3)
         for number, rows in enumerate(ROWS):
             given = [list(each) for each in rows]
             if number == rank:
                 given[side][other] += 5
-            vote(hall, number + 1, *map(tuple, given))
+            vote(run, number + 1, *map(tuple, given))
         giver, taker = (rank, other) if side == 0 else (other, rank)
         was = ROWS[giver][0][taker]
         gives, takes = (was + 5, was) if side == 0 else (was, was + 5)
         for number in (1, 2, 3):
-            error = hall.last(b"%d" % number)
+            error = run.last(b"%d" % number)
             assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
             assert f"all_to_all(5 elements of float32) with tag 0, peer {giver + 1} (" in error.why
             assert f") gives {gives} rows to peer {taker + 1} (" in error.why
             assert error.why.endswith(f"which takes {takes}")
         for number in (1, 2, 3):  # and the group goes on
-            vote(hall, number, *ROWS[number - 1])
-        assert isinstance(hall.last(b"1"), m.Started)
+            vote(run, number, *ROWS[number - 1])
+        assert isinstance(run.last(b"1"), m.Started)
 
 
 def test_ranks_of_a_ring_that_has_changed_unseen_are_an_error_first() -> None:
     """Its peers are the same, in another order: the source would be another one."""
     for seen in ((1, 2, 3), (3, 1, 2)):
-        hall = Hall(3)
+        run = ManualRun(3)
         work = m.Spec("broadcast", 0, 10, 5, root=1, members=3, ring=checksum(seen))
         for number in (1, 2):
-            hall.say(b"%d" % number, m.StartVote(2, 0, work))
-        hall.master.run.groups[0].rings = (m.Ring((3, 1, 2), 1),)
-        hall.master.run.groups.renew(0)  # a link is blocked, for instance
-        hall.say(b"3", m.StartVote(2, 0, work))
-        told = hall.last(b"1")
+            run.say(b"%d" % number, m.StartVote(2, 0, work))
+        run.master.run.groups[0].rings = (m.Ring((3, 1, 2), 1),)
+        run.master.run.groups.renew(0)  # a link is blocked, for instance
+        run.say(b"3", m.StartVote(2, 0, work))
+        told = run.last(b"1")
         if seen == (3, 1, 2):
             assert isinstance(told, m.Started)
             continue
@@ -69,29 +69,29 @@ def test_ranks_of_a_ring_that_has_changed_unseen_are_an_error_first() -> None:
 
 
 def test_peers_that_know_different_rings_may_try_again() -> None:
-    hall = Hall(3)
+    run = ManualRun(3)
     for number, seen in ((1, (1, 2, 3)), (2, (2, 1, 3))):
         work = m.Spec("broadcast", 0, 10, 5, root=1, members=3, ring=checksum(seen))
-        hall.say(b"%d" % number, m.StartVote(2, 0, work))
-    told = hall.last(b"1")
+        run.say(b"%d" % number, m.StartVote(2, 0, work))
+    told = run.last(b"1")
     assert isinstance(told, m.CallError)
     assert told.result == Result.RANK_CONNECTION_LOST.value
 
 
 def test_ranks_are_positions_in_the_ring() -> None:
-    hall = Hall(3)
-    hall.master.run.groups[0].rings = (m.Ring((3, 1, 2), 1),)
-    hall.master.run.groups.renew(0)
+    run = ManualRun(3)
+    run.master.run.groups[0].rings = (m.Ring((3, 1, 2), 1),)
+    run.master.run.groups.renew(0)
     for rank, number in enumerate((3, 1, 2)):
-        vote(hall, number, *ROWS[rank])
-    assert isinstance(hall.last(b"1"), m.Started)
+        vote(run, number, *ROWS[rank])
+    assert isinstance(run.last(b"1"), m.Started)
 
 
 def test_who_says_how_many_rows_and_who_does_not_do_not_meet() -> None:
-    hall = Hall(2)
-    vote(hall, 1, *ROWS[0])
-    vote(hall, 2, (), ())
-    error = hall.last(b"1")
+    run = ManualRun(2)
+    vote(run, 1, *ROWS[0])
+    vote(run, 2, (), ())
+    error = run.last(b"1")
     assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
     assert error.why.startswith(
         "some say how many rows they give and take, and some do not: peer 1"
@@ -106,17 +106,17 @@ def test_numbers_that_cannot_be_cost_their_sender_the_membership() -> None:
         (TRADE, (1,) * 4, (1,) * 4),
         (odd, (1, 1, 1), (1, 1, 1)),
     ):
-        hall = Hall(3)
-        hall.say(b"1", m.StartVote(2, 0, work, gives=gives, takes=takes))
-        assert "out of turn" in hall.dropped[b"1"]
+        run = ManualRun(3)
+        run.say(b"1", m.StartVote(2, 0, work, gives=gives, takes=takes))
+        assert "out of turn" in run.dropped[b"1"]
 
 
 def test_uneven_rows_do_not_show_that_a_ring_works() -> None:
     for uneven in (False, True):
-        hall = Hall(3)
+        run = ManualRun(3)
         for number, rows in enumerate(ROWS, 1):
-            vote(hall, number, *(rows if uneven else ((), ())))
-        started = hall.last(b"1")
+            vote(run, number, *(rows if uneven else ((), ())))
+        started = run.last(b"1")
         assert isinstance(started, m.Started)
-        hall.everyone(m.FinishVote(started.seq, True))
-        assert all(peer.proven is not uneven for peer in hall.master.peers.values())
+        run.everyone(m.FinishVote(started.seq, True))
+        assert all(peer.proven is not uneven for peer in run.master.peers.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulator import Program, Run, SimPeer, Thread
+from simulator import Program, SimPeer, SimulatedRun, Thread
 from trainers import insist, natural, reduce, simulate, story_of_newcomers_alone
 
 from pccl.protocol.peer import effects
@@ -43,7 +43,7 @@ def late_joiner(steps: int, founder: bool) -> Program:
 @pytest.mark.parametrize("first", range(0, 100, 50))
 def test_late_joiners_only_receive(first: int) -> None:
     for seed in range(first, first + 50):
-        run = Run(seed)
+        run = SimulatedRun(seed)
         draw = run.random
         for _ in range(draw.randint(1, 3)):
             run.add(late_joiner(5, founder=True)).content = (0, "state")

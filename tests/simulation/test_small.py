@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hall import Hall
+from manual_run import ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.strategy import Conditions, Strategy, choose
@@ -18,12 +18,12 @@ def known_to(members: int) -> Strategy:
     return choose(WORK, len(DATA), Conditions(1, members, (), True, True))
 
 
-def votes(hall: Hall, *works: m.Spec) -> list[m.CallError]:
+def votes(run: ManualRun, *works: m.Spec) -> list[m.CallError]:
     """What peers hear that vote for these."""
     for number, work in enumerate(works, 1):
         data = bytes(4 * work.count) if work.members != 3 else None
-        hall.say(b"%d" % number, m.StartVote(9, 0, work, data))
-    told = [hall.last(b"%d" % number) for number, _ in enumerate(works, 1)]
+        run.say(b"%d" % number, m.StartVote(9, 0, work, data))
+    told = [run.last(b"%d" % number) for number, _ in enumerate(works, 1)]
     errors = [one for one in told if isinstance(one, m.CallError)]
     assert len(errors) == len(works)
     return errors
@@ -32,21 +32,21 @@ def votes(hall: Hall, *works: m.Spec) -> list[m.CallError]:
 def test_who_knows_other_members_may_try_again() -> None:
     two, three = (known_to(members).spec for members in (2, 3))
     for works in ((two, three), (three, two)):
-        for error in votes(Hall(2), *works):
+        for error in votes(ManualRun(2), *works):
             lost = Result.RANK_CONNECTION_LOST.value
             assert (error.result, error.cause) == (lost, m.Cause.OTHER)
 
 
 def test_who_votes_as_one_of_more_than_there_are_may_try_again() -> None:
     """All have voted so, and then one was lost."""
-    hall = Hall(3)
+    run = ManualRun(3)
     strategy = known_to(3)
     assert not strategy.inline
     for conn in (b"1", b"2"):
-        hall.say(conn, m.StartVote(9, 0, strategy.spec))
-    hall.perform(hall.master.disconnected(b"3", "it is gone"))
+        run.say(conn, m.StartVote(9, 0, strategy.spec))
+    run.perform(run.master.disconnected(b"3", "it is gone"))
     for conn in (b"1", b"2"):
-        error = hall.last(conn)
+        error = run.last(conn)
         assert isinstance(error, m.CallError)
         assert error.result == Result.RANK_CONNECTION_LOST.value
 
@@ -59,6 +59,6 @@ def test_who_does_not_say_how_many_members_it_knows_does_not_ask_for_the_same() 
         (fewer, "the peers do not ask for the same"),
     ):
         for works in ((two, other), (other, two)):
-            for error in votes(Hall(2), *works):
+            for error in votes(ManualRun(2), *works):
                 assert error.cause == m.Cause.MISMATCH
                 assert why in error.why

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hall import ENTRY, OTHER, RUN, SECRET, WORK, Hall, resume
+from manual_run import ENTRY, OTHER, RUN, SECRET, WORK, ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, Status
@@ -23,21 +23,21 @@ from pccl.runtime.inline import combine
 CALL = "all_reduce(1000 elements of float32, sum) with tag 0"
 
 
-def status(hall: Hall) -> Status:
+def status(run: ManualRun) -> Status:
     """As it arrives at whoever has asked for it."""
-    encoded = msgspec.json.encode(hall.master.status())
-    assert msgspec.json.decode(encoded, type=Status) == hall.master.status()
-    return hall.master.status()
+    encoded = msgspec.json.encode(run.master.status())
+    assert msgspec.json.decode(encoded, type=Status) == run.master.status()
+    return run.master.status()
 
 
-def only_wait(hall: Hall) -> WaitStatus:
-    (wait,) = status(hall).waits
+def only_wait(run: ManualRun) -> WaitStatus:
+    (wait,) = status(run).waits
     return wait
 
 
-def at(hall: Hall, now_s: float, conn: bytes, message: m.PeerMessage) -> None:
-    hall.master.now_s = now_s
-    hall.say(conn, message)
+def at(run: ManualRun, now_s: float, conn: bytes, message: m.PeerMessage) -> None:
+    run.master.now_s = now_s
+    run.say(conn, message)
 
 
 def start(tag: int = 0) -> m.StartVote:
@@ -45,9 +45,9 @@ def start(tag: int = 0) -> m.StartVote:
 
 
 def test_an_idle_run() -> None:
-    hall = Hall(2)
-    hall.master.now_s = 7.5
-    shown = status(hall)
+    run = ManualRun(2)
+    run.master.now_s = 7.5
+    shown = status(run)
     assert not (shown.recovering or shown.awaited or shown.waits or shown.waits_left_out)
     assert shown.peers == tuple(
         PeerStatus(number, "10.0.0.1", 1, 0, True, 7.5, 7.5, False, ()) for number in (1, 2)
@@ -56,181 +56,181 @@ def test_an_idle_run() -> None:
     assert isinstance(group, GroupStatus)
     assert (group.size, group.running, group.revision, group.holders) == (2, 0, None, 0)
     assert [sorted(ring.order) for ring in group.rings] == [[1, 2]]
-    assert group.epoch == hall.master.run.groups[0].epoch
+    assert group.epoch == run.master.run.groups[0].epoch
     assert shown.counts.joined == 2
 
 
 def test_who_is_waited_for_and_since_when() -> None:
-    hall = Hall(3)
-    at(hall, 10.0, b"1", start())
-    at(hall, 12.0, b"2", start())
-    hall.master.now_s = 22.5
+    run = ManualRun(3)
+    at(run, 10.0, b"1", start())
+    at(run, 12.0, b"2", start())
+    run.master.now_s = 22.5
     why = "peer 3 (10.0.0.1:1) must enter it"
-    assert only_wait(hall) == WaitStatus(CALL, 0, Phase.ENTERING, 12.5, 2, (3,), 1, why)
-    calls = {peer.peer: [(c.call, c.waited_s) for c in peer.calls] for peer in status(hall).peers}
+    assert only_wait(run) == WaitStatus(CALL, 0, Phase.ENTERING, 12.5, 2, (3,), 1, why)
+    calls = {peer.peer: [(c.call, c.waited_s) for c in peer.calls] for peer in status(run).peers}
     assert calls == {1: [(CALL, 12.5)], 2: [(CALL, 10.5)], 3: []}
-    assert [peer.silent_s for peer in status(hall).peers] == [12.5, 10.5, 22.5]
-    at(hall, 22.5, b"3", m.PendingVote(9))
-    first, second = status(hall).waits
+    assert [peer.silent_s for peer in status(run).peers] == [12.5, 10.5, 22.5]
+    at(run, 22.5, b"3", m.PendingVote(9))
+    first, second = status(run).waits
     assert first.why == why + "; peer 3 (10.0.0.1:1) stands in are_peers_pending()"
     assert second.missing == (1, 2) and second.group is None and second.waited_s == 0.0
 
 
 def test_a_collective_that_has_started_and_its_outcome() -> None:
-    hall = Hall(3)
+    run = ManualRun(3)
     for conn, now_s in ((b"1", 1.0), (b"3", 2.0), (b"2", 5.0)):
-        at(hall, now_s, conn, start())
-    hall.master.now_s = 6.0
-    wait = only_wait(hall)
+        at(run, now_s, conn, start())
+    run.master.now_s = 6.0
+    wait = only_wait(run)
     assert (wait.call, wait.phase, wait.waited_s, wait.entered) == (CALL, Phase.RUNNING, 1.0, 3)
     assert wait.missing == (1, 2, 3) and wait.missing_count == 3
-    (one,) = {peer.calls for peer in status(hall).peers}
+    (one,) = {peer.calls for peer in status(run).peers}
     assert [(call.phase, call.waited_s) for call in one] == [(Phase.RUNNING, 1.0)]
-    assert status(hall).groups[0].running == 1
-    seq = hall.master.run.numbers.next_seq - 1
-    hall.say(b"1", m.FinishVote(seq, True))
-    hall.say(b"3", m.FinishVote(seq, True))
-    assert only_wait(hall).why == "peer 2 (10.0.0.1:1) must finish it"
-    assert (status(hall).counts.committed, status(hall).counts.aborted) == (0, 0)
-    hall.say(b"2", m.FinishVote(seq, True))
-    assert not status(hall).waits and status(hall).counts.committed == 1
-    seq = hall.start()
-    hall.everyone(m.FinishVote(seq, False, "no memory"))
-    assert (status(hall).counts.committed, status(hall).counts.aborted) == (1, 1)
+    assert status(run).groups[0].running == 1
+    seq = run.master.run.numbers.next_seq - 1
+    run.say(b"1", m.FinishVote(seq, True))
+    run.say(b"3", m.FinishVote(seq, True))
+    assert only_wait(run).why == "peer 2 (10.0.0.1:1) must finish it"
+    assert (status(run).counts.committed, status(run).counts.aborted) == (0, 0)
+    run.say(b"2", m.FinishVote(seq, True))
+    assert not status(run).waits and status(run).counts.committed == 1
+    seq = run.start()
+    run.everyone(m.FinishVote(seq, False, "no memory"))
+    assert (status(run).counts.committed, status(run).counts.aborted) == (1, 1)
     small = m.Spec("all_reduce", 0, 0, 4)
-    hall.everyone(m.StartVote(9, 0, small, b"\1\2\3\4"))  # it is over when all have voted
-    assert not status(hall).waits and status(hall).counts.committed == 2
+    run.everyone(m.StartVote(9, 0, small, b"\1\2\3\4"))  # it is over when all have voted
+    assert not status(run).waits and status(run).counts.committed == 2
 
 
 def test_how_far_those_are_who_are_waited_for() -> None:
-    hall = Hall(4)
-    seq = hall.start()
-    assert only_wait(hall).done is None and only_wait(hall).why.endswith(" must finish it")
+    run = ManualRun(4)
+    seq = run.start()
+    assert only_wait(run).done is None and only_wait(run).why.endswith(" must finish it")
     for conn, done in ((b"1", 990), (b"2", 120), (b"3", 125), (b"2", 130), (b"4", 500)):
-        hall.say(conn, m.Progress(seq, done))
-    wait = only_wait(hall)
+        run.say(conn, m.Progress(seq, done))
+    wait = only_wait(run)
     told = "peer 3 has 12.5 % of it; peer 2 has 13 % of it; peer 4 has 50 % of it"
     assert wait.done == 0.125 and wait.why.endswith(f" must finish it; {told}")
-    calls = {peer.peer: peer.calls[0].done for peer in status(hall).peers}
+    calls = {peer.peer: peer.calls[0].done for peer in status(run).peers}
     assert calls == {1: 0.99, 2: 0.13, 3: 0.125, 4: 0.5}
-    hall.say(b"3", m.FinishVote(seq, True))
-    hall.say(b"3", m.Progress(seq, 700))  # it has crossed its own vote
-    assert only_wait(hall).done == 0.13 and status(hall).peers[2].calls[0].done is None
-    assert not hall.dropped
+    run.say(b"3", m.FinishVote(seq, True))
+    run.say(b"3", m.Progress(seq, 700))  # it has crossed its own vote
+    assert only_wait(run).done == 0.13 and status(run).peers[2].calls[0].done is None
+    assert not run.dropped
     for conn in (b"1", b"2", b"4"):
-        hall.say(conn, m.FinishVote(seq, True))
-    hall.say(b"1", m.Progress(seq, 999))
-    assert not status(hall).waits and not hall.dropped
-    hall.say(b"1", m.Progress(seq + 1, 1))
-    assert "Progress out of turn" in hall.dropped[b"1"]
+        run.say(conn, m.FinishVote(seq, True))
+    run.say(b"1", m.Progress(seq, 999))
+    assert not status(run).waits and not run.dropped
+    run.say(b"1", m.Progress(seq + 1, 1))
+    assert "Progress out of turn" in run.dropped[b"1"]
 
 
 def test_how_far_receivers_of_shared_state_are() -> None:
-    hall = Hall(3)
-    hall.say(b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
-    hall.say(b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
-    hall.say(b"3", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
-    seq = hall.master.run.numbers.next_seq - 1
-    hall.say(b"2", m.Progress(seq, 400))
-    hall.say(b"1", m.Progress(seq, 400))  # which receives nothing
-    wait = only_wait(hall)
+    run = ManualRun(3)
+    run.say(b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    run.say(b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
+    run.say(b"3", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
+    seq = run.master.run.numbers.next_seq - 1
+    run.say(b"2", m.Progress(seq, 400))
+    run.say(b"1", m.Progress(seq, 400))  # which receives nothing
+    wait = only_wait(run)
     assert wait.done == 0.4 and wait.why.endswith(" must receive it; peer 2 has 40 % of it")
-    hall.perform(hall.master.disconnected(b"3", "it broke"))
-    assert only_wait(hall).done is None, "the next plan begins anew"
+    run.perform(run.master.disconnected(b"3", "it broke"))
+    assert only_wait(run).done is None, "the next plan begins anew"
 
 
 def test_a_newcomer_waits_for_those_who_must_let_it_in() -> None:
-    hall = Hall(3)
-    hall.master.now_s = 3.0
-    hall.join(b"4")
-    at(hall, 4.0, b"2", m.TopologyVote(5))
-    hall.master.now_s = 13.0
-    update, admission = status(hall).waits
+    run = ManualRun(3)
+    run.master.now_s = 3.0
+    run.join(b"4")
+    at(run, 4.0, b"2", m.TopologyVote(5))
+    run.master.now_s = 13.0
+    update, admission = status(run).waits
     assert (update.call, update.missing, update.waited_s) == ("update_topology()", (1, 3), 9.0)
     assert (admission.call, admission.phase) == ("connect()", Phase.ADMISSION)
     assert (admission.entered, admission.missing, admission.waited_s) == (1, (1, 3), 10.0)
     must = "peer 1 (10.0.0.1:1), peer 3 (10.0.0.1:1) must call update_topology()"
     assert admission.why.startswith(must)
-    (newcomer,) = (peer for peer in status(hall).peers if not peer.accepted)
+    (newcomer,) = (peer for peer in status(run).peers if not peer.accepted)
     assert newcomer.peer == 4 and newcomer.calls[0].waited_s == 10.0
-    assert sum(group.size for group in status(hall).groups) == 3
-    at(hall, 14.0, b"2", m.Withdraw(5))
-    assert status(hall).waits[0].missing == (1, 2, 3)  # nobody stands in that round by now
+    assert sum(group.size for group in status(run).groups) == 3
+    at(run, 14.0, b"2", m.Withdraw(5))
+    assert status(run).waits[0].missing == (1, 2, 3)  # nobody stands in that round by now
 
 
 def test_shared_state() -> None:
-    hall = Hall(2)
-    at(hall, 1.0, b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
-    at(hall, 3.0, b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
-    hall.master.now_s = 4.0
-    wait = only_wait(hall)
+    run = ManualRun(2)
+    at(run, 1.0, b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    at(run, 3.0, b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
+    run.master.now_s = 4.0
+    wait = only_wait(run)
     assert (wait.call, wait.phase) == ("sync_shared_state()", Phase.RECEIVING)
     assert (wait.waited_s, wait.entered, wait.missing) == (3.0, 2, (2,))
     assert wait.why == "peer 2 (10.0.0.1:1) must receive it"
-    assert status(hall).groups[0].synchronising
-    hall.say(b"2", m.FetchedVote(hall.master.run.numbers.next_seq - 1, True))
-    (group,) = status(hall).groups
+    assert status(run).groups[0].synchronising
+    run.say(b"2", m.FetchedVote(run.master.run.numbers.next_seq - 1, True))
+    (group,) = status(run).groups
     assert (group.revision, group.holders, group.synchronising) == (1, 2, False)
-    assert all(peer.synchronised for peer in status(hall).peers)
-    hall.join(b"3")
-    hall.everyone(m.TopologyVote(3))
-    assert [peer.synchronised for peer in status(hall).peers] == [True, True, False]
+    assert all(peer.synchronised for peer in status(run).peers)
+    run.join(b"3")
+    run.everyone(m.TopologyVote(3))
+    assert [peer.synchronised for peer in status(run).peers] == [True, True, False]
 
 
 def test_links_that_are_measured() -> None:
-    hall = Hall(1)
-    hall.join(b"2", machine="y", host="10.0.0.2")
-    hall.say(b"1", m.TopologyVote(1))
-    at(hall, 2.0, b"1", m.OptimizeVote(2))
-    at(hall, 5.0, b"2", m.OptimizeVote(2))
-    hall.master.now_s = 6.0
-    wait = only_wait(hall)
+    run = ManualRun(1)
+    run.join(b"2", machine="y", host="10.0.0.2")
+    run.say(b"1", m.TopologyVote(1))
+    at(run, 2.0, b"1", m.OptimizeVote(2))
+    at(run, 5.0, b"2", m.OptimizeVote(2))
+    run.master.now_s = 6.0
+    wait = only_wait(run)
     assert (wait.call, wait.phase, wait.waited_s) == ("optimize_topology()", Phase.MEASURING, 1.0)
     assert wait.missing == (1, 2) and wait.why.endswith("measure links")
-    assert all(peer.calls[0].phase is Phase.MEASURING for peer in status(hall).peers)
-    assert [ring.rates for ring in status(hall).groups[0].rings] == [(None, None)]
-    seq = hall.master.run.numbers.next_seq - 1
-    hall.say(b"1", m.Measured(seq, 10_000_000, 100))  # of what comes from 2
-    hall.say(b"2", m.Measured(seq, 20_000_000, 100))
-    (ring,) = status(hall).groups[0].rings
+    assert all(peer.calls[0].phase is Phase.MEASURING for peer in status(run).peers)
+    assert [ring.rates for ring in status(run).groups[0].rings] == [(None, None)]
+    seq = run.master.run.numbers.next_seq - 1
+    run.say(b"1", m.Measured(seq, 10_000_000, 100))  # of what comes from 2
+    run.say(b"2", m.Measured(seq, 20_000_000, 100))
+    (ring,) = status(run).groups[0].rings
     assert (ring.order, ring.rates) == ((1, 2), (20_000_000, 10_000_000))
-    hall.join(b"3", machine="z", host="10.0.0.3")
-    hall.say(b"1", m.TopologyVote(3))
-    hall.say(b"2", m.TopologyVote(3))
-    (ring,) = status(hall).groups[0].rings
+    run.join(b"3", machine="z", host="10.0.0.3")
+    run.say(b"1", m.TopologyVote(3))
+    run.say(b"2", m.TopologyVote(3))
+    (ring,) = status(run).groups[0].rings
     assert sorted(map(str, ring.rates)) == ["20000000", "None", "None"]  # 1 -> 2 -> 3 -> 1
 
 
 def test_counts_of_who_came_and_how_who_went() -> None:
-    hall = Hall(6)
-    hall.say(b"1", m.Leave())
-    hall.perform(hall.master.all_disconnected([b"2", b"3"], "it broke"))
-    hall.say(b"4", m.FinishVote(999, True))  # out of turn
-    counts = status(hall).counts
+    run = ManualRun(6)
+    run.say(b"1", m.Leave())
+    run.perform(run.master.all_disconnected([b"2", b"3"], "it broke"))
+    run.say(b"4", m.FinishVote(999, True))  # out of turn
+    counts = status(run).counts
     assert counts.joined == 6
     assert counts.lost == {Loss.LEFT: 1, Loss.DISCONNECTED: 2, Loss.DISMISSED: 1}
 
 
 def test_how_long_the_first_voter_waited_for_the_last_one() -> None:
-    hall = Hall(2)
+    run = ManualRun(2)
     for first_s, last_s in ((1.0, 1.0), (2.0, 2.25), (3.0, 1003.0)):
-        at(hall, first_s, b"1", m.TopologyVote(2))
-        at(hall, last_s, b"2", m.TopologyVote(2))
-    waited = status(hall).counts.votes[Kind.TOPOLOGY]
+        at(run, first_s, b"1", m.TopologyVote(2))
+        at(run, last_s, b"2", m.TopologyVote(2))
+    waited = status(run).counts.votes[Kind.TOPOLOGY]
     assert waited.total_s == 1000.25
     assert len(waited.counts) == len(BOUNDS_S) + 1
-    assert waited.counts[0] == 1 + 1  # that of the hall, too
+    assert waited.counts[0] == 1 + 1  # that of the run, too
     assert waited.counts[BOUNDS_S.index(0.5)] == 1 and waited.counts[-1] == 1
-    taken = status(hall)
-    hall.everyone(m.TopologyVote(3))
+    taken = status(run)
+    run.everyone(m.TopologyVote(3))
     assert sum(taken.counts.votes[Kind.TOPOLOGY].counts) == 4, "a snapshot does not change"
 
 
 def test_of_very_much_the_oldest_is_shown() -> None:
-    hall = Hall(MISSING_MAX + 10)
+    run = ManualRun(MISSING_MAX + 10)
     for tag in range(WAITS_MAX + 5):
-        hall.say(b"1", start(tag))
-    shown = status(hall)
+        run.say(b"1", start(tag))
+    shown = status(run)
     assert len(shown.waits) == WAITS_MAX and shown.waits_left_out == 5
     assert shown.waits[0].call.endswith("tag 0")
     assert len(shown.waits[0].missing) == MISSING_MAX
@@ -239,16 +239,16 @@ def test_of_very_much_the_oldest_is_shown() -> None:
 
 
 def test_nothing_that_is_secret_is_shown_and_all_that_is_can_be_printed() -> None:
-    hall = Hall(2)
+    run = ManualRun(2)
     hidden = {"ipc": "a-socket-file", "machine": "its-machine", "curve": "", "dial": "its-password"}
-    hall.join(b"3", **hidden)
-    hall.say(b"1", m.TopologyVote(1))
-    hall.say(b"2", m.TopologyVote(1))
-    hall.start()
+    run.join(b"3", **hidden)
+    run.say(b"1", m.TopologyVote(1))
+    run.say(b"2", m.TopologyVote(1))
+    run.start()
     odd = m.Spec("all_reduce", 0, 10, 1000, layout="\x1b[2J\r\n\u202e" + "x" * 4000)
-    hall.say(b"1", m.StartVote(3, 1, odd))
-    text = msgspec.json.encode(hall.master.status()).decode()
-    numbers = hall.master.run.numbers
+    run.say(b"1", m.StartVote(3, 1, odd))
+    text = msgspec.json.encode(run.master.status()).decode()
+    numbers = run.master.run.numbers
     nonces = [numbers.nonce_of_call(seq) for seq in range(numbers.next_seq)]
     nonces += [numbers.nonce_of_epoch(epoch) for epoch in range(numbers.epoch + 1)]
     secrets = [RUN, SECRET.decode(), *hidden.values(), *nonces]
@@ -257,17 +257,17 @@ def test_nothing_that_is_secret_is_shown_and_all_that_is_can_be_printed() -> Non
 
 
 def test_a_restarted_master_says_for_whom_it_waits() -> None:
-    hall = Hall(0)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
+    run = ManualRun(0)
+    run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     open_ = (m.Open(3, (1, 2), None),)
     back = {number: resume(number, known=known, open=open_) for number in (1, 2)}
-    hall.perform(hall.master.resume(b"1", back[1], "10.0.0.1"))
-    assert status(hall).recovering and status(hall).awaited == (2,)
-    hall.master.now_s = 50.0
-    hall.perform(hall.master.resume(b"2", back[2], "10.0.0.1"))
-    hall.master.now_s = 51.0
-    shown = status(hall)
+    run.perform(run.master.resume(b"1", back[1], "10.0.0.1"))
+    assert status(run).recovering and status(run).awaited == (2,)
+    run.master.now_s = 50.0
+    run.perform(run.master.resume(b"2", back[2], "10.0.0.1"))
+    run.master.now_s = 51.0
+    shown = status(run)
     assert not shown.recovering
     assert [peer.here_s for peer in shown.peers] == [1.0, 1.0]
     (wait,) = shown.waits

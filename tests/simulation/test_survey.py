@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from planet import NEAR, Planet
+from manual_run import NEAR, SitesRun
 
 from pccl.protocol.survey import ALL_MAX, SITE_US, SLOTS_MAX, Everything, Survey, crossings, tour
 from pccl.protocol.topology import Link, Links
@@ -87,7 +87,7 @@ def test_the_ring_leaves_a_site_over_the_best_link_that_was_measured() -> None:
 
 
 def test_a_large_run_over_the_real_master() -> None:
-    planet = Planet(200, 10, machines=2)
+    planet = SitesRun(200, 10, machines=2)
     before = planet.master.run.groups[0].planned[0].order
     order = planet.optimize()
     assert sorted(order) == [*range(1, 201)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hall import Hall, resume
+from manual_run import ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
@@ -22,7 +22,7 @@ def manifest(
     return m.Manifest(revision, strategy, entries, min_peers=min_peers)
 
 
-class Sync(Hall):
+class Sync(ManualRun):
     """Peers that synchronise, each with an offer of its own."""
 
     def __init__(self, peers: int = 2) -> None:
@@ -48,131 +48,131 @@ class Sync(Hall):
 
 
 def test_nothing_begins_with_fewer_peers_than_one_wants() -> None:
-    hall = Sync()
-    told = hall.sync(manifest(7), manifest(0, min_peers=3))
-    assert told == [hall.result(0, 1, short=3)] * 2
-    hall.admit(b"3")
-    told = hall.sync(manifest(7), manifest(0), manifest(3, min_peers=3))
-    assert told == [hall.result(7, 2)] * 3, "the first one, still, and the highest revision"
-    hall.say(b"3", m.Leave())
-    told = hall.sync(manifest(8), manifest(8, min_peers=3))
-    assert told == [hall.result(8, 3)] * 2, "a run that has begun goes on with any number"
+    run = Sync()
+    told = run.sync(manifest(7), manifest(0, min_peers=3))
+    assert told == [run.result(0, 1, short=3)] * 2
+    run.admit(b"3")
+    told = run.sync(manifest(7), manifest(0), manifest(3, min_peers=3))
+    assert told == [run.result(7, 2)] * 3, "the first one, still, and the highest revision"
+    run.say(b"3", m.Leave())
+    told = run.sync(manifest(8), manifest(8, min_peers=3))
+    assert told == [run.result(8, 3)] * 2, "a run that has begun goes on with any number"
 
 
 def test_a_newcomer_whose_shared_state_lies_in_another_order_is_dropped_alone() -> None:
     """The bytes of the others would fit into its memory, and mean something else there."""
-    hall = Sync()
-    hall.sync(manifest(0), manifest(0))
-    hall.admit(b"3")
+    run = Sync()
+    run.sync(manifest(0), manifest(0))
+    run.admit(b"3")
     other = m.Manifest(0, 0, (m.Entry("x", 10, 4, False, b"a", "2x2/1,2"),))
-    hall.sync(manifest(1), manifest(1), other)
-    assert [isinstance(told, m.Kicked) for told in hall.told[b"3"]].count(True) == 1
-    assert hall.last(b"1") == hall.result(1, 2)
+    run.sync(manifest(1), manifest(1), other)
+    assert [isinstance(told, m.Kicked) for told in run.told[b"3"]].count(True) == 1
+    assert run.last(b"1") == run.result(1, 2)
 
 
 def test_a_restarted_master_knows_that_nothing_has_begun() -> None:
-    hall = Sync(0)
-    hall.master = Master(1, combine, secret=b"")
+    run = Sync(0)
+    run.master = Master(1, combine, secret=b"")
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for number, done in ((1, m.Done(sync=4, short=3)), (2, m.Done(sync=3, short=3))):
         back = resume(number, known=known, done=done)
-        hall.perform(hall.master.resume(b"%d" % number, back, "10.0.0.1"))
-    hall.perform(hall.master.tick(0.0))
-    hall.perform(hall.master.tick(60.0))
-    told = next(t for t in hall.told[b"2"] if isinstance(t, m.Resumed))
+        run.perform(run.master.resume(b"%d" % number, back, "10.0.0.1"))
+    run.perform(run.master.tick(0.0))
+    run.perform(run.master.tick(60.0))
+    told = next(t for t in run.told[b"2"] if isinstance(t, m.Resumed))
     assert (told.done.sync, told.done.short) == (4, 3)
-    assert hall.sync(manifest(7, min_peers=2), manifest(7)) == [hall.result(7, 5)] * 2
+    assert run.sync(manifest(7, min_peers=2), manifest(7)) == [run.result(7, 5)] * 2
 
 
 def test_who_was_refused_holds_nothing() -> None:
-    hall = Sync(3)
-    hall.sync(manifest(5), manifest(5), manifest(5))
-    told = hall.sync(manifest(6), manifest(6), manifest(9, b"x"))
-    assert told == [hall.result(6, 2)] * 3, "the third one concludes that it was refused"
-    assert hall.master.run.history.of(0).holders == {1, 2}
-    assert any("was synchronised without peer 3" in note for note in hall.notes)
-    hall.say(b"1", m.Leave())
-    told = hall.sync(manifest(6), manifest(7, b"x"))
-    assert told[0] == hall.result(6, 3), "it cannot take the run over"
+    run = Sync(3)
+    run.sync(manifest(5), manifest(5), manifest(5))
+    told = run.sync(manifest(6), manifest(6), manifest(9, b"x"))
+    assert told == [run.result(6, 2)] * 3, "the third one concludes that it was refused"
+    assert run.master.run.history.of(0).holders == {1, 2}
+    assert any("was synchronised without peer 3" in note for note in run.notes)
+    run.say(b"1", m.Leave())
+    told = run.sync(manifest(6), manifest(7, b"x"))
+    assert told[0] == run.result(6, 3), "it cannot take the run over"
 
 
 def test_an_unchanged_revision_is_legal_once_when_somebody_has_joined() -> None:
-    hall = Sync()
-    hall.sync(manifest(5), manifest(5))
-    hall.admit(b"3")
-    hall.say(b"3", m.Leave())
-    assert hall.sync(manifest(5), manifest(5)) == [hall.result(5, 2)] * 2
-    told = hall.sync(manifest(5), manifest(5))
+    run = Sync()
+    run.sync(manifest(5), manifest(5))
+    run.admit(b"3")
+    run.say(b"3", m.Leave())
+    assert run.sync(manifest(5), manifest(5)) == [run.result(5, 2)] * 2
+    told = run.sync(manifest(5), manifest(5))
     assert all(isinstance(error, m.CallError) for error in told)
 
 
-def lost(hall: Sync) -> None:
-    hall.say(b"3", m.Leave())
+def lost(run: Sync) -> None:
+    run.say(b"3", m.Leave())
 
 
-def given_up(hall: Sync) -> None:
-    seq = hall.start()
-    hall.say(b"1", m.Withdraw(2, seq))
-    hall.everyone(m.FinishVote(seq, False))
+def given_up(run: Sync) -> None:
+    seq = run.start()
+    run.say(b"1", m.Withdraw(2, seq))
+    run.everyone(m.FinishVote(seq, False))
 
 
-def not_completed(hall: Sync) -> None:
-    seq = hall.start()
-    hall.everyone(m.FinishVote(seq, False, "a stream broke"))
+def not_completed(run: Sync) -> None:
+    seq = run.start()
+    run.everyone(m.FinishVote(seq, False, "a stream broke"))
 
 
-def with_ranks_of_before(hall: Sync) -> None:
-    hall.everyone(m.StartVote(2, 0, m.Spec("broadcast", 0, 10, 5, root=1, members=9)))
+def with_ranks_of_before(run: Sync) -> None:
+    run.everyone(m.StartVote(2, 0, m.Spec("broadcast", 0, 10, 5, root=1, members=9)))
 
 
 @pytest.mark.parametrize("what", [lost, given_up, not_completed, with_ranks_of_before])
 def test_an_unchanged_revision_is_legal_once_after_a_loss(what: Callable[[Sync], None]) -> None:
     """A program may catch a loss, and go back to the top of its loop, where it synchronises."""
-    hall = Sync(3)
-    hall.sync(*[manifest(5)] * 3)
-    what(hall)
-    here = len(hall.master.peers)
-    assert hall.sync(*[manifest(5)] * here) == [hall.result(5, 2)] * here
-    assert all(isinstance(error, m.CallError) for error in hall.sync(*[manifest(5)] * here))
-    assert hall.sync(*[manifest(6)] * here) == [hall.result(6, 3)] * here
+    run = Sync(3)
+    run.sync(*[manifest(5)] * 3)
+    what(run)
+    here = len(run.master.peers)
+    assert run.sync(*[manifest(5)] * here) == [run.result(5, 2)] * here
+    assert all(isinstance(error, m.CallError) for error in run.sync(*[manifest(5)] * here))
+    assert run.sync(*[manifest(6)] * here) == [run.result(6, 3)] * here
 
 
 def test_a_collective_that_commits_makes_no_unchanged_revision_legal() -> None:
-    hall = Sync()
-    hall.sync(manifest(5), manifest(5))
-    hall.everyone(m.FinishVote(hall.start(), True))
-    assert all(isinstance(error, m.CallError) for error in hall.sync(manifest(5), manifest(5)))
+    run = Sync()
+    run.sync(manifest(5), manifest(5))
+    run.everyone(m.FinishVote(run.start(), True))
+    assert all(isinstance(error, m.CallError) for error in run.sync(manifest(5), manifest(5)))
 
 
 def test_who_goes_back_receives_from_those_who_went_on() -> None:
     """An exception may take a caller away from a collective that commits."""
-    hall = Sync(3)
-    hall.sync(*[manifest(5)] * 3)
-    hall.say(b"3", m.Leave())
-    told = hall.sync(manifest(5), manifest(6, b"b"))
+    run = Sync(3)
+    run.sync(*[manifest(5)] * 3)
+    run.say(b"3", m.Leave())
+    told = run.sync(manifest(5), manifest(6, b"b"))
     assert isinstance(told[0], m.SyncPlan) and told[0].holders == (2,)
     assert not told[0].diverged
 
 
 def test_a_group_that_begins_anew_repeats_no_number() -> None:
     """So no peer of before, which may come back to the next master, takes its result as its own."""
-    hall = Sync(1)
-    assert hall.sync(manifest(5)) == [hall.result(5, 1)]
-    hall.say(b"1", m.Leave())
-    assert not len(hall.master.run.groups)
-    hall.join(b"2")
-    assert hall.sync(manifest(3)) == [hall.result(3, 2)]
+    run = Sync(1)
+    assert run.sync(manifest(5)) == [run.result(5, 1)]
+    run.say(b"1", m.Leave())
+    assert not len(run.master.run.groups)
+    run.join(b"2")
+    assert run.sync(manifest(3)) == [run.result(3, 2)]
 
 
 def test_who_left_before_it_heard_of_a_result_does_not_hold_it() -> None:
     """Else it could never begin anew when those who do are gone."""
     for holds in (True, False):
-        hall = Sync(3)
-        hall.sync(manifest(8), manifest(8), manifest(8))
+        run = Sync(3)
+        run.sync(manifest(8), manifest(8), manifest(8))
         for conn in (b"1", b"2"):
-            hall.perform(hall.master.disconnected(conn, "its connection broke"))
-        hall.say(b"3", m.SyncVote(20, manifest(0), holds))
-        told = hall.last(b"3")
+            run.perform(run.master.disconnected(conn, "its connection broke"))
+        run.say(b"3", m.SyncVote(20, manifest(0), holds))
+        told = run.last(b"3")
         if holds:
             assert isinstance(told, m.CallError) and "at 8 already" in told.why
         else:
@@ -180,11 +180,11 @@ def test_who_left_before_it_heard_of_a_result_does_not_hold_it() -> None:
 
 
 def test_who_left_before_it_heard_of_a_result_receives_what_the_others_have() -> None:
-    hall = Sync(2)
-    hall.sync(manifest(8), manifest(8))
-    hall.say(b"1", m.SyncVote(20, manifest(8)))
-    hall.say(b"2", m.SyncVote(20, manifest(0, b"b"), holds=False))
-    plan = hall.last(b"2")
+    run = Sync(2)
+    run.sync(manifest(8), manifest(8))
+    run.say(b"1", m.SyncVote(20, manifest(8)))
+    run.say(b"2", m.SyncVote(20, manifest(0, b"b"), holds=False))
+    plan = run.last(b"2")
     assert isinstance(plan, m.SyncPlan) and plan.holders == (1,), "at the revision of the others"
 
 
@@ -266,20 +266,20 @@ def test_what_a_refused_peer_says_of_itself_later() -> None:
 
 def test_what_may_be_overwritten_is_fetched_also_if_it_was_there_before() -> None:
     """What is elected next may be what a receiver had, until the first transfer began."""
-    hall = Sync(3)
-    told = hall.sync(manifest(6, b"b"), manifest(6, b"a"), manifest(0, b"a"))
+    run = Sync(3)
+    told = run.sync(manifest(6, b"b"), manifest(6, b"a"), manifest(0, b"a"))
     assert [isinstance(plan, m.SyncPlan) and plan.in_place for plan in told] == [False, False, True]
-    hall.say(b"1", m.Leave())
-    plan = hall.last(b"3")
+    run.say(b"1", m.Leave())
+    plan = run.last(b"3")
     assert isinstance(plan, m.SyncPlan) and plan.in_place
     assert (plan.holders, plan.digests) == ((2,), (b"a",))
 
 
 def test_who_has_begun_to_receive_offers_nothing_when_the_holders_are_gone() -> None:
-    hall = Sync(3)
-    hall.sync(manifest(6, b"b"), manifest(0, b"a"), manifest(0, b"a"))
-    hall.say(b"1", m.Leave())
-    error = hall.last(b"2")
+    run = Sync(3)
+    run.sync(manifest(6, b"b"), manifest(0, b"a"), manifest(0, b"a"))
+    run.say(b"1", m.Leave())
+    error = run.last(b"2")
     assert isinstance(error, m.CallError) and "nobody is left who offers a whole" in error.why
     assert Result(error.result) is Result.NO_SHARED_STATE_AVAILABLE
 
@@ -310,8 +310,8 @@ def test_who_receives_in_place_is_not_refused_when_a_lower_revision_is_elected_n
 
 def test_who_is_torn_cannot_only_send() -> None:
     """It may hold anything, and it would receive nothing: its revision does not make it whole."""
-    hall = Sync(3)
+    run = Sync(3)
     torn = m.Manifest(5, 2, (m.Entry("x", 10, 4, False, b"a"),), torn=True)
-    told = hall.sync(manifest(5, strategy=2), manifest(4, strategy=1), torn)
+    told = run.sync(manifest(5, strategy=2), manifest(4, strategy=1), torn)
     assert isinstance(told[2], m.Kicked) and "its shared state is torn" in told[2].why
-    assert told[0] == hall.result(5, 1)
+    assert told[0] == run.result(5, 1)

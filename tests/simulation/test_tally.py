@@ -8,8 +8,8 @@ import re
 import msgspec
 import pytest
 import trainers
-from hall import ENTRY, OTHER, WORK, Hall
-from simulator import Run
+from manual_run import ENTRY, OTHER, WORK, ManualRun
+from simulator import SimulatedRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.status import Counts, Status
@@ -31,13 +31,13 @@ from pccl.runtime.server.web import exposition
 SMALL = m.Spec("all_reduce", 0, 0, 4)
 
 
-def at(hall: Hall, now_s: float, conn: bytes, message: m.PeerMessage) -> None:
-    hall.master.now_s = now_s
-    hall.say(conn, message)
+def at(run: ManualRun, now_s: float, conn: bytes, message: m.PeerMessage) -> None:
+    run.master.now_s = now_s
+    run.say(conn, message)
 
 
-def counts(hall: Hall) -> Counts:
-    status = hall.master.status()
+def counts(run: ManualRun) -> Counts:
+    status = run.master.status()
     assert msgspec.json.decode(msgspec.json.encode(status), type=Status) == status
     return status.counts
 
@@ -47,55 +47,55 @@ def only(durations: Histogram) -> float:
     return durations.total_s
 
 
-def run_one(hall: Hall, start_s: float, end_s: float, ok: bool = True) -> None:
-    hall.master.now_s = start_s
-    seq = hall.start()
-    hall.master.now_s = end_s
-    hall.everyone(m.FinishVote(seq, ok, "" if ok else "a lane was cut"))
+def run_one(run: ManualRun, start_s: float, end_s: float, ok: bool = True) -> None:
+    run.master.now_s = start_s
+    seq = run.start()
+    run.master.now_s = end_s
+    run.everyone(m.FinishVote(seq, ok, "" if ok else "a lane was cut"))
 
 
 def test_how_long_a_collective_took_and_how_much_it_moved() -> None:
-    hall = Hall(4)
+    run = ManualRun(4)
     for conn, now_s in ((b"1", 1.0), (b"3", 2.0), (b"2", 4.0), (b"4", 5.0)):
-        at(hall, now_s, conn, m.StartVote(2, 0, WORK))
-    seq = hall.master.run.numbers.next_seq - 1
-    hall.master.now_s = 5.5
-    hall.everyone(m.FinishVote(seq, True))
-    found = counts(hall)
+        at(run, now_s, conn, m.StartVote(2, 0, WORK))
+    seq = run.master.run.numbers.next_seq - 1
+    run.master.now_s = 5.5
+    run.everyone(m.FinishVote(seq, True))
+    found = counts(run)
     assert only(found.collectives[CollectiveKind.ALL_REDUCE]) == 0.5
     assert found.carried["none"] == size(WORK) == 4000
-    (group,) = hall.master.status().groups
+    (group,) = run.master.status().groups
     assert group.bus_rate == 4000 * 2 * 3 / 4 / 0.5 and group.goodput == 1.0
-    hall.everyone(m.StartVote(9, 0, SMALL, b"\1\2\3\4"))  # over when all have voted
-    found = counts(hall)
+    run.everyone(m.StartVote(9, 0, SMALL, b"\1\2\3\4"))  # over when all have voted
+    found = counts(run)
     assert sum(found.collectives[CollectiveKind.ALL_REDUCE].counts) == 2
     assert found.carried["none"] == 4004
     quantized = m.Spec("all_reduce", 0, 10, 1000, algorithm=3)
-    hall.everyone(m.StartVote(10, 0, quantized))
-    hall.everyone(m.FinishVote(hall.master.run.numbers.next_seq - 1, True))
-    assert counts(hall).carried["blockwise_int8"] == 4000
+    run.everyone(m.StartVote(10, 0, quantized))
+    run.everyone(m.FinishVote(run.master.run.numbers.next_seq - 1, True))
+    assert counts(run).carried["blockwise_int8"] == 4000
 
 
 def test_what_a_lost_peer_has_cost() -> None:
-    hall = Hall(3)
-    run_one(hall, 10.0, 11.0)
-    hall.master.now_s = 20.0
-    seq = hall.start()
-    hall.master.now_s = 24.0
-    hall.perform(hall.master.disconnected(b"3", "it broke"))
-    at(hall, 25.0, b"1", m.FinishVote(seq, False, "lost"))
-    at(hall, 25.0, b"2", m.FinishVote(seq, False, "lost"))
-    assert counts(hall).retries == dict.fromkeys(Reason, 0) | {Reason.PEER_LOST: 1}
-    (group,) = hall.master.status().groups
+    run = ManualRun(3)
+    run_one(run, 10.0, 11.0)
+    run.master.now_s = 20.0
+    seq = run.start()
+    run.master.now_s = 24.0
+    run.perform(run.master.disconnected(b"3", "it broke"))
+    at(run, 25.0, b"1", m.FinishVote(seq, False, "lost"))
+    at(run, 25.0, b"2", m.FinishVote(seq, False, "lost"))
+    assert counts(run).retries == dict.fromkeys(Reason, 0) | {Reason.PEER_LOST: 1}
+    (group,) = run.master.status().groups
     assert group.goodput == 1 - 5 / 15, "it goes on being lost until the next one starts"
-    run_one(hall, 26.0, 30.0)
-    assert only(counts(hall).recoveries) == 2.0  # from the loss to the start
-    (group,) = hall.master.status().groups
+    run_one(run, 26.0, 30.0)
+    assert only(counts(run).recoveries) == 2.0  # from the loss to the start
+    (group,) = run.master.status().groups
     assert group.goodput == 1 - 6 / 20
-    hall.perform(hall.master.disconnected(b"1", "it broke"))
-    hall.perform(hall.master.disconnected(b"2", "it broke"))
-    hall.join(b"9")
-    (group,) = hall.master.status().groups
+    run.perform(run.master.disconnected(b"1", "it broke"))
+    run.perform(run.master.disconnected(b"2", "it broke"))
+    run.join(b"9")
+    (group,) = run.master.status().groups
     assert group.goodput is None, "a group that has ended is forgotten"
 
 
@@ -108,11 +108,11 @@ def test_what_a_lost_peer_has_cost() -> None:
     ],
 )
 def test_why_a_collective_was_aborted(vote: m.FinishVote, reason: Reason) -> None:
-    hall = Hall(2)
-    seq = hall.start()
-    hall.everyone(msgspec.structs.replace(vote, seq=seq))
-    assert counts(hall).retries[reason] == 1 == sum(counts(hall).retries.values())
-    assert not sum(counts(hall).collectives[CollectiveKind.ALL_REDUCE].counts)
+    run = ManualRun(2)
+    seq = run.start()
+    run.everyone(msgspec.structs.replace(vote, seq=seq))
+    assert counts(run).retries[reason] == 1 == sum(counts(run).retries.values())
+    assert not sum(counts(run).collectives[CollectiveKind.ALL_REDUCE].counts)
 
 
 def test_several_that_are_aborted_together_are_one_recovery() -> None:
@@ -127,27 +127,27 @@ def test_several_that_are_aborted_together_are_one_recovery() -> None:
 
 
 def test_shared_state_that_newcomers_lack_and_that_others_have_lost() -> None:
-    hall = Hall(2)
-    at(hall, 1.0, b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
-    at(hall, 3.0, b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
-    at(hall, 3.25, b"2", m.FetchedVote(hall.master.run.numbers.next_seq - 1, True))
-    found = counts(hall)
+    run = ManualRun(2)
+    at(run, 1.0, b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
+    at(run, 3.0, b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
+    at(run, 3.25, b"2", m.FetchedVote(run.master.run.numbers.next_seq - 1, True))
+    found = counts(run)
     assert only(found.syncs) == 0.25
     assert (found.synced_bytes, found.resynced_bytes, found.parity_failures) == (16, 0, 0)
-    hall.say(b"1", m.SyncVote(4, m.Manifest(2, 0, (ENTRY,))))
-    hall.say(b"2", m.SyncVote(4, m.Manifest(2, 0, (OTHER,))))
-    hall.say(b"2", m.FetchedVote(hall.master.run.numbers.next_seq - 1, True))
-    found = counts(hall)
+    run.say(b"1", m.SyncVote(4, m.Manifest(2, 0, (ENTRY,))))
+    run.say(b"2", m.SyncVote(4, m.Manifest(2, 0, (OTHER,))))
+    run.say(b"2", m.FetchedVote(run.master.run.numbers.next_seq - 1, True))
+    found = counts(run)
     assert (found.synced_bytes, found.resynced_bytes, found.parity_failures) == (32, 16, 1)
 
 
 def test_sizes_that_nobody_has_break_nothing() -> None:
-    hall = Hall(2)
+    run = ManualRun(2)
     boast = m.Spec("all_reduce", 0, 7, (1 << 64) - 1)
     for _ in range(3):
-        hall.everyone(m.StartVote(2, 0, boast))
-        hall.everyone(m.FinishVote(hall.master.run.numbers.next_seq - 1, True))
-    assert counts(hall).carried["none"] == COUNT_MAX
+        run.everyone(m.StartVote(2, 0, boast))
+        run.everyone(m.FinishVote(run.master.run.numbers.next_seq - 1, True))
+    assert counts(run).carried["none"] == COUNT_MAX
     odd = m.Spec("all_reduce", 0, 999, 10, algorithm=999)
     Tally().ended(0, odd, 2, 0.0)
     assert size(odd) == 0
@@ -155,11 +155,11 @@ def test_sizes_that_nobody_has_break_nothing() -> None:
 
 
 def test_each_is_a_metric() -> None:
-    hall = Hall(3)
-    run_one(hall, 1.0, 1.5)
-    run_one(hall, 2.0, 3.0, ok=False)
-    run_one(hall, 3.5, 4.0)
-    lines = exposition(hall.master.status()).splitlines()
+    run = ManualRun(3)
+    run_one(run, 1.0, 1.5)
+    run_one(run, 2.0, 3.0, ok=False)
+    run_one(run, 3.5, 4.0)
+    lines = exposition(run.master.status()).splitlines()
     for line in (
         'pccl_retries_total{reason="link"} 1',
         'pccl_collective_bytes_total{wire="none"} 8000',
@@ -176,7 +176,7 @@ def test_each_is_a_metric() -> None:
 
 
 def test_a_peer_says_how_far_it_is_while_its_data_is_under_way() -> None:
-    run = Run(3)
+    run = SimulatedRun(3)
     peers = [run.add(trainers.trainer(3)) for _ in range(2)]
     said = 0
     while not said:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hall import Hall, resume
+from manual_run import ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
@@ -11,97 +11,97 @@ from pccl.runtime.inline import combine
 from pccl.types import Result
 
 
-def accepted(hall: Hall, group: int | None = None) -> list[int]:
-    return hall.master.run.membership.accepted(group)
+def accepted(run: ManualRun, group: int | None = None) -> list[int]:
+    return run.master.run.membership.accepted(group)
 
 
-def grid(hall: Hall, *members: tuple[bytes, int, int]) -> None:
+def grid(run: ManualRun, *members: tuple[bytes, int, int]) -> None:
     """Teams of two join: each member by its connection, its group and its team."""
     for conn, group, team in members:
-        hall.join(conn, group=group, team=team, team_size=2)
+        run.join(conn, group=group, team=team, team_size=2)
 
 
 def test_a_team_is_admitted_when_all_of_it_are_there() -> None:
-    hall = Hall(1)
-    hall.join(b"2", team=7, team_size=2)
-    hall.say(b"1", m.PendingVote(2))
-    answer = hall.last(b"1")
+    run = ManualRun(1)
+    run.join(b"2", team=7, team_size=2)
+    run.say(b"1", m.PendingVote(2))
+    answer = run.last(b"1")
     assert isinstance(answer, m.PendingResult) and not answer.pending
-    hall.say(b"1", m.TopologyVote(3))
-    assert accepted(hall) == [1]
-    assert explain(hall.master.run, 2, 1, 0).endswith("the other 1 of its team must connect()")
-    hall.join(b"3", group=1, team=7, team_size=2)
-    hall.say(b"1", m.PendingVote(4))
-    answer = hall.last(b"1")
+    run.say(b"1", m.TopologyVote(3))
+    assert accepted(run) == [1]
+    assert explain(run.master.run, 2, 1, 0).endswith("the other 1 of its team must connect()")
+    run.join(b"3", group=1, team=7, team_size=2)
+    run.say(b"1", m.PendingVote(4))
+    answer = run.last(b"1")
     assert isinstance(answer, m.PendingResult) and answer.pending
-    hall.say(b"1", m.TopologyVote(5))
-    assert accepted(hall) == [1, 2, 3]
+    run.say(b"1", m.TopologyVote(5))
+    assert accepted(run) == [1, 2, 3]
 
 
 def test_half_a_team_is_nobody_to_wait_for() -> None:
-    hall = Hall(1)
-    hall.say(b"1", m.PendingVote(2, patient=True))
-    hall.join(b"2", team=7, team_size=2)
-    assert not isinstance(hall.last(b"1"), m.PendingResult)
-    hall.join(b"3", group=1, team=7, team_size=2)
-    assert isinstance(hall.last(b"1"), m.PendingResult)
+    run = ManualRun(1)
+    run.say(b"1", m.PendingVote(2, patient=True))
+    run.join(b"2", team=7, team_size=2)
+    assert not isinstance(run.last(b"1"), m.PendingResult)
+    run.join(b"3", group=1, team=7, team_size=2)
+    assert isinstance(run.last(b"1"), m.PendingResult)
 
 
 def test_a_run_begins_with_a_whole_team() -> None:
-    hall = Hall(0)
-    grid(hall, (b"1", 0, 7), (b"2", 0, 8), (b"3", 1, 8))
-    assert accepted(hall) == [2, 3]
+    run = ManualRun(0)
+    grid(run, (b"1", 0, 7), (b"2", 0, 8), (b"3", 1, 8))
+    assert accepted(run) == [2, 3]
 
 
 def test_all_groups_have_the_teams_in_one_order() -> None:
-    hall = Hall(1)
-    grid(hall, (b"2", 0, 7), (b"3", 1, 8), (b"4", 0, 8), (b"5", 1, 7))
-    hall.say(b"1", m.TopologyVote(2))
-    assert accepted(hall, 0) == [1, 2, 4]
-    assert accepted(hall, 1) == [5, 3]
+    run = ManualRun(1)
+    grid(run, (b"2", 0, 7), (b"3", 1, 8), (b"4", 0, 8), (b"5", 1, 7))
+    run.say(b"1", m.TopologyVote(2))
+    assert accepted(run, 0) == [1, 2, 4]
+    assert accepted(run, 1) == [5, 3]
 
 
 def test_a_team_is_lost_together() -> None:
-    hall = Hall(1)
-    grid(hall, (b"2", 0, 7), (b"3", 1, 7), (b"4", 0, 8))
-    hall.say(b"1", m.TopologyVote(2))
-    assert accepted(hall) == [1, 2, 3]
-    hall.perform(hall.master.disconnected(b"2", "its connection broke"))
-    assert accepted(hall) == [1]
-    kicked = hall.last(b"3")
+    run = ManualRun(1)
+    grid(run, (b"2", 0, 7), (b"3", 1, 7), (b"4", 0, 8))
+    run.say(b"1", m.TopologyVote(2))
+    assert accepted(run) == [1, 2, 3]
+    run.perform(run.master.disconnected(b"2", "its connection broke"))
+    assert accepted(run) == [1]
+    kicked = run.last(b"3")
     assert isinstance(kicked, m.Kicked)
     assert kicked.result == Result.RANK_CONNECTION_FAILED.value
     assert "peer 2 (10.0.0.1:1), of its team, is gone: its connection broke" in kicked.why
-    assert "its connection broke" in hall.dropped[b"2"]
-    hall.say(b"4", m.Leave())
-    assert sorted(hall.master.peers) == [1]
+    assert "its connection broke" in run.dropped[b"2"]
+    run.say(b"4", m.Leave())
+    assert sorted(run.master.peers) == [1]
 
 
 def test_two_of_a_team_that_are_late_together_are_dropped_once() -> None:
-    hall = Hall(1)
-    hall.master._stragglers.limit_s = 1.0
-    grid(hall, (b"2", 0, 7), (b"3", 1, 7))
-    hall.say(b"1", m.TopologyVote(2))
-    hall.say(b"1", m.TopologyVote(3))
+    run = ManualRun(1)
+    run.master._stragglers.limit_s = 1.0
+    grid(run, (b"2", 0, 7), (b"3", 1, 7))
+    run.say(b"1", m.TopologyVote(2))
+    run.say(b"1", m.TopologyVote(3))
     for now_s in (0.0, 2.0):
-        hall.perform(hall.master.tick(now_s))
-    assert accepted(hall) == [1]
-    assert "others waited for it" in hall.dropped[b"3"]
+        run.perform(run.master.tick(now_s))
+    assert accepted(run) == [1]
+    assert "others waited for it" in run.dropped[b"3"]
 
 
 def test_a_team_has_as_many_members_as_it_says() -> None:
-    hall = Hall(1)
-    grid(hall, (b"2", 0, 7), (b"3", 1, 7))
+    run = ManualRun(1)
+    grid(run, (b"2", 0, 7), (b"3", 1, 7))
     for conn, size, why in (
         (b"4", 2, "its team has all its 2 members already"),
         (b"5", 3, "it says that its team has 3 members, and another one does not"),
         (b"6", 0, "it is of team 7, of 0 members, which cannot be"),
     ):
-        hall.join(conn, team=7, team_size=size)
-        refused = hall.last(conn)
+        run.join(conn, team=7, team_size=size)
+        refused = run.last(conn)
         assert isinstance(refused, m.Refused)
         assert refused.why == why
-    assert sorted(hall.master.peers) == [1, 2, 3]
+    assert sorted(run.master.peers) == [1, 2, 3]
 
 
 def of_team(number: int, team: int, group: int) -> m.PeerInfo:
@@ -110,25 +110,25 @@ def of_team(number: int, team: int, group: int) -> m.PeerInfo:
 
 def test_half_a_team_cannot_come_back() -> None:
     """And those that can are in one order, as before."""
-    hall = Hall(0)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 8, frozenset(range(1, 7))), secret=b"s")
+    run = ManualRun(0)
+    run.master = Master(1, combine, journal=Journal(5, 1, 8, frozenset(range(1, 7))), secret=b"s")
     teams = {1: (7, 0), 2: (8, 1), 3: (8, 0), 4: (7, 1), 5: (9, 0)}
     infos = {number: of_team(number, *where) for number, where in teams.items()}
     for number, info in infos.items():
         known = tuple(one for one in infos.values() if one.group == info.group)
         said = resume(number, info=info, known=known)
-        hall.perform(hall.master.resume(b"%d" % number, said, "10.0.0.1"))
+        run.perform(run.master.resume(b"%d" % number, said, "10.0.0.1"))
     for now_s in (0.0, 6.0):
-        hall.perform(hall.master.tick(now_s))
-    refused = hall.last(b"5")
+        run.perform(run.master.tick(now_s))
+    refused = run.last(b"5")
     assert isinstance(refused, m.Refused) and "given up" in refused.why
-    assert accepted(hall, 0) == [1, 3]
-    assert accepted(hall, 1) == [4, 2]
+    assert accepted(run, 0) == [1, 3]
+    assert accepted(run, 1) == [4, 2]
 
 
 def test_a_team_that_is_cut_off_with_all_others_comes_back_as_a_whole() -> None:
-    hall = Hall(0)
-    grid(hall, (b"1", 0, 7), (b"2", 1, 7))
-    hall.perform(hall.master.disconnected(b"1", "its connection broke"))
-    hall.perform(hall.master.disconnected(b"2", "its connection broke"))
-    assert [info.peer for info in hall.master.run.membership.last_seen] == [1, 2]
+    run = ManualRun(0)
+    grid(run, (b"1", 0, 7), (b"2", 1, 7))
+    run.perform(run.master.disconnected(b"1", "its connection broke"))
+    run.perform(run.master.disconnected(b"2", "its connection broke"))
+    assert [info.peer for info in run.master.run.membership.last_seen] == [1, 2]

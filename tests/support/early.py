@@ -16,7 +16,7 @@ from pccl.protocol.ring import RingPlace
 
 if TYPE_CHECKING:
     from simpeer import Key, SimOp, SimPeer
-    from simulator import Run
+    from simulator import SimulatedRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Early:
         calls: of each collective that has started, the members' calls, by their numbers.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SimulatedRun) -> None:
         self._run = run
         self.under_way: list[Chunk] = []
         self.calls: defaultdict[Key, dict[int, int]] = defaultdict(dict)

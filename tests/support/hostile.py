@@ -4,8 +4,8 @@ A *script* is what strangers do, in order: each *blow* is some bytes on one of t
 and how many steps the honest peers take before it. Scripts are drawn at random or by hypothesis,
 and a coverage-guided fuzzer makes them from a file's bytes (`unpack`). A blow that begins with
 `MIMIC`, a byte that begins no message, is an order to say what would be right or nearly right just
-now: so strangers get far into the protocol before they lie. `siege` plays a script against a run of
-honest peers and demands that nobody but the strangers comes to harm.
+now: so strangers get far into the protocol before they lie. `hostile_run` plays a script
+against a run of honest peers and demands that nobody but the strangers comes to harm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 from simpeer import End
-from simulator import Program, Run, SimPeer, Thread
+from simulator import Program, SimPeer, SimulatedRun, Thread
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.associates import FIRST
@@ -307,7 +307,7 @@ def survivor(steps: int) -> Program:
     return program
 
 
-class Siege(Run):
+class HostileRun(SimulatedRun):
     """A run with strangers."""
 
     def __init__(
@@ -446,13 +446,13 @@ class Siege(Run):
             self.check_over(peer, why)
 
 
-def siege(script: Script, seed: int = 0, honest: int = 2) -> Siege:
+def hostile_run(script: Script, seed: int = 0, honest: int = 2) -> HostileRun:
     """Plays a script against `honest` peers, to the end.
 
     Raises:
         AssertionError: an honest peer was harmed, or somebody remembers what it should forget.
     """
-    run = Siege(seed, script)
+    run = HostileRun(seed, script)
     for index in range(honest):
         run.add(survivor(6)).content = (0, f"init {index % 2}")
     run.finish()

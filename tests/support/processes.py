@@ -1,4 +1,7 @@
-"""Processes for end-to-end tests: scripts that report as JSON lines, and masters."""
+"""Processes for end-to-end tests: masters, scripts that report as JSON lines, and peers.
+
+A `Worker` (worker.py) makes collectives without end, a `Puppet` (puppet.py) the calls of a test.
+"""
 
 from __future__ import annotations
 
@@ -83,3 +86,95 @@ class Master:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+WORKER = Path(__file__).with_name("worker.py")
+PATIENCE_S = 40.0
+
+
+class Worker(Reporter):
+    """A peer process and what it has reported."""
+
+    def __init__(self, master: str, slot: int, count: int, what: str = "all_reduce") -> None:
+        self.slot = slot
+        super().__init__(WORKER, master, slot, count, what, patience_s=PATIENCE_S)
+
+
+def agree(workers: list[Worker]) -> None:
+    """Whoever reported a step reported the same outcome, and it is the sum of who contributed."""
+    outcomes: dict[int, tuple[int, int]] = {}
+    for worker in workers:
+        for report in worker.reports:
+            if "step" not in report:
+                continue
+            outcome = report["world"], report["value"]
+            assert outcomes.setdefault(report["step"], outcome) == outcome
+            if report["what"] == "broadcast":
+                assert report["value"].bit_count() == 1, report
+                continue
+            assert report["value"].bit_count() == report["world"], report
+            assert report["value"] >> worker.slot & 1, "its own contribution is missing"
+
+
+PUPPET = Path(__file__).with_name("puppet.py")
+Start = Callable[..., "Puppet"]
+Answer = dict[str, Any]
+
+
+class Puppet:
+    """A peer process that makes the calls it is told to (puppet.py)."""
+
+    def __init__(self, master: str, group: int = 0, pool_size: int = 0, **env: str) -> None:
+        self.process = scripts.start(PUPPET, master, group, pool_size, env=env)
+        self._answers: queue.Queue[Answer] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._answers.put(json.loads(line))
+
+    def begin(self, what: str, **arguments: object) -> None:
+        """Makes it call; `end` has the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([what, arguments]) + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> Answer:
+        return self._answers.get(timeout=PATIENCE_S)
+
+    def value(self) -> Any:
+        answer = self.end()
+        assert "value" in answer, answer
+        return answer["value"]
+
+    def call(self, what: str, **arguments: object) -> Any:
+        self.begin(what, **arguments)
+        return self.value()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def together(puppets: list[Puppet], what: str, **arguments: object) -> list[Any]:
+    """All make the same call at the same time."""
+    for puppet in puppets:
+        puppet.begin(what, **arguments)
+    return [puppet.value() for puppet in puppets]
+
+
+def gathered(start: Start, groups: list[int], **options: object) -> list[Puppet]:
+    """Puppets that are all accepted, in this order."""
+    puppets = [start(group, **options) for group in groups]
+    for size, newcomer in enumerate(puppets, 1):
+        newcomer.begin("connect")
+        for other in puppets[: size - 1]:
+            other.begin("gather", size=size)
+        assert [puppet.value() for puppet in puppets[:size]] == [None] * size
+    return puppets

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 
-from hostile import OUTVOTED, Blow, Siege, draw_script
+from hostile import OUTVOTED, Blow, HostileRun, draw_script
 from simpeer import WORK, End, Program, SimPeer, Tag, Thread
 from simulator import EXCLUSIVE
 
@@ -238,7 +238,7 @@ class Facade:
     """The rules that `Communicator` keeps before it says anything to anybody."""
 
     def __init__(
-        self, peer: SimPeer, calls: tuple[Calls, ...], play: Play, odd: bool = False
+        self, peer: SimPeer, calls: tuple[Calls, ...], play: ProgramRun, odd: bool = False
     ) -> None:
         self.peer, self.play = peer, play
         self.lawful, self.positions = play.scenario.lawful and not odd, play.positions
@@ -377,7 +377,7 @@ class Facade:
             assert self.play.lossy(self.peer.group), end
 
 
-class Play(Siege):
+class ProgramRun(HostileRun):
     """A run of a scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -512,13 +512,13 @@ class Play(Siege):
         return bool(calls)
 
 
-def play(scenario: Scenario, trace: list[str] | None = None) -> Play:
+def play(scenario: Scenario, trace: list[str] | None = None) -> ProgramRun:
     """Plays a scenario to the end.
 
     Raises:
         AssertionError: a rule was broken; or a state machine failed.
     """
-    run = Play(scenario)
+    run = ProgramRun(scenario)
     run.trace = trace
     run.finish(STEPS_MAX)
     run.check_empty()

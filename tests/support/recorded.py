@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from programs import Play, Scenario
+from programs import ProgramRun, Scenario
 
 from pccl.protocol.master import Journal, Master, inputs
 from pccl.protocol.master.effects import Effect
@@ -29,7 +29,7 @@ INPUTS: dict[str, Callable[..., inputs.Event]] = {
 class Recording:
     """A master whose inputs are recorded; for all else it is that master."""
 
-    def __init__(self, master: Master, play: RecordedPlay) -> None:
+    def __init__(self, master: Master, play: RecordedRun) -> None:
         self.master, self.play = master, play
 
     def __getattr__(self, name: str) -> Any:
@@ -54,7 +54,7 @@ class Recording:
         return effects
 
 
-class RecordedPlay(Play):
+class RecordedRun(ProgramRun):
     """A run of a scenario; `lines` is the log, as it is written."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -85,8 +85,8 @@ class RecordedPlay(Play):
         return [decoder.decode(line) for line in self.lines]
 
 
-def play(scenario: Scenario) -> RecordedPlay:
+def play(scenario: Scenario) -> RecordedRun:
     """Plays a scenario to the end."""
-    run = RecordedPlay(scenario)
+    run = RecordedRun(scenario)
     run.finish(STEPS_MAX)
     return run

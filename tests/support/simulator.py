@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from early import Early
-from simmeet import SimMeetings
-from simpeer import Key, Program, SimPeer, Tag, Thread, brief
+from simpeer import Key, Program, SimMeetings, SimPeer, Tag, Thread, brief
 from watched import Watched
 
 from pccl.protocol import messages as m
@@ -50,7 +49,7 @@ RUN_WIDE = {"update_topology", "finish", "are_peers_pending", "optimize_topology
 INVERTED = bytes(byte ^ 255 for byte in range(256))
 
 
-class Run:
+class SimulatedRun:
     """One simulated run.
 
     Args:
@@ -694,11 +693,11 @@ class Run:
             if peer.ops or peer.streams:
                 choices += peer.engine_choices()
         if self.broken:
-            choices.append((Run._bury, self))
+            choices.append((SimulatedRun._bury, self))
         if self.dials:
-            choices.append((Run._answer_dial, self))
+            choices.append((SimulatedRun._answer_dial, self))
         if self.master.recovering or self.master.patience_s is not None:
-            choices.append((Run._tick, self))
+            choices.append((SimulatedRun._tick, self))
         return choices
 
     def step(self) -> bool:
@@ -755,4 +754,4 @@ def remembered(master: Master) -> dict[str, int]:
     }
 
 
-__all__ = ["Program", "Run", "SimPeer", "Thread", "remembered"]
+__all__ = ["Program", "SimPeer", "SimulatedRun", "Thread", "remembered"]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Generator
 
 from simpeer import End
-from simulator import Program, Run, SimPeer, Thread
+from simulator import Program, SimPeer, SimulatedRun, Thread
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
@@ -103,8 +103,8 @@ def natural(steps: int) -> Program:
     return program
 
 
-def simulate(seed: int, program: Callable[[int], Program] = trainer) -> Run:
-    run = Run(seed)
+def simulate(seed: int, program: Callable[[int], Program] = trainer) -> SimulatedRun:
+    run = SimulatedRun(seed)
     draw = run.random
     if program is natural:  # who waits no longer is where others do not expect it
         run.patience = [0]
@@ -158,13 +158,13 @@ def odd_one(steps: int, what: str, first: bool) -> Program:
     return program
 
 
-def story_of_an_odd_one(seed: int) -> tuple[Run, SimPeer]:
+def story_of_an_odd_one(seed: int) -> tuple[SimulatedRun, SimPeer]:
     """Trainers and one that, when it joins or later, does something else for ever.
 
     Each trainer asserts that its calls fail for losses alone. After a restart so few may be back
     that nobody has a majority.
     """
-    run = Run(seed, journaled=random.Random(f"journal of {seed}").random() < 0.7)
+    run = SimulatedRun(seed, journaled=random.Random(f"journal of {seed}").random() < 0.7)
     draw = run.random
     run.patience = [0]
     first = draw.random() < 0.5
@@ -186,10 +186,10 @@ def story_of_an_odd_one(seed: int) -> tuple[Run, SimPeer]:
     return run, odd
 
 
-def story_of_newcomers_alone(seed: int) -> Run:
+def story_of_newcomers_alone(seed: int) -> SimulatedRun:
     """All who were there before die about when newcomers synchronise for the first time: these must
     go on."""
-    run = Run(seed, journaled=random.Random(f"journal of {seed}").random() < 0.7)
+    run = SimulatedRun(seed, journaled=random.Random(f"journal of {seed}").random() < 0.7)
     draw = run.random
     veterans = [run.add(trainer(20)) for _ in range(draw.randint(1, 3))]
     for one in veterans:

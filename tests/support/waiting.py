@@ -1,9 +1,13 @@
-"""Conditions that tests wait for."""
+"""What tests wait for: conditions, votes, and gates.
+
+A gate is a file that a test has locked. A program of the test waits there until the test opens it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pccl
 
@@ -25,3 +29,26 @@ def entered(master: pccl.MasterNode, votes: int = 1) -> None:
     assert master._service is not None
     machine = master._service.server._master
     wait_until(lambda: sum(len(round_.votes) for round_ in machine.run.voting.open) == votes)
+
+
+class Gate:
+    """Closed until `open`; the test's side."""
+
+    def __init__(self, path: Path) -> None:
+        import fcntl  # not on Windows
+
+        self.path = path
+        self._file = path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def open(self) -> None:
+        """All go on that wait there, and all that come later. Idempotent."""
+        self._file.close()
+
+
+def pass_gate(path: str | Path) -> None:
+    """Returns when the gate is open; the program's side."""
+    import fcntl
+
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)

@@ -15,7 +15,7 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gate import pass_gate
+from waiting import pass_gate
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -95,7 +95,7 @@ class Node:
                     self.rests = True
 
 
-class Hub:
+class WeightsRun:
     """A master with its associates, driven by a random number generator."""
 
     def __init__(self, seed: int) -> None:
