@@ -16,6 +16,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     args = parser.parse_args()
 
+    torch.set_num_threads(1)  # the model is small
     text, model = Text(), GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(1, args.steps + 1):

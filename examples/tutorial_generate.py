@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     args = parser.parse_args()
 
+    torch.set_num_threads(1)
     model = GPT()
     model.load_state_dict(torch.load(args.model, weights_only=True))
     tokens = encode(args.prompt)

@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PATIENCE_S = 100.0
+PATIENCE_S = 120.0
 COPIES = 3
+ENVIRONMENT = {n: value for n, value in os.environ.items() if not n.startswith("PCCL")}
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds a copy in /proc"),
@@ -28,7 +29,9 @@ def python(program: str, *words: object) -> list[str]:
 
 
 def printed(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -49,7 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     program = python("tutorial_together", "--rounds", 5, "--min-peers", COPIES, "--output", model)
     run = subprocess.Popen(
         [sys.executable, "-m", "pccl", "run", "-n", str(COPIES), "--", *program],
-        env={name: value for name, value in os.environ.items() if not name.startswith("PCCL")},
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         text=True,
     )
