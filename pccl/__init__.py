@@ -1,5 +1,8 @@
 """Fault-tolerant collective communications for machine-learning training over the internet."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from pccl import cuda
 from pccl.collective import AsyncReduceHandle
 from pccl.communicator import Communicator
@@ -17,7 +20,6 @@ from pccl.errors import (
     UnsupportedError,
 )
 from pccl.insight import Explanation, Stats
-from pccl.master_node import MasterNode
 from pccl.security import Security
 from pccl.shared_state import SharedState, TensorInfo
 from pccl.types import (
@@ -35,7 +37,10 @@ from pccl.types import (
     SharedStateSyncInfo,
     SharedStateSyncStrategy,
 )
-from pccl.version import __version__
+
+if TYPE_CHECKING:
+    from pccl.master_node import MasterNode
+    from pccl.version import __version__
 
 __all__ = [
     "AsyncReduceHandle",
@@ -75,3 +80,18 @@ __all__ = [
     "__version__",
     "cuda",
 ]
+
+
+# what takes long to import, and only some programs need
+_LAZY = {"MasterNode": "pccl.master_node", "__version__": "pccl.version"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -41,7 +41,6 @@ from pccl.runtime.room import NoRoomError, no_room, require_room
 from pccl.runtime.uninterrupted import aside
 from pccl.support.logs import REMINDER_S, Reminder
 from pccl.types import Result
-from pccl.version import __version__
 
 log = logging.getLogger("pccl")
 
@@ -368,6 +367,8 @@ def introduced(group: int, team: tuple[int, int], config: Config) -> Callable[[i
     """A function that makes a peer's first message from the port and ipc address of its engine."""
 
     def hello(port: int, ipc: str) -> m.Hello:
+        from pccl.version import __version__  # here, as it takes long to find out
+
         return m.Hello(
             m.PROTOCOL_VERSION,
             __version__,

@@ -22,8 +22,17 @@ def test_imports_go_downward_only() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_importing_pccl_imports_no_torch(tmp_path: Path) -> None:
-    program = "import sys, pccl; sys.exit('torch' in sys.modules)"
+def test_importing_pccl_imports_only_what_a_peer_needs(tmp_path: Path) -> None:
+    """What a master needs, or one who asks for the version, loads then."""
+    program = """
+import sys, pccl
+needless = {"torch", "numpy", "asyncio", "ssl", "sqlite3", "http", "email", "subprocess"}
+needless |= {"concurrent.futures", "importlib.metadata", "pccl.runtime.server", "pccl.cli"}
+assert not needless & sys.modules.keys(), needless & sys.modules.keys()
+assert "MasterNode" in dir(pccl) and pccl.__version__
+with pccl.MasterNode("127.0.0.1:0"):
+    assert "pccl.runtime.server" in sys.modules
+"""
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=30)
 
 

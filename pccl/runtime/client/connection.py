@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from pccl.ext.mail import Mail
 from pccl.protocol import messages as m
@@ -29,6 +29,9 @@ from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 from pccl.support.text import address_text
 from pccl.types import Result
+
+# the first frame of what a monitor says; zmq.utils.monitor reads it too, and imports asyncio
+_EVENT = struct.Struct("=hi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,8 @@ class Dealer:
                 frames = self.monitor.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            event = self._event(parse_monitor_message(frames)["event"])
+            number, _ = _EVENT.unpack(frames[0])
+            event = self._event(number)
             self._up = event is DealerEvent.UP
             yield event
 
