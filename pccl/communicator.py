@@ -49,6 +49,8 @@ from pccl.support.logs import configure_logging
 from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
 from pccl.types import (
     Attribute,
+    OpName,
+    QuantizationName,
     QuantizationOptions,
     ReduceInfo,
     ReduceOp,
@@ -88,8 +90,8 @@ class Communicator(Closing):
             `connect` applies.
 
     Raises:
-        AssertionError: `address` has no colon.
-        ValueError: `address` is malformed in another way, or an argument is out of range.
+        ValueError: `address` has no colon; or `address` is malformed in another way, or an argument
+            is out of range.
     """
 
     def __init__(
@@ -171,6 +173,9 @@ class Communicator(Closing):
             return Client(host, port, address, hello, lanes, config, security)
 
         self._membership.begin(host, port, config, make, patience, self)
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.address!r}, {self._membership.described(self._group)})"
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self, "it is this process's place in a run; make one in each process")
@@ -495,11 +500,11 @@ class Communicator(Closing):
         send: Arrays,
         recv: Arrays | None = None,
         *,
-        op: ReduceOp | str = ReduceOp.AVG,
+        op: ReduceOp | OpName = ReduceOp.AVG,
         tag: int = 0,
         operand_descriptor: ReduceOperandDescriptor | None = None,
         quantization_options: QuantizationOptions | None = None,
-        quantization: str | None = None,
+        quantization: QuantizationName | None = None,
         timeout: float | None = None,
     ) -> ReduceInfo:
         """Reduces `send` over all peers of the group into `recv`, bit-identical on all of them.
@@ -528,8 +533,8 @@ class Communicator(Closing):
             PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
                 RANK_CONNECTION_LOST (call again), INVALID_ARGUMENT (the peers ask for different
                 work, the tag is in use, or this cannot be quantized), INVALID_USAGE.
-            ValueError, AssertionError: the arrays do not match each other.
-            ValueError: `quantization` is unknown, or `quantization_options` is given as well.
+            ValueError: the arrays do not match each other; or `quantization` is unknown, or
+                `quantization_options` is given as well.
             OverflowError: `tag` is negative or above 2**64 - 1.
         """
         options = operands.quantization_of(quantization_options, quantization)
@@ -541,11 +546,11 @@ class Communicator(Closing):
         send: Arrays,
         recv: Arrays | None = None,
         *,
-        op: ReduceOp | str = ReduceOp.AVG,
+        op: ReduceOp | OpName = ReduceOp.AVG,
         tag: int = 0,
         operand_descriptor: ReduceOperandDescriptor | None = None,
         quantization_options: QuantizationOptions | None = None,
-        quantization: str | None = None,
+        quantization: QuantizationName | None = None,
     ) -> AsyncReduceHandle:
         """Launches `all_reduce` and returns at once.
 
@@ -557,7 +562,7 @@ class Communicator(Closing):
         Raises:
             PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use, or this cannot be
                 quantized), INVALID_USAGE. The handle reports later failures.
-            ValueError, AssertionError, OverflowError: as for `all_reduce`.
+            ValueError, OverflowError: as for `all_reduce`.
         """
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.all_reduce(send, recv, op, options, operand_descriptor)
@@ -626,7 +631,7 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError, AssertionError: the arrays do not match each other, the group's size, or
+            ValueError: the arrays do not match each other, the group's size, or
                 `rows`.
             TypeError: `rows` are no whole numbers.
         """
@@ -654,10 +659,10 @@ class Communicator(Closing):
         send: A,
         recv: A | None = None,
         *,
-        op: ReduceOp | str = ReduceOp.AVG,
+        op: ReduceOp | OpName = ReduceOp.AVG,
         tag: int = 0,
         quantization_options: QuantizationOptions | None = None,
-        quantization: str | None = None,
+        quantization: QuantizationName | None = None,
         timeout: float | None = None,
     ) -> A:
         """Reduces `send` over all peers of the group; the peer of rank r gets the r-th part.
@@ -678,7 +683,7 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError, AssertionError: the arrays do not match each other, or cannot be divided.
+            ValueError: the arrays do not match each other, or cannot be divided.
         """
         ranks = self._membership.known_ranks("reduce_scatter")
         options = operands.quantization_of(quantization_options, quantization)
@@ -691,10 +696,10 @@ class Communicator(Closing):
         send: Arrays,
         recv: Arrays | None = None,
         *,
-        op: ReduceOp | str = ReduceOp.AVG,
+        op: ReduceOp | OpName = ReduceOp.AVG,
         tag: int = 0,
         quantization_options: QuantizationOptions | None = None,
-        quantization: str | None = None,
+        quantization: QuantizationName | None = None,
     ) -> AsyncReduceHandle:
         """Launches `reduce_scatter`; the handle's `result` is its return value."""
         ranks = self._membership.known_ranks("reduce_scatter_async")
@@ -736,9 +741,9 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError: no peer has that rank, or an array is read-only.
+            ValueError: no peer has that rank, or an array is read-only; or the elements of an array
+                are not contiguous in memory.
             TypeError: `root` is not a rank.
-            AssertionError: the elements of an array are not contiguous in memory.
         """
         work = operands.broadcast(arrays, root, self._membership.known_ranks("broadcast"))
         return collective.run(self._membership, "broadcast", work, tag, timeout)
@@ -756,10 +761,10 @@ class Communicator(Closing):
         recv: Arrays | None = None,
         *,
         root: Root = 0,
-        op: ReduceOp | str = ReduceOp.AVG,
+        op: ReduceOp | OpName = ReduceOp.AVG,
         tag: int = 0,
         quantization_options: QuantizationOptions | None = None,
-        quantization: str | None = None,
+        quantization: QuantizationName | None = None,
         timeout: float | None = None,
     ) -> ReduceInfo:
         """Reduces `send` over all peers of the group; only the root gets the result.
@@ -782,9 +787,9 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError: no peer has that rank, or as for `all_reduce`.
+            ValueError: no peer has that rank, or as for `all_reduce`; or the arrays do not match
+                each other.
             TypeError: `root` is not a rank.
-            AssertionError: the arrays do not match each other.
         """
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.reduce(
@@ -798,10 +803,10 @@ class Communicator(Closing):
         recv: Arrays | None = None,
         *,
         root: Root = 0,
-        op: ReduceOp | str = ReduceOp.AVG,
+        op: ReduceOp | OpName = ReduceOp.AVG,
         tag: int = 0,
         quantization_options: QuantizationOptions | None = None,
-        quantization: str | None = None,
+        quantization: QuantizationName | None = None,
     ) -> AsyncReduceHandle:
         """Launches `reduce`; the handle's `result` is `recv`, or `send` if it is in place."""
         options = operands.quantization_of(quantization_options, quantization)
@@ -837,7 +842,7 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError, AssertionError: the arrays do not match each other or the group's size, or
+            ValueError: the arrays do not match each other or the group's size, or
                 no peer has that rank.
             TypeError: `root` is not a rank.
         """
@@ -880,7 +885,7 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError, AssertionError: the arrays do not match each other, cannot be divided, or
+            ValueError: the arrays do not match each other, cannot be divided, or
                 one is missing; or no peer has that rank.
             TypeError: `root` is not a rank.
         """
@@ -932,7 +937,7 @@ class Communicator(Closing):
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
             MismatchError: INVALID_ARGUMENT: a peer takes another number of rows than one gives.
-            ValueError, AssertionError: the arrays do not match each other or the numbers of rows,
+            ValueError: the arrays do not match each other or the numbers of rows,
                 overlap, or cannot be divided.
         """
         ranks = self._membership.known_ranks("all_to_all")

@@ -68,8 +68,8 @@ class ReduceOpDescriptor:
         """Describes a collective of two tensors, and keeps them alive.
 
         Raises:
-            ValueError, AssertionError: the tensors do not match (`pccl.tensors.arrays.pair`).
-            ValueError: their dtype or count contradicts `reduce_descriptor`.
+            ValueError: the tensors do not match (`pccl.tensors.arrays.pair`); or their dtype or
+                count contradicts `reduce_descriptor`.
         """
         return _describe(send, recv, reduce_descriptor)
 

@@ -11,6 +11,9 @@
     +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
     +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: not supported by this version
 
+Each is also a RuntimeError. Wrong arguments raise ValueError (arrays that do not fit each other:
+ArgumentError, a subclass) or TypeError, before anything has happened.
+
 All can be pickled, so they cross process boundaries. docs/reference/errors.md lists every error,
 with its cause and cure.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pccl.support.text import ArgumentError as ArgumentError
 from pccl.types import Result
 
 

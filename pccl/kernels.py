@@ -38,8 +38,8 @@ def subtract(out: Array, a: Array, b: Array) -> None:
         b: what is subtracted.
 
     Raises:
-        ValueError: the arrays are not float32 in host memory, differ in size or order, or overlap.
-        AssertionError: an array is not dense.
+        ValueError: the arrays are not float32 in host memory, differ in size or order, or overlap;
+            or an array is not dense.
     """
     result, first, second = _floats(written=[out], read=[a, b])
     _check_in_place(result, first, second)
@@ -57,8 +57,7 @@ def add(out: Array, a: Array, b: Array, *, divisor: int = 1) -> None:
 
     Raises:
         ValueError: the arrays are not in host memory, differ in type, size or order, or overlap; or
-            the divisor is not positive.
-        AssertionError: an array is not dense.
+            the divisor is not positive; or an array is not dense.
     """
     result, first, second = _alike(written=[out], read=[a, b])
     _check_in_place(result, first, second)
@@ -92,8 +91,8 @@ def quantize(out: Array, values: Array, format: Format) -> None:
             the bytes.
 
     Raises:
-        ValueError: the arrays are not of these types or sizes in host memory, or overlap.
-        AssertionError: an array is not dense.
+        ValueError: the arrays are not of these types or sizes in host memory, or overlap; or an
+            array is not dense.
     """
     data, numbers = Buffer.of(out, writable=True), Buffer.of(values)
     _check_quantized(data, numbers, format)
@@ -113,7 +112,7 @@ def quantize_with_feedback(out: Array, error: Array, values: Array, format: Form
         format: how they are quantized.
 
     Raises:
-        ValueError, AssertionError: as for `quantize`.
+        ValueError: as for `quantize`.
     """
     kept, numbers = _floats(written=[error], read=[values])
     data = Buffer.of(out, writable=True)
@@ -141,8 +140,8 @@ def dequantize(out: Array, data: Array, format: Format) -> None:
 
     Raises:
         ValueError: the arrays are not of these types or sizes in host memory, or overlap; or with
-            "sparse", the places do not increase within each run: `out` then holds anything.
-        AssertionError: an array is not dense.
+            "sparse", the places do not increase within each run: `out` then holds anything; or an
+            array is not dense.
     """
     _read(out, data, format, "decode")
 
@@ -165,7 +164,7 @@ def accumulate(out: Array, data: Array, format: Format) -> None:
         format: how they are quantized.
 
     Raises:
-        ValueError, AssertionError: as for `dequantize`.
+        ValueError: as for `dequantize`.
     """
     _read(out, data, format, "add")
 
@@ -182,7 +181,7 @@ def mean(out: Array, payloads: Sequence[Array], format: Format) -> None:
         format: how they are quantized.
 
     Raises:
-        ValueError, AssertionError: as for `dequantize`.
+        ValueError: as for `dequantize`.
     """
     numbers, rows = Buffer.of(out, writable=True), [Buffer.of(each) for each in payloads]
     _check_divisor(len(rows))
@@ -204,8 +203,8 @@ def divide(out: Array, divisor: int) -> None:
         divisor: at least 1.
 
     Raises:
-        ValueError: the array is not of float32 in host memory, or the divisor is not positive.
-        AssertionError: the array is not dense.
+        ValueError: the array is not of float32 in host memory, or the divisor is not positive; or
+            the array is not dense.
     """
     (numbers,) = _floats(written=[out], read=[])
     _check_divisor(divisor)
@@ -235,8 +234,8 @@ def outer_sgd(
         nesterov: whether the momentum is Nesterov's.
 
     Raises:
-        ValueError: the arrays are not float32 in host memory, differ in size or order, or overlap.
-        AssertionError: an array is not dense.
+        ValueError: the arrays are not float32 in host memory, differ in size or order, or overlap;
+            or an array is not dense.
     """
     parameters, mean, given = _floats(written=[theta, velocity], read=[gradient])
     for one, other in ((parameters, mean), (parameters, given), (mean, given)):

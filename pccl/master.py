@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             dial_back=args.dial_back,
         )
         serve_until_signal(master)
-    except (PCCLError, ValueError, AssertionError) as error:  # the last two: of a malformed setting
+    except (PCCLError, ValueError) as error:  # the latter: of a malformed setting
         print(f"pccl master: {error}", file=sys.stderr)
         return 1
     return 0

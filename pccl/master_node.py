@@ -61,9 +61,8 @@ class MasterNode:
             can be reached. False: where the master's network is not that of the peers.
 
     Raises:
-        AssertionError: `listen_address` has no colon.
-        ValueError: `listen_address` is malformed in another way, or `http` is, or
-            `on_journal_error` is neither.
+        ValueError: `listen_address` has no colon; or `listen_address` is malformed in another way,
+            or `http` is, or `on_journal_error` is neither.
     """
 
     def __init__(

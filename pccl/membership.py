@@ -540,6 +540,16 @@ class Membership:
             )
         return (number, order[rank]) if sends else (order[rank], number)
 
+    def described(self, group: int) -> str:
+        """Who this peer is, in words; from any thread, and changes nothing."""
+        client = self._client
+        if client is None or client.over is not None:
+            return f"group {group}, not connected"
+        plan = client.plan
+        order = plan.rings[0].order if plan.rings else (client.number,)
+        at = f"rank {order.index(client.number)} of {len(order)}" if client.number in order else ""
+        return f"peer {client.number}, {at or 'no rank'}, group {group}"
+
     def is_alone(self, name: str) -> bool:
         """Whether this peer is the only one in its group."""
         return self.client(name).world.local_size < 2

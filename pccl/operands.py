@@ -19,13 +19,13 @@ from typing import Literal, TypeAlias, TypeVar, cast
 from msgspec import structs
 
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
-from pccl.errors import error_for
+from pccl.errors import ArgumentError, error_for
 from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
 from pccl.tensors.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
-from pccl.types import DataType, QuantizationOptions, ReduceOp, Result
+from pccl.types import DataType, OpName, QuantizationName, QuantizationOptions, ReduceOp, Result
 
 Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
 A = TypeVar("A", bound="Arrays")
@@ -64,14 +64,14 @@ class Several:
 def all_reduce(
     send: Arrays,
     recv: Arrays | None,
-    op: ReduceOp | str,
+    op: ReduceOp | OpName,
     options: QuantizationOptions | None = None,
     descriptor: ReduceOperandDescriptor | None = None,
 ) -> Operands:
     """The operands of an all-reduce; in place where `recv` is None.
 
     Raises:
-        ValueError, AssertionError: the arrays do not match each other, or `op` is unknown.
+        ValueError: the arrays do not match each other, or `op` is unknown.
         PCCLError: INVALID_ARGUMENT: they cannot be quantized like this, or contradict `descriptor`.
     """
     given = several(send)
@@ -90,7 +90,7 @@ def all_reduce(
 
 
 def quantization_of(
-    options: QuantizationOptions | None, name: str | None
+    options: QuantizationOptions | None, name: QuantizationName | None
 ) -> QuantizationOptions | None:
     """The quantization, from the options or from their short name.
 
@@ -156,9 +156,9 @@ def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
     """The operands of a broadcast, which is in place.
 
     Raises:
-        ValueError: no member has the rank `root`; or an array cannot be written.
+        ValueError: no member has the rank `root`; or an array cannot be written; or an array is not
+            dense.
         TypeError: `root` is no rank.
-        AssertionError: an array is not dense.
     """
     root = rank_of(root, ranks)
     given = several(arrays)
@@ -173,7 +173,7 @@ def all_gather(
     """The operands of an all-gather, and what receives: new arrays where `recv` is None.
 
     Raises:
-        ValueError, AssertionError: the arrays do not fit each other, or the numbers of rows.
+        ValueError: the arrays do not fit each other, or the numbers of rows.
         TypeError: such a number is none.
     """
     if rows is not None:
@@ -225,14 +225,14 @@ def _uneven_all_gather(
 def reduce_scatter(
     send: A,
     recv: A | None,
-    op: ReduceOp | str,
+    op: ReduceOp | OpName,
     options: QuantizationOptions | None,
     ranks: Ranks,
 ) -> tuple[Operands, A]:
     """The operands of a reduce-scatter, and what receives: new arrays where `recv` is None.
 
     Raises:
-        ValueError, AssertionError: the arrays do not fit each other.
+        ValueError: the arrays do not fit each other.
         PCCLError: INVALID_ARGUMENT: they cannot be quantized so.
     """
     given = several(send)
@@ -256,14 +256,14 @@ def reduce(
     send: Arrays,
     recv: Arrays | None,
     root: Root,
-    op: ReduceOp | str,
+    op: ReduceOp | OpName,
     options: QuantizationOptions | None,
     ranks: Ranks,
 ) -> Operands:
     """The operands of a reduce; in place on the root where `recv` is None.
 
     Raises:
-        ValueError, AssertionError: the arrays do not match each other, or `op` is unknown.
+        ValueError: the arrays do not match each other, or `op` is unknown.
         PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
         TypeError: `root` is no rank.
     """
@@ -284,7 +284,7 @@ def gather(send: A, recv: A | None, root: Root, ranks: Ranks) -> tuple[Operands,
     """The operands of a gather, and what receives on the root: new arrays where `recv` is None.
 
     Raises:
-        ValueError, AssertionError: the arrays do not fit each other.
+        ValueError: the arrays do not fit each other.
         TypeError: `root` is no rank.
     """
     at = rank_of(root, ranks)
@@ -306,7 +306,7 @@ def scatter(
     """The operands of a scatter, and what receives: on the root, new arrays where `recv` is None.
 
     Raises:
-        ValueError, AssertionError: the arrays do not fit each other, or one is missing.
+        ValueError: the arrays do not fit each other, or one is missing.
         TypeError: `root` is no rank.
     """
     at = rank_of(root, ranks)
@@ -355,7 +355,7 @@ def all_to_all(
     """The operands of an all-to-all, and what receives: new arrays where `recv` is None.
 
     Raises:
-        ValueError, AssertionError: the arrays do not fit each other, or the numbers of rows.
+        ValueError: the arrays do not fit each other, or the numbers of rows.
         TypeError: such a number is none.
     """
     if send_rows is not None and recv_rows is not None:
@@ -417,7 +417,7 @@ def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
     return of_buffers(place, place, ReduceOp.MIN, None), votes
 
 
-def reduce_op(op: ReduceOp | str) -> ReduceOp:
+def reduce_op(op: ReduceOp | OpName) -> ReduceOp:
     """An operation, or the one of that name in any case; "mean" is "avg".
 
     Raises:
@@ -478,12 +478,12 @@ def several(arrays: Arrays) -> Several:
 
 
 def matching(given: Several, recv: Arrays) -> Several:
-    """What receives. Raises AssertionError unless it has the form of what is given."""
+    """What receives. Raises ValueError unless it has the form of what is given."""
     found = several(recv)
     if found.names != given.names:
-        raise AssertionError("send and recv must be dicts with the same keys, or neither a dict")
+        raise ArgumentError("send and recv must be dicts with the same keys, or neither a dict")
     if len(found.arrays) != len(given.arrays):
-        raise AssertionError(f"send has {len(given.arrays)} arrays, recv {len(found.arrays)}")
+        raise ArgumentError(f"send has {len(given.arrays)} arrays, recv {len(found.arrays)}")
     return found
 
 
@@ -504,9 +504,9 @@ def _gathered(array: Array, block: Buffer, members: int) -> Array:
 
 
 def scattered(array: Array, whole: Buffer, members: int) -> Array:
-    """A new array for one member's slice of an array. Raises AssertionError if it has none."""
+    """A new array for one member's slice of an array. Raises ValueError if it has none."""
     if len(array.shape) == 0 or array.shape[0] % members:
-        raise AssertionError(
+        raise ArgumentError(
             f"send has the shape {tuple(array.shape)}: its first dimension must be a multiple of "
             f"the {members} peers of the group"
         )
@@ -520,21 +520,21 @@ def check_block(
     """Checks that one buffer holds a slice like the other for each member, in the same order.
 
     Raises:
-        AssertionError: it does not.
-        ValueError: they overlap, and the other is not the slice of this peer's rank.
+        ValueError: it does not; or they overlap, and the other is not the slice of this peer's
+            rank.
     """
     if whole.dtype is not block.dtype:
-        raise AssertionError(
+        raise ArgumentError(
             f"{whole_name} is {whole.dtype.name}, {block_name} is {block.dtype.name}"
         )
     if whole.count != ranks.members * block.count:
-        raise AssertionError(
+        raise ArgumentError(
             f"{whole_name} has {whole.count} elements, {block_name} {block.count}: it must be "
             f"{ranks.members} times as many, one for each peer of the group"
         )
     part = None if whole.layout is None else whole.layout.part(ranks.members)
     if part != block.layout or (part is None) != (whole.layout is None):
-        raise AssertionError(
+        raise ArgumentError(
             f"the order in memory of {whole_name} is {whole.order}, of {block_name} {block.order}: "
             f"its {ranks.members} parts must lie one after the other, each like {block_name}. Pass "
             "send in C's order, as a copy if need be, and no recv"
@@ -635,7 +635,7 @@ def _numbers(name: str, rows: Sequence[int], ranks: Ranks) -> tuple[int, ...]:
 
 def _check_rows_alike(send: Buffer, recv: Buffer, row: int, other: int) -> None:
     if send.dtype is not recv.dtype or row != other:
-        raise AssertionError(
+        raise ArgumentError(
             f"a row of send is {row} elements of {send.dtype.name}, and one of recv is not"
         )
 
@@ -643,7 +643,7 @@ def _check_rows_alike(send: Buffer, recv: Buffer, row: int, other: int) -> None:
 def _row(name: str, array: Array, buffer: Buffer, rows: int, as_what: str) -> int:
     """The elements of a row of an array, which must have so many rows."""
     if len(array.shape) == 0 or array.shape[0] != rows or buffer.layout is not None:
-        raise AssertionError(
+        raise ArgumentError(
             f"{name} has the shape {tuple(array.shape)}, and lies in memory {buffer.order}: it "
             f"must have {rows} rows, as {as_what}, in C's order"
         )
@@ -655,7 +655,7 @@ def _check_rows(array: Array, whole: Buffer, members: int) -> None:
     mixed = whole.layout is not None and whole.layout.part(members) is None
     if len(array.shape) == 0 or array.shape[0] % members or mixed:
         lies = f", and lies in memory as {whole.order}" if mixed else ""
-        raise AssertionError(
+        raise ArgumentError(
             f"send has the shape {tuple(array.shape)}{lies}: its first dimension must be a "
             f"multiple of the {members} peers of the group, and the outermost one in memory"
         )
@@ -670,7 +670,7 @@ def send(arrays: Arrays, pair: tuple[int, int]) -> Operands:
     """The operands of a send, by a pair of peers.
 
     Raises:
-        ValueError, AssertionError: the arrays cannot be sent.
+        ValueError: the arrays cannot be sent.
     """
     given = several(arrays)
     work = make(CollectiveKind.SEND, given, _only_given(given))
@@ -681,7 +681,7 @@ def recv(arrays: Arrays, pair: tuple[int, int]) -> Operands:
     """The operands of a recv, by a pair of peers.
 
     Raises:
-        ValueError, AssertionError: the arrays cannot be written to.
+        ValueError: the arrays cannot be written to.
     """
     given = several(arrays)
     buffers = [Buffer.of(array, writable=True) for array in given.arrays]

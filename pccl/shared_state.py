@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pccl.errors import error_for, not_picklable
+from pccl.errors import ArgumentError, error_for, not_picklable
 from pccl.membership import Membership, error_of
 from pccl.protocol.messages import ENTRY_BYTES_MAX, LIST_BYTES_MAX, NAME_CHARS_MAX
 from pccl.protocol.peer import effects
@@ -118,8 +118,8 @@ class TensorInfo:
         """An entry for a torch tensor, which it keeps alive.
 
         Raises:
-            ValueError: not a torch tensor, a DTensor, or of an unsupported element type.
-            AssertionError: its elements are not contiguous in memory.
+            ValueError: not a torch tensor, a DTensor, or of an unsupported element type; or its
+                elements are not contiguous in memory.
             UnsupportedError: it is neither in host memory nor on a CUDA device.
         """
         if not is_torch(tensor):
@@ -133,8 +133,8 @@ class TensorInfo:
         """An entry for a numpy array, which it keeps alive.
 
         Raises:
-            ValueError: not a numpy array, read-only, or of an unsupported element type.
-            AssertionError: its elements are not contiguous in memory.
+            ValueError: not a numpy array, read-only, or of an unsupported element type; or its
+                elements are not contiguous in memory.
         """
         if not is_numpy(tensor):
             raise ValueError(f"{name!r}: {type(tensor).__name__} is not a numpy.ndarray")
@@ -144,7 +144,7 @@ class TensorInfo:
     def _from_array(cls, array: Array, name: str, allow_content_inequality: bool) -> TensorInfo:
         try:
             buffer = Buffer.of(array, writable=True)
-        except (ValueError, AssertionError) as error:
+        except ValueError as error:
             raise type(error)(f"{name!r}: {error}") from None
         made = cls(
             name,
@@ -173,14 +173,13 @@ class SharedState:
             all peers.
 
     Raises:
-        AssertionError: there are no entries.
-        ValueError: two entries have the same name, or the entries do not fit in one message to the
-            master (some hundred thousand do).
+        ValueError: there are no entries; or two entries have the same name, or the entries do not
+            fit in one message to the master (some hundred thousand do).
     """
 
     def __init__(self, tensor_infos: Sequence[TensorInfo]) -> None:
         if not tensor_infos:
-            raise AssertionError("a shared state has at least one entry")
+            raise ArgumentError("a shared state has at least one entry")
         names = Counter(info.name for info in tensor_infos)
         twice = [name for name, uses in names.items() if uses > 1]
         if twice:
@@ -295,7 +294,7 @@ class SharedState:
         """The shared state of named torch tensors or numpy arrays, in the mapping's order.
 
         Raises:
-            ValueError, AssertionError, UnsupportedError: as for `TensorInfo.from_torch`.
+            ValueError, UnsupportedError: as for `TensorInfo.from_torch`.
         """
         return cls([TensorInfo._from_array(array, name, False) for name, array in tensors.items()])
 
@@ -304,7 +303,7 @@ class SharedState:
         """The shared state of a module's parameters and persistent buffers, by `state_dict()`.
 
         Raises:
-            ValueError, AssertionError, UnsupportedError: as for `TensorInfo.from_torch`; also if
+            ValueError, UnsupportedError: as for `TensorInfo.from_torch`; also if
                 the state is not a tensor.
         """
         return cls.from_tensors(module.state_dict())

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,6 +64,10 @@ class SharedStateSyncStrategy(Enum):
     ENFORCE_POPULAR = 0
     RECEIVE_ONLY = 1
     SEND_ONLY = 2
+
+
+OpName: TypeAlias = Literal["sum", "avg", "mean", "prod", "max", "min"]
+QuantizationName: TypeAlias = Literal["int8", "int4", "uint8"]
 
 
 class DataType(Enum):
@@ -225,7 +229,7 @@ class QuantizationOptions:
     algorithm: QuantizationAlgorithm = QuantizationAlgorithm.MIN_MAX
 
     @classmethod
-    def of(cls, name: str) -> QuantizationOptions:
+    def of(cls, name: QuantizationName) -> QuantizationOptions:
         """The options for a short name: "int8" and "int4" are block-wise, "uint8" is MIN_MAX.
 
         Raises:

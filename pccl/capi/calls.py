@@ -80,7 +80,7 @@ def _fail(name: str, error: BaseException) -> Result:
         return error.result
     if isinstance(error, MemoryError):
         return Result.INTERNAL_ERROR
-    if isinstance(error, ValueError | AssertionError | OverflowError):  # as the API has them
+    if isinstance(error, ValueError | OverflowError):  # as the API has them
         return Result.INVALID_ARGUMENT
     configure_logging()
     log.error("%s has failed", name, exc_info=error)

@@ -118,7 +118,7 @@ class State:
         """The shared state of a pcclSharedState_t.
 
         Raises:
-            ValueError, AssertionError: an entry is not valid, or there is none.
+            ValueError: an entry is not valid, or there is none.
         """
         if state.count:
             given(state.infos, "infos")

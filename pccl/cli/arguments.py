@@ -28,7 +28,7 @@ def master(text: str) -> str:
     address = f"{text}:{DEFAULT_PORT}" if bare else text
     try:
         parse_address(address)
-    except (ValueError, AssertionError) as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return address
 

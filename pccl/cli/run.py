@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         if address is None:
             try:
                 node = stack.enter_context(MasterNode(args.with_master or LOOPBACK))
-            except (PCCLError, ValueError, AssertionError) as error:  # the last two: malformed
+            except (PCCLError, ValueError) as error:  # the latter: malformed
                 print(f"pccl run: {error}", file=sys.stderr)
                 return 1
             address = node.address

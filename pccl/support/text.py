@@ -9,15 +9,21 @@ ADVERTISED_MAX = 8  # hosts at which a peer says that it may be reached
 KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # of CURVE, in Z85
 
 
+class ArgumentError(ValueError, AssertionError):
+    """Arguments that do not fit each other, or lack something.
+
+    A ValueError; pypccl asserted these, so programs that were written for it catch AssertionError.
+    """
+
+
 def parse_address(address: str) -> tuple[str, int]:
     """(host, port) of `host:port`; host is a name, an IPv4 address, or an IPv6 one in brackets.
 
     Raises:
-        AssertionError: there is no colon.
-        ValueError: it is malformed otherwise.
+        ValueError: there is no colon; or it is malformed otherwise.
     """
     if ":" not in address:
-        raise AssertionError(f"{address!r} is not host:port, for example 127.0.0.1:48148")
+        raise ArgumentError(f"{address!r} is not host:port, for example 127.0.0.1:48148")
     scheme, separator, rest = address.partition("://")
     if separator:
         raise ValueError(f"{address!r} begins with {scheme}://: it must be {rest!r} alone")

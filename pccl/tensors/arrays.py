@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from pccl.errors import UnsupportedError
+from pccl.errors import ArgumentError, UnsupportedError
 from pccl.tensors.layout import Layout, described, shares_places
 from pccl.types import DataType, DeviceType, Result
 
@@ -105,8 +105,8 @@ class Buffer:
 
         Raises:
             ValueError: not a numpy array or torch tensor with memory of its own, of an element type
-                that is not supported, or read-only although it is to be written.
-            AssertionError: it is not dense.
+                that is not supported, or read-only although it is to be written; or it is not
+                dense.
             UnsupportedError: it is neither in host memory nor on a CUDA device.
         """
         if is_torch(array):
@@ -132,7 +132,7 @@ class Buffer:
         layout = None
         if tensor.is_neg():
             what = "the tensor is stored with its sign reversed, c = tensor.resolve_neg() is not"
-            raise AssertionError(f"{what}: {_TORCH}")
+            raise ArgumentError(f"{what}: {_TORCH}")
         if not tensor.is_contiguous():
             layout = Layout.of(tensor.shape, tensor.stride())
             if layout is None:
@@ -162,14 +162,14 @@ def _strides(array: np.ndarray[Any, Any]) -> list[float]:
 
 def _not_dense(
     what: str, shape: Sequence[int], strides: Sequence[float], copy: str, instead: str
-) -> AssertionError:
+) -> ArgumentError:
     what += f" ({'x'.join(map(str, shape))} with strides {','.join(map(str, strides))})"
     if shares_places(shape, strides):
         instead = "pass c instead, where the result is"
         why = f"elements of {what} share places in memory, those of {copy} do not"
     else:
         why = f"elements of {what} do not follow each other in memory, those of {copy} do"
-    return AssertionError(f"{why}: {instead}")
+    return ArgumentError(f"{why}: {instead}")
 
 
 def is_torch(array: object) -> TypeGuard[torch.Tensor]:
@@ -246,19 +246,19 @@ def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
 
     Raises:
         ValueError: one is of torch and one of numpy, or neither; an element type is not supported;
-            `recv` is read-only; or they overlap without being the same memory.
-        AssertionError: one is not dense; or dtypes, element counts or orders in memory differ.
+            `recv` is read-only; or they overlap without being the same memory; or one is not dense;
+            or dtypes, element counts or orders in memory differ.
         UnsupportedError: one is neither in host memory nor on a CUDA device.
     """
     same_kind(send, recv)
     source = Buffer.of(send)
     target = Buffer.of(recv, writable=True)
     if source.dtype is not target.dtype:
-        raise AssertionError(f"send is {source.dtype.name}, recv is {target.dtype.name}")
+        raise ArgumentError(f"send is {source.dtype.name}, recv is {target.dtype.name}")
     if source.count != target.count:
-        raise AssertionError(f"send has {source.count} elements, recv has {target.count}")
+        raise ArgumentError(f"send has {source.count} elements, recv has {target.count}")
     if source.layout != target.layout:
-        raise AssertionError(
+        raise ArgumentError(
             f"send and recv lie in different orders in memory, {source.order} and {target.order}: "
             f"they must lie alike, as do send and {'torch' if is_torch(send) else 'numpy'}"
             ".empty_like(send)"

@@ -192,7 +192,7 @@ class Tensors:
         nbytes: of the stretch.
 
     Raises:
-        ValueError, AssertionError, UnsupportedError: they are none, or not arrays that pccl takes.
+        ValueError, UnsupportedError: they are none, or not arrays that pccl takes.
     """
 
     def __init__(self, parameters: Mapping[str, Array], *, writable: bool) -> None:

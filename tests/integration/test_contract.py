@@ -290,3 +290,24 @@ def test_ctrl_c_interrupts_a_call(start: Start, call: str) -> None:
     for puppet in puppets:  # nobody waits for it there, and it can make other calls
         puppet.begin("all_reduce")
     assert [puppet.value() for puppet in puppets] == [2.0, 2.0]
+
+
+def test_what_callers_catch() -> None:
+    """As pypccl's scripts have it, and as Python's others do."""
+    array = np.zeros(3)
+    with Cluster(2) as cluster:
+        comm = cluster.comms[0]
+        for error in (ValueError, AssertionError):
+            with pytest.raises(error, match="send has 3 elements, recv has 4"):
+                comm.all_reduce(array, np.zeros(4))
+        with pytest.raises(RuntimeError, match="call connect"):
+            pccl.Communicator(cluster.master.address).are_peers_pending()
+    assert issubclass(pccl.PCCLTimeoutError, TimeoutError)
+
+
+def test_a_communicator_says_who_it_is() -> None:
+    with Cluster(2, groups=[0, 0]) as cluster:
+        comm = cluster.comms[0]
+        said = f"peer 1, rank {comm.rank} of 2, group 0"
+        assert repr(comm) == f"Communicator({cluster.master.address!r}, {said})"
+    assert repr(comm) == f"Communicator({cluster.master.address!r}, group 0, not connected)"

@@ -280,18 +280,18 @@ def test_arguments_that_cannot_be() -> None:
             (ValueError, "ranks are 0 to 1", lambda: comm.reduce(x, root=2)),
             (ValueError, "it may be a rank", lambda: comm.gather(x, root="last")),  # type: ignore[arg-type]
             (TypeError, "root is 1.0", lambda: comm.scatter(x, root=1.0)),  # type: ignore[arg-type]
-            (AssertionError, "recv has 3", lambda: comm.reduce(x, x[0].copy())),
+            (ValueError, "recv has 3", lambda: comm.reduce(x, x[0].copy())),
             (ValueError, "it may be sum, avg", lambda: comm.reduce(x, op="median")),
-            (AssertionError, "2 times as many", lambda: comm.gather(x, y)),
+            (ValueError, "2 times as many", lambda: comm.gather(x, y)),
             (ValueError, "not the part of it", lambda: comm.gather(x[2:], x)),
             (ValueError, "send is needed", lambda: comm.scatter(None, x)),
             (ValueError, "recv is needed", lambda: other.scatter(x)),
-            (AssertionError, "multiple of the 2 peers", lambda: comm.scatter(x[:3])),
-            (AssertionError, "2 times as many", lambda: comm.scatter(x, y)),
+            (ValueError, "multiple of the 2 peers", lambda: comm.scatter(x[:3])),
+            (ValueError, "2 times as many", lambda: comm.scatter(x, y)),
             (ValueError, "not the part of it", lambda: comm.scatter(x, x[2:])),
-            (AssertionError, "multiple of the 2 peers", lambda: comm.all_to_all(x[:3])),
-            (AssertionError, "multiple of the 2 peers", lambda: comm.all_to_all(np.array(1.0))),
-            (AssertionError, "the outermost one", lambda: comm.all_to_all(x.T.copy().T)),
+            (ValueError, "multiple of the 2 peers", lambda: comm.all_to_all(x[:3])),
+            (ValueError, "multiple of the 2 peers", lambda: comm.all_to_all(np.array(1.0))),
+            (ValueError, "the outermost one", lambda: comm.all_to_all(x.T.copy().T)),
             (ValueError, "cannot be in place", lambda: comm.all_to_all(x, x)),
             (ValueError, "both send_rows and", lambda: comm.all_to_all(x, send_rows=[2, 2])),
             *(
@@ -304,10 +304,10 @@ def test_arguments_that_cannot_be() -> None:
                     (ValueError, "for each of the 2 peers", [4]),
                     (ValueError, "for each of the 2 peers", [5, -1]),
                     (TypeError, "float", [2.0, 2.0]),
-                    (AssertionError, "must have 3 rows", [2, 1]),
+                    (ValueError, "must have 3 rows", [2, 1]),
                 )
             ),
-            (AssertionError, "recv has 6", lambda: comm.all_to_all(x, y[:2])),
+            (ValueError, "recv has 6", lambda: comm.all_to_all(x, y[:2])),
             (ValueError, "read-only", lambda: other.scatter(None, np.broadcast_to(1.0, (1,)))),
         ):
             with pytest.raises(error, match=words):

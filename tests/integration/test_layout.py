@@ -14,6 +14,7 @@ from errors_page import listed
 
 import pccl
 from pccl import operands
+from pccl.errors import ArgumentError
 from pccl.tensors.arrays import Buffer, order_of
 from pccl.tensors.layout import Layout
 
@@ -142,7 +143,7 @@ def test_rows_of_tensors_lie_as_in_c() -> None:
     work, result = operands.all_gather({"x": tensor}, None, ranks, [4, 3])
     assert result["x"].shape == (7, 2) and result["x"].dtype is torch.bfloat16
     assert work.work.rows == (4, 3) and work.work.parts[0].count == 2
-    with pytest.raises(AssertionError, match="in memory 3x2 with strides 1,3: it must have 3"):
+    with pytest.raises(ValueError, match="in memory 3x2 with strides 1,3: it must have 3"):
         operands.all_gather(torch.zeros((2, 3)).t(), None, ranks, [4, 3])
 
 
@@ -200,7 +201,7 @@ def test_what_has_gaps_is_refused_with_words_that_lose_nothing_when_followed(
 
         def job(index: int, comm: pccl.Communicator) -> None:
             x, expected = make(), 2 * plain(make())
-            with pytest.raises(AssertionError, match=r"memory|sign") as caught:
+            with pytest.raises(ValueError, match=r"memory|sign") as caught:
                 comm.all_reduce(x, op="sum")
             text = str(caught.value)
             scope = {"tensor": x, "array": x}
@@ -221,13 +222,11 @@ def test_errors_of_the_page() -> None:
     x = channels_last(2, 3, 4, 4)
     cases: list[tuple[Any, Any]] = [(x[:, :2], None), (x[0, 0, 0].expand(2, 4), None)]
     for send, recv in [*cases, (x, x.contiguous()), (x.contiguous(), x)]:
-        with pytest.raises(AssertionError) as caught:
+        with pytest.raises(ArgumentError) as caught:
             operands.all_reduce(send, recv, SUM, None)
-        listed(f"AssertionError: {caught.value}")
+        listed(f"ArgumentError: {caught.value}")
     square = np.asfortranarray(numbers(3, 3))
-    with pytest.raises(
-        AssertionError, match=r"3x3 with strides 1,3 and as in C: .*numpy.empty_like"
-    ):
+    with pytest.raises(ValueError, match=r"3x3 with strides 1,3 and as in C: .*numpy.empty_like"):
         operands.all_reduce(square, square.T, SUM, None)
     ranks = operands.Ranks(rank=0, members=2, first=0)
     for call in (
@@ -235,7 +234,7 @@ def test_errors_of_the_page() -> None:
         lambda: operands.reduce_scatter(np.asfortranarray(numbers(4, 6)), None, SUM, None, ranks),
         lambda: operands.reduce_scatter(numbers(4, 6), square[:2], SUM, None, ranks),
     ):
-        with pytest.raises(AssertionError, match=r"in C's order, as a copy if need be|elements"):
+        with pytest.raises(ValueError, match=r"in C's order, as a copy if need be|elements"):
             call()
     work = pccl.ReduceDescriptor(
         50, SUM, 0, pccl.ReduceOperandDescriptor(pccl.DataType.FLOAT), None
@@ -280,14 +279,14 @@ def test_a_peer_whose_shared_state_lies_otherwise_is_told_so() -> None:
 
 
 def test_an_entry_with_gaps_is_named() -> None:
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         pccl.TensorInfo.from_torch(torch.eye(3)[:, 0], "w")
     assert str(caught.value) == (
         "'w': elements of the tensor (3 with strides 3) do not follow each other in memory, those "
         "of c = tensor.contiguous() do: pass c instead, with c.copy_(tensor) before each call and "
         "tensor.copy_(c) after it"
     )
-    with pytest.raises(AssertionError, match=r"'w': .*do not: pass c instead, where the result is"):
+    with pytest.raises(ValueError, match=r"'w': .*do not: pass c instead, where the result is"):
         pccl.TensorInfo.from_torch(torch.zeros(1).expand(3), "w")
 
 

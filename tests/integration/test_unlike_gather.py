@@ -132,12 +132,12 @@ HERE = Ranks(rank=1, members=3, first=0)
         (np.zeros((2, 3)), None, [1, 2], ValueError, "a number of rows for each of the 3 peers"),
         (np.zeros((2, 3)), None, [1, 2, -1], ValueError, "a number of rows for each of the 3"),
         (np.zeros((2, 3)), None, [1, 2.5, 1], TypeError, "interpreted as an integer"),
-        (np.zeros((2, 3)), None, [1, 3, 1], AssertionError, "have 3 rows, as rows has for rank 1"),
-        (np.array(1.0), None, [1, 1, 1], AssertionError, "have 1 rows, as rows has for rank 1"),
-        (np.zeros((2, 3)), np.zeros((3, 3)), [1, 2, 1], AssertionError, "have 4 rows, as rows add"),
-        (np.zeros((2, 3)), np.zeros((4, 2)), [1, 2, 1], AssertionError, "a row of send is 3 elem"),
-        (np.zeros((2, 3)), np.zeros((4, 3), "f4"), [1, 2, 1], AssertionError, "elements of DOUBLE"),
-        (np.zeros((3, 2)).T, None, [1, 2, 1], AssertionError, "in C's order"),
+        (np.zeros((2, 3)), None, [1, 3, 1], ValueError, "have 3 rows, as rows has for rank 1"),
+        (np.array(1.0), None, [1, 1, 1], ValueError, "have 1 rows, as rows has for rank 1"),
+        (np.zeros((2, 3)), np.zeros((3, 3)), [1, 2, 1], ValueError, "have 4 rows, as rows add"),
+        (np.zeros((2, 3)), np.zeros((4, 2)), [1, 2, 1], ValueError, "a row of send is 3 elem"),
+        (np.zeros((2, 3)), np.zeros((4, 3), "f4"), [1, 2, 1], ValueError, "elements of DOUBLE"),
+        (np.zeros((3, 2)).T, None, [1, 2, 1], ValueError, "in C's order"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(

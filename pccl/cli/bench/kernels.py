@@ -22,13 +22,17 @@ from numpy.typing import NDArray
 from pccl.cli.bench import common, trials
 from pccl.ext import ffi, lib
 from pccl.runtime.digest import digests
-from pccl.types import DataType, ReduceOp
+from pccl.types import DataType, QuantizationName, ReduceOp
 
 if TYPE_CHECKING:
     from pccl.ext._core import CData
 
 
-_FORMATS = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4, "uint8": lib.PCCL_MIN_MAX_8}
+_FORMATS: dict[QuantizationName, int] = {
+    "int8": lib.PCCL_BLOCK_8,
+    "int4": lib.PCCL_BLOCK_4,
+    "uint8": lib.PCCL_MIN_MAX_8,
+}
 _DTYPES = {
     "float": DataType.FLOAT,
     "double": DataType.DOUBLE,
@@ -92,7 +96,7 @@ def _add(name: str, dtype: DataType, nbytes: int) -> Kernel:
     return Kernel(name, add, 3 * nbytes, lambda: trials.count_wrong(out, wanted))
 
 
-def _quantized(name: str, nbytes: int) -> list[Kernel]:
+def _quantized(name: QuantizationName, nbytes: int) -> list[Kernel]:
     """Quantize, dequantize, and a step of a ring, of float32."""
     dtype, how = DataType.FLOAT, (_FORMATS[name], DataType.FLOAT.value)
     a, b = _operands(dtype, nbytes)

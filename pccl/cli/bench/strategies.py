@@ -9,7 +9,7 @@ from pccl.protocol.messages import CollectiveKind, Ring, Spec
 from pccl.protocol.strategy import Conditions, Settings, Strategy, choose
 from pccl.runtime.config import Config
 from pccl.runtime.quantization import fingerprint, wire_bytes
-from pccl.types import DataType, QuantizationOptions, ReduceOp
+from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
 
 def chosen(
@@ -20,7 +20,7 @@ def chosen(
     together: bool,
     dtype: DataType = DataType.FLOAT,
     op: ReduceOp = ReduceOp.SUM,
-    quantization: str | None = None,
+    quantization: QuantizationName | None = None,
     settings: Settings | None = None,
 ) -> Strategy:
     """How a collective of so many bytes travels in a group of peers on one machine, or several."""
@@ -40,7 +40,7 @@ def explained(
     peers: int,
     dtype: DataType,
     op: ReduceOp,
-    quantization: str | None,
+    quantization: QuantizationName | None,
     lanes: int,
 ) -> Iterator[str]:
     """The lines of `pccl bench WHAT --explain`: each size, with one machine and with several."""

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 import pccl
 from pccl.cli.bench.common import follow_parent
 from pccl.tensors.arrays import Array
-from pccl.types import DataType, QuantizationOptions, ReduceOp
+from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
 PERIOD = 8191
 VALUE_MAX = 15  # of what a peer brings to a sum
@@ -82,7 +82,7 @@ def count_wrong(bits: Bits, table: Bits) -> int:
     return int(np.count_nonzero(body != table) + np.count_nonzero(rest != table[: rest.size]))
 
 
-def error_max(dtype: DataType, op: ReduceOp, peers: int, quantization: str) -> float:
+def error_max(dtype: DataType, op: ReduceOp, peers: int, quantization: QuantizationName) -> float:
     """How far a quantized sum or mean may be from `expected`.
 
     Half a step for each of the `peers` times that it is quantized; a step is at most the largest
@@ -275,7 +275,7 @@ class Way:
     sent: Callable[[], int]
     reset: Callable[[], None]
     result: Callable[[], Bits]
-    quantization: str | None = None
+    quantization: QuantizationName | None = None
 
 
 class Trial:
@@ -298,7 +298,7 @@ class Trial:
         dtype: DataType,
         op: ReduceOp,
         count: int,
-        quantization: str | None = None,
+        quantization: QuantizationName | None = None,
         place: Place | None = None,
     ) -> None:
         self._quantization, self._place = quantization, place or Host()
@@ -360,7 +360,7 @@ class Trial:
             return self._way(self._send, self._send[own], self._quantization)
         return self._way(self._recv, self._recv, self._quantization)
 
-    def _way(self, send: Array, recv: Array, quantization: str | None) -> Way:
+    def _way(self, send: Array, recv: Array, quantization: QuantizationName | None) -> Way:
         one, place = np.zeros(1, np.float32), self._place
 
         def meet() -> None:
@@ -480,7 +480,7 @@ class Job:
     warmups: int
     check: bool
     against: str | None = None
-    quantization: str | None = None
+    quantization: QuantizationName | None = None
     lanes: int = 0
     device: str = "cpu"
 
