@@ -105,9 +105,9 @@ class Launch:
         """Whether `finish` must still wait for copies to a device."""
         return self.end is None and self._copies is not None and not self._copies.are_settled
 
-    def hear(self, ended: Callable[[], None]) -> None:
+    def on_end(self, ended: Callable[[], None]) -> None:
         """Calls `ended`, in a thread of pccl, when `finish` would return without waiting."""
-        self._client.hear(self.call, lambda _: ended())
+        self._client.on_end(self.call, lambda _: ended())
 
     def _conclude(self, end: End) -> None:
         self.over = True
@@ -120,17 +120,17 @@ class Launch:
         if self._copies is not None:
             self._copies.settle()
 
-    def let_go(self) -> None:
+    def cancel(self) -> None:
         """Ends the collective after an exception in its caller, and frees its tag. Idempotent."""
         try:
             self.over = True
-            self._client.let_go(self.call)
+            self._client.cancel(self.call)
             if self._copies is not None and self._client.over is not FORKED:
-                aside(self._copies.let_go)
+                aside(self._copies.cancel)
         finally:
             self._calls.leave(self.call)
 
-    def forsake(self) -> None:
+    def detach(self) -> None:
         """The handle was collected: the collective continues, and its tag is free afterwards."""
 
         def told(end: End) -> None:
@@ -138,7 +138,7 @@ class Launch:
             if isinstance(end, effects.Fail):
                 log.warning("a collective whose handle was dropped has failed: %s", self.error(end))
 
-        self._client.hear(self.call, told)
+        self._client.on_end(self.call, told)
 
     def error(self, end: effects.Fail) -> PCCLError:
         """The exception for a failure."""
@@ -194,7 +194,7 @@ class AsyncReduceHandle:
         try:
             end = launch.finish(deadline)
         except BaseException:
-            launch.let_go()
+            launch.cancel()
             raise
         if isinstance(end, effects.Fail):
             return False, end.result.value, ReduceInfo(0, 0, 0)
@@ -216,7 +216,7 @@ class AsyncReduceHandle:
         if self._launch is None:
             callback()
         else:
-            self._launch.hear(callback)
+            self._launch.on_end(callback)
 
     def __await__(self) -> Generator[Any, None, tuple[bool, int, ReduceInfo]]:
         """`await handle`, in asyncio: returns what `wait()` returns, without blocking the loop.
@@ -238,7 +238,7 @@ class AsyncReduceHandle:
                 with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                     loop.call_soon_threadsafe(ended.set)
 
-            launch.hear(tell)
+            launch.on_end(tell)
             await ended.wait()
         if launch is not None and launch.finishes_slowly:
             return await asyncio.to_thread(self.wait)
@@ -256,7 +256,7 @@ class AsyncReduceHandle:
     def __del__(self) -> None:
         launch = getattr(self, "_launch", None)
         if launch is not None and not launch.over and not sys.is_finalizing():
-            launch.forsake()
+            launch.detach()
 
 
 # ---- launching, and waiting ----
@@ -271,7 +271,7 @@ def launch(
         one.begin(work)
         return AsyncReduceHandle(one, result)
     except BaseException:
-        one.let_go()
+        one.cancel()
         raise
 
 
@@ -285,7 +285,7 @@ def run(
         one.begin(work, stuck=timeout is None and membership.calls.single_threaded())
         end = one.finish(deadline)
     except BaseException:
-        one.let_go()
+        one.cancel()
         raise
     if isinstance(end, effects.Fail):
         raise one.error(end)
@@ -305,7 +305,7 @@ def run_all(
         ends = [(one, one.finish(deadline)) for one in launches]
     except BaseException:
         for one in launches:
-            one.let_go()
+            one.cancel()
         raise
     for one, end in ends:
         if isinstance(end, effects.Fail):
@@ -355,6 +355,6 @@ def run_with_retry(
                 raise one.error(end)
     except BaseException:
         for _, one in in_flight:
-            one.let_go()
+            one.cancel()
         raise
     return ReduceInfo(world_size, tx_bytes, rx_bytes)

@@ -570,17 +570,17 @@ class Membership:
             end = take_part(call)
             self.calls.leave(call)
         except BaseException:
-            self.let_go(client, call)
+            self.cancel(client, call)
             raise
         if isinstance(end, effects.Fail):
             raise error_of(name, end, call.began_s)
         assert isinstance(end, effects.Answer)
         return end
 
-    def let_go(self, client: Client, call: Call) -> None:
+    def cancel(self, client: Client, call: Call) -> None:
         """Abandons a call that an exception has left."""
         try:
-            client.let_go(call)
+            client.cancel(call)
         finally:
             self.calls.leave(call)
 

@@ -330,7 +330,7 @@ def sync_shared_state(
         outcome, regions = _synchronise(membership, client, call, shared_state, options)
         membership.calls.leave(call)
     except BaseException as error:
-        membership.let_go(client, call)
+        membership.cancel(client, call)
         _note(error, shared_state)
         raise
     end = outcome.end

@@ -399,5 +399,5 @@ def test_a_call_that_begins_when_the_membership_has_just_ended() -> None:
         begun = client.call()
         barrier = operands.barrier()
         client.collective(begun, 0, barrier, choose(barrier.work, 0, client.conditions))
-        client.hear(begun, heard.append)
+        client.on_end(begun, heard.append)
         assert heard == [begun.end] != [None]

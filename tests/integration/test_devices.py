@@ -89,10 +89,10 @@ class Ended:
     def ready(self, call: Call, offset: int, length: int) -> None:
         raise AssertionError("it is told of steps that nobody waits for")
 
-    def withdraw(self, call: Call, why: str) -> None:
+    def time_out(self, call: Call, why: str) -> None:
         raise AssertionError(why)
 
-    def hear(self, call: Call, told: Callable[[End], None]) -> None:
+    def on_end(self, call: Call, told: Callable[[End], None]) -> None:
         told(self.end)
 
 

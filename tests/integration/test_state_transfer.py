@@ -395,7 +395,7 @@ def test_a_callback_that_fails_too_late_is_told_after_the_fact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All others have gone on with the elected content: so does this peer."""
-    monkeypatch.setattr(Client, "withdraw", lambda *arguments: None)
+    monkeypatch.setattr(Client, "time_out", lambda *arguments: None)
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:

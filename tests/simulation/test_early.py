@@ -76,7 +76,7 @@ def story(seed: int) -> SimulatedRun:
             calls = [(peer, call) for peer in alive for call in entered(peer)]
             if calls:
                 peer, call = draw.choice(calls)
-                peer.abandon(call)
+                peer.cancel(call)
     run.finish()
     return run
 

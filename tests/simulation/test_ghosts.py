@@ -39,10 +39,10 @@ def test_a_limit_holds_while_the_master_is_away() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     peer.update_topology(3)
-    assert not ends(peer.withdraw(2, "its caller gave up after 1 s"))  # the master is asked
+    assert not ends(peer.time_out(2, "its caller gave up after 1 s"))  # the master is asked
     (lost,) = ends(peer.disconnected("the connection broke"))
     assert isinstance(lost, effects.Fail) and lost.call == 2 and lost.fault is effects.Fault.TIMEOUT
-    (late,) = ends(peer.withdraw(3, "its caller gave up after 1 s"))
+    (late,) = ends(peer.time_out(3, "its caller gave up after 1 s"))
     assert isinstance(late, effects.Fail) and late.fault is effects.Fault.TIMEOUT
     assert "while the master at m:48148 was away" in late.why
     peer.reconnected()
@@ -54,7 +54,7 @@ def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     peer.disconnected("the connection broke")
-    peer.withdraw(2, "its caller gave up after 1 s")
+    peer.time_out(2, "its caller gave up after 1 s")
     peer.reconnected()
     actions = peer.received(m.Missed(m.Small(5, 0, (1, 2), DATA)))
     assert said(actions) == [m.Leave()]
@@ -67,7 +67,7 @@ def test_patience_that_ends_behind_a_ghost_has_ended() -> None:
     peer = accepted()
     peer.are_peers_pending(2)
     peer.disconnected("the connection broke")
-    peer.withdraw(2, "its caller gave up after 1 s")
+    peer.time_out(2, "its caller gave up after 1 s")
     peer.are_peers_pending(3, patient=True)
     peer.hurry(3)
     peer.reconnected()
@@ -81,9 +81,9 @@ def test_who_leaves_for_one_ghost_has_no_other() -> None:
     peer = accepted()
     peer.update_topology(2)
     peer.disconnected("the connection broke")
-    peer.withdraw(2, "its caller gave up after 1 s")
+    peer.time_out(2, "its caller gave up after 1 s")
     peer.are_peers_pending(3)
-    peer.withdraw(3, "its caller gave up after 1 s")
+    peer.time_out(3, "its caller gave up after 1 s")
     peer.reconnected()
     assert said(peer.received(m.Resumed(m.Done(topology=1)))) == [m.Leave()]
     assert peer.over is not None and "update_topology()" in peer.over.why
@@ -92,7 +92,7 @@ def test_who_leaves_for_one_ghost_has_no_other() -> None:
 def test_who_had_an_exception_was_told_nothing_and_stays() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
-    (gone,) = ends(peer.abandon(2))
+    (gone,) = ends(peer.cancel(2))
     assert isinstance(gone, effects.Fail) and gone.fault is effects.Fault.OTHER
     actions = peer.received(m.Started(2, 5, 1, DATA, True))
     assert not actions and peer.over is None, "the memory is another's by now"
@@ -104,7 +104,7 @@ def test_who_had_an_exception_was_told_nothing_and_stays() -> None:
 def test_the_next_call_waits_for_the_ghost_in_its_place() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
-    assert said(peer.abandon(2)) == [m.Withdraw(2)]
+    assert said(peer.cancel(2)) == [m.Withdraw(2)]
     assert not said(peer.collective(3, 0, WORK, DATA))
     assert [type(one) for one in said(peer.collective(4, 1, WORK, DATA))] == [m.StartVote]
     refused = m.CallError(2, 5, "waited for peer 1", m.Cause.TIMEOUT)
@@ -115,9 +115,9 @@ def test_the_next_call_waits_for_the_ghost_in_its_place() -> None:
 def test_who_waits_for_a_ghost_can_give_up_too() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
-    peer.abandon(2)
+    peer.cancel(2)
     peer.collective(3, 0, WORK, DATA)
-    (end,) = ends(peer.withdraw(3, "its caller gave up after 1 s"))
+    (end,) = ends(peer.time_out(3, "its caller gave up after 1 s"))
     assert isinstance(end, effects.Fail) and end.call == 3
     assert not peer.received(m.CallError(2, 5, "waited for peer 1", m.Cause.TIMEOUT))
 
@@ -126,7 +126,7 @@ def test_what_runs_is_aborted_and_settled_first() -> None:
     peer = accepted()
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
-    actions = peer.abandon(2)
+    actions = peer.cancel(2)
     assert effects.AbortOp(2) in actions and not ends(actions)
     assert [(vote.seq, vote.ok) for vote in said(actions) if isinstance(vote, m.FinishVote)] == [
         (5, False)
@@ -140,7 +140,7 @@ def test_what_is_complete_is_restored_when_its_caller_goes() -> None:
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
     peer.engine_complete(2, False, 0, 0)
-    actions = peer.abandon(2)
+    actions = peer.cancel(2)
     assert effects.AbortOp(2) in actions and said(actions) == [m.Withdraw(2, 5)]
     peer.engine_settled(2, 0, 0)
     assert not peer.received(m.Finished(5, True, "")), "others may have it; nothing is left here"
@@ -149,7 +149,7 @@ def test_what_is_complete_is_restored_when_its_caller_goes() -> None:
 def test_a_start_that_crosses_gets_a_no() -> None:
     peer = accepted()
     peer.collective(2, 0, BIG)
-    peer.abandon(2)
+    peer.cancel(2)
     peer.engine_settled(2, 0, 0)
     (vote,) = said(peer.received(m.Started(2, 5, 1)))
     assert isinstance(vote, m.FinishVote) and not vote.ok
@@ -159,7 +159,7 @@ def test_what_others_agreed_on_without_a_caller_who_has_gone_is_known_to_the_nex
     peer = accepted()
     peer.sync(2, 3, m.Manifest(0, 0, ()))
     peer.disconnected("the connection broke")
-    peer.abandon(2)
+    peer.cancel(2)
     peer.engine_settled(3, 0, 0)
     peer.reconnected()
     peer.received(m.Resumed(m.Done(sync=1, revision=5, plan=9, optimized=2)))

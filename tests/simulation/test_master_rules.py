@@ -357,7 +357,7 @@ def test_who_runs_out_of_memory_or_time_itself_does_not_try_again() -> None:
     fail = end(machine, m.Cause.MEMORY)
     assert fail.fault is Fault.OTHER and not fail.again
     machine = running_peer()
-    machine.withdraw(2, "its time is up")
+    machine.time_out(2, "its time is up")
     fail = end(machine, m.Cause.OTHER)  # somebody was lost before the master heard of it
     assert fail.fault is Fault.TIMEOUT and not fail.again
 

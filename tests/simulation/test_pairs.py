@@ -392,7 +392,7 @@ def test_streams_are_closed_when_their_peer_has_left() -> None:
 def test_a_ghost_is_in_the_way_of_the_same_send_alone() -> None:
     peer = accepted()
     peer.collective(2, 0, SEND, pair=(2, 3))
-    peer.abandon(2)
+    peer.cancel(2)
     peer.engine_settled(2, 0, 0)
     assert not peer.collective(3, 0, SEND, pair=(2, 3))
     for call, pair in ((4, (3, 2)), (5, (2, 1)), (6, ())):

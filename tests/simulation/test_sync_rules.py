@@ -195,7 +195,7 @@ def test_a_peer_whose_caller_left_says_that_it_holds_nothing() -> None:
     for leaves in (True, False):
         machine = standing(manifest(0))
         if leaves:
-            machine.abandon(2)
+            machine.cancel(2)
         machine.received(m.SyncResult(2, 0, 5, 0))
         machine.engine_settled(3, 0, 0)
         said = [e.message for e in machine.sync(9, 10, manifest(0)) if isinstance(e, Send)]

@@ -506,9 +506,9 @@ class ProgramRun(HostileRun):
             self.given_up = True
             peer, call = self.random.choice(calls)
             if taken:
-                peer.abandon(call)
+                peer.cancel(call)
             else:
-                peer.withdraw(call)
+                peer.time_out(call)
         return bool(calls)
 
 

@@ -144,7 +144,7 @@ class SimPeer:
         """Lets threads go on as far as they can; whether any could."""
         late = self.deadlines and [c for c, at in self.deadlines.items() if at <= self.run.steps]
         for call in late:
-            self.withdraw(call)
+            self.time_out(call)
         hurried = bool(self.patient) and self.hurry(self.run.steps)
         if self.standing and self.run.random.random() < 0.005:
             self.perform(self.machine.inquire(self.run.random.choice(list(self.standing))))
@@ -161,21 +161,21 @@ class SimPeer:
                 self.threads.discard(thread)
         return True
 
-    def withdraw(self, call: int) -> None:
+    def time_out(self, call: int) -> None:
         """The caller gives up."""
         self.run.say(f"peer {self.name} gives up", *self.standing[call][:1])
         self.deadlines.pop(call, None)
         self.given_up.add(call)
         away = self.connection != "up" and not self.machine._outbox.known
-        self.perform(self.machine.withdraw(call, "its caller gave up"))
+        self.perform(self.machine.time_out(call, "its caller gave up"))
         self.check_ends(call, away)
 
-    def abandon(self, call: int) -> None:
+    def cancel(self, call: int) -> None:
         """An exception takes the caller away; it comes back, and goes on with its program."""
         self.run.say(f"an exception takes the caller of peer {self.name} out of", call)
         self.deadlines.pop(call, None)
         self.given_up.add(call)
-        self.perform(self.machine.abandon(call))
+        self.perform(self.machine.cancel(call))
         self.check_ends(call, True)
 
     def check_ends(self, call: int, alone: bool) -> None:
@@ -369,7 +369,7 @@ class SimPeer:
             "collectives": machine.collectives,
             "started": machine.collectives.started,
             "withdrawals": machine._withdrawals,
-            "ghosts": machine._ghosts,
+            "abandoned": machine._abandoned,
             "streams": machine._streams.ring,
             "streams of sends": machine._streams._direct,
             "lost streams": machine._streams._lost,

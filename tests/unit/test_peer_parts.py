@@ -53,14 +53,14 @@ class Bench:
         plan = m.Plan(5, INFOS, (m.Ring((1, 2, 3), 1),), 0)
         self.knowledge = Knowledge(2, 7, True, plan, m.World(3, 3, 1, 3))
         self.outbox = Outbox()
-        self.ghosts, self.withdrawals = AbandonedCalls(), Withdrawals()
+        self.abandoned, self.withdrawals = AbandonedCalls(), Withdrawals()
         self.streams = Streams(self.knowledge, self.outbox)
         self.missed: list[tuple[int, str]] = []
-        self.votes = Votes(self.knowledge, self.outbox, self.ghosts, self.withdrawals)
-        around = (self.knowledge, self.outbox, self.streams, self.ghosts, self.withdrawals)
+        self.votes = Votes(self.knowledge, self.outbox, self.abandoned, self.withdrawals)
+        around = (self.knowledge, self.outbox, self.streams, self.abandoned, self.withdrawals)
         self.collectives = Collectives(*around, lambda *one: self.missed.append(one))
         self.transfers = Transfers(*around)
-        known = self.knowledge, self.outbox, self.ghosts, self.transfers
+        known = self.knowledge, self.outbox, self.abandoned, self.transfers
         self.syncs, self.optimizations = Synchronisations(*known), Optimizations(*known)
 
     @property
@@ -115,9 +115,9 @@ def test_a_caller_that_goes_leaves_a_ghost(bench: Bench) -> None:
     _, fail = bench.done
     assert isinstance(fail, Fail) and fail.fault is Fault.TIMEOUT
     assert fail.result is Result.UPDATE_TOPOLOGY_FAILED
-    assert 1 in bench.ghosts and bench.ghosts.late(1)
+    assert 1 in bench.abandoned and bench.abandoned.late(1)
     bench.votes.topology(m.TopologyResult(1, 1))
-    assert not bench.done and 1 not in bench.ghosts
+    assert not bench.done and 1 not in bench.abandoned
 
 
 def test_a_collective_is_answered_when_its_outcome_is_known_and_the_engine_settled(
@@ -246,9 +246,9 @@ def steps_to_start(size: int, rings: int) -> int:
     order = tuple(info.peer for info in infos)
     plan = m.Plan(5, infos, (m.Ring(order, 1),) * rings, 0)
     knowledge, outbox = Knowledge(2, 7, True, plan, m.World(size, size, 1, size)), Outbox()
-    ghosts, withdrawals = AbandonedCalls(), Withdrawals()
+    abandoned, withdrawals = AbandonedCalls(), Withdrawals()
     streams = Streams(knowledge, outbox)
-    part = Collectives(knowledge, outbox, streams, ghosts, withdrawals, lambda *_: None)
+    part = Collectives(knowledge, outbox, streams, abandoned, withdrawals, lambda *_: None)
     calls: list[str] = []
 
     def count(frame: typing.Any, event: str, _: object) -> None:

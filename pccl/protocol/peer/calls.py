@@ -207,10 +207,14 @@ class Votes:
     """The calls that wait for their rounds, with their votes."""
 
     def __init__(
-        self, knowledge: Knowledge, outbox: Outbox, ghosts: AbandonedCalls, withdrawals: Withdrawals
+        self,
+        knowledge: Knowledge,
+        outbox: Outbox,
+        abandoned: AbandonedCalls,
+        withdrawals: Withdrawals,
     ) -> None:
         self._knowledge, self._outbox = knowledge, outbox
-        self._ghosts, self._withdrawals = ghosts, withdrawals
+        self._abandoned, self._withdrawals = abandoned, withdrawals
         self._waiting: dict[int, Vote] = {}
 
     def __contains__(self, call: int) -> bool:
@@ -264,8 +268,8 @@ class Votes:
         """Ends a call; its caller is told unless it has left."""
         del self._waiting[call]
         self._withdrawals.forget(call)
-        if call in self._ghosts:
-            self._ghosts.lay(call)
+        if call in self._abandoned:
+            self._abandoned.resolve(call)
         else:
             self._outbox.do(end)
 
@@ -275,13 +279,13 @@ class Votes:
         """A caller leaves before its round has ended."""
         vote = self._waiting[call]
         self._withdrawals.forget(call)
-        self._ghosts.add(call, type(vote).__name__, fail.fault is Fault.TIMEOUT)
+        self._abandoned.add(call, type(vote).__name__, fail.fault is Fault.TIMEOUT)
         self._outbox.do(replace(fail, result=WITHDRAWN[KINDS[_called(vote)]], phase=ENTERING))
 
     def resume(self, before: m.Done, done: m.Done) -> None:
         """Answers calls whose results were missed, and votes anew in the other rounds."""
         for call, vote in list(self._waiting.items()):
-            if call in self._ghosts:
+            if call in self._abandoned:
                 continue
             if isinstance(vote, m.TopologyVote) and before.topology < done.topology:
                 self._reply(call, self._knowledge.world.local_size)
@@ -291,11 +295,11 @@ class Votes:
                 self._outbox.say(vote)
 
     def forget(self, call: int) -> None:
-        """The vote of a ghost is void."""
+        """The vote of an abandoned call is void."""
         self._waiting.pop(call, None)
 
     def end(self) -> list[int]:
-        """Forgets all calls. Returns those that waited, without ghosts."""
-        waiting = [call for call in self._waiting if call not in self._ghosts]
+        """Forgets all calls. Returns those that waited, without abandoned ones."""
+        waiting = [call for call in self._waiting if call not in self._abandoned]
         self._waiting.clear()
         return waiting

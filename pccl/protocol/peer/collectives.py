@@ -66,12 +66,12 @@ class Collectives:
         knowledge: Knowledge,
         outbox: Outbox,
         streams: Streams,
-        ghosts: AbandonedCalls,
+        abandoned: AbandonedCalls,
         withdrawals: Withdrawals,
         succeeded_without: Callable[[int, str], None],
     ) -> None:
         self._knowledge, self._outbox, self._streams = knowledge, outbox, streams
-        self._ghosts, self._withdrawals = ghosts, withdrawals
+        self._abandoned, self._withdrawals = abandoned, withdrawals
         self._succeeded_without = succeeded_without
         self._by_call: dict[int, Collective] = {}
         self._by_seq: dict[int, Collective] = {}  # those that have started and have no outcome
@@ -322,7 +322,7 @@ class Collectives:
         del self._by_call[one.call]
         self._withdrawals.forget(one.call)
         if one.told:
-            self._ghosts.lay(one.call)
+            self._abandoned.resolve(one.call)
         elif isinstance(one.outcome, Fail):
             self._outbox.do(one.outcome)
         else:
@@ -341,14 +341,14 @@ class Collectives:
         self._withdrawals.forget(one.call)
         if one.outcome is not None:
             return
-        self._ghosts.add(one.call, one.place, fail.fault is Fault.TIMEOUT)
+        self._abandoned.add(one.call, one.place, fail.fault is Fault.TIMEOUT)
         one.parting = replace(fail, result=WITHDRAWN[Kind.START], phase=one.phase)
         if one.move(Event.LEFT) and not one.settled:
             self._outbox.do(AbortOp(one.call))
         self._conclude(one)
 
     def void(self, one: Collective) -> None:
-        """The vote of a ghost was lost with an earlier master, and is void."""
+        """The vote of an abandoned call was lost with an earlier master, and is void."""
         one.outcome = one.parting
         self._conclude(one)
 

@@ -12,15 +12,15 @@ on. On the next connection `Resume` tells the master everything that it may need
 not accepted yet says `Hello` again). When it answers `Resumed`, the peer votes anew in all rounds
 in which calls still wait, because votes and answers in transit were lost with the connection.
 
-A caller may leave before its call ends (`abandon`, and `withdraw` while the master is away). Then
-its call ends as soon as the engine is settled, and may remain as a ghost (ghosts.py).
+A caller may leave before its call ends (`cancel`, and `time_out` while the master is away). Then
+its call ends as soon as the engine is settled, and may remain as an abandoned one (state.py).
 
 How it is made
 --------------
 
 `Peer` hands each event to the part that it concerns. The parts are objects that know only those
-they are given, in this order: `Outbox`, `Knowledge`, `Ghosts` and `Withdrawals`, `Streams`; `Votes`
-for calls that are one round, `Collectives`, and `Transfers` with `Synchronisations` and
+they are given, in this order: `Outbox`, `Knowledge`, `AbandonedCalls` and `Withdrawals`, `Streams`;
+`Votes` for calls that are one round, `Collectives`, and `Transfers` with `Synchronisations` and
 `Optimizations`, which say what plans and results mean for a transfer.
 """
 
@@ -74,17 +74,17 @@ class Peer:
         self._away = f"while the master{f' at {master}' if master else ''} was away"
         self.knowledge = Knowledge(settings=settings)
         self._outbox = Outbox()
-        self._ghosts = AbandonedCalls()
+        self._abandoned = AbandonedCalls()
         self._withdrawals = Withdrawals()
         self._streams = Streams(self.knowledge, self._outbox)
         known = self.knowledge, self._outbox
-        self.votes = Votes(*known, self._ghosts, self._withdrawals)
+        self.votes = Votes(*known, self._abandoned, self._withdrawals)
         self.collectives = Collectives(
-            *known, self._streams, self._ghosts, self._withdrawals, self._succeeded_without
+            *known, self._streams, self._abandoned, self._withdrawals, self._succeeded_without
         )
-        self.transfers = Transfers(*known, self._streams, self._ghosts, self._withdrawals)
-        self._syncs = Synchronisations(*known, self._ghosts, self.transfers)
-        self._optimizations = Optimizations(*known, self._ghosts, self.transfers)
+        self.transfers = Transfers(*known, self._streams, self._abandoned, self._withdrawals)
+        self._syncs = Synchronisations(*known, self._abandoned, self.transfers)
+        self._optimizations = Optimizations(*known, self._abandoned, self.transfers)
         self._hello: m.Hello | None = None
         self._joining: int | None = None
         self._by_type: dict[type, Callable[[Any], None]] = {
@@ -154,12 +154,12 @@ class Peer:
 
         If it can, the vote is all that such a call would send.
         """
-        free = self._outbox.known and self.over is None and not self._ghosts
+        free = self._outbox.known and self.over is None and not self._abandoned
         return self.knowledge.last_seq if free else None
 
     def awaits_withdrawal(self, call: int) -> bool:
         """Whether the master has yet to confirm that it has taken back the vote of a call."""
-        return call in self._ghosts and self._outbox.known
+        return call in self._abandoned and self._outbox.known
 
     # ---- calls ----
 
@@ -195,7 +195,7 @@ class Peer:
     def hurry(self, call: int) -> list[Effect]:
         """The caller of `are_peers_pending` is no longer patient."""
         self.votes.hurry(call)
-        self._ghosts.follow(call, lambda: self.votes.hurry(call))
+        self._abandoned.follow(call, lambda: self.votes.hurry(call))
         return self._outbox.take()
 
     def inquire(self, call: int) -> list[Effect]:
@@ -270,8 +270,8 @@ class Peer:
         return self._enter(one.call, place, lambda: self.transfers.enter(one))
 
     def _enter(self, call: int, place: int | str, enter: Callable[[], None]) -> list[Effect]:
-        """A call enters as soon as there is no ghost in its place."""
-        if not self._dead(call) and not self._ghosts.keeps(call, place, enter):
+        """A call enters as soon as there is no abandoned call in its place."""
+        if not self._dead(call) and not self._abandoned.keeps(call, place, enter):
             enter()
         return self._outbox.take()
 
@@ -283,20 +283,20 @@ class Peer:
 
     # ---- callers that leave ----
 
-    def withdraw(self, call: int, why: str) -> list[Effect]:
+    def time_out(self, call: int, why: str) -> list[Effect]:
         """The caller's time is up. The call is still answered, with its result or a failure.
 
         Only the master knows whether the call has ended already. It is not asked if this peer's own
         vote makes the call fail, and cannot be asked while it is away.
         """
         one = self.collectives.get(call)
-        if self.over is not None or call in self._ghosts:
+        if self.over is not None or call in self._abandoned:
             return self._outbox.take()
         if one is not None and one.state is State.RUNNING:
             self.collectives.stop(one, why, m.Cause.TIMEOUT, timed_out(call, why))
         elif not self._outbox.known:
             self._release(timed_out(call, f"{why}, {self._away}"))
-        elif self._ghosts.forget(call):
+        elif self._abandoned.forget(call):
             self._outbox.do(timed_out(call, why))
         elif call in self.votes or one is not None or self.transfers.of(call):
             if one is not None:
@@ -305,10 +305,10 @@ class Peer:
             self._say_withdraw(call)
         return self._outbox.take()
 
-    def abandon(self, call: int) -> list[Effect]:
+    def cancel(self, call: int) -> list[Effect]:
         """The caller has left by an exception: answered when nothing refers to its memory."""
         one = self.collectives.get(call)
-        if self.over is None and call not in self._ghosts:
+        if self.over is None and call not in self._abandoned:
             if one is not None and one.state is State.RUNNING:
                 self.collectives.stop(one, GONE, m.Cause.OTHER, abandoned(call))
             else:
@@ -317,7 +317,7 @@ class Peer:
         return self._outbox.take()
 
     def _release(self, fail: Fail) -> None:
-        """Ends a call without its outcome; a ghost may remain."""
+        """Ends a call without its outcome; an abandoned call may remain."""
         call = fail.call
         collective, transfer = self.collectives.get(call), self.transfers.of(call)
         if call in self.votes:
@@ -328,7 +328,7 @@ class Peer:
             self._optimizations.release(transfer, fail)
         elif transfer is not None:
             self._syncs.release(transfer, fail)
-        elif self._ghosts.forget(call):
+        elif self._abandoned.forget(call):
             self._outbox.do(fail)
 
     def _say_withdraw(self, call: int) -> None:
@@ -340,7 +340,7 @@ class Peer:
 
     def _succeeded_without(self, call: int, what: str) -> None:
         """A call has succeeded for the others after its caller had left."""
-        if self._ghosts.late(call) and self.over is None:
+        if self._abandoned.late(call) and self.over is None:
             self._outbox.introduce(m.Leave())
             why = (
                 f"its time ran out in {what} {self._away}, and the others have the "
@@ -416,8 +416,8 @@ class Peer:
             self.votes.refuse(fail)
         elif self.collectives.get(call) is not None:
             self.collectives.refuse(fail)
-        elif call in self._ghosts:
-            self._ghosts.lay(call)
+        elif call in self._abandoned:
+            self._abandoned.resolve(call)
         elif transfer is not None and transfer.call == call:
             self.transfers.end(transfer, replace(fail, phase=transfer.phase))
 
@@ -578,19 +578,19 @@ class Peer:
         self._lay_ghosts(before, done)
 
     def _lay_ghosts(self, before: m.Done, done: m.Done) -> None:
-        """Ends all ghosts: their votes were lost with the earlier master."""
-        for call in self._ghosts.calls:
+        """Ends all abandoned calls: their votes were lost with the earlier master."""
+        for call in self._abandoned.calls:
             one = self.collectives.get(call)
             if self.over is not None:
                 return  # one of them has succeeded for the others
             if one is not None and one.unstarted:
                 self.collectives.void(one)
             elif one is None:
-                what = self._ghosts.succeeded(call, before, done)
+                what = self._abandoned.succeeded(call, before, done)
                 self.votes.forget(call)
                 if what:
                     self._succeeded_without(call, f"{what}()")
-                self._ghosts.lay(call)
+                self._abandoned.resolve(call)
 
     # ---- the end ----
 
@@ -616,7 +616,7 @@ class Peer:
         if self._joining is not None:
             self._outbox.do(replace(over, call=self._joining))
             self._joining = None
-        waiting = {*self.votes.end(), *self._ghosts.clear()}
+        waiting = {*self.votes.end(), *self._abandoned.clear()}
         for call in sorted(waiting):
             self._outbox.do(replace(over, call=call, phase=ENTERING))
         self._withdrawals.clear()

@@ -3,9 +3,9 @@
 A caller leaves by an exception, or when its time is up while the master, which alone knows the
 outcome, is away. Its call ends at once: the engine's op is aborted, and the call is answered when
 the engine is settled. But the master may have the vote, and may start the call. Until that is known
-the call is a *ghost*: it votes no if it is asked. Meanwhile no other call in the same *place* (a
-collective with the same tag, or the same round) is sent to the master. So every message of the
-master, even after a restart, clearly belongs to one of the two.
+the call is an *abandoned call*: it votes no if it is asked. Meanwhile no other call in the same
+*place* (a collective with the same tag, or the same round) is sent to the master. So every message
+of the master, even after a restart, clearly belongs to one of the two.
 
 The call may have succeeded for the others. If its caller was told of a failure, the peer cannot
 stay in the run and leaves it: no two peers of a run continue with different outcomes. A caller that
@@ -116,10 +116,10 @@ Enter: TypeAlias = Callable[[], None]
 
 
 class AbandonedCalls:
-    """The ghosts of one peer, and the calls that wait for their end."""
+    """The abandoned calls of one peer, and the calls that wait for their end."""
 
     def __init__(self) -> None:
-        self._places: dict[int, Place] = {}  # of each ghost
+        self._places: dict[int, Place] = {}  # of each abandoned call
         self._late: set[int] = set()  # those whose callers were told of a time-out
         self._behind: dict[Place, dict[int, Enter]] = {}  # functions that enter the waiting calls
 
@@ -131,20 +131,20 @@ class AbandonedCalls:
 
     @property
     def calls(self) -> list[int]:
-        """The calls of all ghosts."""
+        """Their numbers."""
         return list(self._places)
 
     def add(self, call: int, place: Place, late: bool) -> None:
-        """Adds a ghost in a place; `late`: its caller was told of a time-out."""
+        """Adds an abandoned call in a place; `late`: its caller was told of a time-out."""
         self._places[call] = place
         self._late |= {call} if late else set()
 
     def late(self, call: int) -> bool:
-        """Whether the caller of a ghost was told of a time-out."""
+        """Whether the caller of an abandoned call was told of a time-out."""
         return call in self._late
 
     def succeeded(self, call: int, before: m.Done, done: m.Done) -> str:
-        """The name of a ghost's round if that has committed since; else empty.
+        """The name of an abandoned call's round if that has committed since; else empty.
 
         The others needed this peer's vote, and no other call has entered the round since.
         """
@@ -158,7 +158,7 @@ class AbandonedCalls:
         return found.get(str(self._places[call]), "")
 
     def keeps(self, call: int, place: Place, enter: Enter) -> bool:
-        """Whether a call must wait for a ghost in its place; if so, `lay` will enter it."""
+        """Whether a call must wait for an abandoned one in its place; `resolve` then enters it."""
         if place not in self._places.values():
             return False
         self._behind.setdefault(place, {})[call] = enter
@@ -174,8 +174,8 @@ class AbandonedCalls:
         """Forgets a waiting call. Whether it was waiting."""
         return any(waiting.pop(call, None) is not None for waiting in self._behind.values())
 
-    def lay(self, call: int) -> None:
-        """Ends the ghost of a call: calls that wait for it enter."""
+    def resolve(self, call: int) -> None:
+        """Ends an abandoned call: calls that wait for it enter."""
         place = self._places.pop(call, None)
         self._late.discard(call)
         if place is not None and place not in self._places.values():
@@ -183,7 +183,7 @@ class AbandonedCalls:
                 enter()
 
     def clear(self) -> list[int]:
-        """Forgets all ghosts. Returns the calls that waited for them and will not enter."""
+        """Forgets all of them. Returns the calls that waited for them and will not enter."""
         waiting = [call for behind in self._behind.values() for call in behind]
         self._places.clear()
         self._late.clear()

@@ -93,11 +93,11 @@ class Transfers:
         knowledge: Knowledge,
         outbox: Outbox,
         streams: Streams,
-        ghosts: AbandonedCalls,
+        abandoned: AbandonedCalls,
         withdrawals: Withdrawals,
     ) -> None:
         self._knowledge, self._outbox, self._streams = knowledge, outbox, streams
-        self._ghosts, self._withdrawals = ghosts, withdrawals
+        self._abandoned, self._withdrawals = abandoned, withdrawals
         self._current: Transfer | None = None
 
     @property
@@ -127,7 +127,7 @@ class Transfers:
         transfer.ops.add(transfer.serve_op)
         run, heard = self._knowledge.run, self._knowledge.last_seq
         self._outbox.do(RegisterOp(transfer.serve_op, run, 0, heard))
-        if isinstance(transfer.vote, m.SyncVote):  # what it holds, a ghost may have decided by now
+        if isinstance(transfer.vote, m.SyncVote):  # an abandoned call may have decided it by now
             holds = self._knowledge.done.holds
             transfer.vote = msgspec.structs.replace(transfer.vote, holds=holds)
         self._outbox.say(transfer.vote)
@@ -261,7 +261,7 @@ class Transfers:
     def release(self, one: Transfer, fail: Fail) -> None:
         """A caller leaves before its transfer has ended."""
         self._withdrawals.forget(one.call)
-        self._ghosts.add(one.call, type(one.vote).__name__, fail.fault is Fault.TIMEOUT)
+        self._abandoned.add(one.call, type(one.vote).__name__, fail.fault is Fault.TIMEOUT)
         self.end(one, fail)
 
     def end(self, one: Transfer, outcome: m.SyncResult | m.OptimizeResult | Fail) -> None:
@@ -308,10 +308,10 @@ class Synchronisations:
     """Handles plans and results of synchronisations."""
 
     def __init__(
-        self, knowledge: Knowledge, outbox: Outbox, ghosts: AbandonedCalls, transfers: Transfers
+        self, knowledge: Knowledge, outbox: Outbox, abandoned: AbandonedCalls, transfers: Transfers
     ) -> None:
         self._knowledge, self._outbox = knowledge, outbox
-        self._ghosts, self._transfers = ghosts, transfers
+        self._abandoned, self._transfers = abandoned, transfers
         self._plan: m.SyncPlan | None = None
 
     # ---- plans ----
@@ -358,11 +358,11 @@ class Synchronisations:
             sync=result.round,
             revision=result.revision,
             plan=result.plan,
-            holds=without is None and result.call not in self._ghosts,
+            holds=without is None and result.call not in self._abandoned,
             short=result.short,
         )
         self._knowledge.veteran |= without is None
-        self._ghosts.lay(result.call)
+        self._abandoned.resolve(result.call)
         if one is not None and ours:
             self._transfers.end(one, without or result)
 
@@ -425,10 +425,10 @@ class Optimizations:
     """Handles probes and results of optimizations."""
 
     def __init__(
-        self, knowledge: Knowledge, outbox: Outbox, ghosts: AbandonedCalls, transfers: Transfers
+        self, knowledge: Knowledge, outbox: Outbox, abandoned: AbandonedCalls, transfers: Transfers
     ) -> None:
         self._knowledge, self._outbox = knowledge, outbox
-        self._ghosts, self._transfers = ghosts, transfers
+        self._abandoned, self._transfers = abandoned, transfers
         self._holders: tuple[int, ...] = ()
 
     # ---- probes ----
@@ -460,7 +460,7 @@ class Optimizations:
     def optimized(self, result: m.OptimizeResult) -> None:
         """The optimization has ended."""
         self._knowledge.learn(optimized=result.round)
-        self._ghosts.lay(result.call)
+        self._abandoned.resolve(result.call)
         one = self._transfers.current
         if one is not None and one.call == result.call:
             self._transfers.end(one, result)

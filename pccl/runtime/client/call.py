@@ -3,7 +3,7 @@
 An exception may be raised in the waiting thread at any moment. However a call ends, it must first
 release everything: nothing refers to the caller's memory, and no peer waits for the call. So a
 caller makes the whole call, from before the first command to the end, in one `try`, whose handler
-is `Client.let_go`. Work that must not stop halfway is finished first (uninterrupted.py), and the
+is `Client.cancel`. Work that must not stop halfway is finished first (uninterrupted.py), and the
 exception is raised afterwards.
 """
 
@@ -73,7 +73,7 @@ class Call:
 
     Attributes:
         end: the last note, when it has come. Nothing refers to the caller's memory then.
-        hearers: called with the end; only the control thread adds to them.
+        callbacks: called with the end; only the control thread adds to them.
     """
 
     def __init__(self, number: int) -> None:
@@ -82,7 +82,7 @@ class Call:
         self.serve_op = 0  # of a synchronisation
         self._quiet = Quiet()
         self.end: End | None = None
-        self.hearers: list[Callable[[End], None]] = []
+        self.callbacks: list[Callable[[End], None]] = []
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
     def put(self, note: Note) -> None:
@@ -90,8 +90,8 @@ class Call:
         if isinstance(note, effects.Answer | effects.Fail):
             self.end = self.end or note
         self._notes.put(note)
-        while self.end is not None and self.hearers:
-            self.hearers.pop()(self.end)
+        while self.end is not None and self.callbacks:
+            self.callbacks.pop()(self.end)
 
     def next(self, timeout_s: float | None = None) -> Note | None:
         """The next note, or None if none comes in that time; after the end, always the last one."""
@@ -131,7 +131,7 @@ class Caller(Protocol):
     def inquire(self, call: Call) -> None:
         """Logs which peers a call waits for."""
 
-    def withdraw(self, call: Call, why: str) -> None:
+    def time_out(self, call: Call, why: str) -> None:
         """Withdraws a call."""
 
 
@@ -191,6 +191,6 @@ class Deadline:
         """No note came: withdraws the call if its time is up, or logs what it waits for."""
         if self._at is not None and self._late is not call and time.monotonic() >= self._at:
             self._late = call
-            client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
+            client.time_out(call, f"its caller gave up after {self._timeout_s:g} s")
         elif call.is_long:
             client.inquire(call)

@@ -314,11 +314,11 @@ class Client:
         """Reports the result of a probe, and ends it; see `Measured`."""
         self._inbox.post(lambda: self._perform(self._peer.measured(seq, rate, delay_us)))
 
-    def withdraw(self, call: Call, why: str) -> None:
+    def time_out(self, call: Call, why: str) -> None:
         """Withdraws a call, which is then answered soon, with its result or a failure."""
-        self._inbox.post(lambda: self._perform(self._peer.withdraw(call.number, why)))
+        self._inbox.post(lambda: self._perform(self._peer.time_out(call.number, why)))
 
-    def let_go(self, call: Call) -> None:
+    def cancel(self, call: Call) -> None:
         """Ends a call whose caller is leaving by an exception; it may not even have begun.
 
         Returns when nothing refers to the caller's memory any more and, if the master is connected,
@@ -329,7 +329,7 @@ class Client:
 
         def leave() -> None:
             if call.number in self._pending:
-                self._perform(self._peer.abandon(call.number))
+                self._perform(self._peer.cancel(call.number))
             elif call.end is None:
                 call.put(effects.Fail(call.number, Result.INVALID_USAGE, "it was never made"))
 
@@ -347,12 +347,12 @@ class Client:
             self._inbox.post(watch)
             withdrawn.wait(limits.WITHDRAWAL_S)
 
-    def hear(self, call: Call, told: Callable[[End], None]) -> None:
+    def on_end(self, call: Call, told: Callable[[End], None]) -> None:
         """Calls `told`, in a thread of pccl, when a call has ended."""
 
         def note() -> None:
             if call.end is None:
-                call.hearers.append(told)
+                call.callbacks.append(told)
             else:
                 told(call.end)
 

@@ -278,10 +278,10 @@ class Caller(Protocol):
     def ready(self, call: Call, offset: int, length: int) -> None:
         """Says that the contribution is on the host between these offsets."""
 
-    def withdraw(self, call: Call, why: str) -> None:
+    def time_out(self, call: Call, why: str) -> None:
         """Withdraws a call."""
 
-    def hear(self, call: Call, told: Callable[[End], None]) -> None:
+    def on_end(self, call: Call, told: Callable[[End], None]) -> None:
         """Calls `told` when a call has ended."""
 
 
@@ -357,7 +357,7 @@ class Copies:
         """The call has been launched: copies what is left, in a thread, until it has ended."""
         work = threading.Thread(target=self._run, args=(client, call), name="pccl-copies")
         work.daemon = True
-        client.hear(call, self._notes.put)
+        client.on_end(call, self._notes.put)
         work.start()
 
     def settle(self) -> None:
@@ -374,7 +374,7 @@ class Copies:
         if self._failed is not None:
             raise self._failed
 
-    def let_go(self) -> None:
+    def cancel(self) -> None:
         """The same after an exception, at whatever moment it came."""
         if self._claim.acquire(blocking=False):  # the thread has not begun, and will do nothing
             for mark in itertools.chain(*self._reads.values()):
@@ -412,7 +412,7 @@ class Copies:
                     client.ready(call, step.begin, step.end - step.begin)
         except Exception as error:
             self._failed = error
-            client.withdraw(call, f"its arrays cannot be copied from the device: {error}")
+            client.time_out(call, f"its arrays cannot be copied from the device: {error}")
 
     def _write_what_is_told(self) -> End:
         """Begins to write each step of the result that is told, until the call has ended."""

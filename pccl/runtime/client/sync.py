@@ -369,7 +369,7 @@ class _Receiver:
                 self._verdicts = []
             if not self._progress.report():
                 why = "the callback of its caller has failed"
-                self._client.withdraw(self._call, why)
+                self._client.time_out(self._call, why)
 
     def _next(self) -> Note:
         """Waits for the next note.
