@@ -14,7 +14,7 @@ from pccl.support.text import duration_text
 
 BUSY = 0.8  # of the time: a link or a processor that is as busy limits what waits for it
 NEGLIGIBLE = 0.03  # of the time: not worth a line
-HOPS = {  # one after the other, of n members, for the first bytes to be everywhere
+STEPS = {  # one after the other, of n members, for the first bytes to be everywhere
     "all_reduce": lambda n: 2 * n - 2,
     "reduce_scatter": lambda n: n - 1,
     "all_gather": lambda n: n - 1,
@@ -123,7 +123,7 @@ class Cause(Enum):
 
     VOTES = "the two votes, if the master were beside this peer"
     LATE = "waiting for peers that enter later, if all entered at once"
-    HOPS = "round trips from peer to peer, if they took no time"
+    STEPS = "round trips from peer to peer, if they took no time"
     LINK = "the link to the next peer, if it were twice as fast"
     RECEIVER = "the next peer, which reads too slowly, if it were twice as fast"
     ELSEWHERE = "other links or peers of the ring, if these were twice as fast"
@@ -258,14 +258,14 @@ def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
     moving_s = sum(one.moving_s for one in samples) / count
     if not moving_s or samples[0].small:
         return
-    hops_s = 0.0
-    if link is not None and samples[0].what in HOPS:
-        hops = HOPS[samples[0].what](samples[0].members)
-        hops_s = min(moving_s, hops * link.rtt_s / 2)
+    steps_s = 0.0
+    if link is not None and samples[0].what in STEPS:
+        steps = STEPS[samples[0].what](samples[0].members)
+        steps_s = min(moving_s, steps * link.rtt_s / 2)
         trip = duration_text(link.rtt_s)
-        why = f"{hops} hops, each half a round trip; that to {link.to} takes {trip}"
-        yield Cause.HOPS, hops_s, hops_s, why
-    rest_s = moving_s - hops_s
+        why = f"{steps} steps, each half a round trip; that to {link.to} takes {trip}"
+        yield Cause.STEPS, steps_s, steps_s, why
+    rest_s = moving_s - steps_s
     known = [one.engine_s for one in samples if one.engine_s is not None]
     cpu = None if len(known) < count else sum(known) / count / moving_s
     if cpu is not None and cpu >= BUSY:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Format = Literal["int8", "int4", "e3m0", "2bit", "sparse"]  # of quantized numbers: see `quantize`
 
 _BLOCKS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
-_PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # in pccl.h
+_PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # in C
 
 _STRIP = 1 << 16  # numbers: whole blocks of every format, which stay in a core's own cache
 _SELF_TEST_ROOM = 1 << 22  # bytes, for the 2.3 MB that the kernels compute of fixed inputs
@@ -87,8 +87,8 @@ def quantize(out: Array, values: Array, format: Format) -> None:
             sign and a power of two, in blocks of 64 with a scale each. "2bit": codes of four levels
             that follow the statistics of each block of 1,024. "sparse": the 64 of largest magnitude
             of each 4,096 (of a shorter last run, a 64th, rounded up; of equal ones the first), with
-            12 bits for the place and 2 for the level; the others are read as 0. c/pccl.h defines
-            the bytes.
+            12 bits for the place and 2 for the level; the others are read as 0. c/pccl_core.h
+            defines the bytes.
 
     Raises:
         ValueError: the arrays are not of these types or sizes in host memory, or overlap; or an

@@ -1,6 +1,6 @@
 /* chunk.c - see chunk.h.
  *
- * Every chunk is judged before it is used, because its offset becomes an address. Where a partial
+ * Every chunk is checked before it is used, because its offset becomes an address. Where a partial
  * result belongs, nothing may have been given yet. Where a final one belongs, all of our
  * contribution must have been given, if there is one, and nothing written. So no chunk counts
  * twice, and none overwrites what we have yet to give. */
@@ -10,10 +10,10 @@
 #include <string.h>
 
 #include "engine/collective.h"
-#include "engine/direct.h"
-#include "engine/gradual.h"
+#include "engine/oneshot.h"
+#include "engine/progressive.h"
 #include "engine/parts.h"
-#include "engine/quanta.h"
+#include "engine/bitmap.h"
 #include "engine/ring.h"
 
 /* The bytes that `n` elements of a part take in a message. */
@@ -49,10 +49,10 @@ static uint64_t chunk_length(const struct ring *ring)
     const struct collective *collective = collective_of(op_of(&ring->flow));
     const struct part *part = part_at(&collective->parts, ring->cursor);
     uint64_t bytes = stream_chunk(ring->flow.stream, collective->chunk);
-    uint64_t step = collective->format == PCCL_UNQUANTIZED
-        ? PCCL_QUANTUM : pccl_quantized_block(collective->format);
-    uint64_t steps = bytes / element_bytes(collective, part, step);
-    return steps > 0 ? steps * step : step;
+    uint64_t unit = collective->format == PCCL_UNQUANTIZED
+        ? PCCL_ALIGNMENT : pccl_quantized_block(collective->format);
+    uint64_t units = bytes / element_bytes(collective, part, unit);
+    return units > 0 ? units * unit : unit;
 }
 
 /* How many offsets our next chunk has, which begins at the cursor. */
@@ -73,9 +73,9 @@ static void write_own(const struct collective *collective, const struct stretch 
                       const struct wire_header *header, unsigned char *payload)
 {
     int status;
-    if (collective->format == PCCL_UNQUANTIZED ? collective->direct
-                                               : direct_overwrites(collective, own->part)) {
-        direct_write(collective, header->offset, header->length, payload);
+    if (collective->format == PCCL_UNQUANTIZED ? collective->oneshot
+                                               : oneshot_overwrites(collective, own->part)) {
+        oneshot_write(collective, header->offset, header->length, payload);
         return;
     }
     if (collective->format == PCCL_UNQUANTIZED) {
@@ -97,7 +97,7 @@ static enum turn build_own(struct ring *ring, struct packet *packet,
     bool whole = is_whole(collective, header->offset, header->length, &own);
     int status;
     if (whole && op->started && collective->format == PCCL_UNQUANTIZED
-        && !direct_overwrites(collective, own.part)) {
+        && !oneshot_overwrites(collective, own.part)) {
         status = packet_build(&op->source, packet, header, own.send, bytes);
         return status == PCCL_OK ? TURN_OVER : TURN_FAILED;
     }
@@ -119,17 +119,17 @@ static struct wire_header own_header(const struct ring *ring, uint64_t length)
     uint32_t members = place->members, next = ring_next(members, place->position);
     struct wire_header header = op_header(op, WIRE_CHUNK);
     header.ring = (uint8_t)ring->flow.index;
-    header.hop = (uint16_t)collective_first_hop(collective_of(op), members);
-    header.segment = (uint16_t)ring_segment(members, next, header.hop);
-    if (collective_of(op)->direct) {
-        header.hop = DIRECT_HOP;
+    header.step = (uint16_t)collective_first_step(collective_of(op), members);
+    header.segment = (uint16_t)ring_segment(members, next, header.step);
+    if (collective_of(op)->oneshot) {
+        header.step = ONESHOT_STEP;
         header.segment = (uint16_t)place->position;
     }
     header.members = (uint16_t)members;
     header.length = (uint32_t)length;
     header.offset = ring->cursor;
     if (!op->started) {
-        header.early = true;
+        header.eager = true;
         header.seq = op->id;
         header.nonce = op->epoch;
     }
@@ -144,9 +144,9 @@ static void note_sent(struct ring *ring, uint64_t length, uint64_t cost)
         collective_note_sent(collective, ring->cursor, length);
     } else {
         ring->lent += cost;
-        ring->flow.stream->early += cost;
+        ring->flow.stream->eager += cost;
     }
-    ring->cursor += quanta_of(length) * PCCL_QUANTUM;
+    ring->cursor += aligned_blocks(length) * PCCL_ALIGNMENT;
     collective_skip(ring);
 }
 
@@ -158,11 +158,11 @@ enum turn chunk_send(struct flow *flow)
     uint64_t length = own_length(ring);
     struct packet packet = {0};
     struct wire_header header = own_header(ring, length);
-    uint64_t bytes = payload_bytes(collective, ring->cursor, length), cost = stash_cost(bytes);
+    uint64_t bytes = payload_bytes(collective, ring->cursor, length), cost = eager_cost(bytes);
     enum turn made;
     assert(length > 0);
-    if (!gradual_is_ready(collective, ring->cursor, length))
-        return TURN_OVER;            /* chunk_obey() asks for the next one */
+    if (!progressive_is_ready(collective, ring->cursor, length))
+        return TURN_OVER;            /* chunk_command() asks for the next one */
     if (!op->started && stream_credit(flow->stream) < cost)
         return TURN_OVER;            /* START gives it another one */
     if (op->ops->n_held > 0 && op->ops->n_spread == 0)
@@ -182,20 +182,20 @@ enum turn chunk_send(struct flow *flow)
     return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;
 }
 
-/* ---- judging a chunk ---- */
+/* ---- checking a chunk ---- */
 
-static bool is_direct(const struct wire_header *chunk)
+static bool is_oneshot(const struct wire_header *chunk)
 {
-    return chunk->hop == DIRECT_HOP;
+    return chunk->step == ONESHOT_STEP;
 }
 
-/* Whether a collective among that many members has such a hop. */
-static bool has_hop(const struct collective *collective, uint32_t members, uint32_t hop)
+/* Whether a collective among that many members has such a step. */
+static bool has_step(const struct collective *collective, uint32_t members, uint32_t step)
 {
-    if (hop == DIRECT_HOP)
-        return collective_may_be_direct(collective, members);
-    return hop >= collective_first_hop(collective, members)
-        && hop <= collective_last_hop(collective, members);
+    if (step == ONESHOT_STEP)
+        return collective_may_be_oneshot(collective, members);
+    return step >= collective_first_step(collective, members)
+        && step <= collective_last_step(collective, members);
 }
 
 /* Why a chunk cannot belong to the op at all, or NULL. After this its offset and length may become
@@ -207,13 +207,13 @@ static const char *check_shape(const struct collective *collective, const struct
     uint64_t reach;
     if (chunk->ring >= PCCL_RINGS_MAX || members < 2 || members > PCCL_PEERS_MAX
         || (collective->members > 0 && members != collective->members)
-        || chunk->segment >= members || !has_hop(collective, members, chunk->hop))
+        || chunk->segment >= members || !has_step(collective, members, chunk->step))
         return "a chunk has an impossible place in the ring";
-    if (chunk->length == 0 || chunk->offset % PCCL_QUANTUM != 0
+    if (chunk->length == 0 || chunk->offset % PCCL_ALIGNMENT != 0
         || chunk->offset >= collective->parts.span * (collective->members > 0 ? members : 1))
         return "a chunk is empty, not aligned or out of bounds";
     reach = parts_reach(&collective->parts, chunk->offset);
-    if (chunk->length > reach || (chunk->length % PCCL_QUANTUM != 0 && chunk->length != reach))
+    if (chunk->length > reach || (chunk->length % PCCL_ALIGNMENT != 0 && chunk->length != reach))
         return "a chunk is not aligned or out of bounds";
     if (payload_bytes(collective, chunk->offset, chunk->length) != bytes)
         return "a chunk's payload has another size than its header says";
@@ -225,8 +225,8 @@ static const char *check_claim(struct collective *collective, const struct wire_
 {
     struct op *op = &collective->op;
     struct claim *claim = &collective->claims[chunk->ring];
-    uint32_t position = is_direct(chunk) ? 1u - chunk->segment
-        : ring_receiver(chunk->members, chunk->segment, chunk->hop);
+    uint32_t position = is_oneshot(chunk) ? 1u - chunk->segment
+        : ring_receiver(chunk->members, chunk->segment, chunk->step);
     if (!collective->claimed) {
         collective->claimed = true;
         op->seq = chunk->seq;
@@ -236,12 +236,12 @@ static const char *check_claim(struct collective *collective, const struct wire_
         claim->made = true;
         claim->members = chunk->members;
         claim->position = position;
-        claim->direct = is_direct(chunk);
+        claim->oneshot = is_oneshot(chunk);
     }
     if (op->seq != chunk->seq || op->nonce != chunk->nonce)
         return "early chunks differ in sequence number or nonce";
     if (claim->members != chunk->members || claim->position != position
-        || claim->direct != is_direct(chunk))
+        || claim->oneshot != is_oneshot(chunk))
         return "early chunks differ in their place in the ring";
     return NULL;
 }
@@ -256,12 +256,12 @@ static const char *check_place(const struct collective *collective, const struct
         return "a chunk has another ring";
     ring = collective_ring(collective, chunk->ring);
     place = &ring->place;
-    if (collective->direct != is_direct(chunk) || chunk->members != place->members)
+    if (collective->oneshot != is_oneshot(chunk) || chunk->members != place->members)
         return "a chunk has another place in the ring";
-    if (is_direct(chunk))
-        return direct_check_place(ring, chunk);
+    if (is_oneshot(chunk))
+        return oneshot_check_place(ring, chunk);
     if (chunk->members != place->members
-        || chunk->segment != ring_segment(place->members, place->position, chunk->hop))
+        || chunk->segment != ring_segment(place->members, place->position, chunk->step))
         return "a chunk has another place in the ring";
     collective_range(ring, chunk->segment, &from, &to);
     if (chunk->offset < from || chunk->offset + chunk->length > to)
@@ -270,7 +270,7 @@ static const char *check_place(const struct collective *collective, const struct
 }
 
 /* Whether a chunk is of what we have sent before START, which others may have heard before us. */
-static bool was_sent_early(const struct collective *collective, const struct wire_header *chunk)
+static bool was_sent_eagerly(const struct collective *collective, const struct wire_header *chunk)
 {
     const struct ring *ring;
     if (collective->op.started || chunk->ring >= collective->op.n_flows)
@@ -282,27 +282,28 @@ static bool was_sent_early(const struct collective *collective, const struct wir
 /* Why a chunk may not come now, or NULL. */
 static const char *check_turn(const struct collective *collective, const struct wire_header *chunk)
 {
-    uint64_t from = chunk->offset / PCCL_QUANTUM, to = quanta_of(chunk->offset + chunk->length);
-    bool final = chunk->hop + 1u >= chunk->members;
+    uint64_t from = chunk->offset / PCCL_ALIGNMENT,
+        to = aligned_blocks(chunk->offset + chunk->length);
+    bool final = chunk->step + 1u >= chunk->members;
     if (!final)
-        return quanta_any(collective->given_set, from, to) ? "a chunk came twice" : NULL;
-    if (collective->shape.reduces && !is_direct(chunk)
-        && !quanta_all(collective->given_set, from, to) && !was_sent_early(collective, chunk))
+        return bitmap_any(collective->given_set, from, to) ? "a chunk came twice" : NULL;
+    if (collective->shape.reduces && !is_oneshot(chunk)
+        && !bitmap_all(collective->given_set, from, to) && !was_sent_eagerly(collective, chunk))
         return "a final chunk lacks our contribution";
     parts_written(&collective->parts, chunk->offset, chunk->length, &from, &to);
-    return quanta_any(collective->written_set, from, to) ? "a chunk came twice" : NULL;
+    return bitmap_any(collective->written_set, from, to) ? "a chunk came twice" : NULL;
 }
 
 /* ---- what becomes of it ---- */
 
-static bool is_last_hop(const struct collective *collective, const struct wire_header *chunk)
+static bool is_last_step(const struct collective *collective, const struct wire_header *chunk)
 {
-    return is_direct(chunk) || chunk->hop == collective_last_hop(collective, chunk->members);
+    return is_oneshot(chunk) || chunk->step == collective_last_step(collective, chunk->members);
 }
 
-static void next_hop(const pccl_zmq *zmq, struct packet *packet, const struct wire_header *chunk)
+static void next_step(const pccl_zmq *zmq, struct packet *packet, const struct wire_header *chunk)
 {
-    wire_set_hop(packet_header(zmq, packet), (uint16_t)(chunk->hop + 1u));
+    wire_set_step(packet_header(zmq, packet), (uint16_t)(chunk->step + 1u));
 }
 
 /* Adds our contribution to a partial result, in the message or into recv. */
@@ -321,7 +322,7 @@ static void reduce(struct collective *collective, const struct wire_header *chun
     }
 }
 
-/* The last reducing hop: recv = partial result + ours. What is sent on, if anything, is the same
+/* The last reducing step: recv = partial result + ours. What is sent on, if anything, is the same
  * message if it is small or lies apart in recv, else recv itself, so that nothing is written
  * twice. */
 static int reduce_last(struct collective *collective, const struct wire_header *chunk,
@@ -332,19 +333,19 @@ static int reduce_last(struct collective *collective, const struct wire_header *
     uint64_t bytes = packet->bytes;
     struct stretch own;
     bool whole = is_whole(collective, chunk->offset, chunk->length, &own);
-    bool last = is_last_hop(collective, chunk);
+    bool last = is_last_step(collective, chunk);
     bool again = (bytes <= source->copy_max || !whole) && !last;
     struct wire_header header = *chunk;
     reduce(collective, chunk, in, !again, chunk->members);
     if (again) {
         parts_scatter(&collective->parts, chunk->offset, chunk->length, in);
-        next_hop(source->zmq, packet, chunk);
+        next_step(source->zmq, packet, chunk);
         return PCCL_OK;
     }
     if (last)
         return PCCL_OK;
     packet_clear(source->zmq, packet);
-    header.hop++;
+    header.step++;
     return packet_build(source, packet, &header, own.recv, bytes);
 }
 
@@ -355,7 +356,7 @@ static void apply_quantized(struct collective *collective, const struct wire_hea
     const pccl_zmq *zmq = collective->op.source.zmq;
     const struct part *part = part_at(&collective->parts, chunk->offset);
     unsigned char *in = packet_payload(zmq, packet);
-    bool last = chunk->hop + 2u == chunk->members, partial = chunk->hop + 2u <= chunk->members;
+    bool last = chunk->step + 2u == chunk->members, partial = chunk->step + 2u <= chunk->members;
     if (partial) {
         int status = pccl_quantized_reduce(
             collective->format, part->dtype, collective->redop, in,
@@ -367,44 +368,44 @@ static void apply_quantized(struct collective *collective, const struct wire_hea
     }
     if (!partial)
         collective_store_quantized(collective, chunk->offset, chunk->length, in);
-    next_hop(zmq, packet, chunk);
+    next_step(zmq, packet, chunk);
 }
 
-/* Does what the chunk's hop asks for, up to sending on: 0 or PCCL_ENOMEM. */
+/* Does what the chunk's step asks for, up to sending on: 0 or PCCL_ENOMEM. */
 static int apply(struct collective *collective, const struct wire_header *chunk,
                  struct packet *packet)
 {
     const pccl_zmq *zmq = collective->op.source.zmq;
-    bool stored = chunk->hop + 2u >= chunk->members;
-    if (chunk->hop + 1u < chunk->members)
+    bool stored = chunk->step + 2u >= chunk->members;
+    if (chunk->step + 1u < chunk->members)
         collective_count_given(collective, chunk->offset, chunk->length);
     if (stored && collective_save(collective, chunk->offset, chunk->length) != PCCL_OK)
         return PCCL_ENOMEM;
     if (stored)
         collective_count_written(collective, chunk->offset, chunk->length);
-    if (is_direct(chunk)) {
-        direct_reduce(collective, chunk, packet_payload(zmq, packet));
+    if (is_oneshot(chunk)) {
+        oneshot_reduce(collective, chunk, packet_payload(zmq, packet));
         return PCCL_OK;
     }
     if (collective->format != PCCL_UNQUANTIZED) {
         apply_quantized(collective, chunk, packet);
         return PCCL_OK;
     }
-    if (chunk->hop + 2u == chunk->members)
+    if (chunk->step + 2u == chunk->members)
         return reduce_last(collective, chunk, packet);
     if (stored)
         parts_scatter(&collective->parts, chunk->offset, chunk->length,
                       packet_payload(zmq, packet));
     else
         reduce(collective, chunk, packet_payload(zmq, packet), false, 1);
-    next_hop(zmq, packet, chunk);
+    next_step(zmq, packet, chunk);
     return PCCL_OK;
 }
 
 /* Whether a chunk is to be reduced with our contribution. */
 static bool is_partial(const struct wire_header *chunk)
 {
-    return is_direct(chunk) || chunk->hop + 1u < chunk->members;
+    return is_oneshot(chunk) || chunk->step + 1u < chunk->members;
 }
 
 /* Keeps a chunk until our contribution is there. */
@@ -431,7 +432,7 @@ void chunk_take(struct op *op, const struct wire_header *chunk, struct packet **
         op_fail(op, PCCL_EPROTO, "%s", why);
         return;
     }
-    if (is_partial(chunk) && !gradual_is_ready(collective, chunk->offset, chunk->length)) {
+    if (is_partial(chunk) && !progressive_is_ready(collective, chunk->offset, chunk->length)) {
         hold(collective, packet);
         return;
     }
@@ -440,11 +441,11 @@ void chunk_take(struct op *op, const struct wire_header *chunk, struct packet **
         op_fail(op, PCCL_ENOMEM, "no memory for a message or for what ABORT restores");
         return;
     }
-    if (!is_last_hop(collective, chunk))
+    if (!is_last_step(collective, chunk))
         op_forward(op, op->started ? op->flows[chunk->ring]->stream : NULL, &collective->early,
                    packet);
-    if (is_direct(chunk) || chunk->hop + 2u >= chunk->members)
-        gradual_tell(collective, chunk->offset, chunk->length);
+    if (is_oneshot(chunk) || chunk->step + 2u >= chunk->members)
+        progressive_notify(collective, chunk->offset, chunk->length);
     if (!op->failed && collective_is_complete(collective))
         op_complete(op);
 }
@@ -470,11 +471,11 @@ static void take_held(struct op *op)
     }
 }
 
-void chunk_obey(struct op *op, const pccl_order *order)
+void chunk_command(struct op *op, const pccl_command *command)
 {
     struct collective *collective = collective_of(op);
     uint32_t i;
-    if (order->kind != PCCL_READY || !gradual_allow(collective, order))
+    if (command->kind != PCCL_READY || !progressive_ready(collective, command))
         return;
     for (i = 0; i < op->n_flows; i++)
         if (collective_ring(collective, i)->cursor < collective_ring(collective, i)->end)

@@ -1,5 +1,5 @@
-/* chunk.h - the chunks of a collective: our own are sent; others are judged, reduced or stored, and
- * sent on (pccl.h, THE RING). */
+/* chunk.h - the chunks of a collective: our own are sent; others are checked, reduced or stored,
+ * and sent on (pccl_core.h, THE RING). */
 #ifndef PCCL_CHUNK_H
 #define PCCL_CHUNK_H
 
@@ -8,6 +8,6 @@
 /* For struct op_kind. */
 void chunk_take(struct op *op, const struct wire_header *header, struct packet **packet);
 enum turn chunk_send(struct flow *flow);
-void chunk_obey(struct op *op, const pccl_order *order);
+void chunk_command(struct op *op, const pccl_command *command);
 
 #endif

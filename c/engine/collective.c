@@ -1,16 +1,16 @@
 /* collective.c - see collective.h.
  *
- * Two sets of quanta say what has been done: `given` holds those of send that have been given (a
+ * Two sets of blocks say what has been done: `given` holds those of send that have been given (a
  * first chunk was sent, or a partial result added to), `written` those of recv that hold the
  * result. A collective that only gathers gives nothing: its chunks are final from the start. Both
- * are indexed like the buffers: a buffer of one slice has the quanta of one slice.
+ * are indexed like the buffers: a buffer of one slice has the blocks of one slice.
  *
  * Where recv holds what ABORT must restore, the old bytes go into an undo buffer before they are
  * overwritten.
  *
  * Before START the place in the ring is not known. Chunks of those who have heard of the start are
  * handled all the same: what they say about the ring is kept as claims that START must confirm, and
- * what is to be sent on waits. EARLY says which place is expected, and only lets us send. What was
+ * what is to be sent on waits. EAGER says which place is expected, and only lets us send. What was
  * sent then is noted at START, if that names the same streams; otherwise it is void with them. */
 #include "engine/collective.h"
 
@@ -18,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/quanta.h"
+#include "engine/bitmap.h"
 #include "engine/ring.h"
 
 static const struct shape shapes[] = {
@@ -69,22 +69,22 @@ void collective_skip(struct ring *ring)
         if (parts_reach(parts, ring->cursor) > 0)
             return;
         ring->cursor -= ring->cursor % parts->span;
-        ring->cursor += part->begin + quanta_of(part->count) * PCCL_QUANTUM;
+        ring->cursor += part->begin + aligned_blocks(part->count) * PCCL_ALIGNMENT;
     }
 }
 
-uint32_t collective_first_hop(const struct collective *collective, uint32_t members)
+uint32_t collective_first_step(const struct collective *collective, uint32_t members)
 {
     return collective->shape.reduces ? 0 : members - 1;
 }
 
-uint32_t collective_last_hop(const struct collective *collective, uint32_t members)
+uint32_t collective_last_step(const struct collective *collective, uint32_t members)
 {
     const struct shape *shape = &collective->shape;
     return shape->scatters || (shape->reduces && shape->rooted) ? members - 2 : 2 * members - 3;
 }
 
-bool collective_may_be_direct(const struct collective *collective, uint32_t members)
+bool collective_may_be_oneshot(const struct collective *collective, uint32_t members)
 {
     const struct shape *shape = &collective->shape;
     return members == 2 && shape->reduces && !shape->scatters && !shape->rooted;
@@ -94,7 +94,7 @@ bool collective_may_be_direct(const struct collective *collective, uint32_t memb
 
 void collective_count_given(struct collective *collective, uint64_t offset, uint64_t length)
 {
-    quanta_add(collective->given_set, offset / PCCL_QUANTUM, quanta_of(offset + length));
+    bitmap_set(collective->given_set, offset / PCCL_ALIGNMENT, aligned_blocks(offset + length));
     collective->done += parts_elements(&collective->parts, offset, length);
 }
 
@@ -102,7 +102,7 @@ void collective_count_written(struct collective *collective, uint64_t offset, ui
 {
     uint64_t from, to;
     parts_written(&collective->parts, offset, length, &from, &to);
-    quanta_add(collective->written_set, from, to);
+    bitmap_set(collective->written_set, from, to);
     collective->done += parts_elements(&collective->parts, offset, length);
 }
 
@@ -132,63 +132,63 @@ void collective_store_quantized(const struct collective *collective, uint64_t of
 
 /* ---- register ---- */
 
-/* Takes over what an order says except its parts; false if it is impossible. */
-static bool take_shape(struct collective *collective, const pccl_order *order)
+/* Takes over what a command says except its parts; false if it is impossible. */
+static bool take_shape(struct collective *collective, const pccl_command *command)
 {
     const struct shape *shape = &collective->shape;
-    if (order->collective == 0 || order->collective >= sizeof shapes / sizeof shapes[0])
+    if (command->collective == 0 || command->collective >= sizeof shapes / sizeof shapes[0])
         return false;
-    collective->shape = shapes[order->collective];
-    collective->redop = (int)order->redop;
-    collective->format = (int)order->format;
-    collective->members = shape->scatters || shape->gathers ? order->members : 0;
-    collective->parts.n = order->n_parts;
-    collective->parts.send_slices = shape->scatters ? order->members : 1;
-    collective->parts.recv_slices = shape->gathers ? order->members : 1;
-    if (order->format != PCCL_UNQUANTIZED
-        && (!shape->reduces || order->redop == PCCL_PROD || order->format > PCCL_ZERO_POINT_16))
+    collective->shape = shapes[command->collective];
+    collective->redop = (int)command->redop;
+    collective->format = (int)command->format;
+    collective->members = shape->scatters || shape->gathers ? command->members : 0;
+    collective->parts.n = command->n_parts;
+    collective->parts.send_slices = shape->scatters ? command->members : 1;
+    collective->parts.recv_slices = shape->gathers ? command->members : 1;
+    if (command->format != PCCL_UNQUANTIZED
+        && (!shape->reduces || command->redop == PCCL_PROD || command->format > PCCL_ZERO_POINT_16))
         return false;
-    if (order->recv_rows != NULL && !shape->gathers)
+    if (command->recv_rows != NULL && !shape->gathers)
         return false;
-    collective->step = order->step;
-    if (order->step > 0
-        && (order->collective != PCCL_ALL_REDUCE || order->step % PCCL_QUANTUM != 0))
+    collective->window = command->window;
+    if (command->window > 0
+        && (command->collective != PCCL_ALL_REDUCE || command->window % PCCL_ALIGNMENT != 0))
         return false;
     return collective->parts.send_slices > 0 && collective->parts.recv_slices > 0
-        && order->members <= PCCL_PEERS_MAX && order->redop <= PCCL_MIN
-        && order->n_parts <= PCCL_PARTS_MAX;
+        && command->members <= PCCL_PEERS_MAX && command->redop <= PCCL_MIN
+        && command->n_parts <= PCCL_PARTS_MAX;
 }
 
-void collective_enter(struct op *op, const pccl_order *order)
+void collective_enter(struct op *op, const pccl_command *command)
 {
     struct collective *collective = collective_of(op);
     struct parts *parts = &collective->parts;
     size_t given, written, ready;
     const char *why;
-    if (!take_shape(collective, order)) {
+    if (!take_shape(collective, command)) {
         op_fail(op, PCCL_EINVAL, "unknown collective or operation, or an impossible number");
         return;
     }
-    parts->part = calloc(order->n_parts + (size_t)1, sizeof *parts->part);
+    parts->part = calloc(command->n_parts + (size_t)1, sizeof *parts->part);
     if (parts->part == NULL) {
-        op_fail(op, PCCL_ENOMEM, "no memory for %lu arrays", (unsigned long)order->n_parts);
+        op_fail(op, PCCL_ENOMEM, "no memory for %lu arrays", (unsigned long)command->n_parts);
         return;
     }
-    if (order->recv_rows != NULL) {
-        int status = parts_divide(parts, order->recv_rows);
+    if (command->recv_rows != NULL) {
+        int status = parts_divide(parts, command->recv_rows);
         if (status != PCCL_OK) {
             op_fail(op, status, "too many rows, or no memory for their numbers");
             return;
         }
     }
-    why = parts_enter(parts, &collective->shape, order);
+    why = parts_enter(parts, &collective->shape, command);
     if (why != NULL) {
         op_fail(op, PCCL_EINVAL, "%s", why);
         return;
     }
-    given = quanta_words(quanta_of(parts->span * parts->send_slices));
-    written = quanta_words(quanta_of(parts->span * parts->recv_slices));
-    ready = collective->step > 0 ? given : 0;
+    given = bitmap_words(aligned_blocks(parts->span * parts->send_slices));
+    written = bitmap_words(aligned_blocks(parts->span * parts->recv_slices));
+    ready = collective->window > 0 ? given : 0;
     collective->given_set = calloc(given + written + ready + 1, sizeof(uint64_t));
     if (collective->given_set == NULL) {
         op_fail(op, PCCL_ENOMEM, "no memory to keep account of %llu elements",
@@ -197,7 +197,7 @@ void collective_enter(struct op *op, const pccl_order *order)
     }
     collective->written_set = collective->given_set + given;
     collective->ready_set = collective->written_set + written;
-    collective->unready = collective->step > 0 ? quanta_of(parts->span) : 0;
+    collective->unready = collective->window > 0 ? aligned_blocks(parts->span) : 0;
 }
 
 /* ---- what ABORT restores ---- */
@@ -229,7 +229,7 @@ void collective_end(struct op *op, bool keep)
     undo_close(&collective->undo, &op->ops->spare);
 }
 
-void collective_tell(const struct op *op, uint64_t *done, uint64_t *wanted)
+void collective_progress(const struct op *op, uint64_t *done, uint64_t *wanted)
 {
     const struct collective *collective = (const struct collective *)op;
     *done = collective->done;
@@ -247,7 +247,7 @@ void collective_drop(struct op *op, struct flow *flow)
     collective->n_held = 0;
 }
 
-/* START may not need a stream on which EARLY has begun, and otherwise finds that it is lost. */
+/* START may not need a stream on which EAGER has begun, and otherwise finds that it is lost. */
 void collective_lose(struct op *op, const struct stream *stream)
 {
     if (op->started)
@@ -295,20 +295,20 @@ static uint32_t role(const struct collective *collective, const pccl_ring *ring)
 
 /* Why the rings of a START are impossible, or NULL: they must divide a slice, one after the other,
  * and agree on who we are. */
-static const char *check_rings(const struct collective *collective, const pccl_order *order)
+static const char *check_rings(const struct collective *collective, const pccl_command *command)
 {
-    const pccl_ring *first = &order->rings[0];
+    const pccl_ring *first = &command->rings[0];
     uint64_t at = 0;
     uint32_t i;
-    for (i = 0; i < order->n_rings; i++) {
-        const pccl_ring *ring = &order->rings[i];
+    for (i = 0; i < command->n_rings; i++) {
+        const pccl_ring *ring = &command->rings[i];
         const char *why = check_ring(collective, ring);
         if (why != NULL)
             return why;
         if (ring->members != first->members || role(collective, ring) != role(collective, first))
             return "the rings contradict each other";
         if (ring->begin != at || ring->count > collective->parts.span - at
-            || (ring->count > 0 && ring->begin % PCCL_QUANTUM != 0))
+            || (ring->count > 0 && ring->begin % PCCL_ALIGNMENT != 0))
             return "the rings do not share out the data";
         at += ring->count;
     }
@@ -316,39 +316,39 @@ static const char *check_rings(const struct collective *collective, const pccl_o
 }
 
 /* Why the chunks that came before START contradict it, or NULL. */
-static const char *check_claims(const struct collective *collective, const pccl_order *order)
+static const char *check_claims(const struct collective *collective, const pccl_command *command)
 {
     const struct op *op = &collective->op;
     uint32_t i;
     if (!collective->claimed)
         return NULL;
-    if (op->seq != order->seq || op->nonce != order->nonce)
+    if (op->seq != command->seq || op->nonce != command->nonce)
         return "an early chunk has another sequence number or nonce";
     for (i = 0; i < PCCL_RINGS_MAX; i++) {
         const struct claim *claim = &collective->claims[i];
         if (claim->made
-            && (i >= order->n_rings || claim->direct != (order->direct != 0)
-                || claim->members != order->rings[i].members
-                || claim->position != order->rings[i].position))
+            && (i >= command->n_rings || claim->oneshot != (command->oneshot != 0)
+                || claim->members != command->rings[i].members
+                || claim->position != command->rings[i].position))
             return "an early chunk has another place in the ring";
     }
     return NULL;
 }
 
-/* The segment of our own chunks: the one that our successor sees at the first hop. */
+/* The segment of our own chunks: the one that our successor sees at the first step. */
 static uint32_t first_segment(const struct collective *collective, const pccl_ring *place)
 {
-    uint32_t hop = collective_first_hop(collective, place->members);
-    return ring_segment(place->members, ring_next(place->members, place->position), hop);
+    uint32_t step = collective_first_step(collective, place->members);
+    return ring_segment(place->members, ring_next(place->members, place->position), step);
 }
 
 /* Makes the flows of all rings, or fails the op. */
-static bool join_rings(struct collective *collective, const pccl_order *order)
+static bool join_rings(struct collective *collective, const pccl_command *command)
 {
     struct op *op = &collective->op;
     uint32_t i;
-    for (i = 0; i < order->n_rings; i++) {
-        const pccl_ring *place = &order->rings[i];
+    for (i = 0; i < command->n_rings; i++) {
+        const pccl_ring *place = &command->rings[i];
         uint32_t members = place->members;
         struct stream *stream = members > 1 ? streams_find(op->ops->streams, place->stream) : NULL;
         struct ring *ring;
@@ -367,17 +367,18 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
         ring->end = place->begin + place->count;
         if (members == 1)
             ring->end = ring->cursor;
-        else if (!order->direct)
+        else if (!command->oneshot)
             collective_range(ring, first_segment(collective, place), &ring->cursor, &ring->end);
         ring->first = ring->cursor;
         collective_skip(ring);
     }
-    collective->direct = order->direct != 0;
-    collective->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
+    collective->oneshot = command->oneshot != 0;
+    collective->chunk = command->chunk_bytes < PCCL_CHUNK_MAX ? command->chunk_bytes
+        : PCCL_CHUNK_MAX;
     return true;
 }
 
-/* Whether START says of a ring what EARLY has said. */
+/* Whether START says of a ring what EAGER has said. */
 static bool is_same(const pccl_ring *a, const pccl_ring *b)
 {
     uint32_t i;
@@ -390,45 +391,45 @@ static bool is_same(const pccl_ring *a, const pccl_ring *b)
     return true;
 }
 
-/* Goes on with the rings of EARLY, or fails the op. */
-static bool keep_rings(struct collective *collective, const pccl_order *order)
+/* Goes on with the rings of EAGER, or fails the op. */
+static bool keep_rings(struct collective *collective, const pccl_command *command)
 {
     struct op *op = &collective->op;
-    bool same = order->n_rings == op->n_flows && collective->direct == (order->direct != 0);
+    bool same = command->n_rings == op->n_flows && collective->oneshot == (command->oneshot != 0);
     uint32_t i;
     for (i = 0; same && i < op->n_flows; i++)
-        same = is_same(&collective_ring(collective, i)->place, &order->rings[i]);
+        same = is_same(&collective_ring(collective, i)->place, &command->rings[i]);
     if (!same) {
-        op_fail(op, PCCL_EINVAL, "START contradicts EARLY");
+        op_fail(op, PCCL_EINVAL, "START contradicts EAGER");
         return false;
     }
     for (i = 0; i < op->n_flows; i++)
         if (op->flows[i]->stream == NULL || op->flows[i]->stream->lost) {
-            op_fail_stream(op, order->rings[i].stream, "it is not open");
+            op_fail_stream(op, command->rings[i].stream, "it is not open");
             return false;
         }
     return true;
 }
 
 /* Makes the flows for START, or fails the op. */
-static bool enter_rings(struct collective *collective, const pccl_order *order)
+static bool enter_rings(struct collective *collective, const pccl_command *command)
 {
     struct op *op = &collective->op;
     if (op->n_flows > 0
-        && collective_ring(collective, 0)->place.stream == order->rings[0].stream)
-        return keep_rings(collective, order);
+        && collective_ring(collective, 0)->place.stream == command->rings[0].stream)
+        return keep_rings(collective, command);
     op_remove_flows(op);
     collective->is_spread = false;
-    return join_rings(collective, order);
+    return join_rings(collective, command);
 }
 
 /* Notes what a ring has sent before START, and gives its credit back. */
-static void note_early(struct collective *collective, struct ring *ring)
+static void note_eager(struct collective *collective, struct ring *ring)
 {
     uint64_t sent = ring->cursor;
     if (ring->lent == 0)
         return;
-    ring->flow.stream->early -= ring->lent;
+    ring->flow.stream->eager -= ring->lent;
     ring->lent = 0;
     ring->cursor = ring->first;
     for (collective_skip(ring); ring->cursor < sent; collective_skip(ring)) {
@@ -436,7 +437,7 @@ static void note_early(struct collective *collective, struct ring *ring)
         uint64_t most = (sent < ring->end ? sent : ring->end) - ring->cursor;
         length = length < most ? length : most;
         collective_note_sent(collective, ring->cursor, length);
-        ring->cursor += quanta_of(length) * PCCL_QUANTUM;
+        ring->cursor += aligned_blocks(length) * PCCL_ALIGNMENT;
     }
     assert(ring->cursor == sent);
 }
@@ -448,8 +449,8 @@ static bool was_forestalled(const struct collective *collective)
     for (i = 0; !collective->shape.reduces && i < collective->op.n_flows; i++) {
         const struct ring *ring = collective_ring(collective, i);
         if (ring->first < ring->end
-            && quanta_any(collective->written_set, ring->first / PCCL_QUANTUM,
-                          quanta_of(ring->end)))
+            && bitmap_any(collective->written_set, ring->first / PCCL_ALIGNMENT,
+                          aligned_blocks(ring->end)))
             return true;
     }
     return false;
@@ -466,7 +467,7 @@ static bool receives_nothing(const struct collective *collective, const pccl_rin
 static bool was_mistaken(const struct collective *collective, const pccl_ring *place)
 {
     return collective->parts.span > 0 && receives_nothing(collective, place)
-        && quanta_any(collective->written_set, 0, quanta_of(collective->parts.span));
+        && bitmap_any(collective->written_set, 0, aligned_blocks(collective->parts.span));
 }
 
 /* How many elements there are to give and to write. */
@@ -492,15 +493,15 @@ static void release_early(struct collective *collective)
 }
 
 /* Why a START is impossible, or NULL. */
-static const char *check_start(const struct collective *collective, const pccl_order *order)
+static const char *check_start(const struct collective *collective, const pccl_command *command)
 {
-    const char *why = check_rings(collective, order);
+    const char *why = check_rings(collective, command);
     if (why != NULL)
         return why;
-    if (order->direct && !collective_may_be_direct(collective, order->rings[0].members))
-        return "only two members can all-reduce directly";
+    if (command->oneshot && !collective_may_be_oneshot(collective, command->rings[0].members))
+        return "only two members can all-reduce in one shot";
     if (collective->members > 0
-        && !parts_lie_at(&collective->parts, role(collective, &order->rings[0])))
+        && !parts_lie_at(&collective->parts, role(collective, &command->rings[0])))
         return "one buffer is part of the other, at the place of another rank";
     return NULL;
 }
@@ -511,10 +512,10 @@ void collective_conclude_alone(struct collective *collective)
         parts_copy(&collective->parts);
 }
 
-/* Whether it can start as START or EARLY says; if not, the op fails. */
-static bool can_start(struct collective *collective, const pccl_order *order)
+/* Whether it can start as START or EAGER says; if not, the op fails. */
+static bool can_start(struct collective *collective, const pccl_command *command)
 {
-    const char *why = check_start(collective, order);
+    const char *why = check_start(collective, command);
     if (why != NULL)
         op_fail(&collective->op, PCCL_EINVAL, "%s", why);
     return why == NULL;
@@ -530,47 +531,47 @@ static void request_turns(struct collective *collective)
             flow_request_turn(op->flows[i]);
 }
 
-void collective_early(struct op *op, const pccl_order *order)
+void collective_eager(struct op *op, const pccl_command *command)
 {
     struct collective *collective = collective_of(op);
     uint32_t i;
-    if (!can_start(collective, order))
+    if (!can_start(collective, command))
         return;
-    for (i = 0; i < order->n_rings; i++)     /* if not, START says so */
-        if (streams_find(op->ops->streams, order->rings[i].stream) == NULL)
+    for (i = 0; i < command->n_rings; i++)     /* if not, START says so */
+        if (streams_find(op->ops->streams, command->rings[i].stream) == NULL)
             return;
-    if (join_rings(collective, order))
+    if (join_rings(collective, command))
         request_turns(collective);
 }
 
-void collective_start(struct op *op, const pccl_order *order)
+void collective_start(struct op *op, const pccl_command *command)
 {
     struct collective *collective = collective_of(op);
     const char *why;
     uint32_t i;
-    if (!can_start(collective, order))
+    if (!can_start(collective, command))
         return;
-    why = check_claims(collective, order);
+    why = check_claims(collective, command);
     if (why != NULL) {
         op_fail(op, PCCL_EPROTO, "%s", why);
         return;
     }
-    if (!enter_rings(collective, order))
+    if (!enter_rings(collective, command))
         return;
-    if (was_forestalled(collective) || was_mistaken(collective, &order->rings[0])) {
+    if (was_forestalled(collective) || was_mistaken(collective, &command->rings[0])) {
         op_fail(op, PCCL_EPROTO, "an early chunk is of what is ours to send, or not for us");
         return;
     }
     op->ops->n_spread += collective->is_spread;
     op->started = true;
-    op->seq = order->seq;
-    op->nonce = order->nonce;
-    if (order->rings[0].members == 1)
+    op->seq = command->seq;
+    op->nonce = command->nonce;
+    if (command->rings[0].members == 1)
         collective_conclude_alone(collective);
     else
-        collective->wanted = count_wanted(collective, &order->rings[0]);
+        collective->wanted = count_wanted(collective, &command->rings[0]);
     for (i = 0; i < op->n_flows; i++)
-        note_early(collective, collective_ring(collective, i));
+        note_eager(collective, collective_ring(collective, i));
     release_early(collective);
     request_turns(collective);
     if (collective_is_complete(collective))

@@ -1,5 +1,5 @@
 /* collective.h - a COLLECTIVE op: which elements of its arrays are done, what ABORT restores, and
- * its start (pccl.h, COLLECTIVES, THE RING). chunk.h moves its data. */
+ * its start (pccl_core.h, COLLECTIVES, THE RING). chunk.h moves its data. */
 #ifndef PCCL_COLLECTIVE_H
 #define PCCL_COLLECTIVE_H
 
@@ -13,7 +13,7 @@
 
 /* What the first early chunk of a ring said of our place in it. */
 struct claim {
-    bool made, direct;
+    bool made, oneshot;
     uint32_t members, position;
 };
 
@@ -22,19 +22,19 @@ struct collective {
     struct shape shape;
     int redop, format;
     bool is_spread;          /* its rings lead to different neighbours */
-    bool direct;             /* two members send each other everything (direct.h) */
+    bool oneshot;             /* two members send each other everything (oneshot.h) */
     uint32_t members;        /* slices of the larger buffers; 0: all have one */
     struct parts parts;
     uint64_t chunk;          /* bytes of a message, about */
     uint64_t done, wanted;   /* elements given and written, and how many there are */
-    uint64_t *given_set;     /* quanta of send that have been given: our contribution */
-    uint64_t *written_set;   /* quanta of recv that hold the result */
-    uint64_t step;           /* offsets that WRITTEN tells of; 0: it is not gradual (gradual.h) */
-    uint64_t *ready_set;     /* if it is: quanta of send that hold the contribution, */
+    uint64_t *given_set;     /* blocks of send that have been given: our contribution */
+    uint64_t *written_set;   /* blocks of recv that hold the result */
+    uint64_t window;         /* offsets between WRITTEN events; 0: not progressive.h */
+    uint64_t *ready_set;     /* if it is: blocks of send that hold the contribution, */
     uint64_t unready;        /* how many do not yet, */
     struct packets held;     /* and the chunks that came for those */
     uint32_t n_held;
-    struct undo undo;        /* what recv held in those quanta, where ABORT must restore it */
+    struct undo undo;        /* what recv held in those blocks, where ABORT must restore it */
     struct packets early;    /* to be sent on once START names the stream */
     bool claimed;            /* early chunks have fixed seq and nonce */
     struct claim claims[PCCL_RINGS_MAX];
@@ -59,10 +59,10 @@ static inline struct ring *collective_ring(const struct collective *collective, 
 }
 
 /* For struct op_kind. */
-void collective_enter(struct op *op, const pccl_order *order);
-void collective_early(struct op *op, const pccl_order *order);
-void collective_start(struct op *op, const pccl_order *order);
-void collective_tell(const struct op *op, uint64_t *done, uint64_t *wanted);
+void collective_enter(struct op *op, const pccl_command *command);
+void collective_eager(struct op *op, const pccl_command *command);
+void collective_start(struct op *op, const pccl_command *command);
+void collective_progress(const struct op *op, uint64_t *done, uint64_t *wanted);
 void collective_drop(struct op *op, struct flow *flow);
 void collective_lose(struct op *op, const struct stream *stream);
 void collective_end(struct op *op, bool keep);
@@ -96,18 +96,18 @@ void collective_range(const struct ring *ring, uint32_t segment, uint64_t *from,
 /* Moves the cursor on to the next element that there is: slices may be shorter than others. */
 void collective_skip(struct ring *ring);
 
-/* Whether `members` may send each other everything instead (direct.h). */
-bool collective_may_be_direct(const struct collective *collective, uint32_t members);
+/* Whether `members` may send each other everything instead (oneshot.h). */
+bool collective_may_be_oneshot(const struct collective *collective, uint32_t members);
 
-/* The first and the last hop of a chunk, among `members` > 1. */
-uint32_t collective_first_hop(const struct collective *collective, uint32_t members);
-/* What the last step of an AVG divides by. Integers are only added: their callers register wide ones,
- * in which sums do not wrap, and divide these. */
+/* The first and the last step of a chunk, among `members` > 1. */
+uint32_t collective_first_step(const struct collective *collective, uint32_t members);
+/* What the last step of an AVG divides by. Integers are only added: their callers register wide
+ * ones, in which sums do not wrap, and divide these. */
 static inline uint32_t collective_divisor(int dtype, uint32_t members)
 {
     return dtype < PCCL_F16 || dtype == PCCL_I128 ? 1 : members;
 }
 
-uint32_t collective_last_hop(const struct collective *collective, uint32_t members);
+uint32_t collective_last_step(const struct collective *collective, uint32_t members);
 
 #endif

@@ -1,9 +1,10 @@
-/* engine.c - the loop: orders in, messages in, messages out, events out (pccl.h, THE ENGINE).
+/* engine.c - the loop: commands in, messages in, messages out, events out (pccl_core.h, THE
+ * ENGINE).
  *
  * The modules of the engine, each of which uses only those before it (tests/unit/test_layers.py):
  *
  * wire        the header in front of every payload
- * quanta      which parts of a buffer have been handled
+ * bitmap      which parts of a buffer have been handled
  * ring        the geometry of a ring
  * tcp         what the operating system is asked about a connection
  * ipc         how much a connection within a machine may hold
@@ -13,20 +14,20 @@
  * events      what the caller is told
  * zap         who may connect to the PULL socket
  * packet      messages of one or two frames, and references to the memory that they point into
- * stash       chunks that came before START, held for it
+ * unexpected       chunks that came before START, held for it
  * stream      PUSH sockets, their lanes and monitors, and what is sent in which order
  * op          the life of an op of any kind
  * pieces      numbered pieces of memory
  * serve       SERVE: answers requests for pieces
  * fetch       FETCH: requests pieces
  * collective  COLLECTIVE: which elements are done, the start
- * gradual     collectives whose memory is filled, and read, while they run
- * direct      what two members send each other instead of around a ring
- * chunk       the chunks of a collective: sent, judged, reduced or stored, sent on
+ * progressive     collectives whose memory is filled, and read, while they run
+ * oneshot      what two members send each other instead of around a ring
+ * chunk       the chunks of a collective: sent, checked, reduced or stored, sent on
  * exchange    EXCHANGE: rows from member to member
  * kinds       the table of these four kinds of ops
  *
- * One pass takes orders, receives a bounded batch, lets every stream send, settles ops, looks at
+ * One pass takes commands, receives a bounded batch, lets every stream send, settles ops, looks at
  * the monitors and closes lost streams. It never blocks; when a pass has moved nothing,
  * pccl_engine_run() waits for whatever could change that. Nothing needs a clock.
  *
@@ -42,7 +43,7 @@
  * stream is only marked lost where that is noticed, and closed at the end of the pass; and an op
  * that fails keeps its memory until its ABORT. An op is freed in op_complete(), ops_end(),
  * ops_settle() and ops_free() only. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <errno.h>
 #include <stdbool.h>
@@ -59,10 +60,10 @@
 #include "engine/zap.h"
 #include "zmq/zmqdefs.h"
 
-static const char ORDERS_ENDPOINT[] = "inproc://pccl-engine";
+static const char COMMANDS_ENDPOINT[] = "inproc://pccl-engine";
 
 enum {
-    ORDER_BATCH = 64,        /* in one pass */
+    COMMAND_BATCH = 64,        /* in one pass */
     RECEIVE_BATCH = 16,      /* messages in one pass, */
     RECEIVE_BYTES = 1 << 20, /* or bytes: reducing them takes as long as sending them */
     FORWARD_BYTES = 32 << 20, /* that may wait to be sent on, besides ops' own memory */
@@ -81,7 +82,7 @@ struct pccl_engine {
     struct packet *inbox;    /* the message at hand */
     bool stopped;
     uint32_t passes;
-    uint64_t dropped;        /* orders and messages that could not be read */
+    uint64_t dropped;        /* commands and messages that could not be read */
     pccl_pollitem *items;    /* what is waited for, */
     void **watched;          /* and the socket of each */
     size_t items_room;       /* of both */
@@ -150,7 +151,7 @@ static int set_heartbeats(pccl_engine *engine)
     return failed;
 }
 
-/* Opens the context, the PAIR for orders and the PULL for everything else: 0 or PCCL_EZMQ. The
+/* Opens the context, the PAIR for commands and the PULL for everything else: 0 or PCCL_EZMQ. The
  * limits bound what a stranger can make libzmq keep: one message on each connection, for as long as
  * a handshake may take. */
 static int open_sockets(pccl_engine *engine)
@@ -164,7 +165,7 @@ static int open_sockets(pccl_engine *engine)
         || zmq->ctx_set(engine->context, ZMQ_MAX_SOCKETS, SOCKETS_MAX) < 0)
         return PCCL_EZMQ;
     engine->events.socket = open_socket(engine, ZMQ_PAIR, 0);
-    if (engine->events.socket == NULL || zmq->bind(engine->events.socket, ORDERS_ENDPOINT) < 0)
+    if (engine->events.socket == NULL || zmq->bind(engine->events.socket, COMMANDS_ENDPOINT) < 0)
         return PCCL_EZMQ;
     engine->pull = open_socket(engine, ZMQ_PULL, (int)engine->options.recv_hwm);
     if (engine->pull == NULL
@@ -290,54 +291,54 @@ void pccl_engine_free(pccl_engine *engine)
     free(engine);
 }
 
-/* ---- orders ---- */
+/* ---- commands ---- */
 
-static void obey(pccl_engine *engine, const pccl_order *order)
+static void dispatch(pccl_engine *engine, const pccl_command *command)
 {
-    switch (order->kind) {
+    switch (command->kind) {
     case PCCL_OPEN_STREAM:
-        streams_order_open(&engine->streams, order);
+        streams_command_open(&engine->streams, command);
         break;
     case PCCL_CONNECT_STREAM:
-        streams_order_connect(&engine->streams, order);
+        streams_command_connect(&engine->streams, command);
         break;
     case PCCL_LOSE_STREAM:
-        streams_order_lose(&engine->streams, order);
+        streams_command_lose(&engine->streams, command);
         break;
     case PCCL_CLOSE_STREAM:
-        streams_order_close(&engine->streams, order);
+        streams_command_close(&engine->streams, command);
         break;
     case PCCL_MEET:
-        engine->dropped += !stream_meet(engine->events.zmq, engine->pull, order);
+        engine->dropped += !stream_meet(engine->events.zmq, engine->pull, command);
         break;
     case PCCL_EXPECT:
-        zap_order_expect(&engine->zap, order);
-        ops_expect(&engine->ops, order);
+        zap_command_expect(&engine->zap, command);
+        ops_expect(&engine->ops, command);
         break;
     case PCCL_ADMIT:
-        zap_order_admit(&engine->zap, order);
+        zap_command_admit(&engine->zap, command);
         break;
     case PCCL_REGISTER:
-        ops_register(&engine->ops, op_kind_numbered(order->op_kind), order);
+        ops_register(&engine->ops, op_kind_numbered(command->op_kind), command);
         break;
-    case PCCL_EARLY:
-        ops_early(&engine->ops, order);
+    case PCCL_EAGER:
+        ops_eager(&engine->ops, command);
         break;
     case PCCL_START:
-        ops_start(&engine->ops, order);
+        ops_start(&engine->ops, command);
         break;
-    case PCCL_VERDICT:
+    case PCCL_VERIFIED:
     case PCCL_ALLOW:
     case PCCL_REMIND:
     case PCCL_READY:
-        ops_obey(&engine->ops, order);
+        ops_command(&engine->ops, command);
         break;
-    case PCCL_TELL:
-        ops_tell(&engine->ops, order);
+    case PCCL_QUERY:
+        ops_query(&engine->ops, command);
         break;
     case PCCL_COMMIT:
     case PCCL_ABORT:
-        ops_end(&engine->ops, order);
+        ops_end(&engine->ops, command);
         break;
     case PCCL_STOP:
         engine->stopped = true;
@@ -347,12 +348,12 @@ static void obey(pccl_engine *engine, const pccl_order *order)
     }
 }
 
-/* Receives one message and obeys its orders. Whether there was one. */
-static bool take_order(pccl_engine *engine)
+/* Receives one message and dispatches its commands. Whether there was one. */
+static bool take_command(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
     size_t at, size;
-    pccl_order order;
+    pccl_command command;
     pccl_msg message;
     bool got;
     zmq->msg_init(&message);
@@ -365,20 +366,20 @@ static bool take_order(pccl_engine *engine)
         }
     }
     size = got ? zmq->msg_size(&message) : 0;
-    for (at = 0; at + sizeof order <= size && !engine->stopped; at += sizeof order) {
-        memcpy(&order, (const unsigned char *)zmq->msg_data(&message) + at, sizeof order);
-        obey(engine, &order);
+    for (at = 0; at + sizeof command <= size && !engine->stopped; at += sizeof command) {
+        memcpy(&command, (const unsigned char *)zmq->msg_data(&message) + at, sizeof command);
+        dispatch(engine, &command);
     }
-    engine->dropped += size % sizeof order != 0;
+    engine->dropped += size % sizeof command != 0;
     (void)zmq->msg_close(&message);
     return got;
 }
 
-static bool take_orders(pccl_engine *engine)
+static bool take_commands(pccl_engine *engine)
 {
-    int batch = ORDER_BATCH;
+    int batch = COMMAND_BATCH;
     bool any = false;
-    while (batch-- > 0 && !engine->stopped && take_order(engine))
+    while (batch-- > 0 && !engine->stopped && take_command(engine))
         any = true;
     return any;
 }
@@ -386,7 +387,7 @@ static bool take_orders(pccl_engine *engine)
 /* ---- messages ---- */
 
 /* Gives the message in the inbox to the op it is for. */
-static void dispatch(pccl_engine *engine)
+static void deliver(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
     struct packet *inbox = engine->inbox;
@@ -399,17 +400,17 @@ static void dispatch(pccl_engine *engine)
     }
     kind = op_kind_taking(header.kind);
     /* The caller sent REGISTER before the vote that let the neighbour send this message, so
-     * REGISTER is here by now; but it may have come after this pass looked for orders. */
+     * REGISTER is here by now; but it may have come after this pass looked for commands. */
     do
         op = ops_find(&engine->ops, kind, header.run, header.tag);
-    while (op == NULL && take_orders(engine));
+    while (op == NULL && take_commands(engine));
     ops_take(&engine->ops, op, &header, &engine->inbox);
 }
 
 /* Whether to receive. One ring cannot deadlock when its members stop receiving while enough waits
- * to be sent on (pccl.h). Several can: a member of two rings may be full of messages that only its
- * successor in the first can take, which is full of messages that only its successor in the second
- * can take, and so on around a circle. */
+ * to be sent on (pccl_core.h). Several can: a member of two rings may be full of messages that only
+ * its successor in the first can take, which is full of messages that only its successor in the
+ * second can take, and so on around a circle. */
 static bool has_room(const pccl_engine *engine)
 {
     const struct backlog *backlog = &engine->ops.backlog;
@@ -429,7 +430,7 @@ static bool receive(pccl_engine *engine)
         if (got <= 0)
             break;
         bytes += engine->inbox->bytes;
-        dispatch(engine);
+        deliver(engine);
         packet_clear(engine->events.zmq, engine->inbox);
         any = true;
     }
@@ -443,7 +444,7 @@ int pccl_engine_step(pccl_engine *engine)
     struct stream *stream;
     bool moved;
     engine->events.emitted = false;
-    moved = take_orders(engine);
+    moved = take_commands(engine);
     if (engine->stopped)
         return 2;
     moved |= receive(engine);
@@ -455,7 +456,7 @@ int pccl_engine_step(pccl_engine *engine)
         moved |= zap_answer(&engine->zap);
     }
     moved |= close_lost_streams(engine);
-    moved |= engine->events.emitted;     /* on the socket of orders, of which more may be there */
+    moved |= engine->events.emitted;     /* on the socket of commands, of which more may be there */
     return engine->events.status < 0 ? engine->events.status : moved;
 }
 

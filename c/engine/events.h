@@ -5,11 +5,11 @@
 
 #include <stdbool.h>
 
-#include "pccl.h"
+#include "pccl_core.h"
 
 struct events {
     const pccl_zmq *zmq;
-    void *socket;            /* PAIR: orders come in, events go out. NULL until it is open */
+    void *socket;            /* PAIR: commands come in, events go out. NULL until it is open */
     int status;              /* why the engine cannot go on, or 0 */
     int error;               /* errno of the last call of the table that failed */
     bool emitted;            /* something, in this pass */

@@ -5,14 +5,14 @@
  * certain that all have everything.
  *
  * Nothing that recv held is an input, so ABORT has nothing to restore. Messages that come before
- * START wait for it, because they cannot be judged without a place in the ring. */
+ * START wait for it, because they cannot be checked without a place in the ring. */
 #include "engine/exchange.h"
 
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/quanta.h"
+#include "engine/bitmap.h"
 
 static struct exchange *exchange_of(struct op *op)
 {
@@ -37,7 +37,7 @@ static uint32_t rank_at(const pccl_ring *place, uint32_t position)
 }
 
 /* Hops from one position to another. */
-static uint32_t hops_between(uint32_t members, uint32_t from, uint32_t to)
+static uint32_t steps_between(uint32_t members, uint32_t from, uint32_t to)
 {
     return (to + members - from) % members;
 }
@@ -60,13 +60,13 @@ static unsigned char *rows_from(const struct exchange *exchange, const struct ro
     return rows->recv + (size_t)(exchange->recv_at[rank] * rows->row);
 }
 
-/* The quantum of a byte of the rows from that rank. The rows of one rank begin in the middle of a
- * quantum of the array, so each rank has one quantum more than its bytes take. */
-static uint64_t quantum_at(const struct exchange *exchange, const struct rows *rows, uint32_t rank,
+/* The block of a byte of the rows from that rank. The rows of one rank begin in the middle of a
+ * block of the array, so each rank has one block more than its bytes take. */
+static uint64_t block_at(const struct exchange *exchange, const struct rows *rows, uint32_t rank,
                            uint64_t offset)
 {
-    return rows->begin + exchange->recv_at[rank] * rows->row / PCCL_QUANTUM + rank
-        + offset / PCCL_QUANTUM;
+    return rows->begin + exchange->recv_at[rank] * rows->row / PCCL_ALIGNMENT + rank
+        + offset / PCCL_ALIGNMENT;
 }
 
 /* ---- register ---- */
@@ -84,14 +84,15 @@ static bool add_up(uint64_t *at, const uint64_t *rows, uint32_t members)
     return true;
 }
 
-/* Takes over the arrays: why it cannot, or NULL. `*quanta` is how many quanta they have. */
-static const char *take_rows(struct exchange *exchange, const pccl_order *order, uint64_t *quanta)
+/* Takes over the arrays: why it cannot, or NULL. `*blocks` is how many blocks they have. */
+static const char *take_rows(struct exchange *exchange, const pccl_command *command,
+                             uint64_t *blocks)
 {
     uint64_t sends = exchange->send_at[exchange->members];
     uint64_t recvs = exchange->recv_at[exchange->members], all = sends + recvs, bytes = 0;
     uint32_t i;
-    for (i = 0; i < order->n_parts; i++) {
-        const pccl_part *given = &order->parts[i];
+    for (i = 0; i < command->n_parts; i++) {
+        const pccl_part *given = &command->parts[i];
         struct rows *rows = &exchange->rows[i];
         size_t width = pccl_dtype_size((int)given->dtype);
         if (width == 0)
@@ -101,9 +102,9 @@ static const char *take_rows(struct exchange *exchange, const pccl_order *order,
         rows->send = given->send;
         rows->recv = given->recv;
         rows->row = given->count * width;
-        rows->begin = *quanta;
+        rows->begin = *blocks;
         bytes += rows->row * all;
-        *quanta += rows->row * recvs / PCCL_QUANTUM + exchange->members + 1;
+        *blocks += rows->row * recvs / PCCL_ALIGNMENT + exchange->members + 1;
         if (rows->row > 0
             && ((sends > 0 && given->send == NULL) || (recvs > 0 && given->recv == NULL)))
             return "no buffer";
@@ -111,38 +112,39 @@ static const char *take_rows(struct exchange *exchange, const pccl_order *order,
     return NULL;
 }
 
-void exchange_enter(struct op *op, const pccl_order *order)
+void exchange_enter(struct op *op, const pccl_command *command)
 {
     struct exchange *exchange = exchange_of(op);
-    uint64_t quanta = 0;
+    uint64_t blocks = 0;
     const char *why = NULL;
-    if (order->members == 0 || order->members > PCCL_PEERS_MAX || order->n_parts > PCCL_PARTS_MAX) {
+    if (command->members == 0 || command->members > PCCL_PEERS_MAX
+        || command->n_parts > PCCL_PARTS_MAX) {
         op_fail(op, PCCL_EINVAL, "no members, or too many of them or of arrays");
         return;
     }
-    exchange->members = order->members;
-    exchange->n_rows = order->n_parts;
-    exchange->rows = calloc(order->n_parts + (size_t)1, sizeof *exchange->rows);
-    exchange->ways = calloc(order->members, sizeof *exchange->ways);
-    exchange->send_at = calloc(2 * ((size_t)order->members + 1), sizeof(uint64_t));
+    exchange->members = command->members;
+    exchange->n_rows = command->n_parts;
+    exchange->rows = calloc(command->n_parts + (size_t)1, sizeof *exchange->rows);
+    exchange->ways = calloc(command->members, sizeof *exchange->ways);
+    exchange->send_at = calloc(2 * ((size_t)command->members + 1), sizeof(uint64_t));
     if (exchange->rows != NULL && exchange->ways != NULL && exchange->send_at != NULL) {
-        exchange->recv_at = exchange->send_at + order->members + 1;
-        if (!add_up(exchange->send_at, order->send_rows, order->members)
-            || !add_up(exchange->recv_at, order->recv_rows, order->members))
+        exchange->recv_at = exchange->send_at + command->members + 1;
+        if (!add_up(exchange->send_at, command->send_rows, command->members)
+            || !add_up(exchange->recv_at, command->recv_rows, command->members))
             why = "too many rows";
         else
-            why = take_rows(exchange, order, &quanta);
+            why = take_rows(exchange, command, &blocks);
         if (why == NULL)
-            exchange->here = calloc(quanta_words(quanta) + 1, sizeof(uint64_t));
+            exchange->here = calloc(bitmap_words(blocks) + 1, sizeof(uint64_t));
     }
     if (why != NULL)
         op_fail(op, PCCL_EINVAL, "%s", why);
     else if (exchange->here == NULL)
         op_fail(op, PCCL_ENOMEM, "no memory to keep account of %lu arrays",
-                (unsigned long)order->n_parts);
+                (unsigned long)command->n_parts);
 }
 
-void exchange_tell(const struct op *op, uint64_t *done, uint64_t *wanted)
+void exchange_progress(const struct op *op, uint64_t *done, uint64_t *wanted)
 {
     const struct exchange *exchange = (const struct exchange *)op;
     *done = exchange->done;
@@ -180,14 +182,14 @@ static bool find_next(struct route *route)
 {
     const struct exchange *exchange = exchange_of(op_of(&route->flow));
     const pccl_ring *place = &route->place;
-    while (route->hops > 0) {
-        uint32_t rank = rank_at(place, (place->position + route->hops) % place->members);
+    while (route->steps > 0) {
+        uint32_t rank = rank_at(place, (place->position + route->steps) % place->members);
         bool ours = exchange->ways[rank].ring == route->flow.index
             && exchange->send_at[rank] < exchange->send_at[rank + 1];
         for (; ours && route->index < exchange->n_rows; route->index++, route->offset = 0)
             if (route->offset < bytes_of(&exchange->rows[route->index], exchange->send_at, rank))
                 return true;
-        route->hops--;
+        route->steps--;
         route->index = 0;
     }
     return false;
@@ -198,7 +200,7 @@ static uint64_t next_length(const struct route *route, uint64_t left)
 {
     const struct exchange *exchange = exchange_of(op_of(&route->flow));
     uint64_t chunk = stream_chunk(route->flow.stream, exchange->chunk);
-    chunk = chunk < PCCL_QUANTUM ? PCCL_QUANTUM : chunk / PCCL_QUANTUM * PCCL_QUANTUM;
+    chunk = chunk < PCCL_ALIGNMENT ? PCCL_ALIGNMENT : chunk / PCCL_ALIGNMENT * PCCL_ALIGNMENT;
     return left < chunk ? left : chunk;
 }
 
@@ -214,10 +216,10 @@ enum turn exchange_send(struct flow *flow)
     header.ring = (uint8_t)flow->index;
     header.members = (uint16_t)members;
     header.segment = (uint16_t)route->place.position;
-    header.hop = (uint16_t)((route->place.position + route->hops) % members);
+    header.step = (uint16_t)((route->place.position + route->steps) % members);
     header.piece = route->index;
     header.offset = route->offset;
-    rank = rank_at(&route->place, header.hop);
+    rank = rank_at(&route->place, header.step);
     header.length = (uint32_t)next_length(route, bytes_of(rows, exchange->send_at, rank)
                                                      - route->offset);
     if (packet_build(&op->source, &packet, &header,
@@ -244,13 +246,13 @@ static const char *check_way(const struct exchange *exchange, const struct wire_
                              uint64_t bytes)
 {
     const pccl_ring *place;
-    uint32_t hops;
+    uint32_t steps;
     if (header->ring >= exchange->op.n_flows || header->members != exchange->members
-        || header->segment >= exchange->members || header->hop >= exchange->members)
+        || header->segment >= exchange->members || header->step >= exchange->members)
         return "a row has an impossible place in the ring";
     place = &route_of(exchange, header->ring)->place;
-    hops = hops_between(place->members, header->segment, place->position);
-    if (hops == 0 || hops > hops_between(place->members, header->segment, header->hop))
+    steps = steps_between(place->members, header->segment, place->position);
+    if (steps == 0 || steps > steps_between(place->members, header->segment, header->step))
         return "a row has another place in the ring";
     if (header->piece >= exchange->n_rows || header->length == 0 || header->length != bytes)
         return "a row is of no array, or has another size than its header says";
@@ -264,23 +266,23 @@ static const char *check_row(const struct exchange *exchange, const struct wire_
 {
     const struct rows *rows = &exchange->rows[header->piece];
     uint64_t all = bytes_of(rows, exchange->recv_at, rank), from, to;
-    if (header->offset % PCCL_QUANTUM != 0 || header->offset >= all
+    if (header->offset % PCCL_ALIGNMENT != 0 || header->offset >= all
         || header->length > all - header->offset
-        || (header->length % PCCL_QUANTUM != 0 && header->offset + header->length != all))
+        || (header->length % PCCL_ALIGNMENT != 0 && header->offset + header->length != all))
         return "a row is not aligned or out of bounds";
-    from = quantum_at(exchange, rows, rank, header->offset);
-    to = from + quanta_of(header->length);
-    return quanta_any(exchange->here, from, to) ? "a row came twice" : NULL;
+    from = block_at(exchange, rows, rank, header->offset);
+    to = from + aligned_blocks(header->length);
+    return bitmap_any(exchange->here, from, to) ? "a row came twice" : NULL;
 }
 
 static void store(struct exchange *exchange, const struct wire_header *header, uint32_t rank,
                   struct packet *packet)
 {
     const struct rows *rows = &exchange->rows[header->piece];
-    uint64_t from = quantum_at(exchange, rows, rank, header->offset);
+    uint64_t from = block_at(exchange, rows, rank, header->offset);
     memcpy(rows_from(exchange, rows, rank) + (size_t)header->offset,
            packet_payload(exchange->op.source.zmq, packet), header->length);
-    quanta_add(exchange->here, from, from + quanta_of(header->length));
+    bitmap_set(exchange->here, from, from + aligned_blocks(header->length));
     exchange->done += header->length;
     if (is_complete(exchange))
         op_complete(&exchange->op);
@@ -299,7 +301,7 @@ void exchange_take(struct op *op, const struct wire_header *header, struct packe
     }
     why = check_way(exchange, header, (*packet)->bytes);
     route = why == NULL ? route_of(exchange, header->ring) : NULL;
-    ours = route != NULL && header->hop == route->place.position;
+    ours = route != NULL && header->step == route->place.position;
     if (ours) {
         rank = rank_at(&route->place, header->segment);
         why = check_row(exchange, header, rank);
@@ -320,13 +322,13 @@ void exchange_take(struct op *op, const struct wire_header *header, struct packe
 /* ---- start ---- */
 
 /* Why the rings of a START are impossible, or NULL. */
-static const char *check_rings(const struct exchange *exchange, const pccl_order *order)
+static const char *check_rings(const struct exchange *exchange, const pccl_command *command)
 {
     uint32_t i, k;
-    if (order->n_rings == 0)
+    if (command->n_rings == 0)
         return "there is no ring";
-    for (i = 0; i < order->n_rings; i++) {
-        const pccl_ring *ring = &order->rings[i];
+    for (i = 0; i < command->n_rings; i++) {
+        const pccl_ring *ring = &command->rings[i];
         if (ring->members != exchange->members || ring->position >= ring->members)
             return "a ring has no such position, or other members than the rows are for";
         for (k = 0; ring->ranks != NULL && k < ring->members; k++)
@@ -367,27 +369,27 @@ static const char *check_own(const struct exchange *exchange)
 }
 
 /* Finds the shortest way to each member; of equal ones that on the first ring. */
-static void find_ways(struct exchange *exchange, const pccl_order *order)
+static void find_ways(struct exchange *exchange, const pccl_command *command)
 {
-    uint32_t members = exchange->members, i, hops;
-    for (i = 0; i < order->n_rings; i++)
-        for (hops = 1; hops < members; hops++) {
-            const pccl_ring *ring = &order->rings[i];
-            struct way *way = &exchange->ways[rank_at(ring, (ring->position + hops) % members)];
-            if (way->hops == 0 || hops < way->hops) {
-                way->hops = (uint16_t)hops;
+    uint32_t members = exchange->members, i, steps;
+    for (i = 0; i < command->n_rings; i++)
+        for (steps = 1; steps < members; steps++) {
+            const pccl_ring *ring = &command->rings[i];
+            struct way *way = &exchange->ways[rank_at(ring, (ring->position + steps) % members)];
+            if (way->steps == 0 || steps < way->steps) {
+                way->steps = (uint16_t)steps;
                 way->ring = (uint16_t)i;
             }
         }
 }
 
 /* Makes the flows of all rings, or fails the op. */
-static bool join_rings(struct exchange *exchange, const pccl_order *order)
+static bool join_rings(struct exchange *exchange, const pccl_command *command)
 {
     struct op *op = &exchange->op;
     uint32_t i;
-    for (i = 0; i < order->n_rings; i++) {
-        const pccl_ring *place = &order->rings[i];
+    for (i = 0; i < command->n_rings; i++) {
+        const pccl_ring *place = &command->rings[i];
         struct stream *stream = NULL;
         struct route *route;
         if (exchange->members > 1 && place->stream != 0) {
@@ -403,7 +405,7 @@ static bool join_rings(struct exchange *exchange, const pccl_order *order)
             return false;
         }
         route->place = *place;
-        route->hops = exchange->members - 1;
+        route->steps = exchange->members - 1;
         exchange->is_spread |= stream != op->flows[0]->stream;
     }
     return true;
@@ -441,29 +443,29 @@ static void take_early(struct exchange *exchange)
     }
 }
 
-void exchange_start(struct op *op, const pccl_order *order)
+void exchange_start(struct op *op, const pccl_command *command)
 {
     struct exchange *exchange = exchange_of(op);
     const char *why;
     uint32_t i;
-    if (order->n_rings > 0 && order->rings[0].position < order->rings[0].members)
-        exchange->rank = rank_at(&order->rings[0], order->rings[0].position);
-    why = check_rings(exchange, order);
+    if (command->n_rings > 0 && command->rings[0].position < command->rings[0].members)
+        exchange->rank = rank_at(&command->rings[0], command->rings[0].position);
+    why = check_rings(exchange, command);
     if (why == NULL)
         why = check_own(exchange);
     if (why != NULL) {
         op_fail(op, PCCL_EINVAL, "%s", why);
         return;
     }
-    if (!join_rings(exchange, order))
+    if (!join_rings(exchange, command))
         return;
-    find_ways(exchange, order);
+    find_ways(exchange, command);
     keep_own(exchange);
     op->ops->n_spread += exchange->is_spread;
     op->started = true;
-    op->seq = order->seq;
-    op->nonce = order->nonce;
-    exchange->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
+    op->seq = command->seq;
+    op->nonce = command->nonce;
+    exchange->chunk = command->chunk_bytes < PCCL_CHUNK_MAX ? command->chunk_bytes : PCCL_CHUNK_MAX;
     for (i = 0; i < op->n_flows; i++) {
         if (!find_next(route_of(exchange, i)))
             continue;

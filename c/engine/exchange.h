@@ -1,4 +1,4 @@
-/* exchange.h - an EXCHANGE op: rows of each member for each other one (pccl.h, EXCHANGES). */
+/* exchange.h - an EXCHANGE op: rows of each member for each other one (pccl_core.h, EXCHANGES). */
 #ifndef PCCL_EXCHANGE_H
 #define PCCL_EXCHANGE_H
 
@@ -13,12 +13,12 @@ struct rows {
     const unsigned char *send;
     unsigned char *recv;
     uint64_t row;            /* bytes of a row */
-    uint64_t begin;          /* its first quantum in the set of those that are here */
+    uint64_t begin;          /* its first block in the set of those that are here */
 };
 
-/* How rows reach a member: on that ring, over so many hops. */
+/* How rows reach a member: on that ring, over so many steps. */
 struct way {
-    uint16_t hops;
+    uint16_t steps;
     uint16_t ring;
 };
 
@@ -33,7 +33,7 @@ struct exchange {
     struct way *ways;        /* by rank */
     uint64_t chunk;          /* bytes of a message, about */
     uint64_t done, wanted;   /* bytes sent and received */
-    uint64_t *here;          /* quanta that have arrived */
+    uint64_t *here;          /* blocks that have arrived */
     struct packets early;    /* messages that came before START */
 };
 
@@ -41,17 +41,17 @@ struct exchange {
 struct route {
     struct flow flow;
     pccl_ring place;         /* ours in it */
-    uint32_t hops;           /* to the member that it is for; 0: there is no more */
+    uint32_t steps;           /* to the member that it is for; 0: there is no more */
     uint32_t index;          /* of the array */
     uint64_t offset;         /* in the rows */
 };
 
 /* For struct op_kind. */
-void exchange_enter(struct op *op, const pccl_order *order);
-void exchange_start(struct op *op, const pccl_order *order);
+void exchange_enter(struct op *op, const pccl_command *command);
+void exchange_start(struct op *op, const pccl_command *command);
 void exchange_take(struct op *op, const struct wire_header *header, struct packet **packet);
 enum turn exchange_send(struct flow *flow);
-void exchange_tell(const struct op *op, uint64_t *done, uint64_t *wanted);
+void exchange_progress(const struct op *op, uint64_t *done, uint64_t *wanted);
 void exchange_drop(struct op *op, struct flow *flow);
 void exchange_lose(struct op *op, const struct stream *stream);
 void exchange_free(struct op *op);

@@ -92,16 +92,16 @@ static void cut_leaves(struct fetch *fetch, struct leaf *leaf, uint64_t leaf_byt
     assert(leaf == fetch->leaves + fetch->n_leaves);
 }
 
-void fetch_enter(struct op *op, const pccl_order *order)
+void fetch_enter(struct op *op, const pccl_command *command)
 {
     struct fetch *fetch = fetch_of(op);
-    uint64_t leaf_bytes = order->leaf_bytes > 0 ? order->leaf_bytes : UINT64_MAX, n = 0;
+    uint64_t leaf_bytes = command->leaf_bytes > 0 ? command->leaf_bytes : UINT64_MAX, n = 0;
     uint32_t i;
-    if (!pieces_enter(&fetch->pieces, op, order))
+    if (!pieces_enter(&fetch->pieces, op, command))
         return;
     for (i = 0; i < fetch->pieces.n; i++)
         n += count_leaves(fetch->pieces.piece[i].bytes, leaf_bytes);
-    fetch->leaf_bytes = order->leaf_bytes;
+    fetch->leaf_bytes = command->leaf_bytes;
     fetch->patience = PATIENCE_MIN;
     if (n < SIZE_MAX / sizeof *fetch->leaves)
         fetch->leaves = calloc((size_t)n + 1, sizeof *fetch->leaves);
@@ -183,13 +183,13 @@ static void reject(struct fetch *fetch, struct leaf *leaf)
     request_turns(fetch);
 }
 
-/* VERDICT */
-static void judge(struct fetch *fetch, const pccl_order *order)
+/* VERIFIED */
+static void verify(struct fetch *fetch, const pccl_command *command)
 {
-    struct leaf *leaf = find_leaf(fetch, order->piece, order->leaf);
+    struct leaf *leaf = find_leaf(fetch, command->piece, command->leaf);
     if (leaf == NULL || leaf->state != LEAF_ARRIVED)
-        op_fail(&fetch->op, PCCL_EINVAL, "a verdict on a leaf that has not arrived");
-    else if (order->good)
+        op_fail(&fetch->op, PCCL_EINVAL, "a result for a leaf that has not arrived");
+    else if (command->good)
         accept(fetch, leaf);
     else
         reject(fetch, leaf);
@@ -346,7 +346,7 @@ static void remind(struct fetch *fetch, uint64_t limit)
     }
 }
 
-void fetch_tell(const struct op *op, uint64_t *done, uint64_t *wanted)
+void fetch_progress(const struct op *op, uint64_t *done, uint64_t *wanted)
 {
     const struct fetch *fetch = (const struct fetch *)op;
     uint32_t i;
@@ -355,12 +355,12 @@ void fetch_tell(const struct op *op, uint64_t *done, uint64_t *wanted)
     *done = *wanted - fetch->unproven;
 }
 
-void fetch_obey(struct op *op, const pccl_order *order)
+void fetch_command(struct op *op, const pccl_command *command)
 {
-    if (order->kind == PCCL_VERDICT)
-        judge(fetch_of(op), order);
-    else if (order->kind == PCCL_REMIND)
-        remind(fetch_of(op), order->limit);
+    if (command->kind == PCCL_VERIFIED)
+        verify(fetch_of(op), command);
+    else if (command->kind == PCCL_REMIND)
+        remind(fetch_of(op), command->limit);
 }
 
 void fetch_lose(struct op *op, const struct stream *stream)
@@ -375,32 +375,34 @@ void fetch_lose(struct op *op, const struct stream *stream)
 }
 
 /* Begins another round, with other holders. */
-static void begin_round(struct fetch *fetch, const pccl_order *order)
+static void begin_round(struct fetch *fetch, const pccl_command *command)
 {
     struct op *op = &fetch->op;
-    uint32_t i, chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
+    uint32_t i, chunk = command->chunk_bytes < PCCL_CHUNK_MAX ? command->chunk_bytes
+        : PCCL_CHUNK_MAX;
     op_forget_flows(op);
     return_lost(fetch);
     for (i = 0; i < fetch->n_wants; i++)
         fetch->wants[i].former = NULL;
     fetch->chunk = chunk > 0 ? chunk : 1;
     op->started = true;
-    op->seq = order->seq;
-    op->nonce = order->nonce;
+    op->seq = command->seq;
+    op->nonce = command->nonce;
 }
 
-void fetch_start(struct op *op, const pccl_order *order)
+void fetch_start(struct op *op, const pccl_command *command)
 {
     struct fetch *fetch = fetch_of(op);
     uint32_t i;
-    if (!op->started || order->seq > op->seq)
-        begin_round(fetch, order);
-    if (op->n_flows + order->n_ends > UINT16_MAX || grow_wants(fetch, order->n_ends) != PCCL_OK) {
+    if (!op->started || command->seq > op->seq)
+        begin_round(fetch, command);
+    if (op->n_flows + command->n_ends > UINT16_MAX
+        || grow_wants(fetch, command->n_ends) != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for requests");
         return;
     }
-    for (i = 0; i < order->n_ends; i++) {
-        const pccl_end *end = &order->ends[i];
+    for (i = 0; i < command->n_ends; i++) {
+        const pccl_end *end = &command->ends[i];
         struct stream *stream = streams_find(op->ops->streams, end->stream);
         struct flow *flow = end->slot > UINT16_MAX ? NULL : op_add_flow(op, stream);
         if (flow == NULL) {
@@ -412,7 +414,7 @@ void fetch_start(struct op *op, const pccl_order *order)
     }
     if (fetch->unproven == 0)
         complete(fetch);
-    else if (order->n_ends > 0 && count_holders(fetch) == 0)
+    else if (command->n_ends > 0 && count_holders(fetch) == 0)
         op_report(op, PCCL_ESTREAM, "no holder is left: no stream is open");
 }
 
@@ -568,7 +570,7 @@ enum turn fetch_send(struct flow *flow)
     if (range.leaf == NULL)
         return TURN_OVER;
     header = pieces_header(&fetch->pieces, op, WIRE_REQUEST, holder->slot, range.leaf->piece);
-    header.hop = (uint16_t)flow->index;
+    header.step = (uint16_t)flow->index;
     header.offset = range.offset;
     header.length = range.length;
     if (packet_build(&op->source, &packet, &header, NULL, 0) != PCCL_OK) {
@@ -615,14 +617,14 @@ static void leaf_arrived(struct fetch *fetch, struct leaf *leaf)
 }
 
 /* The want that a message answers, from a holder that is still there, or NULL. */
-static struct want *judge_data(const struct fetch *fetch, const struct wire_header *header,
+static struct want *check_data(const struct fetch *fetch, const struct wire_header *header,
                                uint64_t bytes)
 {
     const struct op *op = &fetch->op;
     const struct holder *holder;
-    if (!op->started || header->hop >= op->n_flows || bytes != header->length)
+    if (!op->started || header->step >= op->n_flows || bytes != header->length)
         return NULL;
-    holder = holder_at(fetch, header->hop);
+    holder = holder_at(fetch, header->step);
     return holder->flow.stream != NULL ? find_want(fetch, holder, header) : NULL;
 }
 
@@ -654,7 +656,7 @@ void fetch_take(struct op *op, const struct wire_header *header, struct packet *
 {
     struct fetch *fetch = fetch_of(op);
     uint64_t bytes = (*packet)->bytes;
-    struct want *want = judge_data(fetch, header, bytes);
+    struct want *want = check_data(fetch, header, bytes);
     const pccl_piece *piece;
     struct holder *holder;
     struct leaf *leaf;
@@ -662,7 +664,7 @@ void fetch_take(struct op *op, const struct wire_header *header, struct packet *
         op->ops->dropped++;
         return;
     }
-    holder = holder_at(fetch, header->hop);
+    holder = holder_at(fetch, header->step);
     leaf = want->leaf;
     piece = &fetch->pieces.piece[leaf->piece];
     memcpy((unsigned char *)piece->data + want->offset,

@@ -64,12 +64,12 @@ struct holder {
 };
 
 /* For struct op_kind. */
-void fetch_enter(struct op *op, const pccl_order *order);
-void fetch_start(struct op *op, const pccl_order *order);
-void fetch_obey(struct op *op, const pccl_order *order);
+void fetch_enter(struct op *op, const pccl_command *command);
+void fetch_start(struct op *op, const pccl_command *command);
+void fetch_command(struct op *op, const pccl_command *command);
 void fetch_take(struct op *op, const struct wire_header *header, struct packet **packet);
 enum turn fetch_send(struct flow *flow);
-void fetch_tell(const struct op *op, uint64_t *done, uint64_t *wanted);
+void fetch_progress(const struct op *op, uint64_t *done, uint64_t *wanted);
 void fetch_lose(struct op *op, const struct stream *stream);
 void fetch_free(struct op *op);
 

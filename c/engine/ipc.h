@@ -2,8 +2,9 @@
 #ifndef PCCL_IPC_H
 #define PCCL_IPC_H
 
-/* Lets a connection to an `ipc://` endpoint take whole chunks at once. Does nothing if the descriptor
- * is that of another connection, and where the operating system does not allow it. Cannot fail. */
+/* Lets a connection to an `ipc://` endpoint take whole chunks at once. Does nothing if the
+ * descriptor is that of another connection, and where the operating system does not allow it.
+ * Cannot fail. */
 void ipc_prepare(int fd, const char *endpoint);
 
 #endif

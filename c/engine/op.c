@@ -1,6 +1,6 @@
 /* op.c - see op.h.
  *
- * REGISTER puts an op into two indexes, by its number for orders and by (kind, run, tag) for
+ * REGISTER puts an op into two indexes, by its number for commands and by (kind, run, tag) for
  * messages. COMMIT and ABORT take it out of the second, so that its tag is free again, and move it
  * to the engine's list of ending ops, where it stays until nothing of it waits to be sent and
  * ZeroMQ refers to none of its bytes. A message for an ending op finds nothing and is dropped as
@@ -248,7 +248,7 @@ void op_forward(struct op *op, struct stream *stream, struct packets *early,
 
 /* ---- what reaches an op from outside ---- */
 
-/* Whether orders, messages and losses still concern an op. */
+/* Whether commands, messages and losses still concern an op. */
 static bool is_active(const struct op *op)
 {
     return op->ending == LIVING && !op->failed;
@@ -265,7 +265,7 @@ static bool is_current(const struct op *op, const struct wire_header *header)
 }
 
 /* Gives an op a chunk that its sender has sent before START, as one of the op's call: so it is
- * judged, and sent on, like all others. `op` may be NULL. */
+ * checked, and sent on, like all others. `op` may be NULL. */
 static void adopt(struct ops *ops, struct op *op, const struct wire_header *header,
                   struct packet **packet)
 {
@@ -274,7 +274,7 @@ static void adopt(struct ops *ops, struct op *op, const struct wire_header *head
         ops->dropped++;
         return;
     }
-    adopted.early = false;
+    adopted.eager = false;
     adopted.seq = op->seq;
     adopted.nonce = op->nonce;
     wire_encode(&adopted, packet_header(op->source.zmq, *packet));
@@ -283,7 +283,7 @@ static void adopt(struct ops *ops, struct op *op, const struct wire_header *head
 
 /* A chunk that its sender has sent before START: START says of which call it must be. That of any
  * other call may be for the next START. */
-static void take_early(struct ops *ops, struct op *op, const struct wire_header *header,
+static void take_eager(struct ops *ops, struct op *op, const struct wire_header *header,
                        struct packet **packet)
 {
     bool known = header->ring < PCCL_RINGS_MAX && header->seq > 0;
@@ -291,15 +291,15 @@ static void take_early(struct ops *ops, struct op *op, const struct wire_header 
     if (known && header->seq == call)
         adopt(ops, op, header, packet);
     else if (!known
-             || !stash_hold(&ops->stash, header, packet, op != NULL && !op->started))
+             || !unexpected_hold(&ops->unexpected, header, packet, op != NULL && !op->started))
         ops->dropped++;
 }
 
 void ops_take(struct ops *ops, struct op *op, const struct wire_header *header,
               struct packet **packet)
 {
-    if (header->early)
-        take_early(ops, op, header, packet);
+    if (header->eager)
+        take_eager(ops, op, header, packet);
     else if (op != NULL && !op->failed && is_current(op, header))
         op->kind->take(op, header, packet);
     else
@@ -363,7 +363,7 @@ static void end(struct op *op, bool keep)
 }
 
 /* The caller has its memory back when it hears of it. If it cannot be told, it takes the op for
- * failed, and so the memory must be as it was, whatever was ordered. */
+ * failed, and so the memory must be as it was, whatever the command was. */
 static void settle(struct op *op)
 {
     pccl_event event = op_event(op, PCCL_SETTLED);
@@ -408,14 +408,14 @@ static void lose_streams(struct op *op)
                         (unsigned long long)op->id);
 }
 
-void ops_end(struct ops *ops, const pccl_order *order)
+void ops_end(struct ops *ops, const pccl_command *command)
 {
-    struct op *op = find_by_id(ops, order->op);
-    bool commit = order->kind == PCCL_COMMIT;
-    if (op == NULL) {            /* it settled when it completed: order and event have crossed */
+    struct op *op = find_by_id(ops, command->op);
+    bool commit = command->kind == PCCL_COMMIT;
+    if (op == NULL) {            /* it settled when it completed: command and event have crossed */
         pccl_event event = {0};
         event.kind = PCCL_SETTLED;
-        event.op = order->op;
+        event.op = command->op;
         (void)events_emit(ops->events, &event);
         return;
     }
@@ -429,7 +429,7 @@ void ops_end(struct ops *ops, const pccl_order *order)
     op->ending = commit ? COMMITTED : ABORTED;
     list_add(&ops->ending, op);
     unindex_tag(op);
-    stash_await(&ops->stash, op->run, op->tag, false);
+    unexpected_await(&ops->unexpected, op->run, op->tag, false);
     if (!commit || op->kind->endless)
         silence(op);
     if (!commit && source_is_referred(&op->source))
@@ -447,7 +447,7 @@ void ops_free(struct ops *ops)
         end(op, false);
         free_op(op);
     }
-    stash_free(&ops->stash, ops->events->zmq);
+    unexpected_free(&ops->unexpected, ops->events->zmq);
     free(ops->spare.memory);
 }
 
@@ -464,7 +464,7 @@ static void fail_unborn(struct ops *ops, uint64_t id)
 }
 
 /* A new op of that kind, found by its number, or NULL without memory. */
-static struct op *new_op(struct ops *ops, const struct op_kind *kind, const pccl_order *order)
+static struct op *new_op(struct ops *ops, const struct op_kind *kind, const pccl_command *command)
 {
     struct op *op = calloc(1, kind->bytes);
     if (op == NULL)
@@ -474,128 +474,129 @@ static struct op *new_op(struct ops *ops, const struct op_kind *kind, const pccl
     op->source.copy_max = ops->options->copy_max;
     op->ops = ops;
     op->kind = kind;
-    op->id = order->op;
-    op->run = order->run;
-    op->tag = order->tag;
-    op->min_seq = order->min_seq;
+    op->id = command->op;
+    op->run = command->run;
+    op->tag = command->tag;
+    op->min_seq = command->min_seq;
     list_add(&ops->living, op);
     index_id(op);
     return op;
 }
 
-void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_order *order)
+void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_command *command)
 {
     static const struct op_kind unknown = {.bytes = sizeof(struct op)};
-    struct op *op = find_by_id(ops, order->op);
+    struct op *op = find_by_id(ops, command->op);
     if (op != NULL) {
         op_fail(op, PCCL_EINVAL, "op number registered twice");
         return;
     }
-    op = new_op(ops, kind != NULL ? kind : &unknown, order);
+    op = new_op(ops, kind != NULL ? kind : &unknown, command);
     if (op == NULL)
-        fail_unborn(ops, order->op);
+        fail_unborn(ops, command->op);
     else if (kind == NULL)
         op_fail(op, PCCL_EINVAL, "unknown kind of op");
     else if (ops_find(ops, kind, op->run, op->tag) != NULL)
         op_fail(op, PCCL_EINVAL, "another op of this kind has the tag");
     else
-        kind->enter(op, order);
+        kind->enter(op, command);
     if (op != NULL && !op->failed)
         index_tag(op);
-    if (kind != NULL && kind->early != NULL)
-        stash_await(&ops->stash, order->run, order->tag, true);
+    if (kind != NULL && kind->eager != NULL)
+        unexpected_await(&ops->unexpected, command->run, command->tag, true);
 }
 
-void ops_early(struct ops *ops, const pccl_order *order)
+void ops_eager(struct ops *ops, const pccl_command *command)
 {
-    struct op *op = find_by_id(ops, order->op);
-    if (op == NULL || !is_active(op) || op->started || op->kind->early == NULL)
+    struct op *op = find_by_id(ops, command->op);
+    if (op == NULL || !is_active(op) || op->started || op->kind->eager == NULL)
         return;
-    if (order->n_rings == 0 || order->n_rings > PCCL_RINGS_MAX || op->n_flows > 0) {
-        op_fail(op, PCCL_EINVAL, "EARLY twice, or with no ring or too many");
+    if (command->n_rings == 0 || command->n_rings > PCCL_RINGS_MAX || op->n_flows > 0) {
+        op_fail(op, PCCL_EINVAL, "EAGER twice, or with no ring or too many");
         return;
     }
-    op->epoch = ops->stash.nonce;
-    op->kind->early(op, order);
+    op->epoch = ops->unexpected.nonce;
+    op->kind->eager(op, command);
 }
 
 /* Gives an op that has just started, and may have completed, what was held for it. */
-static void take_stashed(struct ops *ops, const pccl_order *order, uint64_t run, uint64_t tag)
+static void take_unexpected(struct ops *ops, const pccl_command *command, uint64_t run,
+                            uint64_t tag)
 {
     struct wire_header call = {0}, header;
     struct packet *packet;
     uint32_t i;
     call.run = run;
     call.tag = tag;
-    call.nonce = ops->stash.nonce;
-    for (i = 0; i < order->n_rings; i++) {
+    call.nonce = ops->unexpected.nonce;
+    for (i = 0; i < command->n_rings; i++) {
         call.ring = (uint8_t)i;
-        call.seq = order->rings[i].call;
-        while ((packet = stash_take(&ops->stash, &call)) != NULL) {
+        call.seq = command->rings[i].call;
+        while ((packet = unexpected_take(&ops->unexpected, &call)) != NULL) {
             (void)wire_decode(&header, packet_header(ops->events->zmq, packet));
-            adopt(ops, find_by_id(ops, order->op), &header, &packet);
+            adopt(ops, find_by_id(ops, command->op), &header, &packet);
             packet_free(ops->events->zmq, packet);
         }
-        stash_forget(&ops->stash, ops->events->zmq, &call);
+        unexpected_forget(&ops->unexpected, ops->events->zmq, &call);
     }
-    stash_await(&ops->stash, run, tag, false);
+    unexpected_await(&ops->unexpected, run, tag, false);
 }
 
 /* START of an op whose predecessors may have sent before it. */
-static void start_early(struct ops *ops, struct op *op, const pccl_order *order)
+static void start_eager(struct ops *ops, struct op *op, const pccl_command *command)
 {
     uint64_t run = op->run, tag = op->tag;
     bool lacks = false;
     uint32_t i;
-    for (i = 0; i < order->n_rings; i++) {
-        op->calls[i] = order->rings[i].call;
-        lacks |= ops->stash.torn && op->calls[i] > 0;
+    for (i = 0; i < command->n_rings; i++) {
+        op->calls[i] = command->rings[i].call;
+        lacks |= ops->unexpected.torn && op->calls[i] > 0;
     }
-    op->epoch = ops->stash.nonce;
+    op->epoch = ops->unexpected.nonce;
     if (lacks)
         op_fail(op, PCCL_ENOMEM, "no memory for a chunk that came before START");
     else
-        op->kind->start(op, order);
-    take_stashed(ops, order, run, tag);
+        op->kind->start(op, command);
+    take_unexpected(ops, command, run, tag);
 }
 
-void ops_start(struct ops *ops, const pccl_order *order)
+void ops_start(struct ops *ops, const pccl_command *command)
 {
-    struct op *op = find_by_id(ops, order->op);
+    struct op *op = find_by_id(ops, command->op);
     if (op == NULL || op->complete || !is_active(op))
         return;
-    if (order->n_rings > PCCL_RINGS_MAX || order->n_ends > PCCL_ENDS_MAX
-        || order->seq <= op->min_seq)
+    if (command->n_rings > PCCL_RINGS_MAX || command->n_ends > PCCL_ENDS_MAX
+        || command->seq <= op->min_seq)
         op_fail(op, PCCL_EINVAL, "START with too many rings, or a sequence number that was used");
     else if (op->started && !op->kind->rounds)
         op_fail(op, PCCL_EINVAL, "started twice");
-    else if (op->kind->early != NULL)
-        start_early(ops, op, order);
+    else if (op->kind->eager != NULL)
+        start_eager(ops, op, command);
     else
-        op->kind->start(op, order);
+        op->kind->start(op, command);
 }
 
-void ops_expect(struct ops *ops, const pccl_order *order)
+void ops_expect(struct ops *ops, const pccl_command *command)
 {
-    stash_expect(&ops->stash, ops->events->zmq, order->nonce);
+    unexpected_expect(&ops->unexpected, ops->events->zmq, command->nonce);
 }
 
-void ops_obey(struct ops *ops, const pccl_order *order)
+void ops_command(struct ops *ops, const pccl_command *command)
 {
-    struct op *op = find_by_id(ops, order->op);
-    if (op != NULL && is_active(op) && op->kind->obey != NULL)
-        op->kind->obey(op, order);
+    struct op *op = find_by_id(ops, command->op);
+    if (op != NULL && is_active(op) && op->kind->command != NULL)
+        op->kind->command(op, command);
 }
 
-void ops_tell(const struct ops *ops, const pccl_order *order)
+void ops_query(const struct ops *ops, const pccl_command *command)
 {
-    const struct op *op = find_by_id(ops, order->op);
+    const struct op *op = find_by_id(ops, command->op);
     uint64_t done = 0, wanted = 0;
     pccl_event event;
     double share;
-    if (op == NULL || !is_active(op) || !op->started || op->complete || op->kind->tell == NULL)
+    if (op == NULL || !is_active(op) || !op->started || op->complete || op->kind->progress == NULL)
         return;
-    op->kind->tell(op, &done, &wanted);
+    op->kind->progress(op, &done, &wanted);
     share = wanted > 0 ? 1000 * (double)done / (double)wanted : 0;
     event = op_event(op, PCCL_PROGRESS);
     event.done = share < 999 ? (uint64_t)share : 999;

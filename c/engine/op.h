@@ -10,7 +10,7 @@
 
 #include "engine/events.h"
 #include "engine/packet.h"
-#include "engine/stash.h"
+#include "engine/unexpected.h"
 #include "engine/stream.h"
 #include "engine/undo.h"
 #include "engine/wire.h"
@@ -19,7 +19,7 @@ enum { INDEX_BUCKETS = 1024 };   /* thousands of ops may be outstanding: chains 
 
 struct op;
 
-/* What a kind of op does. `early`, `obey`, `drop`, `end` and `free` may be NULL. Only
+/* What a kind of op does. `eager`, `command`, `drop`, `end` and `free` may be NULL. Only
  * `drop`, `end` and `free` are called for an op that has failed or ended. */
 struct op_kind {
     enum wire_kind message;      /* that ops of this kind take */
@@ -31,18 +31,18 @@ struct op_kind {
     bool endless;                /* it never completes; COMMIT ends it at any time */
     bool obliging;               /* others may need it after it is complete, until its COMMIT */
 
-    /* REGISTER and START: take over what the order says, or fail the op. */
-    void (*enter)(struct op *op, const pccl_order *order);
-    void (*start)(struct op *op, const pccl_order *order);
+    /* REGISTER and START: take over what the command says, or fail the op. */
+    void (*enter)(struct op *op, const pccl_command *command);
+    void (*start)(struct op *op, const pccl_command *command);
 
-    /* EARLY: may send what START is expected to ask for, or fails the op. */
-    void (*early)(struct op *op, const pccl_order *order);
+    /* EAGER: may send what START is expected to ask for, or fails the op. */
+    void (*eager)(struct op *op, const pccl_command *command);
 
-    /* TELL: how much is done, and of how much. NULL: that cannot be said. */
-    void (*tell)(const struct op *op, uint64_t *done, uint64_t *wanted);
+    /* QUERY: how much is done, and of how much. NULL: that cannot be said. */
+    void (*progress)(const struct op *op, uint64_t *done, uint64_t *wanted);
 
-    /* An order for this kind only: VERDICT, ALLOW or REMIND. One for another kind is ignored. */
-    void (*obey)(struct op *op, const pccl_order *order);
+    /* A command for this kind only: VERIFIED, ALLOW or REMIND. One for another kind is ignored. */
+    void (*command)(struct op *op, const pccl_command *command);
 
     /* Handles a message. Whoever keeps the packet puts an empty one in its place. */
     void (*take)(struct op *op, const struct wire_header *header, struct packet **packet);
@@ -95,19 +95,19 @@ struct ops {
     struct backlog backlog;  /* packets that wait to be sent on */
     uint32_t n_held;         /* chunks that wait for READY: no own ones enter meanwhile */
     uint32_t n_spread;       /* ops over several neighbours; while there are any, no limit holds */
-    struct stash stash;      /* chunks that came before START */
+    struct unexpected unexpected;      /* chunks that came before START */
     uint64_t dropped;        /* messages that were of use to no op */
     struct undo spare;       /* of an earlier op, for the next one that needs an undo buffer */
 };
 
-/* REGISTER, EARLY, START, TELL, COMMIT and ABORT, EXPECT, and the orders of one kind of op. */
-void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_order *order);
-void ops_early(struct ops *ops, const pccl_order *order);
-void ops_start(struct ops *ops, const pccl_order *order);
-void ops_obey(struct ops *ops, const pccl_order *order);
-void ops_tell(const struct ops *ops, const pccl_order *order);
-void ops_end(struct ops *ops, const pccl_order *order);
-void ops_expect(struct ops *ops, const pccl_order *order);
+/* REGISTER, EAGER, START, QUERY, COMMIT and ABORT, EXPECT, and the commands of one kind of op. */
+void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_command *command);
+void ops_eager(struct ops *ops, const pccl_command *command);
+void ops_start(struct ops *ops, const pccl_command *command);
+void ops_command(struct ops *ops, const pccl_command *command);
+void ops_query(const struct ops *ops, const pccl_command *command);
+void ops_end(struct ops *ops, const pccl_command *command);
+void ops_expect(struct ops *ops, const pccl_command *command);
 
 /* The op of this kind, run and tag, or NULL. */
 struct op *ops_find(const struct ops *ops, const struct op_kind *kind, uint64_t run, uint64_t tag);

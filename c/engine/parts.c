@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/quanta.h"
+#include "engine/bitmap.h"
 
 /* ---- where things lie ---- */
 
@@ -83,7 +83,7 @@ bool parts_next(const struct parts *parts, uint64_t *offset, uint64_t end,
     stretch->send = part_send(parts, part, begin);
     stretch->recv = part_recv(parts, part, begin);
     stretch->bytes = (size_t)stretch->length * part->width;
-    *offset = begin + quanta_of(stretch->length) * PCCL_QUANTUM;
+    *offset = begin + aligned_blocks(stretch->length) * PCCL_ALIGNMENT;
     return true;
 }
 
@@ -100,11 +100,11 @@ void parts_written(const struct parts *parts, uint64_t offset, uint64_t length, 
                    uint64_t *to)
 {
     uint64_t begin = parts->recv_slices > 1 ? offset : slice_offset(parts, offset);
-    *from = begin / PCCL_QUANTUM;
-    *to = quanta_of(begin + length);
+    *from = begin / PCCL_ALIGNMENT;
+    *to = aligned_blocks(begin + length);
 }
 
-/* ---- what an order says ---- */
+/* ---- what a command says ---- */
 
 /* Slices of the larger buffers. */
 static uint32_t most_slices(const struct parts *parts)
@@ -189,20 +189,20 @@ static void set_limits(struct parts *parts, bool several)
     }
 }
 
-const char *parts_enter(struct parts *parts, const struct shape *shape, const pccl_order *order)
+const char *parts_enter(struct parts *parts, const struct shape *shape, const pccl_command *command)
 {
     uint32_t slices = most_slices(parts), i;
     size_t bytes = 0;
-    for (i = 0; i < order->n_parts; i++) {
-        const pccl_part *given = &order->parts[i];
+    for (i = 0; i < command->n_parts; i++) {
+        const pccl_part *given = &command->parts[i];
         struct part *part = &parts->part[i];
         const char *why;
         part->dtype = (int)given->dtype;
         part->width = pccl_dtype_size(part->dtype);
         if (part->width == 0)
             return "unknown element type";
-        if (order->format != PCCL_UNQUANTIZED
-            && pccl_quantized_size((int)order->format, part->dtype, 1) == 0)
+        if (command->format != PCCL_UNQUANTIZED
+            && pccl_quantized_size((int)command->format, part->dtype, 1) == 0)
             return "only floats can be quantized";
         part->count = given->count;
         part->row = given->count;
@@ -218,7 +218,7 @@ const char *parts_enter(struct parts *parts, const struct shape *shape, const pc
         parts->total += part->count;
         parts->received += parts->rows_at != NULL
             ? parts->rows_at[parts->recv_slices] * part->row : part->count * parts->recv_slices;
-        parts->span += quanta_of(part->count) * PCCL_QUANTUM;
+        parts->span += aligned_blocks(part->count) * PCCL_ALIGNMENT;
         why = check_buffers(parts, part, shape->gathers);
         if (why != NULL)
             return why;
@@ -227,7 +227,7 @@ const char *parts_enter(struct parts *parts, const struct shape *shape, const pc
             parts->undo_bytes += (size_t)part->count * part->width;
         }
     }
-    set_limits(parts, order->format == PCCL_UNQUANTIZED && slices == 1);
+    set_limits(parts, command->format == PCCL_UNQUANTIZED && slices == 1);
     return NULL;
 }
 
@@ -308,10 +308,10 @@ void parts_save(const struct parts *parts, const struct stretch *stretch, struct
 
 static void restore_part(const struct part *part, const struct undo *undo, const uint64_t *written)
 {
-    uint64_t first = part->begin / PCCL_QUANTUM, end = first + quanta_of(part->count);
+    uint64_t first = part->begin / PCCL_ALIGNMENT, end = first + aligned_blocks(part->count);
     uint64_t from = first, to;
-    while (quanta_run(written, &from, &to, end)) {
-        uint64_t begin = (from - first) * PCCL_QUANTUM, stop = (to - first) * PCCL_QUANTUM;
+    while (bitmap_run(written, &from, &to, end)) {
+        uint64_t begin = (from - first) * PCCL_ALIGNMENT, stop = (to - first) * PCCL_ALIGNMENT;
         size_t at = (size_t)begin * part->width;
         if (to == end)
             stop = part->count;

@@ -1,5 +1,5 @@
 /* parts.h - the arrays of a collective in memory: where an offset lies in them, and what of them
- * ABORT restores (pccl.h, COLLECTIVES AND THEIR OFFSETS). Pure functions of memory. */
+ * ABORT restores (pccl_core.h, COLLECTIVES AND THEIR OFFSETS). Pure functions of memory. */
 #ifndef PCCL_PARTS_H
 #define PCCL_PARTS_H
 
@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #include "engine/undo.h"
-#include "pccl.h"
+#include "pccl_core.h"
 
 /* Bytes of parts that share chunks: to copy larger ones costs more than messages of their own
  * (measured). Part of the protocol. */
@@ -62,9 +62,10 @@ struct parts {
  * PCCL_ENOMEM, or PCCL_EINVAL if they are too many. */
 int parts_divide(struct parts *parts, const uint64_t *rows);
 
-/* Takes over the arrays of an order, for which `parts` has the room and the numbers of slices. Why
+/* Takes over the arrays of a command, for which `parts` has the room and the numbers of slices. Why
  * it cannot, or NULL. */
-const char *parts_enter(struct parts *parts, const struct shape *shape, const pccl_order *order);
+const char *parts_enter(struct parts *parts, const struct shape *shape,
+                        const pccl_command *command);
 
 /* The part that an offset below slices * span belongs to; how many offsets a chunk that begins
  * there may have: 0 behind the rows of a slice that is shorter than others. */
@@ -85,7 +86,7 @@ const unsigned char *part_send(const struct parts *parts, const struct part *par
                                uint64_t offset);
 unsigned char *part_recv(const struct parts *parts, const struct part *part, uint64_t offset);
 
-/* The quanta from <= i < to of recv that `length` elements from an offset on take. */
+/* The blocks from <= i < to of recv that `length` elements from an offset on take. */
 void parts_written(const struct parts *parts, uint64_t offset, uint64_t length, uint64_t *from,
                    uint64_t *to);
 
@@ -106,7 +107,7 @@ void parts_copy(const struct parts *parts);
 unsigned char *part_saved(const struct parts *parts, const struct part *part,
                           const struct undo *undo, uint64_t offset);
 
-/* Saves what recv holds of a stretch; restores all that is in the set of quanta `written`. */
+/* Saves what recv holds of a stretch; restores all that is in the set of blocks `written`. */
 void parts_save(const struct parts *parts, const struct stretch *stretch, struct undo *undo);
 void parts_restore(const struct parts *parts, const struct undo *undo, const uint64_t *written);
 

@@ -1,19 +1,19 @@
 /* pieces.c - see pieces.h. */
 #include "engine/pieces.h"
 
-bool pieces_enter(struct pieces *pieces, struct op *op, const pccl_order *order)
+bool pieces_enter(struct pieces *pieces, struct op *op, const pccl_command *command)
 {
     uint32_t i;
-    for (i = 0; i < order->n_pieces; i++) {
-        const pccl_piece *piece = &order->pieces[i];
+    for (i = 0; i < command->n_pieces; i++) {
+        const pccl_piece *piece = &command->pieces[i];
         if ((i > 0 && piece->piece <= piece[-1].piece) || (piece->data == NULL && piece->bytes > 0)
             || piece->bytes > SIZE_MAX / 2) {
             op_fail(op, PCCL_EINVAL, "pieces must ascend in number and have memory");
             return false;
         }
     }
-    pieces->piece = order->pieces;
-    pieces->n = order->n_pieces;
+    pieces->piece = command->pieces;
+    pieces->n = command->n_pieces;
     return true;
 }
 

@@ -9,8 +9,8 @@ struct pieces {
     uint32_t n;
 };
 
-/* Takes over the pieces of an order; fails the op if they cannot be. Whether they can. */
-bool pieces_enter(struct pieces *pieces, struct op *op, const pccl_order *order);
+/* Takes over the pieces of a command; fails the op if they cannot be. Whether they can. */
+bool pieces_enter(struct pieces *pieces, struct op *op, const pccl_command *command);
 
 /* The index of a piece by its number, or n. */
 uint32_t pieces_find(const struct pieces *pieces, uint32_t number);

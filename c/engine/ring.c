@@ -3,30 +3,30 @@
 
 #include <assert.h>
 
-#include "engine/quanta.h"
-#include "pccl.h"
+#include "engine/bitmap.h"
+#include "pccl_core.h"
 
 uint64_t ring_bound(uint64_t count, uint32_t members, uint32_t segment)
 {
-    uint64_t quanta = quanta_of(count), whole, rest, bound;
+    uint64_t blocks = aligned_blocks(count), whole, rest, bound;
     assert(members > 0 && segment <= members);
-    /* quanta * segment / members, without the overflow of the product */
-    whole = quanta / members;
-    rest = quanta % members;
-    bound = PCCL_QUANTUM * (whole * segment + rest * segment / members);
+    /* blocks * segment / members, without the overflow of the product */
+    whole = blocks / members;
+    rest = blocks % members;
+    bound = PCCL_ALIGNMENT * (whole * segment + rest * segment / members);
     return bound < count ? bound : count;
 }
 
-uint32_t ring_segment(uint32_t members, uint32_t position, uint32_t hop)
+uint32_t ring_segment(uint32_t members, uint32_t position, uint32_t step)
 {
     assert(position < members);
-    return (position + members - (hop + 1) % members) % members;
+    return (position + members - (step + 1) % members) % members;
 }
 
-uint32_t ring_receiver(uint32_t members, uint32_t segment, uint32_t hop)
+uint32_t ring_receiver(uint32_t members, uint32_t segment, uint32_t step)
 {
     assert(segment < members);
-    return (segment + (hop + 1) % members) % members;
+    return (segment + (step + 1) % members) % members;
 }
 
 uint32_t ring_owner(uint32_t members, uint32_t segment)

@@ -1,4 +1,4 @@
-/* ring.h - the geometry of a ring (pccl.h, THE RING). Pure functions. */
+/* ring.h - the geometry of a ring (pccl_core.h, THE RING). Pure functions. */
 #ifndef PCCL_RING_H
 #define PCCL_RING_H
 
@@ -8,11 +8,11 @@
  * `members` is at least 1, `segment` at most `members`. */
 uint64_t ring_bound(uint64_t count, uint32_t members, uint32_t segment);
 
-/* The segment that a receiver at `position` sees at hop `hop` of a ring of `members` >= 1. */
-uint32_t ring_segment(uint32_t members, uint32_t position, uint32_t hop);
+/* The segment that a receiver at `position` sees at step `step` of a ring of `members` >= 1. */
+uint32_t ring_segment(uint32_t members, uint32_t position, uint32_t step);
 
-/* The inverse: the position that receives `segment` at hop `hop`. */
-uint32_t ring_receiver(uint32_t members, uint32_t segment, uint32_t hop);
+/* The inverse: the position that receives `segment` at step `step`. */
+uint32_t ring_receiver(uint32_t members, uint32_t segment, uint32_t step);
 
 /* The position that owns a segment: the last one to add to it, or the one that has it from the
  * beginning. */

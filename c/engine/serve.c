@@ -160,7 +160,7 @@ static void claim_requests(struct op *op)
     }
 }
 
-/* ---- orders ---- */
+/* ---- commands ---- */
 
 /* ALLOW: about so many bytes more may be sent. */
 static void allow(struct op *op, uint64_t bytes)
@@ -174,31 +174,31 @@ static void allow(struct op *op, uint64_t bytes)
             flow_request_turn(op->flows[i]);
 }
 
-void serve_enter(struct op *op, const pccl_order *order)
+void serve_enter(struct op *op, const pccl_command *command)
 {
-    if (pieces_enter(&serve_of(op)->pieces, op, order) && order->limit > 0) {
+    if (pieces_enter(&serve_of(op)->pieces, op, command) && command->limit > 0) {
         serve_of(op)->limited = true;
-        allow(op, order->limit);
+        allow(op, command->limit);
     }
 }
 
-void serve_obey(struct op *op, const pccl_order *order)
+void serve_command(struct op *op, const pccl_command *command)
 {
-    if (order->kind == PCCL_ALLOW)
-        allow(op, order->limit);
+    if (command->kind == PCCL_ALLOW)
+        allow(op, command->limit);
 }
 
-void serve_start(struct op *op, const pccl_order *order)
+void serve_start(struct op *op, const pccl_command *command)
 {
     uint32_t i;
-    if (!op->started || order->seq > op->seq) {
+    if (!op->started || command->seq > op->seq) {
         op_forget_flows(op);     /* nobody waits for answers of the last round any more */
         op->started = true;
-        op->seq = order->seq;
-        op->nonce = order->nonce;
+        op->seq = command->seq;
+        op->nonce = command->nonce;
     }
-    for (i = 0; i < order->n_ends; i++) {
-        const pccl_end *end = &order->ends[i];
+    for (i = 0; i < command->n_ends; i++) {
+        const pccl_end *end = &command->ends[i];
         struct stream *stream = streams_find(op->ops->streams, end->stream);
         struct requester *requester;
         if (end->slot > UINT16_MAX || find_slot(op, end->slot) != NULL) {
@@ -251,7 +251,7 @@ void serve_take(struct op *op, const struct wire_header *header, struct packet *
         return;
     }
     request->slot = header->segment;
-    request->echo = header->hop;
+    request->echo = header->step;
     request->piece = index;
     request->length = header->length;
     request->offset = header->offset;
@@ -281,7 +281,7 @@ enum turn serve_send(struct flow *flow)
     struct packet packet = {0};
     if (serve->limited && serve->allowance <= 0)
         return TURN_OVER;
-    header.hop = request->echo;
+    header.step = request->echo;
     header.offset = request->offset;
     header.length = request->length;
     if (packet_build(&op->source, &packet, &header,

@@ -47,9 +47,9 @@ struct requester {
 };
 
 /* For struct op_kind. */
-void serve_enter(struct op *op, const pccl_order *order);
-void serve_start(struct op *op, const pccl_order *order);
-void serve_obey(struct op *op, const pccl_order *order);
+void serve_enter(struct op *op, const pccl_command *command);
+void serve_start(struct op *op, const pccl_command *command);
+void serve_command(struct op *op, const pccl_command *command);
 void serve_take(struct op *op, const struct wire_header *header, struct packet **packet);
 enum turn serve_send(struct flow *flow);
 void serve_drop(struct op *op, struct flow *flow);

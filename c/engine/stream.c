@@ -24,7 +24,7 @@
 #include <string.h>
 
 #include "engine/ipc.h"
-#include "engine/stash.h"
+#include "engine/unexpected.h"
 #include "engine/tcp.h"
 #include "engine/zap.h"
 #include "zmq/zmqdefs.h"
@@ -73,20 +73,20 @@ static int set_option(struct stream *stream, int option, int value)
 }
 
 /* Sends whom we want to reach, and the password: 0, or -1 as setsockopt. */
-static int set_plain_client(struct stream *stream, const pccl_order *order)
+static int set_plain_client(struct stream *stream, const pccl_command *command)
 {
     const pccl_zmq *zmq = table(stream);
     char name[ZAP_TEXT_MAX], password[ZAP_TEXT_MAX];
     int failed;
-    zap_name(order->peer, name);
-    zap_password(order->nonce, password);
+    zap_name(command->peer, name);
+    zap_password(command->nonce, password);
     failed = zmq->setsockopt(stream->push, ZMQ_PLAIN_USERNAME, name, strlen(name));
     failed |= zmq->setsockopt(stream->push, ZMQ_PLAIN_PASSWORD, password, strlen(password));
     return failed;
 }
 
-/* Encrypts to the holder of the key in the order: 0, or -1 as setsockopt. */
-static int set_curve_client(struct stream *stream, const pccl_order *order)
+/* Encrypts to the holder of the key in the command: 0, or -1 as setsockopt. */
+static int set_curve_client(struct stream *stream, const pccl_command *command)
 {
     const pccl_zmq *zmq = table(stream);
     const pccl_options *options = stream->streams->options;
@@ -95,31 +95,31 @@ static int set_curve_client(struct stream *stream, const pccl_order *order)
                              PCCL_KEY_CHARS);
     failed |= zmq->setsockopt(stream->push, ZMQ_CURVE_SECRETKEY, options->curve_secret,
                               PCCL_KEY_CHARS);
-    failed |= zmq->setsockopt(stream->push, ZMQ_CURVE_SERVERKEY, order->curve_server,
+    failed |= zmq->setsockopt(stream->push, ZMQ_CURVE_SERVERKEY, command->curve_server,
                               PCCL_KEY_CHARS);
     return failed;
 }
 
-static int set_options(struct stream *stream, const pccl_order *order)
+static int set_options(struct stream *stream, const pccl_command *command)
 {
     const pccl_options *options = stream->streams->options;
-    const char *where = order->via[0] != '\0' ? order->via : order->endpoint;
+    const char *where = command->via[0] != '\0' ? command->via : command->endpoint;
     int failed = set_option(stream, ZMQ_LINGER, 0);
     failed |= set_option(stream, ZMQ_IMMEDIATE, 1);
     failed |= set_option(stream, ZMQ_RECONNECT_IVL, -1);
-    failed |= set_option(stream, ZMQ_SNDHWM, (int)order->hwm);
+    failed |= set_option(stream, ZMQ_SNDHWM, (int)command->hwm);
     failed |= set_option(stream, ZMQ_IPV6, strchr(where, '[') != NULL);
     failed |= set_option(stream, ZMQ_CONNECT_TIMEOUT, (int)options->connect_timeout_ms);
     failed |= set_option(stream, ZMQ_HANDSHAKE_IVL, (int)options->connect_timeout_ms);
     if (options->curve_secret[0] != '\0')
-        failed |= set_curve_client(stream, order);
+        failed |= set_curve_client(stream, command);
     else if (options->dialler[0] != '\0')
-        failed |= set_plain_client(stream, order);
+        failed |= set_plain_client(stream, command);
     if (options->heartbeat_ms > 0)
         failed |= set_option(stream, ZMQ_TCP_MAXRT, tcp_unheard_ms(options->heartbeat_timeout_ms));
-    if (order->via[0] != '\0')
-        failed |= table(stream)->setsockopt(stream->push, ZMQ_SOCKS_PROXY, order->via,
-                                            strlen(order->via));
+    if (command->via[0] != '\0')
+        failed |= table(stream)->setsockopt(stream->push, ZMQ_SOCKS_PROXY, command->via,
+                                            strlen(command->via));
     return failed;
 }
 
@@ -142,25 +142,25 @@ static int open_monitor(struct stream *stream)
     return zmq->connect(stream->monitor, endpoint);
 }
 
-static int open_sockets(struct stream *stream, const pccl_order *order)
+static int open_sockets(struct stream *stream, const pccl_command *command)
 {
     const pccl_zmq *zmq = table(stream);
     uint32_t lane;
     stream->push = zmq->socket(stream->streams->context, ZMQ_PUSH);
-    if (stream->push == NULL || set_options(stream, order) < 0 || open_monitor(stream) < 0)
+    if (stream->push == NULL || set_options(stream, command) < 0 || open_monitor(stream) < 0)
         return -1;
     for (lane = 0; lane < stream->lanes; lane++)
-        if (zmq->connect(stream->push, order->endpoint) < 0)
+        if (zmq->connect(stream->push, command->endpoint) < 0)
             return -1;
     return 0;
 }
 
-static uint32_t lanes_ordered(const pccl_order *order)
+static uint32_t lanes_requested(const pccl_command *command)
 {
-    return order->lanes != 0 ? order->lanes : LANES_MEETING;
+    return command->lanes != 0 ? command->lanes : LANES_MEETING;
 }
 
-void streams_order_open(struct streams *streams, const pccl_order *order)
+void streams_command_open(struct streams *streams, const pccl_command *command)
 {
     struct stream *stream = calloc(1, sizeof *stream);
     if (stream == NULL) {
@@ -168,53 +168,53 @@ void streams_order_open(struct streams *streams, const pccl_order *order)
         return;
     }
     stream->streams = streams;
-    stream->number = order->stream;
+    stream->number = command->stream;
     stream->next = streams->first;
     streams->first = stream;
 }
 
-void streams_order_connect(struct streams *streams, const pccl_order *order)
+void streams_command_connect(struct streams *streams, const pccl_command *command)
 {
-    struct stream *stream = streams_find(streams, order->stream);
+    struct stream *stream = streams_find(streams, command->stream);
     if (stream == NULL)
         return;
     if (stream->push != NULL) {
         stream_lose(stream, PCCL_EINVAL, "a stream is to be connected twice");
         return;
     }
-    stream->peer = order->peer;
-    stream->distant = order->via[0] != '\0';
-    stream->automatic = order->lanes == 0 && !stream->distant;
-    stream->lanes = stream->automatic ? 1 : lanes_ordered(order);
-    memcpy(stream->endpoint, order->endpoint, sizeof stream->endpoint);
-    if (order->hwm == 0 || memchr(order->endpoint, 0, sizeof order->endpoint) == NULL
-        || memchr(order->via, 0, sizeof order->via) == NULL) {
+    stream->peer = command->peer;
+    stream->distant = command->via[0] != '\0';
+    stream->automatic = command->lanes == 0 && !stream->distant;
+    stream->lanes = stream->automatic ? 1 : lanes_requested(command);
+    memcpy(stream->endpoint, command->endpoint, sizeof stream->endpoint);
+    if (command->hwm == 0 || memchr(command->endpoint, 0, sizeof command->endpoint) == NULL
+        || memchr(command->via, 0, sizeof command->via) == NULL) {
         stream_lose(stream, PCCL_EINVAL, "a stream needs a high-water mark and an endpoint");
         return;
     }
-    stream->port = tcp_port(order->via[0] != '\0' ? order->via : order->endpoint);
-    if (open_sockets(stream, order) < 0) {
+    stream->port = tcp_port(command->via[0] != '\0' ? command->via : command->endpoint);
+    if (open_sockets(stream, command) < 0) {
         int error = table(stream)->errno_();
         streams->events->error = error;
-        stream_lose(stream, PCCL_EZMQ, "cannot open a stream to %.80s: %.40s", order->endpoint,
+        stream_lose(stream, PCCL_EZMQ, "cannot open a stream to %.80s: %.40s", command->endpoint,
                     strerror(error));
     }
 }
 
-void streams_order_lose(struct streams *streams, const pccl_order *order)
+void streams_command_lose(struct streams *streams, const pccl_command *command)
 {
-    struct stream *stream = streams_find(streams, order->stream);
-    if (stream != NULL && memchr(order->endpoint, 0, sizeof order->endpoint) != NULL)
-        stream_lose(stream, PCCL_EREACH, "%s", order->endpoint);
+    struct stream *stream = streams_find(streams, command->stream);
+    if (stream != NULL && memchr(command->endpoint, 0, sizeof command->endpoint) != NULL)
+        stream_lose(stream, PCCL_EREACH, "%s", command->endpoint);
 }
 
-void streams_order_close(struct streams *streams, const pccl_order *order)
+void streams_command_close(struct streams *streams, const pccl_command *command)
 {
-    struct stream *stream = streams_find(streams, order->stream);
+    struct stream *stream = streams_find(streams, command->stream);
     if (stream == NULL)
         return;
     stream->silent = true;
-    stream_lose(stream, PCCL_ESTREAM, "closed by order");
+    stream_lose(stream, PCCL_ESTREAM, "closed by command");
 }
 
 /* The monitor goes first: libzmq may crash when a monitored socket is closed under its monitor. */
@@ -232,7 +232,7 @@ static void close_sockets(struct stream *stream)
         (void)zmq->close(stream->push);
 }
 
-static void tell_up(struct stream *stream)
+static void notify_up(struct stream *stream)
 {
     pccl_event event = {0};
     if (stream->up)
@@ -243,7 +243,7 @@ static void tell_up(struct stream *stream)
     (void)events_emit(stream->streams->events, &event);
 }
 
-static void tell_lost(struct stream *stream)
+static void notify_lost(struct stream *stream)
 {
     pccl_event event = {0};
     if (stream->silent)
@@ -265,7 +265,7 @@ struct stream *streams_take_lost(struct streams *streams)
     *at = stream->next;
     close_sockets(stream);
     packets_drop(table(stream), &stream->forwards, NULL);
-    tell_lost(stream);
+    notify_lost(stream);
     return stream;
 }
 
@@ -276,18 +276,18 @@ void stream_free(struct stream *stream)
 }
 
 /* A connection ends with its sender's, and its place with it: that is why none is ever repaired. */
-bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_order *order)
+bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_command *command)
 {
-    uint32_t lane, lanes = lanes_ordered(order);
-    int never = -1, ipv6 = order->via[0] == '[';
-    if (memchr(order->endpoint, 0, sizeof order->endpoint) == NULL
-        || memchr(order->via, 0, sizeof order->via) == NULL || order->via[0] == '\0'
+    uint32_t lane, lanes = lanes_requested(command);
+    int never = -1, ipv6 = command->via[0] == '[';
+    if (memchr(command->endpoint, 0, sizeof command->endpoint) == NULL
+        || memchr(command->via, 0, sizeof command->via) == NULL || command->via[0] == '\0'
         || zmq->setsockopt(pull, ZMQ_RECONNECT_IVL, &never, sizeof never) < 0
         || zmq->setsockopt(pull, ZMQ_IPV6, &ipv6, sizeof ipv6) < 0
-        || zmq->setsockopt(pull, ZMQ_SOCKS_PROXY, order->via, strlen(order->via)) < 0)
+        || zmq->setsockopt(pull, ZMQ_SOCKS_PROXY, command->via, strlen(command->via)) < 0)
         return false;
     for (lane = 0; lane < lanes; lane++)
-        if (zmq->connect(pull, order->endpoint) < 0)
+        if (zmq->connect(pull, command->endpoint) < 0)
             return false;
     return true;
 }
@@ -361,8 +361,8 @@ static void forgo_lane(struct stream *stream, uint16_t event)
 
 uint64_t stream_credit(const struct stream *stream)
 {
-    uint64_t most = stream->distant ? STASH_MAX : NEAR_CREDIT;
-    return stream->early < most ? most - stream->early : 0;
+    uint64_t most = stream->distant ? EAGER_MAX : NEAR_CREDIT;
+    return stream->eager < most ? most - stream->eager : 0;
 }
 
 /* Whether a failed handshake shows that another process answers: it refuses because it is not whom
@@ -403,7 +403,7 @@ static void handle_monitor(struct stream *stream, const unsigned char *data, siz
     } else if (event == ZMQ_EVENT_HANDSHAKE_SUCCEEDED) {
         stream->standing++;
         stream->coming -= stream->coming > 0;
-        tell_up(stream);
+        notify_up(stream);
     } else if (event == ZMQ_EVENT_DISCONNECTED && stream->denied > 0) {
         stream->denied--;
         lanes_drop(&stream->running, value);

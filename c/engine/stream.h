@@ -50,11 +50,11 @@ struct stream {
     struct lanes running;    /* over a long link: those that stand */
     bool distant;            /* its round trip is not that of a local network */
     bool up;                 /* a lane has stood */
-    uint64_t early;          /* bytes (stash_cost) sent before START, of ops that have had none */
+    uint64_t eager;          /* bytes (eager_cost) sent before START, of ops that have had none */
     void *push, *monitor;    /* NULL until CONNECT_STREAM */
     bool blocked;            /* the last send found no lane with room */
     bool lost;               /* to be closed at the end of the pass */
-    bool silent;             /* closed by order: no STREAM_LOST */
+    bool silent;             /* closed by command: no STREAM_LOST */
     int status;              /* why it is lost */
     uint64_t peer;           /* whom it is to reach */
     char text[PCCL_TEXT_MAX];
@@ -72,13 +72,13 @@ struct streams {
 };
 
 /* OPEN_STREAM, CONNECT_STREAM, CLOSE_STREAM and LOSE_STREAM. */
-void streams_order_open(struct streams *streams, const pccl_order *order);
-void streams_order_connect(struct streams *streams, const pccl_order *order);
-void streams_order_lose(struct streams *streams, const pccl_order *order);
-void streams_order_close(struct streams *streams, const pccl_order *order);
+void streams_command_open(struct streams *streams, const pccl_command *command);
+void streams_command_connect(struct streams *streams, const pccl_command *command);
+void streams_command_lose(struct streams *streams, const pccl_command *command);
+void streams_command_close(struct streams *streams, const pccl_command *command);
 
 /* MEET: the receiver's side of a stream to which nobody can connect. False: it cannot. */
-bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_order *order);
+bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_command *command);
 
 /* The open stream of that number, or NULL. */
 struct stream *streams_find(struct streams *streams, uint32_t number);

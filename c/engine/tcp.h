@@ -30,8 +30,8 @@ struct tcp_state {
 /* The port at the end of `tcp://address:port` or `address:port`. 0: there is none. */
 uint32_t tcp_port(const char *where);
 
-/* Whether a descriptor is that of a connection to the port; if so, describes it. Where the operating
- * system cannot be asked about connections, it is. */
+/* Whether a descriptor is that of a connection to the port; if so, describes it. Where the
+ * operating system cannot be asked about connections, it is. */
 bool tcp_know(int fd, uint32_t port, struct tcp_connection *connection);
 
 /* The round trip of a connection as of its handshake. 0: not known. */

@@ -6,7 +6,7 @@ enum { WIRE_MAGIC = 0x4c434350, WIRE_VERSION = 3 };
 /* Byte offsets of the fields. */
 enum {
     AT_MAGIC = 0, AT_KIND = 4, AT_RING = 5, AT_VERSION = 6, AT_RUN = 8, AT_SEQ = 16, AT_TAG = 24,
-    AT_NONCE = 32, AT_SEGMENT = 40, AT_HOP = 42, AT_MEMBERS = 44, AT_EARLY = 46, AT_OFFSET = 48,
+    AT_NONCE = 32, AT_SEGMENT = 40, AT_STEP = 42, AT_MEMBERS = 44, AT_EAGER = 46, AT_OFFSET = 48,
     AT_LENGTH = 56, AT_PIECE = 60
 };
 
@@ -54,9 +54,9 @@ void wire_encode(const struct wire_header *header, unsigned char *bytes)
     put_u64(bytes + AT_TAG, header->tag);
     put_u64(bytes + AT_NONCE, header->nonce);
     put_u16(bytes + AT_SEGMENT, header->segment);
-    put_u16(bytes + AT_HOP, header->hop);
+    put_u16(bytes + AT_STEP, header->step);
     put_u16(bytes + AT_MEMBERS, header->members);
-    put_u16(bytes + AT_EARLY, header->early);
+    put_u16(bytes + AT_EAGER, header->eager);
     put_u64(bytes + AT_OFFSET, header->offset);
     put_u32(bytes + AT_LENGTH, header->length);
     put_u32(bytes + AT_PIECE, header->piece);
@@ -69,7 +69,7 @@ bool wire_decode(struct wire_header *header, const unsigned char *bytes)
         return false;
     if (kind < WIRE_CHUNK || kind > WIRE_ROW)
         return false;
-    if (get_u16(bytes + AT_EARLY) > (kind == WIRE_CHUNK))
+    if (get_u16(bytes + AT_EAGER) > (kind == WIRE_CHUNK))
         return false;
     header->kind = (enum wire_kind)kind;
     header->ring = bytes[AT_RING];
@@ -78,16 +78,16 @@ bool wire_decode(struct wire_header *header, const unsigned char *bytes)
     header->tag = get_u64(bytes + AT_TAG);
     header->nonce = get_u64(bytes + AT_NONCE);
     header->segment = get_u16(bytes + AT_SEGMENT);
-    header->hop = get_u16(bytes + AT_HOP);
+    header->step = get_u16(bytes + AT_STEP);
     header->members = get_u16(bytes + AT_MEMBERS);
-    header->early = get_u16(bytes + AT_EARLY) != 0;
+    header->eager = get_u16(bytes + AT_EAGER) != 0;
     header->piece = get_u32(bytes + AT_PIECE);
     header->offset = get_u64(bytes + AT_OFFSET);
     header->length = get_u32(bytes + AT_LENGTH);
     return true;
 }
 
-void wire_set_hop(unsigned char *bytes, uint16_t hop)
+void wire_set_step(unsigned char *bytes, uint16_t step)
 {
-    put_u16(bytes + AT_HOP, hop);
+    put_u16(bytes + AT_STEP, step);
 }

@@ -1,4 +1,4 @@
-/* wire.h - the 64-byte header in front of every payload (pccl.h, THE WIRE). Pure functions. */
+/* wire.h - the 64-byte header in front of every payload (pccl_core.h, THE WIRE). Pure functions. */
 #ifndef PCCL_WIRE_H
 #define PCCL_WIRE_H
 
@@ -15,9 +15,9 @@ struct wire_header {
     uint8_t ring;
     uint16_t segment;        /* of a chunk; the requester's slot in a request and in data; the
                               * sender's position in a row */
-    uint16_t hop;            /* of a chunk; the receiver's position in a row */
+    uint16_t step;            /* of a chunk; the receiver's position in a row */
     uint16_t members;
-    bool early;              /* a chunk: sent before START. `seq` is the sender's call, and `nonce`
+    bool eager;              /* a chunk: sent before START. `seq` is the sender's call, and `nonce`
                               * its epoch's */
     uint32_t piece;          /* the part of a row */
     uint32_t length;         /* offsets of a chunk, else bytes */
@@ -35,7 +35,7 @@ void wire_encode(const struct wire_header *header, unsigned char *bytes);
  * says is not checked beyond that: the op it is for knows what is possible. */
 bool wire_decode(struct wire_header *header, const unsigned char *bytes);
 
-/* Changes the hop of an encoded header. Cannot fail. */
-void wire_set_hop(unsigned char *bytes, uint16_t hop);
+/* Changes the step of an encoded header. Cannot fail. */
+void wire_set_step(unsigned char *bytes, uint16_t step);
 
 #endif

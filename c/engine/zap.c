@@ -26,12 +26,12 @@ struct frame {
     unsigned char data[FRAME_MAX + 1];
 };
 
-enum verdict { ALLOWED, REFUSED, UNDECIDED };
+enum decision { ALLOWED, REFUSED, UNDECIDED };
 
 /* ---- credentials ---- */
 
-/* Whether what was sent is a secret that we have, in constant time. None is empty: so is the place of
- * one that we do not have yet. */
+/* Whether what was sent is a secret that we have, in constant time. None is empty: so is the place
+ * of one that we do not have yet. */
 static bool is_same(const char *a, const char *b, size_t size)
 {
     unsigned difference = 0;
@@ -69,7 +69,7 @@ static void encode_key(const unsigned char *key, char *text)
     text[PCCL_KEY_CHARS] = '\0';
 }
 
-static enum verdict judge_key(const struct zap *zap, const char *key)
+static enum decision decide_key(const struct zap *zap, const char *key)
 {
     size_t i;
     if (is_same(key, zap->options->dialler, PCCL_KEY_CHARS))
@@ -82,7 +82,7 @@ static enum verdict judge_key(const struct zap *zap, const char *key)
 
 /* A connection that wants another peer is refused at once; one that wants us may know a later epoch
  * than we do. */
-static enum verdict judge_password(const struct zap *zap, const char *name,
+static enum decision decide_password(const struct zap *zap, const char *name,
                                    const char *password)
 {
     if (strcmp(name, DIALLER) == 0)
@@ -97,11 +97,11 @@ static enum verdict judge_password(const struct zap *zap, const char *name,
     return UNDECIDED;
 }
 
-static enum verdict judge(const struct zap *zap, const struct zap_request *request)
+static enum decision decide(const struct zap *zap, const struct zap_request *request)
 {
     if (zap->options->curve_secret[0] != '\0')
-        return judge_key(zap, request->secret);
-    return judge_password(zap, request->name, request->secret);
+        return decide_key(zap, request->secret);
+    return decide_password(zap, request->name, request->secret);
 }
 
 /* ---- messages ---- */
@@ -199,11 +199,11 @@ static void decide_waiting(struct zap *zap)
 {
     size_t i, kept = 0;
     for (i = 0; i < zap->n_waiting; i++) {
-        enum verdict verdict = judge(zap, &zap->waiting[i]);
-        if (verdict == UNDECIDED)
+        enum decision decision = decide(zap, &zap->waiting[i]);
+        if (decision == UNDECIDED)
             zap->waiting[kept++] = zap->waiting[i];
         else
-            reply(zap, &zap->waiting[i], verdict == ALLOWED);
+            reply(zap, &zap->waiting[i], decision == ALLOWED);
     }
     zap->n_waiting = kept;
 }
@@ -224,33 +224,33 @@ bool zap_answer(struct zap *zap)
     int n;
     while (zap->socket != NULL && (n = receive_frames(zap, frames)) > 0) {
         struct zap_request request;
-        enum verdict verdict;
+        enum decision decision;
         any = true;
         if (!read_sender(frames, n, &request))
             continue;
-        verdict = read_credentials(zap, frames, n, &request) ? judge(zap, &request) : REFUSED;
-        if (verdict == UNDECIDED)
+        decision = read_credentials(zap, frames, n, &request) ? decide(zap, &request) : REFUSED;
+        if (decision == UNDECIDED)
             await(zap, &request);
         else
-            reply(zap, &request, verdict == ALLOWED);
+            reply(zap, &request, decision == ALLOWED);
     }
     return any;
 }
 
-/* ---- orders ---- */
+/* ---- commands ---- */
 
-void zap_order_expect(struct zap *zap, const pccl_order *order)
+void zap_command_expect(struct zap *zap, const pccl_command *command)
 {
     memcpy(zap->passwords[1], zap->passwords[0], sizeof zap->passwords[1]);
     memset(zap->name, 0, sizeof zap->name);
     memset(zap->passwords[0], 0, sizeof zap->passwords[0]);
-    zap_name(order->peer, zap->name);
-    zap_password(order->nonce, zap->passwords[0]);
+    zap_name(command->peer, zap->name);
+    zap_password(command->nonce, zap->passwords[0]);
     zap->n_keys = 0;
     decide_waiting(zap);
 }
 
-void zap_order_admit(struct zap *zap, const pccl_order *order)
+void zap_command_admit(struct zap *zap, const pccl_command *command)
 {
     if (zap->n_keys == zap->keys_room) {
         size_t room = 2 * zap->keys_room + 8;
@@ -262,7 +262,7 @@ void zap_order_admit(struct zap *zap, const pccl_order *order)
         zap->keys = keys;
         zap->keys_room = room;
     }
-    memcpy(zap->keys[zap->n_keys++], order->curve_server, PCCL_KEY_CHARS);
+    memcpy(zap->keys[zap->n_keys++], command->curve_server, PCCL_KEY_CHARS);
     decide_waiting(zap);
 }
 

@@ -1,5 +1,6 @@
-/* zap.h - who may connect to the engine's PULL socket (pccl.h, WHO MAY CONNECT). libzmq asks by ZAP
- * (ZeroMQ RFC 27), in messages over inproc, before it accepts anything else from a connection. */
+/* zap.h - who may connect to the engine's PULL socket (pccl_core.h, WHO MAY CONNECT). libzmq asks
+ * by ZAP (ZeroMQ RFC 27), in messages over inproc, before it accepts anything else from a
+ * connection. */
 #ifndef PCCL_ZAP_H
 #define PCCL_ZAP_H
 
@@ -41,8 +42,8 @@ void zap_close(struct zap *zap);
 bool zap_answer(struct zap *zap);
 
 /* EXPECT and ADMIT. */
-void zap_order_expect(struct zap *zap, const pccl_order *order);
-void zap_order_admit(struct zap *zap, const pccl_order *order);
+void zap_command_expect(struct zap *zap, const pccl_command *command);
+void zap_command_admit(struct zap *zap, const pccl_command *command);
 
 /* The user name and password by which a stream says whom it wants to reach: ZAP_TEXT_MAX bytes. */
 void zap_name(uint64_t peer, char *text);

@@ -2,7 +2,7 @@
  *
  * Elements are compared as sign and magnitude, which orders IEEE 754 numbers as their bits do: so
  * the distance of two of them in units in the last place is the difference of integers. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <string.h>
 

@@ -8,7 +8,7 @@
  * An element becomes the nearest level, the larger one of two that are equally near. A block with
  * an element that is not finite has a NaN for a scale, and is read as all NaN. Scales are never
  * below 2^-119, so no level is subnormal, and a processor that flushes those reads the same. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <stdbool.h>
 

@@ -3,7 +3,7 @@
  * DESIGN. What advances the shared state of a run must give the same bits on every machine, so
  * these are written operation by operation, each rounded once (exact.h says how the compiler is
  * held to it). */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include "kernels/exact.h"
 

@@ -14,7 +14,7 @@
  * A block with an element that is not finite has a NaN for a step; one whose header is not finite
  * is read as all NaN. Steps are never below the least normal number, so that their inverses are
  * finite and a processor that flushes subnormals computes the same bits. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <float.h>
 #include <stdbool.h>

@@ -9,7 +9,7 @@
  * Maximum and minimum of floats compare their bits as integers (sign and magnitude, so -0 < +0),
  * which is the maximum of IEEE 754-2019, needs no conversion of the halves, and does not depend on
  * the order of operands. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include "kernels/half.h"
 

@@ -5,7 +5,7 @@
  * numbers near 1, whose sums and products have to be rounded. Results are written with the least
  * byte first, so that they can be compared everywhere; the last four bytes are those of memory, so
  * that a machine of the other byte order, with which the data plane could not talk, differs. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <assert.h>
 #include <stdbool.h>

@@ -13,7 +13,7 @@
  * and to count those that reach a bound is a loop without branches. A NaN or an infinity is larger
  * than any number, so it is kept if there is one; then the group's levels are NaN, and it is read
  * as all NaN. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include "kernels/levels.h"
 

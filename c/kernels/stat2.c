@@ -4,7 +4,7 @@
  * statistics of the numbers lose much less than evenly spaced ones at 2 bits (MuLoCo, arXiv
  * 2505.23725); as in SparseLoCo (arXiv 2508.15706), a level is the mean of what it stands for. So
  * the sum of a block is kept but for rounding. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include "kernels/levels.h"
 

@@ -1,5 +1,5 @@
-/* pump.c - see pccl.h, PUMPS: what comes from one connection goes to the other one, until one of
- * the two ends. It runs in a thread of its own, as the engine does, and for the same reason: it
+/* pump.c - see pccl_core.h, PUMPS: what comes from one connection goes to the other one, until one
+ * of the two ends. It runs in a thread of its own, as the engine does, and for the same reason: it
  * must not wait for the interpreter. What it has in memory is bounded: from a connection whose
  * bytes the other one does not take nothing more is read. */
 #if defined __linux__
@@ -8,7 +8,7 @@
 #define _DARWIN_C_SOURCE
 #endif
 
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <errno.h>
 #include <stdbool.h>

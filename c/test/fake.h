@@ -12,7 +12,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "pccl.h"
+#include "pccl_core.h"
 
 /* Starts a new world, which must be empty. Faults are off. */
 void fake_reset(uint64_t seed);

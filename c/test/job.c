@@ -133,7 +133,7 @@ static void make_part(struct job *job, int who, int k)
         put_element(job->part[k].dtype, job->given[who][k] + j * width,
                     1 + (unsigned)(j * 7 + (unsigned)who * 3 + j / 5 + (unsigned)k) % 2);
     memcpy(send, job->given[who][k], bytes);
-    if (job->step > 0)
+    if (job->window > 0)
         memset(send, 0x5a, bytes);
     part->send = send;
     part->recv = recv;
@@ -159,14 +159,14 @@ static unsigned char *reduced(const struct job *job, int k)
 static void reduce_quantized(const struct job *job, unsigned char *sum, int s, uint64_t begin,
                              uint64_t count)
 {
-    int dtype = job->part[0].dtype, hop;
+    int dtype = job->part[0].dtype, step;
     size_t at = (size_t)begin * pccl_dtype_size(dtype);
     unsigned char *data = allocate((size_t)pccl_quantized_size(job->format, dtype, count));
     (void)pccl_quantize(job->format, dtype, data, job->given[s][0] + at, (size_t)count);
-    for (hop = 0; hop < job->n - 1; hop++) {
-        bool last = hop == job->n - 2;
+    for (step = 0; step < job->n - 1; step++) {
+        bool last = step == job->n - 2;
         (void)pccl_quantized_reduce(job->format, dtype, job->redop, data,
-                                    job->given[(s + hop + 1) % job->n][0] + at, (size_t)count,
+                                    job->given[(s + step + 1) % job->n][0] + at, (size_t)count,
                                     last ? (uint32_t)job->n : 1, last ? sum + at : NULL);
     }
     free(data - 1);
@@ -209,7 +209,7 @@ static void expect_part(struct job *job, int k)
     size_t slice = slice_bytes(job, k);
     unsigned char *sum = job->unlike ? allocate(0) : reduced(job, k);
     int i, j;
-    if (job->format != PCCL_UNQUANTIZED && job->direct)
+    if (job->format != PCCL_UNQUANTIZED && job->oneshot)
         expect_combined(job, k, sum);
     else if (job->format != PCCL_UNQUANTIZED && job->n > 1)
         expect_quantized(job, sum);
@@ -276,37 +276,37 @@ void job_free(struct job *job)
 
 void job_register(struct peers *peers, int who, const struct job *job)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_REGISTER;
-    order.op = job->op;
-    order.op_kind = PCCL_COLLECTIVE;
-    order.collective = job->what;
-    order.run = TEST_RUN;
-    order.tag = job->tag;
-    order.min_seq = job->seq - 1;
-    order.redop = (uint32_t)job->redop;
-    order.step = job->step;
-    order.format = (uint32_t)job->format;
-    order.parts = job->parts[who];
-    order.n_parts = (uint32_t)job->n_parts;
-    order.members = (uint32_t)job->n;
-    order.recv_rows = job->unlike ? job->rows : NULL;
-    peers_order(peers, who, &order);
+    pccl_command command = {0};
+    command.kind = PCCL_REGISTER;
+    command.op = job->op;
+    command.op_kind = PCCL_COLLECTIVE;
+    command.collective = job->what;
+    command.run = TEST_RUN;
+    command.tag = job->tag;
+    command.min_seq = job->seq - 1;
+    command.redop = (uint32_t)job->redop;
+    command.window = job->window;
+    command.format = (uint32_t)job->format;
+    command.parts = job->parts[who];
+    command.n_parts = (uint32_t)job->n_parts;
+    command.members = (uint32_t)job->n;
+    command.recv_rows = job->unlike ? job->rows : NULL;
+    peers_command(peers, who, &command);
 }
 
 void job_fill(struct peers *peers, int who, const struct job *job, uint64_t from, uint64_t to)
 {
     size_t width = pccl_dtype_size(job->part[0].dtype), begin = (size_t)from * width;
     size_t bytes = send_bytes(job, 0, who), end = (size_t)to * width;
-    pccl_order order = {0};
+    pccl_command command = {0};
     if (begin < bytes)
         memcpy((unsigned char *)job->parts[who][0].send + begin, job->given[who][0] + begin,
                (end < bytes ? end : bytes) - begin);
-    order.kind = PCCL_READY;
-    order.op = job->op;
-    order.offset = from;
-    order.length = to - from;
-    peers_order(peers, who, &order);
+    command.kind = PCCL_READY;
+    command.op = job->op;
+    command.offset = from;
+    command.length = to - from;
+    peers_command(peers, who, &command);
 }
 
 void job_open_ring(struct peers *peers, const struct job *job, int n, uint64_t seed)
@@ -331,36 +331,36 @@ void job_start(struct peers *peers, int who, const struct job *job)
     job_start_rings(peers, who, job, 1);
 }
 
-/* START or EARLY. */
+/* START or EAGER. */
 static void begin(struct peers *peers, int who, const struct job *job, uint32_t rings,
-                  enum pccl_order_kind kind)
+                  enum pccl_command_kind kind)
 {
     static const uint16_t backwards[TEST_PEERS_MAX][TEST_PEERS_MAX] = {
         {0}, {0}, {1, 0}, {2, 1, 0}, {3, 2, 1, 0}, {4, 3, 2, 1, 0}};
     uint32_t n = (uint32_t)job->n;
-    pccl_order order = {0};
+    pccl_command command = {0};
     assert(rings == 1 || n < 6);
-    order.kind = kind;
-    order.op = job->op;
-    order.seq = job->seq;
-    order.nonce = TEST_NONCE;
-    order.chunk_bytes = job->chunk_bytes;
-    order.n_rings = rings;
-    order.direct = job->direct;
-    order.rings[0].stream = 1;
-    order.rings[0].members = order.rings[1].members = n;
-    order.rings[0].position = (uint32_t)who;
-    order.rings[0].root = job->root;
-    order.rings[0].count = rings == 1 ? job->span : job->span / 128 * 64;
-    order.rings[1].stream = 2;
-    order.rings[1].position = n - 1 - (uint32_t)who;
-    order.rings[1].root = n - 1 - job->root;
-    order.rings[1].ranks = backwards[n % TEST_PEERS_MAX];
-    order.rings[1].begin = order.rings[0].count;
-    order.rings[1].count = job->span - order.rings[0].count;
-    if (job->early && kind == PCCL_START)
-        order.rings[0].call = order.rings[1].call = job->op;
-    peers_order(peers, who, &order);
+    command.kind = kind;
+    command.op = job->op;
+    command.seq = job->seq;
+    command.nonce = TEST_NONCE;
+    command.chunk_bytes = job->chunk_bytes;
+    command.n_rings = rings;
+    command.oneshot = job->oneshot;
+    command.rings[0].stream = 1;
+    command.rings[0].members = command.rings[1].members = n;
+    command.rings[0].position = (uint32_t)who;
+    command.rings[0].root = job->root;
+    command.rings[0].count = rings == 1 ? job->span : job->span / 128 * 64;
+    command.rings[1].stream = 2;
+    command.rings[1].position = n - 1 - (uint32_t)who;
+    command.rings[1].root = n - 1 - job->root;
+    command.rings[1].ranks = backwards[n % TEST_PEERS_MAX];
+    command.rings[1].begin = command.rings[0].count;
+    command.rings[1].count = job->span - command.rings[0].count;
+    if (job->eager && kind == PCCL_START)
+        command.rings[0].call = command.rings[1].call = job->op;
+    peers_command(peers, who, &command);
 }
 
 void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings)
@@ -368,9 +368,9 @@ void job_start_rings(struct peers *peers, int who, const struct job *job, uint32
     begin(peers, who, job, rings, PCCL_START);
 }
 
-void job_early(struct peers *peers, int who, const struct job *job, uint32_t rings)
+void job_eager(struct peers *peers, int who, const struct job *job, uint32_t rings)
 {
-    begin(peers, who, job, rings, PCCL_EARLY);
+    begin(peers, who, job, rings, PCCL_EAGER);
 }
 
 bool job_is_untouched(const struct job *job, int who)

@@ -11,11 +11,11 @@ struct job {
     enum pccl_collective what;
     int redop, format;
     uint32_t root;
-    bool in_place, direct;
+    bool in_place, oneshot;
     bool alternating;                        /* in place only every second array is */
-    bool early;                              /* START says that the others may have sent before */
+    bool eager;                              /* START says that the others may have sent before */
     uint32_t chunk_bytes;
-    uint64_t step;                           /* not 0: send is filled by job_fill() */
+    uint64_t window;                         /* not 0: send is filled by job_fill() */
     int n_parts;                             /* 0: one of this type and count */
     struct { int dtype; uint64_t count; } part[TEST_PARTS_MAX];
     int dtype;
@@ -54,8 +54,8 @@ void job_start(struct peers *peers, int who, const struct job *job);
 void job_start_all(struct peers *peers, const struct job *job);
 void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings);
 
-/* EARLY, in the same rings. */
-void job_early(struct peers *peers, int who, const struct job *job, uint32_t rings);
+/* EAGER, in the same rings. */
+void job_eager(struct peers *peers, int who, const struct job *job, uint32_t rings);
 
 /* Whether every peer holds the result, and send is as it was where it must be. */
 bool job_is_right(const struct peers *peers, const struct job *job);

@@ -55,27 +55,27 @@ void peers_close(struct peers *peers)
     (void)fake_open();
 }
 
-void peers_order(struct peers *peers, int who, const pccl_order *order)
+void peers_command(struct peers *peers, int who, const pccl_command *command)
 {
     pccl_msg message;
-    if (fake_table()->msg_init_size(&message, sizeof *order) < 0)
+    if (fake_table()->msg_init_size(&message, sizeof *command) < 0)
         abort();
-    memcpy(fake_table()->msg_data(&message), order, sizeof *order);
+    memcpy(fake_table()->msg_data(&message), command, sizeof *command);
     (void)fake_table()->msg_send(&message, peers->peer[who].pair, ZMQ_DONTWAIT);
 }
 
 void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32_t lanes,
                   uint32_t hwm)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_OPEN_STREAM;
-    order.stream = number;
-    peers_order(peers, from, &order);
-    order.kind = PCCL_CONNECT_STREAM;
-    order.lanes = lanes;
-    order.hwm = hwm;
-    (void)snprintf(order.endpoint, sizeof order.endpoint, "%s", peers->peer[to].endpoint);
-    peers_order(peers, from, &order);
+    pccl_command command = {0};
+    command.kind = PCCL_OPEN_STREAM;
+    command.stream = number;
+    peers_command(peers, from, &command);
+    command.kind = PCCL_CONNECT_STREAM;
+    command.lanes = lanes;
+    command.hwm = hwm;
+    (void)snprintf(command.endpoint, sizeof command.endpoint, "%s", peers->peer[to].endpoint);
+    peers_command(peers, from, &command);
 }
 
 void peers_connect_ring(struct peers *peers, uint32_t lanes, uint32_t hwm)
@@ -85,12 +85,12 @@ void peers_connect_ring(struct peers *peers, uint32_t lanes, uint32_t hwm)
         peers_stream(peers, i, (i + 1) % peers->n, 1, lanes, hwm);
 }
 
-void peers_end(struct peers *peers, int who, enum pccl_order_kind kind, uint64_t op)
+void peers_end(struct peers *peers, int who, enum pccl_command_kind kind, uint64_t op)
 {
-    pccl_order order = {0};
-    order.kind = kind;
-    order.op = op;
-    peers_order(peers, who, &order);
+    pccl_command command = {0};
+    command.kind = kind;
+    command.op = op;
+    peers_command(peers, who, &command);
 }
 
 void peers_read(struct peer *peer)

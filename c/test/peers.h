@@ -1,4 +1,5 @@
-/* peers.h - several engines on the fake network, and the caller of each: orders out, events in. */
+/* peers.h - several engines on the fake network, and the caller of each: commands out, events in.
+ * */
 #ifndef PCCL_PEERS_H
 #define PCCL_PEERS_H
 
@@ -6,7 +7,7 @@
 #include <stdint.h>
 
 #include "fake.h"
-#include "pccl.h"
+#include "pccl_core.h"
 
 enum { TEST_PEERS_MAX = 8, TEST_EVENTS_MAX = 256, TEST_RUN = 77, TEST_NONCE = 3 };
 
@@ -44,15 +45,16 @@ void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32
 /* Opens stream 1 from each peer to the next. */
 void peers_connect_ring(struct peers *peers, uint32_t lanes, uint32_t hwm);
 
-void peers_order(struct peers *peers, int who, const pccl_order *order);
+void peers_command(struct peers *peers, int who, const pccl_command *command);
 
 /* COMMIT or ABORT. */
-void peers_end(struct peers *peers, int who, enum pccl_order_kind kind, uint64_t op);
+void peers_end(struct peers *peers, int who, enum pccl_command_kind kind, uint64_t op);
 
 /* Takes in a peer's events. */
 void peers_read(struct peer *peer);
 
-/* One pass of every engine, in random order. Whether anything moved or may still move by itself. */
+/* One pass of every engine, in random order. Whether anything moved or may still move by itself.
+ * */
 bool peers_step(struct peers *peers);
 
 /* Steps until nothing moves any more. */

@@ -1,6 +1,6 @@
 /* print_self_test.c - writes the bytes of pccl_self_test() to stdout. It is built and run for other
  * processors by tests/integration/test_builds.py. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <stdio.h>
 #include <stdlib.h>

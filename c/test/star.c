@@ -48,17 +48,17 @@ void open_star(int holders, uint64_t seed)
 void enroll_leaves(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
                    uint32_t n, uint32_t leaf_bytes)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_REGISTER;
-    order.op = op;
-    order.op_kind = (uint32_t)kind;
-    order.run = TEST_RUN;
-    order.tag = TAG;
-    order.min_seq = SEQ - 1;
-    order.pieces = pieces;
-    order.n_pieces = n;
-    order.leaf_bytes = leaf_bytes;
-    peers_order(&peers, who, &order);
+    pccl_command command = {0};
+    command.kind = PCCL_REGISTER;
+    command.op = op;
+    command.op_kind = (uint32_t)kind;
+    command.run = TEST_RUN;
+    command.tag = TAG;
+    command.min_seq = SEQ - 1;
+    command.pieces = pieces;
+    command.n_pieces = n;
+    command.leaf_bytes = leaf_bytes;
+    peers_command(&peers, who, &command);
 }
 
 void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
@@ -70,19 +70,19 @@ void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *piec
 /* START with `n` streams, numbered from 1; all have this slot. */
 void start(int who, uint64_t op, uint32_t n, uint32_t slot)
 {
-    pccl_order order = {0};
+    pccl_command command = {0};
     uint32_t i;
-    order.kind = PCCL_START;
-    order.op = op;
-    order.seq = SEQ;
-    order.nonce = TEST_NONCE;
-    order.chunk_bytes = CHUNK;
-    order.n_ends = n;
+    command.kind = PCCL_START;
+    command.op = op;
+    command.seq = SEQ;
+    command.nonce = TEST_NONCE;
+    command.chunk_bytes = CHUNK;
+    command.n_ends = n;
     for (i = 0; i < n; i++) {
-        order.ends[i].stream = i + 1;
-        order.ends[i].slot = slot;
+        command.ends[i].stream = i + 1;
+        command.ends[i].slot = slot;
     }
-    peers_order(&peers, who, &order);
+    peers_command(&peers, who, &command);
 }
 
 uint64_t total(void)

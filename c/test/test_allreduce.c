@@ -62,7 +62,7 @@ static void test_large(void)
 
 /* Two members that send each other everything: in place chunks come before our own of that place
  * are sent, or even before START; every type and operation, several arrays and two rings. */
-static void test_direct(void)
+static void test_oneshot(void)
 {
     static const uint64_t counts[] = {0, 1, 63, 64, 65, 1000, 5003};
     pccl_options options = peers_options();
@@ -72,14 +72,14 @@ static void test_direct(void)
     for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++)
         for (i = 0; i < sizeof counts / sizeof *counts; i++, seed++) {
             struct job job = job_plain(counts[i], seed % 2);
-            job.direct = true;
+            job.oneshot = true;
             job.dtype = dtype;
             job.redop = (int)(seed % (PCCL_MIN + 1));
             job.chunk_bytes = seed % 3 ? 700 : 1;
             options.copy_max = seed % 5 ? 256 : 0;
             run_one(&job, 2, &options, seed % 5 ? 30 : 0, seed);
             job = job_crowd(counts[i] % 200, seed % 2);
-            job.direct = true;
+            job.oneshot = true;
             job.redop = (int)(seed % (PCCL_MIN + 1));
             job.chunk_bytes = seed % 3 ? 700 : 1;
             run_one(&job, 2, &options, seed % 5 ? 30 : 0, seed);
@@ -87,7 +87,7 @@ static void test_direct(void)
 }
 
 /* Likewise quantized, in every format: in place what is sent may be in the undo buffer in part. */
-static void test_direct_quantized(void)
+static void test_oneshot_quantized(void)
 {
     static const uint64_t counts[] = {0, 1, 65, 1000, 5003};
     static const int redops[] = {PCCL_SUM, PCCL_AVG, PCCL_MAX, PCCL_MIN};
@@ -99,7 +99,7 @@ static void test_direct_quantized(void)
         for (dtype = PCCL_F16; dtype <= PCCL_F64; dtype++)
             for (i = 0; i < sizeof counts / sizeof *counts; i++, seed++) {
                 struct job job = job_plain(counts[i], seed % 2);
-                job.direct = true;
+                job.oneshot = true;
                 job.format = format;
                 job.dtype = dtype;
                 job.redop = redops[seed / 2 % 4];
@@ -110,7 +110,7 @@ static void test_direct_quantized(void)
 
 /* One member starts late, and has all of the other one's chunks by then; or gives up, in the middle
  * or at the end, and has its contribution again. */
-static void test_direct_early(void)
+static void test_oneshot_early(void)
 {
     static struct peers peers;
     uint64_t seed;
@@ -118,7 +118,7 @@ static void test_direct_early(void)
     for (seed = 1; seed <= 30; seed++) {
         struct job job = seed % 5 == 2 ? job_crowd(seed * 20, seed % 3 > 0)
                                        : job_plain(0, seed % 3 > 0);
-        job.direct = true;
+        job.oneshot = true;
         job.format = seed % 5 < 3 ? PCCL_UNQUANTIZED : PCCL_BLOCK_8;
         job.n_parts = seed % 5 == 2 ? job.n_parts : 3;
         for (i = 0; seed % 5 != 2 && i < 3; i++) {
@@ -149,8 +149,8 @@ static void test_direct_early(void)
     }
 }
 
-/* Who cannot be direct, and members of whom only one is. */
-static void test_direct_contradictions(void)
+/* Who cannot be one-shot, and members of whom only one is. */
+static void test_oneshot_contradictions(void)
 {
     static struct peers peers;
     int what;
@@ -160,10 +160,10 @@ static void test_direct_contradictions(void)
         job.what = what == 1 ? PCCL_REDUCE_SCATTER : what == 2 ? PCCL_REDUCE : PCCL_ALL_REDUCE;
         job_make(&job, n);
         job_open_ring(&peers, &job, n, 3);
-        job.direct = true;
+        job.oneshot = true;
         job_start(&peers, 0, &job);
         if (what == 3) {
-            job.direct = false;
+            job.oneshot = false;
             job_start(&peers, 1, &job);
         }
         peers_run(&peers);
@@ -359,10 +359,10 @@ int main(void)
     test_sizes();
     test_large();
     test_types();
-    test_direct();
-    test_direct_quantized();
-    test_direct_early();
-    test_direct_contradictions();
+    test_oneshot();
+    test_oneshot_quantized();
+    test_oneshot_early();
+    test_oneshot_contradictions();
     test_quantized();
     test_limits();
     test_concurrent();

@@ -33,7 +33,7 @@ static bool told(uint64_t op)
     return any;
 }
 
-/* One all-reduce, from the first order on. Whether the nth call was made. */
+/* One all-reduce, from the first command on. Whether the nth call was made. */
 static bool reduce(int nth, int error)
 {
     pccl_options options = peers_options();

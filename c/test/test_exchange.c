@@ -1,5 +1,5 @@
 /* test_exchange.c - exchanges on the fake network: the results whatever the network does, how far
- * rows travel, what orders and messages are refused. */
+ * rows travel, what commands and messages are refused. */
 #include "check.h"
 #include "trade.h"
 
@@ -203,21 +203,21 @@ static void test_how_far_rows_travel(void)
 
 /* ---- what is refused ---- */
 
-/* An order of peer 0 that must fail the op. */
-static void expect_failed(const pccl_order *order, const char *what)
+/* A command of peer 0 that must fail the op. */
+static void expect_failed(const pccl_command *command, const char *what)
 {
     pccl_options options = peers_options();
-    pccl_order start = {0};
+    pccl_command start = {0};
     peers_open(&peers, 2, &options, 1);
     peers_connect_ring(&peers, 1, 1);
-    peers_order(&peers, 0, order);
+    peers_command(&peers, 0, command);
     start.kind = PCCL_START;
-    start.op = order->op;
+    start.op = command->op;
     start.seq = 1;
     start.n_rings = 1;
     start.rings[0].stream = 1;
     start.rings[0].members = 2;
-    peers_order(&peers, 0, &start);
+    peers_command(&peers, 0, &start);
     peers_run(&peers);
     if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, 1) == 1
                && peers_event(&peers, 0, PCCL_FAILED, 1)->status == PCCL_EINVAL))
@@ -233,28 +233,28 @@ static void expect_failed(const pccl_order *order, const char *what)
         float memory[256] = {0}; \
         uint64_t sends[2] = {1, 1}, recvs[2] = {1, 1}; \
         pccl_part part = {0}; \
-        pccl_order order = {0}; \
-        order.kind = PCCL_REGISTER; \
-        order.op = 1; \
-        order.op_kind = PCCL_EXCHANGE; \
-        order.members = 2; \
-        order.parts = &part; \
-        order.n_parts = 1; \
-        order.send_rows = sends; \
-        order.recv_rows = recvs; \
+        pccl_command command = {0}; \
+        command.kind = PCCL_REGISTER; \
+        command.op = 1; \
+        command.op_kind = PCCL_EXCHANGE; \
+        command.members = 2; \
+        command.parts = &part; \
+        command.n_parts = 1; \
+        command.send_rows = sends; \
+        command.recv_rows = recvs; \
         part.dtype = PCCL_F32; \
         part.count = 64; \
         part.send = memory; \
         part.recv = memory + 128; \
         change; \
-        expect_failed(&order, #change); \
+        expect_failed(&command, #change); \
     } while (0)
 
-static void test_wrong_orders(void)
+static void test_wrong_commands(void)
 {
-    EXPECT_EINVAL(order.members = 0);
-    EXPECT_EINVAL(order.members = PCCL_PEERS_MAX + 1);
-    EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
+    EXPECT_EINVAL(command.members = 0);
+    EXPECT_EINVAL(command.members = PCCL_PEERS_MAX + 1);
+    EXPECT_EINVAL(command.n_parts = PCCL_PARTS_MAX + 1);
     EXPECT_EINVAL(part.dtype = PCCL_I128 + 1);
     EXPECT_EINVAL(part.send = NULL);
     EXPECT_EINVAL(part.recv = NULL);
@@ -277,23 +277,23 @@ static void test_wrong_starts(void)
     int variant;
     for (variant = 0; variant < 9; variant++) {
         struct trade trade = trade_plain(ALL_TO_ALL, 100, false);
-        pccl_order order = {0};
+        pccl_command command = {0};
         trade_make(&trade, 2, 1);
         open_rings(&trade, 1, 1);
-        order.kind = PCCL_START;
-        order.op = TRADE_OP;
-        order.seq = variant == 4 ? TRADE_SEQ - 1 : TRADE_SEQ;
-        order.n_rings = variant == 5 ? 0 : variant == 6 ? 9 : 1;
-        order.rings[0].stream = variant == 3 ? 2 : variant == 8 ? 0 : 1;
-        order.rings[0].members = variant == 0 ? 3 : 2;
-        order.rings[0].position = variant == 1 ? 2 : 0;
-        order.rings[0].ranks = variant == 2 ? ranks : NULL;
+        command.kind = PCCL_START;
+        command.op = TRADE_OP;
+        command.seq = variant == 4 ? TRADE_SEQ - 1 : TRADE_SEQ;
+        command.n_rings = variant == 5 ? 0 : variant == 6 ? 9 : 1;
+        command.rings[0].stream = variant == 3 ? 2 : variant == 8 ? 0 : 1;
+        command.rings[0].members = variant == 0 ? 3 : 2;
+        command.rings[0].position = variant == 1 ? 2 : 0;
+        command.rings[0].ranks = variant == 2 ? ranks : NULL;
         if (variant == 7) {
-            order.n_rings = 2;
-            order.rings[1] = order.rings[0];
-            order.rings[1].ranks = swapped;
+            command.n_rings = 2;
+            command.rings[1] = command.rings[0];
+            command.rings[1].ranks = swapped;
         }
-        peers_order(&peers, 0, &order);
+        peers_command(&peers, 0, &command);
         peers_run(&peers);
         if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, TRADE_OP) == 1))
             fprintf(stderr, "  %s\n", names[variant]);
@@ -324,17 +324,17 @@ static void test_a_send(void)
         peers_run(&peers);
         for (i = 0; i < 2; i++) {
             int who = (i + (int)seed) % 2;
-            pccl_order order = {0};
-            order.kind = PCCL_START;
-            order.op = TRADE_OP;
-            order.seq = TRADE_SEQ;
-            order.nonce = TEST_NONCE;
-            order.chunk_bytes = 256;
-            order.n_rings = 1;
-            order.rings[0].stream = who == 0 ? 4 : 0;
-            order.rings[0].members = 2;
-            order.rings[0].position = (uint32_t)who;
-            peers_order(&peers, who, &order);
+            pccl_command command = {0};
+            command.kind = PCCL_START;
+            command.op = TRADE_OP;
+            command.seq = TRADE_SEQ;
+            command.nonce = TEST_NONCE;
+            command.chunk_bytes = 256;
+            command.n_rings = 1;
+            command.rings[0].stream = who == 0 ? 4 : 0;
+            command.rings[0].members = 2;
+            command.rings[0].position = (uint32_t)who;
+            peers_command(&peers, who, &command);
             peers_run(&peers);
         }
         for (i = 0; i < 2; i++)
@@ -354,7 +354,7 @@ static struct wire_header good_row(void)
     struct wire_header header = {0};
     header.kind = WIRE_ROW;
     header.members = 3;
-    header.hop = 1;
+    header.step = 1;
     header.nonce = TEST_NONCE;
     header.run = TEST_RUN;
     header.seq = TRADE_SEQ;
@@ -412,8 +412,8 @@ static void test_hostile_messages(void)
     TRY(TAKEN, (void)0);
     TRY(TAKEN, header.offset = 192);
     TRY(TAKEN, bytes = header.length = 256);
-    TRY(TAKEN, header.segment = 2; header.hop = 1);  /* by way of position 0 */
-    TRY(TAKEN, header.hop = 2);                      /* to be sent on */
+    TRY(TAKEN, header.segment = 2; header.step = 1);  /* by way of position 0 */
+    TRY(TAKEN, header.step = 2);                      /* to be sent on */
     TRY(DROPPED, header.run++);
     TRY(DROPPED, header.tag++);
     TRY(DROPPED, header.seq--);
@@ -426,9 +426,9 @@ static void test_hostile_messages(void)
     TRY(FATAL, header.members = 2);
     TRY(FATAL, header.segment = 1);                  /* ours: it would have gone around */
     TRY(FATAL, header.segment = 3);
-    TRY(FATAL, header.hop = 3);
-    TRY(FATAL, header.hop = 0);                      /* from itself to itself, */
-    TRY(FATAL, header.segment = 2; header.hop = 0);  /* or not by way of us */
+    TRY(FATAL, header.step = 3);
+    TRY(FATAL, header.step = 0);                      /* from itself to itself, */
+    TRY(FATAL, header.segment = 2; header.step = 0);  /* or not by way of us */
     TRY(FATAL, header.piece = 1);
     TRY(FATAL, header.length = 0; bytes = 0);
     TRY(FATAL, header.length = 63);
@@ -450,7 +450,7 @@ int main(void)
     test_aborts();
     test_how_far_rows_travel();
     test_a_send();
-    test_wrong_orders();
+    test_wrong_commands();
     test_wrong_starts();
     test_hostile_messages();
     return check_report("exchange");

@@ -213,13 +213,13 @@ static void test_free_unsettled(void)
 
 /* ---- hostile messages ---- */
 
-/* A chunk that peer 1 of 3 may receive at hop 0: segment 0 of 3000 elements is [0, 960). */
+/* A chunk that peer 1 of 3 may receive at step 0: segment 0 of 3000 elements is [0, 960). */
 static struct wire_header good_chunk(void)
 {
     struct wire_header header = {0};
     header.kind = WIRE_CHUNK;
     header.segment = 0;
-    header.hop = 0;
+    header.step = 0;
     header.members = 3;
     header.nonce = TEST_NONCE;
     header.run = TEST_RUN;
@@ -295,10 +295,10 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, header.members = 4097);
     TRY(TAKEN, FATAL, header.segment++);
     TRY(FATAL, FATAL, header.segment = 3);
-    TRY(TAKEN, FATAL, header.hop++);
-    TRY(FATAL, FATAL, header.hop = 3);               /* final, without our contribution */
-    TRY(FATAL, FATAL, header.hop = 4);
-    TRY(FATAL, FATAL, header.hop = UINT16_MAX);
+    TRY(TAKEN, FATAL, header.step++);
+    TRY(FATAL, FATAL, header.step = 3);               /* final, without our contribution */
+    TRY(FATAL, FATAL, header.step = 4);
+    TRY(FATAL, FATAL, header.step = UINT16_MAX);
     TRY(FATAL, FATAL, header.length = 0; bytes = 0);
     TRY(FATAL, FATAL, header.length = 63; bytes -= 4);
     TRY(FATAL, FATAL, header.length = 65);
@@ -315,13 +315,13 @@ static void test_hostile_messages(void)
 
 /* Peer 1 of 3 gathers slices of 1, 2 and 0 rows of 64 floats: those of a chunk that there is not
  * have no address. */
-static void try_unlike(uint64_t offset, uint32_t length, uint16_t hop, bool started, bool taken)
+static void try_unlike(uint64_t offset, uint32_t length, uint16_t step, bool started, bool taken)
 {
     struct job job = job_plain(64, false);
     unsigned char bytes[WIRE_HEADER_BYTES + 128 * sizeof(float)] = {0};
     struct wire_header header = good_chunk();
-    header.hop = hop;
-    header.segment = (uint16_t)((1 + 6 - hop - 1) % 3);
+    header.step = step;
+    header.segment = (uint16_t)((1 + 6 - step - 1) % 3);
     header.offset = offset;
     header.length = length;
     wire_encode(&header, bytes);
@@ -414,7 +414,7 @@ static void test_result_of_another_root(void)
     unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
     struct wire_header header = good_chunk();
     header.segment = 2;
-    header.hop = 1;                                  /* the last one: final */
+    header.step = 1;                                  /* the last one: final */
     wire_encode(&header, bytes);
     job.what = PCCL_REDUCE;
     job.op = 5;
@@ -452,19 +452,19 @@ static void test_hostile_payloads(void)
     format = PCCL_UNQUANTIZED;
 }
 
-/* The REGISTER of a chunk's op has been sent, but other orders are still queued before it. */
+/* The REGISTER of a chunk's op has been sent, but other commands are still queued before it. */
 static void test_chunk_overtakes_register(void)
 {
     struct job job = make_job(3000, true, 3);
     struct wire_header header = good_chunk();
     unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
     pccl_options options = peers_options();
-    pccl_order nothing = {0};
+    pccl_command nothing = {0};
     int i;
     peers_open(&peers, 3, &options, 1);
     nothing.kind = PCCL_CLOSE_STREAM;
     for (i = 0; i < 100; i++)
-        peers_order(&peers, 1, &nothing);
+        peers_command(&peers, 1, &nothing);
     job_register(&peers, 1, &job);
     wire_encode(&header, bytes);
     fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
@@ -529,7 +529,7 @@ static void test_final_twice(void)
     peers_run(&peers);
     header.members = 2;
     header.segment = 1;
-    header.hop = 1;
+    header.step = 1;
     wire_encode(&header, bytes);
     for (i = 0; i < 2; i++) {
         fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
@@ -560,7 +560,7 @@ static void test_fuzz(bool crowd)
         for (i = 0; i < 30; i++) {
             struct wire_header header = good_chunk();
             size_t head = fake_random(4) ? WIRE_HEADER_BYTES : fake_random(130);
-            header.hop = (uint16_t)fake_random(5);
+            header.step = (uint16_t)fake_random(5);
             header.offset = 64 * fake_random(48);
             for (j = 0; j < (int)sizeof bytes; j++)
                 bytes[j] = (unsigned char)fake_random(256);

@@ -2,7 +2,7 @@
  * where it says (for the sanitizers), and the arithmetic that C leaves undefined if done naively.
  * That values are right is compared with numpy by tests/unit/test_kernels.py. */
 #include "check.h"
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -64,7 +64,7 @@ static bool run(int nth, enum pccl_collective what, bool in_place, int format, b
     job.what = what;
     job.format = format;
     job.unlike = unlike;
-    job.early = early;
+    job.eager = early;
     if (unlike)
         job.count = 500;
     for (i = 0; i < 3; i++)
@@ -75,7 +75,7 @@ static bool run(int nth, enum pccl_collective what, bool in_place, int format, b
     for (i = 0; i < 3; i++) {
         job_register(&peers, i, &job);
         if (early)
-            job_early(&peers, i, &job, 1);
+            job_eager(&peers, i, &job, 1);
     }
     failed = 0;
     fail_at = nth;
@@ -149,11 +149,11 @@ static bool run_transfer(int nth)
     peers_run(&peers);
     fail_at = -1;
     while (reminders-- > 0) {        /* a request that there was no memory to keep */
-        pccl_order order = {0};
-        order.kind = PCCL_REMIND;
-        order.op = FETCH_OP;
-        order.limit = 99;
-        peers_order(&peers, 0, &order);
+        pccl_command command = {0};
+        command.kind = PCCL_REMIND;
+        command.op = FETCH_OP;
+        command.limit = 99;
+        peers_command(&peers, 0, &command);
         peers_run(&peers);
     }
     for (i = 0; i < 3; i++)

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "engine/parts.h"
-#include "engine/quanta.h"
+#include "engine/bitmap.h"
 
 enum { N_PARTS = 3, MEMBERS = 3, COUNT_MAX = 200 };
 
@@ -16,21 +16,21 @@ static const struct shape scatters = {.reduces = true, .scatters = true};
 static const struct shape gathers = {.gathers = true};
 static const struct shape rooted = {.rooted = true};
 
-/* The parts of an order, for a collective of MEMBERS members. `room` holds N_PARTS parts. */
+/* The parts of a command, for a collective of MEMBERS members. `room` holds N_PARTS parts. */
 static const char *enter_in(int format, struct parts *parts, struct part *room,
                             const pccl_part *given, const struct shape *shape)
 {
-    pccl_order order = {0};
-    order.format = (uint32_t)format;
-    order.parts = given;
-    order.n_parts = N_PARTS;
+    pccl_command command = {0};
+    command.format = (uint32_t)format;
+    command.parts = given;
+    command.n_parts = N_PARTS;
     memset(room, 0, N_PARTS * sizeof *room);
     memset(parts, 0, sizeof *parts);
     parts->part = room;
     parts->n = N_PARTS;
     parts->send_slices = shape->scatters ? MEMBERS : 1;
     parts->recv_slices = shape->gathers ? MEMBERS : 1;
-    return parts_enter(parts, shape, &order);
+    return parts_enter(parts, shape, &command);
 }
 
 static const char *enter(struct parts *parts, struct part *room, const pccl_part *given,
@@ -181,7 +181,7 @@ static void test_undo(void)
     at = 64;
     CHECK(parts_next(&parts, &at, 128, &stretch) && stretch.bytes == 64);
     parts_save(&parts, &stretch, &undo);
-    quanta_add(&written, 1, 2);
+    bitmap_set(&written, 1, 2);
     memset(recvs[0], 'b', counts[0]);
     parts_restore(&parts, &undo, &written);
     CHECK(recvs[0][63] == 'b' && recvs[0][64] == 'a' && recvs[0][127] == 'a');

@@ -2,7 +2,7 @@
  * where it says (for the sanitizers), and what a stranger may have sent. That values are right is
  * compared with numpy by tests/unit/test_payloads.py. */
 #include "check.h"
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,14 +1,14 @@
-/* test_progress.c - TELL: how far an op is, while it is under way. */
+/* test_progress.c - QUERY: how far an op is, while it is under way. */
 #include "check.h"
 #include "job.h"
 #include "star.h"
 
 static void tell(struct peers *all, int who, uint64_t op)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_TELL;
-    order.op = op;
-    peers_order(all, who, &order);
+    pccl_command command = {0};
+    command.kind = PCCL_QUERY;
+    command.op = op;
+    peers_command(all, who, &command);
 }
 
 /* There would be too many. */

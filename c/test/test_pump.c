@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "pccl.h"
+#include "pccl_core.h"
 
 enum { PATIENCE_S = 120, QUIET_MS = 100, PAIRS = 100, PIECE = 10000, LARGE = 3 << 20 };
 

@@ -2,7 +2,7 @@
  * memory that ends where it says (for the sanitizers). That values are right is compared with
  * numpy by tests/unit/test_quantize.py. */
 #include "check.h"
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -6,12 +6,12 @@ enum { LIMIT = 32, FLOOD = 5000 };
 
 static void remind(int times)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_REMIND;
-    order.op = FETCH_OP;
-    order.limit = LIMIT;
+    pccl_command command = {0};
+    command.kind = PCCL_REMIND;
+    command.op = FETCH_OP;
+    command.limit = LIMIT;
     while (times-- > 0) {
-        peers_order(&peers, 0, &order);
+        peers_command(&peers, 0, &command);
         peers_run(&peers);
     }
 }
@@ -61,21 +61,21 @@ static void test_silent_holder(void)
 /* Registers holders that send one chunk for each ALLOW, and says START to all. */
 static void open_slow_star(int holders, uint64_t seed)
 {
-    pccl_order order = {0};
+    pccl_command command = {0};
     int who;
     open_star(holders, seed);
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
     for (who = 1; who <= holders; who++) {
-        order.kind = PCCL_REGISTER;
-        order.op = SERVE_OP;
-        order.op_kind = PCCL_SERVE;
-        order.run = TEST_RUN;
-        order.tag = TAG;
-        order.min_seq = SEQ - 1;
-        order.pieces = offered;
-        order.n_pieces = PIECES;
-        order.limit = CHUNK;
-        peers_order(&peers, who, &order);
+        command.kind = PCCL_REGISTER;
+        command.op = SERVE_OP;
+        command.op_kind = PCCL_SERVE;
+        command.run = TEST_RUN;
+        command.tag = TAG;
+        command.min_seq = SEQ - 1;
+        command.pieces = offered;
+        command.n_pieces = PIECES;
+        command.limit = CHUNK;
+        peers_command(&peers, who, &command);
         start(who, SERVE_OP, 1, 7);
     }
     start(0, FETCH_OP, (uint32_t)holders, 7);
@@ -84,11 +84,11 @@ static void open_slow_star(int holders, uint64_t seed)
 
 static void allow(int who)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_ALLOW;
-    order.op = SERVE_OP;
-    order.limit = CHUNK;
-    peers_order(&peers, who, &order);
+    pccl_command command = {0};
+    command.kind = PCCL_ALLOW;
+    command.op = SERVE_OP;
+    command.limit = CHUNK;
+    peers_command(&peers, who, &command);
     peers_run(&peers);
 }
 
@@ -196,7 +196,7 @@ static void test_slow_answers(void)
 /* Nobody answers at all: this is reported, and the fetch goes on in another round. */
 static void test_no_answer(void)
 {
-    pccl_order order = {0};
+    pccl_command command = {0};
     int who;
     open_star(1, 7);
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
@@ -208,16 +208,16 @@ static void test_no_answer(void)
     CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 1);
     CHECK(peers_event(&peers, 0, PCCL_FAILED, FETCH_OP)->status == PCCL_ESTREAM);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
-    order.kind = PCCL_START;
-    order.seq = SEQ + 1;
-    order.nonce = TEST_NONCE;
-    order.chunk_bytes = CHUNK;
-    order.n_ends = 1;
-    order.ends[0].stream = 1;
-    order.ends[0].slot = 7;
+    command.kind = PCCL_START;
+    command.seq = SEQ + 1;
+    command.nonce = TEST_NONCE;
+    command.chunk_bytes = CHUNK;
+    command.n_ends = 1;
+    command.ends[0].stream = 1;
+    command.ends[0].slot = 7;
     for (who = 1; who >= 0; who--) {
-        order.op = who == 0 ? FETCH_OP : SERVE_OP;
-        peers_order(&peers, who, &order);
+        command.op = who == 0 ? FETCH_OP : SERVE_OP;
+        peers_command(&peers, who, &command);
     }
     peers_run(&peers);
     CHECK(is_complete() && has_arrived());
@@ -229,20 +229,20 @@ static void test_flood_of_one(void)
 {
     struct wire_header header = good_request();
     unsigned char bytes[WIRE_HEADER_BYTES];
-    pccl_order order = {0};
+    pccl_command command = {0};
     int i;
     open_star(2, 1);
     peers_stream(&peers, 1, 2, 9, 1, 1);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(1, SERVE_OP, 1, 7);
-    order.kind = PCCL_START;
-    order.op = SERVE_OP;
-    order.seq = SEQ;
-    order.nonce = TEST_NONCE;
-    order.n_ends = 1;
-    order.ends[0].stream = 9;
-    order.ends[0].slot = 9;
-    peers_order(&peers, 1, &order);
+    command.kind = PCCL_START;
+    command.op = SERVE_OP;
+    command.seq = SEQ;
+    command.nonce = TEST_NONCE;
+    command.n_ends = 1;
+    command.ends[0].stream = 9;
+    command.ends[0].slot = 9;
+    peers_command(&peers, 1, &command);
     header.segment = 9;
     header.piece = 43;
     header.length = 1;
@@ -273,7 +273,7 @@ static void test_repeated_request(void)
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     peers_run(&peers);
     for (i = 0; i < 6; i++) {
-        header.hop = (uint16_t)(i == 5); /* another attempt of the requester's */
+        header.step = (uint16_t)(i == 5); /* another attempt of the requester's */
         wire_encode(&header, bytes);
         fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
     }

@@ -1,10 +1,10 @@
-/* test_ring.c - the geometry of rings, sets of quanta, and the message header's bytes. */
+/* test_ring.c - the geometry of rings, sets of blocks, and the message header's bytes. */
 #include "check.h"
 
 #include <string.h>
 
-#include "pccl.h"
-#include "engine/quanta.h"
+#include "pccl_core.h"
+#include "engine/bitmap.h"
 #include "engine/ring.h"
 #include "engine/wire.h"
 
@@ -19,8 +19,8 @@ static void test_bounds(void)
             CHECK(ring_bound(counts[i], n, n) == counts[i]);
             for (s = 0; s < n; s++) {
                 uint64_t low = ring_bound(counts[i], n, s), high = ring_bound(counts[i], n, s + 1);
-                CHECK(low <= high && (low % PCCL_QUANTUM == 0 || low == counts[i]));
-                CHECK(high - low <= counts[i] / n + 2 * PCCL_QUANTUM);
+                CHECK(low <= high && (low % PCCL_ALIGNMENT == 0 || low == counts[i]));
+                CHECK(high - low <= counts[i] / n + 2 * PCCL_ALIGNMENT);
             }
         }
     /* where the naive product would overflow */
@@ -29,13 +29,13 @@ static void test_bounds(void)
 
 static void test_positions(void)
 {
-    uint32_t n, s, p, hop;
+    uint32_t n, s, p, step;
     for (n = 1; n <= 9; n++)
-        for (hop = 0; hop <= 2 * n; hop++)
+        for (step = 0; step <= 2 * n; step++)
             for (p = 0; p < n; p++) {
-                s = ring_segment(n, p, hop);
-                CHECK(s < n && (s + hop + 1) % n == p);
-                CHECK(ring_receiver(n, s, hop) == p);
+                s = ring_segment(n, p, step);
+                CHECK(s < n && (s + step + 1) % n == p);
+                CHECK(ring_receiver(n, s, step) == p);
             }
 }
 
@@ -46,7 +46,7 @@ static void test_owners(void)
         for (segment = 0; segment < members; segment++) {
             uint32_t owner = ring_owner(members, segment);
             CHECK(ring_next(members, owner) == segment);
-            /* Of n hops the last that reduces ends at the owner. */
+            /* Of n steps the last that reduces ends at the owner. */
             if (members > 1)
                 CHECK(ring_receiver(members, segment, members - 2) == owner);
         }
@@ -58,19 +58,20 @@ static void test_quanta(void)
     for (from = 0; from < 200; from += 7)
         for (to = from + 1; to <= 256; to += 13) {
             memset(set, 0, sizeof set);
-            CHECK(!quanta_any(set, from, to));
-            quanta_add(set, from, to);
-            CHECK(quanta_all(set, from, to) && quanta_any(set, from, to));
-            CHECK(from == 0 || !quanta_any(set, 0, from));
-            CHECK(to == 256 || !quanta_any(set, to, 256));
-            CHECK(to == 256 || !quanta_all(set, from, to + 1));
+            CHECK(!bitmap_any(set, from, to));
+            bitmap_set(set, from, to);
+            CHECK(bitmap_all(set, from, to) && bitmap_any(set, from, to));
+            CHECK(from == 0 || !bitmap_any(set, 0, from));
+            CHECK(to == 256 || !bitmap_any(set, to, 256));
+            CHECK(to == 256 || !bitmap_all(set, from, to + 1));
             a = 0;
-            CHECK(quanta_run(set, &a, &b, 256) && a == from && b == to);
+            CHECK(bitmap_run(set, &a, &b, 256) && a == from && b == to);
             a = b;
-            CHECK(!quanta_run(set, &a, &b, 256));
+            CHECK(!bitmap_run(set, &a, &b, 256));
         }
-    CHECK(quanta_of(0) == 0 && quanta_of(1) == 1 && quanta_of(64) == 1 && quanta_of(65) == 2);
-    CHECK(quanta_words(0) == 0 && quanta_words(64) == 1 && quanta_words(65) == 2);
+    CHECK(aligned_blocks(0) == 0 && aligned_blocks(1) == 1 && aligned_blocks(64) == 1
+          && aligned_blocks(65) == 2);
+    CHECK(bitmap_words(0) == 0 && bitmap_words(64) == 1 && bitmap_words(65) == 2);
 }
 
 /* The bytes of a header are part of the protocol. */
@@ -95,7 +96,7 @@ static void test_wire(void)
     header.tag = UINT64_C(0x2122232425262728);
     header.nonce = UINT64_C(0x3132333435363738);
     header.segment = 0x4142;
-    header.hop = 0x5152;
+    header.step = 0x5152;
     header.members = 0x6162;
     header.piece = 0x71727374;
     header.offset = UINT64_C(0x8182838485868788);
@@ -105,11 +106,11 @@ static void test_wire(void)
     CHECK(wire_decode(&back, bytes));
     CHECK(back.kind == header.kind && back.ring == header.ring && back.piece == header.piece);
     CHECK(back.run == header.run && back.seq == header.seq && back.tag == header.tag);
-    CHECK(back.nonce == header.nonce && back.segment == header.segment && back.hop == header.hop);
+    CHECK(back.nonce == header.nonce && back.segment == header.segment && back.step == header.step);
     CHECK(back.members == header.members && back.offset == header.offset);
     CHECK(back.length == header.length);
-    wire_set_hop(bytes, 0x0304);
-    CHECK(wire_decode(&back, bytes) && back.hop == 0x0304 && back.segment == header.segment);
+    wire_set_step(bytes, 0x0304);
+    CHECK(wire_decode(&back, bytes) && back.step == 0x0304 && back.segment == header.segment);
     /* magic, kind, version and what must be zero */
     for (i = 0; i < WIRE_HEADER_BYTES; i++)
         if (i < 5 || i == 6 || i == 7 || i == 46 || i == 47) {

@@ -23,7 +23,7 @@ static void open_streams(const pccl_options *options)
 static struct job make(uint64_t op)
 {
     struct job job = job_plain(30000, true);
-    job.early = true;
+    job.eager = true;
     job.chunk_bytes = CHUNK;
     job.op = op;
     job_make(&job, N);
@@ -35,13 +35,13 @@ static void begin_epoch(void)
 {
     int i;
     for (i = 0; i < N; i++) {
-        pccl_order expect = {0}, close = {0};
+        pccl_command expect = {0}, close = {0};
         expect.kind = PCCL_EXPECT;
         expect.nonce = TEST_NONCE + 1;
-        peers_order(&peers, i, &expect);
+        peers_command(&peers, i, &expect);
         close.kind = PCCL_CLOSE_STREAM;
         for (close.stream = 1; close.stream <= 2; close.stream++)
-            peers_order(&peers, i, &close);
+            peers_command(&peers, i, &close);
     }
     peers_run(&peers);
 }
@@ -49,7 +49,7 @@ static void begin_epoch(void)
 /* START in one ring over stream 3. */
 static void start_on_third(int who, const struct job *job)
 {
-    pccl_order start = {0};
+    pccl_command start = {0};
     start.kind = PCCL_START;
     start.op = job->op;
     start.seq = job->seq;
@@ -61,7 +61,7 @@ static void start_on_third(int who, const struct job *job)
     start.rings[0].position = (uint32_t)who;
     start.rings[0].count = job->span;
     start.rings[0].call = job->op;
-    peers_order(&peers, who, &start);
+    peers_command(&peers, who, &start);
 }
 
 /* Whether peer 1 receives no more of a job in one ring, where its successor has stalled, than may
@@ -84,7 +84,7 @@ static bool is_limited(const struct job *job, const pccl_options *options)
         && event->rx_bytes <= CHUNK * (options->forward_max + 8);
 }
 
-/* EARLY in two rings. Then the op succeeds in them, or ends before START, and another one starts in
+/* EAGER in two rings. Then the op succeeds in them, or ends before START, and another one starts in
  * one ring; or it starts itself in one ring, of the next epoch. */
 static void test_after_a_collective(void)
 {
@@ -96,7 +96,7 @@ static void test_after_a_collective(void)
         open_streams(&options);
         for (i = 0; i < N; i++) {
             job_register(&peers, i, &two);
-            job_early(&peers, i, &two, 2);
+            job_eager(&peers, i, &two, 2);
         }
         peers_run(&peers);
         for (i = 0; i < N && variant == COMMITTED; i++)

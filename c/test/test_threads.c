@@ -176,9 +176,9 @@ static void launch(void)
 static void do_harm(enum harm harm)
 {
     int who = (int)fake_random(N);
-    pccl_order order = {0};
-    order.kind = PCCL_CLOSE_STREAM;
-    order.stream = 1;
+    pccl_command command = {0};
+    command.kind = PCCL_CLOSE_STREAM;
+    command.stream = 1;
     if (harm == CUT_A_LANE)
         (void)fake_cut(peers.peer[who].endpoint);
     if (harm == ABORT_AN_OP) {
@@ -187,7 +187,7 @@ static void do_harm(enum harm harm)
     }
     if (harm == CLOSE_A_STREAM) {
         closed = true;
-        peers_order(&peers, who, &order);
+        peers_command(&peers, who, &command);
     }
 }
 

@@ -53,7 +53,7 @@ static void test_fetch(void)
 /* Holders that are named by one START after the other, and a fetch of nothing. */
 static void test_starts_add_up(void)
 {
-    pccl_order order = {0};
+    pccl_command command = {0};
     open_star(2, 1);
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
     enroll(0, 9, PCCL_FETCH, wanted, PIECES);      /* the tag again */
@@ -63,13 +63,13 @@ static void test_starts_add_up(void)
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_FAILED, 9) == 1);
     CHECK(peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 0);
-    order.kind = PCCL_START;
-    order.op = FETCH_OP;
-    order.seq = SEQ;
-    order.n_ends = 1;
-    order.ends[0].stream = 2;
-    order.ends[0].slot = 7;
-    peers_order(&peers, 0, &order);
+    command.kind = PCCL_START;
+    command.op = FETCH_OP;
+    command.seq = SEQ;
+    command.n_ends = 1;
+    command.ends[0].stream = 2;
+    command.ends[0].slot = 7;
+    peers_command(&peers, 0, &command);
     peers_run(&peers);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(1, SERVE_OP, 1, 7);
@@ -152,19 +152,19 @@ static void test_holder_lost(void)
 /* START of another round, with stream 3 to holder 1. */
 static void start_again(void)
 {
-    pccl_order order = {0};
+    pccl_command command = {0};
     int who;
     peers_stream(&peers, 0, 1, 3, 1, 2);
-    order.kind = PCCL_START;
-    order.seq = SEQ + 1;
-    order.nonce = TEST_NONCE + 1;
-    order.chunk_bytes = CHUNK;
-    order.n_ends = 1;
+    command.kind = PCCL_START;
+    command.seq = SEQ + 1;
+    command.nonce = TEST_NONCE + 1;
+    command.chunk_bytes = CHUNK;
+    command.n_ends = 1;
     for (who = 0; who < 2; who++) {
-        order.op = who == 0 ? FETCH_OP : SERVE_OP;
-        order.ends[0].stream = who == 0 ? 3 : 1;
-        order.ends[0].slot = 5;
-        peers_order(&peers, who, &order);
+        command.op = who == 0 ? FETCH_OP : SERVE_OP;
+        command.ends[0].stream = who == 0 ? 3 : 1;
+        command.ends[0].slot = 5;
+        peers_command(&peers, who, &command);
     }
     peers_run(&peers);
 }
@@ -215,20 +215,20 @@ static void test_another_round_anywhere(void)
     }
 }
 
-static void judge(uint32_t piece, uint32_t leaf, bool good)
+static void verify(uint32_t piece, uint32_t leaf, bool good)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_VERDICT;
-    order.op = FETCH_OP;
-    order.piece = piece;
-    order.leaf = leaf;
-    order.good = good;
-    peers_order(&peers, 0, &order);
+    pccl_command command = {0};
+    command.kind = PCCL_VERIFIED;
+    command.op = FETCH_OP;
+    command.piece = piece;
+    command.leaf = leaf;
+    command.good = good;
+    peers_command(&peers, 0, &command);
 }
 
-/* Judges all leaves that have come since the last time by what peer 1 holds; how many were
+/* Verifies all leaves that have come since the last time by what peer 1 holds; how many were
  * wrong. */
-static int judge_all(int *seen, uint32_t leaf_bytes)
+static int verify_all(int *seen, uint32_t leaf_bytes)
 {
     int wrong = 0;
     for (; *seen < peers.peer[0].n_events; ++*seen) {
@@ -242,7 +242,7 @@ static int judge_all(int *seen, uint32_t leaf_bytes)
         size = sizes[i] - offset < leaf_bytes ? sizes[i] - offset : leaf_bytes;
         good = memcmp(held[i] + offset, got[i] + offset, (size_t)size) == 0;
         wrong += !good;
-        judge(event->piece, event->leaf, good);
+        verify(event->piece, event->leaf, good);
     }
     return wrong;
 }
@@ -270,7 +270,7 @@ static void test_leaves(void)
             start(i, SERVE_OP, 1, 7);
         start(0, FETCH_OP, 2, 7);
         while (peers_run(&peers), seen < peers.peer[0].n_events)
-            wrong += judge_all(&seen, leaf_bytes);
+            wrong += verify_all(&seen, leaf_bytes);
         for (i = 0; i < PIECES; i++)
             n += (sizes[i] + leaf_bytes - 1) / leaf_bytes;
         CHECK(peers_count(&peers, 0, PCCL_LEAF, FETCH_OP) == (int)n + wrong);
@@ -284,30 +284,30 @@ static void test_leaves(void)
     CHECK(tricked > 3);      /* one leaf can come from the other peer alone */
 }
 
-/* The only holder is wrong: no other one is left to ask. Verdicts out of turn fail the fetch. */
+/* The only holder is wrong: no other one is left to ask. Results out of turn fail the fetch. */
 static void test_verdicts(void)
 {
     run_until(0, 2000);
     peers_run(&peers);
-    judge(13, 0, false);
+    verify(13, 0, false);
     peers_run(&peers);
-    judge(13, 0, false);
+    verify(13, 0, false);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1) + peers_count(&peers, 0, PCCL_STREAM_LOST, 2)
           >= 1);
-    judge(13, 0, false);
+    verify(13, 0, false);
     peers_run(&peers);
-    judge(13, 0, false);
+    verify(13, 0, false);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) >= 1);
     peers_close(&peers);
     run_until(0, 2000);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
-    judge(13, 3, true);      /* it has leaves 0 to 2 */
+    verify(13, 3, true);      /* it has leaves 0 to 2 */
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 1);
-    judge(13, 0, true);
+    verify(13, 0, true);
     peers_run(&peers);
     peers_close(&peers);
 }
@@ -315,38 +315,38 @@ static void test_verdicts(void)
 /* A requester that is lost does not end the serving of others. */
 static void test_requester_lost(void)
 {
-    pccl_order order = {0};
+    pccl_command command = {0};
     open_star(2, 5);
     peers_stream(&peers, 1, 2, 2, 1, 2);         /* holder 1 also serves peer 2 */
     peers_stream(&peers, 2, 1, 3, 1, 2);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(1, SERVE_OP, 1, 7);
-    order.kind = PCCL_START;
-    order.op = SERVE_OP;
-    order.seq = SEQ;
-    order.n_ends = 1;
-    order.ends[0].stream = 2;
-    order.ends[0].slot = 9;
-    peers_order(&peers, 1, &order);
+    command.kind = PCCL_START;
+    command.op = SERVE_OP;
+    command.seq = SEQ;
+    command.n_ends = 1;
+    command.ends[0].stream = 2;
+    command.ends[0].slot = 9;
+    peers_command(&peers, 1, &command);
     peers_run(&peers);
-    memset(&order, 0, sizeof order);
-    order.kind = PCCL_CLOSE_STREAM;
-    order.stream = 1;
-    peers_order(&peers, 1, &order);
+    memset(&command, 0, sizeof command);
+    command.kind = PCCL_CLOSE_STREAM;
+    command.stream = 1;
+    peers_command(&peers, 1, &command);
     peers_run(&peers);
     CHECK(peers_count(&peers, 1, PCCL_FAILED, SERVE_OP) == 1);
     CHECK(peers_count(&peers, 1, PCCL_STREAM_LOST, 1) == 0);
     enroll(2, FETCH_OP, PCCL_FETCH, wanted, PIECES);
-    memset(&order, 0, sizeof order);
-    order.kind = PCCL_START;
-    order.op = FETCH_OP;
-    order.seq = SEQ;
-    order.nonce = TEST_NONCE;
-    order.chunk_bytes = CHUNK;
-    order.n_ends = 1;
-    order.ends[0].stream = 3;
-    order.ends[0].slot = 9;
-    peers_order(&peers, 2, &order);
+    memset(&command, 0, sizeof command);
+    command.kind = PCCL_START;
+    command.op = FETCH_OP;
+    command.seq = SEQ;
+    command.nonce = TEST_NONCE;
+    command.chunk_bytes = CHUNK;
+    command.n_ends = 1;
+    command.ends[0].stream = 3;
+    command.ends[0].slot = 9;
+    peers_command(&peers, 2, &command);
     peers_run(&peers);
     CHECK(peers_count(&peers, 2, PCCL_COMPLETE, FETCH_OP) == 1 && has_arrived());
     peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
@@ -358,30 +358,30 @@ static void test_requester_lost(void)
 /* A limited holder sends an answer while it has any allowance left, and then waits for more. */
 static void test_allowance(void)
 {
-    pccl_order order = {0};
+    pccl_command command = {0};
     int i;
     open_star(1, 3);
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
-    order.kind = PCCL_REGISTER;
-    order.op = SERVE_OP;
-    order.op_kind = PCCL_SERVE;
-    order.run = TEST_RUN;
-    order.tag = TAG;
-    order.min_seq = SEQ - 1;
-    order.pieces = offered;
-    order.n_pieces = PIECES;
-    order.limit = 1000;
-    peers_order(&peers, 1, &order);
+    command.kind = PCCL_REGISTER;
+    command.op = SERVE_OP;
+    command.op_kind = PCCL_SERVE;
+    command.run = TEST_RUN;
+    command.tag = TAG;
+    command.min_seq = SEQ - 1;
+    command.pieces = offered;
+    command.n_pieces = PIECES;
+    command.limit = 1000;
+    peers_command(&peers, 1, &command);
     start(1, SERVE_OP, 1, 7);
     start(0, FETCH_OP, 1, 7);
     peers_run(&peers);
     CHECK(!is_complete());
-    memset(&order, 0, sizeof order);
-    order.kind = PCCL_ALLOW;
-    order.op = SERVE_OP;
-    order.limit = 1000;
+    memset(&command, 0, sizeof command);
+    command.kind = PCCL_ALLOW;
+    command.op = SERVE_OP;
+    command.limit = 1000;
     for (i = 1; i < 100 && !is_complete(); i++) {
-        peers_order(&peers, 1, &order);
+        peers_command(&peers, 1, &command);
         peers_run(&peers);
     }
     CHECK(is_complete() && has_arrived());
@@ -499,7 +499,7 @@ static void test_invented_nonces(void)
  * those of a later round wait for a START with its number, which forgets the first requesters. */
 static void test_stale_requests(void)
 {
-    pccl_order order = {0};
+    pccl_command command = {0};
     struct wire_header header = good_request();
     unsigned char bytes[WIRE_HEADER_BYTES];
     int i;
@@ -517,14 +517,14 @@ static void test_stale_requests(void)
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 1);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 1);   /* the answer that it got */
-    order.kind = PCCL_START;
-    order.op = SERVE_OP;
-    order.seq = SEQ + 1;
-    order.nonce = TEST_NONCE;
-    order.n_ends = 1;
-    order.ends[0].stream = 1;
-    order.ends[0].slot = 7;
-    peers_order(&peers, 1, &order);
+    command.kind = PCCL_START;
+    command.op = SERVE_OP;
+    command.seq = SEQ + 1;
+    command.nonce = TEST_NONCE;
+    command.n_ends = 1;
+    command.ends[0].stream = 1;
+    command.ends[0].slot = 7;
+    peers_command(&peers, 1, &command);
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 2);
     header.seq = SEQ;
@@ -564,7 +564,7 @@ static void test_hostile_data(void)
         case 4: header.length = 9; payload = 9; break;
         case 5: header.piece = 33; break;
         case 6: header.nonce++; break;
-        case 7: header.hop = 1; break;           /* it has one holder: 0 */
+        case 7: header.step = 1; break;           /* it has one holder: 0 */
         }
         wire_encode(&header, bytes);
         fake_inject(peers.peer[0].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
@@ -581,7 +581,7 @@ static void test_hostile_data(void)
 
 static void test_wrong_pieces(void)
 {
-    pccl_order order = {0};
+    pccl_command command = {0};
     open_star(1, 1);
     wanted[1].piece = wanted[0].piece;
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
@@ -593,9 +593,9 @@ static void test_wrong_pieces(void)
     CHECK(peers_event(&peers, 0, PCCL_FAILED, FETCH_OP)->status == PCCL_EINVAL);
     CHECK(peers_event(&peers, 0, PCCL_FAILED, 2)->status == PCCL_EINVAL);
     enroll(0, 3, PCCL_FETCH, &wanted[4], 1);
-    order.kind = PCCL_CLOSE_STREAM;
-    order.stream = 1;
-    peers_order(&peers, 0, &order);
+    command.kind = PCCL_CLOSE_STREAM;
+    command.stream = 1;
+    peers_command(&peers, 0, &command);
     start(0, 3, 2, 7);                           /* no stream 1 and no stream 2 */
     peers_run(&peers);
     CHECK(peers_event(&peers, 0, PCCL_FAILED, 3)->status == PCCL_ESTREAM);

@@ -113,41 +113,41 @@ void trade_free(struct trade *trade)
 
 void trade_register(struct peers *peers, int who, const struct trade *trade)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_REGISTER;
-    order.op = TRADE_OP;
-    order.op_kind = PCCL_EXCHANGE;
-    order.run = TEST_RUN;
-    order.tag = TRADE_TAG;
-    order.min_seq = TRADE_SEQ - 1;
-    order.parts = trade->parts[who];
-    order.n_parts = (uint32_t)trade->n_parts;
-    order.members = (uint32_t)trade->n;
-    order.send_rows = trade->send_rows[who];
-    order.recv_rows = trade->recv_rows[who];
-    peers_order(peers, who, &order);
+    pccl_command command = {0};
+    command.kind = PCCL_REGISTER;
+    command.op = TRADE_OP;
+    command.op_kind = PCCL_EXCHANGE;
+    command.run = TEST_RUN;
+    command.tag = TRADE_TAG;
+    command.min_seq = TRADE_SEQ - 1;
+    command.parts = trade->parts[who];
+    command.n_parts = (uint32_t)trade->n_parts;
+    command.members = (uint32_t)trade->n;
+    command.send_rows = trade->send_rows[who];
+    command.recv_rows = trade->recv_rows[who];
+    peers_command(peers, who, &command);
 }
 
 void trade_start(struct peers *peers, int who, const struct trade *trade, uint32_t rings)
 {
     static uint16_t backwards[TEST_PEERS_MAX];       /* of the one world that there is */
     uint32_t n = (uint32_t)trade->n, i;
-    pccl_order order = {0};
+    pccl_command command = {0};
     for (i = 0; i < n; i++)
         backwards[i] = (uint16_t)(n - 1 - i);
-    order.kind = PCCL_START;
-    order.op = TRADE_OP;
-    order.seq = TRADE_SEQ;
-    order.nonce = TEST_NONCE;
-    order.chunk_bytes = trade->chunk_bytes;
-    order.n_rings = rings;
-    order.rings[0].stream = 1;
-    order.rings[0].members = order.rings[1].members = n;
-    order.rings[0].position = (uint32_t)who;
-    order.rings[1].stream = 2;
-    order.rings[1].position = n - 1 - (uint32_t)who;
-    order.rings[1].ranks = backwards;
-    peers_order(peers, who, &order);
+    command.kind = PCCL_START;
+    command.op = TRADE_OP;
+    command.seq = TRADE_SEQ;
+    command.nonce = TEST_NONCE;
+    command.chunk_bytes = trade->chunk_bytes;
+    command.n_rings = rings;
+    command.rings[0].stream = 1;
+    command.rings[0].members = command.rings[1].members = n;
+    command.rings[0].position = (uint32_t)who;
+    command.rings[1].stream = 2;
+    command.rings[1].position = n - 1 - (uint32_t)who;
+    command.rings[1].ranks = backwards;
+    peers_command(peers, who, &command);
 }
 
 bool trade_has_rows(const struct trade *trade, int who)
@@ -184,7 +184,7 @@ bool trade_is_right(const struct peers *peers, const struct trade *trade)
     return true;
 }
 
-bool trade_end(struct peers *peers, enum pccl_order_kind kind)
+bool trade_end(struct peers *peers, enum pccl_command_kind kind)
 {
     bool settled = true;
     int i;

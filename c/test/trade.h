@@ -45,6 +45,6 @@ bool trade_is_unharmed(const struct trade *trade, int who);
 bool trade_is_right(const struct peers *peers, const struct trade *trade);
 
 /* Commits, or aborts, all; whether everything is settled. */
-bool trade_end(struct peers *peers, enum pccl_order_kind kind);
+bool trade_end(struct peers *peers, enum pccl_command_kind kind);
 
 #endif

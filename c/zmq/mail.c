@@ -1,5 +1,5 @@
-/* mail.c - see pccl.h: one call for all messages that wait. */
-#include "pccl.h"
+/* mail.c - see pccl_core.h: one call for all messages that wait. */
+#include "pccl_core.h"
 
 #include <errno.h>
 #include <string.h>

@@ -1,9 +1,9 @@
-/* plain.c - messages and counters without libzmq, for other backends of the table (pccl.h,
+/* plain.c - messages and counters without libzmq, for other backends of the table (pccl_core.h,
  * pccl_plain_fill).
  *
  * A pccl_msg holds the address and the number of a plain message's bytes, and whom to call when
  * they are released. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include <assert.h>
 #include <stdlib.h>

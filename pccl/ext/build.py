@@ -1,4 +1,4 @@
-"""Builds pccl.ext._core from c/ by cffi in API mode: the declarations are those of c/pccl.h itself.
+"""Builds pccl.ext._core from c/ by cffi in API mode: the declarations are those of c/pccl_core.h.
 
 PCCL_BUILD=debug or asan in the environment of the build gives an unoptimized or a sanitizer build.
 """
@@ -58,8 +58,8 @@ MSVC_FLAGS = {
 
 
 def declarations() -> str:
-    """The part of c/pccl.h that cffi can read."""
-    text = (ROOT / "c" / "pccl.h").read_text(encoding="utf-8")
+    """The part of c/pccl_core.h that cffi can read."""
+    text = (ROOT / "c" / "pccl_core.h").read_text(encoding="utf-8")
     return text.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
 
@@ -87,9 +87,9 @@ def builder() -> FFI:
     made.cdef(declarations() + CALLBACKS)
     made.set_source(
         "pccl.ext._core",
-        '#include <string.h>\n#include "pccl.h"',
+        '#include <string.h>\n#include "pccl_core.h"',
         sources=names(".c"),
-        depends=["c/pccl.h", *names(".h"), *names(".inc")],
+        depends=["c/pccl_core.h", *names(".h"), *names(".inc")],
         include_dirs=["c"],
         extra_compile_args=compile_args,
         extra_link_args=link_args,

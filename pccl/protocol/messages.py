@@ -141,9 +141,9 @@ def difference(one: Spec, other: Spec) -> str:
 
 PROTOCOL_VERSION = 11
 DIFFERENCES_MAX = 100  # entries described when content has diverged
-PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
-RINGS_MAX = 8  # of a group, as in c/pccl.h
-MEMBERS_MAX = 4096  # of a ring, as in c/pccl.h
+PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl_core.h
+RINGS_MAX = 8  # of a group, as in c/pccl_core.h
+MEMBERS_MAX = 4096  # of a ring, as in c/pccl_core.h
 INLINE_BYTES_MAX = 262144  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # a manifest of a hundred thousand entries
 ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout

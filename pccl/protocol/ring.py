@@ -13,7 +13,7 @@ from pccl.protocol import reach
 from pccl.protocol.messages import PeerInfo, Ring, Spec
 from pccl.protocol.topology import hops
 
-QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
+ALIGNMENT = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl_core.h)
 BARRED = 1 << 20  # the cost of a hop that must be avoided at any price
 COSTLY_MAX = 4  # costly hops improved at the same time
 EXACT_MAX = 7  # peers whose orders are all considered; of more peers, only some
@@ -24,7 +24,7 @@ Cost = Callable[[Hop], int]
 
 @dataclass(frozen=True, slots=True)
 class RingPlace:
-    """A peer's place in one ring of a collective: fields of a pccl_ring (c/pccl.h).
+    """A peer's place in one ring of a collective: fields of a pccl_ring (c/pccl_core.h).
 
     Attributes:
         stream: leads to the successor.
@@ -188,23 +188,23 @@ def successors(rings: Sequence[Ring], number: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)  # the same work comes again and again
 def span(work: Spec) -> int:
-    """The offsets of a collective's data: its tensors one after the other, in whole quanta.
+    """The offsets of a collective's data: its tensors one after the other, in whole blocks.
 
     If members give different numbers of rows, the offsets of the one that gives the most.
     """
     counts = [part.count for part in work.parts] or [work.count]
     rows = max(work.rows, default=1)
-    return sum(-(-count * rows // QUANTUM) * QUANTUM for count in counts)
+    return sum(-(-count * rows // ALIGNMENT) * ALIGNMENT for count in counts)
 
 
 def shares(count: int, rings: Sequence[Ring]) -> list[tuple[int, int]]:
     """(begin, count) of each ring's part of `count` offsets, in proportion to weight."""
-    quanta = -(-count // QUANTUM)
+    blocks = -(-count // ALIGNMENT)
     total = sum(ring.weight for ring in rings)
     bounds, weight = [0], 0
     for ring in rings:
         weight += ring.weight
-        bounds.append(min(count, QUANTUM * (quanta * weight // total)))
+        bounds.append(min(count, ALIGNMENT * (blocks * weight // total)))
     return [(begin, end - begin) for begin, end in pairwise(bounds)]
 
 

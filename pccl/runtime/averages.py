@@ -14,7 +14,7 @@ from pccl.ext import ffi
 from pccl.tensors.arrays import Buffer
 from pccl.types import DataType
 
-HALVES = np.dtype([("lower", np.uint64), ("upper", np.int64)])  # PCCL_I128 of c/pccl.h
+HALVES = np.dtype([("lower", np.uint64), ("upper", np.int64)])  # PCCL_I128 of c/pccl_core.h
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 

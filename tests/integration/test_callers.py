@@ -372,7 +372,7 @@ def test_what_comes_when_the_membership_has_just_ended_is_dropped() -> None:
         assert client is not None
         comm.close()
         client.remind(1, 1)
-        client.judge(1, [(0, 0, True)])
+        client.verified(1, [(0, 0, True)])
         client.allow(client.call())
         client._engine.broken = "the lane engine stopped"
         client._inbox.post(client._events.read)

@@ -405,7 +405,7 @@ def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     work = m.Spec("all_reduce", 0, dtypes[0].value, sum(counts), parts=parts)
     each = tuple(Operand(one, one, one.count) for one in buffers)
     moved, copied = staged(Operands(work, each))
-    assert copied is not None and moved.gradual is not None
+    assert copied is not None and moved.progressive is not None
     assert [one.send.device_type for one in moved.each] == [pccl.DeviceType.CPU] * 5
     begins = [0, 320, 384, 1408, 1408]
     seen: dict[int, list[int]] = {0: [], 2: [], 4: []}
@@ -421,7 +421,7 @@ def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     assert seen == {i: [*range(counts[i] * dtypes[i].itemsize)] for i in seen}
 
 
-def test_what_is_read_gradually_never_travels_with_its_vote(
+def test_what_is_read_progressively_never_travels_with_its_vote(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is sent before all of it is on the host, whatever PCCL_INLINE_BYTES says."""
@@ -432,14 +432,14 @@ def test_what_is_read_gradually_never_travels_with_its_vote(
         Config.from_env()
 
     def voted(counts: list[int]) -> tuple[bool, bool]:
-        """Whether it is gradual, and whether it travels with the vote, if as much does as may."""
+        """Whether it is progressive, and travels with the vote, if as much does as may."""
         ends = [Buffer.at(gpu.hold(np.zeros(n, np.uint8)), n, small, None, there) for n in counts]
         parts = tuple(m.Part(small.value, n) for n in counts) if len(counts) > 1 else ()
         work = m.Spec("all_reduce", 0, small.value, 0 if parts else counts[0], parts=parts)
         each = tuple(Operand(end, end, end.count) for end in ends)
         moved, _ = staged(Operands(work, each))
         most = alone(strategy.Settings(m.INLINE_BYTES_MAX))
-        return moved.gradual is not None, strategy.choose(work, 0, most).inline
+        return moved.progressive is not None, strategy.choose(work, 0, most).inline
 
     assert voted([least]) == (True, False)
     assert voted([m.INLINE_BYTES_MAX]) == (False, True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from engines import DEADLINE_S, F32, NONCE, QUANTUM, RUN, SUM, AllReduce, Peer
+from engines import ALIGNMENT, DEADLINE_S, F32, NONCE, RUN, SUM, AllReduce, Peer
 
 from pccl.ext import ffi, lib, tables
 from pccl.protocol.peer.effects import End
@@ -97,7 +97,7 @@ def test_averages_of_integers_are_sums(make: Make) -> None:
             members=0,
             parts=[Part(send[who].ctypes.data, recv[who].ctypes.data, 3, I64)],
         )
-        rings = [RingPlace(1, 2, who, 0, QUANTUM)]
+        rings = [RingPlace(1, 2, who, 0, ALIGNMENT)]
         peer.engine.start(1, seq=1, nonce=1, chunk_bytes=4096, rings=rings)
     for who, peer in enumerate(peers):
         peer.wait(COMPLETE, 1)

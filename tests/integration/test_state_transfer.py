@@ -21,7 +21,7 @@ from errors_page import listed
 import pccl
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.sync import Staging, Verdict
+from pccl.runtime.client.sync import LeafResult, Staging
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 MIB = 1 << 20
@@ -103,16 +103,16 @@ def test_holders_are_lost_in_the_middle(
         monkeypatch.setenv("PCCL_HEARTBEAT_TIMEOUT_MS", "2000")
     with pccl.MasterNode("127.0.0.1:0") as master, holders(master.address, 2, 3, mib) as running:
         array = np.zeros(mib * MIB, np.uint8)
-        judge, judged = Staging.judge, 0
+        verify, verified = Staging.verify, 0
 
-        def strike(self: Staging, piece: int, leaf: int) -> list[Verdict]:
-            nonlocal judged
-            judged += 1
-            for peer in running[: victims if judged == 5 else 0]:
+        def strike(self: Staging, piece: int, leaf: int) -> list[LeafResult]:
+            nonlocal verified
+            verified += 1
+            for peer in running[: victims if verified == 5 else 0]:
                 peer.send_signal(getattr(signal, how))
-            return judge(self, piece, leaf)
+            return verify(self, piece, leaf)
 
-        monkeypatch.setattr(Staging, "judge", strike)
+        monkeypatch.setattr(Staging, "verify", strike)
         shared, saved = state(array), tmp_path / "saved"
         shared.save(saved)
         with pccl.Communicator(master.address) as comm:
@@ -139,7 +139,7 @@ def test_holders_are_lost_in_the_middle(
                 shared.load(saved)
                 assert not shared.torn and (array == 0).all()
                 comm.sync_shared_state(shared)
-            assert judged >= 5
+            assert verified >= 5
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -161,15 +161,15 @@ import pccl
 from cluster import gather
 from pccl.runtime.client.sync import Staging
 
-judged = []
+verified = []
 
 def die(self, piece, leaf):
-    judged.append(leaf)
-    if len(judged) == 5:
+    verified.append(leaf)
+    if len(verified) == 5:
         os.kill(os.getpid(), signal.SIGKILL)
-    return judge(self, piece, leaf)
+    return verify(self, piece, leaf)
 
-judge, Staging.judge = Staging.judge, die
+verify, Staging.verify = Staging.verify, die
 comm = pccl.Communicator(sys.argv[1])
 gather(comm, 3)
 shared = pccl.SharedState.from_tensors({"x": np.zeros(int(sys.argv[2]) << 20, np.uint8)})

@@ -242,10 +242,26 @@ def test_strangers_get_nothing_in_where_there_are_keys(
 # ---- forged chunks ----
 
 
-def forged(run: int, seq: int, hop: int, draw: random.Random) -> list[bytes]:
-    """What peer 1 of 2 receives at that hop in an all-reduce of COUNT elements of FLOAT."""
-    half, segment, nonce = COUNT // 2, 1 - hop, draw.getrandbits(64)
-    numbers = (0x4C434350, 1, 0, 2, run, seq, 0, nonce, segment, hop, 2, 0, segment * half, half, 0)
+def forged(run: int, seq: int, step: int, draw: random.Random) -> list[bytes]:
+    """What peer 1 of 2 receives at that step in an all-reduce of COUNT elements of FLOAT."""
+    half, segment, nonce = COUNT // 2, 1 - step, draw.getrandbits(64)
+    numbers = (
+        0x4C434350,
+        1,
+        0,
+        2,
+        run,
+        seq,
+        0,
+        nonce,
+        segment,
+        step,
+        2,
+        0,
+        segment * half,
+        half,
+        0,
+    )
     return [struct.pack("<IBBHQQQQHHHHQII", *numbers), draw.randbytes(4 * half)]
 
 

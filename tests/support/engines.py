@@ -21,7 +21,7 @@ from pccl.runtime.client.engine import (
 
 F32, SUM = 10, 0  # a data type and an operation, as the engine numbers them
 RUN, NONCE = 77, 3
-QUANTUM: int = lib.PCCL_QUANTUM
+ALIGNMENT: int = lib.PCCL_ALIGNMENT
 DEADLINE_S = 20.0
 
 
@@ -74,7 +74,7 @@ class AllReduce:
             )
 
     def start(self, who: int, chunk_bytes: int = 1 << 18) -> None:
-        rings = [RingPlace(1, len(self.peers), who, 0, -(-self.count // QUANTUM) * QUANTUM)]
+        rings = [RingPlace(1, len(self.peers), who, 0, -(-self.count // ALIGNMENT) * ALIGNMENT)]
         self.peers[who].engine.start(
             self.op, seq=self.op, nonce=NONCE, chunk_bytes=chunk_bytes, rings=rings
         )

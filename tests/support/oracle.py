@@ -14,7 +14,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-QUANTUM = 64
+ALIGNMENT = 64
 OPS = ("sum", "avg", "prod", "max", "min")  # in the order of pccl.ReduceOp
 DTYPES = (  # in the order of pccl.DataType
     "uint8",
@@ -115,8 +115,8 @@ def _reduce_floats(a: Array, b: Array, op: str, dtype: str, divisor: int) -> Arr
 
 def bounds(count: int, members: int) -> list[int]:
     """Where the segments of `count` elements begin, and where the last one ends."""
-    quanta = -(-count // QUANTUM)
-    return [min(count, QUANTUM * (quanta * s // members)) for s in range(members + 1)]
+    blocks = -(-count // ALIGNMENT)
+    return [min(count, ALIGNMENT * (blocks * s // members)) for s in range(members + 1)]
 
 
 def all_reduce(inputs: list[Array], op: str, dtype: str) -> Array:
@@ -138,8 +138,8 @@ def all_reduce(inputs: list[Array], op: str, dtype: str) -> Array:
     for s in range(members if members > 1 else 0):
         part = slice(cuts[s], cuts[s + 1])
         value = inputs[s][part]
-        for hop in range(members - 1):
-            divisor = members if hop == members - 2 else 1
-            value = reduce(value, inputs[(s + hop + 1) % members][part], op, dtype, divisor)
+        for step in range(members - 1):
+            divisor = members if step == members - 2 else 1
+            value = reduce(value, inputs[(s + step + 1) % members][part], op, dtype, divisor)
         out[part] = value
     return out

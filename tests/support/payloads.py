@@ -1,4 +1,4 @@
-"""The encodings of whole arrays in numpy, bit for bit, written from what c/pccl.h says of them.
+"""The encodings of whole arrays in numpy, bit for bit, from their description in c/pccl_core.h.
 
 Each is a function to bytes and one from bytes.
 """

@@ -1,6 +1,6 @@
 """docs/internals/quantization.md in numpy: the expected results of quantization, bit for bit.
 
-Formats go by the names of c/pccl.h's pccl_format, without the prefix, and in its order.
+Formats go by the names of c/pccl_core.h's pccl_format, without the prefix, and in its order.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def combine(
     return oracle.encode(_op(x, y, op, divisor), dtype)
 
 
-def all_reduce_direct(a: Array, b: Array, op: str, dtype: str, format: Format) -> Array:
+def all_reduce_oneshot(a: Array, b: Array, op: str, dtype: str, format: Format) -> Array:
     """What both of two members hold who have sent each other everything."""
     sent = (quantize(oracle.decode(each, dtype), format) for each in (a, b))
     return combine(*sent, a.size, op, format, dtype, 2)
@@ -184,8 +184,8 @@ def all_reduce(inputs: list[Array], op: str, dtype: str, format: Format) -> Arra
     for s in range(members):
         part = slice(cuts[s], cuts[s + 1])
         data = quantize(oracle.decode(inputs[s][part], dtype), format)
-        for hop in range(members - 1):
-            divisor = members if hop == members - 2 else 1
-            own = inputs[(s + hop + 1) % members][part]
+        for step in range(members - 1):
+            divisor = members if step == members - 2 else 1
+            own = inputs[(s + step + 1) % members][part]
             data, result[part] = reduce(data, own, op, format, dtype, divisor)
     return result

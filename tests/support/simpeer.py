@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from conversation import Conversation
-from early import Chunk
+from unexpected import Chunk
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
@@ -18,9 +18,9 @@ from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
     Arrange,
-    BeginOp,
     CloseStream,
     CommitOp,
+    EagerOp,
     Effect,
     Fail,
     Fetched,
@@ -124,7 +124,7 @@ class SimPeer:
     tries: Counter[int] = field(default_factory=Counter)  # to reach peers that it cannot
     conversation: Conversation = field(default_factory=Conversation)
     expects: int = 0  # the nonce of the epoch that its engine knows
-    stash: list[Chunk] = field(default_factory=list)  # held for collectives that have not started
+    unexpected: list[Chunk] = field(default_factory=list)  # of no start yet
 
     @property
     def outgoing(self) -> bool:
@@ -391,8 +391,8 @@ class SimPeer:
                 case RegisterOp(op, run, tag):
                     assert op not in self.ops
                     self.ops[op] = SimOp(self.kinds[op], tag=(run, tag))
-                case BeginOp(op, rings):
-                    self.run.early.begin(self, op, self.ops[op], rings)
+                case EagerOp(op, rings):
+                    self.run.eager.begin(self, op, self.ops[op], rings)
                 case StartOp(op, seq, _, parts, strategy, calls):
                     alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in parts]
                     how = ("the strategy", self.machine.run, seq)
@@ -411,7 +411,7 @@ class SimPeer:
                     self.run.meetings.arranged(self, message)
                 case CloseStream(stream):
                     del self.streams[stream]
-                    self.run.early.lose(self, stream)
+                    self.run.eager.lose(self, stream)
                     self.lost.discard(stream)
                     self.tokens.pop(stream, None)
                     self.carried.pop(stream, None)
@@ -488,7 +488,7 @@ class SimPeer:
             if gone:
                 self.run.cut_to[key] = set()
             self.run.starters.setdefault(key, set()).add(self.name)
-            self.run.early.start(self, op, calls or [0] * len(parts))
+            self.run.eager.start(self, op, calls or [0] * len(parts))
         elif op.kind == "fetch":
             blocked = {info.peer for info in op.walled} | gone
             op.holders = tuple(to.peer for to in ends if to.peer not in blocked)
@@ -510,7 +510,7 @@ class SimPeer:
     def engine_choices(self) -> list[tuple[Callable[..., None], Any]]:
         """What the engine may do now."""
         choices: list[tuple[Callable[..., None], Any]] = [
-            (self.arrive, chunk) for chunk in self.run.early.under_way if chunk.to is self
+            (self.arrive, chunk) for chunk in self.run.eager.under_way if chunk.to is self
         ]
         if self.probing:
             choices.append((self.measure, self.probing))
@@ -536,7 +536,7 @@ class SimPeer:
         if op.kind == "collective":
             allowed = self.run.cut_to.get(op.seq)
             everyone = len(self.run.starters[op.seq]) == op.members
-            whole = everyone and not self.run.early.lacking(op.seq)
+            whole = everyone and not self.run.eager.lacking(op.seq)
             return whole and (allowed is None or self.name in allowed)
         if op.kind != "fetch" or self.run.deafened(self.machine.number, op.seq):
             return False
@@ -554,7 +554,7 @@ class SimPeer:
         return self.run.random.random() < self.run.failure_rate
 
     def arrive(self, chunk: Chunk) -> None:
-        self.run.early.arrive(self, chunk)
+        self.run.eager.arrive(self, chunk)
 
     def progress(self, number: int) -> None:
         self.perform(self.machine.engine_progress(number, self.run.random.randint(0, 999)))
@@ -595,7 +595,7 @@ class SimPeer:
         """
         self.run.say(f"peer {self.name} loses its stream {stream} to", self.streams[stream])
         self.lost.add(stream)
-        self.run.early.lose(self, stream)
+        self.run.eager.lose(self, stream)
         self.run.losses += 1
         for key in self.carried.get(stream, ()):
             self.run.cut(key)
@@ -642,7 +642,7 @@ class SimPeer:
         self.conversation.heard(message)
         self.run.check_told(self, message)
         if isinstance(message, m.Plan):
-            self.run.early.expect(self, message.nonce)
+            self.run.eager.expect(self, message.nonce)
         if isinstance(message, m.Started) and message.data is not None:
             self.run.completed.setdefault((self.machine.run, message.seq), set()).add(self.name)
         self.perform(self.machine.received(message))

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from early import Early
 from simpeer import Key, Program, SimMeetings, SimPeer, Tag, Thread, brief
+from unexpected import Eager
 from watched import Watched
 
 from pccl.protocol import messages as m
@@ -78,7 +78,7 @@ class SimulatedRun:
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
         self.meetings = SimMeetings(self)
-        self.early = Early(self)
+        self.eager = Eager(self)
         self.starters: dict[Key, set[int]] = {}  # the peers whose engines started it
         self.completed: dict[Key, set[int]] = {}  # the peers that hold the whole result
         self.cut_to: dict[Key, set[int]] = {}  # the only peers that can still complete it
@@ -179,7 +179,7 @@ class SimulatedRun:
         peer.alive = False
         for _ in range(self.random.randint(0, len(peer.up))):
             peer.up.pop()
-        self.early.lose(peer)
+        self.eager.lose(peer)
         for op in peer.ops.values():
             self.cut(op.seq)
         if peer.connection == "up":
@@ -586,7 +586,7 @@ class SimulatedRun:
                         peer.down.append(m.encode(message))
                     if isinstance(message, m.Started) and message.data is None:
                         key = peer.machine.run, message.seq
-                        self.early.calls[key][peer.machine.number] = message.call
+                        self.eager.calls[key][peer.machine.number] = message.call
                 case Drop(conn):
                     self.dropped.add(conn)
                 case Remember(info):

@@ -26,7 +26,7 @@ from pccl.runtime.server import dial
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 C = Path(__file__).resolve().parents[2] / "c"
-HEADER = (C / "pccl.h").read_text(encoding="utf-8")
+HEADER = (C / "pccl_core.h").read_text(encoding="utf-8")
 ENUM = re.compile(r"enum (\w+) \{(.*?)\};", re.DOTALL)
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 
@@ -37,7 +37,7 @@ def fields(name: str) -> dict[str, Any]:
 
 
 def constants(enum: str) -> dict[str, int]:
-    """The constants of an enumeration of pccl.h, without the prefix."""
+    """The constants of an enumeration of pccl_core.h, without the prefix."""
     body = dict(ENUM.findall(COMMENT.sub("", HEADER)))[enum]
     names = re.findall(r"PCCL_(\w+) =", body)
     return {name: getattr(lib, f"PCCL_{name}") for name in names}
@@ -55,7 +55,7 @@ def c_names(kind: type[Enum]) -> dict[str, int]:
 
 
 def test_every_function_has_its_type() -> None:
-    """In the stub that mypy reads: the functions of pccl.h, and as many arguments of each."""
+    """In the stub that mypy reads: the functions of pccl_core.h, and as many arguments of each."""
     stub = ast.parse((Path(build.__file__).parent / "_core.pyi").read_text(encoding="utf-8"))
     (typed,) = [
         node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "_Lib"
@@ -103,19 +103,19 @@ def test_limits() -> None:
     assert messages.PARTS_MAX == lib.PCCL_PARTS_MAX
     assert messages.RINGS_MAX == lib.PCCL_RINGS_MAX
     assert messages.MEMBERS_MAX == lib.PCCL_PEERS_MAX
-    assert ring.QUANTUM == oracle.QUANTUM == lib.PCCL_QUANTUM
+    assert ring.ALIGNMENT == oracle.ALIGNMENT == lib.PCCL_ALIGNMENT
     assert strategy.chunk_bytes(1 << 40, 2, True, False) == lib.PCCL_CHUNK_MAX
     assert digest.LEAF_BYTES % lib.PCCL_CHUNK_MAX == 0, "a leaf is whole messages"
 
 
 def test_texts_that_both_know() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (C / "engine").glob("*.c"))
-    assert f'"{engine.ORDERS_ENDPOINT}"' in sources
+    assert f'"{engine.COMMANDS_ENDPOINT}"' in sources
     assert f'DIALLER[] = "{dial.NAME}"' in sources
 
 
 def c_constant(name: str) -> int:
-    """A constant of the engine that pccl.h does not declare."""
+    """A constant of the engine that pccl_core.h does not declare."""
     sources = "".join(path.read_text(encoding="utf-8") for path in (C / "engine").glob("*.[ch]"))
     (value,) = re.findall(rf"\b{name} = ([0-9 <]+)", sources)
     return int(eval(value, {"__builtins__": {}}))
@@ -134,8 +134,8 @@ def c_constant(name: str) -> int:
             "one additional lane for each {} ms, up to {}",
             {"LANE_US": 1000, "LANES_MAX": 1},
         ),
-        ("c/pccl.h", "or forwards of {} MiB", {"FORWARD_BYTES": 1 << 20}),
-        ("c/pccl.h", "(it keeps {} of each requester)", {"REQUESTS_MAX": 1}),
+        ("c/pccl_core.h", "or forwards of {} MiB", {"FORWARD_BYTES": 1 << 20}),
+        ("c/pccl_core.h", "(it keeps {} of each requester)", {"REQUESTS_MAX": 1}),
     ],
 )
 def test_pages_say_the_numbers_of_the_engine(
@@ -149,9 +149,9 @@ def test_pages_say_the_numbers_of_the_engine(
 @pytest.mark.parametrize(
     ("name", "field", "size"),
     [
-        ("pccl_order", "endpoint", "PCCL_ENDPOINT_MAX"),
-        ("pccl_order", "rings", "PCCL_RINGS_MAX"),
-        ("pccl_order", "ends", "PCCL_ENDS_MAX"),
+        ("pccl_command", "endpoint", "PCCL_ENDPOINT_MAX"),
+        ("pccl_command", "rings", "PCCL_RINGS_MAX"),
+        ("pccl_command", "ends", "PCCL_ENDS_MAX"),
         ("pccl_event", "text", "PCCL_TEXT_MAX"),
     ],
 )
@@ -162,7 +162,7 @@ def test_arrays_are_as_long_as_their_constants(name: str, field: str, size: str)
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        ("pccl_order", "curve_server"),
+        ("pccl_command", "curve_server"),
         ("pccl_options", "curve_public"),
         ("pccl_options", "curve_secret"),
         ("pccl_options", "dialler"),

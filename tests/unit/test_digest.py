@@ -63,16 +63,16 @@ def test_leaves_wait_for_their_table() -> None:
     arrival = Arrival(2 * LEAF_BYTES + 1)
     for leaf in (2, 0):
         arrival.write_leaf(leaf)
-        assert arrival.staging.judge(1, leaf) == []
+        assert arrival.staging.verify(1, leaf) == []
     arrival.write(0, bytes(len(arrival.table)))
-    assert arrival.staging.judge(0, 0) == [(0, 0, False)]
+    assert arrival.staging.verify(0, 0) == [(0, 0, False)]
     arrival.write(0, arrival.table)
-    assert arrival.staging.judge(0, 0) == [(0, 0, True), (1, 2, True), (1, 0, True)]
+    assert arrival.staging.verify(0, 0) == [(0, 0, True), (1, 2, True), (1, 0, True)]
     arrival.write_leaf(1, spoilt=True)
-    assert arrival.staging.judge(1, 1) == [(1, 1, False)]
+    assert arrival.staging.verify(1, 1) == [(1, 1, False)]
     assert (arrival.staging.entries_proven, arrival.staging.bytes_proven) == (0, LEAF_BYTES + 1)
     arrival.write_leaf(1)
-    assert arrival.staging.judge(1, 1) == [(1, 1, True)]
+    assert arrival.staging.verify(1, 1) == [(1, 1, True)]
     assert (arrival.staging.entries_proven, arrival.staging.bytes_proven) == (1, arrival.old.size)
     assert not arrival.old.any()
     arrival.staging.install()
@@ -82,9 +82,9 @@ def test_leaves_wait_for_their_table() -> None:
 def test_an_entry_of_one_leaf_needs_no_table() -> None:
     arrival = Arrival(1000)
     assert list(arrival.places) == [1]
-    assert arrival.staging.judge(1, 0) == [(1, 0, False)]
+    assert arrival.staging.verify(1, 0) == [(1, 0, False)]
     arrival.write_leaf(0)
-    assert arrival.staging.judge(1, 0) == [(1, 0, True)]
+    assert arrival.staging.verify(1, 0) == [(1, 0, True)]
 
 
 # ---- differences ----

@@ -56,13 +56,13 @@ def test_a_link_that_is_always_busy() -> None:
 
 def test_round_trips_among_many_that_are_far_apart() -> None:
     limits = found(explain([sample(members=5)], LINK))
-    assert limits[Cause.HOPS].seconds == pytest.approx(8 * 0.05)
-    assert limits[Cause.HOPS].why.startswith("8 hops, each half a round trip")
+    assert limits[Cause.STEPS].seconds == pytest.approx(8 * 0.05)
+    assert limits[Cause.STEPS].why.startswith("8 steps, each half a round trip")
     assert limits[Cause.ELSEWHERE].seconds == pytest.approx(0.6)
     assert "the link to peer 2 (10.0.0.2:1) for 20 %" in limits[Cause.ELSEWHERE].why
-    assert Cause.HOPS not in found(explain([sample(what="send")], LINK))
+    assert Cause.STEPS not in found(explain([sample(what="send")], LINK))
     most = found(explain([sample(members=50)], LINK))
-    assert most[Cause.HOPS].seconds == 1.0, "never more than there is"
+    assert most[Cause.STEPS].seconds == 1.0, "never more than there is"
 
 
 @pytest.mark.parametrize(

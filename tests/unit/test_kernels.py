@@ -305,7 +305,7 @@ def test_a_kernel_refuses_arrays_that_do_not_fit() -> None:
 @pytest.mark.parametrize("dtype", oracle.DTYPES)
 @pytest.mark.parametrize("members", [2, 3, 5])
 def test_the_oracle_is_a_ring(dtype: str, op: str, members: int) -> None:
-    """The kernels, applied hop by hop, give what tests/support/oracle.py says a ring gives."""
+    """The kernels, applied step by step, give what tests/support/oracle.py says a ring gives."""
     count = 64 * 7 + 13
     inputs = [samples(dtype, count, seed) for seed in range(members)]
     cuts = oracle.bounds(count, members)
@@ -315,9 +315,9 @@ def test_the_oracle_is_a_ring(dtype: str, op: str, members: int) -> None:
     for segment in range(members):
         part = slice(cuts[segment], cuts[segment + 1])
         chunk = inputs[segment][part].copy()
-        for hop in range(members - 1):
-            own = inputs[(segment + hop + 1) % members][part]
-            divisor = members if hop == members - 2 else 1
+        for step in range(members - 1):
+            own = inputs[(segment + step + 1) % members][part]
+            divisor = members if step == members - 2 else 1
             reduce(dtype, op, chunk, chunk, own, divisor)
         out[part] = chunk
     if op != "avg" or "int" not in dtype:  # whose averages are made of wide sums

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 C = Path(__file__).resolve().parents[2] / "c"
-FOLDERS = {  # and the folders that they may use; all use pccl.h
+FOLDERS = {  # and the folders that they may use; all use pccl_core.h
     "kernels": {"kernels"},
     "zmq": {"zmq"},
     "net": {"net"},
@@ -59,7 +59,7 @@ def test_every_module_of_the_engine_is_listed_once() -> None:
     listed = order()
     assert sorted(listed) == sorted({*listed})
     assert sorted(names(sources())) == sorted(listed)
-    assert {*names(headers())} == {*listed} - {"engine"}, "whose interface is pccl.h"
+    assert {*names(headers())} == {*listed} - {"engine"}, "whose interface is pccl_core.h"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
@@ -80,7 +80,7 @@ def test_a_source_includes_its_own_header_first(path: Path) -> None:
     """So every header is complete by itself."""
     own = path.with_suffix(".h")
     includes = re.findall(r'^#include ["<]([^">]+)', read(path), re.MULTILINE)
-    assert includes[0] == (name(own) if own.exists() else "pccl.h")
+    assert includes[0] == (name(own) if own.exists() else "pccl_core.h")
 
 
 @pytest.mark.parametrize("path", headers(), ids=name)
@@ -99,12 +99,12 @@ def test_these_patterns_find_what_they_look_for() -> None:
         *DECLARED.findall(code(stream.with_suffix(".h")))
     }
     assert len(DEFINED.findall(code(stream.with_suffix(".c")))) > 10
-    assert order()[:2] == ["wire", "quanta"]
+    assert order()[:2] == ["wire", "bitmap"]
     assert len(FILES) > 30
 
 
 def test_the_api_is_what_the_modules_without_a_header_define() -> None:
     public = [path for path in sources() if not path.with_suffix(".h").exists()]
     defined = {symbol for path in public for symbol in DEFINED.findall(code(path))}
-    declared = {*DECLARED.findall(code(C / "pccl.h"))}
+    declared = {*DECLARED.findall(code(C / "pccl_core.h"))}
     assert declared and declared == defined

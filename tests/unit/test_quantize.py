@@ -277,7 +277,7 @@ def test_the_oracle_is_near_what_is_exact(name: str, dtype: str, op: str, member
     result = quantized.all_reduce(inputs, op, dtype, FORMATS[name])
     reach = FORMATS[name].middle - 1
     places = members * 2.0**-7 * (dtype in ("bfloat16", "float16"))
-    if op in ("max", "min"):  # half a step of what was there, at each hop
+    if op in ("max", "min"):  # half a step of what was there, at each step
         allowed = members / reach / 2 * 1.01 + places
     else:  # half a step of sums that grow
         allowed = (sum(range(1, members + 1)) / reach / 2 * 1.01 + places) / (

@@ -99,7 +99,7 @@ class Catalogue:
 
 
 FIRST = 1 << 40  # the number of the first associate: none is that of a peer
-SLOTS = 1 << 16  # of a holder, as in c/pccl.h
+SLOTS = 1 << 16  # of a holder, as in c/pccl_core.h
 PLACES = 2  # of a holder: with one, its line would be idle between two receivers
 SMALL_BYTES = 1 << 20  # below it, a transfer is mostly round trips, and leaves its line idle
 PLACES_SMALL = 8  # of a holder, for packages that are that small

@@ -27,8 +27,8 @@ from pccl.protocol.peer.calls import GONE, WHY_MAX, Collective, Event, State, fa
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
-    BeginOp,
     CommitOp,
+    EagerOp,
     Fail,
     Fault,
     Outbox,
@@ -111,16 +111,16 @@ class Collectives:
             if one.pair:
                 tag = tag_of_send(tag, one.pair)
             self._outbox.do(RegisterOp(one.call, run, tag, self._knowledge.last_seq))
-            self._begin(one)
+            self._start_eagerly(one)
         if not said:
             self._outbox.say(one.vote(self._knowledge.last_seq))
 
-    def _begin(self, one: Collective) -> None:
+    def _start_eagerly(self, one: Collective) -> None:
         """Lets the engine send on the rings in force, on which the collective probably starts."""
         if self._streams.ready:
             strategy = self._strategy(one)
             if strategy.eager:
-                self._outbox.do(BeginOp(one.call, self._places(one), strategy))
+                self._outbox.do(EagerOp(one.call, self._places(one), strategy))
 
     def _strategy(self, one: Collective) -> Strategy:
         return choose(one.work, one.nbytes, self._knowledge.conditions)

@@ -51,7 +51,7 @@ class StartOp:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginOp:
+class EagerOp:
     """Send what the registered op of a collective may send before it starts; otherwise as StartOp.
 
     If it then starts on other streams, what was sent is void.
@@ -205,7 +205,7 @@ Effect: TypeAlias = (
     Send
     | OpenStream
     | CloseStream
-    | BeginOp
+    | EagerOp
     | StartOp
     | StartTransfer
     | RegisterOp

@@ -35,7 +35,7 @@ from pccl.runtime.client.engine import (
 )
 from pccl.runtime.client.memory import Pieces
 from pccl.runtime.client.streams import Refused
-from pccl.runtime.client.sync import Region, Staging, Verdict, served
+from pccl.runtime.client.sync import LeafResult, Region, Staging, served
 from pccl.runtime.config import Config
 from pccl.runtime.digest import LEAF_BYTES, Digest, digests
 from pccl.security import Security
@@ -82,9 +82,9 @@ class Incoming:
         """The memory into which the engine writes."""
         return self._staging.pieces()
 
-    def judge(self, piece: int, leaf: int) -> list[Verdict]:
-        """As Staging.judge."""
-        return self._staging.judge(piece, leaf)
+    def verify(self, piece: int, leaf: int) -> list[LeafResult]:
+        """As Staging.verify."""
+        return self._staging.verify(piece, leaf)
 
     def parcel(self) -> Blob:
         """What has arrived, when all of it is proven."""
@@ -266,12 +266,12 @@ class Associate:
         self._inbox.post(lambda: self._perform(self._machine.broken(why, result)))
 
     def _judge(self, incoming: Incoming, event: Event) -> None:
-        verdicts = incoming.judge(event.piece, event.leaf)
+        results = incoming.verify(event.piece, event.leaf)
 
         def tell() -> None:
             self._sent = True
-            for piece, leaf, good in verdicts:
-                self._engine.judge(event.op, piece, leaf, good)
+            for piece, leaf, good in results:
+                self._engine.verified(event.op, piece, leaf, good)
 
         self._inbox.post(tell)
 

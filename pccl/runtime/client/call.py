@@ -25,7 +25,7 @@ from pccl.runtime import limits
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf of a piece, fetched by `op`, has arrived and waits for its verdict."""
+    """A leaf of a piece, fetched by `op`, has arrived and waits for its result."""
 
     op: int
     piece: int

@@ -238,7 +238,7 @@ class Client:
         self._inbox.signal()
 
     def ready(self, call: Call, offset: int, length: int) -> None:
-        """Says that a gradual collective's input is in its memory between these offsets."""
+        """Says that a progressive collective's input is in its memory between these offsets."""
         self._inbox.post(lambda: self._engine.ready(call.number, offset, length))
 
     def sync(self, call: Call, manifest: m.Manifest, pieces: Pieces, owner: object) -> None:
@@ -295,12 +295,12 @@ class Client:
 
         self._inbox.post(tell)
 
-    def judge(self, op: int, verdicts: list[tuple[int, int, bool]]) -> None:
+    def verified(self, op: int, results: list[tuple[int, int, bool]]) -> None:
         """Tells a fetch which leaves (piece, leaf) are correct."""
 
         def tell() -> None:
-            for piece, leaf, good in verdicts:
-                self._engine.judge(op, piece, leaf, good)
+            for piece, leaf, good in results:
+                self._engine.verified(op, piece, leaf, good)
 
         self._inbox.post(tell)
 

@@ -2,8 +2,8 @@
 
 An exception can be raised between any two bytecodes of a user thread: by a signal handler in the
 main thread, by `PyThreadState_SetAsyncExc` in any thread. During protocol work it would separate a
-change of state from the messages and orders that belong to it, which leaves no consistent state. So
-user threads do a single atomic thing: they append a command. The work is done by the control
+change of state from the messages and commands that belong to it, which leaves no consistent state.
+So user threads do a single atomic thing: they append a command. The work is done by the control
 thread, which runs no signal handlers and is unknown to the program.
 """
 

@@ -3,8 +3,8 @@
 A process that is killed leaves its directory behind. Each is locked while its process lives, so
 that the next engine of the same user removes those that nobody holds any more.
 
-The C engine runs in a thread of its own, without the GIL. Orders go to it and events come back over
-a PAIR socket of the engine's own context, so nothing here blocks but `close`.
+The C engine runs in a thread of its own, without the GIL. Commands go to it and events come back
+over a PAIR socket of the engine's own context, so nothing here blocks but `close`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ COLLECTIVES: dict[CollectiveKind, int] = {
 _EVENT = struct.Struct("@IiQIIQQQIIQ160s")  # a pccl_event
 assert _EVENT.size == ffi.sizeof("pccl_event")
 
-ORDERS_ENDPOINT = "inproc://pccl-engine"  # in the engine's own context
+COMMANDS_ENDPOINT = "inproc://pccl-engine"  # in the engine's own context
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,17 +188,17 @@ class Event(NamedTuple):
 
     Attributes:
         kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP, LEAF, PROGRESS or WRITTEN.
-        status: 0 or one of c/pccl.h's negative error numbers.
+        status: 0 or one of c/pccl_core.h's negative error numbers.
         op: number of the op, except for STREAM_LOST and STREAM_UP.
         stream: number of the stream, for STREAM_LOST and STREAM_UP; FAILED: the stream that `text`
             describes, or 0.
-        settled: COMPLETE: whether the op needs no order to settle and nothing refers to its memory.
+        settled: COMPLETE: whether the op has settled, so that it needs no command.
         tx_bytes: payload bytes sent by the op.
         rx_bytes: payload bytes received by the op.
         seq: sequence number of the op's last start.
         piece: LEAF: number of the piece.
         leaf: LEAF: index in the piece.
-        done: PROGRESS: how far the op is, in thousandths. WRITTEN: the number of the step.
+        done: PROGRESS: how far the op is, in thousandths. WRITTEN: the number of the window.
         text: FAILED, STREAM_LOST: the reason.
     """
 
@@ -224,8 +224,8 @@ class Engine:
         ipc: the path of its ipc endpoint; empty if it has none.
         backend: the backend of the function table, `libzmq` or `pyzmq`.
         socket: readable when there are events.
-        together: whether orders wait for `flush`, which sends them in one message.
-        unsent: the orders that wait.
+        together: whether commands wait for `flush`, which sends them in one message.
+        unsent: the commands that wait.
         broken: the error that has stopped it; empty if none has.
 
     Args:
@@ -250,9 +250,9 @@ class Engine:
         options = options or EngineOptions()
         self._backend = tables.load()
         self._engine = _new_engine(self._backend, options)
-        self._order = ffi.new("pccl_order *")
-        self._order_bytes = ffi.buffer(self._order)
-        self._blank = bytes(self._order_bytes)
+        self._command = ffi.new("pccl_command *")
+        self._command_bytes = ffi.buffer(self._command)
+        self._blank = bytes(self._command_bytes)
         self.together = False
         self.unsent: list[bytes] = []
         self._arrays: dict[int, list[Any]] = {}  # op -> what the engine reads until it settles
@@ -267,7 +267,7 @@ class Engine:
         try:
             self.port = self._bind_tcp(host, ports)
             self.ipc = self._bind_ipc()
-            self.socket = self._connect_orders(context)
+            self.socket = self._connect_commands(context)
             self._mail = Mail(self.socket)
             self._thread = threading.Thread(target=self._run, name="pccl-engine", daemon=True)
             self._thread.start()
@@ -279,12 +279,12 @@ class Engine:
             raise
 
     @staticmethod
-    def _connect_orders(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-        orders: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    def _connect_commands(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+        commands: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            orders.set(option, 0)
-        orders.connect(ORDERS_ENDPOINT)
-        return orders
+            commands.set(option, 0)
+        commands.connect(COMMANDS_ENDPOINT)
+        return commands
 
     def _bind_tcp(self, host: str, ports: Sequence[int]) -> int:
         """Listens on the first free one of these ports; if there are none, on any port."""
@@ -363,29 +363,29 @@ class Engine:
         except OSError:  # the thread has ended
             return -1.0
 
-    # ---- orders ----
+    # ---- commands ----
 
-    def _blank_order(self, kind: int, op: int = 0) -> Any:
-        self._order_bytes[:] = self._blank
-        self._order.kind = kind
-        self._order.op = op
-        return self._order
+    def _blank_command(self, kind: int, op: int = 0) -> Any:
+        self._command_bytes[:] = self._blank
+        self._command.kind = kind
+        self._command.op = op
+        return self._command
 
     def _send(self) -> None:
-        self.unsent.append(bytes(self._order_bytes))
+        self.unsent.append(bytes(self._command_bytes))
         if not self.together:
             self.flush()
 
     def flush(self) -> bool:
-        """Sends the orders that wait. Whether there are events now."""
+        """Sends the commands that wait. Whether there are events now."""
         unsent, self.unsent = self.unsent, []
-        if not unsent or self._closed:  # orders after the end concern nothing
+        if not unsent or self._closed:  # commands after the end concern nothing
             return False
         return self._mail.send(b"".join(unsent))
 
     def open_stream(self, stream: int) -> None:
         """Opens a stream, so that ops can start on it; its number was never used before."""
-        self._blank_order(lib.PCCL_OPEN_STREAM).stream = stream
+        self._blank_command(lib.PCCL_OPEN_STREAM).stream = stream
         self._send()
 
     def connect_stream(
@@ -421,10 +421,10 @@ class Engine:
         encoded = endpoint.encode()
         if len(encoded) >= lib.PCCL_ENDPOINT_MAX:
             raise ValueError(f"the endpoint {endpoint!r} is too long")
-        order = self._blank_order(lib.PCCL_CONNECT_STREAM)
-        order.stream, order.lanes, order.hwm, order.endpoint = stream, lanes, hwm, encoded
-        order.curve_server, order.peer, order.nonce = curve_server.encode(), peer, nonce
-        order.via = via.encode()
+        command = self._blank_command(lib.PCCL_CONNECT_STREAM)
+        command.stream, command.lanes, command.hwm, command.endpoint = stream, lanes, hwm, encoded
+        command.curve_server, command.peer, command.nonce = curve_server.encode(), peer, nonce
+        command.via = via.encode()
         self._send()
 
     def meet(self, endpoint: str, via: str, lanes: int) -> None:
@@ -435,13 +435,13 @@ class Engine:
             via: its `address:port`, a numeric address.
             lanes: as the sender has them.
         """
-        order = self._blank_order(lib.PCCL_MEET)
-        order.endpoint, order.via, order.lanes = endpoint.encode(), via.encode(), lanes
+        command = self._blank_command(lib.PCCL_MEET)
+        command.endpoint, command.via, command.lanes = endpoint.encode(), via.encode(), lanes
         self._send()
 
     def close_stream(self, stream: int) -> None:
         """Closes a stream: queued messages are dropped, and ops that use it fail."""
-        self._blank_order(lib.PCCL_CLOSE_STREAM).stream = stream
+        self._blank_command(lib.PCCL_CLOSE_STREAM).stream = stream
         self._send()
 
     def expect(self, peer: int, nonce: int, keys: Iterable[str]) -> None:
@@ -452,21 +452,21 @@ class Engine:
             nonce: of the current epoch; the previous one remains valid.
             keys: public keys of the members, if this engine has keys.
         """
-        order = self._blank_order(lib.PCCL_EXPECT)
-        order.peer, order.nonce = peer, nonce
+        command = self._blank_command(lib.PCCL_EXPECT)
+        command.peer, command.nonce = peer, nonce
         self._send()
         for key in keys:
             self.admit(key)
 
     def admit(self, key: str) -> None:
         """Lets whoever has this public key connect, until the next `expect`."""
-        self._blank_order(lib.PCCL_ADMIT).curve_server = key.encode()
+        self._blank_command(lib.PCCL_ADMIT).curve_server = key.encode()
         self._send()
 
     def lose_stream(self, stream: int, why: str) -> None:
         """Abandons a stream that does not connect; STREAM_LOST follows, with `why`."""
-        order = self._blank_order(lib.PCCL_LOSE_STREAM)
-        order.stream, order.endpoint = stream, why.encode()[: lib.PCCL_TEXT_MAX - 1]
+        command = self._blank_command(lib.PCCL_LOSE_STREAM)
+        command.stream, command.endpoint = stream, why.encode()[: lib.PCCL_TEXT_MAX - 1]
         self._send()
 
     def register_collective(
@@ -482,7 +482,7 @@ class Engine:
         parts: Sequence[Part],
         format: int = 0,
         rows: Sequence[int] = (),
-        step: int = 0,
+        window: int = 0,
     ) -> None:
         """Registers a collective. The buffers belong to the engine until the op is settled.
 
@@ -498,16 +498,16 @@ class Engine:
             format: how they are quantized, a pccl_format; 0: they are not.
             rows: of an all_gather with slices that differ, the rows of each rank's; the `count` of
                 a part is that of a row then.
-            step: of an all_reduce, whose memory is filled meanwhile (`ready`): offsets after which
-                a WRITTEN event tells of the result; 0: it is filled.
+            window: of an all_reduce, whose memory is filled meanwhile (`ready`): the offsets
+                after which a WRITTEN event tells of the result; 0: it is filled.
         """
-        order = self._register(lib.PCCL_COLLECTIVE, op, run, tag, min_seq)
-        order.step = step
-        order.collective, order.redop, order.members = COLLECTIVES[what], redop, members
-        order.format = format
+        command = self._register(lib.PCCL_COLLECTIVE, op, run, tag, min_seq)
+        command.window = window
+        command.collective, command.redop, command.members = COLLECTIVES[what], redop, members
+        command.format = format
         if rows:
-            order.recv_rows = self._keep(op, ffi.new("uint64_t[]", list(rows)))
-        order.parts, order.n_parts = self._keep(op, _parts(parts)), len(parts)
+            command.recv_rows = self._keep(op, ffi.new("uint64_t[]", list(rows)))
+        command.parts, command.n_parts = self._keep(op, _parts(parts)), len(parts)
         self._send()
 
     def register_exchange(
@@ -528,11 +528,11 @@ class Engine:
             parts: the arrays; `count` is that of a row.
             rows: of each array, how many are for each rank, and from each; empty: none.
         """
-        order = self._register(lib.PCCL_EXCHANGE, op, run, tag, min_seq)
-        order.members, order.n_parts = members, len(parts)
-        order.parts = self._keep(op, _parts(parts))
+        command = self._register(lib.PCCL_EXCHANGE, op, run, tag, min_seq)
+        command.members, command.n_parts = members, len(parts)
+        command.parts = self._keep(op, _parts(parts))
         sends, recvs = (self._keep(op, ffi.new("uint64_t[]", one or [0] * members)) for one in rows)
-        order.send_rows, order.recv_rows = sends, recvs
+        command.send_rows, command.recv_rows = sends, recvs
         self._send()
 
     def register_serve(
@@ -573,7 +573,7 @@ class Engine:
     ) -> None:
         """Registers an op that fetches the bytes of `pieces`; arguments as of register_serve.
 
-        With `leaf_bytes`, each leaf of that size emits a LEAF event and waits for `judge`.
+        With `leaf_bytes`, each leaf of that size emits a LEAF event and waits for `verified`.
         """
         array = _pieces(pieces, first_counted)
         self._register_pieces(lib.PCCL_FETCH, op, (run, tag, min_seq), array, leaf_bytes)
@@ -587,9 +587,9 @@ class Engine:
         leaf_bytes: int,
         limit: int = 0,
     ) -> None:
-        order = self._register(kind, op, *identity)
-        order.pieces, order.n_pieces = self._keep(op, array), len(array)
-        order.leaf_bytes, order.limit = leaf_bytes, limit
+        command = self._register(kind, op, *identity)
+        command.pieces, command.n_pieces = self._keep(op, array), len(array)
+        command.leaf_bytes, command.limit = leaf_bytes, limit
         self._send()
 
     def _keep(self, op: int, array: Any) -> Any:
@@ -598,9 +598,9 @@ class Engine:
         return array
 
     def _register(self, kind: int, op: int, run: int, tag: int, min_seq: int) -> Any:
-        order = self._blank_order(lib.PCCL_REGISTER, op)
-        order.op_kind, order.run, order.tag, order.min_seq = kind, run, tag, min_seq
-        return order
+        command = self._blank_command(lib.PCCL_REGISTER, op)
+        command.op_kind, command.run, command.tag, command.min_seq = kind, run, tag, min_seq
+        return command
 
     def start(
         self,
@@ -610,7 +610,7 @@ class Engine:
         nonce: int,
         chunk_bytes: int,
         rings: Sequence[RingPlace],
-        direct: bool = False,
+        oneshot: bool = False,
         calls: Sequence[int] = (),
     ) -> None:
         """Starts a registered collective.
@@ -621,31 +621,31 @@ class Engine:
             nonce: of the collective; chunks with another one do not belong to it.
             chunk_bytes: size of one message.
             rings: this peer's place in each ring, at most PCCL_RINGS_MAX.
-            direct: whether its two members send each other everything.
+            oneshot: whether its two members send each other everything.
             calls: the predecessor's in each ring, which may have sent before; empty: none has.
         """
-        order = self._start(op, seq, nonce, chunk_bytes)
-        for place, call in zip(order.rings, calls, strict=False):
+        command = self._start(op, seq, nonce, chunk_bytes)
+        for place, call in zip(command.rings, calls, strict=False):
             place.call = call
-        self._enter_rings(order, rings, direct)
+        self._enter_rings(command, rings, oneshot)
 
-    def begin(
-        self, op: int, *, chunk_bytes: int, rings: Sequence[RingPlace], direct: bool = False
+    def start_eagerly(
+        self, op: int, *, chunk_bytes: int, rings: Sequence[RingPlace], oneshot: bool = False
     ) -> None:
         """Lets a registered collective send before its start, which will probably say the same;
         arguments as of `start`."""
-        order = self._blank_order(lib.PCCL_EARLY, op)
-        order.chunk_bytes = chunk_bytes
-        self._enter_rings(order, rings, direct)
+        command = self._blank_command(lib.PCCL_EAGER, op)
+        command.chunk_bytes = chunk_bytes
+        self._enter_rings(command, rings, oneshot)
 
-    def _enter_rings(self, order: Any, rings: Sequence[RingPlace], direct: bool) -> None:
-        order.direct = direct
-        order.n_rings = len(rings)
-        for place, ring in zip(order.rings, rings, strict=False):
+    def _enter_rings(self, command: Any, rings: Sequence[RingPlace], oneshot: bool) -> None:
+        command.oneshot = oneshot
+        command.n_rings = len(rings)
+        for place, ring in zip(command.rings, rings, strict=False):
             place.stream, place.members, place.position = ring.stream, ring.members, ring.position
             place.begin, place.count, place.root = ring.begin, ring.count, ring.root
             if ring.ranks:
-                place.ranks = self._keep(order.op, ffi.new("uint16_t[]", ring.ranks))
+                place.ranks = self._keep(command.op, ffi.new("uint16_t[]", ring.ranks))
         self._send()
 
     def start_transfer(
@@ -660,21 +660,21 @@ class Engine:
         limit = lib.PCCL_ENDS_MAX
         for first in range(0, max(len(ends), 1), limit):
             some = ends[first : first + limit]
-            order = self._start(op, seq, nonce, chunk_bytes)
-            order.n_ends = len(some)
-            for place, end in zip(order.ends, some, strict=False):
+            command = self._start(op, seq, nonce, chunk_bytes)
+            command.n_ends = len(some)
+            for place, end in zip(command.ends, some, strict=False):
                 place.stream, place.slot = end.stream, end.slot
             self._send()
 
     def _start(self, op: int, seq: int, nonce: int, chunk_bytes: int) -> Any:
-        order = self._blank_order(lib.PCCL_START, op)
-        order.seq, order.nonce, order.chunk_bytes = seq, nonce, chunk_bytes
-        return order
+        command = self._blank_command(lib.PCCL_START, op)
+        command.seq, command.nonce, command.chunk_bytes = seq, nonce, chunk_bytes
+        return command
 
-    def judge(self, op: int, piece: int, leaf: int, good: bool) -> None:
+    def verified(self, op: int, piece: int, leaf: int, good: bool) -> None:
         """Says whether an arrived leaf is correct; if not, it is fetched again."""
-        order = self._blank_order(lib.PCCL_VERDICT, op)
-        order.piece, order.leaf, order.good = piece, leaf, good
+        command = self._blank_command(lib.PCCL_VERIFIED, op)
+        command.piece, command.leaf, command.good = piece, leaf, good
         self._send()
 
     def remind(self, op: int, limit: int) -> None:
@@ -684,33 +684,33 @@ class Engine:
             op: the fetch.
             limit: after this many calls in a row without an answer it fails, as without holders.
         """
-        self._blank_order(lib.PCCL_REMIND, op).limit = limit
+        self._blank_command(lib.PCCL_REMIND, op).limit = limit
         self._send()
 
     def allow(self, op: int, nbytes: int) -> None:
         """Lets a limited serve op send about `nbytes` more."""
-        self._blank_order(lib.PCCL_ALLOW, op).limit = nbytes
+        self._blank_command(lib.PCCL_ALLOW, op).limit = nbytes
         self._send()
 
     def ready(self, op: int, offset: int, length: int) -> None:
-        """Says that the input of a collective with a step is there, between these offsets."""
-        order = self._blank_order(lib.PCCL_READY, op)
-        order.offset, order.length = offset, length
+        """Says that the input of a collective with a window is there, between these offsets."""
+        command = self._blank_command(lib.PCCL_READY, op)
+        command.offset, command.length = offset, length
         self._send()
 
-    def tell(self, op: int) -> None:
+    def query(self, op: int) -> None:
         """Asks how far an op is; PROGRESS follows if it has started and is not complete."""
-        self._blank_order(lib.PCCL_TELL, op)
+        self._blank_command(lib.PCCL_QUERY, op)
         self._send()
 
     def commit(self, op: int) -> None:
         """Keeps an op's result; the engine uses its memory until SETTLED."""
-        self._blank_order(lib.PCCL_COMMIT, op)
+        self._blank_command(lib.PCCL_COMMIT, op)
         self._send()
 
     def abort(self, op: int) -> None:
         """Ends an op and restores what it has overwritten in place; SETTLED follows."""
-        self._blank_order(lib.PCCL_ABORT, op)
+        self._blank_command(lib.PCCL_ABORT, op)
         self._send()
 
     # ---- events ----
@@ -730,7 +730,7 @@ class Engine:
         """Stops the thread, restores what unsettled ops have overwritten, frees all. Idempotent."""
         if self._closed:
             return
-        self._blank_order(lib.PCCL_STOP)
+        self._blank_command(lib.PCCL_STOP)
         self._send()
         self.flush()
         self._closed = True

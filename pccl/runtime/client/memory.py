@@ -4,10 +4,10 @@ Device memory is copied to the host before use, and changed content is copied ba
 needs host memory of the same size, pinned so that the device can read and write it directly. Shared
 state is copied as a whole here; copies.py has the arrays of collectives.
 
-The engine uses host memory only. A large all-reduce is gradual: it starts when the first step of
-the contribution is on the host, the engine is told of each further one (`Client.ready`), and tells
-of each step of the result (`written`), which goes to the device at once. Other collectives are read
-as a whole before they start, and written when they have succeeded.
+The engine uses host memory only. A large all-reduce is progressive: it starts when the first window
+of the contribution is on the host, the engine is told of each further one (`Client.ready`), and
+tells of each window of the result (`written`), which goes to the device at once. Other collectives
+are read as a whole before they start, and written when they have succeeded.
 
 What has been written may still be aborted. In place, the engine then restores the host's copy, and
 from there the device gets its content back. That is so however the call ends, also if nobody awaits
@@ -29,7 +29,7 @@ from pccl import cuda
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.protocol.peer.calls import NO_ROWS, Rows
-from pccl.protocol.ring import QUANTUM, span
+from pccl.protocol.ring import ALIGNMENT, span
 from pccl.protocol.strategy import Algorithm, Conditions, Strategy
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.inline import contribution
@@ -90,8 +90,9 @@ class Wide:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradual:
-    """Host memory that is filled, and read, while the collective runs (c/pccl.h, GRADUALLY).
+class Progressive:
+    """Host memory that is filled, and read, while the collective runs (c/pccl_core.h,
+    PROGRESSIVELY).
 
     Attributes:
         step: the offsets of a step.
@@ -109,7 +110,7 @@ class Operands:
     In an exchange, `send_rows` and `recv_rows` are the rows that each array has for each rank, and
     from each; empty: none. `uneven`: other peers cannot know these numbers.
     `pair`: the peers of a send, the one that sends first.
-    `gradual`: None if the memory holds the contribution. `wide`: for an average of integers.
+    `progressive`: None if the memory holds the contribution. `wide`: for an average of integers.
     """
 
     work: m.Spec
@@ -118,7 +119,7 @@ class Operands:
     recv_rows: tuple[int, ...] = ()
     uneven: bool = False
     pair: tuple[int, ...] = ()
-    gradual: Gradual | None = None
+    progressive: Progressive | None = None
     wide: Wide | None = None
 
     def place(self, tag: int) -> int | str:
@@ -312,7 +313,7 @@ class Copies:
         pipe: makes them.
         steps: what is copied, by the engine's number of the step.
         order: these numbers, in the order in which they are read.
-        gradual: whether the engine is told of each step, and tells of each; else there is one.
+        progressive: whether the engine is told of each step, and tells of each; else there is one.
         in_place: whether results overwrite contributions before the call has succeeded.
 
     Attributes:
@@ -324,12 +325,12 @@ class Copies:
         pipe: Pipe,
         steps: Sequence[Step],
         order: Iterable[int],
-        gradual: bool,
+        progressive: bool,
         in_place: bool,
     ) -> None:
         self.wide: Wide | None = None
         self._pipe, self._steps = pipe, steps
-        self._gradual, self._in_place = gradual, in_place
+        self._progressive, self._in_place = progressive, in_place
         self._notes: queue.SimpleQueue[int | End] = queue.SimpleQueue()
         self._written: set[int] = set()
         self._writes: list[Mark] = []
@@ -407,7 +408,7 @@ class Copies:
             for number, marks in self._reads.items():
                 for mark in marks:
                     mark.synchronize()
-                if self._gradual:
+                if self._progressive:
                     step = self._steps[number]
                     client.ready(call, step.begin, step.end - step.begin)
         except Exception as error:
@@ -465,8 +466,8 @@ def on_host(
         return replace(work, each=each), Copies(pipe, [whole], [0], False, in_place)
     steps = _steps(work, strategy.step, twins.pairs)
     copies = Copies(pipe, steps, _order(strategy, conditions), True, in_place)
-    told = Gradual(strategy.step, copies.written)
-    return replace(work, each=each, gradual=told), copies
+    told = Progressive(strategy.step, copies.written)
+    return replace(work, each=each, progressive=told), copies
 
 
 class _Twins:
@@ -528,13 +529,13 @@ def _steps(
                 step.reads.append(replace(read, begin=first * item, end=last * item))
             if written is not None:
                 step.writes.append(replace(written, begin=first * item, end=last * item))
-        begin += -(-operand.count // QUANTUM) * QUANTUM
+        begin += -(-operand.count // ALIGNMENT) * ALIGNMENT
     return steps
 
 
 def _order(strategy: Strategy, conditions: Conditions) -> Iterable[int]:
     """The steps in the order in which this peer is likely to need them: first the segment that it
-    sends, then those that come to it, one after the other (c/pccl.h, THE RING)."""
+    sends, then those that come to it, one after the other (c/pccl_core.h, THE RING)."""
     order = conditions.rings[0].order if conditions.rings else ()
     members, position = 1, 0
     if conditions.number in order and strategy.algorithm is not Algorithm.ONE_SHOT:

@@ -163,7 +163,7 @@ class Performer:
         self._perform_by_type: dict[type, Callable[..., None]] = {
             effects.Send: lambda effect: master.dealer.say(effect.message),
             effects.RegisterOp: self._register,
-            effects.BeginOp: self._begin,
+            effects.EagerOp: self._start_eagerly,
             effects.StartOp: self._start,
             effects.StartTransfer: self._start_transfer,
             effects.CommitOp: lambda effect: engine.commit(effect.op),
@@ -216,16 +216,16 @@ class Performer:
                 parts=_parts(memory),
                 format=wire_format(memory.work),
                 rows=memory.work.rows,
-                step=memory.gradual.step if memory.gradual is not None else 0,
+                window=memory.progressive.step if memory.progressive is not None else 0,
                 **ids,
             )
 
-    def _begin(self, effect: effects.BeginOp) -> None:
-        self._engine.begin(
+    def _start_eagerly(self, effect: effects.EagerOp) -> None:
+        self._engine.start_eagerly(
             effect.op,
             chunk_bytes=effect.strategy.chunk_bytes,
             rings=effect.rings,
-            direct=effect.strategy.algorithm is Algorithm.ONE_SHOT,
+            oneshot=effect.strategy.algorithm is Algorithm.ONE_SHOT,
         )
 
     def _start(self, effect: effects.StartOp) -> None:
@@ -235,7 +235,7 @@ class Performer:
             nonce=effect.nonce,
             chunk_bytes=effect.strategy.chunk_bytes,
             rings=effect.rings,
-            direct=effect.strategy.algorithm is Algorithm.ONE_SHOT,
+            oneshot=effect.strategy.algorithm is Algorithm.ONE_SHOT,
             calls=effect.calls,
         )
         self._figures.started(effect.op, effect.strategy.spec.what)
@@ -341,8 +341,8 @@ class EngineEvents:
 
     def _written(self, event: Event) -> None:
         memory = self._pending.memory.get(event.op)
-        if isinstance(memory, Operands) and memory.gradual is not None:
-            memory.gradual.written(event.done)
+        if isinstance(memory, Operands) and memory.progressive is not None:
+            memory.progressive.written(event.done)
 
     def _leaf(self, leaf: Leaf) -> None:
         memory = self._pending.memory.get(leaf.op)

@@ -29,7 +29,7 @@ GROWTH = 1.25  # between two windows: less is chance
 SIZES = (16 << 10,) * 64 + (64 << 10,) * 64 + (256 << 10,) * 1024
 _CHECK_S = 0.03
 Arrivals: TypeAlias = list[tuple[float, int]]  # the time, and the number of bytes
-BATCH = 64  # verdicts, sent to the engine together
+BATCH = 64  # results, sent to the engine together
 
 
 def optimize(client: Client, call: Call, deadline: Deadline) -> End:
@@ -73,7 +73,7 @@ class _Prober:
         self._client, self._call = client, call
         self._pieces, self._memory = pieces, memory
         self._arrivals: Arrivals = []
-        self._verdicts: list[tuple[int, int, bool]] = []
+        self._results: list[tuple[int, int, bool]] = []
         self._senders: tuple[int, ...] = ()
         self._op = self.seq = 0
         self._began = self._check_at = 0.0
@@ -96,13 +96,13 @@ class _Prober:
         """Records that a leaf has arrived."""
         if self.seq and leaf.op == self._op:
             self._arrivals.append((time.perf_counter(), SIZES[leaf.piece]))
-            self._verdicts.append((leaf.piece, leaf.leaf, True))
+            self._results.append((leaf.piece, leaf.leaf, True))
 
     def work(self) -> None:
         """Has the engine fetch more, and reports if it is time to."""
-        if self._verdicts and not (self._call.has_notes and len(self._verdicts) < BATCH):
-            self._client.judge(self._op, self._verdicts)
-            self._verdicts = []
+        if self._results and not (self._call.has_notes and len(self._results) < BATCH):
+            self._client.verified(self._op, self._results)
+            self._results = []
         if self.seq and time.perf_counter() >= self._check_at:
             self.report()
 
@@ -120,7 +120,7 @@ class _Prober:
 
     def end(self) -> None:
         """Ends the probe: what still arrives of it is ignored."""
-        self._arrivals, self._verdicts, self.seq = [], [], 0
+        self._arrivals, self._results, self.seq = [], [], 0
 
 
 def rate_of(arrivals: Arrivals, began: float, now: float, ended: bool = False) -> float | None:

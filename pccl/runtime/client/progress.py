@@ -30,6 +30,6 @@ class Progress:
         elif now_s >= self.due_s:
             moving = set(self._peer.moving)
             for op in moving & self._before:
-                self._engine.tell(op)
+                self._engine.query(op)
             self.due_s = now_s + limits.PROGRESS_LOOK_S if self._peer.moves else None
             self._before = moving

@@ -51,7 +51,7 @@ from pccl.types import SharedStateProgress
 _allocate = ffi.new_allocator(should_clear_after_alloc=False)
 HUGE_PAGES_FROM = 4 << 20  # bytes
 
-Verdict = tuple[int, int, bool]  # piece, leaf, whether it is correct
+LeafResult = tuple[int, int, bool]  # piece, leaf, whether it is correct
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,34 +138,34 @@ class Staging:
         entry = self._entries[index]
         return ffi.buffer(entry.content, entry.region.nbytes)
 
-    def judge(self, piece: int, leaf: int) -> list[Verdict]:
+    def verify(self, piece: int, leaf: int) -> list[LeafResult]:
         """Verifies a leaf that has arrived, or postpones that until its table is proven.
 
         Returns:
-            Verdicts on this leaf, and on leaves that it allows to be verified.
+            Results on this leaf, and on leaves that it allows to be verified.
         """
         if piece < len(self._regions):
-            return self._judge_table(self._entries[piece], piece)
+            return self._verify_table(self._entries[piece], piece)
         entry = self._entries[piece - len(self._regions)]
         if entry.table is not None and not entry.table_proven:
             entry.waiting.append(leaf)
             return []
-        return [self._judge_leaf(entry, piece, leaf)]
+        return [self._verify_leaf(entry, piece, leaf)]
 
-    def _judge_table(self, entry: _Entry, piece: int) -> list[Verdict]:
+    def _verify_table(self, entry: _Entry, piece: int) -> list[LeafResult]:
         entry.table_arrived += 1
         leaves = leaf_count(len(entry.table))
         if entry.table_arrived < leaves:
             return []
         entry.table_proven = root_digest(ffi.buffer(entry.table)) == entry.elected
         entry.table_arrived = 0
-        verdicts = [(piece, leaf, entry.table_proven) for leaf in range(leaves)]
+        results = [(piece, leaf, entry.table_proven) for leaf in range(leaves)]
         if entry.table_proven:
             content = piece + len(self._regions)
-            verdicts += [self._judge_leaf(entry, content, leaf) for leaf in entry.waiting]
-        return verdicts
+            results += [self._verify_leaf(entry, content, leaf) for leaf in entry.waiting]
+        return results
 
-    def _judge_leaf(self, entry: _Entry, piece: int, leaf: int) -> Verdict:
+    def _verify_leaf(self, entry: _Entry, piece: int, leaf: int) -> LeafResult:
         begin = leaf * LEAF_BYTES
         nbytes = min(LEAF_BYTES, entry.region.nbytes - begin)
         found = leaf_digest(_address(entry.content) + begin, nbytes)
@@ -220,7 +220,7 @@ def _address(array: Any) -> int:
 
 log = logging.getLogger("pccl")
 
-BATCH = 64  # verdicts on small entries, sent to the engine together
+BATCH = 64  # results on small entries, sent to the engine together
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ class _Receiver:
         self._failure = ""  # why the fetch failed, until the master is told
         self._fail_at = 0.0
         self._failures = 0
-        self._verdicts: list[Verdict] = []
+        self._results: list[LeafResult] = []
         self._progress = _Progress(options.progress)
 
     @property
@@ -352,7 +352,7 @@ class _Receiver:
                 case effects.Follow(_, plan, resumed):
                     self._follow(plan, resumed)
                 case Leaf(op, piece, leaf) if op == self._op and self._staging is not None:
-                    self._verdicts += self._staging.judge(piece, leaf)
+                    self._results += self._staging.verify(piece, leaf)
                 case effects.Fetched(_, seq, True) if seq == self._plan.seq:
                     self._vote()
                 case effects.Fetched(_, seq, False, why) if seq == self._plan.seq:
@@ -364,9 +364,9 @@ class _Receiver:
                     return synced
                 case effects.Fail() as fail:
                     return fail
-            if self._verdicts and not (self._call.has_notes and len(self._verdicts) < BATCH):
-                self._client.judge(self._op, self._verdicts)
-                self._verdicts = []
+            if self._results and not (self._call.has_notes and len(self._results) < BATCH):
+                self._client.verified(self._op, self._results)
+                self._results = []
             if not self._progress.report():
                 why = "the callback of its caller has failed"
                 self._client.time_out(self._call, why)
@@ -408,7 +408,7 @@ class _Receiver:
         if resumed:
             return  # the fetch of before continues, or is complete
         self._staging, self._complete, self._op = None, False, 0
-        self._verdicts.clear()
+        self._results.clear()
         if plan.fetch:
             self._staging = staging = Staging(plan, self._regions)
             if plan.in_place:

@@ -39,7 +39,7 @@ from pccl.support.text import KEY, address_text
 NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)
 ANOTHER = "another process answers there: check the port forwarding"
 UNTOLD = "it has not proven that it is there"
-NAME = "dial"  # by which a peer knows the master, as c/pccl.h says
+NAME = "dial"  # by which a peer knows the master, as c/pccl_core.h says
 TOKEN = re.compile(r"[0-9a-f]{16,64}")
 
 # What a dial costs its asker, which has an allowance of ASKER_MAX and regains 1 a second.

@@ -1,16 +1,16 @@
-/* quanta.c - see quanta.h. */
-#include "engine/quanta.h"
+/* bitmap.c - see bitmap.h. */
+#include "engine/bitmap.h"
 
 #include <assert.h>
 
-#include "pccl.h"
+#include "pccl_core.h"
 
-uint64_t quanta_of(uint64_t count)
+uint64_t aligned_blocks(uint64_t count)
 {
-    return count / PCCL_QUANTUM + (count % PCCL_QUANTUM != 0);
+    return count / PCCL_ALIGNMENT + (count % PCCL_ALIGNMENT != 0);
 }
 
-size_t quanta_words(uint64_t n)
+size_t bitmap_words(uint64_t n)
 {
     return (size_t)(n / 64 + (n % 64 != 0));
 }
@@ -26,7 +26,7 @@ static uint64_t mask(uint64_t word, uint64_t from, uint64_t to)
     return bits;
 }
 
-void quanta_add(uint64_t *set, uint64_t from, uint64_t to)
+void bitmap_set(uint64_t *set, uint64_t from, uint64_t to)
 {
     uint64_t word;
     assert(from < to);
@@ -34,7 +34,7 @@ void quanta_add(uint64_t *set, uint64_t from, uint64_t to)
         set[word] |= mask(word, from, to);
 }
 
-bool quanta_all(const uint64_t *set, uint64_t from, uint64_t to)
+bool bitmap_all(const uint64_t *set, uint64_t from, uint64_t to)
 {
     uint64_t word;
     assert(from < to);
@@ -44,7 +44,7 @@ bool quanta_all(const uint64_t *set, uint64_t from, uint64_t to)
     return true;
 }
 
-bool quanta_any(const uint64_t *set, uint64_t from, uint64_t to)
+bool bitmap_any(const uint64_t *set, uint64_t from, uint64_t to)
 {
     uint64_t word;
     assert(from < to);
@@ -54,7 +54,7 @@ bool quanta_any(const uint64_t *set, uint64_t from, uint64_t to)
     return false;
 }
 
-bool quanta_run(const uint64_t *set, uint64_t *from, uint64_t *to, uint64_t end)
+bool bitmap_run(const uint64_t *set, uint64_t *from, uint64_t *to, uint64_t end)
 {
     uint64_t i = *from;
     while (i < end && !(set[i / 64] >> i % 64 & 1))

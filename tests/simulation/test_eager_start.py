@@ -84,7 +84,7 @@ def story(seed: int) -> SimulatedRun:
 @pytest.mark.parametrize("first", range(0, SEEDS, 30))
 def test_what_is_sent_early_is_of_the_call_that_starts(first: int) -> None:
     runs = [story(seed) for seed in range(first, first + 30)]
-    sent, used = (sum(getattr(run.early, name) for run in runs) for name in ("sent", "used"))
+    sent, used = (sum(getattr(run.eager, name) for run in runs) for name in ("sent", "used"))
     assert used > 200 and sent > used  # some of it is void
 
 
@@ -128,7 +128,7 @@ def reduced(peer: Peer, call: int, epoch: int, ok: bool = True) -> None:
 
 def test_a_collective_begins_if_another_one_has_committed_in_the_epoch() -> None:
     enter = [effects.RegisterOp, effects.Send]
-    begin = [effects.RegisterOp, effects.BeginOp, effects.Send]
+    begin = [effects.RegisterOp, effects.EagerOp, effects.Send]
     peer = accepted()
     plan = peer.plan
     assert effect_kinds(peer, 2) == enter
@@ -156,7 +156,7 @@ def test_a_collective_of_an_earlier_epoch_proves_nothing_of_the_next() -> None:
     peer.received(msgspec.structs.replace(plan, epoch=2))
     peer.received(m.Started(3, 3, 2, nonce=3))
     peer.received(m.Finished(2, True))
-    assert effects.BeginOp not in effect_kinds(peer, 4)
+    assert effects.EagerOp not in effect_kinds(peer, 4)
 
 
 def test_the_start_repeats_the_predecessors_calls_to_the_engine() -> None:

@@ -1,8 +1,8 @@
 """What peers of a simulated run send before their collectives start.
 
-A model of c/engine/stash.c, as far as the protocol may rely on it: the receiver's engine holds what
-is of the epoch that it knows, for the start that names its ring and call. What it needs and has not
-got by then keeps the collective from completing.
+A model of c/engine/unexpected.c, as far as the protocol may rely on it: the receiver's engine holds
+what is of the epoch that it knows, for the start that names its ring and call. What it needs and
+has not got by then keeps the collective from completing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Chunk:
     epoch: int
 
 
-class Early:
+class Eager:
     """All of it, in one run.
 
     Attributes:
@@ -77,9 +77,9 @@ class Early:
         else:
             void = {*op.sent} & self._taken[op.seq]
             assert not void, "what was sent on another epoch's streams counts"
-        for chunk in [each for each in peer.stash if each.tag == op.tag]:
+        for chunk in [each for each in peer.unexpected if each.tag == op.tag]:
             if op.calls[chunk.ring : chunk.ring + 1] == [chunk.call]:
-                peer.stash.remove(chunk)
+                peer.unexpected.remove(chunk)
                 self._take(op, chunk)
 
     def arrive(self, peer: SimPeer, chunk: Chunk) -> None:
@@ -91,7 +91,7 @@ class Early:
                 self._take(op, chunk)
                 return
         if chunk.nonce == peer.expects:
-            peer.stash.append(chunk)
+            peer.unexpected.append(chunk)
 
     def _take(self, op: SimOp, chunk: Chunk) -> None:
         """Memory changes by a chunk: it must be of the call that the master has put together."""
@@ -111,7 +111,7 @@ class Early:
         """A peer hears of an epoch: what it holds of another one is void."""
         if peer.expects != nonce:
             peer.expects = nonce
-            peer.stash.clear()
+            peer.unexpected.clear()
 
     def lose(self, peer: SimPeer, stream: int = 0) -> None:
         """A stream, or all of a peer's, are gone, with some of what is under way there."""

@@ -22,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     start = Engine.start
 
     def watched(self: Engine, op: int, **rest: object) -> None:
-        started.append(rest["direct"])
+        started.append(rest["oneshot"])
         start(self, op, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "start", watched)
@@ -59,7 +59,7 @@ def test_quantized(in_place: bool, started: list[object], monkeypatch: pytest.Mo
     assert len(started) == 2 * len(cases) and all(started)
     first, second = sorted(range(2), key=lambda peer: found[peer][0])
     for i, (how, op, _) in enumerate(cases):
-        wanted = quantized.all_reduce_direct(
+        wanted = quantized.all_reduce_oneshot(
             given[first][i], given[second][i], op, "float32", FORMATS[formats[how]]
         )
         assert found[0][1][i] == found[1][1][i] == wanted.tobytes(), cases[i]

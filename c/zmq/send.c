@@ -1,6 +1,6 @@
-/* direct.c - sends a message in one call, so that it is clear whether it is gone when the caller is
+/* send.c - sends a message in one call, so that it is clear whether it is gone when the caller is
  * interrupted. */
-#include "pccl.h"
+#include "pccl_core.h"
 
 #include "zmq/zmqdefs.h"
 

@@ -1,4 +1,4 @@
-/* pccl.h - the C core of pccl: reduce kernels, the outer optimizer step and the lane engine.
+/* pccl_core.h - the C core of pccl: reduce kernels, the outer optimizer step and the lane engine.
  *
  * This header is the manual and, between the two "cdef" marks, the declaration that cffi binds:
  * no preprocessor directive may stand between them.
@@ -13,8 +13,8 @@
  * chunks of other peers arrive, and one PUSH socket for each STREAM: one neighbour, reached by one
  * or more connections, its LANES. A thread of the caller enters pccl_engine_run() and stays there,
  * without the GIL, until it is told to stop. Everything else is messages: the caller connects a
- * PAIR socket of the engine's own context to "inproc://pccl-engine", sends pccl_order structs, one
- * or more in a message, and receives pccl_event structs, one in each, in native layout.
+ * PAIR socket of the engine's own context to "inproc://pccl-engine", sends pccl_command structs,
+ * one or more in a message, and receives pccl_event structs, one in each, in native layout.
  *
  * An OP is one peer's part in one collective or state transfer:
  *
@@ -26,7 +26,7 @@
  * on forwarding what others need. COMMIT keeps the result, ABORT restores what an in-place op has
  * overwritten. After SETTLED the engine refers to no memory of that op (no queued message, no
  * zero-copy send) and has forgotten it. When a COMPLETE event has `settled` set, all that is true
- * already and neither order is needed. From COMMIT or ABORT on, the op's tag is free for another.
+ * already and neither command is needed. From COMMIT or ABORT on, the op's tag is free for another.
  *
  * ABORT is legal at any time after REGISTER and is always answered by SETTLED, even when it has
  * crossed a COMPLETE event with `settled`. It closes the streams on which bytes of the op are still
@@ -51,10 +51,10 @@
  * WHO MAY CONNECT
  *
  * If the options hold keys, the PULL socket is a CURVE server and every PUSH socket a CURVE client,
- * over ipc too, and whoever holds a key that an ADMIT order names may connect. Without keys both
+ * over ipc too, and whoever holds a key that an ADMIT command names may connect. Without keys both
  * use PLAIN: the PUSH socket sends the number of the peer that it wants to reach as the user name
  * (decimal) and the nonce of the epoch as the password (16 hexadecimal digits), both from
- * CONNECT_STREAM; the PULL socket compares them with those of EXPECT orders. A connection that
+ * CONNECT_STREAM; the PULL socket compares them with those of EXPECT commands. A connection that
  * names another peer is refused. One with another nonce or another key may be from an epoch that we
  * do not know of yet: it waits for the next EXPECT or ADMIT until libzmq's handshake time-out. So a
  * stream knows whom it has reached, and strangers can send nothing at all.
@@ -68,17 +68,17 @@
  * A neighbour to whom nobody can connect, because it is behind NAT, connects itself: PUSH and PULL
  * both connect to a meeting point, which joins the two connections of each lane and then knows
  * nothing but bytes. It speaks SOCKS 5 (RFC 1928), as libzmq does (ZMQ_SOCKS_PROXY); the endpoint
- * of the order is the destination that they ask for, by which it knows who belongs together. It has
- * the form of an IPv6 address: libzmq would look up a name, and let the engine wait. Who may
+ * of the command is the destination that they ask for, by which it knows who belongs together. It
+ * has the form of an IPv6 address: libzmq would look up a name, and let the engine wait. Who may
  * connect is decided as ever, for the handshakes are those of PUSH and PULL. Such a neighbour
- * counts as distant, and a stream to it has 8 lanes unless the order says otherwise.
+ * counts as distant, and a stream to it has 8 lanes unless the command says otherwise.
  *
  * COLLECTIVES AND THEIR OFFSETS
  *
  * A collective is over one or more arrays, its PARTS, which complete or fail together. They lie
  * one after the other in a space of offsets: a part of `count` elements takes `count` offsets, and
- * the rest up to the next multiple of Q = PCCL_QUANTUM (a QUANTUM) is empty. The offsets of all
- * parts together are a SLICE; a buffer has one, or one for each member.
+ * the rest up to the next multiple of Q = PCCL_ALIGNMENT (an ALIGNMENT BLOCK) is empty. The offsets
+ * of all parts together are a SLICE; a buffer has one, or one for each member.
  *
  *                   send, slices   recv, slices
  *     ALL_REDUCE    1              1              recv = the reduction of all sends
@@ -91,8 +91,8 @@
  * part separately: a part of a buffer with m slices is m * count elements without gaps. A peer's
  * RANK is the same in all rings; it is its position in a ring that names no ranks.
  *
- * The slices of an ALL_GATHER may be unlike: then the order has the rows of each rank's slice, and
- * the count of a part is that of a row. In the space of offsets all slices are as long as the
+ * The slices of an ALL_GATHER may be unlike: then the command has the rows of each rank's slice,
+ * and the count of a part is that of a row. In the space of offsets all slices are as long as the
  * longest one; nothing travels of what is behind a shorter one, and in memory there is no gap.
  *
  * THE RING
@@ -114,16 +114,16 @@
  *                that makes n (h == n-2) it is final and stored (AVG divides floats here).
  *     h >= n-1:  final. Stored.
  *
- * It is sent on with hop h+1, unless h is the last hop. ALL_REDUCE has the hops 0 to 2n-3,
+ * It is sent on with step h+1, unless h is the last step. ALL_REDUCE has the steps 0 to 2n-3,
  * REDUCE_SCATTER and REDUCE those up to n-2, ALL_GATHER and BROADCAST those from n-1. Position r
- * begins with its own chunks of the segment that its successor sees at the first hop; a receiver at
- * position p only ever sees segment (p - h - 1) mod n at hop h. There is no barrier: each chunk is
- * handled when it comes, over whichever lane. So a REDUCE is a chain that begins behind the root
+ * begins with its own chunks of the segment that its successor sees at the first step; a receiver
+ * at position p only ever sees segment (p - h - 1) mod n at step h. There is no barrier: each chunk
+ * is handled when it comes, over whichever lane. So a REDUCE is a chain that begins behind the root
  * and ends at it: every link carries the data once, and the root's link to its successor nothing.
  *
- * DIRECT. Two members may ALL_REDUCE without a ring: each sends the other one all of its
- * contribution, in chunks whose hop is 65535 and whose segment is the sender's position, and
- * reduces both, that of position 0 on the left. As many bytes, in one hop. Quantized, each reduces
+ * ONE-SHOT. Two members may ALL_REDUCE without a ring: each sends the other one all of its
+ * contribution, in chunks whose step is 65535 and whose segment is the sender's position, and
+ * reduces both, that of position 0 on the left. As many bytes, in one step. Quantized, each reduces
  * what both have sent, its own bytes too, and does not quantize the result again.
  *
  * A stream first sends what was received and is to be sent on (forwards). It sends a chunk of the
@@ -133,28 +133,29 @@
  * deadlock on its own back-pressure. Several rings could block each other, so these limits are
  * lifted while an op has rings that lead to different neighbours.
  *
- * If the order names a format, a payload is a chunk's elements as pccl_quantize() writes them. Each
- * partial result is quantized anew. A final one is quantized once and sent on unchanged, and all
- * members, its owner included, store what these bytes say. Chunks are whole blocks of the format,
- * counted from the beginning of the part or segment, so results do not depend on chunk_bytes.
+ * If the command names a format, a payload is a chunk's elements as pccl_quantize() writes them.
+ * Each partial result is quantized anew. A final one is quantized once and sent on unchanged, and
+ * all members, its owner included, store what these bytes say. Chunks are whole blocks of the
+ * format, counted from the beginning of the part or segment, so results do not depend on
+ * chunk_bytes.
  *
  * Several rings divide a slice in their order: the first begins at 0, each other where the one
  * before it ends, and the last ends where the slice does. Shares begin at multiples of Q.
  *
  * BEFORE START
  *
- * An op with an EARLY order sends copies of own chunks before START. Their receiver holds them, and
- * changes no memory, until a START names the sender's op number as the `call` of that ring: see
- * engine/stash.h. So an ABORT settles such an op at once.
+ * An op with an EAGER command sends copies of own chunks before START. Their receiver holds them,
+ * and changes no memory, until a START names the sender's op number as the `call` of that ring: see
+ * engine/unexpected.h. So an ABORT settles such an op at once.
  *
- * GRADUALLY
+ * PROGRESSIVELY
  *
- * An ALL_REDUCE whose REGISTER has a `step` may begin before its memory is filled: nothing of send
- * is read before a READY order says that the contribution is there. What comes for other places
- * waits, counts like forwards, and keeps own chunks back meanwhile. The offsets are cut into steps;
- * when the last element of a step of recv holds the result, a WRITTEN event says so, and nobody
- * writes there any more, unless by ABORT. So a caller whose arrays are elsewhere, as on a GPU,
- * copies both ways meanwhile. (Where there is one member alone, there are no WRITTEN events.)
+ * An ALL_REDUCE whose REGISTER has a `window` may begin before its memory is filled: nothing of
+ * send is read before a READY command says that the contribution is there. What comes for other
+ * places waits, counts like forwards, and keeps own chunks back meanwhile. The offsets are cut into
+ * windows; when the last element of a window of recv holds the result, a WRITTEN event says so, and
+ * nobody writes there any more, unless by ABORT. So a caller whose arrays are elsewhere, as on a
+ * GPU, copies both ways meanwhile. (Where there is one member alone, there are no WRITTEN events.)
  *
  * EXCHANGES
  *
@@ -165,7 +166,7 @@
  *
  * A message is a piece of the rows of one array, from one member to another. It travels along the
  * ring, unchanged, from position to position until it is where it belongs; if there are several
- * rings, on the one with the fewest hops. So a link carries only what has no shorter way. A member
+ * rings, on the one with the fewest steps. So a link carries only what has no shorter way. A member
  * first sends the rows with the longest way. COMPLETE says that a member has sent all its rows and
  * holds all that are for it; it sends on those of others until its COMMIT. ABORT restores nothing:
  * what was received is then unspecified, and what is sent is never overwritten.
@@ -177,7 +178,7 @@
  *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 3
  *      8 u64 run      16 u64 seq      24 u64 tag      32 u64 nonce
  *     40 u16 segment (chunk), slot (request, data) or position of the sender (row)
- *     42 u16 hop (chunk; 65535: direct), position of the receiver (row), or of a request any
+ *     42 u16 step (chunk; 65535: oneshot), position of the receiver (row), or of a request any
  *        number, which its data repeats
  *     44 u16 members   46 u16 1 if a chunk was sent before START, else 0
  *     48 u64 offset   56 u32 length   60 u32 piece (request, data) or number of the array (row)
@@ -192,8 +193,8 @@
  * collective fails, and requests are void. A message for a known op whose position, size or
  * alignment is impossible, or that repeats a chunk, fails that op; an impossible request is
  * dropped, because the others are to be served. */
-#ifndef PCCL_H
-#define PCCL_H
+#ifndef PCCL_CORE_H
+#define PCCL_CORE_H
 
 #include <stddef.h>
 #include <stdint.h>
@@ -223,9 +224,9 @@ enum pccl_error {
 };
 
 enum {
-    PCCL_QUANTUM = 64,           /* elements; segments and chunks begin at its multiples */
+    PCCL_ALIGNMENT = 64,           /* elements; segments and chunks begin at its multiples */
     PCCL_CHUNK_MAX = 1 << 20,    /* bytes of a payload; larger messages end their connection */
-    PCCL_RINGS_MAX = 8, PCCL_ENDS_MAX = 8,   /* of one order */
+    PCCL_RINGS_MAX = 8, PCCL_ENDS_MAX = 8,   /* of one command */
     PCCL_PEERS_MAX = 4096,   /* members of one ring */
     PCCL_PARTS_MAX = 65536,  /* arrays of one collective */
     PCCL_ENDPOINT_MAX = 256,
@@ -425,7 +426,7 @@ int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t s
 int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,
                       const void *data, size_t size);
 
-/* ---- orders and events ---- */
+/* ---- commands and events ---- */
 
 enum pccl_op_kind {
     PCCL_COLLECTIVE = 1,
@@ -462,11 +463,11 @@ typedef struct pccl_piece {
     uint32_t uncounted;
 } pccl_piece;
 
-enum pccl_order_kind {
+enum pccl_command_kind {
     PCCL_OPEN_STREAM = 1, PCCL_CLOSE_STREAM = 2, PCCL_REGISTER = 3, PCCL_START = 4,
-    PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8, PCCL_ALLOW = 9,
+    PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERIFIED = 8, PCCL_ALLOW = 9,
     PCCL_EXPECT = 10, PCCL_ADMIT = 11, PCCL_CONNECT_STREAM = 12, PCCL_LOSE_STREAM = 13,
-    PCCL_REMIND = 14, PCCL_TELL = 15, PCCL_MEET = 16, PCCL_READY = 17, PCCL_EARLY = 18
+    PCCL_REMIND = 14, PCCL_QUERY = 15, PCCL_MEET = 16, PCCL_READY = 17, PCCL_EAGER = 18
 };
 
 /* Our place in a ring: its stream leads to the next position (THE RING). */
@@ -474,7 +475,7 @@ typedef struct pccl_ring {
     uint32_t stream, members, position, root;
     const uint16_t *ranks;
     uint64_t begin, count;   /* offsets */
-    uint64_t call;           /* START: our predecessor's op number; 0: it has sent nothing early */
+    uint64_t call;           /* START: our predecessor's op number; 0: it has sent nothing yet */
 } pccl_ring;
 
 /* An end of a transfer: the requesters of a holder differ in their slots, below 65536. */
@@ -482,7 +483,7 @@ typedef struct pccl_end {
     uint32_t stream, slot;
 } pccl_end;
 
-/* One order. Which members count:
+/* One command. Which members count:
  *   OPEN_STREAM   stream (a number that was never used before). Ops can be started on it at once.
  *   CONNECT_STREAM  stream, an open one, once; lanes (0: as many as the link asks for), hwm
  *                 (messages queued for each lane), endpoint, peer (its number); curve_server, the
@@ -506,28 +507,28 @@ typedef struct pccl_end {
  *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: slices of the larger buffers),
  *                 parts, n_parts, an array that stays valid until SETTLED. ALL_GATHER: recv_rows,
  *                 the rows of each rank's slice, which are read at once; NULL: slices are alike.
- *                 ALL_REDUCE: step, 0 or the offsets of a step, in whole quanta (GRADUALLY).
- *                 EXCHANGE: members, parts, n_parts, an array; send_rows and recv_rows, the numbers
- *                 of rows for each rank and from each (NULL: none). They are read at once.
- *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
- *                 that stays valid until SETTLED. SERVE: limit, 0 or the bytes that it may send
- *                 before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the leaves into which
- *                 each piece is cut: a leaf that has arrived gives a LEAF event and waits for its
- *                 VERDICT.
- *   EARLY         op, a COLLECTIVE, once, before its START: n_rings, rings, direct, chunk_bytes as
+ *                 ALL_REDUCE: window, 0 or the offsets of a window, in whole blocks
+ *                 (PROGRESSIVELY). EXCHANGE: members, parts, n_parts, an array; send_rows and
+ *                 recv_rows, the numbers of rows for each rank and from each (NULL: none). They are
+ *                 read at once. SERVE, FETCH: pieces, n_pieces, an array in ascending order of
+ *                 piece numbers that stays valid until SETTLED. SERVE: limit, 0 or the bytes that
+ *                 it may send before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the
+ *                 leaves into which each piece is cut: a leaf that has arrived gives a LEAF event
+ *                 and waits for its VERIFIED.
+ *   EAGER         op, a COLLECTIVE, once, before its START: n_rings, rings, oneshot, chunk_bytes as
  *                 START will say. Nothing happens if one of the streams is not open.
  *   START         op, seq, nonce (of the call, the same for all who take part);
- *                 COLLECTIVE, EXCHANGE and FETCH: chunk_bytes (of a message, in whole quanta, or in
+ *                 COLLECTIVE, EXCHANGE and FETCH: chunk_bytes (of a message, in whole blocks, or in
  *                 whole blocks if it is quantized).
  *                 COLLECTIVE, EXCHANGE: n_rings, rings (THE RING), all with the same members;
  *                 `ranks` are the ranks by position, valid until SETTLED; NULL: the positions. A
- *                 ring of one member needs no stream. COLLECTIVE: direct, whether its two members
+ *                 ring of one member needs no stream. COLLECTIVE: oneshot, whether its two members
  *                 send each other everything. BROADCAST, REDUCE: the position of the root in each.
  *                 EXCHANGE: begin and count are not used; who has nothing to send, and nothing to
  *                 send on, needs no stream (0).
  *                 SERVE: n_ends, ends: the stream leads to a requester, which has that slot.
  *                 FETCH: n_ends, ends: the stream leads to a holder, where we have that slot.
- *                 SERVE and FETCH take any number of START orders, which add to each other; seq,
+ *                 SERVE and FETCH take any number of START commands, which add to each other; seq,
  *                 nonce and chunk_bytes are those of the first. A START with a greater seq begins
  *                 another round of the transfer: earlier requesters or holders are forgotten, what
  *                 has been fetched stays.
@@ -542,18 +543,18 @@ typedef struct pccl_end {
  *                 before; then again after twice as many, and so on. After `limit` REMINDs in
  *                 which nothing has come, it reports FAILED with PCCL_ESTREAM, as when no holder
  *                 is left. The caller, who has a clock, sends one twice a second.
- *   VERDICT       op, piece, leaf (its index in that piece), good. A leaf that is not good is
+ *   VERIFIED      op, piece, leaf (its index in that piece), good. A leaf that is not good is
  *                 fetched again; if one holder gave all of it, that one is asked no more, and its
  *                 stream is closed with a STREAM_LOST event. A FETCH is COMPLETE when every leaf is
  *                 good.
- *   READY         op, a COLLECTIVE with a step; offset, length (both in whole quanta): send holds
+ *   READY         op, a COLLECTIVE with a window; offset, length (both in whole blocks): send holds
  *                 the contribution there. Each offset once; in vain after COMMIT or ABORT.
- *   TELL          op: a PROGRESS event follows if it has been started and is not COMPLETE, FAILED
+ *   QUERY         op: a PROGRESS event follows if it has been started and is not COMPLETE, FAILED
  *                 or ended. A SERVE has none.
  *   COMMIT        op. It must be COMPLETE; SERVE: at any time.
  *   ABORT         op
  *   STOP          pccl_engine_run() returns. */
-typedef struct pccl_order {
+typedef struct pccl_command {
     uint32_t kind;
     uint32_t stream;
     uint32_t lanes;
@@ -577,7 +578,7 @@ typedef struct pccl_order {
     const uint64_t *send_rows;
     const uint64_t *recv_rows;
     uint64_t limit;
-    uint64_t step;
+    uint64_t window;
     uint64_t offset;
     uint64_t length;
     uint32_t n_parts;
@@ -587,21 +588,21 @@ typedef struct pccl_order {
     uint32_t leaf_bytes;
     uint32_t piece, leaf, good;
     uint32_t n_rings;
-    uint32_t direct;
+    uint32_t oneshot;
     uint32_t n_ends;
     pccl_ring rings[8];
     pccl_end ends[8];
-} pccl_order;
+} pccl_command;
 
 enum pccl_event_kind {
     PCCL_COMPLETE = 1,       /* op: this peer holds the whole result */
     PCCL_FAILED = 2,         /* op: it cannot complete; status and text say why */
     PCCL_SETTLED = 3,        /* op: forgotten, no memory of it is referenced */
     PCCL_STREAM_LOST = 4,    /* stream: closed, but not by CLOSE_STREAM; text says why */
-    PCCL_LEAF = 5,           /* op: this leaf of that piece is here, for its VERDICT */
+    PCCL_LEAF = 5,           /* op: this leaf of that piece is here, for its VERIFIED */
     PCCL_STREAM_UP = 6,      /* stream: its first lane stands */
     PCCL_PROGRESS = 7,       /* op: how far it is */
-    PCCL_WRITTEN = 8         /* op: a step of recv holds the result */
+    PCCL_WRITTEN = 8         /* op: a window of recv holds the result */
 };
 
 typedef struct pccl_event {
@@ -615,7 +616,7 @@ typedef struct pccl_event {
     uint64_t seq;            /* of the op's last START */
     uint32_t piece;
     uint32_t leaf;
-    uint64_t done;           /* PROGRESS: thousandths, below 1000; WRITTEN: which step, from 0 on */
+    uint64_t done;           /* PROGRESS: thousandths, below 1000; WRITTEN: the window */
     char text[160];          /* zero-terminated */
 } pccl_event;
 

@@ -1,20 +1,20 @@
-/* direct.c - see direct.h.
+/* oneshot.c - see oneshot.h.
  *
  * A chunk may come before we have sent ours of the same place. In place it overwrites our
  * contribution, which collective_save() has put into the undo buffer before. So we send copies
  * there: of the undo buffer where the result is written already, of send elsewhere. */
-#include "engine/direct.h"
+#include "engine/oneshot.h"
 
 #include <assert.h>
 #include <string.h>
 
-#include "engine/quanta.h"
+#include "engine/bitmap.h"
 
 enum { STRIP = 1024 };               /* elements; a multiple of every format's block */
 
-bool direct_overwrites(const struct collective *collective, const struct part *part)
+bool oneshot_overwrites(const struct collective *collective, const struct part *part)
 {
-    return collective->direct && part->overwrites;
+    return collective->oneshot && part->overwrites;
 }
 
 /* Copies our contribution to one part: `length` elements from an offset on. */
@@ -24,12 +24,12 @@ static void copy_part(const struct collective *collective, const struct part *pa
     const struct parts *parts = &collective->parts;
     uint64_t end = offset + length, next;
     for (; offset < end; offset = next) {
-        uint64_t quantum = offset / PCCL_QUANTUM, run = quantum + 1, last = quanta_of(end);
-        bool saved = part->overwrites && quanta_any(collective->written_set, quantum, run);
+        uint64_t block = offset / PCCL_ALIGNMENT, run = block + 1, last = aligned_blocks(end);
+        bool saved = part->overwrites && bitmap_any(collective->written_set, block, run);
         size_t bytes;
-        while (run < last && quanta_any(collective->written_set, run, run + 1) == saved)
+        while (run < last && bitmap_any(collective->written_set, run, run + 1) == saved)
             run++;
-        next = run * PCCL_QUANTUM < end ? run * PCCL_QUANTUM : end;
+        next = run * PCCL_ALIGNMENT < end ? run * PCCL_ALIGNMENT : end;
         bytes = (size_t)(next - offset) * part->width;
         memcpy(to, saved ? part_saved(parts, part, &collective->undo, offset)
                          : part_send(parts, part, offset), bytes);
@@ -46,7 +46,7 @@ static void copy_own(const struct collective *collective, uint64_t offset, uint6
         copy_part(collective, stretch.part, stretch.offset, stretch.length, to);
 }
 
-void direct_write(const struct collective *collective, uint64_t offset, uint64_t length,
+void oneshot_write(const struct collective *collective, uint64_t offset, uint64_t length,
                   unsigned char *to)
 {
     const struct part *part = part_at(&collective->parts, offset);
@@ -67,7 +67,7 @@ void direct_write(const struct collective *collective, uint64_t offset, uint64_t
     }
 }
 
-const char *direct_check_place(const struct ring *ring, const struct wire_header *chunk)
+const char *oneshot_check_place(const struct ring *ring, const struct wire_header *chunk)
 {
     const pccl_ring *place = &ring->place;
     if (chunk->segment == place->position)
@@ -101,7 +101,7 @@ static void reduce_quantized(const struct collective *collective, const struct w
     }
 }
 
-void direct_reduce(const struct collective *collective, const struct wire_header *chunk,
+void oneshot_reduce(const struct collective *collective, const struct wire_header *chunk,
                    const unsigned char *in)
 {
     bool first = chunk->segment == 0;    /* the other one is, and its operand is on the left */

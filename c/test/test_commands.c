@@ -1,4 +1,4 @@
-/* test_orders.c - impossible orders and streams: each is reported, nothing leaks. */
+/* test_commands.c - impossible commands and streams: each is reported, nothing leaks. */
 #include "check.h"
 #include "job.h"
 
@@ -16,70 +16,70 @@ static struct job make_job(uint64_t count, int n)
     return job;
 }
 
-/* ---- orders ---- */
+/* ---- commands ---- */
 
-static void expect_failed(const pccl_order *order, int status, const char *what)
+static void expect_failed(const pccl_command *command, int status, const char *what)
 {
     pccl_options options = peers_options();
     peers_open(&peers, 1, &options, 1);
-    peers_order(&peers, 0, order);
+    peers_command(&peers, 0, command);
     peers_run(&peers);
-    if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, order->op) == 1
-               && peers_event(&peers, 0, PCCL_FAILED, order->op)->status == status))
+    if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, command->op) == 1
+               && peers_event(&peers, 0, PCCL_FAILED, command->op)->status == status))
         fprintf(stderr, "  %s\n", what);
-    peers_end(&peers, 0, PCCL_ABORT, order->op);
+    peers_end(&peers, 0, PCCL_ABORT, command->op);
     peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_SETTLED, order->op) == 1);
+    CHECK(peers_count(&peers, 0, PCCL_SETTLED, command->op) == 1);
     peers_close(&peers);
 }
 
 #define EXPECT_EINVAL(change) \
     do { \
         float memory[128] = {0}; \
-        pccl_order order = {0}; \
+        pccl_command command = {0}; \
         pccl_part part = {0}; \
-        order.kind = PCCL_REGISTER; \
-        order.op = 1; \
-        order.op_kind = PCCL_COLLECTIVE; \
-        order.collective = PCCL_ALL_REDUCE; \
-        order.members = 2; \
-        order.parts = &part; \
-        order.n_parts = 1; \
+        command.kind = PCCL_REGISTER; \
+        command.op = 1; \
+        command.op_kind = PCCL_COLLECTIVE; \
+        command.collective = PCCL_ALL_REDUCE; \
+        command.members = 2; \
+        command.parts = &part; \
+        command.n_parts = 1; \
         part.dtype = PCCL_F32; \
         part.count = 64; \
         part.send = part.recv = memory; \
         change; \
-        expect_failed(&order, PCCL_EINVAL, #change); \
+        expect_failed(&command, PCCL_EINVAL, #change); \
     } while (0)
 
-static void test_wrong_orders(void)
+static void test_wrong_commands(void)
 {
     static const uint64_t rows[] = {1, 1}, many[] = {UINT64_MAX, 1};
     static const uint64_t long_rows[] = {UINT64_C(1) << 58, 1};
-    EXPECT_EINVAL(order.op_kind = 9);
-    EXPECT_EINVAL(order.collective = UINT32_MAX);
-    EXPECT_EINVAL(order.redop = 5);
-    EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
+    EXPECT_EINVAL(command.op_kind = 9);
+    EXPECT_EINVAL(command.collective = UINT32_MAX);
+    EXPECT_EINVAL(command.redop = 5);
+    EXPECT_EINVAL(command.n_parts = PCCL_PARTS_MAX + 1);
     EXPECT_EINVAL(part.dtype = PCCL_I128 + 1);
-    EXPECT_EINVAL(order.format = PCCL_ZERO_POINT_16 + 1);
-    EXPECT_EINVAL(order.format = UINT32_MAX);
-    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.redop = PCCL_PROD);
-    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.collective = PCCL_BROADCAST);
-    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; part.dtype = PCCL_I32);
+    EXPECT_EINVAL(command.format = PCCL_ZERO_POINT_16 + 1);
+    EXPECT_EINVAL(command.format = UINT32_MAX);
+    EXPECT_EINVAL(command.format = PCCL_BLOCK_8; command.redop = PCCL_PROD);
+    EXPECT_EINVAL(command.format = PCCL_BLOCK_8; command.collective = PCCL_BROADCAST);
+    EXPECT_EINVAL(command.format = PCCL_BLOCK_8; part.dtype = PCCL_I32);
     EXPECT_EINVAL(part.count = UINT64_MAX / 2);
     EXPECT_EINVAL(part.recv = NULL);
     EXPECT_EINVAL(part.recv = memory + 63);
     EXPECT_EINVAL(part.send = memory + 63);
-    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = 0);
-    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = PCCL_PEERS_MAX + 1);
-    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; part.send = memory + 32);
-    EXPECT_EINVAL(order.recv_rows = rows);
-    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; order.recv_rows = rows);
-    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.recv_rows = many);
-    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.recv_rows = long_rows);
-    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.recv_rows = rows; part.recv = NULL);
-    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; order.members = 0);
-    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; part.recv = memory + 127);
+    EXPECT_EINVAL(command.collective = PCCL_ALL_GATHER; command.members = 0);
+    EXPECT_EINVAL(command.collective = PCCL_ALL_GATHER; command.members = PCCL_PEERS_MAX + 1);
+    EXPECT_EINVAL(command.collective = PCCL_ALL_GATHER; part.send = memory + 32);
+    EXPECT_EINVAL(command.recv_rows = rows);
+    EXPECT_EINVAL(command.collective = PCCL_REDUCE_SCATTER; command.recv_rows = rows);
+    EXPECT_EINVAL(command.collective = PCCL_ALL_GATHER; command.recv_rows = many);
+    EXPECT_EINVAL(command.collective = PCCL_ALL_GATHER; command.recv_rows = long_rows);
+    EXPECT_EINVAL(command.collective = PCCL_ALL_GATHER; command.recv_rows = rows; part.recv = NULL);
+    EXPECT_EINVAL(command.collective = PCCL_REDUCE_SCATTER; command.members = 0);
+    EXPECT_EINVAL(command.collective = PCCL_REDUCE_SCATTER; part.recv = memory + 127);
 }
 
 static void test_wrong_starts(void)
@@ -92,31 +92,31 @@ static void test_wrong_starts(void)
     int variant;
     for (variant = 0; variant < 14; variant++) {
         struct job job = job_plain(1024, true);
-        pccl_order order = {0};
+        pccl_command command = {0};
         if (variant >= 8)
             job.what = variant == 8 ? PCCL_BROADCAST : PCCL_ALL_GATHER;
         job.unlike = variant == 13;
         job.rows[0] = job.rows[1] = 1;
         job_make(&job, 2);
         job_open_ring(&peers, &job, 2, 1);
-        order.kind = PCCL_START;
-        order.op = job.op;
-        order.seq = variant == 5 ? job.seq - 1 : job.seq;
-        order.n_rings = variant == 6 ? 9 : variant == 7 ? 0 : 1;
-        order.rings[0].stream = variant == 4 ? 2 : 1;
-        order.rings[0].members = variant == 0 ? 4097 : variant == 9 ? 3 : 2;
-        order.rings[0].position = variant == 1 ? 2 : variant == 10 || variant == 13 ? 1 : 0;
-        order.rings[0].root = variant == 8 ? 2 : 0;
-        order.rings[0].ranks = variant == 11 ? ranks : NULL;
-        order.rings[0].begin = variant == 2 ? 64 : 0;
-        order.rings[0].count = variant == 3 ? 1023 : 1024;
+        command.kind = PCCL_START;
+        command.op = job.op;
+        command.seq = variant == 5 ? job.seq - 1 : job.seq;
+        command.n_rings = variant == 6 ? 9 : variant == 7 ? 0 : 1;
+        command.rings[0].stream = variant == 4 ? 2 : 1;
+        command.rings[0].members = variant == 0 ? 4097 : variant == 9 ? 3 : 2;
+        command.rings[0].position = variant == 1 ? 2 : variant == 10 || variant == 13 ? 1 : 0;
+        command.rings[0].root = variant == 8 ? 2 : 0;
+        command.rings[0].ranks = variant == 11 ? ranks : NULL;
+        command.rings[0].begin = variant == 2 ? 64 : 0;
+        command.rings[0].count = variant == 3 ? 1023 : 1024;
         if (variant == 12) {
-            order.n_rings = 2;
-            order.rings[1] = order.rings[0];
-            order.rings[0].count = order.rings[1].begin = order.rings[1].count = 512;
-            order.rings[1].ranks = swapped;
+            command.n_rings = 2;
+            command.rings[1] = command.rings[0];
+            command.rings[0].count = command.rings[1].begin = command.rings[1].count = 512;
+            command.rings[1].ranks = swapped;
         }
-        peers_order(&peers, 0, &order);
+        peers_command(&peers, 0, &command);
         peers_run(&peers);
         if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1))
             fprintf(stderr, "  %s\n", names[variant]);
@@ -126,19 +126,19 @@ static void test_wrong_starts(void)
     }
 }
 
-/* Orders in one message are obeyed in turn, up to a piece of one. */
-static void test_orders_together(void)
+/* Commands in one message are carried out in turn, up to a piece of one. */
+static void test_commands_together(void)
 {
     struct job job = make_job(1000, 2);
-    unsigned char data[3 * sizeof(pccl_order) - 1];
-    pccl_order orders[3] = {{0}};
+    unsigned char data[3 * sizeof(pccl_command) - 1];
+    pccl_command commands[3] = {{0}};
     pccl_msg message;
     job_open_ring(&peers, &job, 2, 1);
-    orders[0].kind = PCCL_ABORT;
-    orders[0].op = 998;
-    orders[1].kind = orders[2].kind = PCCL_ABORT;
-    orders[1].op = orders[2].op = 999;
-    memcpy(data, orders, sizeof data);
+    commands[0].kind = PCCL_ABORT;
+    commands[0].op = 998;
+    commands[1].kind = commands[2].kind = PCCL_ABORT;
+    commands[1].op = commands[2].op = 999;
+    memcpy(data, commands, sizeof data);
     if (fake_table()->msg_init_size(&message, sizeof data) < 0)
         abort();
     memcpy(fake_table()->msg_data(&message), data, sizeof data);
@@ -155,15 +155,15 @@ static void test_orders_together(void)
 static void test_wrong_ends(void)
 {
     struct job job = make_job(1000, 2);
-    pccl_order short_order = {0};
+    pccl_command short_command = {0};
     pccl_msg message;
     job_open_ring(&peers, &job, 2, 1);
     peers_run(&peers);
     job_register(&peers, 1, &job);               /* the number again */
     peers_end(&peers, 0, PCCL_COMMIT, job.op);   /* before COMPLETE */
     peers_end(&peers, 0, PCCL_ABORT, 999);       /* unknown: settled, as far as we know */
-    short_order.kind = 99;
-    peers_order(&peers, 0, &short_order);
+    short_command.kind = 99;
+    peers_command(&peers, 0, &short_command);
     if (fake_table()->msg_init_size(&message, 3) == 0)
         (void)fake_table()->msg_send(&message, peers.peer[0].pair, 1);
     peers_run(&peers);
@@ -214,15 +214,15 @@ static void test_tag_again(void)
 
 /* ---- streams ---- */
 
-/* OPEN_STREAM, and an order with the members for CONNECT_STREAM. */
-static void open_stream(const pccl_order *order, uint32_t number)
+/* OPEN_STREAM, and a command with the members for CONNECT_STREAM. */
+static void open_stream(const pccl_command *command, uint32_t number)
 {
-    pccl_order both = *order;
+    pccl_command both = *command;
     both.kind = PCCL_OPEN_STREAM;
     both.stream = number;
-    peers_order(&peers, 0, &both);
+    peers_command(&peers, 0, &both);
     both.kind = PCCL_CONNECT_STREAM;
-    peers_order(&peers, 0, &both);
+    peers_command(&peers, 0, &both);
 }
 
 static int lost(uint32_t stream, int status)
@@ -234,34 +234,34 @@ static int lost(uint32_t stream, int status)
 static void test_no_stream(void)
 {
     pccl_options options = peers_options();
-    pccl_order order = {0};
+    pccl_command command = {0};
     int nth;
     peers_open(&peers, 1, &options, 1);
-    order.lanes = 3;
-    order.hwm = 1;
-    strcpy(order.endpoint, "tcp://nobody:1");
-    open_stream(&order, 4);
+    command.lanes = 3;
+    command.hwm = 1;
+    strcpy(command.endpoint, "tcp://nobody:1");
+    open_stream(&command, 4);
     peers_run(&peers);
     CHECK(lost(4, PCCL_EREACH));
-    order.hwm = 0;
-    open_stream(&order, 5);
+    command.hwm = 0;
+    open_stream(&command, 5);
     peers_run(&peers);
     CHECK(lost(5, PCCL_EINVAL));
-    order.hwm = 1;
-    strcpy(order.endpoint, peers.peer[0].endpoint);
-    for (nth = 0; nth == 0 || lost(order.stream, PCCL_EZMQ); nth++) {
-        order.stream = 100 + (uint32_t)nth;
-        open_stream(&order, order.stream);
+    command.hwm = 1;
+    strcpy(command.endpoint, peers.peer[0].endpoint);
+    for (nth = 0; nth == 0 || lost(command.stream, PCCL_EZMQ); nth++) {
+        command.stream = 100 + (uint32_t)nth;
+        open_stream(&command, command.stream);
         fake_fail_call(nth);
         peers_run(&peers);
         fake_fail_call(-1);
     }
     CHECK(nth == 15);
     CHECK(peers.peer[0].n_up == 1);
-    order.kind = PCCL_CLOSE_STREAM;
-    peers_order(&peers, 0, &order);
+    command.kind = PCCL_CLOSE_STREAM;
+    peers_command(&peers, 0, &command);
     peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == 0);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, command.stream) == 0);
     peers_close(&peers);
 }
 
@@ -273,39 +273,39 @@ static void test_late_endpoint(void)
     for (late = 0; late < 2; late++) {
         struct job job = make_job(3000, 2);
         pccl_options options = peers_options();
-        pccl_order order = {0};
+        pccl_command command = {0};
         int i;
         peers_open(&peers, 2, &options, 1);
         peers_stream(&peers, 1, 0, 1, 2, 4);
         for (i = 0; i < 2; i++)
             job_register(&peers, i, &job);
-        order.kind = PCCL_OPEN_STREAM;
-        order.stream = 1;
-        peers_order(&peers, 0, &order);
+        command.kind = PCCL_OPEN_STREAM;
+        command.stream = 1;
+        peers_command(&peers, 0, &command);
         job_start_all(&peers, &job);
         peers_run(&peers);
         CHECK(peers.peer[0].n_up == 0);
         CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 0);
-        order.kind = late ? PCCL_CONNECT_STREAM : PCCL_LOSE_STREAM;
-        order.lanes = order.hwm = 2;
-        strcpy(order.endpoint, late ? peers.peer[1].endpoint : why);
-        peers_order(&peers, 0, &order);
+        command.kind = late ? PCCL_CONNECT_STREAM : PCCL_LOSE_STREAM;
+        command.lanes = command.hwm = 2;
+        strcpy(command.endpoint, late ? peers.peer[1].endpoint : why);
+        peers_command(&peers, 0, &command);
         peers_run(&peers);
         if (late) {
             CHECK(job_is_right(&peers, &job));
             CHECK(peers.peer[0].n_up == 1);
-            peers_order(&peers, 0, &order);      /* twice */
+            peers_command(&peers, 0, &command);      /* twice */
             peers_run(&peers);
             CHECK(lost(1, PCCL_EINVAL));
         } else {
             CHECK(lost(1, PCCL_EREACH));
             CHECK(strcmp(peers_event(&peers, 0, PCCL_STREAM_LOST, 1)->text, why) == 0);
             CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1);
-            peers_order(&peers, 0, &order);      /* it is gone */
-            memset(order.endpoint, 'x', sizeof order.endpoint);
+            peers_command(&peers, 0, &command);      /* it is gone */
+            memset(command.endpoint, 'x', sizeof command.endpoint);
             peers_stream(&peers, 0, 1, 2, 2, 2);
-            order.stream = 2;                    /* a text without an end */
-            peers_order(&peers, 0, &order);
+            command.stream = 2;                    /* a text without an end */
+            peers_command(&peers, 0, &command);
             peers_run(&peers);
             CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 2) == 0);
         }
@@ -320,14 +320,14 @@ static void test_late_endpoint(void)
 static void test_automatic_lanes(void)
 {
     pccl_options options = peers_options();
-    pccl_order order = {0};
+    pccl_command command = {0};
     peers_open(&peers, 1, &options, 1);
-    order.hwm = 1;
-    strcpy(order.endpoint, peers.peer[0].endpoint);
-    open_stream(&order, 4);
+    command.hwm = 1;
+    strcpy(command.endpoint, peers.peer[0].endpoint);
+    open_stream(&command, 4);
     peers_run(&peers);
     CHECK(fake_lanes() == 8);
-    open_stream(&order, 5);
+    open_stream(&command, 5);
     while (fake_lanes() == 8)
         (void)pccl_engine_step(peers.peer[0].engine);
     fake_fail_call(0);
@@ -371,18 +371,18 @@ static void test_who_may_connect(void)
 {
     static const char key[] = "a key of forty characters, as they are..";
     pccl_options options = peers_options();
-    pccl_order order = {0};
+    pccl_command command = {0};
     int i;
     memcpy(options.dialler, "a password", 11);
     peers_open(&peers, 1, &options, 1);
-    order.peer = 1;
-    order.nonce = 7;
-    order.kind = PCCL_EXPECT;
-    peers_order(&peers, 0, &order);
-    memcpy(order.curve_server, key, PCCL_KEY_CHARS);
+    command.peer = 1;
+    command.nonce = 7;
+    command.kind = PCCL_EXPECT;
+    peers_command(&peers, 0, &command);
+    memcpy(command.curve_server, key, PCCL_KEY_CHARS);
     for (i = 0; i < 100; i++) {
-        order.kind = i % 40 == 0 ? PCCL_EXPECT : PCCL_ADMIT;
-        peers_order(&peers, 0, &order);
+        command.kind = i % 40 == 0 ? PCCL_EXPECT : PCCL_ADMIT;
+        peers_command(&peers, 0, &command);
     }
     peers_run(&peers);
     CHECK(peers.peer[0].n_events == 0 && peers.peer[0].error == 0);
@@ -392,9 +392,9 @@ static void test_who_may_connect(void)
 
 int main(void)
 {
-    test_wrong_orders();
+    test_wrong_commands();
     test_wrong_starts();
-    test_orders_together();
+    test_commands_together();
     test_wrong_ends();
     test_tag_again();
     test_no_stream();
@@ -402,5 +402,5 @@ int main(void)
     test_automatic_lanes();
     test_no_engine();
     test_who_may_connect();
-    return check_report("orders");
+    return check_report("commands");
 }

@@ -1,4 +1,4 @@
-/* test_early.c - what is sent before START: held by its receiver, never applied before the START
+/* test_eager.c - what is sent before START: held by its receiver, never applied before the START
  * that names its call, void with its epoch, within a credit. */
 #include "check.h"
 #include "job.h"
@@ -6,26 +6,26 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/stash.h"
+#include "engine/unexpected.h"
 #include "engine/wire.h"
 
 static struct peers peers;
 
 static void expect_nonce(int who, uint64_t nonce)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_EXPECT;
-    order.peer = (uint64_t)who + 1;
-    order.nonce = nonce;
-    peers_order(&peers, who, &order);
+    pccl_command command = {0};
+    command.kind = PCCL_EXPECT;
+    command.peer = (uint64_t)who + 1;
+    command.nonce = nonce;
+    peers_command(&peers, who, &command);
 }
 
 static void close_stream(int who, uint32_t stream)
 {
-    pccl_order order = {0};
-    order.kind = PCCL_CLOSE_STREAM;
-    order.stream = stream;
-    peers_order(&peers, who, &order);
+    pccl_command command = {0};
+    command.kind = PCCL_CLOSE_STREAM;
+    command.stream = stream;
+    peers_command(&peers, who, &command);
 }
 
 /* Steps a random number of times. */
@@ -40,13 +40,13 @@ static struct job draw(uint64_t seed, int *n)
 {
     struct job job = job_plain(seed % 9 * 170 + seed % 3, seed % 2);
     job.what = (enum pccl_collective)(PCCL_ALL_REDUCE + seed % 5);
-    job.early = true;
+    job.eager = true;
     job.chunk_bytes = seed % 3 ? 4096 : 256;
     *n = 2 + (int)(seed / 5 % 4);
     job.root = (uint32_t)(seed % (uint64_t)*n);
     if (job.what != PCCL_ALL_GATHER && job.what != PCCL_BROADCAST && seed % 4 == 0)
         job.format = PCCL_BLOCK_8;
-    job.direct = job.what == PCCL_ALL_REDUCE && *n == 2;
+    job.oneshot = job.what == PCCL_ALL_REDUCE && *n == 2;
     if (seed % 7 == 0 && job.format == PCCL_UNQUANTIZED) {
         job.n_parts = 3;
         job.part[0].dtype = PCCL_F32;
@@ -63,7 +63,7 @@ static struct job draw(uint64_t seed, int *n)
     return job;
 }
 
-/* Every collective, in one ring and in two. Each peer registers, sends early (or not) and starts
+/* Every collective, in one ring and in two. Each peer registers, sends eagerly (or not) and starts
  * after any number of steps. Until the first START no byte of anybody's memory changes. */
 static void test_orders_of_events(void)
 {
@@ -83,7 +83,7 @@ static void test_orders_of_events(void)
         for (i = 0; i < n; i++) {
             job_register(&peers, i, &job);
             if (fake_random(4))
-                job_early(&peers, i, &job, rings);
+                job_eager(&peers, i, &job, rings);
             step_some();
         }
         if (seed % 2)
@@ -109,12 +109,12 @@ static void test_orders_of_events(void)
 }
 
 /* A job of `n` peers of which peer 0 has sent what it may. */
-static struct job sent_early(int n, uint64_t count, bool joined)
+static struct job sent_eagerly(int n, uint64_t count, bool joined)
 {
     pccl_options options = peers_options();
     struct job job = job_plain(count, true);
     int i;
-    job.early = true;
+    job.eager = true;
     job_make(&job, n);
     peers_open(&peers, n, &options, 1);
     for (i = 0; i < n; i++)
@@ -123,7 +123,7 @@ static struct job sent_early(int n, uint64_t count, bool joined)
     for (i = 0; i < n; i++)
         if (i == 0 || joined)
             job_register(&peers, i, &job);
-    job_early(&peers, 0, &job, 1);
+    job_eager(&peers, 0, &job, 1);
     peers_run(&peers);
     return job;
 }
@@ -141,7 +141,7 @@ static void finish(struct job *job)
 /* What came before REGISTER is there at START; nothing is dropped. */
 static void test_not_joined(void)
 {
-    struct job job = sent_early(2, 3000, false);
+    struct job job = sent_eagerly(2, 3000, false);
     CHECK(job_is_untouched(&job, 1));
     job_register(&peers, 1, &job);
     job_start(&peers, 1, &job);
@@ -166,7 +166,7 @@ static void test_taken_back(void)
         pccl_options options = peers_options();
         struct job job = job_plain(3000, true), next;
         size_t j;
-        job.early = true;
+        job.eager = true;
         job_make(&job, 2);
         peers_open(&peers, 2, &options, 1);
         peers_connect_ring(&peers, 1, 100);
@@ -174,7 +174,7 @@ static void test_taken_back(void)
         if (stalled)
             fake_stall(peers.peer[1].endpoint, true);
         job_register(&peers, 0, &job);
-        job_early(&peers, 0, &job, 1);
+        job_eager(&peers, 0, &job, 1);
         peers_run(&peers);
         peers_end(&peers, 0, PCCL_ABORT, job.op);
         (void)peers_step(&peers);
@@ -187,12 +187,12 @@ static void test_taken_back(void)
             fake_stall(peers.peer[1].endpoint, false);
         peers_run(&peers);
         next = job_plain(3000, true);
-        next.early = true;
+        next.eager = true;
         next.op = 2;
         job_make(&next, 2);
         job_register(&peers, 0, &next);
         job_register(&peers, 1, &next);
-        job_early(&peers, 0, &next, 1);
+        job_eager(&peers, 0, &next, 1);
         finish(&next);
         peers_close(&peers);
         job_free(&next);
@@ -203,8 +203,8 @@ static void test_taken_back(void)
 /* The receiver takes its vote back and votes again: the sender's call still starts with that. */
 static void test_receiver_votes_anew(void)
 {
-    struct job job = sent_early(2, 3000, true), again = job;
-    pccl_order start = {0};
+    struct job job = sent_eagerly(2, 3000, true), again = job;
+    pccl_command start = {0};
     peers_end(&peers, 1, PCCL_ABORT, job.op);
     again.op = 9;
     job_register(&peers, 1, &again);
@@ -219,7 +219,7 @@ static void test_receiver_votes_anew(void)
     start.rings[0].position = 1;
     start.rings[0].count = job.span;
     start.rings[0].call = job.op;
-    peers_order(&peers, 1, &start);
+    peers_command(&peers, 1, &start);
     job_start(&peers, 0, &job);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_COMPLETE, job.op) == 1);
@@ -229,12 +229,12 @@ static void test_receiver_votes_anew(void)
     job_free(&job);
 }
 
-/* Another epoch: what was sent early is void with its streams, on both sides. */
+/* Another epoch: what was sent eagerly is void with its streams, on both sides. */
 static void test_another_epoch(void)
 {
     int variant;
     for (variant = 0; variant < 3; variant++) {
-        struct job job = sent_early(3, 5000, variant != 1);
+        struct job job = sent_eagerly(3, 5000, variant != 1);
         int i;
         if (variant == 2) {          /* its chunks come when the receiver knows of the next one */
             expect_nonce(1, 6);
@@ -248,7 +248,7 @@ static void test_another_epoch(void)
                 job_register(&peers, i, &job);
         }
         for (i = 0; i < 3; i++) {
-            pccl_order start = {0};
+            pccl_command start = {0};
             start.kind = PCCL_START;
             start.op = job.op;
             start.seq = job.seq;
@@ -260,7 +260,7 @@ static void test_another_epoch(void)
             start.rings[0].position = 2 - (uint32_t)i;
             start.rings[0].count = job.span;
             start.rings[0].call = job.op;
-            peers_order(&peers, i, &start);
+            peers_command(&peers, i, &start);
         }
         peers_run(&peers);
         CHECK(job_is_right(&peers, &job));
@@ -276,7 +276,7 @@ static void test_lost_stream(void)
 {
     int cut_late;
     for (cut_late = 0; cut_late < 2; cut_late++) {
-        struct job job = sent_early(2, 3000, true);
+        struct job job = sent_eagerly(2, 3000, true);
         CHECK(fake_cut(peers.peer[1].endpoint));
         if (!cut_late)
             peers_run(&peers);
@@ -313,7 +313,7 @@ static void test_credit(void)
     peers_connect_ring(&peers, 2, 4000);
     for (j = 0; j < 4; j++) {
         jobs[j] = job_plain(COUNT, true);
-        jobs[j].early = true;
+        jobs[j].eager = true;
         jobs[j].op = 1 + (uint64_t)j;
         jobs[j].tag = 100 + (uint64_t)j;
         jobs[j].seq = 10 + (uint64_t)j;
@@ -321,7 +321,7 @@ static void test_credit(void)
         job_make(&jobs[j], 2);
         job_register(&peers, 0, &jobs[j]);
     }
-    job_early(&peers, 0, &jobs[0], 1);
+    job_eager(&peers, 0, &jobs[0], 1);
     peers_run(&peers);
     job_register(&peers, 1, &jobs[0]);
     job_start(&peers, 0, &jobs[0]);
@@ -329,16 +329,16 @@ static void test_credit(void)
     peers_run(&peers);
     CHECK(job_is_right(&peers, &jobs[0]));
     CHECK(job_commit(&peers, &jobs[0]));
-    job_early(&peers, 0, &jobs[1], 1);
+    job_eager(&peers, 0, &jobs[1], 1);
     peers_run(&peers);
     first = sent_bytes(0, jobs[1].op);
     CHECK(first > CREDIT / 2 && first <= CREDIT);
-    job_early(&peers, 0, &jobs[2], 1);
+    job_eager(&peers, 0, &jobs[2], 1);
     peers_run(&peers);
     CHECK(sent_bytes(0, jobs[2].op) == 0);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
     job_register(&peers, 1, &jobs[3]);
-    job_early(&peers, 0, &jobs[3], 1);       /* without credit it goes as ever */
+    job_eager(&peers, 0, &jobs[3], 1);       /* without credit it goes as ever */
     job_start(&peers, 0, &jobs[3]);
     job_start(&peers, 1, &jobs[3]);
     peers_run(&peers);
@@ -360,29 +360,29 @@ static void test_again(void)
     peers_connect_ring(&peers, 2, 4000);
     for (j = 1; j <= TIMES; j++) {
         struct job job = job_plain(COUNT, true);
-        job.early = true;
+        job.eager = true;
         job.op = (uint64_t)j;
         job.tag = (uint64_t)j;
         job.seq = 10 + (uint64_t)j;
         job.chunk_bytes = 65536;
         job_make(&job, 2);
         job_register(&peers, 0, &job);
-        job_early(&peers, 0, &job, 1);
+        job_eager(&peers, 0, &job, 1);
         peers_run(&peers);
         job_register(&peers, 1, &job);
         finish(&job);
         sent += COUNT / 2 * sizeof(float);
         job_free(&job);
     }
-    CHECK(sent > STASH_MAX && pccl_engine_dropped(peers.peer[1].engine) == 0);
+    CHECK(sent > EAGER_MAX && pccl_engine_dropped(peers.peer[1].engine) == 0);
     peers_close(&peers);
 }
 
-static struct wire_header early_chunk(uint64_t call)
+static struct wire_header eager_chunk(uint64_t call)
 {
     struct wire_header header = {0};
     header.kind = WIRE_CHUNK;
-    header.early = true;
+    header.eager = true;
     header.members = 2;
     header.run = TEST_RUN;
     header.tag = 101;
@@ -409,14 +409,14 @@ static void test_flood(void)
     for (joined = 0; joined < 2; joined++) {
         pccl_options options = peers_options();
         struct job job = job_plain(1000, true);
-        struct wire_header again = early_chunk(1);
+        struct wire_header again = eager_chunk(1);
         const uint64_t limit = joined ? 31 : 15;     /* each costs a little more than its bytes */
         job_make(&job, 2);
         peers_open(&peers, 2, &options, 1);
         if (joined)
             job_register(&peers, 0, &job);
         for (i = 0; i < 40; i++) {
-            struct wire_header header = early_chunk(1 + (uint64_t)i % 3);
+            struct wire_header header = eager_chunk(1 + (uint64_t)i % 3);
             header.tag += joined ? 0 : (uint64_t)i % 5;
             inject(0, &header, MESSAGE);
             peers_run(&peers);
@@ -443,7 +443,7 @@ static void test_joined_later(void)
     enum { MESSAGE = 1 << 20, HELD = 15 };       /* so many are less than a receiver holds */
     pccl_options options = peers_options();
     struct job job = job_plain(1000, true);
-    struct wire_header header = early_chunk(1);
+    struct wire_header header = eager_chunk(1);
     int i;
     job_make(&job, 2);
     peers_open(&peers, 2, &options, 1);
@@ -483,8 +483,8 @@ static void test_which_call(void)
         for (late = 0; late < 2; late++) {
             pccl_options options = peers_options();
             struct job job = job_plain(128, true);
-            struct wire_header header = early_chunk(cases[i].call);
-            job.early = true;
+            struct wire_header header = eager_chunk(cases[i].call);
+            job.eager = true;
             job_make(&job, 2);
             peers_open(&peers, 2, &options, 1);
             peers_connect_ring(&peers, 1, 4);
@@ -529,11 +529,11 @@ static void test_own_numbers(void)
         mine[i] = job;
         mine[i].op = 10 + (uint64_t)i;
         job_register(&peers, i, &mine[i]);
-        job_early(&peers, i, &mine[i], 1);
+        job_eager(&peers, i, &mine[i], 1);
     }
     peers_run(&peers);
     for (i = 0; i < N; i++) {
-        pccl_order start = {0};
+        pccl_command start = {0};
         start.kind = PCCL_START;
         start.op = mine[i].op;
         start.seq = job.seq;
@@ -545,7 +545,7 @@ static void test_own_numbers(void)
         start.rings[0].position = (uint32_t)i;
         start.rings[0].count = job.span;
         start.rings[0].call = 10 + (uint64_t)(i + N - 1) % N;
-        peers_order(&peers, i, &start);
+        peers_command(&peers, i, &start);
         peers_run(&peers);
     }
     for (i = 0; i < N; i++) {
@@ -556,25 +556,26 @@ static void test_own_numbers(void)
     job_free(&job);
 }
 
-/* A packet of so many bytes in the stash, or not: whether it was held. */
-static bool hold(struct stash *stash, uint64_t call, uint64_t tag, size_t bytes, bool awaited)
+/* A packet of so many bytes in the unexpected, or not: whether it was held. */
+static bool hold(struct unexpected *unexpected, uint64_t call, uint64_t tag, size_t bytes,
+                 bool awaited)
 {
-    struct wire_header header = early_chunk(call);
+    struct wire_header header = eager_chunk(call);
     struct packet *packet = packet_new();
     struct source source = {0};
     bool held;
     source.zmq = fake_table();
     header.tag = tag;
     CHECK(packet_reserve(&source, packet, &header, bytes) == PCCL_OK);
-    held = stash_hold(stash, &header, &packet, awaited);
+    held = unexpected_hold(unexpected, &header, &packet, awaited);
     packet_free(fake_table(), packet);
     return held;
 }
 
-static bool has(struct stash *stash, uint64_t call)
+static bool has(struct unexpected *unexpected, uint64_t call)
 {
-    struct wire_header header = early_chunk(call);
-    struct packet *packet = stash_take(stash, &header);
+    struct wire_header header = eager_chunk(call);
+    struct packet *packet = unexpected_take(unexpected, &header);
     if (packet == NULL)
         return false;
     packet_free(fake_table(), packet);
@@ -584,38 +585,39 @@ static bool has(struct stash *stash, uint64_t call)
 /* What START frees, and what counts together. */
 static void test_stash(void)
 {
-    enum { NEARLY_ALL = STASH_MAX - 2 * STASH_COST };
-    struct stash stash = {0};
-    struct wire_header header = early_chunk(5);
+    enum { NEARLY_ALL = EAGER_MAX - 2 * EAGER_COST };
+    struct unexpected unexpected = {0};
+    struct wire_header header = eager_chunk(5);
     fake_reset(1);
-    CHECK(hold(&stash, 4, 101, 10, false) && hold(&stash, 5, 101, 10, false));
-    CHECK(hold(&stash, 6, 101, 10, false) && hold(&stash, 4, 102, 10, false));
-    CHECK(has(&stash, 5));
-    stash_forget(&stash, fake_table(), &header);
-    CHECK(!has(&stash, 4) && !has(&stash, 5) && has(&stash, 6));
-    stash_free(&stash, fake_table());
-    CHECK(hold(&stash, 1, 101, NEARLY_ALL, false) && !hold(&stash, 1, 102, 8192, false));
-    stash_await(&stash, TEST_RUN, 101, true);    /* its sender may have begun another one */
-    CHECK(hold(&stash, 1, 102, NEARLY_ALL, false) && !hold(&stash, 1, 103, 8192, false));
-    CHECK(hold(&stash, 2, 101, NEARLY_ALL, true) && !hold(&stash, 2, 101, 16384, true));
-    stash_await(&stash, TEST_RUN, 101, false);
-    stash_expect(&stash, fake_table(), 0);
-    CHECK(has(&stash, 1));
-    stash_expect(&stash, fake_table(), 1);
-    CHECK(stash.first == NULL);
+    CHECK(hold(&unexpected, 4, 101, 10, false) && hold(&unexpected, 5, 101, 10, false));
+    CHECK(hold(&unexpected, 6, 101, 10, false) && hold(&unexpected, 4, 102, 10, false));
+    CHECK(has(&unexpected, 5));
+    unexpected_forget(&unexpected, fake_table(), &header);
+    CHECK(!has(&unexpected, 4) && !has(&unexpected, 5) && has(&unexpected, 6));
+    unexpected_free(&unexpected, fake_table());
+    CHECK(hold(&unexpected, 1, 101, NEARLY_ALL, false) && !hold(&unexpected, 1, 102, 8192, false));
+    unexpected_await(&unexpected, TEST_RUN, 101, true);
+    /* its sender may have begun another one */
+    CHECK(hold(&unexpected, 1, 102, NEARLY_ALL, false) && !hold(&unexpected, 1, 103, 8192, false));
+    CHECK(hold(&unexpected, 2, 101, NEARLY_ALL, true) && !hold(&unexpected, 2, 101, 16384, true));
+    unexpected_await(&unexpected, TEST_RUN, 101, false);
+    unexpected_expect(&unexpected, fake_table(), 0);
+    CHECK(has(&unexpected, 1));
+    unexpected_expect(&unexpected, fake_table(), 1);
+    CHECK(unexpected.first == NULL);
 }
 
-/* EARLY twice, with impossible rings, or contradicted by START. */
-static void test_wrong_orders(void)
+/* EAGER twice, with impossible rings, or contradicted by START. */
+static void test_wrong_commands(void)
 {
     int variant;
     for (variant = 0; variant < 4; variant++) {
-        struct job job = sent_early(2, 3000, true), other = job;
-        other.direct = variant == 3;
+        struct job job = sent_eagerly(2, 3000, true), other = job;
+        other.oneshot = variant == 3;
         switch (variant) {
-        case 0: job_early(&peers, 0, &job, 1); break;
-        case 1: other.span -= 64; job_early(&peers, 1, &other, 1); break;
-        case 2: other.n = 1; job_early(&peers, 1, &other, 1); break;
+        case 0: job_eager(&peers, 0, &job, 1); break;
+        case 1: other.span -= 64; job_eager(&peers, 1, &other, 1); break;
+        case 2: other.n = 1; job_eager(&peers, 1, &other, 1); break;
         case 3: job_start(&peers, 0, &other); break;
         }
         peers_run(&peers);
@@ -642,6 +644,6 @@ int main(void)
     test_which_call();
     test_own_numbers();
     test_stash();
-    test_wrong_orders();
-    return check_report("early");
+    test_wrong_commands();
+    return check_report("eager");
 }

@@ -5,14 +5,14 @@
 
 #include <string.h>
 
-enum { STEP = 256, STEPS_MAX = 64 };
+enum { WINDOW = 256, STEPS_MAX = 64 };
 
 struct told {
     int times[STEPS_MAX];
     int n;
 };
 
-/* Reads the events that a peer has had since `from`: at each WRITTEN that step must be right. */
+/* Reads the events that a peer has had since `from`: at each WRITTEN that window must be right. */
 static void hear(const struct peers *peers, const struct job *job, int who, struct told *told)
 {
     const size_t width = pccl_dtype_size(job->part[0].dtype);
@@ -24,8 +24,8 @@ static void hear(const struct peers *peers, const struct job *job, int who, stru
         if (event->kind != PCCL_WRITTEN || !CHECK(event->done < STEPS_MAX))
             continue;
         told->times[event->done]++;
-        from = (size_t)event->done * STEP * width;
-        to = from + STEP * width < bytes ? from + STEP * width : bytes;
+        from = (size_t)event->done * WINDOW * width;
+        to = from + WINDOW * width < bytes ? from + WINDOW * width : bytes;
         CHECK(memcmp(recv + from, job->expected[who][0] + from, to - from) == 0);
     }
 }
@@ -38,7 +38,7 @@ static void hear_all(struct peers *peers, const struct job *job, struct told *to
         hear(peers, job, i, &told[i]);
 }
 
-/* Fills the memory of all, step by step, in an order that the seed gives: some is filled before
+/* Fills the memory of all, window by window, in an order that the seed gives: some is filled before
  * START, some after it. What is held until then does not fill the ring up. Some begin before START:
  * they send only what is there. */
 static void test_any_order(void)
@@ -46,46 +46,46 @@ static void test_any_order(void)
     static const uint64_t counts[] = {1, 200, 256, 1000, 5003};
     static struct peers peers;
     pccl_options options = peers_options();
-    uint64_t seed, k, steps;
+    uint64_t seed, k, windows;
     int i, n;
     for (seed = 1; seed <= 120; seed++) {
         struct job job = job_plain(counts[seed % 5], seed % 2);
         struct told told[TEST_PEERS_MAX] = {{{0}, 0}};
         n = 1 + (int)(seed % 4);
-        job.step = STEP;
-        job.direct = n == 2 && seed % 3 == 0;
+        job.window = WINDOW;
+        job.oneshot = n == 2 && seed % 3 == 0;
         job.dtype = seed % 7 < 5 ? PCCL_F32 : PCCL_F64;
         job.format = seed % 8 < 5 ? PCCL_UNQUANTIZED : PCCL_BLOCK_8;
         job.chunk_bytes = seed % 3 ? 700 : 4096;
-        job.early = seed % 5 < 3;
+        job.eager = seed % 5 < 3;
         job_make(&job, n);
-        steps = (job.span + STEP - 1) / STEP;
+        windows = (job.span + WINDOW - 1) / WINDOW;
         peers_open(&peers, n, &options, seed);
         if (n > 1)
             peers_connect_ring(&peers, 2, 2);
         for (i = 0; i < n; i++) {
             job_register(&peers, i, &job);
-            if (job.early && n > 1 && (seed + (uint64_t)i) % 3)
-                job_early(&peers, i, &job, 1);
+            if (job.eager && n > 1 && (seed + (uint64_t)i) % 3)
+                job_eager(&peers, i, &job, 1);
         }
-        for (k = 0; k < steps + 1; k++)
+        for (k = 0; k < windows + 1; k++)
             for (i = 0; i < n; i++) {
-                uint64_t turn = (k + (uint64_t)i * seed) % (steps + 1);
-                uint64_t step = seed % 2 ? steps - turn : turn - 1;
-                uint64_t end = (step + 1) * STEP < job.span ? (step + 1) * STEP : job.span;
+                uint64_t turn = (k + (uint64_t)i * seed) % (windows + 1);
+                uint64_t window = seed % 2 ? windows - turn : turn - 1;
+                uint64_t end = (window + 1) * WINDOW < job.span ? (window + 1) * WINDOW : job.span;
                 if (turn == 0)
                     job_start(&peers, i, &job);
                 else
-                    job_fill(&peers, i, &job, step * STEP, end);
+                    job_fill(&peers, i, &job, window * WINDOW, end);
                 if (seed % 4)
                     hear_all(&peers, &job, told);
-                if (k < steps)
+                if (k < windows)
                     CHECK(peers_count(&peers, i, PCCL_COMPLETE, job.op) == 0);
             }
         hear_all(&peers, &job, told);
         CHECK(job_is_right(&peers, &job));
         for (i = 0; i < n && n > 1; i++)
-            for (k = 0; k < steps; k++)
+            for (k = 0; k < windows; k++)
                 CHECK(told[i].times[k] == 1);
         CHECK(job_commit(&peers, &job));
         peers_close(&peers);
@@ -102,9 +102,9 @@ static void test_abort(void)
     int i;
     for (seed = 1; seed <= 20; seed++) {
         struct job job = job_plain(5003, seed % 2);
-        uint64_t some = STEP * (seed % 5);
-        job.step = STEP;
-        job.direct = seed % 4 < 2;
+        uint64_t some = WINDOW * (seed % 5);
+        job.window = WINDOW;
+        job.oneshot = seed % 4 < 2;
         job.chunk_bytes = 700;
         job_make(&job, 2);
         job_open_ring(&peers, &job, 2, seed);
@@ -134,27 +134,27 @@ static void test_early(void)
     static struct peers peers;
     int filled;
     for (filled = 0; filled < 3; filled++) {
-        struct job job = job_plain(16 * STEP, true);
+        struct job job = job_plain(16 * WINDOW, true);
         pccl_options options = peers_options();
-        job.step = STEP;
-        job.direct = true;
-        job.early = true;
+        job.window = WINDOW;
+        job.oneshot = true;
+        job.eager = true;
         job.chunk_bytes = 64 * sizeof(float);
         job_make(&job, 2);
         peers_open(&peers, 2, &options, 1);
         peers_connect_ring(&peers, 2, 100);
         job_register(&peers, 0, &job);
-        job_early(&peers, 0, &job, 1);
+        job_eager(&peers, 0, &job, 1);
         if (filled == 1)
-            job_fill(&peers, 0, &job, 0, 3 * STEP);
+            job_fill(&peers, 0, &job, 0, 3 * WINDOW);
         if (filled == 2)
-            job_fill(&peers, 0, &job, STEP, 16 * STEP);
+            job_fill(&peers, 0, &job, WINDOW, 16 * WINDOW);
         peers_run(&peers);
         CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
         peers_end(&peers, 0, PCCL_ABORT, job.op);
         peers_run(&peers);
         CHECK(peers_event(&peers, 0, PCCL_SETTLED, job.op)->tx_bytes
-              == (filled == 1 ? 3 * STEP * sizeof(float) : 0));
+              == (filled == 1 ? 3 * WINDOW * sizeof(float) : 0));
         peers_close(&peers);
         job_free(&job);
     }
@@ -168,19 +168,19 @@ static void test_impossible(void)
     size_t i;
     for (i = 0; i < sizeof wrong / sizeof wrong[0] + 3; i++) {
         struct job job = job_plain(1000, false);
-        pccl_order order = {0};
-        order.kind = PCCL_READY;
-        order.op = job.op;
-        order.length = 64;
-        job.step = i == 7 ? 100 : i == 8 ? 0 : STEP;
+        pccl_command command = {0};
+        command.kind = PCCL_READY;
+        command.op = job.op;
+        command.length = 64;
+        job.window = i == 7 ? 100 : i == 8 ? 0 : WINDOW;
         job.what = i == 9 ? PCCL_REDUCE : PCCL_ALL_REDUCE;
         if (i < 7) {
-            order.offset = wrong[i][0];
-            order.length = wrong[i][1];
+            command.offset = wrong[i][0];
+            command.length = wrong[i][1];
         }
         job_make(&job, 2);
         job_open_ring(&peers, &job, 2, 1);
-        peers_order(&peers, 0, &order);
+        peers_command(&peers, 0, &command);
         peers_run(&peers);
         CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->status == PCCL_EINVAL);
         peers_close(&peers);
@@ -194,5 +194,5 @@ int main(void)
     test_abort();
     test_early();
     test_impossible();
-    return check_report("gradual");
+    return check_report("progressive");
 }

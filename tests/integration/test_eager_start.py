@@ -26,13 +26,13 @@ EAGER = Path(scripts.__file__).with_name("eager.py")
 def begun(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How many ops each engine has begun before their start."""
     counter: Counter[int] = Counter()
-    begin = Engine.begin
+    start_eagerly = Engine.start_eagerly
 
     def count(self: Engine, *args: object, **kwargs: object) -> None:
         counter[id(self)] += 1
-        begin(self, *args, **kwargs)  # type: ignore[arg-type]
+        start_eagerly(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Engine, "begin", count)
+    monkeypatch.setattr(Engine, "start_eagerly", count)
     return counter
 
 

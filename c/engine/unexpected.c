@@ -1,10 +1,10 @@
-/* stash.c - see stash.h.
+/* unexpected.c - see unexpected.h.
  *
- * A sender may have sent STASH_MAX bytes before START, on each of its streams. Those of tags that
+ * A sender may have sent EAGER_MAX bytes before START, on each of its streams. Those of tags that
  * we have not joined are therefore at most as many. For a tag that we have joined, the sender may
  * have heard of the START before us, and then have begun another call: so its bytes count by
  * themselves, twice because earlier calls for the tag may have been taken back. */
-#include "engine/stash.h"
+#include "engine/unexpected.h"
 
 #include <stdlib.h>
 
@@ -17,9 +17,9 @@ struct batch {
     struct packets packets;
 };
 
-uint64_t stash_cost(uint64_t bytes)
+uint64_t eager_cost(uint64_t bytes)
 {
-    return bytes + STASH_COST;
+    return bytes + EAGER_COST;
 }
 
 static void free_batch(const pccl_zmq *zmq, struct batch *batch)
@@ -30,28 +30,28 @@ static void free_batch(const pccl_zmq *zmq, struct batch *batch)
     free(batch);
 }
 
-void stash_free(struct stash *stash, const pccl_zmq *zmq)
+void unexpected_free(struct unexpected *unexpected, const pccl_zmq *zmq)
 {
     struct batch *batch;
-    while ((batch = stash->first) != NULL) {
-        stash->first = batch->next;
+    while ((batch = unexpected->first) != NULL) {
+        unexpected->first = batch->next;
         free_batch(zmq, batch);
     }
 }
 
-void stash_expect(struct stash *stash, const pccl_zmq *zmq, uint64_t nonce)
+void unexpected_expect(struct unexpected *unexpected, const pccl_zmq *zmq, uint64_t nonce)
 {
-    if (stash->nonce == nonce)
+    if (unexpected->nonce == nonce)
         return;
-    stash_free(stash, zmq);
-    stash->nonce = nonce;
-    stash->torn = false;
+    unexpected_free(unexpected, zmq);
+    unexpected->nonce = nonce;
+    unexpected->torn = false;
 }
 
-void stash_await(struct stash *stash, uint64_t run, uint64_t tag, bool awaited)
+void unexpected_await(struct unexpected *unexpected, uint64_t run, uint64_t tag, bool awaited)
 {
     struct batch *batch;
-    for (batch = stash->first; batch != NULL; batch = batch->next)
+    for (batch = unexpected->first; batch != NULL; batch = batch->next)
         if (batch->run == run && batch->tag == tag)
             batch->awaited = awaited;
 }
@@ -62,26 +62,28 @@ static bool concerns(const struct batch *batch, const struct wire_header *header
     return batch->run == header->run && batch->tag == header->tag && batch->ring == header->ring;
 }
 
-static struct batch *find(const struct stash *stash, const struct wire_header *header)
+static struct batch *find(const struct unexpected *unexpected, const struct wire_header *header)
 {
-    struct batch *batch = stash->first;
+    struct batch *batch = unexpected->first;
     while (batch != NULL && (!concerns(batch, header) || batch->call != header->seq))
         batch = batch->next;
     return batch;
 }
 
 /* What is held already of that with which a chunk shares its limit. */
-static uint64_t held(const struct stash *stash, const struct wire_header *header, bool awaited)
+static uint64_t held(const struct unexpected *unexpected, const struct wire_header *header,
+                     bool awaited)
 {
     const struct batch *batch;
     uint64_t cost = 0;
-    for (batch = stash->first; batch != NULL; batch = batch->next)
+    for (batch = unexpected->first; batch != NULL; batch = batch->next)
         if (awaited ? concerns(batch, header) : batch->ring == header->ring && !batch->awaited)
             cost += batch->cost;
     return cost;
 }
 
-static struct batch *new_batch(struct stash *stash, const struct wire_header *header, bool awaited)
+static struct batch *new_batch(struct unexpected *unexpected, const struct wire_header *header,
+                               bool awaited)
 {
     struct batch *batch = calloc(1, sizeof *batch);
     if (batch == NULL)
@@ -91,26 +93,27 @@ static struct batch *new_batch(struct stash *stash, const struct wire_header *he
     batch->call = header->seq;
     batch->ring = header->ring;
     batch->awaited = awaited;
-    batch->next = stash->first;
-    stash->first = batch;
+    batch->next = unexpected->first;
+    unexpected->first = batch;
     return batch;
 }
 
-bool stash_hold(struct stash *stash, const struct wire_header *header, struct packet **packet,
+bool unexpected_hold(struct unexpected *unexpected, const struct wire_header *header,
+                     struct packet **packet,
                 bool awaited)
 {
-    uint64_t cost = stash_cost((*packet)->bytes);
+    uint64_t cost = eager_cost((*packet)->bytes);
     struct packet *fresh;
     struct batch *batch;
-    if (header->nonce != stash->nonce || header->ring >= PCCL_RINGS_MAX
-        || held(stash, header, awaited) + cost > (awaited ? 2 : 1) * (uint64_t)STASH_MAX)
+    if (header->nonce != unexpected->nonce || header->ring >= PCCL_RINGS_MAX
+        || held(unexpected, header, awaited) + cost > (awaited ? 2 : 1) * (uint64_t)EAGER_MAX)
         return false;
-    batch = find(stash, header);
+    batch = find(unexpected, header);
     if (batch == NULL)
-        batch = new_batch(stash, header, awaited);
+        batch = new_batch(unexpected, header, awaited);
     fresh = batch != NULL ? packet_new() : NULL;
     if (fresh == NULL) {
-        stash->torn = true;
+        unexpected->torn = true;
         return false;
     }
     packets_append(&batch->packets, *packet);
@@ -119,15 +122,16 @@ bool stash_hold(struct stash *stash, const struct wire_header *header, struct pa
     return true;
 }
 
-struct packet *stash_take(struct stash *stash, const struct wire_header *call)
+struct packet *unexpected_take(struct unexpected *unexpected, const struct wire_header *call)
 {
-    struct batch *batch = call->nonce == stash->nonce ? find(stash, call) : NULL;
+    struct batch *batch = call->nonce == unexpected->nonce ? find(unexpected, call) : NULL;
     return batch != NULL ? packets_take(&batch->packets) : NULL;
 }
 
-void stash_forget(struct stash *stash, const pccl_zmq *zmq, const struct wire_header *call)
+void unexpected_forget(struct unexpected *unexpected, const pccl_zmq *zmq,
+                       const struct wire_header *call)
 {
-    struct batch **at = &stash->first, *batch;
+    struct batch **at = &unexpected->first, *batch;
     while ((batch = *at) != NULL) {
         if (!concerns(batch, call) || batch->call > call->seq) {
             at = &batch->next;
