@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from pccl import (
-    AsyncReduceHandle,
     Communicator,
     PCCLError,
     ReduceInfo,
@@ -20,7 +19,7 @@ from pccl import (
     TooFewPeersError,
 )
 from pccl.data import Ledger
-from pccl.diloco.averaging import Averager, Votes
+from pccl.diloco.averaging import Averager, Handle, Votes
 from pccl.diloco.model import Buffers, Replica
 from pccl.diloco.outer import OuterState
 from pccl.diloco.settings import WeightBy
@@ -59,9 +58,9 @@ class Average:
 class AsyncAverage:
     """An averaging in the background, which is launched again whenever a peer is lost."""
 
-    def __init__(self, launch: Callable[[], AsyncReduceHandle]) -> None:
+    def __init__(self, launch: Callable[[], Handle]) -> None:
         self._launch = launch
-        self._handle: AsyncReduceHandle | None = launch()
+        self._handle: Handle | None = launch()
         self._retries = 0
         self._info: ReduceInfo | None = None
         self._error: PCCLError | None = None
@@ -91,7 +90,7 @@ class AsyncAverage:
         certain = (Result.RANK_CONNECTION_LOST, Result.TOO_FEW_PEERS)
         return committed or (handle.error is None or handle.error.result not in certain)
 
-    def _end_attempt(self, handle: AsyncReduceHandle) -> None:
+    def _end_attempt(self, handle: Handle) -> None:
         committed, _, info = handle.wait()
         self._handle = None
         if committed:
@@ -440,7 +439,7 @@ class Exchange:
     def _attempt(self) -> Average:
         return self._until_committed(lambda: self.averager.run(self._comm, self._averaged))
 
-    def _start(self) -> AsyncReduceHandle:
+    def _start(self) -> Handle:
         return self.averager.launch(self._comm, self._averaged, TAG)
 
     def wait(self, running: AsyncAverage) -> Average:

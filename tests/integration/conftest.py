@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -64,6 +65,7 @@ def three() -> Iterator[Groups]:
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
     """What is warned of, whoever else listens."""
+    gc.collect()  # what earlier tests have left may warn
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import Algorithm, DiLoCo  # noqa: E402
-from pccl.diloco.averaging import Selector  # noqa: E402
+from pccl.diloco.averaging import Selector, Sizes  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,26 +45,37 @@ def make(comm: Any, model: Pair, **options: Any) -> DiLoCo:
 
 
 @pytest.mark.parametrize(
-    ("peers", "quantized", "algorithm"),
+    ("peers", "quantized", "two_stage", "algorithm"),
     [
-        (0, 10**9, "gather"),
-        (2, 4000, "gather"),
-        (2, 4001, "ring"),
-        (7, 1016, "gather"),
-        (8, 1016, "ring"),
-        (289, 27, "gather"),
-        (300, 27, "ring"),
+        (0, 10**9, False, "gather"),
+        (2, 4000, False, "gather"),
+        (2, 4001, False, "ring"),
+        (7, 1016, False, "gather"),
+        (8, 1016, False, "ring"),
+        (289, 27, False, "gather"),
+        (300, 27, False, "ring"),
+        (2, 563, True, "gather"),
+        (3, 563, True, "gather"),  # two stages save a sixth
+        (4, 563, True, "two-stage"),
+        (26, 563, True, "two-stage"),
+        (27, 563, True, "ring"),
     ],
 )
 def test_the_algorithm_is_that_of_fewer_received_bytes(
-    peers: int, quantized: int, algorithm: str
+    peers: int, quantized: int, two_stage: bool, algorithm: str
 ) -> None:
     selector = Selector()
     selector.applied(peers)
-    assert selector.choose(quantized, 4000, "gather") == algorithm
+    sizes = Sizes(quantized, 4000, two_stage=two_stage)
+    assert selector.choose(sizes, "gather") == algorithm
     if peers > 1:
-        gathered, around = (peers - 1) * quantized, 2 * (peers - 1) / peers * 4000
-        assert (around < gathered) == (algorithm == "ring")
+        received = {
+            "gather": (peers - 1) * quantized,
+            "ring": 2 * (peers - 1) / peers * 4000,
+            **({"two-stage": (peers - 1) * (1 / 2 + 1 / peers) * quantized} if two_stage else {}),
+        }
+        assert algorithm == min(received, key=lambda name: received[name]) or peers == 3
+        assert sizes.received(peers) == pytest.approx(received, abs=1)
 
 
 def test_a_change_of_the_algorithm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,14 +84,14 @@ def test_a_change_of_the_algorithm_is_logged(caplog: pytest.LogCaptureFixture) -
         chosen: Algorithm = "gather"
         for peers in (2, 3, 3, 2):
             selector.applied(peers)
-            chosen = selector.choose(6, 8, chosen)
+            chosen = selector.choose(Sizes(6, 8), chosen)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "from now on these pseudo-gradients go around the ring in fp32",
-        "from now on these pseudo-gradients are gathered",
+        "from now on pseudo-gradients are averaged by an fp32 all-reduce",
+        "from now on pseudo-gradients are averaged by gathering them quantized",
     ]
     assert caplog.messages[0].endswith(
-        "of 3 peers, each receives 12 bytes if they are quantized and gathered, and 10 if they go "
-        "around the ring in fp32"
+        "of 3 peers, each receives 12 bytes by gathering them quantized, "
+        "10 bytes by an fp32 all-reduce"
     )
 
 
