@@ -40,7 +40,7 @@ class Selector:
         two-stage    (R - 1) (1 / 2 + 1 / R) q    parts go to their owners along the ring, and back
         ring         (R - 1) 2 / R p
 
-    Two stages quantize twice, so they are chosen where they save a quarter, which is from 4 peers.
+    Two stages quantize twice, so they are chosen where they save a fifth, which is from 4 peers.
 
     All peers must choose the same, and which peers there are is no ground for that: one of them has
     heard of a loss, another has not yet. So R is the number of contributors of the mean that was
@@ -61,7 +61,7 @@ class Selector:
         received = sizes.received(peers)
         chosen: Algorithm = "gather"
         two_stage = received.get("two-stage", 0)
-        if two_stage and 4 * two_stage <= 3 * received["gather"]:
+        if two_stage and 5 * two_stage <= 4 * received["gather"]:
             chosen = "two-stage"
         if received["ring"] < received[chosen]:
             chosen = "ring"
@@ -431,7 +431,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 class Quantized(Averager):
     """Quantizes the pseudo-gradient once, and sums those of all peers up in fp32 in the order of
-    the ranks, after a gather or in two stages: see docs/howto/diloco.md, "Fewer bytes".
+    the ranks, after a gather or in two stages: see docs/internals/diloco.md.
 
     With e this peer's residual, a = decay e + d and a weight w, Q(w a) is sent, and a - Q(w a) / w
     is the residual once the mean is going to be applied; with w = 0 the old one stands. In two

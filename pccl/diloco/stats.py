@@ -85,7 +85,8 @@ class OuterRound:
         tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronisation.
         rx_bytes: payload bytes that this peer received in them.
         algorithm: how this round's progress was, or is being, averaged: "gather" if it was
-            quantized and gathered, "ring" if it went around the ring in fp32. See `wire`.
+            quantized and gathered, "two-stage" if owners of parts have added it up and quantized
+            the mean, "ring" if it went around the ring in fp32. See `wire`.
         peers: what each peer did in this round, in the order of their ranks, if they may differ
             (inner_seconds, deadline_peers, or weight="samples"); else, and in a round that has
             admitted newcomers, what this peer did.

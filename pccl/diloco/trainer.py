@@ -157,9 +157,9 @@ class DiLoCo:
         wire: how pseudo-gradients are sent. "fp32": as they are, around the ring. "int8", "int4",
             "e3m0" (4 bits: a sign and a power of two), "2bit" (four levels from the statistics of
             each block), "sparse" (the 64 largest of each 4,096, with 2 bits): quantized once by
-            each peer, and gathered; what that takes away is added to the next one (error feedback).
-            With so many peers that a gather would receive more bytes than the all-reduce of "fp32",
-            they go around the ring like that, and the log says so at INFO. Memory: three more fp32
+            each peer; what that takes away is added to the next one (error feedback). They are
+            gathered, or averaged in two stages, or go around the ring in fp32, by what receives the
+            fewest bytes: see `OuterRound.algorithm`, and the log at INFO. Memory: three more fp32
             copies of the trained parameters.
         fragments: P, with mode="streaming": the parts of the model, at most H. The layers of the
             model stay whole if there are enough of them.

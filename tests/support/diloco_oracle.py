@@ -189,6 +189,8 @@ CODECS = {
 class Quantizing:
     """Peers that quantize what they send, in fp32, to the bit. Each moves by given numbers.
 
+    A round after one of four peers or more averages in two stages, unless the codec forgets.
+
     Attributes:
         thetas: after each round.
         residuals: of each peer, after each round.
@@ -208,15 +210,27 @@ class Quantizing:
         v = np.zeros_like(theta)
         residuals: dict[int, Any] = {}
         means: list[Any] = [None] * self.lag
+        before = 0  # peers in the round before
         for of_peers in moves:
             total = None
+            two_stage = before >= 4 and decay == 1
+            before = len(of_peers)
             for peer, move in of_peers.items():
                 residual = residuals.get(peer, np.zeros_like(theta))
                 given = decay * residual + (theta - (theta - move))
                 decoded = codec.decode(codec.encode(given), given.size)
                 residuals[peer] = given - decoded
                 total = decoded if total is None else total + decoded
-            means.append(total / np.float32(len(of_peers)))
+            mean = total / np.float32(before)
+            for owner, part in zip(of_peers, parts(mean.size, before), strict=True):
+                if two_stage and part.start < part.stop:
+                    given = mean[part]
+                    decoded = codec.decode(codec.encode(given), given.size)
+                    lost = np.float32(before) * (given - decoded)
+                    residuals[owner] = residuals[owner].copy()
+                    residuals[owner][part] += lost
+                    mean[part] = decoded
+            means.append(mean)
             mean = means.pop(0)
             if mean is not None:
                 v = momentum * v + mean
@@ -224,3 +238,10 @@ class Quantizing:
             self.thetas.append(theta)
             self.residuals.append(dict(residuals))
         return self
+
+
+def parts(count: int, peers: int) -> list[slice]:
+    """Which numbers the peer of each rank adds up, in blocks of 1,024."""
+    blocks = (count + 1023) // 1024
+    ends = [min(count, 1024 * (blocks * (rank + 1) // peers)) for rank in range(peers)]
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
