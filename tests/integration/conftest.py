@@ -63,13 +63,13 @@ def three() -> Iterator[Groups]:
 
 
 @pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    """What is warned of, whoever else listens."""
+def warnings(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """What is warned of by pccl, or a module's LOGGER of it, whoever else listens."""
     gc.collect()  # what earlier tests have left may warn
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("pccl")
+    logger = logging.getLogger(getattr(request.module, "LOGGER", "pccl"))
     logger.addHandler(handler)
     yield said
     logger.removeHandler(handler)

@@ -17,6 +17,7 @@ import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
+LOGGER = "pccl.diloco"  # busy machines are told of by others
 ROUNDS = 3
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"inner_steps": 4},
