@@ -6,7 +6,8 @@ Start the master, then two peers:
     python examples/all_reduce.py &
     python examples/all_reduce.py
 
-On other machines, PCCL_MASTER=HOST:48148 says where the master is.
+On other machines, PCCL_MASTER=HOST:48148 says where the master is. `pccl run -n 3` starts three
+peers, with a master, and says how many they are.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 
 import pccl
 
+peers = int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
 with pccl.Communicator(os.environ.get("PCCL_MASTER", "127.0.0.1:48148")) as comm:
-    comm.wait_for_peers(2)
+    comm.wait_for_peers(peers)
     x = np.full(1_000_000, 1.0 + comm.rank, np.float32)
     info = comm.all_reduce(x)
     print(f"the mean over {info.world_size} peers is {x[0]}; sent {info.tx_bytes} bytes")

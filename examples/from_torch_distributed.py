@@ -41,7 +41,8 @@ def main() -> None:
         metavar="HOST:PORT",
         help="of the master (default: PCCL_MASTER, or %(default)s)",
     )
-    parser.add_argument("--peers", type=int, default=2, help="that begin together")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "2"))  # of `pccl run` or torchrun
+    parser.add_argument("--peers", type=int, default=local, help="that begin together")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--width", type=int, default=1, help="of the model's output")
     parser.add_argument("--seed", type=int, default=0, help="of this peer's data")

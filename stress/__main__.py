@@ -28,12 +28,12 @@ import numpy as np
 import trainings
 
 from pccl.cli.arguments import whole_number
-from pccl.cli.chaos import kinds
+from pccl.cli.chaos import Harness, NetworkError, Program, add_options, kinds
 from pccl.cli.chaos.director import Director
-from pccl.cli.chaos.harness import Harness, NetworkError, Program, add_options
 from pccl.cli.chaos.kinds import Kind, Target, load
 from pccl.cli.chaos.report import Metrics
-from pccl.cli.chaos.stage import Copy, Watch
+from pccl.cli.chaos.stage import Copy
+from pccl.cli.chaos.watch import Watch
 from pccl.runtime.signals import ended_by, interrupt
 
 HERE = Path(__file__).resolve().parent
@@ -101,7 +101,7 @@ class Workers:
 
     def leave(self, copy: Copy) -> None:
         """It ends the step, and leaves."""
-        copy.say("leave")
+        copy.process.say("leave")
 
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
         """Who has synchronised, a while after the last thing that befell it, holds the state."""

@@ -26,7 +26,7 @@ from experiment.runs import (
     decode,
     encode,
 )
-from pccl.cli.demo.processes import Fleet
+from pccl.cli.processes import Fleet
 from pccl.support.closing import Closing
 
 
@@ -46,7 +46,7 @@ class Pool(Closing):
     def start(self, number: int, task: str) -> None:
         """Has a process load what it needs to be peer `number`."""
         if not self._idle:
-            self._fleet.start_peer(self._started, {})
+            self._fleet.start(self._started)
             self._idle.append(self._started)
             self._started += 1
         process = self._processes[number] = self._idle.pop()
@@ -54,7 +54,7 @@ class Pool(Closing):
 
     def go(self, number: int) -> None:
         """Lets a peer join the run."""
-        self._fleet.go(self._processes[number])
+        self._fleet.say(self._processes[number], "go")
 
     def kill(self, number: int) -> None:
         """Ends a peer as a power cut would; nothing more is heard of it."""

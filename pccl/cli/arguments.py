@@ -1,8 +1,10 @@
-"""Argument types for argparse that several commands share, which reject invalid values early."""
+"""Arguments that several commands have: their types, which reject invalid values early, and the
+program that a command runs, the words after `--`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,40 @@ def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int
         return int(text)
 
     return number
+
+
+def positive(text: str) -> float:
+    """Numbers above 0."""
+    if not (number := _finite(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return number
+
+
+def duration(text: str) -> float:
+    """Seconds; 0 is some."""
+    if not (number := _finite(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return number
+
+
+def _finite(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        return float("nan")
+    return number if number < float("inf") else float("nan")
+
+
+_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size(text: str) -> int:
+    """Bytes from text such as 4096, 4K or 256M."""
+    unit = _SUFFIXES.get(text[-1:].upper(), 1)
+    number = text[:-1] if unit > 1 else text
+    if not number.isdecimal() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: say 4096, 4K, 256M or 1G")
+    return int(number) * unit
 
 
 def master(text: str) -> str:
@@ -55,3 +91,19 @@ def output(text: str) -> Path:
     if not exists:
         path.unlink()
     return path
+
+
+def add_program(parser: argparse.ArgumentParser, name: str, epilog: str) -> None:
+    """Adds the program to the arguments of the command `name`, and keeps the lines of `epilog`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = f"{name} [options] -- COMMAND [ARGUMENT ...]"
+    parser.epilog = epilog
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def program(args: argparse.Namespace, name: str) -> list[str]:
+    """The program and its arguments; none, after a message, if it is missing."""
+    found: list[str] = args.command_line[args.command_line[:1] == ["--"] :]
+    if not found:
+        print(f"{name}: which program? {name} [options] -- COMMAND ...", file=sys.stderr)
+    return found

@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 
 from pccl import __version__
+from pccl.cli.terminal import complain
 from pccl.errors import PCCLError
 from pccl.runtime.signals import ended_by, interrupt
 
@@ -33,6 +34,7 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
     "libs": ("print what a linker needs for C programs that use pccl", "pccl.cli.flags"),
     "plan": ("say which settings fit a model, its machines and their links", "pccl.cli.plan"),
     "doctor": ("check this machine, and the way to and from a master", "pccl.cli.doctor"),
+    "completion": ("print a script that completes these commands", "pccl.cli.completion"),
 }
 
 
@@ -44,8 +46,8 @@ EXAMPLES = """examples:
   pccl doctor HOST"""
 
 
-def parser(asked: str | None) -> argparse.ArgumentParser:
-    """The parser of the whole command line, with the options of one command."""
+def parser(*asked: str) -> argparse.ArgumentParser:
+    """The parser of the whole command line, with the options of these commands."""
     top = argparse.ArgumentParser(
         prog="pccl",
         description="Fault-tolerant collective communications for training over the internet.",
@@ -56,30 +58,30 @@ def parser(asked: str | None) -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (text, module_name) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name == asked:
+        if name in asked:
             module = import_module(module_name)
+            command.set_defaults(run=module.run, parser=command)
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
     return top
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one sub-command; the exit code is 1 if it fails with an error of pccl."""
     argv = sys.argv[1:] if argv is None else argv
-    asked = next((word for word in argv if not word.startswith("-")), None)
+    asked = next((word for word in argv if not word.startswith("-")), "")
     if not argv:
-        parser(None).print_help()
+        parser().print_help()
         return 0
     try:
-        args = parser(asked).parse_args(argv)
+        args, unknown = parser(asked).parse_known_args(argv)
+        if unknown:  # argparse itself would show the usage of all commands
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         with ended_by(interrupt):
             return int(args.run(args))
-    except PCCLError as error:
-        print(f"pccl {asked}: {error}", file=sys.stderr)
+    except (PCCLError, OSError) as error:
+        complain(asked, error)
     except ModuleNotFoundError as error:
-        print(f"pccl {asked} needs {error.name}: pip install {error.name}", file=sys.stderr)
-    except OSError as error:
-        print(f"pccl {asked}: {error}", file=sys.stderr)
+        complain(asked, f"it needs {error.name}: pip install {error.name}")
     except KeyboardInterrupt:
         return 130
     return 1

@@ -15,20 +15,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
-import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import IO, BinaryIO, TextIO
+from subprocess import PIPE
+from typing import BinaryIO, TextIO
 
-from pccl.cli import program
-from pccl.cli.arguments import master, whole_number
+from pccl.cli.arguments import add_program, master, program, whole_number
+from pccl.cli.processes import Output, Process
+from pccl.cli.terminal import complain, painted
 from pccl.errors import PCCLError
 from pccl.master_node import MasterNode
 from pccl.runtime.signals import Handler, ended_by, handled
@@ -39,10 +37,6 @@ STEADY_S = 60.0  # a copy that has run for so long has recovered from what faile
 KILLED = 128 + 9  # status of a program that SIGKILL has ended
 NOT_STARTED = 127  # status of a program that cannot be started, as shells have it
 ALIKE_S = 20.0  # all copies that fail within so long of their start, and alike: it is the program
-QUIET_S = 0.5  # an ended copy's output that brings nothing for so long is not waited for
-OUTPUT_BYTES = 1 << 16  # that are read at once
-MARK = "LOCAL_RUN_COPY"  # in the environment of a copy, and so of whatever it starts
-_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, also those that are overwritten
 LOOPBACK = "127.0.0.1:0"
 
 
@@ -56,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "    pccl run -n 4 -- python train.py\n"
         "    pccl run -n 8 --master the-masters-host -- python train.py"
     )
-    program.add_arguments(parser, "pccl run", epilog)
+    add_program(parser, "pccl run", epilog)
     parser.add_argument(
         "-n",
         type=whole_number(1, 4096),
@@ -91,23 +85,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`pccl run`: returns when all copies have ended."""
-    command = program.words(args, "pccl run")
+    command = program(args, "pccl run")
     if not command:
         return 2
     given = None if args.with_master else os.environ.get("PCCL_MASTER")
     try:
         address = args.master or (master(given) if given else None)
     except argparse.ArgumentTypeError as error:
-        print(f"pccl run: PCCL_MASTER: {error}", file=sys.stderr)
+        complain("run", f"PCCL_MASTER: {error}")
         return 2
     with ExitStack() as stack:
         if address is None:
             try:
                 node = stack.enter_context(MasterNode(args.with_master or LOOPBACK))
             except (PCCLError, ValueError) as error:  # the latter: malformed
-                print(f"pccl run: {error}", file=sys.stderr)
+                complain("run", error)
                 return 1
             address = node.address
+            print(f"pccl run: has started a master at {address}", file=sys.stderr, flush=True)
         environment = {**os.environ, "PCCL_MASTER": address, "LOCAL_WORLD_SIZE": str(args.n)}
         environment.setdefault("PYTHONUNBUFFERED", "1")
         copies = Copies(command, environment, args.n, args.restarts)
@@ -140,8 +135,8 @@ class Printer:
         self._returned = False  # whether that line is to be overwritten
 
     def print(self, number: int, lines: Sequence[bytes], to: TextIO) -> None:
-        """Prints lines; one without an end is ended by its rest, or by the line of another."""
-        mark, text = b"[%d] " % number, bytearray()
+        """Prints lines with their ends; the last one may have none yet."""
+        mark, text = painted(f"[{number}]", "cyan", to).encode() + b" ", bytearray()
         with self._printing:
             if self._begun is not None and self._begun != (number, to):
                 self._write(b"\n", self._begun[1])
@@ -156,7 +151,8 @@ class Printer:
 
     def say(self, number: int, text: str) -> None:
         """Prints a line of our own."""
-        self.print(number, [f"pccl run: {text}\n".encode()], sys.stderr)
+        line = painted(f"pccl run: {text}", "yellow", sys.stderr)
+        self.print(number, [f"{line}\n".encode()], sys.stderr)
 
     @staticmethod
     def _write(data: bytes | bytearray, to: TextIO) -> None:
@@ -167,53 +163,6 @@ class Printer:
             else:
                 raw.write(data)
             to.flush()
-
-
-class Output(threading.Thread):
-    """Prints what comes out of a pipe until all have closed its other end.
-
-    Args:
-        number: of the copy.
-        pipe: closed at the end.
-        to: where it is printed.
-        printer: prints it.
-    """
-
-    def __init__(self, number: int, pipe: IO[bytes], to: TextIO, printer: Printer) -> None:
-        super().__init__(name=f"pccl-run-{number}-output", daemon=True)
-        self._number, self._pipe, self._to, self._printer = number, pipe, to, printer
-        self._lock = threading.Lock()
-        self._rest = b""  # of a line that is not complete
-        self._moved_s = 0.0
-
-    def run(self) -> None:
-        """Prints until the end."""
-        with self._pipe:
-            while data := os.read(self._pipe.fileno(), OUTPUT_BYTES):
-                with self._lock:
-                    self._moved_s = time.monotonic()
-                    *lines, self._rest = _ENDS.split(self._rest + data)
-                    if len(self._rest) > OUTPUT_BYTES:
-                        lines, self._rest = [*lines, self._rest], b""
-                    if lines:
-                        self._printer.print(self._number, lines, self._to)
-        self.flush(0.0)
-
-    def flush(self, after_s: float) -> None:
-        """Prints a line that nobody has completed for so long: a question, a bar of progress."""
-        with self._lock:
-            if self._rest and time.monotonic() - self._moved_s >= after_s:
-                self._printer.print(self._number, [self._rest], self._to)
-                self._rest = b""
-
-    def finish(self, until_s: float) -> None:
-        """Waits while more comes. A process that lives on may hold the pipe: it is left to it."""
-        self._moved_s = max(self._moved_s, time.monotonic())
-        while (left_s := min(until_s, self._moved_s + QUIET_S) - time.monotonic()) > 0:
-            self.join(left_s)
-            if not self.is_alive():
-                break
-        self.flush(0.0)
 
 
 class Copy(threading.Thread):
@@ -243,12 +192,9 @@ class Copy(threading.Thread):
         self.status = 0
         self.lasted_s: float | None = None
         self._number, self._command, self._restarts = number, command, restarts
-        self._mark = secrets.token_hex(8)
-        outer = environment.get(MARK, "")  # of a copy in which this `pccl run` is
-        mine = {"LOCAL_RANK": str(number), MARK: f"{outer}/{self._mark}"}
-        self._environment = {**environment, **mine}
+        self._environment = {**environment, "LOCAL_RANK": str(number)}
         self._copies = copies
-        self._process: subprocess.Popen[bytes] | None = None  # until its group has been killed
+        self._process: Process | None = None
         self._outputs: list[Output] = []
         self._starting = threading.RLock()  # a signal may come while one is passed on
 
@@ -282,89 +228,52 @@ class Copy(threading.Thread):
 
     def signal(self, number: int) -> None:
         """Passes a signal on, as a terminal would: to the program and the processes it has made."""
-        with self._starting, suppress(ProcessLookupError, PermissionError):
-            if self._process is None:
-                return
-            if sys.platform == "win32":
-                self._process.terminate()
-            else:
-                os.killpg(self._process.pid, number)
+        with self._starting:
+            if self._process is not None:
+                self._process.signal(number)
 
     def flush(self) -> None:
         """Prints lines that have not been completed for a while."""
         for output in self._outputs:
-            output.flush(QUIET_S)
+            output.flush()
 
     def kill(self) -> None:
         """Kills the program and whatever it has started."""
         with self._starting:
-            if self._process is not None:
-                self.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
-                self._kill_marked()
+            if self._process is not None and self._process.status is None:
+                self._process.kill()
+                self._process.kill_strays()
 
     def _once(self) -> int:
         with self._starting:
             if self._copies.stopping.is_set():
                 return self.status
             try:
-                self._process = process = subprocess.Popen(
-                    self._command,
-                    bufsize=0,
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C reaches it by way of us
+                process = self._process = Process(
+                    self._command, self._environment, stdout=PIPE, stderr=PIPE
                 )
             except OSError as error:
                 self._say(f"{self._command[0]} cannot be started: {error.strerror or error}")
                 return NOT_STARTED
         assert process.stdout is not None and process.stderr is not None
-        pipes = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
-        printer = self._copies.printer
-        self._outputs = [Output(self._number, pipe, to, printer) for pipe, to in pipes]
-        for output in self._outputs:
-            output.start()
-        status = self._end(process)
+        self._outputs = [
+            Output(process.stdout, lambda lines: self._print(lines, sys.stdout)),
+            Output(process.stderr, lambda lines: self._print(lines, sys.stderr)),
+        ]
+        status = process.wait()
+        assert status is not None
+        if status or self._copies.stopping.is_set():
+            process.kill_strays()
         until_s = time.monotonic() + GRACE_S
         for output in self._outputs:
             output.finish(until_s)
         return status if status >= 0 else 128 - status
 
-    def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """Waits for the end of the program; its group ends with it, while its number is ours."""
-        if hasattr(os, "waitid"):
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        else:
-            process.wait()
-        with self._starting:
-            if sys.platform != "win32":
-                with suppress(ProcessLookupError, PermissionError):  # none is left, as macOS has it
-                    os.killpg(process.pid, signal.SIGKILL)
-            self._process = None
-            status = process.wait()
-            if status or self._copies.stopping.is_set():
-                self._kill_marked()
-            return status
-
-    def _kill_marked(self) -> None:
-        """Workers that a dead program leaves behind keep its GPU, its ports, and our pipes.
-
-        On Linux they are known by their environment, also those that have left its group.
-        """
-        mark, left = f"/{self._mark}".encode(), True
-        for _ in range(3):  # they may start others meanwhile
-            if not left:
-                break
-            left = False
-            for found in Path("/proc").glob("[0-9]*/environ"):
-                with suppress(OSError):
-                    if mark in found.read_bytes():
-                        os.kill(int(found.parent.name), signal.SIGKILL)
-                        left = True
-
     def _told(self) -> str:
         return f"signal {self.status - 128}" if self.status > 128 else f"status {self.status}"
+
+    def _print(self, lines: Sequence[bytes], to: TextIO) -> None:
+        self._copies.printer.print(self._number, lines, to)
 
     def _say(self, text: str) -> None:
         self._copies.printer.say(self._number, text)

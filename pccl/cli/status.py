@@ -7,13 +7,14 @@ in, and the weights that are published, with who follows them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from http.client import HTTPConnection, HTTPException
 from typing import NamedTuple
 
 import msgspec
 
 from pccl.cli.arguments import http_port
+from pccl.cli.terminal import painted, table
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import (
     AssociateStatus,
@@ -63,8 +64,17 @@ def run(args: argparse.Namespace) -> int:
         print(answer.body.decode())
         return 0
     for line in lines(answer.status):
-        print(line)
+        print(shown(line))
     return 0
+
+
+class Alert(str):
+    """A line that says why the run does not go on."""
+
+
+def shown(line: str, columns: int | None = None) -> str:
+    """A line as it is shown, or as much of it as fits: an alert in colour, on a terminal."""
+    return painted(line[:columns], "yellow") if isinstance(line, Alert) else line[:columns]
 
 
 class Answer(NamedTuple):
@@ -92,7 +102,7 @@ def lines(status: Status) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """What somebody else has said, fit for a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return type(text)("".join(c if c.isprintable() else "?" for c in text))
 
 
 def _fetch(host: str, port: int) -> bytes:
@@ -129,23 +139,23 @@ def _lines(status: Status) -> Iterator[str]:
     )
     if status.recovering:
         names = ", ".join(f"peer {number}" for number in status.awaited) or "the peers of before"
-        yield f"the master was restarted, and waits for {names}"
+        yield Alert(f"the master was restarted, and waits for {names}")
     if status.waits:
         yield ""
     for wait in status.waits:
         group = "" if wait.group is None else f" of group {wait.group}"
         head = f"{_seconds(wait.waited_s)}: {wait.entered} in {wait.call}{group} ({wait.phase})"
-        yield f"{head}: {wait.why}"
+        yield Alert(f"{head}: {wait.why}")
     if status.waits_left_out:
         yield f"and {status.waits_left_out} more calls wait"
     if status.groups:
         heads = ("group", "peers", "epoch", "revision", "held by", "running", "goodput", "rings")
         yield ""
-        yield from _table(heads, map(_group, status.groups))
+        yield from table(heads, map(_group, status.groups))
     if status.peers:
         heads = ("peer", "address", "group", "is", "for", "last heard", "heartbeat", "stands in")
         yield ""
-        yield from _table(heads, map(_peer, status.peers))
+        yield from table(heads, map(_peer, status.peers))
     if status.weights is not None:
         yield ""
         yield from _weights(status.weights)
@@ -161,7 +171,7 @@ def _weights(weights: WeightsStatus) -> Iterator[str]:
     followers = ", ".join(have) or "nobody follows"
     yield f"weights: {f'version {weights.version}' if weights.version else 'none yet'}; {followers}"
     if weights.associates:
-        yield from _table(ASSOCIATE, map(_associate, weights.associates))
+        yield from table(ASSOCIATE, map(_associate, weights.associates))
     if weights.associates_left_out:
         yield f"and {weights.associates_left_out} more"
 
@@ -220,15 +230,6 @@ def _peer(peer: PeerStatus) -> Sequence[str]:
         "" if peer.heartbeat_s is None else f"{_seconds(peer.heartbeat_s)} ago",
         "; ".join(calls),
     )
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as what is in them; the last one as it is."""
-    cells = [heads, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(padded).rstrip()
 
 
 def _seconds(seconds: float) -> str:

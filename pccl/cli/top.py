@@ -9,6 +9,7 @@ import time
 
 from pccl.cli.arguments import whole_number
 from pccl.cli.status import add_address, ask, lines
+from pccl.cli.status import shown as styled
 
 BEGIN, END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # a screen of its own, without a cursor
 HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -55,6 +56,6 @@ def _draw(shown: list[str]) -> None:
     if len(shown) > rows:
         shown = [*shown[: rows - 1], f"and {len(shown) - rows + 1} more lines"]
     # at the last column, some terminals would clear what was written there
-    text = "\n".join(line[: columns - 1] + REST_OF_LINE for line in shown)
+    text = "\n".join(styled(line, columns - 1) + REST_OF_LINE for line in shown)
     sys.stdout.write(HOME + text + REST_OF_SCREEN)
     sys.stdout.flush()

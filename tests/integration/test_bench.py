@@ -17,10 +17,11 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl.cli.bench import common, state, table, trials
-from pccl.cli.bench.common import BenchError, collect
+from pccl.cli import arguments
+from pccl.cli.bench import collectives, state, trials
 from pccl.cli.bench.trials import IN_PLACE, OUT_OF_PLACE, Job, Measured, Trial, measure
 from pccl.cli.main import main
+from pccl.cli.processes import WorkerError, collect
 from pccl.types import DataType, ReduceOp
 
 SIZES = [4096, 16384, 65536]
@@ -126,7 +127,7 @@ class Alone:
 def test_what_comes_out_wrong_is_counted() -> None:
     """Each collective's check, on results that no other peer has had a part in."""
 
-    for what in table.FACTORS:
+    for what in collectives.FACTORS:
         trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000)  # type: ignore[arg-type]
         for way in trial.ways(None).values():
             assert trial.check(way) > 4000
@@ -148,7 +149,7 @@ def test_gloo_takes_turns(tmp_path: Path) -> None:
     assert float(row[15]) / float(row[5]) == pytest.approx(float(row[17]), abs=0.006)
 
 
-@pytest.mark.parametrize("what", table.FACTORS)
+@pytest.mark.parametrize("what", collectives.FACTORS)
 def test_tensors_of_a_device_are_measured_as_arrays_are(what: str) -> None:
     """Torch's CPU stands in for a GPU: tensors are filled, measured, verified, as on one."""
     pytest.importorskip("torch")
@@ -167,7 +168,7 @@ def test_tensors_of_a_device_are_measured_as_arrays_are(what: str) -> None:
 def test_what_is_wrong_on_a_device_is_counted() -> None:
     pytest.importorskip("torch")
     place = trials.Device("cpu")
-    for what in table.FACTORS:
+    for what in collectives.FACTORS:
         trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000, None, place)  # type: ignore[arg-type]
         for way in trial.ways(None).values():
             assert trial.check(way) > 4000
@@ -372,16 +373,16 @@ def test_every_wrong_element_counts() -> None:
 def test_wrong_elements_of_any_peer_fail_the_table() -> None:
     times = {OUT_OF_PLACE: [2e-6, 4e-6], IN_PLACE: [4e-6, 8e-6]}
     peers = [Measured(times, {OUT_OF_PLACE: wrong, IN_PLACE: 0}, {}) for wrong in (0, 7)]
-    row = table.Row.of("all_reduce", 1000, 4, "float", "sum", peers)
-    assert row.timings[OUT_OF_PLACE] == table.Timing(pytest.approx(3), pytest.approx(2), 7)
+    row = collectives.Row.of("all_reduce", 1000, 4, "float", "sum", peers)
+    assert row.timings[OUT_OF_PLACE] == collectives.Timing(pytest.approx(3), pytest.approx(2), 7)
     assert row.algbw(IN_PLACE) == pytest.approx(4000 / 6e3)
-    assert "7 FAILED" in table.foot([row])
+    assert "7 FAILED" in collectives.foot([row])
 
 
 def test_a_process_that_ends_early_is_noticed() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     sender.close()
-    with receiver, pytest.raises(BenchError, match="process 0 ended"):
+    with receiver, pytest.raises(WorkerError, match="process 0 ended"):
         collect([receiver])
 
 
@@ -398,10 +399,15 @@ def test_it_explains_how_each_size_travels(
 
 
 def test_sizes_are_read_with_their_suffixes() -> None:
-    assert [common.size(text) for text in ("12", "4K", "3m", "1G")] == [12, 4096, 3 << 20, 1 << 30]
+    assert [arguments.size(text) for text in ("12", "4K", "3m", "1G")] == [
+        12,
+        4096,
+        3 << 20,
+        1 << 30,
+    ]
     for text in ("", "K", "-4K", "0", "1.5M"):
         with pytest.raises(argparse.ArgumentTypeError):
-            common.size(text)
+            arguments.size(text)
 
 
 def test_state_reaches_a_newcomer(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from pccl.cli import main as cli
 from pccl.cli.chaos import kinds
-from pccl.cli.chaos.director import Director, Done
-from pccl.cli.chaos.kinds import Network, NetworkError
+from pccl.cli.chaos.director import Director, Done, Strangers
+from pccl.cli.chaos.network import Network, NetworkError
 from pccl.cli.chaos.report import line_of
-from pccl.cli.chaos.stage import Copy, Stage, Strangers
+from pccl.cli.chaos.stage import Copy, Stage
 
 TRAINS = """
 import os

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pccl.cli import main as cli
+from pccl.cli.terminal import painted
 
 
 def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -104,3 +109,89 @@ def test_alone_it_prints_help_with_examples(capsys: pytest.CaptureFixture[str]) 
     assert cli.main([]) == 0
     out = capsys.readouterr().out
     assert "COMMAND" in out and "pccl run -n 8 --master HOST -- python train.py" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        ("status 8080 --nonsense", "usage: pccl status "),
+        ("bench all_reduce --nonsense", "usage: pccl bench all_reduce "),
+        ("doctor a b c", "usage: pccl doctor "),
+    ],
+)
+def test_an_unknown_argument_is_answered_by_the_usage_of_its_command(
+    words: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = said(words.split(), capsys)
+    assert status == 2
+    assert err.startswith(usage) and "error: unrecognized arguments: " in err.splitlines()[-1]
+
+
+def test_bench_tells_its_options_without_torch() -> None:
+    """Those of `pccl bench ddp` too, which needs it."""
+    program = "import sys; sys.modules['torch'] = None; from pccl.cli.main import main; "
+    program += "sys.exit(main(['bench', 'ddp', '--layers', '3', '--nonsense']))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("usage: pccl bench ddp")
+
+
+COMPLETED = {
+    "pccl ru": "run",
+    "pccl bench all_red": "all_reduce",
+    "pccl bench all_reduce --qua": "--quantize",
+    "pccl doctor --expl": "--explain",
+}
+
+
+@pytest.mark.parametrize("line", COMPLETED)
+def test_bash_completes_commands_and_options(
+    line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("shtab")
+    bash = shutil.which("bash") or pytest.skip("no bash here")
+    _, script, _ = said(["completion", "bash"], capsys)
+    (tmp_path / "pccl.bash").write_text(script, encoding="utf-8")
+    words = line.split()
+    asks = f"source pccl.bash; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
+    asks += 'complete -p pccl; _shtab_pccl pccl "${COMP_WORDS[-1]}" x; echo "${COMPREPLY[@]}"'
+    ended = subprocess.run([bash, "-c", asks], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-1].split() == [COMPLETED[line]], ended.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_take_their_script(
+    shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("shtab")
+    status, script, _ = said(["completion", shell], capsys)
+    assert status == 0 and "pccl" in script and "all_reduce" in script
+    if (program := shutil.which(shell)) is not None:
+        path = tmp_path / "script"
+        path.write_text(script, encoding="utf-8")
+        subprocess.run([program, "-n", path], check=True)
+
+
+class Terminal(io.StringIO):
+    """One that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_are_for_terminals_and_for_those_who_want_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    red = "\x1b[31mwoe\x1b[0m"
+    assert painted("woe", "red", Terminal()) == red
+    assert painted("woe", "red", io.StringIO()) == "woe"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert painted("woe", "red", io.StringIO()) == red
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert painted("woe", "red", Terminal()) == "woe"
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert painted("woe", "red", Terminal()) == "woe"

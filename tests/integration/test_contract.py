@@ -111,7 +111,7 @@ def test_names_of_the_module() -> None:
     exec("from pccl import *", there)
     assert set(NAMES) <= there.keys()
     assert there["cuda"].is_available() in (True, False)
-    assert pccl.__version__ == importlib.metadata.version("pccl")
+    assert pccl.__version__ == importlib.metadata.version("pccl-train")
 
 
 def python(program: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:

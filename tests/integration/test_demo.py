@@ -16,7 +16,8 @@ for package in ("torch", "rich", "matplotlib"):
     pytest.importorskip(package)
 
 from pccl.cli import demo  # noqa: E402
-from pccl.cli.demo.director import (  # noqa: E402  # noqa: E402
+from pccl.cli import main as cli  # noqa: E402
+from pccl.cli.demo.director import (  # noqa: E402
     Averaged,
     Director,
     Finished,
@@ -33,7 +34,7 @@ from pccl.cli.demo.director import (  # noqa: E402  # noqa: E402
     encode,
 )
 
-COMMAND = [sys.executable, "-m", "pccl.cli.demo"]
+COMMAND = [sys.executable, "-m", "pccl", "demo"]
 PARAMETER_BYTES = 1200
 
 
@@ -143,7 +144,7 @@ def test_a_missing_package_is_named_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "_REQUIRED", ("torch", "no_such_package"))
-    assert demo.main([]) == 2
+    assert cli.main(["demo"]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "no_such_package" in message and 'pip install -e ".[demo]"' in message
@@ -165,7 +166,7 @@ def test_impossible_options_are_refused(
     words: list[str], why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert demo.main(words) == 2
+    assert cli.main(["demo", *words]) == 2
     assert re.match(f"pccl demo: .*{why}", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 

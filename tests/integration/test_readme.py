@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pccl
+from pccl.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:48148"
@@ -56,10 +58,15 @@ def end(peer: subprocess.Popen[str]) -> str:
     return output
 
 
-def test_the_loop_survives_a_kill_and_a_peer_that_joins(tmp_path: Path) -> None:
-    """All that are there at the end hold the same weights."""
+def program_of_the_readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return program
+
+
+def test_the_loop_survives_a_kill_and_a_peer_that_joins(tmp_path: Path) -> None:
+    """All that are there at the end hold the same weights."""
+    program = program_of_the_readme()
     with pccl.MasterNode("127.0.0.1:0") as master:
         peers = Peers(program, master.address, tmp_path)
         try:
@@ -92,3 +99,35 @@ def test_each_of_the_two_commands_stands_on_one_line(command: str) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     pattern = rf"^python3 -m venv \.venv && .*{command}$"
     assert len(re.findall(pattern, text, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_the_launcher_runs_as_many_as_it_is_told(
+    number: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PCCL_MASTER", raising=False)
+    program = [sys.executable, str(ROOT / "examples" / "all_reduce.py")]
+    status = cli.main(["run", "-n", str(number), "--", *program])
+    out, err = capfd.readouterr()
+    assert status == 0, err
+    assert out.count(f"the mean over {number} peers is {(1 + number) / 2}") == number
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_types(tmp_path: Path) -> None:
+    """Of a user's program, in a directory of its own, by what the README installs."""
+    pytest.importorskip("mypy", reason='not here: pip install -e ".[dev]"')
+    (tmp_path / "readme.py").write_text(program_of_the_readme(), encoding="utf-8")
+    (tmp_path / "wrong.py").write_text('import pccl\npccl.Communicator(b"h:1").all_reduce(3)\n')
+    for name in ("all_reduce", "checkpoint"):
+        shutil.copy(ROOT / "examples" / f"{name}.py", tmp_path)
+    check = [sys.executable, "-P", "-m", "mypy", "--strict"]
+    right = subprocess.run(
+        [*check, "readme.py", "all_reduce.py", "checkpoint.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert right.stdout == "Success: no issues found in 3 source files\n", right.stderr
+    wrong = subprocess.run([*check, "wrong.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert wrong.stdout.count("[arg-type]") == 2, wrong.stdout

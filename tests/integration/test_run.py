@@ -15,6 +15,7 @@ from waiting import wait_until
 
 from pccl.cli import main as cli
 from pccl.cli import run
+from pccl.cli.processes import Output
 
 PYTHON = [sys.executable, "-S", "-c"]
 
@@ -205,7 +206,7 @@ PRINTED = {
 def test_output_is_passed_on_as_bytes(what: str) -> None:
     program = f"import os; os.write(1, {WRITES[what]}); os.write(2, {WRITES[what]})"
     found = subprocess.run(
-        [sys.executable, "-m", "pccl", "run", "--", *PYTHON, program],
+        [sys.executable, "-m", "pccl", "run", "--master", "h", "--", *PYTHON, program],
         capture_output=True,
         timeout=30,
         check=True,
@@ -236,8 +237,7 @@ def test_what_is_no_line_yet_is_shown(tmp_path: Path) -> None:
 def test_lines_of_others_do_not_tear_a_line() -> None:
     written, printer = io.TextIOWrapper(io.BytesIO()), run.Printer()
     reading, writing = os.pipe()
-    output = run.Output(0, open(reading, "rb", 0), written, printer)
-    output.start()
+    output = Output(open(reading, "rb", 0), lambda lines: printer.print(0, lines, written))
     for part in (b"a", b"b"):
         os.write(writing, part)
         wait_until(lambda part=part: output._rest.endswith(part))  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from manual_run import ManualRun
 
-from pccl.cli.explain import explanation
+from pccl.cli.doctor import explanation
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
 

@@ -10,18 +10,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pccl.cli.chaos import kinds, report, stage
+from pccl.cli.chaos import Harness, Program, kinds, report, watch
 from pccl.cli.chaos.director import Chronicle, Done
-from pccl.cli.chaos.harness import Harness, Program, shrink
-from pccl.cli.chaos.kinds import Fault, Schedule, draw
+from pccl.cli.chaos.kinds import Fault, Schedule, draw, shrink
 from pccl.cli.chaos.report import Metrics, Report, measure, page
-from pccl.cli.chaos.stage import Follower, Watch, moments
+from pccl.cli.chaos.watch import Follower, Watch, moments
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.record import Line, Told
 from pccl.runtime.server.eventlog import EventFile
 
-MOMENTS = sorted(stage.MOMENTS)
+MOMENTS = sorted(watch.MOMENTS)
 
 
 # ---- schedules ----
@@ -89,7 +88,7 @@ def test_moments_are_known_by_what_the_master_has_heard_and_said(
     line: Line, names: set[str]
 ) -> None:
     assert moments(line) == names
-    assert names <= stage.MOMENTS.keys()
+    assert names <= watch.MOMENTS.keys()
 
 
 def test_a_run_is_known_by_its_log() -> None:

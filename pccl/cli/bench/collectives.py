@@ -22,31 +22,36 @@ import argparse
 import importlib.util
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
 import pccl
 from pccl.cli.arguments import whole_number
-from pccl.cli.bench import common, strategies, table, trials
-from pccl.cli.bench.common import BenchError, collect, processes
-from pccl.cli.bench.table import FACTORS, blocks
+from pccl.cli.bench import options, strategies, trials
 from pccl.cli.bench.trials import (
     ELEMENTS_MIN,
     GLOO,
+    IN_PLACE,
     NCCL,
     OTHERS,
+    OUT_OF_PLACE,
     REDUCING,
     TORCH,
     Job,
     Measured,
+    blocks,
     join,
     measure,
     serve,
 )
+from pccl.cli.processes import WorkerError, collect, workers
+from pccl.cli.terminal import complain
 from pccl.types import DataType, ReduceOp
 
 _DTYPES = {  # by nccl-tests' names
@@ -62,6 +67,15 @@ _DTYPES = {  # by nccl-tests' names
     "bfloat16": DataType.BFLOAT16,
 }
 _OPS = {op.name.lower(): op for op in ReduceOp}
+_WAYS = (OUT_OF_PLACE, IN_PLACE)
+_ROOTS = {"broadcast": 0}  # -1 for the others
+FACTORS: dict[str, Callable[[int], float]] = {  # busbw / algbw for n peers
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "all_to_all": lambda n: (n - 1) / n,
+}
 NAMES = tuple(FACTORS)
 _FLOATS = ("half", "float", "double", "bfloat16")
 _NOT_IN = {GLOO: {"uint32", "uint64", "avg"}, NCCL: {"uint32", "uint64"}}
@@ -70,8 +84,8 @@ _OF_GLOO_ON_GPUS = ("all_reduce", "broadcast")  # https://docs.pytorch.org/docs/
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     """The options of `pccl bench all_reduce` and so on."""
-    common.add_sizes(parser, "4K", "256M", 2)
-    common.add_iterations(parser, 20, 5)
+    options.add_sizes(parser, "4K", "256M", 2)
+    options.add_iterations(parser, 20, 5)
     parser.add_argument(
         "-d", "--datatype", choices=_DTYPES, default="float", help="element type (%(default)s)"
     )
@@ -94,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         metavar="0|1",
         help="verify every element of one more call of each size (%(default)s)",
     )
-    common.add_run(parser)
+    options.add_run(parser)
     parser.add_argument(
         "--lanes",
         type=whole_number(1, 256),
@@ -111,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         default="cpu",
         help="where the arrays lie; cuda: tensors of torch (%(default)s)",
     )
-    common.add_json(parser)
+    options.add_json(parser)
     parser.add_argument(
         "--explain",
         action="store_true",
@@ -123,11 +137,11 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints; 1 if an element was wrong or a process failed, 2 if it cannot start."""
     problem = _problem(args)
     if problem:
-        print(f"pccl bench: {problem}", file=sys.stderr)
+        complain("bench", problem)
         return 2
     dtype = _DTYPES[args.datatype]
     if args.explain:
-        op, sizes = _OPS.get(args.op, ReduceOp.MAX), list(common.sizes(args))
+        op, sizes = _OPS.get(args.op, ReduceOp.MAX), list(options.sizes(args))
         for line in strategies.explained(
             args.measurement, sizes, args.peers, dtype, op, args.quantize, args.lanes
         ):
@@ -138,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         peers=args.peers,
         counts=tuple(
             nbytes // dtype.itemsize // blocks(args.measurement, args.peers)
-            for nbytes in common.sizes(args)
+            for nbytes in options.sizes(args)
         ),
         dtype=dtype,
         op=_OPS.get(args.op, ReduceOp.MAX),
@@ -150,20 +164,20 @@ def run(args: argparse.Namespace) -> int:
         lanes=args.lanes,
         device=args.device,
     )
-    print(f"{_title(job, args.master)}\n{table.head(job.against)}", flush=True)
+    print(f"{_title(job, args.master)}\n{head(job.against)}", flush=True)
     rows = []
     try:
         all_measured = _between_machines(args.master, job) if args.master else _here(job)
         for count, each in zip(job.counts, all_measured, strict=True):
-            rows.append(table.Row.of(job.what, count, dtype.itemsize, args.datatype, args.op, each))
+            rows.append(Row.of(job.what, count, dtype.itemsize, args.datatype, args.op, each))
             print(rows[-1].text(), flush=True)
-    except BenchError as error:
-        print(f"pccl bench: {error}", file=sys.stderr)
+    except WorkerError as error:
+        complain("bench", error)
         return 1
-    print(table.foot(rows))
+    print(foot(rows))
     if args.json:
         args.json.write_text(_json(rows), encoding="utf-8")
-    return 1 if table.out_of_bounds(rows) else 0
+    return 1 if out_of_bounds(rows) else 0
 
 
 def _problem(args: argparse.Namespace) -> str:
@@ -234,21 +248,19 @@ def _here(job: Job) -> Iterator[list[Measured]]:
     with (
         tempfile.TemporaryDirectory(prefix="pccl-bench-") as scratch,
         pccl.MasterNode("127.0.0.1:0") as master,
-        processes(
-            job.peers, serve, job, master.address, Path(scratch, "torch").as_uri()
-        ) as results,
+        workers(job.peers, serve, job, master.address, Path(scratch, "torch").as_uri()) as results,
     ):
         for _ in job.counts:
             yield collect(results)
 
 
-def _json(rows: Sequence[table.Row]) -> str:
-    wrong = table.out_of_bounds(rows)
+def _json(rows: Sequence[Row]) -> str:
+    wrong = out_of_bounds(rows)
     results = {
         "version": pccl.__version__,
         "results": [row.json() for row in rows],
         "out_of_bounds": {"count": wrong, "okay": wrong == 0},
-        "average_bus_bandwidth": {"bandwidth": table.average_busbw(rows)},
+        "average_bus_bandwidth": {"bandwidth": average_busbw(rows)},
     }
     return json.dumps(results, indent=2) + "\n"
 
@@ -287,3 +299,186 @@ def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:
             )
         )
     return found
+
+
+# ---- the table and the JSON ----
+
+# The columns of nccl-tests come first and unchanged, so that its parsers work; our own columns
+# follow to the right. GB are 10**9 bytes.
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Iterations of one way to reduce, each the mean over the peers.
+
+    Attributes:
+        median_us: microseconds.
+        min_us: microseconds.
+        wrong: wrong elements over all peers; None when not checked.
+        wire: bytes that a peer sends in a call, at most; None when not known.
+    """
+
+    median_us: float
+    min_us: float
+    wrong: int | None
+    wire: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size: what all peers measured.
+
+    Attributes:
+        nbytes: of the larger buffer.
+        count: elements of the smaller one; of an all-to-all, those for one peer.
+    """
+
+    what: str
+    nbytes: int
+    count: int
+    dtype: str
+    op: str
+    peers: int
+    timings: dict[str, Timing]
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        count: int,
+        itemsize: int,
+        dtype: str,
+        op: str,
+        all_measured: Sequence[Measured],
+    ) -> Row:
+        """Combines what the peers measured of `count` elements."""
+        timings = {}
+        for name in all_measured[0].times_s:
+            each = zip(*(measured.times_s[name] for measured in all_measured), strict=True)
+            means_us = [fmean(times) * 1e6 for times in each]
+            wrong = [measured.wrong[name] for measured in all_measured if name in measured.wrong]
+            sent = [measured.sent[name] for measured in all_measured if name in measured.sent]
+            timings[name] = Timing(
+                median(means_us),
+                min(means_us),
+                sum(wrong) if wrong else None,
+                max(sent) if sent else None,
+            )
+        peers = len(all_measured)
+        nbytes = count * itemsize * blocks(what, peers)
+        return cls(what, nbytes, count, dtype, op, peers, timings)
+
+    def algbw(self, way: str) -> float:
+        """Bytes of the buffer over the median time, in GB/s."""
+        return self.nbytes / self.timings[way].median_us / 1e3
+
+    def busbw(self, way: str) -> float:
+        """What an ideal ring would have carried on each link meanwhile, in GB/s."""
+        return self.algbw(way) * FACTORS[self.what](self.peers)
+
+    @property
+    def ways(self) -> list[str]:
+        """Those of ours that this collective has."""
+        return [way for way in _WAYS if way in self.timings]
+
+    @property
+    def other(self) -> str | None:
+        """What was measured beside ours."""
+        return next((way for way in OTHERS if way in self.timings), None)
+
+    @property
+    def root(self) -> int:
+        """As nccl-tests has it: -1 where there is none."""
+        return _ROOTS.get(self.what, -1)
+
+    def text(self) -> str:
+        """A line of the table."""
+        cells = [
+            f"{self.nbytes:12d}  {self.count:12d}  {self.dtype:>8}  {self.op:>6}  {self.root:6d}"
+        ]
+        for way in _WAYS:
+            if way not in self.timings:
+                cells.append(f"{'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>5}")
+                continue
+            timing = self.timings[way]
+            wrong = "N/A" if timing.wrong is None else str(timing.wrong)
+            rates = f"{_number(self.algbw(way), 6)}  {_number(self.busbw(way), 6)}"
+            cells.append(f"{_number(timing.median_us, 7)}  {rates}  {wrong:>5}")
+        for way in _WAYS:
+            known = way in self.timings
+            cells.append(_number(self.timings[way].min_us, 7) if known else f"{'N/A':>7}")
+        if self.other:
+            other = self.timings[self.other]
+            cells += [_number(other.median_us, 7), _number(other.min_us, 7)]
+            for way in _WAYS:
+                known = way in self.timings
+                ratio = other.median_us / self.timings[way].median_us if known else None
+                cells.append(f"{ratio:6.2f}" if ratio is not None else f"{'N/A':>6}")
+        cells.append(f"{self.timings[self.ways[0]].wire:12d}")
+        return "  ".join(cells)
+
+    def json(self) -> dict[str, Any]:
+        """The row as nccl-tests' JSON has it; times in microseconds, rates in GB/s."""
+        found: dict[str, Any] = {
+            "size": self.nbytes,
+            "count": self.count,
+            "type": self.dtype,
+            "redop": self.op,
+            "root": self.root,
+        }
+        for way, timing in self.timings.items():
+            found[way] = {
+                "time": timing.median_us,
+                "time_min": timing.min_us,
+                "alg_bw": self.algbw(way),
+                "bus_bw": self.busbw(way),
+                "nwrong": timing.wrong,
+                "wire": timing.wire,
+            }
+        return found
+
+
+def head(other: str | None) -> str:
+    """The lines above the rows."""
+    groups = f"#{'':56}{'out-of-place':^32}{'in-place':^32}{'minimum':^18}"
+    names = f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+    units = f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+    names += f"  {'time':>7}  {'algbw':>6}  {'busbw':>6} {'#wrong':>6}" * len(_WAYS)
+    units += f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>5}" * len(_WAYS)
+    names += f"  {'out':>7}  {'in':>7}"
+    units += f"  {'(us)':>7}" * len(_WAYS)
+    if other:
+        groups += f"{other:^18}{'times as fast':^16}"
+        names += f"  {'time':>7}  {'min':>7}  {'out':>6}  {'in':>6}"
+        units += f"  {'(us)':>7}  {'(us)':>7}  {'':>6}  {'':>6}"
+    names += f"  {'wire':>12}"
+    units += f"  {'(B)':>12}"
+    return "\n".join(line.rstrip() for line in ("#", groups, names, units))
+
+
+def foot(rows: Sequence[Row]) -> str:
+    """The lines below the rows."""
+    wrong = out_of_bounds(rows)
+    return (
+        f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}\n"
+        f"# Avg bus bandwidth    : {average_busbw(rows):g}\n#"
+    )
+
+
+def out_of_bounds(rows: Sequence[Row]) -> int:
+    """Wrong elements in all rows."""
+    return sum(timing.wrong or 0 for row in rows for timing in row.timings.values())
+
+
+def average_busbw(rows: Sequence[Row]) -> float:
+    """The mean over rows and ways, in GB/s."""
+    return fmean(row.busbw(way) for row in rows for way in row.ways)
+
+
+def _number(value: float, width: int) -> str:
+    """Two decimals, or fewer where they would not fit."""
+    for decimals in (2, 1, 0):
+        text = f"{value:.{decimals}f}"
+        if len(text) <= width:
+            break
+    return text.rjust(width)

@@ -1,12 +1,8 @@
-"""A small GPT, as `pccl bench ddp` trains it.
-
-One process of `pccl bench ddp`: trains the same model over several backends, in turns.
+"""Measures torch's DistributedDataParallel: a small GPT over pccl, and over gloo, in turns.
 
 The step of one way follows that of another one, in an order that is reversed in every second
 iteration, each after an untimed all-reduce of one element over the same group: so all peers begin
 together, and other load on the machine affects all alike.
-
-Measures torch's DistributedDataParallel: a small GPT over pccl, and over gloo, in turns.
 
 The program is the same for both but for the group that it is given. A step is timed as a whole:
 forward, backward with the all-reduce of the gradients, optimizer. Times are those of the slowest
@@ -25,67 +21,20 @@ import hashlib
 import importlib.util
 import json
 import os
-import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from typing import TYPE_CHECKING, Any
 
 import pccl
 from pccl.cli.arguments import whole_number
-from pccl.cli.bench import common
-from pccl.cli.bench.common import BenchError, collect, follow_parent, processes
-from pccl.torch import hooks
+from pccl.cli.bench import options
+from pccl.cli.processes import WorkerError, collect, follow_parent, workers
+from pccl.cli.terminal import complain
 
-VOCABULARY = 512
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward network, each after a norm and around a residual."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape: batch, length, width."""
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        narrowed: Tensor = self.narrow(nn.functional.gelu(self.wide(self.norms[1](x))))
-        return x + narrowed
-
-
-class GPT(nn.Module):
-    """Predicts the next token; its output is the loss."""
-
-    def __init__(self, layers: int, width: int, length: int) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
-        heads = next(n for n in (8, 4, 2, 1) if width % n == 0)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The loss on tokens: batch, length + 1."""
-        given, wanted = tokens[:, :-1], tokens[:, 1:]
-        places = torch.arange(given.shape[1], device=given.device)
-        x = self.blocks(self.tokens(given) + self.places(places))
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
-
+if TYPE_CHECKING:
+    import torch
 
 GLOO, PCCL = "gloo", "pccl"
 
@@ -137,8 +86,15 @@ class Trainee:
     """A model of its own, trained over one group."""
 
     def __init__(self, job: Job, group: Any, wire: str | None) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        from pccl.cli.demo.model import GPT, Shape
+        from pccl.torch import hooks
+
         torch.manual_seed(0)
-        model = GPT(job.layers, job.width, job.length)
+        heads = next(n for n in (8, 4, 2, 1) if job.width % n == 0)
+        model = GPT(Shape(job.width, job.layers, heads, job.length))
         self.parameters = sum(p.numel() for p in model.parameters())
         self._ddp = DistributedDataParallel(
             model, process_group=group, bucket_cap_mb=job.bucket_mib
@@ -152,6 +108,8 @@ class Trainee:
 
     def meet(self) -> None:
         """Returns when all peers are here."""
+        import torch.distributed as dist
+
         dist.all_reduce(self._one, group=self._group)
 
     def step(self, tokens: torch.Tensor) -> None:
@@ -181,6 +139,11 @@ def serve(number: int, job: Job, address: str, results: Connection) -> None:
 
 def train(job: Job, address: str) -> list[Measured]:
     """Takes part in the run of the master at `address`; what all peers have measured."""
+    import torch
+    import torch.distributed as dist
+
+    import pccl.torch  # noqa: F401 - registers the backend
+
     torch.set_num_threads(job.threads)
     dist.init_process_group(PCCL, init_method=f"pccl://{address}", world_size=job.peers)
     try:
@@ -194,6 +157,11 @@ def train(job: Job, address: str) -> list[Measured]:
 
 
 def _measure(job: Job, gloo: Any) -> Measured:
+    import torch
+    import torch.distributed as dist
+
+    from pccl.cli.demo.model import VOCABULARY
+
     ways = {GLOO: Trainee(job, gloo, None), PCCL: Trainee(job, dist.group.WORLD, None)}
     for wire in job.wires:
         ways[f"{PCCL} {wire}"] = Trainee(job, dist.group.WORLD, wire)
@@ -230,8 +198,8 @@ _NUMBERS = (  # name, default, meaning
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl bench ddp`."""
-    common.add_iterations(parser, 20, 3)
-    common.add_run(parser)
+    options.add_iterations(parser, 20, 3)
+    options.add_run(parser)
     parser.add_argument(
         "--wire",
         nargs="+",
@@ -253,16 +221,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="torch's, in each process (this machine's cores divided among its processes)",
     )
-    common.add_json(parser)
+    options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; 1 if weights differ or a process failed, 2 if it cannot start."""
     if importlib.util.find_spec("torch") is None:
-        print("pccl bench: torch not found; pip install torch brings it", file=sys.stderr)
+        complain("bench", "torch not found; pip install torch brings it")
         return 2
-    pass
-
     here = 1 if args.master else args.peers
     job = Job(
         args.peers,
@@ -278,8 +244,8 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         rows = _rows(_measured(job, args.master))
-    except (BenchError, pccl.PCCLError) as error:
-        print(f"pccl bench: {error}", file=sys.stderr)
+    except (WorkerError, pccl.PCCLError) as error:
+        complain("bench", error)
         return 1
     print(_title(job, args.master, rows), flush=True)
     for row in rows:
@@ -291,13 +257,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(job: Job, address: str | None) -> list[Measured]:
-    pass
-
     if address is not None:
         return train(job, address)
     with (
         pccl.MasterNode("127.0.0.1:0") as node,
-        processes(job.peers, serve, job, node.address) as results,
+        workers(job.peers, serve, job, node.address) as results,
     ):
         found: list[Measured] = collect(results)[0]
         return found

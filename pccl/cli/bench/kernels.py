@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pccl.cli.bench import common, trials
+from pccl.cli.bench import options, trials
 from pccl.ext import ffi, lib
 from pccl.runtime.digest import digests
 from pccl.types import DataType, QuantizationName, ReduceOp
@@ -43,8 +43,8 @@ _DTYPES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl bench kernels`."""
-    common.add_sizes(parser, "1M", "128M", 128)
-    common.add_iterations(parser, 20, 5)
+    options.add_sizes(parser, "1M", "128M", 128)
+    options.add_iterations(parser, 20, 5)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"# {'size':>10}  {'type':>8}  {'pccl':>15}  {'numpy':>15}  {'ratio':>15}  #wrong")
     print(f"# {'(B)':>10}  {'':>8}  {'(GB/s)':>15}  {'(GB/s)':>15}")
     all_wrong = 0
-    for nbytes in common.sizes(args):
+    for nbytes in options.sizes(args):
         kernels = [_add(name, dtype, nbytes) for name, dtype in _DTYPES.items()]
         for name in _FORMATS:
             kernels += _quantized(name, nbytes)
@@ -171,8 +171,8 @@ def _operands(dtype: DataType, nbytes: int) -> list[trials.Bits]:
 
 def add_digest_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl bench digest`."""
-    common.add_sizes(parser, "1M", "1G", 32)
-    common.add_iterations(parser, 7, 2)
+    options.add_sizes(parser, "1M", "1G", 32)
+    options.add_iterations(parser, 7, 2)
 
 
 def run_digest(args: argparse.Namespace) -> int:
@@ -184,7 +184,7 @@ def run_digest(args: argparse.Namespace) -> int:
     """
     print(f"# {'size':>10}  {'one thread':>16}  {'threads':>16}  {'copy':>16}   ratio of medians")
     print(f"# {'(B)':>10}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'one':>6}  {'all':>6}")
-    for nbytes in common.sizes(args):
+    for nbytes in options.sizes(args):
         words = np.random.default_rng(nbytes).integers(0, 1 << 63, -(-nbytes // 8), np.int64)
         memory: NDArray[np.uint8] = words.view(np.uint8)[:nbytes]
         region = [(memory.ctypes.data, nbytes)]

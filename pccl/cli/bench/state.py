@@ -29,8 +29,10 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import whole_number
-from pccl.cli.bench import common
-from pccl.cli.bench.common import PEERS_MAX, BenchError, collect, follow_parent, processes
+from pccl.cli.bench import options
+from pccl.cli.bench.options import PEERS_MAX
+from pccl.cli.processes import WorkerError, collect, follow_parent, workers
+from pccl.cli.terminal import complain
 from pccl.ext import ffi, lib
 from pccl.runtime.client.sync import reserve
 from pccl.runtime.digest import digests
@@ -76,8 +78,8 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl bench state`."""
-    common.add_sizes(parser, "256M", "256M", 2)
-    common.add_iterations(parser, 7, 2)
+    options.add_sizes(parser, "256M", "256M", 2)
+    options.add_iterations(parser, 7, 2)
     parser.add_argument(
         "--entries",
         type=whole_number(1),
@@ -92,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="peers that have what the newcomer lacks (%(default)s)",
     )
-    common.add_json(parser)
+    options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             "pccl bench: an entry has a byte at least, and -b is no more than -e", file=sys.stderr
         )
         return 2
-    job = Job(tuple(common.sizes(args)), args.entries, args.holders, args.iters, args.warmup_iters)
+    job = Job(tuple(options.sizes(args)), args.entries, args.holders, args.iters, args.warmup_iters)
     print(
         f"# pccl {pccl.__version__} bench state: {job.holders} holders and a newcomer on "
         f"{os.cpu_count()} cores, {job.entries} entries, transport "
@@ -114,13 +116,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         with (
             pccl.MasterNode("127.0.0.1:0") as master,
-            processes(job.holders + 1, take_part, job, master.address) as connections,
+            workers(job.holders + 1, take_part, job, master.address) as connections,
         ):
             for nbytes in job.sizes:
                 results.append(_row(nbytes, collect(connections)))
                 print(_text(results[-1]), flush=True)
-    except BenchError as error:
-        print(f"pccl bench: {error}", file=sys.stderr)
+    except WorkerError as error:
+        complain("bench", error)
         return 1
     if args.json:
         found = {"version": pccl.__version__, "entries": job.entries, "holders": job.holders}

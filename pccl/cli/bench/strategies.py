@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pccl.cli.bench.table import blocks
+from pccl.cli.bench.trials import blocks
 from pccl.protocol.messages import CollectiveKind, Ring, Spec
 from pccl.protocol.strategy import Conditions, Settings, Strategy, choose
 from pccl.runtime.config import Config

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import pccl
-from pccl.cli.bench.common import follow_parent
+from pccl.cli.processes import follow_parent
 from pccl.tensors.arrays import Array
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
@@ -117,6 +117,11 @@ def _store(values: NDArray[Any], dtype: DataType) -> Bits:
         return values.astype(dtype.to_numpy_dtype())
     words = values.astype(np.float32).view(np.uint32)
     return ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)  # to nearest even
+
+
+def blocks(what: str, peers: int) -> int:
+    """How many times as large the larger buffer of a collective is."""
+    return peers if what in ("all_gather", "reduce_scatter", "all_to_all") else 1
 
 
 DEVICES = ("cpu", "cuda")

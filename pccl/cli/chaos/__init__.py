@@ -1,19 +1,304 @@
-"""`pccl chaos`: runs copies of a program under faults, and says what did not hold."""
+"""`pccl chaos`: runs copies of a program under faults, and says what did not hold.
+
+A `Harness` makes a run of any `Program`, from its options to its verdict; the command's own program
+is the words after `--`.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from pccl.cli import program
-from pccl.cli.arguments import whole_number
+from pccl.cli import arguments
+from pccl.cli.arguments import add_program, output, positive, whole_number
 from pccl.cli.chaos import kinds
-from pccl.cli.chaos.director import Director
-from pccl.cli.chaos.harness import Harness, Program, add_options
-from pccl.cli.chaos.kinds import NetworkError
-from pccl.cli.chaos.report import Metrics, measure
-from pccl.cli.chaos.stage import Strangers
+from pccl.cli.chaos.director import Chronicle, Crew, Director, Strangers
+from pccl.cli.chaos.kinds import Fault, Kind, Schedule, shrink
+from pccl.cli.chaos.network import Network, NetworkError
+from pccl.cli.chaos.report import Metrics, Report, View, master_violations, measure, page
+from pccl.cli.chaos.stage import Copy, Stage
+from pccl.cli.chaos.watch import MOMENTS
+from pccl.cli.terminal import complain, painted
+
+FINISH_S = 20.0  # from the order to end until a copy that has not is killed
+SHOWN = 20  # violations
+HEARTBEATS = {"PCCL_HEARTBEAT_MS": "500", "PCCL_HEARTBEAT_TIMEOUT_MS": "2000"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run under faults.
+
+    Attributes:
+        title: what it is, in words.
+        crew: who knows the copies; a new one for each run, given the directory of its files.
+        judge: of a run that is over, given the directory of its files: what was violated, and how
+            fast it was.
+        environment: variables of all processes, beside those of this one.
+        steered: whether copies read orders from their stdin.
+        more: kinds of faults that copies do to themselves when they are told to.
+        grace_s: how long the copies may go on after the faults to end by themselves.
+        curve_dir: keys, for an encrypted run.
+    """
+
+    title: str
+    crew: Callable[[Path], Crew]
+    judge: Callable[[Path, Director], tuple[list[str], Metrics]]
+    environment: Mapping[str, str]
+    steered: bool = False
+    more: Mapping[str, Kind] | None = None
+    grace_s: float | None = None
+    curve_dir: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run."""
+
+    chronicle: Chronicle
+    copies: list[Copy]
+    figures: Metrics
+    violations: list[str]
+
+
+def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
+    """The options of all that make runs under faults. `copies` is what a copy is called."""
+    parser.add_argument(
+        "--minutes", type=positive, default=2.0, help="how long faults come (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="decides all faults (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--calm",
+        type=positive,
+        default=1.0,
+        metavar="SECONDS",
+        help="from one fault to the next, on average (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--faults", type=_faults, default=(), metavar="KIND,...", help="only these kinds"
+    )
+    parser.add_argument(
+        "--bound",
+        type=positive,
+        default=40.0,
+        metavar="SECONDS",
+        help="the run must not stand still for longer (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--restart",
+        type=positive,
+        metavar="SECONDS",
+        help=f"start another {copies} so long after one has ended (default: when a fault says so)",
+    )
+    parser.add_argument(
+        "--network",
+        action="store_true",
+        help=f"give each {copies} a host of its own, and disturb the network too; Linux, as root",
+    )
+    parser.add_argument(
+        "--replay",
+        metavar="SEED|FILE",
+        help="play again what a run that failed has left in chaos-SEED.json, or draw SEED again",
+    )
+    parser.add_argument(
+        "--shrink",
+        type=positive,
+        metavar="MINUTES",
+        help="if the run fails, look for so long for fewer faults with which it fails, too",
+    )
+    parser.add_argument(
+        "--report", type=output, metavar="FILE", help="write a report there, as one HTML file"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep there all that the processes write"
+    )
+    parser.add_argument("--plain", action="store_true", help="lines, also on a terminal")
+
+
+class Harness:
+    """Runs a program under faults.
+
+    Args:
+        args: with the options of `add_options`.
+        program: what is run.
+        copies: at most so many at once.
+        again: the command line for the same run, but for the options that say so.
+        settings: what else the schedule must say of the program.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        program: Program,
+        copies: int,
+        again: Callable[[list[str]], list[str]],
+        settings: dict[str, str],
+    ) -> None:
+        self._args = args
+        self._program = program
+        self._again = again
+        self._network: Network | None = None
+        self._copies = copies
+        self._settings = settings
+
+    def run(self) -> int:
+        """Makes the run, says what came of it; the exit code."""
+        args = self._args
+        with ExitStack() as stack:
+            if args.network:
+                self._network = Network(self._copies)
+                stack.callback(self._network.close)
+            table = self._table()
+            plan = self._schedule(table)
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pccl-chaos-")))
+            if args.keep is not None:
+                args.keep.mkdir(parents=True, exist_ok=True)
+                if any(args.keep.iterdir()):
+                    raise OSError(f"{args.keep} is not empty")
+                directory = args.keep
+            outcome = self._play(plan, table, directory)
+            print(outcome.figures.words())
+            for text in outcome.violations[:SHOWN]:
+                print(f"{painted('VIOLATION:', 'red')} {text}")
+            if len(outcome.violations) > SHOWN:
+                print(f"and {len(outcome.violations) - SHOWN} more violations")
+            failed = bool(outcome.violations)
+            again = shlex.join(self._again(self._options(plan.seed, failed)))
+            if args.report is not None:
+                self._report(outcome, again)
+            if not outcome.violations:
+                print(painted(f"everything held (seed {plan.seed})", "green"))
+                return 0
+            path = Path(f"chaos-{plan.seed}.json")
+            plan.save(path)
+            print(f"something did not hold; its faults are in {path}; once more: {again}")
+            if args.shrink is not None:
+                self._shrink(plan, table, path)
+            return 1
+
+    def _options(self, seed: int, saved: bool) -> list[str]:
+        """The options with which the same faults come again, which a file has if it was saved."""
+        args = self._args
+        more = ["--network"] * args.network
+        if args.restart is not None:
+            more += ["--restart", f"{args.restart:g}"]
+        if saved:
+            return ["--replay", str(seed), *more]
+        faults = ["--faults", ",".join(args.faults)] if args.faults else []
+        drawn = ["--seed", str(seed), "--minutes", f"{args.minutes:g}", "--calm", f"{args.calm:g}"]
+        return [*drawn, *faults, *more]
+
+    # ---- before ----
+
+    def _table(self) -> dict[str, Kind]:
+        """The kinds of faults that are possible here."""
+        table, why = kinds.possible()
+        if self._network is not None:
+            more, lacking = self._network.kinds()
+            table |= more
+            why = {n: text for n, text in why.items() if not kinds.KINDS[n].network} | lacking
+        table |= self._program.more or {}
+        asked = self._args.faults
+        for name in asked:
+            if name not in table and name not in why:
+                raise OSError(f"there is no fault {name!r}; there are {', '.join(sorted(table))}")
+        for name, text in why.items():
+            if name in asked or (not asked and text != "without --network"):
+                print(f"left out: {name}: {text}")
+        return {name: kind for name, kind in table.items() if not asked or name in asked}
+
+    def _schedule(self, table: dict[str, Kind]) -> Schedule:
+        args = self._args
+        seed = args.seed
+        if args.replay is not None:
+            saved = Path(f"chaos-{args.replay}.json")
+            path = saved if saved.exists() else Path(args.replay)
+            if path.exists() or not args.replay.isdecimal():
+                return self._possible(kinds.load(path), table)
+            seed = int(args.replay)
+        seconds = args.minutes * 60
+        moments = sorted(MOMENTS)
+        faults = kinds.draw(seed, seconds, args.calm, table, moments)
+        return Schedule(seed, self._copies, seconds, faults, self._settings)
+
+    @staticmethod
+    def _possible(plan: Schedule, table: dict[str, Kind]) -> Schedule:
+        lacking = {fault.what for fault in plan.faults} - table.keys()
+        if lacking:
+            print(f"left out, as they are not possible here: {', '.join(sorted(lacking))}")
+        return plan.only([fault for fault in plan.faults if fault.what in table])
+
+    # ---- a run ----
+
+    def _play(self, plan: Schedule, table: dict[str, Kind], directory: Path) -> Outcome:
+        program = self._program
+        crew = program.crew(directory)
+        stage = Stage(
+            crew.command,
+            directory,
+            {**HEARTBEATS, **os.environ, **program.environment},
+            steered=program.steered,
+            network=self._network,
+            curve_dir=program.curve_dir,
+        )
+        view = View(self._args.plain)
+        args = self._args
+        director = Director(stage, plan, table, crew, args.bound, args.restart, view.told)
+        view.director = director
+        try:
+            director.run()
+            if program.grace_s is not None:
+                director.wait(program.grace_s)
+            director.finish(FINISH_S)
+        finally:
+            view.close()
+            director.close()
+        violations, figures = program.judge(directory, director)
+        mine = [*director.chronicle.violations, *master_violations(stage.event_log, director)]
+        return Outcome(director.chronicle, stage.copies, figures, [*mine, *violations])
+
+    def _shrink(self, plan: Schedule, table: dict[str, Kind], path: Path) -> None:
+        """Writes the smallest schedule that still fails, and says so."""
+        assert self._args.shrink is not None
+        until_s = time.monotonic() + self._args.shrink * 60
+        happened = list(plan.faults)
+
+        def fails(faults: list[Fault]) -> bool:
+            with tempfile.TemporaryDirectory(prefix="pccl-chaos-") as directory:
+                last_s = faults[-1].at_s if faults else 0.0
+                smaller = Schedule(plan.seed, plan.copies, last_s, tuple(faults), plan.settings)
+                failed = bool(self._play(smaller, table, Path(directory)).violations)
+            if failed:
+                smaller.save(path)
+            print(f"{len(faults)} faults: {'fails' if failed else 'holds'}", flush=True)
+            return failed
+
+        found = shrink(happened, fails, until_s)
+        print(f"{len(found)} of {len(happened)} faults are in {path} now, and fail")
+
+    def _report(self, outcome: Outcome, again: str) -> None:
+        report = Report(
+            self._program.title,
+            again,
+            outcome.chronicle,
+            outcome.copies,
+            outcome.figures,
+            outcome.violations,
+        )
+        self._args.report.write_text(page(report), encoding="utf-8")
+
+
+def _faults(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +307,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"  {name:22}{kind.text}{', with --network' if kind.network else ''}"
         for name, kind in kinds.KINDS.items()
     )
-    program.add_arguments(parser, "pccl chaos", epilog)
+    add_program(parser, "pccl chaos", epilog)
     parser.add_argument(
         "-n",
         type=whole_number(2, 200),
@@ -42,7 +327,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`pccl chaos`: the exit code is 0 if everything held."""
-    command = program.words(args, "pccl chaos")
+    command = arguments.program(args, "pccl chaos")
     if not command:
         return 2
     what = Program(
@@ -59,7 +344,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return Harness(args, what, args.n, again, {}).run()
     except NetworkError as error:
-        print(f"pccl chaos: no hosts of their own: {error}", file=sys.stderr)
+        complain("chaos", f"no hosts of their own: {error}")
         return 1
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pccl.cli.chaos import kinds
-from pccl.cli.chaos.hands import Hands, nothing
-from pccl.cli.chaos.held import held
-from pccl.cli.chaos.kinds import Fault, Kind, Schedule, Target, Undo
-from pccl.cli.chaos.stage import Copy, Crew, Follower, Stage, Watch
+from pccl.cli.chaos.kinds import Fault, Kind, Schedule, Target
+from pccl.cli.chaos.network import Undo
+from pccl.cli.chaos.stage import Copy, Stage, nothing
+from pccl.cli.chaos.watch import Follower, Watch
+from pccl.cli.processes import held
 
 TICK_S = 0.005
 MOMENT_MAX_S = 1.0  # a fault waits no longer for its moment
@@ -62,6 +65,62 @@ class Chronicle:
     sizes: list[tuple[int, int, int]] = field(default_factory=list)
 
 
+SETTLE_S = 3.0  # a master knows in less whether a copy is still there
+
+
+class Crew(Protocol):
+    """What is known of the program whose copies are disturbed."""
+
+    def command(self, number: int, alive: Sequence[Copy]) -> Sequence[str]:
+        """How the copy of that number is started, beside those that live."""
+
+    def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
+        """Marks the copies that could go on alone: they are in the run, and have its state."""
+
+    def group(self, copy: Copy) -> int:
+        """Which copies share a state."""
+
+    def leave(self, copy: Copy) -> None:
+        """Asks a copy to end."""
+
+
+class Strangers:
+    """Copies of a program of which nothing is known but what their master sees.
+
+    Args:
+        command: of each.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._alive: set[int] = set()
+        self._changed_s = 0.0
+
+    def command(self, number: int, alive: Sequence[Copy]) -> Sequence[str]:
+        """All alike."""
+        return self._command
+
+    def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
+        """All that live are in the run if it has as many peers for a while, and goes on."""
+        now_s = time.monotonic()
+        alive = {copy.number for copy in copies if copy.ended_s is None}
+        disturbed = any(copy.stopped for copy in copies)
+        if alive != self._alive or disturbed:
+            self._alive, self._changed_s = alive, now_s
+        if len(watch.accepted) == len(alive) and watch.last_s > self._changed_s + SETTLE_S:
+            for copy in copies:
+                if not copy.befell or copy.befell[-1][0] + SETTLE_S < watch.last_s:
+                    copy.settled = True
+
+    def group(self, copy: Copy) -> int:
+        """All are one group, as far as is known."""
+        return 0
+
+    def leave(self, copy: Copy) -> None:
+        """SIGTERM, or TerminateProcess."""
+        copy.process.signal(signal.SIGTERM)
+
+
 class Director:
     """Makes one run.
 
@@ -100,7 +159,6 @@ class Director:
         self._restart_s = restart_s
         self._replaced = 0  # copies that have ended, and whose place was taken
         self._told = told
-        self._hands = Hands(stage, crew.leave)
         self._follower = Follower(stage.event_log)
         self._undos: list[tuple[float, Done, Undo]] = []
         self._restarted_at = 0  # rounds that were done when the master was killed last
@@ -237,7 +295,7 @@ class Director:
         elif kind.target is Target.MASTER:
             undo = self._harm_master(done)
         elif fault.what == kinds.BURN:
-            undo = self._hands.burn(os.cpu_count() or 1)
+            undo = self.stage.burn(os.cpu_count() or 1)
         elif fault.what == kinds.KILL_MOST:
             self._kill_most(done)
         else:
@@ -254,7 +312,10 @@ class Director:
         done.copy = copy.number
         copy.befell.append((done.at_s, done.fault.what))
         copy.settled &= not kind.fatal
-        return self._hands.harm(done.fault.what, copy)
+        if done.fault.what == kinds.LEAVE:
+            self._crew.leave(copy)
+            return nothing
+        return self.stage.harm(done.fault.what, copy)
 
     def _harm_master(self, done: Done) -> Undo:
         """Skips what comes before the master has recovered: otherwise the run would never go on."""
@@ -266,7 +327,7 @@ class Director:
         if done.fault.what == kinds.RESTART:
             self._restarted_at = self.watch.rounds
             self._master_down = True
-        return self._hands.harm_master(done.fault.what)
+        return self.stage.harm_master(done.fault.what)
 
     def _kill_most(self, done: Done) -> None:
         """Of each group one stays that could go on alone."""
@@ -325,10 +386,11 @@ class Director:
     # ---- what must not be ----
 
     def _note_end(self, copy: Copy) -> None:
-        if copy.by_us or copy.status == 0 or self._excused(what for _, what in copy.befell):
+        status = copy.process.status
+        if copy.by_us or status == 0 or self._excused(what for _, what in copy.befell):
             return
         self.chronicle.violations.append(
-            f"copy {copy.number} ended with status {copy.status}, and nothing had befallen it that "
+            f"copy {copy.number} ended with status {status}, and nothing had befallen it that "
             f"would excuse that; it printed last:\n{copy.tail()}"
         )
 
@@ -345,7 +407,7 @@ class Director:
         down = self._master_down or self.chronicle.violations
         if not down and master is not None and master.poll() is not None:
             self.chronicle.violations.append(
-                f"the master ended with status {master.returncode}: see "
+                f"the master ended with status {master.status}: see "
                 f"{self.stage.directory / 'master.log'}"
             )
         self.chronicle.violations += self.watch.failures

@@ -1,26 +1,20 @@
-"""The kinds of faults, a schedule of them from a seed, and those of the network.
+"""The kinds of faults, schedules of them from a seed, and the search for those that matter.
 
 A schedule says nothing of what happens: whom a fault befalls is a fraction, which is applied to
 those that it can befall when the time has come. So any part of a schedule is a schedule, too.
-
-What is cut is cut silently: a host sends to a hardware address that nobody has. So nothing is
-needed but bridges, and for `slow-link`, `delay` and `loss` the kernel's tbf and netem.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import random
-import shutil
 import signal
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -191,150 +185,46 @@ def draw(
     return tuple(faults)
 
 
-NOBODY = "02:00:00:00:00:ff"
-DEVICE = "wan0"
-QDISCS = {
-    RATE: "tbf rate 4mbit burst 32kb latency 100ms",
-    DELAY: "netem delay 200ms 50ms",
-    LOSS: "netem loss 10%",
-}
-_names = itertools.count()
-Undo = Callable[[], None]
+# ---- fewer faults with which a run still fails ----
+
+T = TypeVar("T")
 
 
-class NetworkError(Exception):
-    """This machine cannot have hosts of their own; the text says why."""
-
-
-class Network:
-    """Hosts: number 0 for the master, and one for each copy that runs at once.
+def shrink(items: Sequence[T], fails: Callable[[list[T]], bool], until_s: float) -> list[T]:
+    """A part of the items that still fails, and of which, if time suffices, each is needed.
 
     Args:
-        copies: how many.
-
-    Attributes:
-        addresses: of the hosts.
-
-    Raises:
-        NetworkError: this machine cannot have them.
+        items: that fail.
+        fails: whether a part of them does. It need not answer the same each time.
+        until_s: when to end, by the monotonic clock.
     """
-
-    def __init__(self, copies: int) -> None:
-        for tool in ("ip", "nsenter"):
-            if sys.platform != "linux" or shutil.which(tool) is None:
-                raise NetworkError(f"it takes Linux, and the program {tool}")
-        self.addresses = [f"10.79.{host // 200}.{host % 200 + 1}" for host in range(copies + 1)]
-        self._prefix = f"pccl{os.getpid()}_{next(_names)}"
-        self._hosts = range(copies + 1)
-        try:
-            self._make()
-        except BaseException:
-            self.close()
-            raise
-
-    def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """A command line that runs on a host; the process is the command's own."""
-        return ["nsenter", f"--net=/run/netns/{self._name(host)}", "--", *command]
-
-    def kinds(self) -> tuple[dict[str, Kind], dict[str, str]]:
-        """The kinds of faults that are possible; why the others are not."""
-        why = {}
-        for what, qdisc in QDISCS.items():
-            try:
-                self._qdisc(1, qdisc)()
-            except NetworkError as error:
-                why[what] = str(error)
-        try:
-            self.reset(1)
-        except NetworkError as error:
-            why[RESET] = str(error)
-        found = {n: kind for n, kind in KINDS.items() if kind.network and n not in why}
-        return found, why
-
-    def harm(self, what: str, host: int) -> Undo:
-        """Disturbs the network of a host. Returns what ends that."""
-        if what == CUT:
-            return self._cut(self._ways_out(host) + self._ways_in(host))
-        if what == CUT_OUT:
-            return self._cut(self._ways_out(host))
-        if what == CUT_IN:
-            return self._cut(self._ways_in(host))
-        return self._qdisc(host, QDISCS[what])
-
-    def reset(self, host: int) -> None:
-        """Resets all established connections of a host. Raises NetworkError."""
-        if shutil.which("ss") is None:
-            raise NetworkError("it takes the program ss")
-        _run(*self.command(host, ["ss", "-K", "-t", "state", "established"]))
-
-    def close(self) -> None:
-        """Removes the hosts, and ends what runs there."""
-        for name in [*map(self._name, self._hosts), self._name("switch")]:
-            with contextlib.suppress(NetworkError):  # it was not made
-                for pid in _run("ip", "netns", "pids", name).split():
-                    _run("kill", "-9", pid)
-                _run("ip", "netns", "delete", name)
-
-    def _make(self) -> None:
-        switch = self._name("switch")
-        _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "br0", "up", "type", "bridge")
-        for host in self._hosts:
-            name = self._name(host)
-            _run("ip", "netns", "add", name)
-            peer = ("peer", "name", f"to{host}", "netns", switch)
-            mac = ("address", self._mac(host))
-            _run("ip", "-n", name, "link", "add", DEVICE, *mac, "up", "type", "veth", *peer)
-            _run("ip", "-n", switch, "link", "set", f"to{host}", "master", "br0", "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/16", "dev", DEVICE)
-
-    def _ways_out(self, host: int) -> list[tuple[int, int]]:
-        """From this host to each other one."""
-        return [(host, other) for other in self._hosts if other != host]
-
-    def _ways_in(self, host: int) -> list[tuple[int, int]]:
-        return [(other, host) for other in self._hosts if other != host]
-
-    def _cut(self, pairs: Sequence[tuple[int, int]]) -> Undo:
-        """What the first host of a pair sends to the second one is lost."""
-        for source, target in pairs:
-            self._neighbour(source, target, NOBODY)
-
-        def undo() -> None:
-            for source, target in pairs:
-                self._neighbour(source, target, self._mac(target))
-
-        return undo
-
-    def _neighbour(self, source: int, target: int, mac: str) -> None:
-        where = ("lladdr", mac, "dev", DEVICE, "nud", "permanent")
-        _run("ip", "-n", self._name(source), "neigh", "replace", self.addresses[target], *where)
-
-    def _qdisc(self, host: int, qdisc: str) -> Undo:
-        where = ("tc", "-n", self._name(host), "qdisc")
-        _run(*where, "replace", "dev", DEVICE, "root", *qdisc.split())
-
-        def undo() -> None:
-            with contextlib.suppress(NetworkError):  # another one has taken its place, and ended
-                _run(*where, "del", "dev", DEVICE, "root")
-
-        return undo
-
-    def _name(self, host: int | str) -> str:
-        return f"{self._prefix}.{host}"
-
-    @staticmethod
-    def _mac(host: int) -> str:
-        return f"02:00:00:01:{host >> 8:02x}:{host & 255:02x}"
+    found, pieces = list(items), 2
+    while found and time.monotonic() < until_s:
+        size = max(1, -(-len(found) // pieces))
+        parts = [found[i : i + size] for i in range(0, len(found), size)]
+        candidates = [] if len(parts) <= 2 else parts
+        candidates = [*candidates, *(_without(parts, i) for i in range(len(parts)))]
+        smaller = _first(candidates, fails, until_s)
+        if smaller is not None:
+            pieces = 2 if len(smaller) <= size else max(pieces - 1, 2)
+            found = smaller
+        elif size == 1:
+            break
+        else:
+            pieces = min(2 * pieces, len(found))
+    return found
 
 
-def _run(*argv: str) -> str:
-    try:
-        done = subprocess.run(argv, text=True, capture_output=True, check=False)
-    except OSError as error:
-        raise NetworkError(f"{argv[0]}: {error.strerror}") from None
-    if done.returncode:
-        why = done.stderr.strip().splitlines()
-        raise NetworkError(f"{' '.join(argv[:4])} ...: {why[0] if why else done.returncode}")
-    return done.stdout
+def _without(parts: list[list[T]], left_out: int) -> list[T]:
+    return [item for i, part in enumerate(parts) if i != left_out for item in part]
+
+
+def _first(
+    candidates: Sequence[list[T]], fails: Callable[[list[T]], bool], until_s: float
+) -> list[T] | None:
+    for candidate in candidates:
+        if time.monotonic() >= until_s:
+            return None
+        if fails(candidate):
+            return candidate
+    return None

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pccl.cli.chaos.director import Chronicle, Director, Done
 from pccl.cli.chaos.stage import Copy
-from pccl.cli.replay.source import Check, Source
+from pccl.cli.replay import Check, Source
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -114,7 +114,7 @@ def _whom(copy: int) -> str:
 
 def _row(copy: Copy, now_s: float) -> tuple[str | Text, ...]:
     if copy.ended_s is not None:
-        said, style = ("killed", "red") if copy.by_us else (f"ended ({copy.status})", "dim")
+        said, style = ("killed", "red") if copy.by_us else (f"ended ({copy.process.status})", "dim")
     elif copy.stopped:
         said, style = "frozen", "cyan"
     elif copy.settled:

@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pccl
 from pccl.cli.arguments import output
 from pccl.cli.demo.director import STEPS_MIN, Director, Go, Kill, Order, Say, State, decode
-from pccl.cli.demo.processes import Fleet
-from pccl.runtime.signals import ended_by, interrupt
+from pccl.cli.processes import Fleet
+from pccl.cli.terminal import complain
 
 if TYPE_CHECKING:
     from pccl.cli.demo.display import Display
@@ -63,13 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs `pccl demo` by itself. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pccl demo", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the demo with the options of `add_arguments`.
 
@@ -80,16 +74,15 @@ def run(args: argparse.Namespace) -> int:
     """
     problem = _problem(args)
     if problem:
-        print(f"pccl demo: {problem}", file=sys.stderr)
+        complain("demo", problem)
         return 2
     director = Director(
         peers=args.peers, steps=args.steps, inner_steps=args.inner_steps, chaos=not args.no_chaos
     )
     try:
-        with ended_by(interrupt):
-            return _perform(args, director)
+        return _perform(args, director)
     except KeyboardInterrupt:
-        print("pccl demo: interrupted", file=sys.stderr)
+        complain("demo", "interrupted")
         return 130
 
 
@@ -135,34 +128,34 @@ def _output_problem(path: Path) -> str | None:
 
 
 def _perform(args: argparse.Namespace, director: Director) -> int:
-    from pccl.cli.demo.display import Display
-
-    with Fleet("pccl.cli.demo.peer") as fleet:
-        address = fleet.start_master()
+    began_s = time.monotonic()
+    with pccl.MasterNode("127.0.0.1:0") as master, Fleet("pccl.cli.demo.peer") as fleet:
+        options = {
+            "master": master.address,
+            "shards": len(director.peers),
+            "min-peers": args.peers,
+            "steps": args.steps,
+            "inner-steps": args.inner_steps,
+            "mode": args.mode,
+            "wire": args.wire,
+            "seed": args.seed,
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         for peer in director.peers:
-            fleet.start_peer(
-                peer.number,
-                {
-                    "master": address,
-                    "shards": len(director.peers),
-                    "min-peers": args.peers,
-                    "steps": args.steps,
-                    "inner-steps": args.inner_steps,
-                    "mode": args.mode,
-                    "wire": args.wire,
-                    "seed": args.seed,
-                },
-            )
+            fleet.start(peer.number, "--number", str(peer.number), *words)
+        from pccl.cli.demo.display import Display  # while they load torch
+
         with Display(director) as display:
-            display.say(f"master at {address}; {len(director.peers)} processes are loading", 0.0)
-            _follow(fleet, director, display)
+            loading = f"master at {master.address}; {len(director.peers)} processes are loading"
+            display.say(loading, 0.0)
+            _follow(fleet, director, display, began_s)
         failed = [peer.number for peer in director.peers if peer.state is State.FAILED]
-        complaints = "".join(fleet.errors(number) for number in failed)
+        complaints = "".join(f"{fleet.errors(number)}\n" for number in failed)
     return _conclude(args, director, complaints)
 
 
-def _follow(fleet: Fleet, director: Director, display: Display) -> None:
-    began_s = last_s = time.monotonic()
+def _follow(fleet: Fleet, director: Director, display: Display, began_s: float) -> None:
+    last_s = time.monotonic()
     while not director.over:
         try:
             number, news = fleet.heard.get(timeout=_REFRESH_S)
@@ -187,7 +180,7 @@ def _obey(order: Order, fleet: Fleet, display: Display, now_s: float) -> None:
         case Kill(number):
             fleet.kill(number)
         case Go(number):
-            fleet.go(number)
+            fleet.say(number, "go")
 
 
 def _conclude(args: argparse.Namespace, director: Director, complaints: str) -> int:
@@ -198,7 +191,8 @@ def _conclude(args: argparse.Namespace, director: Director, complaints: str) -> 
 
     verdict = director.verdict()
     if verdict:
-        print(f"{complaints}pccl demo: FAILED: {verdict}", file=sys.stderr)
+        print(complaints, end="", file=sys.stderr)
+        complain("demo", f"FAILED: {verdict}")
         return 1
     display.save(director, args.output)
     first, last = director.validation_losses()

@@ -248,11 +248,10 @@ class Director:
         return next(peer.digest for peer in self.peers if peer.digest)
 
     def _loaded(self, peer: Peer) -> list[Order]:
-        if peer is self._understudy:
-            peer.state = State.STANDBY
-            return []
-        peer.state = State.JOINING
-        return [Go(peer.number)]
+        peer.state = State.STANDBY if peer is self._understudy else State.JOINING
+        ready = sum(one.state is not State.LOADING for one in self.peers)
+        said = Say(f"{peer.name} has loaded model and text: {ready} of {len(self.peers)}")
+        return [said] if peer is self._understudy else [said, Go(peer.number)]
 
     def _joined(self, peer: Peer, report: Joined, now_s: float) -> list[Order]:
         peer.state = State.TRAINING

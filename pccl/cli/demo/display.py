@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -16,6 +12,9 @@ from rich.text import Text
 
 from pccl.cli.demo.director import Director, Peer, State
 from pccl.support.closing import Closing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _STYLES = {
     State.LOADING: "dim",
@@ -124,6 +123,11 @@ def save(director: Director, path: Path) -> None:
     Raises:
         OSError: `path` cannot be written.
     """
+    # here, because to import it takes a second or more: nothing would be said meanwhile
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

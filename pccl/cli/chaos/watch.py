@@ -1,0 +1,161 @@
+"""What a run does, from its master's event log, while it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from pccl.protocol import messages as m
+from pccl.protocol.master import inputs
+from pccl.protocol.master.record import Gap, Line, Told
+from pccl.runtime.server.eventlog import Head
+
+READ_BYTES = 1 << 20
+VOTES = (
+    m.TopologyVote,
+    m.PendingVote,
+    m.OptimizeVote,
+    m.StartVote,
+    m.SyncVote,
+    m.FinishVote,
+    m.FetchedVote,
+)
+ANSWERS = ("SyncResult", "TopologyResult", "OptimizeResult")
+MOMENTS = {
+    "between-votes": "some have entered a call, and others have not",
+    "admission": "a newcomer waits",
+    "collective": "a collective is under way",
+    "transfer": "shared state is under way",
+    "optimization": "links are measured",
+}
+
+
+class Follower:
+    """Reads an event log as it grows, over all its files.
+
+    Args:
+        path: of the file; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._rest = b""
+        self._decoder: msgspec.json.Decoder[Head | Line | Gap] = msgspec.json.Decoder(
+            Head | Line | Gap
+        )
+
+    def lines(self) -> Iterator[Line]:
+        """What was written since the last call."""
+        while data := self._read():
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            for text in whole:
+                with contextlib.suppress(msgspec.DecodeError):  # torn; `pccl replay` says so
+                    if text and isinstance(item := self._decoder.decode(text), Line):
+                        yield item
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _read(self) -> bytes:
+        if self._file is None and not self._open():
+            return b""
+        assert self._file is not None
+        if data := os.read(self._file, READ_BYTES):
+            return data
+        try:  # at its end: has the next one begun?
+            now, mine = os.stat(self._path), os.fstat(self._file)
+        except FileNotFoundError:
+            return b""
+        if (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino):
+            return b""
+        rest = os.read(self._file, READ_BYTES)  # what came before it was renamed
+        if not rest:
+            self.close()
+            self._rest = b""
+            return self._read()
+        return rest
+
+    def _open(self) -> bool:
+        try:
+            self._file = os.open(self._path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def moments(line: Line) -> set[str]:
+    """The names of the moments that a line begins."""
+    found = set()
+    said = getattr(line.input, "message", None)
+    if isinstance(line.input, inputs.Received) and isinstance(said, VOTES) and not line.told:
+        found.add("between-votes")
+    for told in line.told:
+        if told.say == "Welcome":
+            found.add("admission")
+        elif told.say == "Started" and not told.final:
+            found.add("collective")
+        elif told.say == "SyncPlan" and told.fetches:
+            found.add("transfer")
+        elif told.say == "Probe":
+            found.add("optimization")
+    return found
+
+
+class Watch:
+    """What is known of a run from its master's event log.
+
+    Attributes:
+        masters: how many have begun.
+        accepted: the numbers of the accepted peers.
+        collectives_s: when collectives were committed, by the monotonic clock.
+        rounds: how many calls were answered, of any kind.
+        last_s: when the last one was.
+        moments: the last time of each moment.
+        failures: what has made the master fail.
+    """
+
+    def __init__(self) -> None:
+        self.masters = 0
+        self.accepted: set[int] = set()
+        self.collectives_s: list[float] = []
+        self.rounds = 0
+        self.last_s = float("-inf")
+        self.moments: dict[str, float] = {}
+        self.failures: list[str] = []
+
+    def feed(self, line: Line) -> None:
+        """Takes in a line."""
+        if isinstance(line.input, inputs.Began):
+            self.masters += not line.input.why
+            self.accepted.clear()  # those of before come back
+        if line.failed:
+            self.failures.append(f"the master failed: {line.failed}")
+        for moment in moments(line):
+            self.moments[moment] = line.at_s
+        for told in line.told:
+            if told.say in ("Admitted", "Resumed"):
+                self.accepted.update(told.to)
+        if any(told.ok and _is_end(told) for told in line.told):
+            self.collectives_s.append(line.at_s)
+        if any(_is_answer(told) for told in line.told):
+            self.rounds += 1
+            self.last_s = line.at_s
+        self.accepted.difference_update(line.gone)
+
+
+def _is_end(told: Told) -> bool:
+    """Whether a collective has ended."""
+    return told.say == "Finished" or (told.say == "Started" and told.final)
+
+
+def _is_answer(told: Told) -> bool:
+    """Whether a call was answered."""
+    return told.say == "PendingResult" or (told.ok and (_is_end(told) or told.say in ANSWERS))
