@@ -288,7 +288,7 @@ class Trial:
 
     Args:
         comm: of this peer, whose rank decides what it brings.
-        what: a name of `pccl.cli.bench.table.FACTORS`.
+        what: a name of `pccl.cli.bench.collectives.FACTORS`.
         dtype: of the elements.
         op: if it reduces.
         count: elements of the smaller buffer.
