@@ -2,7 +2,7 @@
 
     python -m stress --minutes 10 --peers 8 --seed 7 --programs loop,overlap,diloco-delayed
 
-A master and workers train (worker.py, trainings.py) while workers and master are killed, frozen,
+A master and workers train (worker.py) while workers and master are killed, frozen,
 starved, restarted and replaced, disks are full, connections are reset, and programs fork; with
 --network hosts are cut off, too. One seed decides all of that. All write down what they do.
 Afterwards checker.py reads that and knows nothing else, and `pccl replay` has another master do
@@ -25,7 +25,7 @@ import diary
 import mischief
 import msgspec
 import numpy as np
-import trainings
+import worker
 
 from pccl.cli.arguments import whole_number
 from pccl.cli.chaos import Harness, NetworkError, Program, add_options, kinds
@@ -58,7 +58,7 @@ class States:
         """The digest of the state of a revision."""
         while len(self._digests) <= revision:
             self._digests.append(diary.digest_of(self._weights))
-            self._weights += trainings.gradient_of(len(self._digests) - 1, self._weights.size)
+            self._weights += worker.gradient_of(len(self._digests) - 1, self._weights.size)
         return self._digests[revision]
 
 
@@ -92,7 +92,7 @@ class Workers:
             "--diary": self._directory,
         }
         words = [str(word) for option in options.items() for word in option]
-        optimize = ["--optimize"] * all(name in trainings.KNOWN for name in self._names)
+        optimize = ["--optimize"] * all(name in worker.KNOWN for name in self._names)
         return [sys.executable, str(HERE / "worker.py"), *words, *optimize]
 
     def group(self, copy: Copy) -> int:
@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
         "--programs",
         default="loop",
         metavar="NAME,...",
-        help=f"one for each group, of {', '.join(trainings.PROGRAMS)} (default: %(default)s)",
+        help=f"one for each group, of {', '.join(worker.PROGRAMS)} (default: %(default)s)",
     )
     parser.add_argument("--elements", type=int, default=50_000, help="float32 of the state")
     add_options(parser, "worker")
@@ -169,12 +169,12 @@ def main(argv: list[str] | None = None) -> int:
         settings = load(path).settings
         args.programs, args.elements = settings["programs"], int(settings["elements"])
     names = args.programs.split(",")
-    if unknown := set(names) - trainings.PROGRAMS.keys():
+    if unknown := set(names) - worker.PROGRAMS.keys():
         parser().error(f"there is no program {', '.join(sorted(unknown))}")
     states = States(args.elements)
 
     def expected(group: int, revision: int) -> str | None:
-        return states.digest(revision) if names[group] in trainings.KNOWN else None
+        return states.digest(revision) if names[group] in worker.KNOWN else None
 
     # without TCP, libzmq aborts a process whose descriptors are exhausted when a neighbour connects
     aborts = frozenset() if args.tcp or args.network else frozenset({kinds.NO_FILES})

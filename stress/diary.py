@@ -21,6 +21,8 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
+from pccl.cli.processes import held
+
 WORDS = 64  # of a contribution
 DIGITS = 32  # of a word
 WORKERS = WORDS * DIGITS  # whose contributions differ
@@ -144,12 +146,9 @@ class Notes:
         self._diary.write(entry)
 
     def size(self) -> None:
-        """Notes what this process holds; where /proc tells."""
-        if os.path.isdir("/proc/self/fd"):
-            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-            mib = pages * os.sysconf("SC_PAGE_SIZE") >> 20
-            count = len(os.listdir("/proc/self/fd"))
-            self.write(Size(now(), count, threading.active_count(), mib))
+        """Notes what this process holds; where the system tells."""
+        if (found := held(os.getpid())) is not None:
+            self.write(Size(now(), found[0], threading.active_count(), found[2]))
 
 
 def path_of(directory: Path, worker: int) -> Path:

@@ -1,7 +1,8 @@
 """A worker of a stress run: one process, which `python -m stress` starts.
 
-It joins the run of PCCL_MASTER, trains (trainings.py) until its stdin says "leave" or ends, and
-does to itself what its stdin says else (mischief.py).
+It joins the run of PCCL_MASTER, trains as one of PROGRAMS does until its stdin says "leave" or
+ends, and does to itself what its stdin says else (mischief.py). The results of programs are known:
+each writes down what it does (diary.py), for checker.py.
 """
 
 from __future__ import annotations
@@ -9,18 +10,344 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import random
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # as for all scripts of this directory
 
 import diary
 import mischief
-import trainings
+import numpy as np
 
 import pccl
+
+REPEATS = 1, 700  # of a contribution: by way of the master, and around the ring; or more
+REPEATED = 64  # elements of the state for each
+TAGS = 4  # collectives of `overlap` that are under way at once
+SIZES_EVERY = 50  # revisions
+COMPUTE_S = 0.002
+FIRST_TAG = 10
+MODES: dict[str, dict[str, Any]] = {  # of DiLoCo
+    "sync": {"inner_steps": 2},
+    "delayed": {"inner_steps": 2},
+    "eager": {"inner_steps": 2},
+    "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
+}
+
+
+def gradient_of(revision: int, size: int) -> np.ndarray:
+    """What all peers contribute at a revision."""
+    return np.random.default_rng(revision).integers(-9, 9, size).astype(np.float32)
+
+
+class Membership:
+    """What a program has: a communicator, its worker's diary, and what it is told.
+
+    Args:
+        comm: is connected.
+        notes: its worker's diary.
+        number: of its worker.
+        elements: of the state.
+        optimize: whether all measure links after each admission.
+        ending: set when it should leave.
+    """
+
+    def __init__(
+        self,
+        comm: pccl.Communicator,
+        notes: diary.Notes,
+        number: int,
+        elements: int,
+        optimize: bool,
+        ending: threading.Event,
+    ) -> None:
+        self.comm = comm
+        self.notes = notes
+        self.number = number
+        self.elements = elements
+        self.ending = ending
+        self._optimize = optimize
+
+    def admit(self) -> None:
+        """Lets in who waits."""
+        if self.comm.are_peers_pending():
+            self.comm.update_topology()
+            self.optimize()
+
+    def optimize(self) -> None:
+        """Measures links, as all do who were here at an admission, and those admitted."""
+        world = self.comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE)
+        if not self._optimize or world < 2:
+            return
+        self.notes.write(diary.Begin(diary.now(), "optimize", 0))
+        outcome = "done"
+        try:
+            self.comm.optimize_topology()
+        except pccl.PCCLError as error:
+            if error.result not in (
+                pccl.Result.TOPOLOGY_OPTIMIZATION_FAILED,
+                pccl.Result.INVALID_USAGE,  # alone by now
+            ):
+                raise
+            outcome = "lost"
+        self.notes.write(diary.End(diary.now(), outcome, 0, what="optimize"))
+
+
+class Loop:
+    """Synchronises, reduces, takes a step: as DiLoCo does, without overlap."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._member = membership
+        self._weights = np.zeros(membership.elements, np.float32)
+        self._shared = pccl.SharedState.from_tensors({"weights": self._weights})
+
+    def run(self) -> None:
+        """Trains until it should leave."""
+        member = self._member
+        member.optimize()
+        while not member.ending.is_set():
+            self._sync()
+            revision = self._shared.revision
+            if revision % SIZES_EVERY == 0:
+                member.notes.size()
+            attempt = 0
+            while not (self._count(revision, attempt) and self._step(revision)):
+                attempt += 1
+            self._shared.push_revision()
+            member.admit()
+
+    def _sync(self) -> None:
+        notes, shared = self._member.notes, self._shared
+        notes.write(diary.Begin(diary.now(), "sync", shared.revision))
+        self._member.comm.sync_shared_state(shared)
+        digest = diary.digest_of(self._weights)
+        notes.write(diary.End(diary.now(), "done", shared.revision, digest))
+
+    def _count(self, revision: int, attempt: int) -> bool:
+        """Sums one contribution of each peer; False: a peer was lost."""
+        sums = Sums(self._member, revision, [3])
+        sums.launch(attempt, self._member.comm.all_reduce)
+        return not sums.lost
+
+    def _step(self, revision: int) -> bool:
+        """All peers of a revision contribute the same numbers. False: a peer was lost."""
+        weights = self._weights
+        gradient = gradient_of(revision, weights.size)
+        parts = {
+            "first": gradient[: weights.size // 3].copy(),
+            "rest": gradient[weights.size // 3 :],
+        }
+        expected = gradient.copy()
+        try:
+            self._member.comm.all_reduce(parts, op="avg", tag=revision % 3)
+        except pccl.TooFewPeersError:
+            pass
+        except pccl.PeerLostError:
+            assert (np.concatenate(list(parts.values())) == expected).all(), "it was not restored"
+            return False
+        assert (np.concatenate(list(parts.values())) == expected).all(), "the mean is wrong"
+        weights += expected
+        return True
+
+
+class Sums:
+    """Sums of one contribution of each peer, one or several at once.
+
+    Args:
+        member: who contributes.
+        revision: in which step.
+        tags: of the collectives.
+
+    Attributes:
+        lost: the tags of those that failed because a peer was lost.
+    """
+
+    def __init__(self, member: Membership, revision: int, tags: list[int]) -> None:
+        self.lost = tags
+        self._member = member
+        self._revision = revision
+        self._open: dict[int, tuple[np.ndarray, Any]] = {}
+
+    def launch(self, attempt: int, reduce: Callable[..., Any]) -> None:
+        """Begins those that were lost again; a blocking call ends them, too."""
+        member = self._member
+        gives = diary.contribution(member.number)
+        tags, self.lost = self.lost, []
+        for tag in tags:
+            sizes = *REPEATS, max(REPEATS[1], member.elements // REPEATED)
+            repeats = sizes[(self._revision + tag) % len(sizes)]
+            data = diary.buffer_of(gives, repeats)
+            member.notes.write(
+                diary.Begin(diary.now(), "reduce", self._revision, attempt, repeats, gives, tag)
+            )
+            try:
+                made = reduce(data, op="sum", tag=tag)
+            except pccl.TooFewPeersError:
+                self._end(tag, "alone", data)
+            except pccl.PeerLostError:
+                self._end(tag, "lost", data)
+            else:
+                if isinstance(made, pccl.AsyncReduceHandle):
+                    self._open[tag] = data, made
+                else:
+                    self._end(tag, "done", data, made.local_world_size)
+
+    def wait(self, order: random.Random) -> None:
+        """Ends all that are under way, in any order."""
+        tags = sorted(self._open)
+        order.shuffle(tags)
+        for tag in tags:
+            data, handle = self._open.pop(tag)
+            well, _, info = handle.wait()
+            error = handle.error
+            if isinstance(error, pccl.TooFewPeersError):
+                self._end(tag, "alone", data)
+            elif isinstance(error, pccl.PeerLostError):
+                self._end(tag, "lost", data)
+            elif error is not None:
+                raise error
+            else:
+                assert well
+                self._end(tag, "done", data, info.local_world_size)
+
+    def _end(self, tag: int, outcome: str, data: np.ndarray, world: int = 0) -> None:
+        if outcome == "lost":
+            self.lost.append(tag)
+        words = diary.words_of(data)
+        digest = diary.digest_of(data)
+        entry = diary.End(diary.now(), outcome, self._revision, digest, words, world, tag, "reduce")
+        self._member.notes.write(entry)
+
+
+class Overlap(Loop):
+    """Several collectives at once, of which each peer awaits another one first."""
+
+    def __init__(self, membership: Membership) -> None:
+        super().__init__(membership)
+        self._order = random.Random(membership.number)
+
+    def _count(self, revision: int, attempt: int) -> bool:
+        """Sums several contributions of each peer at once; `attempt` counts steps that failed."""
+        comm = self._member.comm
+        sums = Sums(self._member, revision, [FIRST_TAG + 10 * attempt + i for i in range(TAGS)])
+        again = 0
+        while sums.lost:
+            self._order.shuffle(sums.lost)
+            sums.launch(again, comm.all_reduce_async)
+            end_s = time.monotonic() + COMPUTE_S
+            while time.monotonic() < end_s:
+                np.sort(self._weights[:1000])
+            sums.wait(self._order)
+            again += 1
+        return True
+
+
+class DiLoCo:
+    """DiLoCo, in any mode; each peer has data of its own.
+
+    Args:
+        membership: of the peer.
+        mode: of DiLoCo.
+    """
+
+    def __init__(self, membership: Membership, mode: str) -> None:
+        import torch
+
+        from pccl.diloco import DiLoCo as Trainer
+
+        torch.set_num_threads(1)
+        self._torch = torch
+        self._member = membership
+        width = max(2, int(membership.elements**0.5 / 2))
+        torch.manual_seed(0)
+        self._model = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+        )
+        optimizer = torch.optim.SGD(self._model.parameters(), 0.01)
+        membership.notes.write(diary.Begin(diary.now(), "join", 0))
+        self._trainer = Trainer(membership.comm, self._model, optimizer, mode=mode, **MODES[mode])
+        membership.notes.write(diary.End(diary.now(), "done", 0, what="join"))
+        self._draw = np.random.default_rng(membership.number)
+
+    def run(self) -> None:
+        """Trains until it should leave."""
+        member, trainer = self._member, self._trainer
+        shape = next(self._model.parameters()).shape
+        while not member.ending.is_set():
+            given = self._torch.from_numpy(self._draw.standard_normal((4, shape[1]), np.float32))
+            self._model(given).square().mean().backward()
+            before = trainer.shared_state.revision
+            member.notes.write(diary.Begin(diary.now(), "sync", before))
+            trainer.step()
+            revision = trainer.shared_state.revision
+            outcome = "done" if revision != before else "inner"
+            digest = trainer.state_digest() if revision != before else ""
+            member.notes.write(diary.End(diary.now(), outcome, revision, digest))
+            if revision != before and revision % SIZES_EVERY == 0:
+                member.notes.size()
+
+
+class DataParallel:
+    """torch's DistributedDataParallel on pccl; each peer has data of its own."""
+
+    def __init__(self, membership: Membership) -> None:
+        import warnings
+
+        import torch
+
+        import pccl.torch
+
+        warnings.simplefilter("ignore")  # of find_unused_parameters
+        torch.set_num_threads(1)
+        self._member, self._torch = membership, torch
+        torch.manual_seed(0)
+        width = max(2, int(membership.elements**0.5 / 2))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width)
+        )
+        self._model = model
+        self._optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        membership.notes.write(diary.Begin(diary.now(), "join", 0))
+        self._replica = pccl.torch.DistributedDataParallel(
+            model,
+            {"optimizer": self._optimizer},
+            process_group=pccl.torch.ProcessGroup(membership.comm),
+            bucket_cap_mb=0.02,
+        )
+        membership.notes.write(diary.End(diary.now(), "done", 0, what="join"))
+        self._draw = np.random.default_rng(membership.number)
+
+    def run(self) -> None:
+        """Trains until it should leave."""
+        member, replica = self._member, self._replica
+        width = next(self._model.parameters()).shape[1]
+        while not member.ending.is_set():
+            given = self._torch.from_numpy(self._draw.standard_normal((4, width), np.float32))
+            member.notes.write(diary.Begin(diary.now(), "sync", replica.steps))
+            replica(given).square().mean().backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            data = np.concatenate([p.detach().numpy().ravel() for p in self._model.parameters()])
+            digest = diary.digest_of(data)
+            member.notes.write(diary.End(diary.now(), "done", replica.steps, digest))
+            if replica.steps % SIZES_EVERY == 0:
+                member.notes.size()
+
+
+Program = Callable[[Membership], Any]
+PROGRAMS: dict[str, Program] = {
+    "loop": Loop,
+    "overlap": Overlap,
+    **{f"diloco-{mode}": lambda m, mode=mode: DiLoCo(m, mode) for mode in MODES},
+    "ddp": DataParallel,
+}
+KNOWN = ("loop", "overlap")  # whose shared state is known, and who measure links
 
 
 class Worker:
@@ -66,10 +393,10 @@ class Worker:
             self._mischief.joined(comm)
             comm.connect(n_attempts=30)
             self._notes.write(diary.Joined(diary.now(), args.group))
-            member = trainings.Membership(
+            member = Membership(
                 comm, self._notes, args.number, args.elements, args.optimize, self._ending
             )
-            trainings.PROGRAMS[args.program](member).run()
+            PROGRAMS[args.program](member).run()
             self._notes.write(diary.Out(diary.now(), "left"))
         except (pccl.KickedError, pccl.MasterLostError) as error:
             how = "cut off" if self._mischief.cut_off else "dropped"
@@ -82,7 +409,7 @@ class Worker:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--program", choices=trainings.PROGRAMS, default="loop")
+    parser.add_argument("--program", choices=PROGRAMS, default="loop")
     parser.add_argument("--number", type=int, required=True)
     parser.add_argument("--group", type=int, default=0)
     parser.add_argument("--elements", type=int, default=50_000)

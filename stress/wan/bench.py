@@ -1,129 +1,69 @@
-"""Measures all-reduce between two hosts over emulated long links. Needs Linux and root.
+"""Runs `pccl bench` on hosts with an emulated long link between any two. Linux, root.
 
-    python stress/wan/bench.py [--bytes 67108864] [--iterations 7] [--links 0 1 2]
-                               [--ways pccl pccl-int8 tcp gloo] [--scale 4] [--plot FILE.svg]
+    python stress/wan/bench.py --mbit 1000 --rtt-ms 100 -- all_reduce -b 64M -e 64M --quantize int8
+    python stress/wan/bench.py --peers 4 -- ddp --wire int8 -n 10
 
-The bound is bytes / rate + 2 round trips; the master is as far from both peers as they are from
-each other. Times are of the slower peer; `tcp` is one connection that carries as many bytes both
-ways. `--scale 4` is for machines whose processors do not keep up with 1 Gbit/s: with a quarter of
-the bytes over links with a quarter of the rate, of the buffers and of the windows that losses
-allow, the bound is the same, and a quarter of the packets travel. The plot needs matplotlib.
+Each peer is a host, and the master is one that is as far from all of them as they are from each
+other. Of an all-reduce the time is also given as a multiple of the bound: bytes / rate and 2 round
+trips. `--scale 4` is for machines whose processors do not keep up with 1 Gbit/s: a quarter of the
+rate, of the buffers and of the windows that losses allow; give a quarter of the bytes, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from statistics import median
 
-from network import Link, kind, network, reports
+from network import Link, kind, network
 
-LINKS = (
-    Link(1000, 1),
-    Link(1000, 50),
-    Link(1000, 100),
-    Link(1000, 200),
-    Link(1000, 100, 0.01),
-    Link(500, 100),
-    Link(100, 100),
-    Link(250, 100, 0.05),  # to windows what 0.01 % are at 1 Gbit/s, but the emulator keeps up
-)
-WAYS = {  # and what the plot calls them
-    "pccl": "pccl, fp32",
-    "pccl-int8": "pccl, int8",
-    "pccl-16": "pccl, 16 at once",
-    "tcp": "one TCP connection",
-    "gloo": "gloo",
-}
 PORT = 48148
 
 
-def measure(link: Link, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each iteration of each way, those of the slower peer."""
-    with network(link, ["master", "a", "b"]) as net:
-        address = f"{net.addresses['master']}:{PORT}"
-        python = sys.executable
-        master = net.popen("master", [python, "-m", "pccl.master", "--listen-address", address])
-        peers = {}
-        for number, (host, other) in enumerate((("a", "b"), ("b", "a"))):
-            job = {
-                "number": number,
-                "master": address,
-                "first": net.addresses["a"],
-                "other": net.addresses[other],
-                "bytes": args.bytes,
-                "lanes": args.lanes,
-                "ways": args.ways,
-                "warmups": args.warmups,
-                "iterations": args.iterations,
-            }
-            argv = [python, str(Path(__file__).with_name("peer.py")), json.dumps(job)]
-            peers[host] = net.popen(host, argv, stdout=subprocess.PIPE)
-        results = reports(peers, args.timeout)
-        master.terminate()
-        master.wait()
-    return {
-        way: [max(pair) for pair in zip(*(r[way] for r in results), strict=True)]
-        for way in args.ways
-    }
-
-
-def plot(path: Path, nbytes: int, measured: dict[Link, dict[str, list[float]]]) -> None:
-    """How many Mbit/s of fp32 each way reduces over each link, and what the link carries."""
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.fonttype"] = "none"
-    figure, axes = plt.subplots(figsize=(11, 4.2))
-    ways = list(next(iter(measured.values())))
-    for number, way in enumerate(ways):
-        rates = [nbytes * 8e-6 / median(times[way]) for times in measured.values()]
-        at = [place + 0.8 * number / len(ways) for place in range(len(measured))]
-        axes.bar(at, rates, 0.8 / len(ways), align="edge", label=WAYS[way])
-    for place, link in enumerate(measured):
-        bound = nbytes * 8e-6 / link.bound_s(nbytes)
-        axes.hlines(bound, place, place + 0.8, "black", label="" if place else "bound of fp32")
-    axes.set_xticks([place + 0.4 for place in range(len(measured))], map(str, measured), fontsize=7)
-    axes.set(ylabel=f"Mbit/s, {nbytes >> 20} MiB of fp32", yscale="log")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    made.add_argument("--mbit", type=int, default=1000, help="rate of each link (%(default)s)")
+    made.add_argument("--rtt-ms", type=int, default=50, help="of any two hosts (%(default)s)")
+    made.add_argument("--loss", type=float, default=0.0, help="of packets, in percent")
+    made.add_argument("--scale", type=int, default=1, help="divides the rate of the link")
+    made.add_argument("--peers", type=int, default=2)
+    made.add_argument("--timeout-s", type=float, default=540)
+    made.add_argument("command", nargs=argparse.REMAINDER, help="WHAT and options of `pccl bench`")
+    return made
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bytes", type=int, default=64 << 20)
-    parser.add_argument("--iterations", type=int, default=7)
-    parser.add_argument("--warmups", type=int, default=2)
-    parser.add_argument("--lanes", type=int, default=0, help="0: automatic")
-    parser.add_argument("--scale", type=int, default=1, help="divides bytes and the links' rates")
-    parser.add_argument("--links", type=int, nargs="+", default=range(len(LINKS)))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["pccl"])
-    parser.add_argument("--plot", type=Path, help="an image to draw")
-    parser.add_argument("--timeout", type=float, default=300)
-    args = parser.parse_args()
-    args.bytes //= args.scale
-    print(
-        f"{args.bytes} bytes, float, 2 peers, {kind()}; median (min) in s, times the bound",
-        flush=True,
-    )
-    measured = {}
-    for number in args.links:
-        link = LINKS[number].scaled(args.scale)
-        measured[link] = measure(link, args)
-        bound = link.bound_s(args.bytes)
-        row = [f"{link!s:28} bound {bound:7.3f}"]
-        for way, times in measured[link].items():
-            row.append(
-                f"{way} {median(times):7.3f} ({min(times):.3f}) x{median(times) / bound:.2f}"
-            )
-        print("  ".join(row), flush=True)
-    if args.plot:
-        plot(args.plot, args.bytes, measured)
-    return 0
+    args = parser().parse_args()
+    link = Link(args.mbit, args.rtt_ms, args.loss).scaled(args.scale)
+    what = args.command[args.command[:1] == ["--"] :] or ["all_reduce"]
+    hosts = [f"peer{number}" for number in range(args.peers)]
+    print(f"# {link}, by {kind()}", flush=True)
+    with tempfile.TemporaryDirectory() as folder, network(link, ["master", *hosts]) as net:
+        address, results = f"{net.addresses['master']}:{PORT}", Path(folder, "results.json")
+        command = [sys.executable, "-m", "pccl"]
+        master = net.popen("master", [*command, "master", "--listen-address", address])
+        command += ["bench", *what, "--peers", str(args.peers), "--master", address]
+        command += ["--threads", "1"] * (what[0] == "ddp")  # the hosts share this machine's cores
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wan0"}
+        peers = []
+        for host in hosts:
+            first = host == hosts[0]
+            more = ["--json", str(results)] * first
+            out = None if first else subprocess.DEVNULL  # all of them print the same
+            peers.append(net.popen(host, [*command, *more], stdout=out, env=environment))
+        failed = max(abs(peer.wait(args.timeout_s)) for peer in peers)
+        master.terminate()
+        master.wait()
+        if what[0] == "all_reduce" and not failed:
+            for row in json.loads(results.read_text(encoding="utf-8"))["results"]:
+                bound_s = link.bound_s(row["size"])
+                share = row["in_place"]["time"] * 1e-6 / bound_s
+                print(f"# {row['size']} bytes: {share:.2f} times the bound, {bound_s:.3f} s")
+    return min(1, failed)
 
 
 if __name__ == "__main__":

@@ -457,3 +457,31 @@ def test_ddp_is_measured_beside_gloo_and_by_several_commands(tmp_path: Path) -> 
         assert results[0]["of_gloo"] == 1
         assert results[1]["loss"] == pytest.approx(results[0]["loss"], abs=1e-4)
     assert files[0].read_text() == files[1].read_text()
+
+
+@pytest.mark.parametrize("peers", [2, 16, 17, 64])
+def test_sums_are_exact_in_bfloat16_among_any_number_of_peers(peers: int) -> None:
+    wanted = trials.expected(DataType.BFLOAT16, ReduceOp.SUM, peers)
+    exact = trials.expected(DataType.FLOAT, ReduceOp.SUM, peers)
+    assert ((wanted.astype(np.uint32) << 16).view(np.float32) == exact).all()
+    assert 0 < exact.max() <= 256
+
+
+def test_the_masters_work_is_measured_for_each_vote(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["bench", "master", "--peers", "20", "10", "-n", "1", "--groups", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[2:6] == ["10", "peers", "20", "peers"]
+    names = [line.split()[0] for line in lines[1:]]
+    assert names == ["start", "finish", "pending", "topology", "sync", "KiB"]
+    assert all(float(number) > 0 for line in lines[1:] for number in line.split()[1:3])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_recoveries_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-n", "1", "--bytes", "64K", "--only", "kill", "join", "master"]
+    assert main(["bench", "recovery", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "3 peers, 65536 bytes" in lines[0]
+    titles = "kill -9 of a peer", "a newcomer's connect()", "and its first", "kill -9 of the master"
+    assert len(lines) == 5
+    assert all(line.startswith(title) for line, title in zip(lines[1:], titles, strict=True))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from pccl.cli.bench import collectives, ddp, kernels, state
+from pccl.cli.bench import collectives, ddp, kernels, master, recovery, state
 
 
 class Measurement(NamedTuple):
@@ -43,6 +43,18 @@ MEASUREMENTS = {
         state.__doc__,
         state.add_arguments,
         state.run,
+    ),
+    "recovery": Measurement(
+        "how long a run stands still when a peer dies, freezes or joins, or the master dies",
+        recovery.__doc__,
+        recovery.add_arguments,
+        recovery.run,
+    ),
+    "master": Measurement(
+        "the master's work for each message, in runs of up to some thousand peers",
+        master.__doc__,
+        master.add_arguments,
+        master.run,
     ),
     "kernels": Measurement(
         "kernels that reduce and quantize against numpy's add",

@@ -31,22 +31,28 @@ from pccl.tensors.arrays import Array
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
 PERIOD = 8191
-VALUE_MAX = 15  # of what a peer brings to a sum
+EXACT_MAX = 256  # the largest sum that every element type has exactly: bfloat16 has 8 bits
+VALUE_MAX = 15  # of what a peer brings to a sum, where there are few peers
 
 Bits = NDArray[Any]  # elements as numpy knows them; bfloat16 as the upper halves of float32
 
 
-def contribution(dtype: DataType, op: ReduceOp, number: int) -> Bits:
-    """What peer `number` brings: PERIOD elements."""
+def value_max(peers: int) -> int:
+    """The largest value that one of so many peers brings."""
+    return min(VALUE_MAX, EXACT_MAX // peers)
+
+
+def contribution(dtype: DataType, op: ReduceOp, number: int, peers: int = 2) -> Bits:
+    """What peer `number` of so many brings: PERIOD elements."""
     table = np.random.default_rng(number)
-    low, high = (1, 3) if op is ReduceOp.PROD else (0, VALUE_MAX + 1)
+    low, high = (1, 3) if op is ReduceOp.PROD else (0, value_max(peers) + 1)
     return _store(table.integers(low, high, PERIOD).astype(np.float32), dtype)
 
 
 def expected(dtype: DataType, op: ReduceOp, peers: int) -> Bits:
     """What all peers get: PERIOD elements."""
     exact = DataType.FLOAT if dtype is DataType.BFLOAT16 else dtype
-    inputs = [contribution(exact, op, number) for number in range(peers)]
+    inputs = [contribution(exact, op, number, peers) for number in range(peers)]
     combine: dict[ReduceOp, np.ufunc] = {
         ReduceOp.PROD: np.multiply,
         ReduceOp.MAX: np.maximum,
@@ -89,7 +95,7 @@ def error_max(dtype: DataType, op: ReduceOp, peers: int, quantization: Quantizat
     magnitude there, over the codes on one side of zero. As much again for rounding in `dtype`.
     """
     codes = 7 if quantization == "int4" else 127
-    largest = [VALUE_MAX * contributors for contributors in range(1, peers + 1)]
+    largest = [value_max(peers) * contributors for contributors in range(1, peers + 1)]
     error = sum(largest) / codes / 2
     digits = {DataType.FLOAT16: 10, DataType.BFLOAT16: 7}.get(dtype, 23)
     error += largest[-1] * 2.0**-digits
@@ -311,7 +317,7 @@ class Trial:
         self._rank, self._peers, self._count = comm.rank, comm.world_size, count
         send = count * (self._peers if what in ("reduce_scatter", "all_to_all") else 1)
         recv = count * (self._peers if what in ("all_gather", "all_to_all") else 1)
-        self._content = tiled(contribution(dtype, op, self._rank), send)
+        self._content = tiled(contribution(dtype, op, self._rank, self._peers), send)
         self._send: Any = self._place.put(self._content, dtype)
         self._recv: Any = self._place.put(np.zeros(recv, self._content.dtype), dtype)
 
@@ -355,7 +361,7 @@ class Trial:
         return count_far(result, table, self._dtype, distance)
 
     def _brought(self, rank: int) -> Bits:
-        return contribution(self._dtype, self._op, rank)
+        return contribution(self._dtype, self._op, rank, self._peers)
 
     def _in_place(self) -> Way:
         own = slice(self._rank * self._count, (self._rank + 1) * self._count)

@@ -1,26 +1,23 @@
-"""Measures how long a run stands still when somebody dies, freezes or joins. POSIX only.
-
-    python stress/recovery.py [--rounds 15] [--peers 3] [--bytes 4194304] [--only kill freeze ...]
+"""Measures how long a run stands still when a peer dies, freezes or joins, or the master dies.
 
 The peers reduce all the time, each in a process of its own over loopback; the master is another
 process, with a journal. Times are until the last survivor has completed a collective that began
-after the event, of a freeze without the heartbeat timeout (--heartbeat-ms).
+after the event, of a freeze without the heartbeats' timeout. POSIX only.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from statistics import median
@@ -28,21 +25,26 @@ from statistics import median
 import numpy as np
 
 import pccl
-from pccl.runtime.signals import ended_by, interrupt
+from pccl.cli.arguments import size, whole_number
+from pccl.cli.bench.options import PEERS_MAX
+from pccl.cli.processes import Process, follow_parent
+from pccl.cli.terminal import complain
 
+EVENTS = ("kill", "freeze", "join", "master")
 PATIENCE_S = 60.0
 BEGAN, ENDED, WORLD, CONNECTED_S, FIRST_S, FIELDS = range(6)
 
 
-def peer(address: str, nbytes: int, board: SynchronizedArray[float], stop: int) -> None:
+def _peer(address: str, nbytes: int, board: SynchronizedArray[float], stop: int) -> None:
     """Life of a peer: reduces, admits newcomers, and writes down when its last collective was."""
+    follow_parent()
     x = np.ones(nbytes // 4, np.float32)
     began = time.monotonic()
     comm = pccl.Communicator(address)
     comm.connect(n_attempts=50)
     board[CONNECTED_S] = time.monotonic() - began
     began = time.monotonic()
-    with contextlib.closing(comm):
+    with closing(comm):
         while not board[stop]:
             started = time.monotonic()
             try:
@@ -57,13 +59,13 @@ def peer(address: str, nbytes: int, board: SynchronizedArray[float], stop: int) 
                 comm.update_topology()
 
 
-class Peer:
+class _Peer:
     """A peer's process, seen from here."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: _Run) -> None:
         self.board = run.context.Array("d", FIELDS + 1, lock=False)
         job = (run.address, run.nbytes, self.board, FIELDS)
-        self.process = run.context.Process(target=peer, args=job, daemon=True)
+        self.process = run.context.Process(target=_peer, args=job, daemon=True)
         self.process.start()
 
     def signal(self, number: int) -> None:
@@ -71,7 +73,7 @@ class Peer:
         os.kill(self.process.pid, number)
 
 
-class Run:
+class _Run:
     """A master, and the peers that live."""
 
     def __init__(self, size: int, nbytes: int, directory: Path) -> None:
@@ -81,12 +83,12 @@ class Run:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.address = f"127.0.0.1:{server.getsockname()[1]}"
         self.start_master()
-        self.peers = [Peer(self) for _ in range(size)]
+        self.peers = [_Peer(self) for _ in range(size)]
 
     def start_master(self) -> None:
         options = ["--listen-address", self.address, "--state", str(self.journal)]
-        command = [sys.executable, "-m", "pccl.master", *options]
-        self.master = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-P", "-m", "pccl.master", *options]
+        self.master = Process(command, os.environ)
 
     def reduced_since(self, moment: float, size: int) -> Callable[[], bool]:
         """Whether all have completed a collective of `size` peers that began after that moment."""
@@ -96,22 +98,21 @@ class Run:
         )
 
     def last_end(self) -> float:
-        return max(p.board[ENDED] for p in self.peers)
+        return float(max(p.board[ENDED] for p in self.peers))
 
     def settle(self) -> None:
         """Until all reduce together; then some random time, so that the event comes anywhere."""
-        wait_until(self.reduced_since(time.monotonic(), len(self.peers)), "all reduce together")
+        _wait_until(self.reduced_since(time.monotonic(), len(self.peers)), "all reduce together")
         time.sleep(random.uniform(0.0, 0.2))
 
     def close(self) -> None:
         for p in self.peers:
             p.process.kill()
             p.process.join()
-        self.master.terminate()
-        self.master.wait()
+        self.master.close()
 
 
-def wait_until(so: Callable[[], bool], what: str) -> None:
+def _wait_until(so: Callable[[], bool], what: str) -> None:
     give_up_at = time.monotonic() + PATIENCE_S
     while not so():
         if time.monotonic() > give_up_at:
@@ -119,22 +120,22 @@ def wait_until(so: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def lose(run: Run, number: int, known_s: float) -> Iterator[float]:
+def _lose(run: _Run, number: int, known_s: float) -> Iterator[float]:
     """A peer gets a signal, and another one takes its place afterwards."""
     victim = run.peers.pop(random.randrange(len(run.peers)))
     moment = time.monotonic()
     victim.signal(number)
-    wait_until(run.reduced_since(moment, len(run.peers)), "the survivors reduce again")
+    _wait_until(run.reduced_since(moment, len(run.peers)), "the survivors reduce again")
     yield run.last_end() - moment - known_s
     victim.process.kill()
-    run.peers.append(Peer(run))
+    run.peers.append(_Peer(run))
 
 
-def join(run: Run) -> Iterator[float]:
+def _join(run: _Run) -> Iterator[float]:
     """A newcomer's connect(), which needs all others to vote; then its first collective."""
-    newcomer = Peer(run)
+    newcomer = _Peer(run)
     run.peers.append(newcomer)
-    wait_until(lambda: newcomer.board[FIRST_S] > 0, "the newcomer reduces")
+    _wait_until(lambda: newcomer.board[FIRST_S] > 0, "the newcomer reduces")
     yield newcomer.board[CONNECTED_S]
     yield newcomer.board[FIRST_S]
     run.peers.remove(newcomer)
@@ -142,45 +143,73 @@ def join(run: Run) -> Iterator[float]:
     newcomer.process.join()
 
 
-def restart(run: Run) -> Iterator[float]:
+def _restart(run: _Run) -> Iterator[float]:
     """The master is killed, and started again a little later."""
-    run.master.kill()
-    run.master.wait()
+    run.master.close()
     time.sleep(random.uniform(0.0, 2.0))
     moment = time.monotonic()
     run.start_master()
-    wait_until(run.reduced_since(moment, len(run.peers)), "the peers reduce again")
+    _wait_until(run.reduced_since(moment, len(run.peers)), "the peers reduce again")
     yield run.last_end() - moment
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--peers", type=int, default=3)
-    parser.add_argument("--bytes", type=int, default=4 << 20)
-    parser.add_argument("--heartbeat-ms", type=int, default=2000, help="timeout of heartbeats")
-    parser.add_argument("--only", nargs="+", default=["kill", "freeze", "join", "master"])
-    args = parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pccl bench recovery`."""
+    parser.add_argument(
+        "-n",
+        "--iters",
+        type=whole_number(1),
+        default=15,
+        metavar="N",
+        help="how often each event comes; the table shows medians (%(default)s)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=whole_number(3, PEERS_MAX),
+        default=3,
+        metavar="N",
+        help="processes (%(default)s)",
+    )
+    parser.add_argument(
+        "--bytes", type=size, default="4M", metavar="SIZE", help="that they reduce (%(default)s)"
+    )
+    parser.add_argument(
+        "--heartbeat-ms",
+        type=whole_number(100),
+        default=2000,
+        metavar="MS",
+        help="timeout of the heartbeats (%(default)s)",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=EVENTS, default=EVENTS, help="leave out the other events"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints; 1 if a run did not recover, 2 if it cannot start."""
+    if os.name != "posix":
+        complain("bench", "recovery needs POSIX: it sends SIGSTOP")
+        return 2
     os.environ.setdefault("PCCL_LOG_LEVEL", "ERR")
     os.environ["PCCL_HEARTBEAT_TIMEOUT_MS"] = str(args.heartbeat_ms)
     os.environ["PCCL_HEARTBEAT_MS"] = str(args.heartbeat_ms // 4)
-    events: dict[str, tuple[tuple[str, ...], Callable[[Run], Iterator[float]]]] = {
-        "kill": (("kill -9 of a peer",), lambda run: lose(run, signal.SIGKILL, 0.0)),
+    events: dict[str, tuple[tuple[str, ...], Callable[[_Run], Iterator[float]]]] = {
+        "kill": (("kill -9 of a peer",), lambda run: _lose(run, signal.SIGKILL, 0.0)),
         "freeze": (
             (f"SIGSTOP of a peer, less {args.heartbeat_ms} ms",),
-            lambda run: lose(run, signal.SIGSTOP, args.heartbeat_ms / 1e3),
+            lambda run: _lose(run, signal.SIGSTOP, args.heartbeat_ms / 1e3),
         ),
-        "join": (("a newcomer's connect()", "and its first collective"), join),
-        "master": (("kill -9 of the master, from its start on",), restart),
+        "join": (("a newcomer's connect()", "and its first collective"), _join),
+        "master": (("kill -9 of the master, from its start on",), _restart),
     }
-    print(f"{args.peers} peers, {args.bytes} bytes; ms, median (min, max) of {args.rounds}")
-    with tempfile.TemporaryDirectory() as directory:
-        run = Run(args.peers, args.bytes, Path(directory))
+    print(f"# {args.peers} peers, {args.bytes} bytes; ms, median (min, max) of {args.iters}")
+    with tempfile.TemporaryDirectory(prefix="pccl-bench-") as directory:
+        run = _Run(args.peers, args.bytes, Path(directory))
         try:
             for name in args.only:
                 titles, event = events[name]
                 rows = []
-                for _ in range(args.rounds):
+                for _ in range(args.iters):
                     run.settle()
                     rows.append(list(event(run)))
                 for title, times in zip(titles, zip(*rows, strict=True), strict=True):
@@ -191,8 +220,3 @@ def main() -> int:
         finally:
             run.close()
     return 0
-
-
-if __name__ == "__main__":
-    with ended_by(interrupt):
-        sys.exit(main())

@@ -1,21 +1,21 @@
-"""Measures the master's work for each message, from ten peers to a thousand. No sockets.
+"""Measures the master's work for each message, in runs of ten to some thousand peers. No sockets.
 
-    python stress/scale.py [--peers 10 100 1000] [--groups 8] [--rounds 20]
-
-Peers in several groups vote in every kind of round. The cost of a message is that of decoding it,
-of the master's state machine, and of encoding the answers. The exit code is 1 if a vote costs more
-than the limit, or much more in a large run than in a small one.
+Peers in several groups vote in every kind of round. The cost of a message is the processor's time
+to decode it, of the master's state machine, and to encode the answers. `KiB` is the memory that the
+master takes for a peer.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from pccl.cli.arguments import whole_number
+from pccl.cli.terminal import painted
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.effects import Drop, Send
@@ -23,7 +23,7 @@ from pccl.runtime.inline import combine
 
 VOTE_US_MAX = 25.0
 GROWTH_MAX = 2.0  # a vote may cost so much more in the largest run than in the smallest
-WORK = m.Spec("all_reduce", 0, 10, 1 << 20)
+WORK = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 1 << 20)
 ENTRIES = tuple(m.Entry(f"layer.{i}", 10, 4096, False, bytes(16)) for i in range(20))
 
 
@@ -98,24 +98,53 @@ def measure(peers: int, groups: int, rounds: int) -> dict[str, Cost]:
     return costs
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=20)
-    args = parser.parse_args()
-    print(f"{'vote':10}" + "".join(f"{n:>9} peers" for n in args.peers) + "  (us for each message)")
-    runs = [measure(peers, args.groups, args.rounds) for peers in args.peers]
+def _peer_kib(peers: int, groups: int) -> float:
+    tracemalloc.start()
+    try:
+        swarm = Swarm(peers, min(groups, peers // 2))
+        return tracemalloc.get_traced_memory()[0] / len(swarm.conns) / 1024
+    finally:
+        tracemalloc.stop()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pccl bench master`."""
+    parser.add_argument(
+        "--peers",
+        type=whole_number(2, 100_000),
+        nargs="+",
+        default=[10, 100, 1000],
+        metavar="N",
+        help="sizes of the runs (10 100 1000)",
+    )
+    parser.add_argument(
+        "--groups", type=whole_number(1), default=8, metavar="N", help="of peers (%(default)s)"
+    )
+    parser.add_argument(
+        "-n",
+        "--iters",
+        type=whole_number(1),
+        default=20,
+        metavar="N",
+        help="rounds of each kind (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints; 1 if a vote costs too much, or much more in the largest run than in the
+    smallest."""
+    sizes = sorted(args.peers)
+    print(f"# {'vote':8}" + "".join(f"{n:>9} peers" for n in sizes) + "  (us for each message)")
+    runs = [measure(peers, args.groups, args.iters) for peers in sizes]
     good = True
     for name in runs[0]:
         costs = [run[name].us for run in runs]
         flat = costs[-1] <= GROWTH_MAX * costs[0]
-        fast = costs[-1] <= VOTE_US_MAX or name == "sync"  # an offer has as many entries as it has
+        fast = costs[-1] <= VOTE_US_MAX or name == "sync"  # it costs as much as it has entries
         good = good and flat and fast
-        verdict = "" if flat and fast else "  GROWS" if not flat else f"  over {VOTE_US_MAX:g} us"
-        print(f"{name:10}" + "".join(f"{cost:15.1f}" for cost in costs) + verdict)
+        verdict = "" if flat and fast else "GROWS" if not flat else f"over {VOTE_US_MAX:g} us"
+        cells = "".join(f"{cost:15.1f}" for cost in costs)
+        print(f"  {name:8}{cells}  {painted(verdict, 'red')}".rstrip(), flush=True)
+    held = "".join(f"{_peer_kib(peers, args.groups):15.1f}" for peers in sizes)
+    print(f"  {'KiB':8}{held}")
     return 0 if good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
