@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 from pccl import operands
 from pccl.descriptors import ReduceOpDescriptor
 from pccl.errors import PCCLError, error_for, not_picklable
-from pccl.membership import Membership, error_of
+from pccl.membership import Membership
 from pccl.protocol.peer import effects
 from pccl.protocol.strategy import choose, sums_wide
-from pccl.runtime.client.call import Deadline, End
+from pccl.runtime.client.call import Deadline, End, error_of
 from pccl.runtime.client.memory import Copies, Operands, Wide, on_host
 from pccl.runtime.forks import FORKED
 from pccl.runtime.uninterrupted import aside

@@ -35,11 +35,12 @@ from pccl.collective import AsyncReduceHandle
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import PeerLostError, TooFewPeersError, not_picklable
 from pccl.insight import Explanation, Stats
-from pccl.membership import Membership, RetryPolicy, introduced
+from pccl.membership import Membership
 from pccl.operands import A, Arrays, Root
 from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import Client
+from pccl.runtime.client.connect import RetryPolicy
 from pccl.runtime.client.sync import SyncOptions
 from pccl.runtime.config import RANGES, Config
 from pccl.security import Security
@@ -169,8 +170,8 @@ class Communicator(Closing):
         security = Security.of(self._security)
 
         def make(address: str) -> Client:
-            hello = introduced(self._group, self._team, config)
-            return Client(host, port, address, hello, lanes, config, security)
+            group, team = self._group, self._team
+            return Client(host, port, address, config, security, group, team, lanes)
 
         self._membership.begin(host, port, config, make, patience, self)
 

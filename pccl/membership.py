@@ -11,62 +11,25 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from pccl.errors import (
-    DivergenceError,
-    KickedError,
-    MasterLostError,
-    MismatchError,
-    PCCLError,
-    PCCLTimeoutError,
-    PeerLostError,
-    RanksChangedError,
-    RunFinishedError,
-    TooFewPeersError,
-    error_for,
-)
-from pccl.kernels import arithmetic_digest
+from pccl.errors import PCCLTimeoutError, TooFewPeersError, error_for
 from pccl.operands import Ranks
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import EXCLUSIVE, Grace
 from pccl.runtime import limits
-from pccl.runtime.client.call import Call, Deadline, Note, Quiet
+from pccl.runtime.client.call import Call, Deadline, Note, error_of
 from pccl.runtime.client.client import Client
+from pccl.runtime.client.connect import RetryPolicy, connect
 from pccl.runtime.client.probe import optimize
-from pccl.runtime.config import Config, machine_id
+from pccl.runtime.config import Config
 from pccl.runtime.forks import FORKED
-from pccl.runtime.resolve import AnotherServiceError, reachable
-from pccl.runtime.room import NoRoomError, no_room, require_room
-from pccl.runtime.uninterrupted import aside
 from pccl.support.logs import REMINDER_S, Reminder
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
 
 T = TypeVar("T")
-
-_ERRORS: dict[effects.Fault, type[PCCLError]] = {
-    effects.Fault.OTHER: PCCLError,
-    effects.Fault.PEER_LOST: PeerLostError,
-    effects.Fault.REORDERED: RanksChangedError,
-    effects.Fault.MASTER_LOST: MasterLostError,
-    effects.Fault.KICKED: KickedError,
-    effects.Fault.MISMATCH: MismatchError,
-    effects.Fault.TIMEOUT: PCCLTimeoutError,
-    effects.Fault.DIVERGENCE: DivergenceError,
-    effects.Fault.FINISHED: RunFinishedError,
-    effects.Fault.TOO_FEW_PEERS: TooFewPeersError,
-}
-
-
-def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCLError:
-    """The exception for a failed call, with its phase and duration."""
-    when = [end.phase] if end.phase else []
-    if began_s is not None:
-        when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
-    why = f"{end.why} ({', '.join(when)})" if when else end.why
-    return _ERRORS[end.fault](end.result, name, why)
 
 
 class CallsInFlight:
@@ -182,209 +145,6 @@ def _order(plan: m.Plan, number: int) -> tuple[int, ...]:
     return plan.rings[0].order if plan.rings else (number,)
 
 
-class RetryPolicy:
-    """The time limits of `connect`, and what it logs while the master does not answer.
-
-    Time counts from the construction.
-
-    Args:
-        master: `host:port`, for messages.
-        n_attempts: number of attempts, if `connect_timeout` is None.
-        connect_timeout: seconds for any number of attempts.
-        timeout: seconds for the whole call, including the admission; this limit always applies.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-    """
-
-    def __init__(
-        self,
-        master: str,
-        n_attempts: int,
-        connect_timeout: float | None,
-        timeout: float | None,
-    ) -> None:
-        if n_attempts < 1:
-            raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
-        self._master = master
-        self._n_attempts = n_attempts
-        self._connect_timeout = connect_timeout
-        self._timeout = timeout
-        self._trying = Deadline(connect_timeout, "connect_timeout")
-        self._call = Deadline(timeout)
-        self._attempts = 0
-        self._quiet = Quiet()
-
-    def of(self, seconds: float) -> float:
-        """The smallest of `seconds` and the remaining time limits."""
-        left = (each.left_s for each in (self._trying, self._call))
-        return min([seconds, *(each for each in left if each is not None)])
-
-    def failed(self, why: str, another: bool = False) -> None:
-        """An attempt has failed; returns when it is time for the next one.
-
-        `another`: because another service answers, which is waited for only if a time limit says
-        so: it may be a proxy of a master that is down.
-
-        Raises:
-            PCCLTimeoutError: the time limit of the whole call has passed.
-            PCCLError: MASTER_CONNECTION_FAILED: another limit is reached.
-        """
-        self._attempts += 1
-        log.info("attempt %d to reach the master at %s: %s", self._attempts, self._master, why)
-        self._end_if_over(why, another)
-        if self._quiet.is_over:
-            log.warning(
-                "connect has waited %.0f s for a master at %s (%s, %s): it tries %s",
-                self._quiet.seconds,
-                self._master,
-                why,
-                self._made,
-                self._rest,
-            )
-        time.sleep(self.of(limits.ATTEMPT_INTERVAL_S))
-        self._end_if_over(why, another)
-
-    def _end_if_over(self, why: str, another: bool) -> None:
-        seconds = self._quiet.seconds
-        if self._call.left_s == 0:
-            text = (
-                f"no pccl master has answered at {self._master} within {self._timeout:g} s "
-                f"({why}, {self._made})"
-            )
-            raise PCCLTimeoutError(Result.MASTER_CONNECTION_FAILED, "connect", text)
-        tried = another or self._attempts >= self._n_attempts
-        enough = self._connect_timeout is None and tried
-        if enough or self._trying.left_s == 0:
-            text = (
-                f"no pccl master answers at {self._master} ({why}), {self._made} in {seconds:.1f} s"
-            )
-            raise error_for(Result.MASTER_CONNECTION_FAILED, "connect", text)
-
-    @property
-    def _made(self) -> str:
-        return "1 attempt" if self._attempts == 1 else f"{self._attempts} attempts"
-
-    @property
-    def _rest(self) -> str:
-        seconds = self.of(math.inf)
-        if seconds < math.inf:
-            return f"for {seconds:.0f} s more"
-        return f"{self._n_attempts - self._attempts} times more (connect_timeout= gives it longer)"
-
-    def admission(self, client: Client, call: Call) -> Note:
-        """Waits for the peers of the run to admit this one, after the master has registered it.
-
-        Raises:
-            PCCLTimeoutError: the time limit of the whole call has passed.
-        """
-        while self._call.left_s != 0:
-            left_s = math.inf if self._call.left_s is None else self._call.left_s
-            note = Deadline(None).next_within(client, call, left_s)
-            if not isinstance(note, m.Welcome | None):  # a restarted master sends a second Welcome
-                return note
-        raise PCCLTimeoutError(
-            Result.MASTER_CONNECTION_FAILED,
-            "connect",
-            f"the peers of the run at {self._master} did not admit this one within "
-            f"{self._timeout:g} s: each of them must call update_topology()",
-        )
-
-
-class _Unreachable(Exception):
-    """The master does not answer; another attempt may succeed."""
-
-
-def join(
-    host: str,
-    port: int,
-    handshake_timeout_s: float,
-    begin: Callable[[str], Client],
-    admitted: Callable[[Client], None],
-    patience: RetryPolicy,
-) -> None:
-    """Joins the run; returns when all accepted peers have admitted this one.
-
-    Args:
-        host: host of the master.
-        port: port of the master.
-        handshake_timeout_s: time limit for establishing a connection.
-        begin: makes a client of the master at an address.
-        admitted: receives the admitted client. All others are closed.
-        patience: the time limits of the attempts.
-
-    Raises:
-        PCCLError: as `Communicator.connect`, or what `begin` raises.
-    """
-    while True:
-        another = False
-        try:
-            try:  # a plain connection first, because ZeroMQ does not report why one fails
-                address = reachable(host, port, patience.of(handshake_timeout_s))
-            except OSError as error:
-                another = isinstance(error, AnotherServiceError)
-                raise _Unreachable(error.strerror or str(error)) from None
-            return _attempt(address, begin, admitted, patience)
-        except _Unreachable as error:
-            why = str(error)
-        patience.failed(why, another)
-
-
-def _attempt(
-    address: str,
-    begin: Callable[[str], Client],
-    admitted: Callable[[Client], None],
-    patience: RetryPolicy,
-) -> None:
-    made: list[Client] = []
-    try:
-        aside(lambda: made.append(begin(address)))
-        client = made[0]
-        call = client.call()
-        client.join(call)
-        limit_s = patience.of(limits.WELCOME_S)
-        note = call.next(limit_s)
-        if note is None:
-            raise _Unreachable(f"no answer within {limit_s:.3g} s")
-        if isinstance(note, m.Welcome):
-            log.info("registered as peer %d; waiting to be admitted", note.peer)
-            note = patience.admission(client, call)
-        if isinstance(note, effects.Fail):
-            if note.result is Result.MASTER_CONNECTION_FAILED:
-                raise _Unreachable(note.why)
-            error = error_of("connect", note, call.began_s)
-            if isinstance(error, RunFinishedError):
-                log.warning("%s", error)  # a program that does not catch it ends without a word
-            raise error
-        admitted(client)
-    except BaseException:
-        for client in made:
-            client.close("connect failed")
-        raise
-
-
-def introduced(group: int, team: tuple[int, int], config: Config) -> Callable[[int, str], m.Hello]:
-    """A function that makes a peer's first message from the port and ipc address of its engine."""
-
-    def hello(port: int, ipc: str) -> m.Hello:
-        from pccl.version import __version__  # here, as it takes long to find out
-
-        return m.Hello(
-            m.PROTOCOL_VERSION,
-            __version__,
-            group,
-            config.first_host,
-            port,
-            ipc,
-            machine_id(),
-            arithmetic_digest(),
-            team=team[0],
-            team_size=team[1],
-        )
-
-    return hello
-
-
 class Membership:
     """One peer's membership: before it begins, while it lasts, and after its end.
 
@@ -416,7 +176,7 @@ class Membership:
         patience: RetryPolicy,
         owner: object,
     ) -> None:
-        """Joins a run; see `joining.join`. Leaves it at the latest when `owner` is collected.
+        """Joins a run; see `connect`. Leaves it at the latest when `owner` is collected.
 
         Args:
             host: host of the master.
@@ -427,8 +187,7 @@ class Membership:
             owner: the object that uses this membership.
 
         Raises:
-            PCCLError: INVALID_USAGE: this peer is in a run already, or no port is free for it;
-                INTERNAL_ERROR: the system has no descriptors or threads for it; or as `join`.
+            PCCLError: INVALID_USAGE: this peer is in a run already; or as `connect`.
         """
         if self._client is not None and self._client.over is FORKED:
             raise error_of("connect", FORKED)
@@ -437,29 +196,15 @@ class Membership:
             raise error_for(Result.INVALID_USAGE, "connect", why)
         self.calls.single_threaded()
         self.end()  # the previous membership is over, but its threads may remain
-        try:
-            aside(require_room)  # it opens threads and descriptors, and must close them
-        except NoRoomError as error:
-            raise error_for(Result.INTERNAL_ERROR, "connect", str(error)) from None
 
-        def begun(address: str) -> Client:
-            try:
-                return make(address)
-            except OSError as error:
-                if lacking := no_room(error):  # there was room when it looked
-                    raise error_for(Result.INTERNAL_ERROR, "connect", str(lacking)) from None
-                cure = ": choose a wider PCCL_PORT_RANGE (port_range=)" if config.ports else ""
-                why = f"for bulk data this peer {error.strerror or error}{cure}"
-                raise error_for(Result.INVALID_USAGE, "connect", why) from None
-
-        def admitted(client: Client) -> None:
+        def joined(client: Client) -> None:
             self.ranks.tell(client.plan, client.number)
             self.synced = self.has_admitted = self.calls.any_collective = False
             why = "the communicator was deleted"
             self._finalizer = weakref.finalize(owner, client.close, why)
             self._client = client
 
-        join(host, port, config.handshake_timeout_s, begun, admitted, patience)
+        connect(host, port, config, make, joined, patience)
 
     def end(self) -> None:
         """Leaves the run; collectives in progress fail and are restored. Idempotent."""

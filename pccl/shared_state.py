@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pccl.errors import ArgumentError, error_for, not_picklable
-from pccl.membership import Membership, error_of
+from pccl.membership import Membership
 from pccl.protocol.messages import ENTRY_BYTES_MAX, LIST_BYTES_MAX, NAME_CHARS_MAX
 from pccl.protocol.peer import effects
 from pccl.runtime import checkpoint
-from pccl.runtime.client.call import Call
+from pccl.runtime.client.call import Call, error_of
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import Outcome, Region, SyncOptions, synchronise

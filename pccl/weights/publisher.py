@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ import numpy as np
 from pccl.errors import PCCLError, not_picklable
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
-from pccl.runtime.client.associate import Blob
+from pccl.runtime.client.call import error_of
 from pccl.security import Security
 from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array
 from pccl.types import Result
-from pccl.weights.link import Options, associate, error_of, timed_out
-from pccl.weights.tensors import Bytes, Tensors, found_digests, parcel_of
+from pccl.weights.client import Blob, Options, client, timed_out
+from pccl.weights.tensors import Bytes, Tensors, blob_of, found_digests
 
 log = logging.getLogger("pccl")
 
@@ -66,8 +65,8 @@ class Publisher(Closing):
         MasterLostError: no master answers in that time.
         KickedError: the master refuses it, for the reason that the message gives.
         ValueError: the parameters, or another argument, cannot be used.
-        PCCLError: INVALID_USAGE: keys are missing or unsafe.
-        OSError: it cannot listen on this machine.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe, or no port is free for it;
+            INTERNAL_ERROR: the system has no descriptors or threads for it.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Publisher(Closing):
         self._before_is_served = False  # as a whole version, and so must not change
         self._version = self._tried = 0  # the latest, and the latest of which the fate is unknown
         self._deltas: list[int] = []  # bytes of each since the latest whole version
-        self._associate = associate(options, self._head, "Publisher", follows=False, relays=False)
+        self._client = client(options, self._head, "Publisher", follows=False, relays=False)
 
     @property
     def version(self) -> int:
@@ -114,43 +113,44 @@ class Publisher(Closing):
             MasterLostError, KickedError: this publisher has ended.
         """
         began_s = time.monotonic()
-        if self._associate.over is not None:
-            raise error_of("publish", self._associate.over)
+        if self._client.over is not None:
+            raise error_of("publish", self._client.over)
         if version is None:
             version = max(self._head.latest, self._version, self._tried) + 1
         elif not 0 < version < VERSION_MAX:  # beyond it others go on without giving a number
             raise ValueError(f"version is {version}: it must be from 1 to 2**61 - 1")
-        parcels = self._parcels(version)
-        answer = self._associate.publish(parcels)
+        blobs = self._blobs(version)
+        call = self._client.call()
         try:
-            why = answer.get(timeout=timeout)
-        except queue.Empty:
-            self._before, self._tried = None, version
-            assert timeout is not None
-            raise timed_out("publish", timeout, "the master has not answered") from None
+            self._client.publish(call, blobs)
+            end = call.next(timeout)
         except BaseException:
             self._before, self._tried = None, version  # whether others have it is not known
             raise
-        if why:
+        if end is None:
+            self._before, self._tried = None, version
+            assert timeout is not None
+            raise timed_out("publish", timeout, "the master has not answered")
+        if isinstance(end, Fail):
             self._before = None  # others go on from another version
-            if self._associate.over is not None:
-                raise error_of("publish", self._associate.over)
-            raise PCCLError(Result.INVALID_USAGE, "publish", f"{why}: publish again")
+            if self._client.over is not None:
+                raise error_of("publish", self._client.over)
+            raise PCCLError(Result.INVALID_USAGE, "publish", f"{end.why}: publish again")
         self._version = version
-        bytes_of = {parcel.package.base == 0: parcel.package.nbytes for parcel in parcels}
+        bytes_of = {blob.package.base == 0: blob.package.nbytes for blob in blobs}
         seconds = time.monotonic() - began_s
         return Publication(version, bytes_of.get(False), bytes_of.get(True), seconds)
 
     def close(self) -> None:
         """Ends it. Subscribers keep what they have, and give it to each other. Idempotent."""
-        self._associate.close("the publisher was closed")
+        self._client.close("the publisher was closed")
 
     def __reduce__(self) -> str | tuple[object, ...]:
         raise not_picklable(self, "make one in each process that publishes")
 
     # ---- packages ----
 
-    def _parcels(self, version: int) -> tuple[Blob, ...]:
+    def _blobs(self, version: int) -> tuple[Blob, ...]:
         """The packages of the version that is in the parameters now."""
         new, owner = self._tensors.read()
         found = found_digests(new)
@@ -161,7 +161,7 @@ class Publisher(Closing):
             body = np.frombuffer(b"".join(pieces), np.uint8)
             if body.nbytes < self._tensors.nbytes:
                 head = self._tensors.head(version, base, found, sizes)
-                made.append(parcel_of(head, body))
+                made.append(blob_of(head, body))
                 self._deltas.append(body.nbytes)
         if self._before is None or self._before_is_served:
             self._before, self._before_is_served = self._tensors.stretch(), False
@@ -183,11 +183,11 @@ class Publisher(Closing):
         self._before_is_served = True
         self._deltas.clear()
         head = self._tensors.head(version, 0, found, self._tensors.sizes)
-        return parcel_of(head, self._before)
+        return blob_of(head, self._before)
 
 
 class _Head:
-    """What the publisher knows of other publishers; a Keeper."""
+    """What the publisher knows of other publishers; a BlobStore."""
 
     def __init__(self) -> None:
         self.latest = 0
@@ -195,7 +195,7 @@ class _Head:
     def fits(self, package: m.Package) -> bool:
         return False
 
-    def work_in(self, parcel: Blob) -> tuple[int, Blob | None]:
+    def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
         raise AssertionError("a publisher fetches nothing")
 
     def news(self, packages: tuple[m.Package, ...], head: int) -> str:

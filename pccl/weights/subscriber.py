@@ -13,19 +13,18 @@ from pccl.errors import not_picklable
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 from pccl.runtime import limits
-from pccl.runtime.client.associate import Blob
-from pccl.runtime.client.call import Quiet
+from pccl.runtime.client.call import Quiet, error_of
 from pccl.security import Security
 from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array
-from pccl.weights.link import Options, associate, error_of, timed_out
+from pccl.weights.client import Blob, Options, client, timed_out
 from pccl.weights.tensors import (
     HEAD_BYTES_MAX,
     Damaged,
     Head,
     Tensors,
+    blob_of,
     found_digests,
-    parcel_of,
     read_head,
 )
 
@@ -64,8 +63,8 @@ class Subscriber(Closing):
         MasterLostError: no master answers in that time.
         KickedError: the master refuses it, for the reason that the message gives.
         ValueError: the parameters, or another argument, cannot be used.
-        PCCLError: INVALID_USAGE: keys are missing or unsafe.
-        OSError: it cannot listen on this machine.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe, or no port is free for it;
+            INTERNAL_ERROR: the system has no descriptors or threads for it.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Subscriber(Closing):
         options = Options(master, security, advertise, port_range, connect_timeout)
         self._outgoing = options.config.outgoing
         self._stage = _Stage(Tensors(parameters, writable=True), relay)
-        self._associate = associate(options, self._stage, "Subscriber", follows=True, relays=relay)
+        self._client = client(options, self._stage, "Subscriber", follows=True, relays=relay)
 
     @property
     def version(self) -> int:
@@ -144,14 +143,14 @@ class Subscriber(Closing):
 
     def close(self) -> None:
         """Ends it; the parameters stay as they are. Idempotent."""
-        self._associate.close("the subscriber was closed")
+        self._client.close("the subscriber was closed")
 
     def __reduce__(self) -> str | tuple[object, ...]:
         raise not_picklable(self, "make one in each process that follows")
 
 
 class _Stage:
-    """Where versions are put together; a Keeper.
+    """Where versions are put together; a BlobStore.
 
     Attributes:
         changed: held while anything of this changes.
@@ -185,16 +184,16 @@ class _Stage:
                 self.swapped = self.version
             return self.swapped
 
-    # ---- a Keeper ----
+    # ---- a BlobStore ----
 
     def fits(self, package: m.Package) -> bool:
         if package.head_bytes > HEAD_BYTES_MAX or package.body_bytes > self._tensors.nbytes:
             return False
         return package.base != 0 or package.body_bytes == self._tensors.nbytes
 
-    def work_in(self, parcel: Blob) -> tuple[int, Blob | None]:
-        package = parcel.package
-        head = read_head(parcel.head)
+    def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
+        package = blob.package
+        head = read_head(blob.head)
         if (head.version, head.base) != package.key or head.content != package.content:
             raise Damaged(f"the head of version {package.version} is that of another package")
         why = self._tensors.mismatch(head)
@@ -205,7 +204,7 @@ class _Stage:
         with self.changed:
             version, self.version = self.version, 0
             try:
-                self._put_together(version, head, parcel)
+                self._put_together(version, head, blob)
                 self.version = head.version
             except Damaged as error:
                 if not head.base:
@@ -234,12 +233,12 @@ class _Stage:
 
     # ---- versions ----
 
-    def _put_together(self, version: int, head: Head, parcel: Blob) -> None:
+    def _put_together(self, version: int, head: Head, blob: Blob) -> None:
         """Raises Damaged if it does not become what was published."""
         if head.base == 0:
-            self._memory[:] = parcel.body
+            self._memory[:] = blob.body
         elif head.base == version:
-            self._tensors.apply(self._memory, head, parcel.body)
+            self._tensors.apply(self._memory, head, blob.body)
         else:
             raise Damaged(f"it follows version {head.base}, and {version} is here")
         found = found_digests(self._tensors.within(self._memory))
@@ -257,5 +256,5 @@ class _Stage:
             return None
         found = [tensor.digest for tensor in head.tensors]
         whole = self._tensors.head(head.version, 0, found, self._tensors.sizes)
-        parcel = parcel_of(whole, self._memory.copy())
-        return parcel if parcel.package == wanted[0] else None
+        blob = blob_of(whole, self._memory.copy())
+        return blob if blob.package == wanted[0] else None

@@ -29,12 +29,12 @@ from msgspec import Meta, Struct
 from pccl.ext import ffi
 from pccl.protocol import messages
 from pccl.protocol.messages import NAME_CHARS_MAX
-from pccl.runtime.client.associate import Blob
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import reserve
 from pccl.runtime.digest import DIGEST_BYTES, digests, root_digest
 from pccl.runtime.spans import SPAN_BYTES, each_span
 from pccl.tensors.arrays import Array, Buffer
+from pccl.weights.client import Blob
 
 Words = npt.NDArray[np.unsignedinteger]
 Bytes = npt.NDArray[np.uint8]
@@ -310,7 +310,7 @@ class Tensors:
                 raise Damaged(f"that of {tensor.name!r} has another size")
 
 
-def parcel_of(head: Head, body: Bytes) -> Blob:
+def blob_of(head: Head, body: Bytes) -> Blob:
     """A package: whoever makes it of the same content makes the same bytes."""
     encoded = memoryview(msgspec.msgpack.encode(head))
     return Blob.of(head.version, head.base, head.content, encoded, memoryview(body.data))

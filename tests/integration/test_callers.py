@@ -375,7 +375,7 @@ def test_what_comes_when_the_membership_has_just_ended_is_dropped() -> None:
         client.verified(1, [(0, 0, True)])
         client.allow(client.call())
         client._engine.broken = "the lane engine stopped"
-        client._inbox.post(client._events.read)
+        client._inbox.post(client._driver.read)
 
 
 def test_a_call_that_begins_when_the_membership_has_just_ended() -> None:

@@ -14,10 +14,10 @@ from cluster import in_threads
 from waiting import wait_until
 
 import pccl
-from pccl.membership import RetryPolicy
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Note
 from pccl.runtime.client.client import Client
+from pccl.runtime.client.connect import RetryPolicy
 
 LIMIT_S = 0.3
 LONGER_S = 60.0  # in which a busy machine registers a peer

@@ -16,7 +16,7 @@ import pccl
 from pccl.protocol import messages as m
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.connection import Dealer
-from pccl.runtime.client.endpoint import Inbox
+from pccl.runtime.client.control import Inbox
 from pccl.runtime.client.engine import Engine
 from pccl.runtime.config import Config
 from pccl.runtime.server.server import Server

@@ -73,7 +73,7 @@ def test_a_step_of_the_wall_clock_delays_nothing(
         assert server._pauses.total_s == 0.0
         monkeypatch.setattr(recovery, "WAIT_S", 0.5)
         server._faltered = "a test"  # as after a restart: it waits for peers, one never comes
-        comms[2]._membership.seen("a test")._endpoint.resolver.find = lambda *_: None
+        comms[2]._membership.seen("a test")._resolver.find = lambda *_: None
         server._wake()
         wait_until(lambda: not server._faltered and not server._master.recovering)
         in_threads([one.update_topology for one in comms[:2]])
@@ -231,7 +231,7 @@ def test_a_pause_at_any_moment_costs_no_peer(moment: str, monkeypatch: pytest.Mo
             opened.callback(one.close)
         in_threads([lambda one=one: gather(one, 3) for one in [*comms, gone]])
         numbers = sorted(one._membership.seen("a test").number for one in comms)
-        gone._membership.seen("a test")._endpoint.resolver.find = lambda *_: None
+        gone._membership.seen("a test")._resolver.find = lambda *_: None
         assert master._service is not None
         nap = Nap(master._service.server, moment)
         nap.plan([numbers[0], gone._membership.seen("a test").number], [numbers[0]])

@@ -9,10 +9,10 @@ import pytest
 from weights_run import Node, WeightsRun, package
 
 from pccl.protocol import messages as m
-from pccl.protocol.follower.machine import KEPT_MAX, stale, way
 from pccl.protocol.master import Status, status
 from pccl.protocol.master.associates import FIRST, PLACES, PLACES_SMALL
 from pccl.protocol.master.status import AssociateStatus, WeightsStatus
+from pccl.protocol.weights import KEPT_MAX, stale, way
 from pccl.types import Result
 
 
@@ -243,13 +243,13 @@ def test_what_contradicts_what_others_hold_is_not_offered() -> None:
     hub = WeightsRun(10)
     publisher, nodes = waiting(hub, 1)
     hub.settle()
-    shelf = hub.master.run.associates.catalogue
+    catalogue = hub.master.run.associates.catalogue
     wrong = package(1, 0, b"another")
     hub.perform(hub.master.received(nodes[0].conn, m.Holds((wrong,), 1)))
-    assert [*shelf.holders((1, 0))] == [publisher.number]
+    assert [*catalogue.holders((1, 0))] == [publisher.number]
     other_way = package(1, 7, b"another")
     hub.perform(hub.master.received(nodes[0].conn, m.Holds((other_way,), 1)))
-    assert shelf.packages == (package(1, 0),), "it would lead elsewhere"
+    assert catalogue.packages == (package(1, 0),), "it would lead elsewhere"
 
 
 def test_a_holder_that_drops_a_package_has_its_receivers_sent_elsewhere() -> None:

@@ -353,7 +353,7 @@ def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
     assert isinstance(register, effects.RegisterOp) and register.tag == tag_of_send(0, (2, 3))
     assert said == effects.Send(m.StartVote(2, 0, SEND, stuck=True, pair=(2, 3)))
     place = RingPlace(1, members=2, position=0)
-    opened = effects.OpenStream(1, INFOS[2])
+    opened = effects.OpenStream(1, INFOS[2], 0)
     started = peer.received(m.Started(2, 12, 1, nonce=5))
     assert started == [opened, effects.StartOp(2, 12, 5, (place,), sent(peer))]
     peer.engine_complete(2, True, 20, 0)
@@ -377,7 +377,7 @@ def test_who_loses_what_it_has_sent_says_so_and_opens_another_stream() -> None:
     why = "a lane was disconnected"
     assert peer.stream_lost(1, why) == [effects.Send(m.Stalled(1, 12, why))]
     assert not peer.stream_lost(1, why)
-    assert send(peer, 5, 3)[:2] == [effects.CloseStream(1), effects.OpenStream(4, INFOS[2])]
+    assert send(peer, 5, 3)[:2] == [effects.CloseStream(1), effects.OpenStream(4, INFOS[2], 0)]
 
 
 def test_streams_are_closed_when_their_peer_has_left() -> None:
@@ -385,7 +385,7 @@ def test_streams_are_closed_when_their_peer_has_left() -> None:
     send(peer, 2, 3)
     send(peer, 3, 1)
     left = peer.received(m.Plan(2, INFOS[1:], (m.Ring((2, 3), 1),), 0))
-    assert left == [effects.CloseStream(2)]
+    assert left == [effects.Expect(2, 0, ()), effects.CloseStream(2)]
     assert effects.CloseStream(1) in peer.leave("done")
 
 

@@ -22,6 +22,7 @@ from pccl.protocol.peer.effects import (
     CommitOp,
     EagerOp,
     Effect,
+    Expect,
     Fail,
     Fetched,
     Follow,
@@ -402,7 +403,10 @@ class SimPeer:
                     self.start(self.ops[op], seq, parts)
                 case CommitOp(op) | AbortOp(op):
                     self.end(op, isinstance(action, AbortOp))
-                case OpenStream(stream, to):
+                case Expect(_, nonce):
+                    self.run.eager.expect(self, nonce)
+                case OpenStream(stream, to, nonce):
+                    assert nonce == self.machine.plan.nonce
                     assert stream not in self.streams
                     self.streams[stream] = to
                     if to.outgoing:
@@ -641,8 +645,6 @@ class SimPeer:
         self.run.say(f"master -> peer {self.name}:", message)
         self.conversation.heard(message)
         self.run.check_told(self, message)
-        if isinstance(message, m.Plan):
-            self.run.eager.expect(self, message.nonce)
         if isinstance(message, m.Started) and message.data is not None:
             self.run.completed.setdefault((self.machine.run, message.seq), set()).add(self.name)
         self.perform(self.machine.received(message))

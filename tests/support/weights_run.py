@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pccl.protocol import messages as m
-from pccl.protocol.follower import Follower, machine
+from pccl.protocol import weights
 from pccl.protocol.master import Master
 from pccl.protocol.master import effects as masters
 from pccl.protocol.master.associates import FIRST, PLACES_SMALL, SMALL_BYTES
@@ -38,9 +38,11 @@ class Node:
     """An associate and its engine."""
 
     def __init__(self, name: int, follows: bool = True, relays: bool = True) -> None:
-        hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1000 + name, "", "", b"", associate=True)
+        self.hello = m.Hello(
+            m.PROTOCOL_VERSION, "1", 0, "", 1000 + name, "", "", b"", associate=True
+        )
         self.name, self.lies, self.alive = name, False, True
-        self.machine = Follower(hello, follows, relays, lambda package: True)
+        self.machine = weights.WeightsMachine(follows, relays, lambda package: True)
         self.conn = b""
         self.out: deque[m.PeerMessage] = deque()
         self.into: deque[m.MasterMessage] = deque()
@@ -50,29 +52,29 @@ class Node:
         self.answers: dict[int, str] = {}
         self.arrived: list[m.Package] = []
         self.rests = False
-        self.parcels: set[tuple[int, int]] = set()
+        self.blobs: set[tuple[int, int]] = set()
 
     @property
     def number(self) -> int:
         return self.machine.number
 
-    def perform(self, todo: list[machine.Effect]) -> None:
+    def perform(self, todo: list[weights.Effect]) -> None:
         for effect in todo:
             match effect:
                 case common.Send(message):
                     self.out.append(m.decode_from_peer(m.encode(message)))
-                case machine.Door(_, nonce):
+                case common.Expect(_, nonce):
                     self.door = nonce
-                case machine.Reach(stream, to, nonce):
+                case common.OpenStream(stream, to, nonce):
                     self.streams[stream] = to.peer, nonce
                 case common.CloseStream(stream):
                     self.streams.pop(stream, None)
                     for op in self.ops.values():
                         op.ends.pop(stream, None)
-                case machine.Offer(op, what):
-                    assert what.key in self.parcels, "it serves what it does not have"
+                case weights.RegisterServe(op, what):
+                    assert what.key in self.blobs, "it serves what it does not have"
                     self.ops[op] = Transfer(what, True)
-                case machine.Gather(op, what):
+                case weights.RegisterFetch(op, what):
                     assert not any(one.package == what for one in self.ops.values()), "twice"
                     self.ops[op] = Transfer(what, False)
                 case common.StartTransfer(op, _, _, ends):
@@ -82,16 +84,18 @@ class Node:
                         self.ops[op].ends[end.stream] = end.slot
                 case common.CommitOp(op):
                     del self.ops[op]
-                    self.perform(self.machine.engine_settled(op))
+                    self.perform(self.machine.engine_settled(op, 0, 0))
                 case common.AbortOp(op):
                     self.ops.pop(op, None)
-                case machine.Arrived(what):
+                case weights.Arrived(what):
                     self.arrived.append(what)
-                case machine.Forgotten(what):
-                    self.parcels.discard(what.key)
-                case machine.Answered(call, why):
+                case weights.Forgotten(what):
+                    self.blobs.discard(what.key)
+                case common.Answer(call):
+                    self.answers |= {call: ""} if call else {}  # 0: it has joined
+                case common.Fail(call, _, why):
                     self.answers[call] = why
-                case machine.Rest():
+                case weights.Backoff():
                     self.rests = True
 
 
@@ -126,7 +130,7 @@ class WeightsRun:
         node = Node(len(self.nodes) + 1, follows, relays)
         self.nodes.append(node)
         self._connect(node)
-        node.perform(node.machine.join())
+        node.perform(node.machine.join(0, node.hello))
         return node
 
     def _connect(self, node: Node) -> None:
@@ -143,7 +147,7 @@ class WeightsRun:
         self.calls += 1
         made = [package(version, base)] if base else []
         made += [package(version, 0)] if whole or not base else []
-        node.parcels |= {one.key for one in made}
+        node.blobs |= {one.key for one in made}
         node.perform(node.machine.publish(self.calls, tuple(made)))
         return self.calls
 
@@ -187,7 +191,7 @@ class WeightsRun:
     def _take(self, node: Node) -> None:
         what = node.arrived.pop(0)
         assert what.base in (0, node.machine.version), "it does not follow what is there"
-        node.parcels.add(what.key)
+        node.blobs.add(what.key)
         node.perform(node.machine.taken(what, what.version))
 
     def _fetch(self, node: Node) -> tuple[int, Transfer] | None:
@@ -230,14 +234,15 @@ class WeightsRun:
             settled = self.random.random() < 0.5
             if settled:
                 del node.ops[op]
-            node.perform(node.machine.engine_complete(op, settled, rate))
+            node.perform(node.machine.measured(op, rate))
+            node.perform(node.machine.engine_complete(op, settled, 0, 0))
 
     def _wait(self) -> bool:
         """Time passes: whoever rests seeks again, and who gets nothing gives its holder up."""
         for node in self.living:
             if node.rests:
                 node.rests = False
-                node.perform(node.machine.rested())
+                node.perform(node.machine.retry())
                 if node.out:
                     return True
             fetch = self._fetch(node)

@@ -10,9 +10,7 @@ import msgspec
 import pytest
 from handlers import takes_what_it_is_given
 
-from pccl import membership
 from pccl.protocol import messages as m
-from pccl.protocol.follower.machine import Follower
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import Collective, Votes, timed_out
 from pccl.protocol.peer.collectives import Collectives
@@ -40,6 +38,8 @@ from pccl.protocol.peer.effects import (
 from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.peer.transfers import Optimizations, Synchronisations, Transfer, Transfers
+from pccl.protocol.weights import WeightsMachine
+from pccl.runtime.client.call import _ERRORS
 from pccl.types import Result
 
 WORK = m.Spec("all_reduce", 0, 10, 1000)
@@ -86,11 +86,11 @@ def test_the_outbox_says_nothing_to_a_master_that_does_not_know_who_speaks() -> 
 
 def test_streams_around_the_rings_are_of_an_epoch(bench: Bench) -> None:
     bench.streams.renew(5)
-    assert bench.done == [OpenStream(1, INFOS[2])] and bench.streams.ring == (1,)
+    assert bench.done == [OpenStream(1, INFOS[2], 0)] and bench.streams.ring == (1,)
     bench.streams.renew(5)
     assert not bench.done
     bench.streams.renew(6)
-    assert bench.done == [CloseStream(1), OpenStream(2, INFOS[2])]
+    assert bench.done == [CloseStream(1), OpenStream(2, INFOS[2], 0)]
     bench.streams.end()
     assert bench.done == [CloseStream(2)] and not bench.streams.ring
 
@@ -157,7 +157,7 @@ def test_a_transfer_serves_fetches_and_ends(bench: Bench) -> None:
     bench.syncs.planned(m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4))
     plan = m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4)
     assert bench.done == [
-        OpenStream(1, INFOS[2]),
+        OpenStream(1, INFOS[2], 0),
         StartTransfer(2, 9, 4, (End(1, 2),)),  # peer 3 is the third of the group
         Follow(1, plan),
     ]
@@ -166,7 +166,7 @@ def test_a_transfer_serves_fetches_and_ends(bench: Bench) -> None:
     bench.syncs.fetch(8, 9)
     assert bench.done == [
         RegisterOp(8, 7, 0, 8),
-        OpenStream(2, INFOS[0]),
+        OpenStream(2, INFOS[0], 0),
         StartTransfer(8, 9, 4, (End(2, 1),)),
     ]
     bench.transfers.complete(8, False, 100)
@@ -187,7 +187,7 @@ def test_a_fetch_goes_on_when_another_plan_wants_the_same(bench: Bench) -> None:
     second = m.SyncPlan(1, 10, (), (3,), (0,), (b"digest",))
     bench.syncs.planned(second)
     assert bench.done == [
-        OpenStream(3, INFOS[2]),
+        OpenStream(3, INFOS[2], 0),
         StartTransfer(8, 10, 0, (End(3, 1),)),
         CloseStream(1),
         CloseStream(2),
@@ -203,7 +203,7 @@ def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
     bench.optimizations.probed(m.Probe(1, 9, (1,), 4))
     bench.optimizations.fetch(8, 9)
     assert bench.done[2:] == [
-        OpenStream(1, INFOS[0]),
+        OpenStream(1, INFOS[0], 0),
         StartTransfer(2, 9, 4, (End(1, 0),)),
         Measure(1, 9, (1,)),
         RegisterOp(8, 7, 0, 8),
@@ -220,8 +220,7 @@ def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
 
 def test_every_message_of_the_master_concerns_a_part() -> None:
     handlers = Peer()._by_type
-    hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "", b"", associate=True)
-    follower = Follower(hello, True, True, lambda package: True)._by_type
+    follower = WeightsMachine(True, True, lambda package: True)._by_type
     concerned = handlers.keys() | follower.keys()
     assert concerned == {*typing.get_args(m.MasterMessage)} - {m.Report}
     assert handlers.keys() & follower.keys() == {
@@ -236,8 +235,8 @@ def test_every_message_of_the_master_concerns_a_part() -> None:
 
 
 def test_every_fault_is_an_exception_of_the_api() -> None:
-    assert membership._ERRORS.keys() == {*Fault}
-    assert len({*membership._ERRORS.values()}) == len(Fault)
+    assert _ERRORS.keys() == {*Fault}
+    assert len({*_ERRORS.values()}) == len(Fault)
 
 
 def steps_to_start(size: int, rings: int) -> int:

@@ -9,7 +9,6 @@ import pytest
 from pccl.protocol.peer.effects import Answer, Fail, Fetched
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline
-from pccl.runtime.client.call_metrics import CallMetrics
 from pccl.runtime.client.memory import Pool
 from pccl.runtime.client.ops import PendingCalls
 from pccl.runtime.server import pulse
@@ -25,7 +24,7 @@ def made(pending: PendingCalls, *numbers: int) -> Sequence[Call]:
 
 
 def test_a_call_hears_of_its_end_when_all_else_is_done() -> None:
-    pending = PendingCalls(CallMetrics(lambda: 0.0))
+    pending = PendingCalls()
     first, second = made(pending, 1, 2)
     pending.note(Fetched(1, 1, True, ""))
     assert first.has_notes and not second.has_notes
@@ -41,7 +40,7 @@ def test_a_call_hears_of_its_end_when_all_else_is_done() -> None:
 
 
 def test_no_call_is_left_without_an_answer() -> None:
-    pending = PendingCalls(CallMetrics(lambda: 0.0))
+    pending = PendingCalls()
     first, second = made(pending, 1, 2)
     pending.closed = True
     pending.fail_all(Fail(0, Result.RANK_CONNECTION_LOST, "told to go"))

@@ -16,9 +16,9 @@ from pccl.weights.tensors import (
     How,
     Tensors,
     apply,
+    blob_of,
     difference,
     found_digests,
-    parcel_of,
     read_head,
     words,
 )
@@ -119,8 +119,8 @@ def test_tensors_lie_in_the_order_of_their_names() -> None:
     for own, one in zip(tensors.within(stretch), each, strict=True):
         own[:] = one
     head = tensors.head(1, 0, found_digests(tensors.within(stretch)), tensors.sizes)
-    assert tensors.mismatch(read_head(parcel_of(head, stretch).head)) == ""
-    assert head.content == parcel_of(head, stretch).package.content
+    assert tensors.mismatch(read_head(blob_of(head, stretch).head)) == ""
+    assert head.content == blob_of(head, stretch).package.content
     copy = {name: np.zeros_like(array) for name, array in ARRAYS.items()}
     Tensors(copy, writable=True).write(stretch, [0, 1, 2])
     assert all((copy[name] == ARRAYS[name]).all() for name in ARRAYS)

@@ -20,11 +20,21 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Expect:
+    """Admit streams that name this nonce, from those that have these keys, under this number."""
+
+    number: int
+    nonce: int
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Connect a stream to a peer."""
+    """Connect a stream to a peer, which admits it by the nonce."""
 
     stream: int
     to: m.PeerInfo
+    nonce: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +213,7 @@ class Waits:
 
 Effect: TypeAlias = (
     Send
+    | Expect
     | OpenStream
     | CloseStream
     | EagerOp

@@ -48,7 +48,7 @@ from pccl.protocol.peer.calls import (
     timed_out,
 )
 from pccl.protocol.peer.collectives import Collectives
-from pccl.protocol.peer.effects import Answer, Arrange, Effect, Fail, Fault, Outbox, Waits
+from pccl.protocol.peer.effects import Answer, Arrange, Effect, Expect, Fail, Fault, Outbox, Waits
 from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.peer.transfers import Optimizations, Synchronisations, Transfer, Transfers
@@ -379,6 +379,8 @@ class Peer:
 
     def _planned(self, plan: m.Plan) -> None:
         self.knowledge.plan = plan
+        keys = tuple(info.curve for info in plan.peers if info.curve)
+        self._outbox.do(Expect(self.number, plan.nonce, keys))
         self._streams.keep(info.peer for info in plan.peers)
 
     def _counted(self, sizes: m.WorldSizes) -> None:

@@ -40,7 +40,7 @@ class Streams:
         """Opens a stream to a peer. Returns its number."""
         stream = self._next
         self._next += 1
-        self._outbox.do(OpenStream(stream, info))
+        self._outbox.do(OpenStream(stream, info, self._knowledge.plan.nonce))
         return stream
 
     def close(self, streams: Iterable[int]) -> None:

@@ -18,6 +18,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from pccl.errors import (
+    DivergenceError,
+    KickedError,
+    MasterLostError,
+    MismatchError,
+    PCCLError,
+    PCCLTimeoutError,
+    PeerLostError,
+    RanksChangedError,
+    RunFinishedError,
+    TooFewPeersError,
+)
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime import limits
@@ -42,6 +54,28 @@ Note = (
     | Leaf
 )
 End = effects.Answer | effects.Fail
+
+_ERRORS: dict[effects.Fault, type[PCCLError]] = {
+    effects.Fault.OTHER: PCCLError,
+    effects.Fault.PEER_LOST: PeerLostError,
+    effects.Fault.REORDERED: RanksChangedError,
+    effects.Fault.MASTER_LOST: MasterLostError,
+    effects.Fault.KICKED: KickedError,
+    effects.Fault.MISMATCH: MismatchError,
+    effects.Fault.TIMEOUT: PCCLTimeoutError,
+    effects.Fault.DIVERGENCE: DivergenceError,
+    effects.Fault.FINISHED: RunFinishedError,
+    effects.Fault.TOO_FEW_PEERS: TooFewPeersError,
+}
+
+
+def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCLError:
+    """The exception for a failed call, with its phase and duration."""
+    when = [end.phase] if end.phase else []
+    if began_s is not None:
+        when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
+    why = f"{end.why} ({', '.join(when)})" if when else end.why
+    return _ERRORS[end.fault](end.result, name, why)
 
 
 class Quiet:

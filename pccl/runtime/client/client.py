@@ -1,53 +1,40 @@
-"""The control thread of a peer: drives its state machine, its engine and the master's connection.
+"""The control thread of a peer: what user threads ask of its state machine.
 
-User threads post commands and wait on a `Call`; inbox.py says why, and shortcut.py describes the
-one thing that they do themselves. The control thread never blocks, and handles no bulk data.
+shortcut.py describes the one thing that they do themselves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import itertools
-import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.rounds import Grace
 from pccl.protocol.strategy import Conditions, Settings, Strategy
-from pccl.runtime import forks, limits, tcp
+from pccl.runtime import limits, tcp
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.call_metrics import CallMetrics
-from pccl.runtime.client.endpoint import Endpoint, Hello
+from pccl.runtime.client.control import ControlThread
+from pccl.runtime.client.engine import Engine
 from pccl.runtime.client.memory import Operands, Pieces, Pool
-from pccl.runtime.client.ops import EngineEvents, PendingCalls, Performer
-from pccl.runtime.client.progress import Progress
+from pccl.runtime.client.ops import PeerDriver, PendingCalls
 from pccl.runtime.client.shortcut import Shortcut
-from pccl.runtime.client.streams import Refused
 from pccl.runtime.config import Config
 from pccl.runtime.uninterrupted import insist
 from pccl.security import Security
 from pccl.support.text import address_text
 from pccl.types import Result
 
-log = logging.getLogger("pccl")
 
-
-class Client:
+class Client(ControlThread):
     """One peer's membership in one run, from connect to the end.
 
     Args:
-        host: host of the master.
-        port: port of the master.
-        address: current address of that host; to reconnect, the name is resolved again.
-        hello: makes the first message from the engine's port and ipc address.
+        host, port, address, config, security, group, team: as of a ControlThread.
         pool_size: lanes to each neighbour; 0: chosen by the engine.
-        config: timings and limits.
-        security: the keys; None: nothing is encrypted.
 
     Attributes:
         figures: what its calls have cost.
@@ -57,65 +44,34 @@ class Client:
         PCCLError: INVALID_USAGE: keys are missing or unsafe.
     """
 
+    _driver: PeerDriver
+
     def __init__(
         self,
         host: str,
         port: int,
         address: str,
-        hello: Hello,
-        pool_size: int,
         config: Config,
-        security: Security | None = None,
+        security: Security | None,
+        group: int,
+        team: tuple[int, int],
+        pool_size: int,
     ) -> None:
-        self._config = config
         settings = Settings(config.inline_bytes, pool_size, config.lanes)
-        self._peer = Peer(address_text(host, port), settings)
-        self._numbers = itertools.count(1)
-        self._ended = threading.Event()
-        self._leaving = self._failed = self._forked = False
-        self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
-        self._working = threading.RLock()  # its holder uses the connection to the master
-        self._endpoint = endpoint = Endpoint(
-            address,
-            config,
-            security,
-            lanes=pool_size,
-            read_engine=lambda: self._events.read(),
-            say=lambda meet: self._perform(self._peer.meet(meet)),
+        self._peer = peer = Peer(address_text(host, port), settings)
+        super().__init__(
+            host, port, address, config, security, peer, lanes=pool_size, group=group, team=team
         )
-        with contextlib.ExitStack() as opened:  # what a start that fails closes
-            opened.callback(endpoint.abandon)
-            self._inbox, self._waiter = endpoint.inbox, endpoint.waiter
-            self._engine, self._streams = endpoint.engine, endpoint.streams
-            self._master = endpoint.reach(host, port, self._peer)
-            self._hello = endpoint.introduce(hello, relay=endpoint.meetings.port)
-            self.figures = CallMetrics(lambda: self._engine.cpu_s)
-            self._pending = PendingCalls(self.figures)
-            self._performer = Performer(
-                self._peer,
-                self._engine,
-                self._streams,
-                self._master,
-                self._pending,
-                self.figures,
-            )
-            self._perform = self._performer.perform
-            self._events = EngineEvents(
-                self._engine, self._peer, self._streams, self._pending, self._perform, self.figures
-            )
-            self._engine.together = True
-            self._progress = Progress(self._engine, self._peer)
-            self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
-            forks.watch(self)
-            endpoint.begin(self._read_master, self._perform, self._thread)
-            opened.pop_all()
+        self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
+        self.figures = figures = CallMetrics(lambda: self._engine.cpu_s)
+        self._pending = PendingCalls(figures.ended)
+        self._driver = PeerDriver(
+            peer, self._engine, self._streams, self._master, self._pending, figures
+        )
+        self._timers.append(Progress(self._engine, peer))
+        self._start()
 
     # ---- called by user threads ----
-
-    @property
-    def master(self) -> str:
-        """`host:port` of the master."""
-        return self._master.name
 
     @property
     def world(self) -> m.World:
@@ -154,27 +110,9 @@ class Client:
         return explain([*figures.samples], link, min(trips, default=None))
 
     @property
-    def over(self) -> effects.Fail | None:
-        """Why this peer is no longer in the run; None while it is."""
-        return forks.FORKED if self._forked else self._peer.over
-
-    def forked(self) -> None:
-        """Called in a forked child, which must not use the parent's peer."""
-        self._forked = True
-        self._endpoint.forked()
-
-    @property
     def backend(self) -> str:
         """The backend that fills the engine's function table."""
         return self._engine.backend
-
-    def call(self) -> Call:
-        """A new call, which has not been made yet."""
-        return Call(next(self._numbers))
-
-    def join(self, call: Call) -> None:
-        """Asks to join. Notes: Welcome, then the answer when this peer is accepted."""
-        self._begin(call, lambda number: self._peer.join(number, self._hello))
 
     def update_topology(self, call: Call) -> None:
         """Enters the round that admits pending peers."""
@@ -231,9 +169,9 @@ class Client:
                 heard = None if self._pending.closed else self._peer.heard_if_free
                 if heard is not None:
                     vote = m.StartVote(call.number, tag, work, data, heard, stuck)
-                    before, self._performer.heard = self._performer.heard, True
+                    before, self._driver.heard = self._driver.heard, True
                     if shortcut.send(self._master.dealer, m.encode(vote)):
-                        self._performer.heard = before  # unless an exception comes in between
+                        self._driver.heard = before  # unless an exception comes in between
                         return
         self._inbox.signal()
 
@@ -358,144 +296,44 @@ class Client:
 
         self._inbox.post(note)
 
-    def close(self, why: str) -> None:
-        """Leaves the run; waiting calls fail with `why`. Idempotent.
-
-        Returns when nothing refers to users' memory any more.
-        """
-
-        def leave() -> None:
-            self._leaving = True
-            self._perform(self._peer.leave(why))
-
-        def wait() -> None:
-            if not self._ended.is_set():
-                self._inbox.post(leave)
-            # a communicator may be garbage-collected in the control thread itself
-            if threading.current_thread() is not self._thread:
-                self._ended.wait()
-
-        if not self._forked:
-            insist(wait)
-
-    def _begin(self, call: Call, event: Callable[[int], list[effects.Effect]]) -> None:
-        self._leave_to_begin(call, event)
-        self._inbox.signal()
-
-    def _leave_to_begin(self, call: Call, event: Callable[[int], list[effects.Effect]]) -> None:
-        def begin() -> None:
-            self._pending.add(call)
-            self._perform(event(call.number))
-
-        self._inbox.leave(begin)
-
-    # ---- the control thread ----
-
-    def _run(self) -> None:
-        try:
-            self._waiter.add(self._inbox.socket, self._inbox.clear_signal)
-            self._waiter.add(self._engine.socket, self._events.read)
-            while not (self._failed or (self._leaving and self._peer.idle)):
-                ready = self._waiter.wait(self._patience_s() if self._inbox.may_wait() else 0.0)
-                self._inbox.works()
-                with self._working:
-                    self._work(ready)
-                self._pending.tell()
-                if self._withdrawing:
-                    self._tell_withdrawn()
-        except BaseException as error:  # of any kind: waiting callers need an answer
-            self._break_down(error)
-        with self._working:
-            self._pending.closed = True
-        self._shut_down()
-
     def _tell_withdrawn(self) -> None:
         """Tells those who wait for it that the master has taken back the vote of their call."""
         for number in [n for n in self._withdrawing if not self._peer.awaits_withdrawal(n)]:
             self._withdrawing.pop(number).set()
 
-    def _work(self, ready: Sequence[Callable[[], object]]) -> None:
-        """Runs commands, reads sockets, and performs effects until nothing is left to do."""
-        try:
-            self._inbox.carry_out()  # first: a message may answer a queued command (shortcut.py)
-            self._performer.flush()  # each call of a socket may cost a wait for the global lock
-            for read in ready:
-                read()
-            self._inbox.carry_out()
-            self._tick()
-            while self._exchange():
-                pass
-        except Exception as error:
-            self._break_down(error)
+    def _worked(self) -> None:
+        super()._worked()
+        if self._withdrawing:
+            self._tell_withdrawn()
 
-    def _exchange(self) -> bool:
-        """Sends what there is to send, and reads what has come. Whether anything was read."""
-        performer = self._performer
-        performer.flush()
-        heard, performer.heard = performer.heard, False
-        told, performer.told = performer.told, False
-        if heard:
-            self._read_master()
-        if told:
-            self._events.read()
-        return heard or told
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        super()._welcomed(welcome)
+        self._pending.welcomed(welcome)
 
-    def _break_down(self, error: BaseException) -> None:
-        """Ends the membership after an internal error, with its reason."""
-        self._failed = True
-        if self._engine.broken:
-            why = self._engine.broken
-        elif isinstance(error, Refused):
-            why = str(error)
-        elif isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
-            why = "this process has no memory left for pccl's own work"
-        else:
-            log.error("the control thread of peer %d failed", self._peer.number, exc_info=error)
-            why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"
-        with contextlib.suppress(Exception):  # `_shut_down` answers the remaining calls
-            self._perform(self._peer.broken(why))
 
-    def _read_master(self) -> None:
-        for message in self._master.dealer.heard():
-            todo = self._peer.received(message)
-            self._notice(message)
-            self._perform(todo)
+class Progress:
+    """Has the engine say how far its ops are, for the master to show: only of those that take long.
 
-    def _notice(self, message: m.MasterMessage) -> None:
-        """Does what a message means for this client, beside the effects of the state machine."""
-        if isinstance(message, m.Plan):
-            keys = (info.curve for info in message.peers if info.curve)
-            self._engine.expect(self._peer.number, message.nonce, keys)
-        if isinstance(message, m.Resumed | m.Welcome):
-            self._master.answered()
-        if isinstance(message, m.Welcome):
-            self._pending.welcomed(message)
-            if message.warning:
-                log.warning("peer %d: %s", message.peer, message.warning)
+    Asks about each op that is under way at two looks in a row.
 
-    def _patience_s(self) -> float | None:
-        """How long to wait for events; None if nothing has a time limit."""
-        if self._peer.over is not None:
-            return None
-        all_due = self._master.due_s, self._streams.due_s, self._progress.due_s
-        due = [each for each in all_due if each is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+    Attributes:
+        due_s: when to look next; None: nothing was under way.
+    """
 
-    def _tick(self) -> None:
-        """Does whatever is due."""
-        if self._streams.waits:
-            self._streams.tick()
-        self._master.tick()
-        self._progress.tick()
+    def __init__(self, engine: Engine, peer: Peer) -> None:
+        self._engine, self._peer = engine, peer
+        self._before: set[int] = set()  # what was under way at the last look
+        self.due_s: float | None = None
 
-    # ---- the end ----
-
-    def _shut_down(self) -> None:
-        """Releases everything and answers all waiting calls, whatever fails on the way."""
-        with contextlib.ExitStack() as last:  # runs in reverse order
-            last.callback(self._ended.set)
-            last.callback(lambda: self._pending.fail_all(self._peer.over))
-            last.callback(self._tell_withdrawn)
-            last.callback(self._inbox.end)
-            last.callback(self._pending.memory.clear)
-            last.callback(self._endpoint.close)
+    def tick(self) -> None:
+        """Looks, if it is time to."""
+        now_s = time.monotonic()
+        if self.due_s is None:
+            if self._peer.moves:
+                self.due_s, self._before = now_s + limits.PROGRESS_LOOK_S, set(self._peer.moving)
+        elif now_s >= self.due_s:
+            moving = set(self._peer.moving)
+            for op in moving & self._before:
+                self._engine.query(op)
+            self.due_s = now_s + limits.PROGRESS_LOOK_S if self._peer.moves else None
+            self._before = moving

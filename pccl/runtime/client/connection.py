@@ -221,8 +221,8 @@ class Dealer:
 log = logging.getLogger("pccl")
 
 
-class Member(Protocol):
-    """A state machine at this end of the connection; its effects are performed by the caller's."""
+class Machine(Protocol):
+    """The state machine of a client; its effects are performed by a `Driver`."""
 
     @property
     def number(self) -> int:
@@ -230,7 +230,23 @@ class Member(Protocol):
 
     @property
     def over(self) -> effects.Fail | None:
-        """Why it needs no connection any more."""
+        """Why it has ended, and needs no connection any more."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no op refers to any memory."""
+
+    def join(self, call: int, hello: m.Hello) -> list[Any]:
+        """Asks to join."""
+
+    def leave(self, why: str) -> list[Any]:
+        """Leaves; all waiting calls fail."""
+
+    def broken(self, why: str) -> list[Any]:
+        """A thread of pccl in this process has failed."""
+
+    def meet(self, meet: m.Meet) -> list[Any]:
+        """A stream leads to a client to which this one cannot connect."""
 
     def received(self, message: m.MasterMessage) -> list[Any]:
         """Handles a message of the master."""
@@ -243,6 +259,15 @@ class Member(Protocol):
 
     def lost_master(self, why: str) -> list[Any]:
         """There will be no other one."""
+
+    def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Any]:
+        """An op holds its whole result. `settled`: nothing refers to its memory any more."""
+
+    def engine_failed(self, op: int, why: str, starved: int, cause: m.Cause) -> list[Any]:
+        """An op cannot complete. `starved`: under the plan of this seq, for lack of a stream."""
+
+    def engine_settled(self, op: int, tx: int, rx: int) -> list[Any]:
+        """Nothing refers to the memory of an op any more."""
 
 
 class MasterConnection:
@@ -270,7 +295,7 @@ class MasterConnection:
         port: int,
         config: Config,
         identity: Identity,
-        peer: Member,
+        peer: Machine,
         waiter: Waiter,
         resolver: Resolver,
     ) -> None:

@@ -31,7 +31,7 @@ from pccl.protocol.peer import effects
 from pccl.protocol.peer.calls import NO_ROWS, Rows
 from pccl.protocol.ring import ALIGNMENT, span
 from pccl.protocol.strategy import Algorithm, Conditions, Strategy
-from pccl.runtime.client.call import Call, End
+from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
 from pccl.runtime.uninterrupted import insist
@@ -148,6 +148,13 @@ class Operands:
         return b"".join([contribution(operand.send) for operand in self.each])
 
 
+class LeafReader(Protocol):
+    """What a fetch is for."""
+
+    def put(self, leaf: Leaf, /) -> None:
+        """A leaf has arrived, and waits for its verdict."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """The memory of a serve or fetch op, kept alive by `owner`.
@@ -159,7 +166,7 @@ class Pool:
     pieces: Pieces
     first_counted: int
     owner: object
-    reader: Call | None = None
+    reader: LeafReader | None = None
     limit: int = 0
 
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from pccl.protocol import messages as m
 from pccl.protocol.messages import EXCHANGES, CollectiveKind
@@ -17,7 +18,7 @@ from pccl.protocol.peer import Peer, effects
 from pccl.protocol.strategy import TRANSFER_BYTES, Algorithm, chunk_bytes
 from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.client.call_metrics import CallMetrics
-from pccl.runtime.client.connection import MasterConnection
+from pccl.runtime.client.connection import Machine, MasterConnection
 from pccl.runtime.client.engine import (
     COMPLETE,
     FAILED,
@@ -26,6 +27,7 @@ from pccl.runtime.client.engine import (
     PROGRESS,
     SETTLED,
     STARVED,
+    STREAM_LOST,
     STREAM_UP,
     WRITTEN,
     Engine,
@@ -68,15 +70,15 @@ class PendingCalls:
     """Calls by number, and memory by op.
 
     Args:
-        figures: count the calls.
+        ended: counts a call that has ended, and when it began.
 
     Attributes:
         memory: op -> what the engine refers to, or is about to.
         closed: whether the control thread has ended; then calls are answered in their own threads.
     """
 
-    def __init__(self, figures: CallMetrics) -> None:
-        self._figures = figures
+    def __init__(self, ended: Callable[[End, float], None] = lambda end, began_s: None) -> None:
+        self._ended = ended
         self.memory: dict[int, Operands | Pool] = {}
         self.closed = False
         self._calls: dict[int, Call] = {}
@@ -111,7 +113,7 @@ class PendingCalls:
         self.memory.pop(effect.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(effect.call, None)
         if call is not None:
-            self._figures.ended(effect, call.began_s)
+            self._ended(effect, call.began_s)
         if call is not None and self.closed:  # made after the end, in the caller's own thread
             call.put(effect)
         elif call is not None:
@@ -131,70 +133,111 @@ class PendingCalls:
         self.tell()
 
 
-class Performer:
-    """Performs effects, in their order.
+class Driver:
+    """Performs the effects of a state machine in their order, and reads the engine's events.
 
     Args:
-        peer: the state machine, which knows the run.
+        machine: the state machine.
         engine: moves bulk data.
         streams: opens and closes the engine's streams.
         master: the connection to it.
         pending: the calls, and their memory.
-        figures: count the collectives.
 
     Attributes:
+        pending: the calls, and their memory.
         heard: whether messages of the master may wait, of which no notice will come.
         told: the same of the engine's events.
+        effects: what performs an effect, by its type.
+        events: what handles an event, by its kind; it returns further effects.
     """
 
     def __init__(
         self,
-        peer: Peer,
+        machine: Machine,
         engine: Engine,
         streams: Streams,
         master: MasterConnection,
         pending: PendingCalls,
-        figures: CallMetrics,
     ) -> None:
         self.heard = self.told = True
-        self._figures = figures
-        self._peer, self._engine, self._streams = peer, engine, streams
-        self._master, self._pending = master, pending
-        self._perform_by_type: dict[type, Callable[..., None]] = {
+        self.pending = pending
+        self._machine, self._engine, self._streams, self._master = machine, engine, streams, master
+        self.effects: dict[type, Callable[[Any], object]] = {
             effects.Send: lambda effect: master.dealer.say(effect.message),
+            effects.Expect: lambda one: engine.expect(one.number, one.nonce, one.keys),
+            effects.OpenStream: lambda one: streams.open(one.stream, one.to, one.nonce),
+            effects.CloseStream: lambda effect: streams.close(effect.stream),
+            effects.Arrange: lambda effect: streams.arranged(effect.message),
             effects.RegisterOp: self._register,
-            effects.EagerOp: self._start_eagerly,
-            effects.StartOp: self._start,
             effects.StartTransfer: self._start_transfer,
             effects.CommitOp: lambda effect: engine.commit(effect.op),
             effects.AbortOp: lambda effect: engine.abort(effect.op),
-            effects.Store: self._store,
-            effects.OpenStream: self._open_stream,
-            effects.CloseStream: lambda effect: streams.close(effect.stream),
-            effects.Arrange: lambda effect: streams.arranged(effect.message),
             effects.Answer: pending.answer,
             effects.Fail: pending.answer,
-            effects.Follow: pending.note,
-            effects.Measure: pending.note,
-            effects.Fetched: pending.note,
-            effects.Waits: lambda effect: pending.warn(peer.number, effect),
+        }
+        self.events: dict[int, Callable[[Event], list[Any]]] = {
+            COMPLETE: self._complete,
+            FAILED: self._failed,
+            SETTLED: lambda one: machine.engine_settled(one.op, one.tx_bytes, one.rx_bytes),
+            LEAF: self._leaf,
+            STREAM_UP: self._stream_up,
+            STREAM_LOST: self._stream_lost,
         }
 
-    def perform(self, todo: list[effects.Effect]) -> None:
+    def perform(self, todo: list[Any]) -> None:
         """Performs effects in order."""
         for effect in todo:
-            self._perform_by_type[type(effect)](effect)
+            self.effects[type(effect)](effect)
 
     def flush(self) -> None:
-        """Sends all orders, and then all messages, which may depend on these."""
+        """Sends all commands, and then all messages, which may depend on these."""
         if self._engine.unsent:
             self.told |= self._engine.flush()
         if self._master.dealer.unsent:
             self.heard |= self._master.dealer.flush()
 
+    def read(self) -> None:
+        """Reads all events of the engine that have arrived.
+
+        Raises:
+            RuntimeError: the engine has stopped; the text says why.
+            Refused: this process gets no sockets for its streams.
+        """
+        for event in self._engine.events():
+            todo = self.events[event.kind](event)
+            if event.settled or event.kind == SETTLED:
+                self.pending.memory.pop(event.op, None)
+            self.perform(todo)
+        if self._engine.broken and not self.pending.closed:
+            raise RuntimeError(self._engine.broken)
+
+    def _complete(self, event: Event) -> list[Any]:
+        return self._machine.engine_complete(
+            event.op, event.settled, event.tx_bytes, event.rx_bytes
+        )
+
+    def _failed(self, event: Event) -> list[Any]:
+        starved = event.seq if event.status == STARVED else 0
+        cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
+        return self._machine.engine_failed(event.op, self._streams.why(event), starved, cause)
+
+    def _leaf(self, event: Event) -> list[Any]:
+        memory = self.pending.memory.get(event.op)
+        if isinstance(memory, Pool) and memory.reader is not None:
+            memory.reader.put(Leaf(event.op, event.piece, event.leaf))
+        return []
+
+    def _stream_up(self, event: Event) -> list[Any]:
+        self._streams.up(event.stream)
+        return []
+
+    def _stream_lost(self, event: Event) -> list[Any]:
+        """A stream is lost, for the reason that the event gives."""
+        raise NotImplementedError
+
     def _register(self, effect: effects.RegisterOp) -> None:
         """Registers an op, whose memory belongs to the engine until it is settled."""
-        memory, engine = self._pending.memory[effect.op], self._engine
+        memory, engine = self.pending.memory[effect.op], self._engine
         ids = {"run": effect.run, "tag": effect.tag, "min_seq": effect.min_seq}
         if isinstance(memory, Pool):
             pieces, ids["first_counted"] = memory.pieces, memory.first_counted
@@ -220,6 +263,83 @@ class Performer:
                 **ids,
             )
 
+    def _start_transfer(self, effect: effects.StartTransfer) -> None:
+        self._engine.start_transfer(
+            effect.op,
+            seq=effect.seq,
+            nonce=effect.nonce,
+            chunk_bytes=chunk_bytes(TRANSFER_BYTES, 1, self._local, False),
+            ends=effect.ends,
+        )
+
+    @property
+    def _local(self) -> bool:
+        """Whether all that it transfers stays on this machine."""
+        return False
+
+
+class PeerDriver(Driver):
+    """That of a peer.
+
+    Args:
+        peer: the state machine.
+        engine, streams, master, pending: as of a Driver.
+        figures: count the collectives.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        engine: Engine,
+        streams: Streams,
+        master: MasterConnection,
+        pending: PendingCalls,
+        figures: CallMetrics,
+    ) -> None:
+        super().__init__(peer, engine, streams, master, pending)
+        self._peer, self._figures = peer, figures
+        self.effects |= {
+            effects.OpenStream: self._open_stream,
+            effects.EagerOp: self._start_eagerly,
+            effects.StartOp: self._start,
+            effects.Store: self._store,
+            effects.Follow: pending.note,
+            effects.Measure: pending.note,
+            effects.Fetched: pending.note,
+            effects.Waits: lambda effect: pending.warn(peer.number, effect),
+        }
+        self.events |= {
+            PROGRESS: lambda event: peer.engine_progress(event.op, event.done),
+            WRITTEN: self._written,
+        }
+
+    @property
+    def _local(self) -> bool:
+        return self._peer.knowledge.conditions.local
+
+    def _complete(self, event: Event) -> list[Any]:
+        self._figures.held(event.op)
+        return super()._complete(event)
+
+    def _stream_lost(self, event: Event) -> list[Any]:
+        to, unreached = self._streams.lost(event)
+        text = self._streams.text(event)
+        log.info("peer %d: its connection to %s: %s", self._peer.number, to, text)
+        if to is None:
+            return []
+        todo = self._peer.unreached(to, text) if unreached else []
+        return todo + self._peer.stream_lost(event.stream, f"its connection to {to}: {text}")
+
+    def _written(self, event: Event) -> list[Any]:
+        memory = self.pending.memory.get(event.op)
+        if isinstance(memory, Operands) and memory.progressive is not None:
+            memory.progressive.written(event.done)
+        return []
+
+    def _open_stream(self, effect: effects.OpenStream) -> None:
+        self._figures.opened()
+        self._streams.open(effect.stream, effect.to, effect.nonce)
+
     def _start_eagerly(self, effect: effects.EagerOp) -> None:
         self._engine.start_eagerly(
             effect.op,
@@ -240,111 +360,9 @@ class Performer:
         )
         self._figures.started(effect.op, effect.strategy.spec.what)
 
-    def _start_transfer(self, effect: effects.StartTransfer) -> None:
-        local = self._peer.knowledge.conditions.local
-        self._engine.start_transfer(
-            effect.op,
-            seq=effect.seq,
-            nonce=effect.nonce,
-            chunk_bytes=chunk_bytes(TRANSFER_BYTES, 1, local, False),
-            ends=effect.ends,
-        )
-
-    def _open_stream(self, effect: effects.OpenStream) -> None:
-        self._figures.opened()
-        self._streams.open(effect.stream, effect.to, self._peer.plan.nonce)
-
     def _store(self, effect: effects.Store) -> None:
-        memory = self._pending.memory[effect.call]
+        memory = self.pending.memory[effect.call]
         assert isinstance(memory, Operands)
         self._figures.stored(effect.call, memory.work.what)
         for operand in memory.each:
             store(operand.recv, effect.data)
-
-
-class EngineEvents:
-    """Reads the engine's events.
-
-    Args:
-        engine: sends them.
-        peer: the state machine, which handles them.
-        streams: knows to which peer a lost stream led.
-        pending: the memory that the engine releases, and the calls that receive leaves.
-        perform: performs the effects.
-        figures: count the collectives.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        peer: Peer,
-        streams: Streams,
-        pending: PendingCalls,
-        perform: Callable[[list[effects.Effect]], None],
-        figures: CallMetrics,
-    ) -> None:
-        self._figures = figures
-        self._engine, self._peer, self._streams = engine, peer, streams
-        self._pending, self._perform = pending, perform
-
-    def read(self) -> None:
-        """Reads all events that have arrived.
-
-        Raises:
-            RuntimeError: the engine has stopped; the text says why.
-            Refused: this process gets no sockets for its streams.
-        """
-        for event in self._engine.events():
-            if event.kind == COMPLETE:
-                self._figures.held(event.op)
-                todo = self._peer.engine_complete(
-                    event.op, event.settled, event.tx_bytes, event.rx_bytes
-                )
-            elif event.kind == FAILED:
-                starved = event.seq if event.status == STARVED else 0
-                cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
-                why = self._streams.why(event)
-                todo = self._peer.engine_failed(event.op, why, starved, cause)
-            elif event.kind == PROGRESS:
-                todo = self._peer.engine_progress(event.op, event.done)
-            elif event.kind == LEAF:
-                self._leaf(Leaf(event.op, event.piece, event.leaf))
-                continue
-            elif event.kind == WRITTEN:
-                self._written(event)
-                continue
-            elif event.kind == SETTLED:
-                todo = self._peer.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
-            elif event.kind == STREAM_UP:
-                self._streams.up(event.stream)
-                continue
-            else:
-                self._stream_lost(event)
-                continue
-            if event.settled or event.kind == SETTLED:
-                self._pending.memory.pop(event.op, None)
-            self._perform(todo)
-
-        if self._engine.broken and not self._pending.closed:
-            raise RuntimeError(self._engine.broken)
-
-    def _stream_lost(self, event: Event) -> None:
-        to, unreached = self._streams.lost(event)
-        text = self._streams.text(event)
-        log.info("peer %d: its connection to %s: %s", self._peer.number, to, text)
-        if to is None:
-            return
-        if unreached:
-            self._perform(self._peer.unreached(to, text))
-        why = f"its connection to {to}: {text}"
-        self._perform(self._peer.stream_lost(event.stream, why))
-
-    def _written(self, event: Event) -> None:
-        memory = self._pending.memory.get(event.op)
-        if isinstance(memory, Operands) and memory.progressive is not None:
-            memory.progressive.written(event.done)
-
-    def _leaf(self, leaf: Leaf) -> None:
-        memory = self._pending.memory.get(leaf.op)
-        if isinstance(memory, Pool) and memory.reader is not None:
-            memory.reader.put(leaf)

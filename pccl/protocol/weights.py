@@ -1,16 +1,10 @@
-"""Effects of an associate's state machine, to be performed in order.
+"""The state machine of a weights client: what it serves, fetches and publishes. No I/O.
 
-Which packages lead to the newest weights. Pure functions.
-
-The packages that an associate serves, and to whom.
-
-The state machine of an associate: what it serves, what it fetches, what it publishes. No I/O.
-
-It aims at the newest weights that it can reach, by the fewest bytes (chain.py), one package after
-the other. It asks the master for a holder, fetches from there, and when the caller has worked the
-package in, it serves it to others. When the holder is lost, or gives other data than what was
-published, it asks for another one and goes on with what it has. Nothing that others do can end it;
-if nobody has what it needs, it waits.
+It aims at the newest weights that it can reach, by the fewest bytes, one package after the other.
+It asks the master for a holder, fetches from there, and when the caller has worked the package in,
+it serves it to others. When the holder is lost, or gives other data than what was published, it
+asks for another one and goes on with what it has. Nothing that others do can end it; if nobody has
+what it needs, it waits.
 
 When the connection to the master breaks, transfers go on. To the next master it is a newcomer, and
 says what it holds.
@@ -19,19 +13,22 @@ says what it holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import (
     AbortOp,
+    Answer,
     Arrange,
     CloseStream,
     CommitOp,
     End,
+    Expect,
     Fail,
     Fault,
+    OpenStream,
     Send,
     StartTransfer,
 )
@@ -39,24 +36,7 @@ from pccl.types import Result
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """Admit others by this nonce, under this number."""
-
-    number: int
-    nonce: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Connect a stream to an associate, which admits it by the nonce; admit its streams."""
-
-    stream: int
-    to: m.PeerInfo
-    nonce: int
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
+class RegisterServe:
     """Register an op that serves a package, of which the caller has the memory."""
 
     op: int
@@ -64,7 +44,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class RegisterFetch:
     """Register an op that fetches a package; the caller provides the memory."""
 
     op: int
@@ -86,17 +66,9 @@ class Forgotten:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """Call `rested` after a moment: the next attempt would fail for the same reason."""
+class Backoff:
+    """Call `retry` after a moment: the next attempt would fail for the same reason."""
 
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A publication has ended; `why` it failed, or empty."""
-
-    call: int
     why: str
 
 
@@ -110,28 +82,29 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """It is no associate any more."""
+    """It has ended after it had joined."""
 
     fail: Fail
 
 
 Effect: TypeAlias = (
     Send
-    | Door
-    | Reach
+    | Expect
+    | OpenStream
     | CloseStream
-    | Offer
-    | Gather
+    | Arrange
+    | RegisterServe
+    | RegisterFetch
     | StartTransfer
     | CommitOp
     | AbortOp
+    | Answer
+    | Fail
     | Arrived
     | Forgotten
-    | Rest
-    | Answered
+    | Backoff
     | News
     | Over
-    | Arrange
 )
 
 
@@ -207,7 +180,7 @@ class BlobCache:
         """Serves a package from now on."""
         if package.key not in self._held:
             self._held[package.key] = held = Held(package, self._number())
-            self._do(Offer(held.op, package))
+            self._do(RegisterServe(held.op, package))
 
     def drop(self, package: m.Package) -> None:
         """Serves a package no more."""
@@ -239,7 +212,7 @@ class BlobCache:
         if held is None:
             return  # the master knows by now
         stream = held.receivers[serve.receiver.peer] = self._number()
-        self._do(Reach(stream, serve.receiver, serve.nonce))
+        self._do(OpenStream(stream, serve.receiver, serve.nonce))
         ends = (End(stream, serve.slot),)
         self._do(StartTransfer(held.op, SEQ, nonce_of(held.package), ends))
 
@@ -282,7 +255,7 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Fetch:
-    """The package that this associate fetches."""
+    """The package that is being fetched."""
 
     package: m.Package
     state: State = State.SEEKING
@@ -297,32 +270,34 @@ class Fetch:
         return self.op != 0 and not self.liars
 
 
-class Follower:
-    """One associate.
+class WeightsMachine:
+    """One weights client.
 
     Args:
-        hello: its first message.
         follows: whether it fetches what others publish.
         fits: whether a package can be one for the caller's tensors, by its sizes.
         relays: whether it serves to others what it has fetched.
 
     Attributes:
         number: 0 until it is registered.
-        over: why it is no associate any more; None while it is.
+        over: why it has ended; None before.
+        idle: it never makes `leave` wait.
         version: of the weights that it has.
     """
 
-    def __init__(
-        self, hello: m.Hello, follows: bool, relays: bool, fits: Callable[[m.Package], bool]
-    ) -> None:
-        self._hello, self._follows, self._relays, self._fits = hello, follows, relays, fits
+    idle = True
+
+    def __init__(self, follows: bool, relays: bool, fits: Callable[[m.Package], bool]) -> None:
+        self._follows, self._relays, self._fits = follows, relays, fits
+        self._hello: m.Hello | None = None
+        self._joining: int | None = None  # the call
         self.number, self.version = 0, 0
         self.over: Fail | None = None
         self._connected = False  # to a master that knows it
         self._available: tuple[m.Package, ...] = ()
         self._next = 0  # number of an op or stream
         self._effects: list[Effect] = []
-        self._shelf = BlobCache(self._number, self._do)
+        self._cache = BlobCache(self._number, self._do)
         self._fetch: Fetch | None = None
         self._publishing: dict[int, tuple[m.Package, ...]] = {}
         self._by_type: dict[type, Callable[[Any], None]] = {
@@ -331,19 +306,22 @@ class Follower:
             m.Kicked: lambda one: self._end(one.result, f"the master dropped this: {one.why}"),
             m.Available: self._changed,
             m.Source: self._sourced,
-            m.Serve: lambda one: self._shelf.serve(one),
+            m.Serve: lambda one: self._cache.serve(one),
             m.Served: self._served,
             m.Come: lambda one: self._do(Arrange(one)),
             m.Met: lambda one: self._do(Arrange(one)),
-            m.Published: lambda one: self._answered(one.call, ""),
-            m.CallError: lambda one: self._answered(one.call, one.why),
+            m.Published: lambda one: self._published(Answer(one.call, None)),
+            m.CallError: lambda one: self._published(Fail(one.call, Result(one.result), one.why)),
         }
 
     # ---- calls ----
 
-    def join(self) -> list[Effect]:
-        """Asks to be registered."""
-        return self._take(Send(self._hello))
+    def join(self, call: int, hello: m.Hello) -> list[Effect]:
+        """Asks to be registered; answered when it is, and knows what can be had."""
+        if self.over is not None:
+            return self._take(replace(self.over, call=call))
+        self._joining, self._hello = call, hello
+        return self._take(Send(hello))
 
     def objection(self, version: int) -> str:
         """Why it cannot publish a version of that number; empty if it can."""
@@ -357,9 +335,9 @@ class Follower:
         return ""
 
     def publish(self, call: int, packages: tuple[m.Package, ...]) -> list[Effect]:
-        """Publishes a version, of which the caller has the memory."""
+        """Publishes a version, of which the caller has the memory; answered when that has ended."""
         for package in packages:
-            self._shelf.put(package)
+            self._cache.put(package)
         self._publishing[call] = packages
         if self._connected:
             self._do(Send(m.Publish(call, packages)))
@@ -371,7 +349,7 @@ class Follower:
         assert fetch is not None and fetch.package == package
         self.version = version
         if version and self._relays:
-            self._shelf.put(package)
+            self._cache.put(package)
         else:
             self._do(Forgotten(package))
         self._tidy()
@@ -381,13 +359,13 @@ class Follower:
 
     def keep(self, package: m.Package) -> list[Effect]:
         """The caller can serve another package, which it has made itself."""
-        self._shelf.put(package)
+        self._cache.put(package)
         self._tidy()
         self._say_holds()
         return self._take()
 
     def meet(self, meet: m.Meet) -> list[Effect]:
-        """A stream leads to an associate to which this one cannot connect."""
+        """A stream leads to a client to which this one cannot connect."""
         return self._take(Send(meet)) if self._connected else self._take()
 
     def leave(self, why: str) -> list[Effect]:
@@ -415,7 +393,7 @@ class Follower:
 
     def reconnected(self) -> list[Effect]:
         """There is a new connection."""
-        return self._take(Send(self._hello))
+        return self._take() if self._hello is None else self._take(Send(self._hello))
 
     def lost_master(self, why: str) -> list[Effect]:
         """The connection to the master is gone for good."""
@@ -429,8 +407,8 @@ class Follower:
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         self.number, self._connected = welcome.peer, True
-        self._do(Door(welcome.peer, welcome.nonce))
-        self._shelf.forget_receivers()  # an earlier master has sent them
+        self._do(Expect(welcome.peer, welcome.nonce, ()))
+        self._cache.forget_receivers()  # an earlier master has sent them
         self._say_holds()
         for call, packages in self._publishing.items():
             self._do(Send(m.Publish(call, packages)))
@@ -445,17 +423,24 @@ class Follower:
             return
         if result == Result.MASTER_CONNECTION_FAILED.value:
             fault = Fault.MASTER_LOST
-        self.over = Fail(0, Result(result), why, fault)
+        self.over = over = Fail(0, Result(result), why, fault)
         self._connected = False
         for call in list(self._publishing):
-            self._answered(call, why)
-        self._do(Over(self.over))
+            self._published(replace(over, call=call))
+        if self._joining is not None:
+            self._do(replace(over, call=self._joining))
+            self._joining = None
+        else:
+            self._do(Over(over))
 
     # ---- what can be had ----
 
     def _changed(self, available: m.Available) -> None:
         self._available = tuple(filter(self._fits, available.packages))
         self._do(News(available.packages, available.head))
+        if self._joining is not None:
+            self._do(Answer(self._joining, None))
+            self._joining = None
         self._tidy()
         fetch = self._fetch
         waits = fetch is not None and fetch.state in (State.SEEKING, State.RESTING)
@@ -465,12 +450,12 @@ class Follower:
 
     def _tidy(self) -> None:
         """Drops what nobody needs, unless it is being fetched; then later."""
-        old = stale(self._available, self._shelf.packages)
-        if self._shelf.drop_unused(old):
+        old = stale(self._available, self._cache.packages)
+        if self._cache.drop_unused(old):
             self._say_holds()
 
     def _served(self, served: m.Served) -> None:
-        self._shelf.served(served.receiver)
+        self._cache.served(served.receiver)
         self._tidy()
 
     def _aim(self) -> None:
@@ -504,10 +489,10 @@ class Follower:
         self._part(fetch)
         fetch.state, fetch.holder = State.FETCHING, source.holder.peer
         fetch.stream = self._number()
-        self._do(Reach(fetch.stream, source.holder, source.nonce))
+        self._do(OpenStream(fetch.stream, source.holder, source.nonce))
         if not fetch.op:
             fetch.op = self._number()
-            self._do(Gather(fetch.op, fetch.package))
+            self._do(RegisterFetch(fetch.op, fetch.package))
         ends = (End(fetch.stream, source.slot),)
         self._do(StartTransfer(fetch.op, SEQ, nonce_of(fetch.package), ends))
 
@@ -531,8 +516,8 @@ class Follower:
             self._do(Send(m.Slow()))
         return self._take()
 
-    def rested(self) -> list[Effect]:
-        """A moment has passed since `Rest`."""
+    def retry(self) -> list[Effect]:
+        """A moment has passed since `Backoff`."""
         fetch = self._fetch
         if fetch is not None and fetch.state is State.RESTING and self._connected:
             self._seek(fetch)
@@ -540,18 +525,25 @@ class Follower:
 
     # ---- the engine ----
 
-    def engine_complete(self, op: int, settled: bool, rate: int) -> list[Effect]:
+    def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Effect]:
         """A fetch has everything, and it was all verified; `settled`: nothing refers to it."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
             self._part(fetch)
             fetch.state = State.TAKING
-            if self._connected:
-                self._do(Send(m.Got(rate)))
             self._do(Arrived(fetch.package) if settled else CommitOp(op))
         return self._take()
 
-    def engine_failed(self, op: int, why: str, starved: bool) -> list[Effect]:
+    def measured(self, op: int, rate: int) -> list[Effect]:
+        """All that an op fetches has come at so many bytes per second."""
+        fetch = self._fetch
+        if fetch is not None and fetch.op == op and self._connected:
+            self._do(Send(m.Got(rate)))
+        return self._take()
+
+    def engine_failed(
+        self, op: int, why: str, starved: int = 0, cause: m.Cause = m.Cause.OTHER
+    ) -> list[Effect]:
         """An op cannot go on; `starved`: only for lack of a stream, and it can be started again."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
@@ -560,12 +552,12 @@ class Follower:
                 self._do(AbortOp(op))
                 fetch.op = 0
             fetch.state = State.RESTING
-            self._do(Rest(why))
-        elif not starved and self._shelf.fail(op):
+            self._do(Backoff(why))
+        elif not starved and self._cache.fail(op):
             self._say_holds()
         return self._take()
 
-    def engine_settled(self, op: int) -> list[Effect]:
+    def engine_settled(self, op: int, tx: int, rx: int) -> list[Effect]:
         """Nothing refers to the memory of an op any more."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op and fetch.state is State.TAKING:
@@ -579,26 +571,27 @@ class Follower:
             if lied:
                 fetch.liars[fetch.holder] = None
         else:
-            self._shelf.lose(stream)
+            self._cache.lose(stream)
         return self._take()
 
     # ---- publications ----
 
-    def _answered(self, call: int, why: str) -> None:
-        packages = self._publishing.pop(call, None)
+    def _published(self, end: Answer | Fail) -> None:
+        """A publication has ended."""
+        packages = self._publishing.pop(end.call, None)
         if packages is None:
             return
-        if why:
+        if isinstance(end, Fail):
             for package in packages:
-                self._shelf.drop(package)
+                self._cache.drop(package)
         else:
             self.version = packages[0].version
         self._tidy()
-        self._do(Answered(call, why))
+        self._do(end)
 
     def _say_holds(self) -> None:
         if self._connected:
-            self._do(Send(m.Holds(tuple(self._shelf.packages), self.version)))
+            self._do(Send(m.Holds(tuple(self._cache.packages), self.version)))
 
     # ---- effects ----
 

@@ -1,0 +1,243 @@
+"""From a master's address to a client that has joined its run, peer or not."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from pccl.errors import PCCLTimeoutError, RunFinishedError, error_for
+from pccl.protocol import messages as m
+from pccl.protocol.peer import effects
+from pccl.runtime import limits
+from pccl.runtime.client.call import Call, Caller, Deadline, Note, Quiet, error_of
+from pccl.runtime.config import Config
+from pccl.runtime.resolve import AnotherServiceError, reachable
+from pccl.runtime.room import NoRoomError, no_room, require_room
+from pccl.runtime.uninterrupted import aside
+from pccl.types import Result
+
+log = logging.getLogger("pccl")
+
+
+class RetryPolicy:
+    """The time limits of connecting, and what is logged while the master does not answer.
+
+    Time counts from the construction.
+
+    Args:
+        master: `host:port`, for messages.
+        n_attempts: number of attempts, if `connect_timeout` is None.
+        connect_timeout: seconds for any number of attempts.
+        timeout: seconds for the whole call, including the admission; this limit always applies.
+        name: of the call, for messages.
+        waits_for_others: whether another service that answers may be a proxy of a master that is
+            down: it is waited for, if `connect_timeout` says how long.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        n_attempts: int,
+        connect_timeout: float | None,
+        timeout: float | None,
+        *,
+        name: str = "connect",
+        waits_for_others: bool = True,
+    ) -> None:
+        if n_attempts < 1:
+            raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
+        self._master = master
+        self._n_attempts = n_attempts
+        self._connect_timeout = connect_timeout
+        self._timeout = timeout
+        self.name, self._waits_for_others = name, waits_for_others
+        self._trying = Deadline(connect_timeout, "connect_timeout")
+        self._call = Deadline(timeout)
+        self._attempts = 0
+        self._quiet = Quiet()
+
+    def of(self, seconds: float) -> float:
+        """The smallest of `seconds` and the remaining time limits."""
+        left = (each.left_s for each in (self._trying, self._call))
+        return min([seconds, *(each for each in left if each is not None)])
+
+    def failed(self, why: str, another: bool = False) -> None:
+        """An attempt has failed; returns when it is time for the next one.
+
+        `another`: because another service answers.
+
+        Raises:
+            PCCLTimeoutError: the time limit of the whole call has passed.
+            PCCLError: MASTER_CONNECTION_FAILED: another limit is reached.
+        """
+        self._attempts += 1
+        log.info("attempt %d to reach the master at %s: %s", self._attempts, self._master, why)
+        self._end_if_over(why, another)
+        if self._quiet.is_over:
+            log.warning(
+                "%s has waited %.0f s for a master at %s (%s, %s): it tries %s",
+                self.name,
+                self._quiet.seconds,
+                self._master,
+                why,
+                self._made,
+                self._rest,
+            )
+        time.sleep(self.of(limits.ATTEMPT_INTERVAL_S))
+        self._end_if_over(why, another)
+
+    def _end_if_over(self, why: str, another: bool) -> None:
+        seconds = self._quiet.seconds
+        if self._call.left_s == 0:
+            text = (
+                f"no pccl master has answered at {self._master} within {self._timeout:g} s "
+                f"({why}, {self._made})"
+            )
+            raise PCCLTimeoutError(Result.MASTER_CONNECTION_FAILED, self.name, text)
+        if self._connect_timeout is None:
+            enough = another or self._attempts >= self._n_attempts
+        else:
+            enough = another and not self._waits_for_others
+        if enough or self._trying.left_s == 0:
+            text = (
+                f"no pccl master answers at {self._master} ({why}), {self._made} in {seconds:.1f} s"
+            )
+            raise error_for(Result.MASTER_CONNECTION_FAILED, self.name, text)
+
+    @property
+    def _made(self) -> str:
+        return "1 attempt" if self._attempts == 1 else f"{self._attempts} attempts"
+
+    @property
+    def _rest(self) -> str:
+        seconds = self.of(math.inf)
+        if seconds < math.inf:
+            return f"for {seconds:.0f} s more"
+        return f"{self._n_attempts - self._attempts} times more (connect_timeout= gives it longer)"
+
+    def admission(self, client: Connecting, call: Call) -> Note:
+        """Waits for the peers of the run to admit this one, after the master has registered it.
+
+        Raises:
+            PCCLTimeoutError: the time limit of the whole call has passed.
+        """
+        while self._call.left_s != 0:
+            left_s = math.inf if self._call.left_s is None else self._call.left_s
+            note = Deadline(None).next_within(client, call, left_s)
+            if not isinstance(note, m.Welcome | None):  # a restarted master sends a second Welcome
+                return note
+        raise PCCLTimeoutError(
+            Result.MASTER_CONNECTION_FAILED,
+            "connect",
+            f"the peers of the run at {self._master} did not admit this one within "
+            f"{self._timeout:g} s: each of them must call update_topology()",
+        )
+
+
+class Connecting(Caller, Protocol):
+    """A client that is about to join."""
+
+    def call(self) -> Call:
+        """A new call, which has not been made yet."""
+
+    def join(self, call: Call) -> None:
+        """Asks to join."""
+
+    def close(self, why: str) -> None:
+        """Leaves."""
+
+
+C = TypeVar("C", bound=Connecting)
+
+
+class _Unreachable(Exception):
+    """The master does not answer; another attempt may succeed."""
+
+
+def connect(
+    host: str,
+    port: int,
+    config: Config,
+    make: Callable[[str], C],
+    joined: Callable[[C], None],
+    policy: RetryPolicy,
+) -> None:
+    """Makes a client that joins a run; returns when it has joined.
+
+    Args:
+        host: host of the master.
+        port: port of the master.
+        config: timings and limits.
+        make: makes a client of the master at an address.
+        joined: receives the client that has joined. All others are closed.
+        policy: the time limits of the attempts.
+
+    Raises:
+        PCCLError: the master does not answer within the time limits (MASTER_CONNECTION_FAILED), or
+            it has refused the client; INTERNAL_ERROR: the system has no descriptors or threads for
+            it; INVALID_USAGE: no port is free for it.
+    """
+    name = policy.name
+    try:
+        aside(require_room)  # it opens threads and descriptors, and must close them
+    except NoRoomError as error:
+        raise error_for(Result.INTERNAL_ERROR, name, str(error)) from None
+
+    def made(address: str) -> C:
+        try:
+            return make(address)
+        except OSError as error:
+            if lacking := no_room(error):  # there was room when it looked
+                raise error_for(Result.INTERNAL_ERROR, name, str(lacking)) from None
+            cure = ": choose a wider PCCL_PORT_RANGE (port_range=)" if config.ports else ""
+            why = f"for bulk data this peer {error.strerror or error}{cure}"
+            raise error_for(Result.INVALID_USAGE, name, why) from None
+
+    while True:
+        another = False
+        try:
+            try:  # a plain connection first, because ZeroMQ does not report why one fails
+                address = reachable(host, port, policy.of(config.handshake_timeout_s))
+            except OSError as error:
+                another = isinstance(error, AnotherServiceError)
+                raise _Unreachable(error.strerror or str(error)) from None
+            return _attempt(address, made, joined, policy)
+        except _Unreachable as error:
+            why = str(error)
+        policy.failed(why, another)
+
+
+def _attempt(
+    address: str, make: Callable[[str], C], joined: Callable[[C], None], policy: RetryPolicy
+) -> None:
+    made: list[C] = []
+    try:
+        aside(lambda: made.append(make(address)))
+        client = made[0]
+        call = client.call()
+        client.join(call)
+        limit_s = policy.of(limits.WELCOME_S)
+        note = call.next(limit_s)
+        if note is None:
+            raise _Unreachable(f"no answer within {limit_s:.3g} s")
+        if isinstance(note, m.Welcome):
+            log.info("registered as peer %d; waiting to be admitted", note.peer)
+            note = policy.admission(client, call)
+        if isinstance(note, effects.Fail):
+            if note.result is Result.MASTER_CONNECTION_FAILED:
+                raise _Unreachable(note.why)
+            error = error_of(policy.name, note, call.began_s)
+            if isinstance(error, RunFinishedError):
+                log.warning("%s", error)  # a program that does not catch it ends without a word
+            raise error
+        joined(client)
+    except BaseException:
+        for client in made:
+            client.close("connect failed")
+        raise

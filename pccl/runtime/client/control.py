@@ -1,0 +1,438 @@
+"""The control thread of a client, which is a peer or publishes or follows weights.
+
+An exception can be raised between any two bytecodes of a user thread: by a signal handler in the
+main thread, by `PyThreadState_SetAsyncExc` in any thread. During protocol work it would separate a
+change of state from the messages and commands that belong to it, which leaves no consistent state.
+So user threads do a single atomic thing: they append a command to the inbox, and wait on a `Call`.
+The work is done by the control thread, which runs no signal handlers and is unknown to the program.
+It never blocks, and handles no bulk data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import zmq
+
+from pccl.kernels import arithmetic_digest
+from pccl.protocol import messages as m
+from pccl.protocol import reach
+from pccl.protocol.peer import effects
+from pccl.runtime import forks
+from pccl.runtime.client.call import Call
+from pccl.runtime.client.connection import Identity, Machine, MasterConnection
+from pccl.runtime.client.engine import Engine, EngineOptions
+from pccl.runtime.client.meetings import Meetings
+from pccl.runtime.client.ops import Driver
+from pccl.runtime.client.streams import Refused, Streams
+from pccl.runtime.config import Config, machine_id
+from pccl.runtime.resolve import Resolver, everywhere, further_hosts
+from pccl.runtime.uninterrupted import insist
+from pccl.runtime.waiter import Waiter
+from pccl.security import Security
+
+log = logging.getLogger("pccl")
+
+Command: TypeAlias = Callable[[], None]
+
+
+class Inbox:
+    """Commands in the order in which they were queued.
+
+    The control thread says when it is about to wait (`may_wait`), and looks once more after that.
+    So a command wakes it only if it waits: one that comes while it works is carried out with those
+    before it, and what they say travels together.
+
+    Attributes:
+        socket: readable when there may be commands.
+    """
+
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        self._ended = self._forked = self._waits = False
+        self._out, self.socket = socket.socketpair()
+        for end in (self._out, self.socket):
+            end.setblocking(False)
+
+    def post(self, command: Command) -> None:
+        """Queues a command, and wakes the control thread if it waits."""
+        self.leave(command)
+        self.signal()
+
+    def leave(self, command: Command) -> None:
+        """Queues a command without waking the control thread; see `signal`."""
+        if not self._forked:
+            self._commands.append(command)
+
+    def signal(self) -> None:
+        """Wakes the control thread; after its end, runs the commands in this thread."""
+        try:
+            if self._waits and not (self._ended or self._forked):
+                self._out.send(b"\0")
+        except BlockingIOError:
+            pass  # full: the control thread will wake anyway
+        except OSError:
+            assert self._ended, "the inbox is closed only at the end"
+        if self._ended:
+            self.carry_out()
+
+    def may_wait(self) -> bool:
+        """The control thread is about to wait, until `works`. Whether there are no commands."""
+        self._waits = True
+        return not self._commands
+
+    def works(self) -> None:
+        """The control thread waits no more."""
+        self._waits = False
+
+    def forked(self) -> None:
+        """In a forked child there is no control thread: commands are dropped."""
+        self._forked = True
+        self._commands.clear()
+
+    def clear_signal(self) -> None:
+        """Clears the wake-up signal."""
+        with contextlib.suppress(BlockingIOError):
+            self.socket.recv(4096)
+
+    def carry_out(self) -> None:
+        """Runs all queued commands."""
+        while self._commands:
+            try:
+                command = self._commands.popleft()
+            except IndexError:  # after the end, another thread may have come first
+                return
+            command()
+
+    def end(self) -> None:
+        """The control thread ends. Later commands run in the thread that posts them."""
+        self._ended = True
+        self._out.close()
+        self.socket.close()
+        self.carry_out()
+
+
+class Timer(Protocol):
+    """Something to be done at some time."""
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` must be called next; None: it need not be."""
+
+    def tick(self) -> None:
+        """Does whatever is due."""
+
+
+class ControlThread:
+    """What each client of a master has: engine, streams, sockets, and the thread that drives them.
+
+    A subclass makes its driver, and then calls `_start`.
+
+    Args:
+        host: host of the master.
+        port: port of the master.
+        address: current address of that host; to reconnect, the name is resolved again.
+        config: timings and limits.
+        security: the keys; None: nothing is encrypted.
+        machine: the state machine.
+        lanes: to each neighbour; 0: chosen by the engine.
+        group: of the peer.
+        team: of the peer, and the size of that.
+        associate: whether it is no peer.
+
+    Raises:
+        OSError: the engine cannot listen here.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe.
+    """
+
+    _driver: Driver
+    _perform: Callable[[list[Any]], None]
+    _thread: threading.Thread
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        address: str,
+        config: Config,
+        security: Security | None,
+        machine: Machine,
+        *,
+        lanes: int = 0,
+        group: int = 0,
+        team: tuple[int, int] = (0, 0),
+        associate: bool = False,
+    ) -> None:
+        from pccl.version import __version__  # here, as it takes long to find out
+
+        self._config, self._address, self._machine = config, address, machine
+        self._numbers = itertools.count(1)
+        self._ended = threading.Event()
+        self._leaving = self._failed = self._forked = False
+        self._working = threading.RLock()  # its holder uses the connection to the master
+        self._identity, here = Identity.of(security), everywhere(address)
+        options = EngineOptions(
+            heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
+        )
+        with contextlib.ExitStack() as opened:  # what a start that fails closes
+            self._inbox = Inbox()
+            opened.callback(self._inbox.end)
+            self._waiter = Waiter()
+            opened.callback(self._waiter.close)
+            self._engine = Engine(
+                self._identity.guard(options),
+                host=here,
+                ports=config.ports,
+                stopped=lambda: self._inbox.post(self._driver.read),
+            )
+            opened.callback(self._engine.close)
+            self._engine.together = True
+            self._resolver = Resolver(self._inbox.post)
+            self._meetings = Meetings(
+                self._engine,
+                self._resolver,
+                config,
+                here,
+                lambda meet: self._perform(machine.meet(meet)),
+            )
+            opened.callback(self._meetings.close)
+            self._streams = Streams(
+                self._engine, self._resolver, config, lanes, self._local, self._meetings
+            )
+            self._master = MasterConnection(
+                host, port, config, self._identity, machine, self._waiter, self._resolver
+            )
+            self._timers: list[Timer] = [self._streams, self._master]
+            self._hello = m.Hello(
+                m.PROTOCOL_VERSION,
+                __version__,
+                group,
+                config.first_host,
+                self._engine.port,
+                self._engine.ipc if config.ipc else "",
+                machine_id(),
+                b"" if associate else arithmetic_digest(),
+                self._identity.curve,
+                self._identity.token,
+                *team,
+                associate,
+                config.outgoing,
+                0 if associate else self._meetings.port,
+                further_hosts(config, address),
+            )
+            self._opened = opened.pop_all()
+
+    def _start(self, *others: threading.Thread) -> None:
+        """Opens the first connection to the master, and starts the threads.
+
+        Raises:
+            OSError: the system provides no socket, or no thread.
+        """
+        self._perform = self._driver.perform
+        self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
+        forks.watch(self)
+        try:
+            self._context = zmq.Context()
+        except zmq.ZMQError as error:
+            self._opened.close()
+            raise OSError(error.errno, f"cannot begin: {error}") from None
+        try:
+            self._master.begin(self._context, self._address, self._read_master, self._perform)
+            for thread in (*others, self._thread):
+                thread.start()
+        except BaseException as error:
+            self._context.destroy(linger=0)
+            self._opened.close()
+            if isinstance(error, RuntimeError):
+                raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
+            raise
+
+    def _local(self, info: m.PeerInfo) -> bool:
+        """Whether another one is on this machine."""
+        return reach.local(self._hello, info)
+
+    # ---- called by user threads ----
+
+    @property
+    def master(self) -> str:
+        """`host:port` of the master."""
+        return self._master.name
+
+    @property
+    def over(self) -> effects.Fail | None:
+        """Why it is no longer in the run; None while it is."""
+        return forks.FORKED if self._forked else self._machine.over
+
+    def forked(self) -> None:
+        """Called in a forked child, which must not use what its parent has."""
+        self._forked = True
+        self._inbox.forked()
+        others = {*self._streams.ends, (self._master.address, self._master.port)}
+        forks.let_go({self._engine.port, self._meetings.port}, self._engine.ipc, others)
+
+    def call(self) -> Call:
+        """A new call, which has not been made yet."""
+        return Call(next(self._numbers))
+
+    def join(self, call: Call) -> None:
+        """Asks to join; answered when this client is registered and, if a peer, accepted."""
+        self._begin(call, lambda number: self._machine.join(number, self._hello))
+
+    def close(self, why: str) -> None:
+        """Leaves the run; waiting calls fail with `why`. Idempotent.
+
+        Returns when nothing refers to users' memory any more.
+        """
+
+        def leave() -> None:
+            self._leaving = True
+            self._perform(self._machine.leave(why))
+
+        def wait() -> None:
+            if not self._ended.is_set():
+                self._inbox.post(leave)
+            # a client may be garbage-collected in a thread of its own
+            if threading.current_thread() not in self._own_threads:
+                self._ended.wait()
+
+        if not self._forked:
+            insist(wait)
+
+    @property
+    def _own_threads(self) -> Sequence[threading.Thread]:
+        """Those whose end `close` must not wait for."""
+        return (self._thread,)
+
+    def _begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
+        self._leave_to_begin(call, event)
+        self._inbox.signal()
+
+    def _leave_to_begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
+        def begin() -> None:
+            self._driver.pending.add(call)
+            self._perform(event(call.number))
+
+        self._inbox.leave(begin)
+
+    # ---- the control thread ----
+
+    @property
+    def _done(self) -> bool:
+        """Whether it has left, and nothing refers to users' memory."""
+        return self._leaving and self._machine.idle
+
+    def _run(self) -> None:
+        try:
+            self._waiter.add(self._inbox.socket, self._inbox.clear_signal)
+            self._waiter.add(self._engine.socket, self._driver.read)
+            while not (self._failed or self._done):
+                ready = self._waiter.wait(self._patience_s() if self._inbox.may_wait() else 0.0)
+                self._inbox.works()
+                with self._working:
+                    self._work(ready)
+                self._worked()
+        except BaseException as error:  # of any kind: waiting callers need an answer
+            self._break_down(error)
+        with self._working:
+            self._driver.pending.closed = True
+        self._shut_down()
+
+    def _worked(self) -> None:
+        """Wakes those who wait for what was done."""
+        self._driver.pending.tell()
+
+    def _work(self, ready: Sequence[Callable[[], object]]) -> None:
+        """Runs commands, reads sockets, and performs effects until nothing is left to do."""
+        try:
+            self._inbox.carry_out()  # first: a message may answer a queued command (shortcut.py)
+            self._driver.flush()  # each call of a socket may cost a wait for the global lock
+            for read in ready:
+                read()
+            self._inbox.carry_out()
+            for timer in self._timers:
+                timer.tick()
+            while self._exchange():
+                pass
+        except Exception as error:
+            self._break_down(error)
+
+    def _exchange(self) -> bool:
+        """Sends what there is to send, and reads what has come. Whether anything was read."""
+        driver = self._driver
+        driver.flush()
+        heard, driver.heard = driver.heard, False
+        told, driver.told = driver.told, False
+        if heard:
+            self._read_master()
+        if told:
+            driver.read()
+        return heard or told
+
+    def _break_down(self, error: BaseException) -> None:
+        """Ends the membership after an internal error, with its reason."""
+        self._failed = True
+        if self._engine.broken:
+            why = self._engine.broken
+        elif isinstance(error, Refused):
+            why = str(error)
+        elif isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
+            why = "this process has no memory left for pccl's own work"
+        else:
+            log.error("the control thread of %s failed", self._name, exc_info=error)
+            why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"
+        with contextlib.suppress(Exception):  # `_shut_down` answers the remaining calls
+            self._perform(self._machine.broken(why))
+
+    @property
+    def _name(self) -> str:
+        """Of this client, in the log."""
+        return f"peer {self._machine.number}"
+
+    def _read_master(self) -> None:
+        for message in self._master.dealer.heard():
+            todo = self._machine.received(message)
+            if isinstance(message, m.Resumed | m.Welcome):
+                self._master.answered()
+            if isinstance(message, m.Welcome):
+                self._welcomed(message)
+            self._perform(todo)
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        """The master has registered this client."""
+        if welcome.warning:
+            log.warning("%s: %s", self._name, welcome.warning)
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for events; None if nothing has a time limit."""
+        if self._machine.over is not None:
+            return None
+        due = [each for timer in self._timers if (each := timer.due_s) is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    # ---- the end ----
+
+    def _shut_down(self) -> None:
+        """Releases everything and answers all waiting calls, whatever fails on the way."""
+        pending = self._driver.pending
+        with contextlib.ExitStack() as last:  # runs in reverse order
+            last.callback(self._ended.set)
+            last.callback(lambda: pending.fail_all(self._machine.over))
+            last.callback(self._worked)
+            last.callback(self._inbox.end)
+            last.callback(pending.memory.clear)
+            last.callback(self._waiter.close)
+            last.callback(self._context.term)
+            last.callback(self._meetings.close)
+            last.callback(self._engine.close)  # restores and releases what is not settled
+            last.callback(self._streams.clear)
+            last.callback(self._resolver.forget)
+            last.callback(self._master.close)

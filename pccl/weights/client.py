@@ -1,0 +1,473 @@
+"""The client that publishes or follows weights, and packages in memory.
+
+It is driven by a control thread like that of a peer, but has an engine of its own: who fetches
+weights has no connection to the streams of the run's peers. The other thread hashes what arrives,
+and hands whole packages to the caller's `BlobStore`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from pccl.errors import PCCLTimeoutError
+from pccl.ext import ffi
+from pccl.protocol import messages as m
+from pccl.protocol import weights
+from pccl.protocol.peer import effects
+from pccl.runtime import limits
+from pccl.runtime.client.call import Call, Leaf
+from pccl.runtime.client.connect import RetryPolicy, connect
+from pccl.runtime.client.control import ControlThread
+from pccl.runtime.client.engine import COMPLETE, LIED, STREAM_LOST, Engine, Event
+from pccl.runtime.client.memory import Pieces, Pool
+from pccl.runtime.client.ops import Driver, PendingCalls
+from pccl.runtime.client.sync import LeafResult, Region, Staging, served
+from pccl.runtime.config import Config
+from pccl.runtime.digest import Digest, digests
+from pccl.security import Security
+from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
+from pccl.types import Result
+
+ENTRIES = 2  # the head and the body, whose tables are the pieces below this
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A package and its two parts, in memory that does not change."""
+
+    package: m.Package
+    head: memoryview
+    body: memoryview
+    found: tuple[Digest, ...]
+
+    @classmethod
+    def of(
+        cls, version: int, base: int, content: bytes, head: memoryview, body: memoryview
+    ) -> Blob:
+        """Makes a package; its digests are computed here."""
+        found = digests([(_address(part), part.nbytes) for part in (head, body)])
+        package = m.Package(
+            version, base, content, head.nbytes, found[0].root, body.nbytes, found[1].root
+        )
+        return cls(package, head, body, tuple(found))
+
+    def pieces(self) -> tuple[Pieces, object]:
+        """What is served, and what keeps it in memory."""
+        pieces, tables = served(_regions(self.package, self.head, self.body), self.found)
+        return pieces, (self, tables)
+
+
+class Incoming:
+    """A package that is being fetched: memory for it, and the verification of its leaves.
+
+    Args:
+        package: what is fetched.
+        arrived: is told of each leaf that has arrived.
+    """
+
+    def __init__(self, package: m.Package, arrived: Callable[[Incoming, Leaf], None]) -> None:
+        self.package, self._arrived = package, arrived
+        plan = m.SyncPlan(0, 0, (), (), (0, 1), (package.head, package.body))
+        self._staging = Staging(plan, _regions(package))
+
+    def put(self, leaf: Leaf) -> None:
+        """A leaf has arrived."""
+        self._arrived(self, leaf)
+
+    def pieces(self) -> Pieces:
+        """The memory into which the engine writes."""
+        return self._staging.pieces()
+
+    def verify(self, piece: int, leaf: int) -> list[LeafResult]:
+        """As Staging.verify."""
+        return self._staging.verify(piece, leaf)
+
+    def blob(self) -> Blob:
+        """What has arrived, when all of it is proven."""
+        head, body = (memoryview(self._staging.content(i)) for i in range(ENTRIES))
+        found = digests([(_address(part), part.nbytes) for part in (head, body)])
+        return Blob(self.package, head, body, tuple(found))
+
+
+def _regions(package: m.Package, *parts: memoryview) -> list[Region]:
+    addresses = [_address(part) for part in parts] or [0, 0]
+    sizes = (package.head_bytes, package.body_bytes)
+    return [
+        Region("", 0, nbytes, False, address, nbytes)
+        for address, nbytes in zip(addresses, sizes, strict=True)
+    ]
+
+
+def _address(part: memoryview) -> int:
+    array: Any = ffi.from_buffer("char[]", part)
+    return int(ffi.cast("uintptr_t", array))
+
+
+log = logging.getLogger("pccl")
+
+RUN = 1  # of all transfers: this engine serves nothing else
+
+
+class BlobStore(Protocol):
+    """What the caller does with packages; in a thread of pccl, except `over` and `news`."""
+
+    def fits(self, package: m.Package) -> bool:
+        """Whether a package can be one for these tensors, by its sizes."""
+
+    def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
+        """Works a package in. Returns the version that it has now (0: none), and what else it can
+        serve. An exception ends the client."""
+
+    def news(self, packages: tuple[m.Package, ...], head: int) -> str:
+        """What can be had has changed, and the newest version ever.
+
+        Returns why nothing more can be followed, or nothing.
+        """
+
+    def over(self, fail: effects.Fail) -> None:
+        """The client has ended."""
+
+
+class Options:
+    """How a client reaches the master and others, as of the arguments of its maker."""
+
+    def __init__(
+        self,
+        master: str,
+        security: Any,
+        advertise: str | None,
+        port_range: str | None,
+        connect_timeout: float | None,
+    ) -> None:
+        self.host, self.port = parse_address(master)
+        self.security = Security.of(security)
+        config = Config.from_env()
+        if advertise is not None:
+            config = replace(config, advertise=parse_advertised(advertise, "advertise"))
+        if port_range is not None:
+            config = replace(config, ports=parse_ports(port_range, "port_range"))
+        self.config = config
+        if connect_timeout is not None and not connect_timeout > 0:
+            raise ValueError(f"connect_timeout is {connect_timeout!r}: it must be positive")
+        self.timeout_s = limits.WEIGHTS_JOIN_S if connect_timeout is None else connect_timeout
+
+
+class WeightsClient(ControlThread):
+    """One that publishes or follows weights, from the first connection to the end.
+
+    Args:
+        options: the master, keys, timings and limits.
+        address: current address of the master's host.
+        store: works packages in.
+        follows: whether it fetches what others publish.
+        relays: whether it serves to others what it has fetched.
+
+    Raises:
+        OSError: the engine cannot listen here.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe.
+    """
+
+    def __init__(
+        self, options: Options, address: str, store: BlobStore, *, follows: bool, relays: bool
+    ) -> None:
+        self._store = store
+        self._weights = machine = weights.WeightsMachine(follows, relays, store.fits)
+        super().__init__(
+            options.host,
+            options.port,
+            address,
+            options.config,
+            options.security,
+            machine,
+            associate=True,
+        )
+        self._blobs: dict[tuple[int, int], Blob] = {}
+        self._incoming: dict[tuple[int, int], Incoming] = {}
+        self._expect = effects.Expect(0, 0, ())
+        self._keys: dict[int, str] = {}  # of those who may connect, by the stream to them
+        self._pace = _Pace(self._engine, lambda: self._perform(machine.slow()))
+        self._backoff = _Backoff(lambda: self._perform(machine.retry()))
+        self._timers += [self._pace, self._backoff]
+        self._driver = driver = Driver(
+            machine, self._engine, self._streams, self._master, PendingCalls()
+        )
+        self._memory = driver.pending.memory
+        self._start_op, self._abort_op = (
+            driver.effects[each] for each in (effects.StartTransfer, effects.AbortOp)
+        )
+        driver.effects |= {
+            effects.Expect: self._expected,
+            effects.OpenStream: self._open_stream,
+            effects.CloseStream: self._close_stream,
+            effects.StartTransfer: self._start_transfer,
+            effects.AbortOp: self._abort,
+            weights.RegisterServe: self._register_serve,
+            weights.RegisterFetch: self._register_fetch,
+            weights.Arrived: self._arrived,
+            weights.Forgotten: lambda one: self._blobs.pop(one.package.key, None),
+            weights.Backoff: lambda one: self._backoff.begin(one.why),
+            weights.News: self._news,
+            weights.Over: lambda one: store.over(one.fail),
+        }
+        complete = driver.events[COMPLETE]
+        driver.events |= {
+            COMPLETE: lambda one: [
+                *machine.measured(one.op, self._pace.rate(one.op, one.rx_bytes)),
+                *complete(one),
+            ],
+            STREAM_LOST: self._stream_lost,
+        }
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._work_jobs, name="pccl-weights", daemon=True)
+        try:
+            self._start(self._worker)
+        except BaseException:
+            self._jobs.put(None)
+            raise
+
+    @property
+    def _own_threads(self) -> Sequence[threading.Thread]:
+        return self._thread, self._worker
+
+    @property
+    def _name(self) -> str:
+        return "weights"
+
+    @property
+    def _done(self) -> bool:
+        return self._weights.over is not None
+
+    # ---- called by user threads ----
+
+    def inquire(self, call: Call) -> None:
+        """Nothing that it calls waits for others."""
+
+    def time_out(self, call: Call, why: str) -> None:
+        """A publication cannot be taken back."""
+
+    def publish(self, call: Call, blobs: tuple[Blob, ...]) -> None:
+        """Publishes a version."""
+
+        def begin(number: int) -> list[Any]:
+            if why := self._weights.objection(blobs[0].package.version):
+                return [effects.Fail(number, Result.INVALID_USAGE, why)]
+            self._blobs.update((blob.package.key, blob) for blob in blobs)
+            return self._weights.publish(number, tuple(blob.package for blob in blobs))
+
+        self._begin(call, begin)
+
+    # ---- the thread that verifies ----
+
+    def _work_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except ValueError as error:
+                self._fail(str(error), Result.INVALID_ARGUMENT)
+            except BaseException as error:
+                log.error("the weights could not be worked in", exc_info=error)
+                self._fail(f"an internal error of pccl, {error!r}; the log has it")
+
+    def _fail(self, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
+        self._inbox.post(lambda: self._perform(self._weights.broken(why, result)))
+
+    def _verify(self, incoming: Incoming, leaf: Leaf) -> None:
+        results = incoming.verify(leaf.piece, leaf.leaf)
+
+        def tell() -> None:
+            for piece, number, good in results:
+                self._engine.verified(leaf.op, piece, number, good)
+
+        self._inbox.post(tell)
+
+    def _take(self, incoming: Incoming) -> None:
+        blob = incoming.blob()
+        version, more = self._store.work_in(blob)
+
+        def tell() -> None:
+            self._blobs[blob.package.key] = blob
+            self._perform(self._weights.taken(blob.package, version))
+            if more is not None:
+                self._blobs[more.package.key] = more
+                self._perform(self._weights.keep(more.package))
+
+        self._inbox.post(tell)
+
+    # ---- effects ----
+
+    def _expected(self, effect: effects.Expect) -> None:
+        """Those to whom streams lead may connect, and nobody else any more."""
+        self._expect = effect
+        self._engine.expect(effect.number, effect.nonce, sorted({*self._keys.values()}))
+
+    def _open_stream(self, effect: effects.OpenStream) -> None:
+        if effect.to.curve:
+            self._keys[effect.stream] = effect.to.curve
+            self._engine.admit(effect.to.curve)
+        self._streams.open(effect.stream, effect.to, effect.nonce)
+
+    def _close_stream(self, effect: effects.CloseStream) -> None:
+        self._streams.close(effect.stream)
+        if self._keys.pop(effect.stream, "") not in ("", *self._keys.values()):
+            self._expected(self._expect)
+
+    def _register_serve(self, effect: weights.RegisterServe) -> None:
+        pieces, owner = self._blobs[effect.package.key].pieces()
+        self._register(effect.op, effect.package, Pool(pieces, ENTRIES, owner))
+
+    def _register_fetch(self, effect: weights.RegisterFetch) -> None:
+        package = effect.package
+        incoming = Incoming(package, lambda *leaf: self._jobs.put(lambda: self._verify(*leaf)))
+        self._incoming[package.key] = incoming
+        self._register(
+            effect.op, package, Pool(incoming.pieces(), ENTRIES, incoming, reader=incoming)
+        )
+        self._pace.fetches(effect.op)
+
+    def _register(self, op: int, package: m.Package, pool: Pool) -> None:
+        self._memory[op] = pool
+        tag = 2 * package.version + (package.base == 0)
+        self._perform([effects.RegisterOp(op, RUN, tag, 0)])
+
+    def _start_transfer(self, effect: effects.StartTransfer) -> None:
+        self._start_op(effect)
+        self._pace.began(effect.op)
+
+    def _abort(self, effect: effects.AbortOp) -> None:
+        self._abort_op(effect)
+        self._pace.ended(effect.op)
+        pool = self._memory.get(effect.op)
+        if isinstance(pool, Pool) and isinstance(pool.owner, Incoming):
+            self._incoming.pop(pool.owner.package.key, None)  # else kept until it has arrived
+
+    def _arrived(self, effect: weights.Arrived) -> None:
+        incoming = self._incoming.pop(effect.package.key)
+        self._jobs.put(lambda: self._take(incoming))
+
+    def _news(self, effect: weights.News) -> None:
+        if why := self._store.news(effect.packages, effect.head):
+            self._perform(self._weights.broken(why, Result.INVALID_ARGUMENT))
+
+    # ---- events ----
+
+    def _stream_lost(self, event: Event) -> list[Any]:
+        to, _ = self._streams.lost(event)
+        log.info("weights: the connection to %s: %s", to, event.text)
+        if event.status == LIED:
+            log.warning("weights: %s gives other data than what was published", to)
+        return self._weights.stream_lost(event.stream, event.status == LIED)
+
+    def _shut_down(self) -> None:
+        self._jobs.put(None)
+        super()._shut_down()
+
+
+def client(
+    options: Options, store: BlobStore, name: str, *, follows: bool, relays: bool
+) -> WeightsClient:
+    """A registered client.
+
+    Raises:
+        MasterLostError: no master answers within the time limit.
+        PCCLError: the master refuses it, or the keys cannot be used.
+    """
+    host, port = options.host, options.port
+    found: list[WeightsClient] = []
+    connect(
+        host,
+        port,
+        options.config,
+        lambda address: WeightsClient(options, address, store, follows=follows, relays=relays),
+        found.append,
+        RetryPolicy(
+            address_text(host, port),
+            1,
+            options.timeout_s,
+            None,
+            name=name,
+            waits_for_others=False,
+        ),
+    )
+    return found[0]
+
+
+def timed_out(what: str, timeout: float, why: str) -> PCCLTimeoutError:
+    """The exception for a wait that was too long."""
+    return PCCLTimeoutError(Result.INVALID_USAGE, what, f"{why} within {timeout:g} s")
+
+
+class _Backoff:
+    """The pause before a fetch goes on elsewhere."""
+
+    def __init__(self, retry: Callable[[], None]) -> None:
+        self._retry = retry
+        self.due_s: float | None = None
+
+    def begin(self, why: str) -> None:
+        """Begins it."""
+        log.info("weights: a fetch goes on elsewhere: %s", why)
+        self.due_s = time.monotonic() + limits.WEIGHTS_REST_S
+
+    def tick(self) -> None:
+        """Ends it, if it is time to."""
+        if self.due_s is not None and self.due_s <= time.monotonic():
+            self.due_s = None
+            self._retry()
+
+
+class _Pace:
+    """The time that a fetch takes.
+
+    Args:
+        engine: is reminded of requests that are not answered.
+        slow: called, once for each holder, when a fetch takes long.
+
+    Attributes:
+        due_s: when to remind its holder; None: there is none.
+    """
+
+    def __init__(self, engine: Engine, slow: Callable[[], None]) -> None:
+        self._engine, self._slow = engine, slow
+        self._op = 0  # of the fetch; 0: there is none
+        self.due_s: float | None = None
+        self._first_s = 0.0  # when it began
+        self._since_s = 0.0  # when it was sent to its present holder
+        self._is_slow = False
+
+    def fetches(self, op: int) -> None:
+        """Another fetch begins."""
+        self._op, self._first_s = op, time.monotonic()
+
+    def began(self, op: int) -> None:
+        """An op has begun, or goes on with another holder."""
+        if op == self._op:
+            self._is_slow, now = False, time.monotonic()
+            self._since_s, self.due_s = now, now + limits.REMIND_S
+
+    def ended(self, op: int) -> None:
+        """An op has ended."""
+        if op == self._op:
+            self._op, self.due_s = 0, None
+
+    def rate(self, op: int, nbytes: int) -> int:
+        """Bytes per second of a fetch that is complete; it has ended."""
+        seconds = max(1e-3, time.monotonic() - self._first_s)
+        self.ended(op)
+        return int(nbytes / seconds)
+
+    def tick(self) -> None:
+        """Sends a reminder, if it is time to."""
+        now = time.monotonic()
+        if self.due_s is None or self.due_s > now:
+            return
+        self._engine.remind(self._op, limits.WEIGHTS_REMINDERS_MAX)
+        self.due_s = now + limits.REMIND_S
+        if not self._is_slow and now - self._since_s >= limits.WEIGHTS_SLOW_S:
+            self._is_slow = True
+            self._slow()
