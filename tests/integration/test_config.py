@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import logging
-import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -15,7 +13,6 @@ import pytest
 import pccl
 from pccl import master
 from pccl.cli import main as cli
-from pccl.runtime import limits
 from pccl.runtime.config import RANGES, Config
 from pccl.support.logs import configure_logging
 
@@ -107,26 +104,6 @@ def test_the_process_says_it_and_ends(command: list[str], monkeypatch: pytest.Mo
     assert ended.returncode == 1
     assert ended.stderr.startswith("pccl master: ") and ended.stderr.count("\n") == 1, ended.stderr
     assert "PCCL_HEARTBEAT_MS is '0'" in ended.stderr
-
-
-def test_fixed_timings_and_limits_stand_in_one_place() -> None:
-    """Private ones excepted: an algorithm's own."""
-    package = Path(pccl.__file__).parent
-    elsewhere = [
-        f"{path.name}: {target.id}"
-        for folder in ("calls", "runtime", "diloco")
-        for path in sorted((package / folder).rglob("*.py"))
-        if path.name not in ("config.py", "limits.py")
-        for line in ast.parse(path.read_text()).body
-        if isinstance(line, ast.Assign)
-        for target in line.targets
-        if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z][A-Z_]*_(S|MS|MAX|MIN)", target.id)
-    ]
-    assert not elsewhere
-    text = Path(limits.__file__).read_text()
-    used = "".join(path.read_text() for path in package.rglob("*.py"))
-    for name in re.findall(r"^([A-Z_]+) = ", text, re.MULTILINE):
-        assert f"limits.{name}" in used, f"nothing uses {name}"
 
 
 def test_a_misspelt_setting_is_told_once_with_the_nearest_name(

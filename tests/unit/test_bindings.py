@@ -114,38 +114,6 @@ def test_texts_that_both_know() -> None:
     assert f'DIALLER[] = "{dial.NAME}"' in sources
 
 
-def c_constant(name: str) -> int:
-    """A constant of the engine that pccl_core.h does not declare."""
-    sources = "".join(path.read_text(encoding="utf-8") for path in (C / "engine").glob("*.[ch]"))
-    (value,) = re.findall(rf"\b{name} = ([0-9 <]+)", sources)
-    return int(eval(value, {"__builtins__": {}}))
-
-
-@pytest.mark.parametrize(
-    ("page", "words", "constants"),
-    [
-        ("docs/internals/architecture.md", "a round trip of {} ms or more", {"DISTANT_US": 1000}),
-        ("docs/internals/architecture.md", "additional lane for each {} ms", {"LANE_US": 1000}),
-        ("docs/internals/architecture.md", "ms, up to {}", {"LANES_MAX": 1}),
-        ("docs/internals/architecture.md", "in the kernel to {} KiB", {"TCP_UNSENT_MAX": 1024}),
-        ("docs/internals/architecture.md", "have {} KiB there", {"LANES_CHUNK": 1024}),
-        (
-            "docs/howto/tuning.md",
-            "one additional lane for each {} ms, up to {}",
-            {"LANE_US": 1000, "LANES_MAX": 1},
-        ),
-        ("c/pccl_core.h", "or forwards of {} MiB", {"FORWARD_BYTES": 1 << 20}),
-        ("c/pccl_core.h", "(it keeps {} of each requester)", {"REQUESTS_MAX": 1}),
-    ],
-)
-def test_pages_say_the_numbers_of_the_engine(
-    page: str, words: str, constants: dict[str, int]
-) -> None:
-    text = (C.parent / page).read_text(encoding="utf-8")
-    text = re.sub(r"[\s*]+", " ", text)
-    assert words.format(*(c_constant(name) // unit for name, unit in constants.items())) in text
-
-
 @pytest.mark.parametrize(
     ("name", "field", "size"),
     [
