@@ -351,7 +351,7 @@ class Communicator(Closing):
         steps: int,
         min_peers: int = 1,
     ) -> None:
-        """Makes all steps of a run, whoever comes and goes.
+        """Makes all steps of a run, while peers come and go.
 
             def step(number: int) -> None:
                 gradient = compute(number)
@@ -397,7 +397,7 @@ class Communicator(Closing):
     def finish(self, *, timeout: float | None = None) -> None:
         """Finishes the run: all accepted peers must call it when they have made their last step.
 
-        Nobody is admitted any more, also after a restart of a master with a journal: a copy that
+        No peer is admitted any more, also after a restart of a master with a journal: a copy that
         was killed and starts again gets RunFinishedError from `connect`, and does not begin anew.
 
         Args:

@@ -86,7 +86,7 @@ class PeerLostError(PCCLError):
 
 
 class RanksChangedError(PeerLostError):
-    """The ring was re-ordered, and a peer did not know it yet; nobody is lost. The communicator
+    """The ring was re-ordered, and a peer did not know it yet; no peer is lost. The communicator
     remains usable: call again, with the ranks as they are now.
     """
 

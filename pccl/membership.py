@@ -413,7 +413,7 @@ class Membership:
         return True
 
     def repeat_until_enough(self, round_: Callable[[], T], wanted: int, timeout: float | None) -> T:
-        """Makes a call that begins a run, again and again with newcomers while they are too few.
+        """Makes a call that begins a run, and repeats it with newcomers if peers are too few.
 
         All members are told alike that they are too few. So all admit the next newcomers, and make
         the call again together with them.
@@ -447,7 +447,7 @@ class Membership:
         return self.update_topology(deadline) if self.ask(deadline, patience_s) else 0
 
     def finish(self, deadline: Deadline) -> None:
-        """Ends the run for all; nobody is admitted any more."""
+        """Ends the run for all; no peer is admitted any more."""
         client = self.client("finish")
 
         def take_part(call: Call) -> Note:

@@ -99,7 +99,7 @@ class TensorInfo:
 
     @property
     def device_type(self) -> DeviceType:
-        """Where the memory is."""
+        """The device that holds the memory."""
         return self._buffer.device_type
 
     @property
@@ -384,7 +384,7 @@ class _Memory:
         return self._shared_state.torn
 
     def tear(self, entries: Sequence[int]) -> None:
-        """What is copied to a device at the end does not change there before."""
+        """Content on a device changes only at the end."""
         self._shared_state._tear([i for i in entries if not self._view.copied(i)])
 
     def adopt(self, synced: effects.Synced, overwritten: Sequence[int]) -> None:

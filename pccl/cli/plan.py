@@ -100,7 +100,7 @@ class Advice:
 
     @property
     def call(self) -> str:
-        """As it stands in a program."""
+        """The call in a program."""
         wire, steps = self.exchange.name, self.inner_steps
         if not steps:
             coded = f', quantization="{wire}"' if wire != "fp32" else ""

@@ -1,4 +1,4 @@
-"""`pccl top`: shows in a terminal what `pccl status` prints, again and again."""
+"""`pccl top`: refreshes in a terminal what `pccl status` prints."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _draw(shown: list[str]) -> None:
-    """As much as fits: the rest of a line and of the run is cut."""
+    """Cuts lines and the end of the run to what fits."""
     columns, rows = shutil.get_terminal_size()
     if len(shown) > rows:
         shown = [*shown[: rows - 1], f"and {len(shown) - rows + 1} more lines"]

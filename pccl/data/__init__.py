@@ -1,4 +1,4 @@
-"""Data that peers share out among themselves: every sample once, whoever comes and goes.
+"""Data that peers divide among themselves: every sample once, while peers come and go.
 
 `ledger` says how. It needs numpy, and torch only for those who use it.
 """

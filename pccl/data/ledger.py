@@ -106,7 +106,7 @@ class Ledger:
         self._sent = 0  # of these, those that its last vote has told of
 
     def entries(self) -> list[TensorInfo]:
-        """What the shared state must have."""
+        """The entries of the shared state."""
         return [TensorInfo.from_numpy(self._state, "pccl.ledger")]
 
     # ---- a round ----
@@ -148,7 +148,7 @@ class Ledger:
         return self.share
 
     def _want(self, wanted: int) -> rows.Want:
-        """What was not trained on yet is a part of the share, and what comes new comes after it."""
+        """The samples of the share that were not trained on come first, then the new ones."""
         held = rows.owned(self._content(), self._me)
         if not self._counted or not held:
             return rows.Want(self._me, wanted)
@@ -269,7 +269,7 @@ class Ledger:
         self._state[_HEAD : _HEAD + len(flat)] = flat
 
     def _gained(self, before: rows.Content, after: rows.Content) -> tuple[range, ...]:
-        """What is this peer's now, and was not before."""
+        """The samples that this peer has newly claimed."""
         had = [range(row.first, row.end) for row in before.rows if row.owner == self._me]
         gained = []
         for row in after.rows:
@@ -290,7 +290,7 @@ def _without(samples: range, others: list[range]) -> list[range]:
 
 
 def _gather(comm: Communicator, want: rows.Want) -> list[rows.Want]:
-    """What all peers want, in the order of the ranks; repeated with those who are left."""
+    """What all peers want, in the order of the ranks; repeated with the survivors after a loss."""
     own = np.array(want, np.int64)
     while True:
         _ = comm.rank  # a gather takes place among the ranks that this thread has seen

@@ -35,7 +35,7 @@ class Content(NamedTuple):
 
 
 class Want(NamedTuple):
-    """What a peer asks for.
+    """A peer's request.
 
     Attributes:
         owner: the peer.
@@ -104,7 +104,7 @@ def settled(content: Content, trained: Mapping[int, int | None]) -> Content:
 
 
 def owned(content: Content, owner: int) -> list[range]:
-    """What a peer has claimed, in order."""
+    """The samples that a peer has claimed, in order."""
     return [range(row.first, row.end) for row in content.rows if row.owner == owner]
 
 
@@ -118,12 +118,12 @@ def rest(samples: Sequence[range], count: int) -> tuple[range, ...]:
 
 
 def owners_under_way(content: Content) -> list[int]:
-    """Whose progress may be in the collective under way, in an order that is the same for all."""
+    """The peers whose progress may be in the collective under way, in the same order on all."""
     return sorted({row.owner for row in content.rows if row.under_way})
 
 
 def _fair(wants: Sequence[Want], free: int) -> list[Want]:
-    """What each gets: as much as wanted; where that is too much, in proportion."""
+    """Gives each as much as it wants; if that is too much, in proportion."""
     total = sum(want.samples for want in wants)
     if total <= free:
         return list(wants)

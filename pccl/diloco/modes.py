@@ -298,7 +298,7 @@ class Delayed(Schedule):
             self._exchange.reclaim(self._late_decay)
 
     def _give_back(self) -> None:
-        """The model gets the progress that was under way, beside that which it has made since."""
+        """The model gets back the progress of the mean that has failed."""
         if not self._exchange.weight.late:  # it has it
             self._exchange.reclaim()
         self._view.rebase()

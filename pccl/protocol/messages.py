@@ -557,7 +557,7 @@ class FinishVote(Struct, array_like=True, frozen=True, tag=5):
 class Progress(Struct, array_like=True, frozen=True, tag=18):
     """Says how much of a long collective, or of its fetch of shared state, a peer has done.
 
-    In thousandths. Only whoever watches the run hears of it.
+    In thousandths. Only `status` shows it.
     """
 
     seq: U64

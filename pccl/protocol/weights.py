@@ -136,7 +136,7 @@ def way(packages: Sequence[m.Package], version: int) -> tuple[m.Package, ...]:
 def stale(packages: Sequence[m.Package], held: Sequence[m.Package]) -> list[m.Package]:
     """What a holder need not keep, given what can be had.
 
-    Whoever comes late begins with the newest whole version; whoever is a little behind may still
+    A latecomer begins with the newest whole version; one that is a little behind may still
     want the differences of one generation before. A whole version is kept until this holder has a
     newer one.
     """
@@ -459,7 +459,7 @@ class WeightsMachine:
         self._tidy()
 
     def _aim(self) -> None:
-        """Begins to seek the next package, or a better one than that which nobody gives."""
+        """Begins to seek the next package, or a better one if no holder gives the current one."""
         if not (self._follows and self._connected):
             return
         fetch = self._fetch

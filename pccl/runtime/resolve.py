@@ -406,7 +406,7 @@ class Resolver:
         return "; ".join([why, *(f"{at}: {said}" for at, said in others.items())])
 
     def failed(self, host: str) -> None:
-        """Nobody answers at the latest address: the next look-up returns another, if any."""
+        """The latest address does not answer: the next look-up returns another, if any."""
         known = self._known.get(host)
         if known is not None:
             known.addresses.append(known.addresses.pop(0))

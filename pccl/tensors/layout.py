@@ -1,7 +1,7 @@
 """How the elements of an array lie in memory, where that is not C's order.
 
 Collectives and shared state move memory and never look at shapes. So an array in any order can be
-moved as it lies, if the arrays of all peers lie in the same one, which they are asked for.
+transferred in its own order, which must be the same on all peers.
 """
 
 from __future__ import annotations

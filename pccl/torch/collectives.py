@@ -39,7 +39,7 @@ Settle: TypeAlias = Callable[[Order, Tensors], None]
 
 
 class Options(NamedTuple):
-    """What is given to a collective beside tensors."""
+    """The arguments of a collective beside its tensors."""
 
     root: int = 0
     op: Any = ReduceOp.SUM

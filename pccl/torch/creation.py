@@ -219,7 +219,7 @@ def _join_the_first(store: Any, size: int, *, timeout: timedelta, rank: int) -> 
 
 
 def _is_open(address: str, timeout_s: float) -> bool:
-    """Whether anybody listens there."""
+    """Whether a process listens there."""
     try:
         socket.create_connection(parse_address(address), timeout_s).close()
     except OSError:
@@ -228,7 +228,7 @@ def _is_open(address: str, timeout_s: float) -> bool:
 
 
 def _own_host(store: Any) -> str:
-    """Where other members reach the process of rank 0: where its store is."""
+    """The host of the process of rank 0, where its store is."""
     given = Config.from_env().first_host
     while not given and isinstance(store, PrefixStore):
         store = store.underlying_store

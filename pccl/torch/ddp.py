@@ -201,7 +201,7 @@ def average(group: ProcessGroup, gradient: torch.Tensor) -> None:
 
 
 def _device(model: torch.nn.Module) -> torch.device:
-    """Whose tensors the processes of a replica exchange."""
+    """The device of the tensors that the processes of a replica exchange."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             return torch.device(parameter.device_mesh.device_type)

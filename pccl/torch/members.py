@@ -142,7 +142,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Offer:
-    """What this peer brings.
+    """What this peer contributes.
 
     Attributes:
         shards: asks the other processes of its replica.
@@ -350,7 +350,7 @@ def communicator(
 
 
 def exchange(shards: dist.ProcessGroup | None, device: torch.device) -> Shards:
-    """What all processes of a replica say, by a collective of torch with memory of that device."""
+    """An all-gather among the processes of a replica, by torch, with memory of that device."""
 
     def said(numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, device=device)

@@ -53,7 +53,7 @@ class _Numbers:
 
 @dataclass(eq=False)
 class _Posted:
-    """A receive under way for a request, or for whoever asks next.
+    """A receive under way, for a request or for the next one.
 
     Attributes:
         piece: what it fills.
@@ -144,7 +144,7 @@ class _Mailbox:
         """Asks one member, or the first of several, for a message as large as a tensor.
 
         Raises:
-            TooFewPeersError: nobody is there.
+            TooFewPeersError: there is no other peer.
             PeerLostError: the one who is asked is lost.
         """
         with self.lock:
@@ -222,7 +222,7 @@ class _Mailbox:
             return
 
     def forget(self, request: _Request, seconds: float) -> None:
-        """Nobody waits for that request any more."""
+        """The caller no longer waits for that request."""
         with self.lock:
             if request not in self._requests:
                 return
@@ -322,7 +322,7 @@ class Sends:
         return self._message("recv", tensor, piece, work, self._received[other, tag], tag)
 
     def recv_any(self, tensor: Tensor, tag: int) -> Task:
-        """Receives a tensor from whoever is the first to send one.
+        """Receives a tensor from the first peer that sends one.
 
         It is asked for from all; what others send is kept for the next receives.
         """

@@ -53,7 +53,7 @@ def sharded_again(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> di
 
 
 def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree of dicts, lists and tuples with changed tensors."""
+    """Maps the tensors of a tree of dicts, lists and tuples."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, Mapping):

@@ -159,7 +159,7 @@ class Task:
 
 
 class Operation:
-    """A task under way. Whoever waits for it drives it; or, if asked to, the callback pool does.
+    """A task under way. The thread that waits for it drives it, or the callback pool.
 
     Attributes:
         task: what it does.

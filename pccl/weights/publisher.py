@@ -174,7 +174,7 @@ class Publisher(Closing):
 
     @property
     def _is_long(self) -> bool:
-        """Whether whoever comes late had much to fetch after the latest whole version."""
+        """Whether a latecomer must fetch much after the latest whole version."""
         enough = sum(self._deltas) > WHOLE_FROM * self._tensors.nbytes
         return enough or len(self._deltas) >= DELTAS_MAX
 

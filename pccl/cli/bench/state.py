@@ -71,7 +71,7 @@ class Measured:
         self.times_s.setdefault(way, []).append(time.perf_counter() - began)
 
     def without(self, warmups: int) -> Measured:
-        """The same without the first iterations."""
+        """A copy without the first iterations."""
         timed = {way: times[warmups:] for way, times in self.times_s.items()}
         return Measured(timed, self.wrong)
 

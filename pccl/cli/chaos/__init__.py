@@ -349,7 +349,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def judge(directory: Path, director: Director) -> tuple[list[str], Metrics]:
-    """Nothing but what the master has seen: a step is a collective."""
+    """A step is a collective, as the master has seen it."""
     faults = [
         done.at_s
         for done in director.chronicle.done

@@ -187,7 +187,7 @@ class Director:
         return chronicle
 
     def finish(self, grace_s: float) -> None:
-        """Asks all copies to end; those that have not in so many seconds are killed."""
+        """Asks all copies to end, and kills the rest after so many seconds."""
         self._finishing = True
         for copy in self.stage.alive():
             copy.befell.append((time.monotonic(), kinds.LEAVE))

@@ -130,7 +130,7 @@ class Schedule(Struct, frozen=True):
         copies: at most so many at once.
         seconds: how long faults come.
         faults: in order.
-        settings: of whoever runs it.
+        settings: of the run.
     """
 
     seed: int

@@ -40,7 +40,7 @@ def set_limit(limit: int, number: int | None) -> None:
 
 
 def orphaned() -> None:
-    """Ends this process when whoever has started it has ended, and its stdin with it."""
+    """Ends this process when its parent has ended, and its stdin with it."""
     obey()
     os._exit(0)
 

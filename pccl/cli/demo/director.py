@@ -221,7 +221,7 @@ class Director:
         peer.state = State.FAILED
 
     def silent(self, seconds: float) -> None:
-        """Nobody has reported anything for so long that nobody will."""
+        """The peers have reported nothing for too long."""
         states = ", ".join(f"{peer.name} is {peer.state.value}" for peer in self.peers)
         self.failure = f"no report for {seconds:.0f} s: {states}"
 

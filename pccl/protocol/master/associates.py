@@ -3,7 +3,7 @@
 They are no members: they vote in nothing, nobody waits for them, and they learn nothing by which
 they could speak to peers. The master knows which packages can be had, and from whom. Who seeks one
 is sent to a holder, which has few places, so that everybody who has it becomes a holder for others:
-a tree, which grows anew for each package. Whoever has fetched faster before comes first, and of the
+a tree, which grows anew for each package. Faster ones come first, and of the
 free holders the one from which data comes fastest. Rates are those that receivers have measured.
 
 A receiver that takes long gives its place back, so slow ones keep nobody waiting. If its holder is

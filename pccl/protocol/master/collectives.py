@@ -130,7 +130,7 @@ class Running:
     why: str = ""
     cause: m.Cause = m.Cause.OTHER
     since_s: float = 0.0  # when the last peer entered it
-    paired: bool = False  # a send: the loss of others is nothing to it
+    paired: bool = False  # a send: the loss of other peers does not matter
     work: m.Spec | None = None  # unknown of one from before a restart
     size: int = 0  # its members, at its start
     reason: Reason = Reason.LINK  # if it is interrupted
@@ -468,7 +468,7 @@ class Collectives:
             self._outbox.send(number, finished)
 
     def _note_end(self, running: Running, ok: bool) -> None:
-        """For whoever watches the run."""
+        """For `status`."""
         if ok and running.work is not None:
             self._tally.ended(running.group, running.work, running.size, running.since_s)
         elif not ok:

@@ -125,7 +125,7 @@ class Outbox:
     def fail_voters(
         self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
-        """Tells those that have voted so far that their calls have failed; others may vote anew."""
+        """Fails the calls of all that have voted so far; others may vote anew."""
         for number, call in round_.calls.items():
             self.fail(number, call, result, why, cause)
 

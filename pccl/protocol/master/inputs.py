@@ -1,7 +1,7 @@
 """Everything that can happen to a master, as data.
 
-A master's state follows from its inputs alone: whoever has these in order, from a `Began` on, can
-have another one do the same again.
+A master's state follows from its inputs alone: another one that is given these in order, from a
+`Began` on, does the same again.
 """
 
 from __future__ import annotations

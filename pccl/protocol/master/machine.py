@@ -305,7 +305,7 @@ class Master:
         return True
 
     def _known(self, conn: bytes, why: str) -> bool:
-        """Whether a connection is known; if so, whoever has it is dropped for its message."""
+        """Whether a connection is known; if so, its peer is dropped for its message."""
         if self.run.associates.has(conn):
             self.run.associates.drop(conn, why)
             return True
@@ -489,7 +489,7 @@ class Master:
             self.run.synchronisations.stalled(number, stalled)
 
     def _progress(self, number: int, progress: m.Progress) -> None:
-        """For whoever watches the run; what is said of what has ended meanwhile changes nothing."""
+        """For `status`; reports of ops that have ended are ignored."""
         known = self.run.collectives.progress(number, progress)
         known = known or self.run.synchronisations.progress(number, progress)
         if not known and self.run.numbers.is_unknown(progress.seq):

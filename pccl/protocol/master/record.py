@@ -1,7 +1,7 @@
 """A record of a run: each input of the master and what followed, without secrets; and how another
 master does the same again, to compare.
 
-Whoever reads a record learns nothing by which it could take part in the run, or read its data.
+A reader of a record cannot take part in the run, or read its data.
 Stand-ins are equal where what they stand for is, so that a master decides by them alike.
 
 A record is enough to have another master do the same again, which the digests of the effects prove,

@@ -152,7 +152,7 @@ class Run:
     ) -> None:
         """Removes peers, each for a reason, and their teams; with `kick` they are told.
 
-        Who has gone already, with its team, is no concern.
+        Peers that have gone already, with their team, are ignored.
         """
         lost: dict[int, dict[int, str]] = {}  # their names and reasons, by group and number
         whys = {number: why for number, why in whys.items() if number in self.membership.peers}
@@ -237,7 +237,7 @@ class Run:
         self.finish()
 
     def finish(self) -> None:
-        """The run is finished: nobody is admitted any more, also by another master."""
+        """The run is finished: no peer is admitted any more, also by another master."""
         if not self.history.finished:
             self.outbox.note("the run is finished")
         self.history.finished = True

@@ -1,4 +1,4 @@
-"""What a run looks like just now, and what each call waits for: a snapshot for whoever watches it.
+"""A snapshot of a run: its peers and groups, and what each call waits for.
 
 It has nothing by which its reader could take part in the run: no number of the run, no nonce, no
 password, no key. Texts that quote peers are printable. What it costs does not depend on how much

@@ -588,7 +588,7 @@ class Synchronisations:
             self._outbox.send(number, result)
 
     def _note_end(self, sync: Sync, before: Set[int]) -> None:
-        """For whoever watches the run; `before` are those who held the state."""
+        """For `tally`; `before` are the earlier holders of the state."""
         entries = next(iter(sync.members.values())).payload.entries
         sizes = [SIZES.get(entry.dtype, 0) * entry.count for entry in entries]
         lacked = {
@@ -598,7 +598,7 @@ class Synchronisations:
         self._tally.synchronised(sync.since_s, [(n, who in before) for who, n in lacked.items()])
 
     def _describe(self, sync: Sync, divergence: tuple[m.Divergence, ...]) -> str:
-        """Who had other content than what was elected, and where, in words."""
+        """The peers whose content was not elected, and where it differed, in words."""
         entries = next(iter(sync.members.values())).payload.entries
         peers = []
         for one in divergence:

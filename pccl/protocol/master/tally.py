@@ -1,4 +1,4 @@
-"""Counts of what has happened, for whoever watches a run. Nothing is decided by them."""
+"""Counts of what has happened, for `status` and metrics. No decision depends on them."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ class Voting:
                 self.evaluate(round_)
 
     def _part(self, round_: Round[object], lost: Iterable[Mapping[int, str]]) -> None:
-        """Fails a PAIR if one of the two is lost; the loss of others is nothing to it."""
+        """Fails a PAIR if one of the two is lost."""
         titles = [all_[one] for all_ in lost for one in round_.id.pair or () if one in all_]
         if titles:
             self.open.close(round_)
@@ -394,7 +394,7 @@ class Voting:
         return (one, other) if self._bound(one, other) and self._bound(other, one) else ()
 
     def _electors_between(self, one: Round[object], other: Round[object]) -> Set[int]:
-        """Who decides which of two rounds is right."""
+        """The members whose votes decide between two rounds."""
         return self._membership.electors(self._membership.accepted(_scope(one, other)))
 
     def _is_open(self, one: Round[object], other: Round[object]) -> bool:

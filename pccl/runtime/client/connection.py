@@ -226,7 +226,7 @@ class Machine(Protocol):
 
     @property
     def number(self) -> int:
-        """That the master has given it, or 0."""
+        """The number that the master has given this peer, or 0."""
 
     @property
     def over(self) -> effects.Fail | None:
