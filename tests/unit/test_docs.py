@@ -1,4 +1,4 @@
-"""What the documentation says of the code is so."""
+"""The pages of docs/: plain Markdown, up to date with the code, with links that resolve."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import generate  # noqa: E402
 
 PAGES = generate.pages()
 SIGNATURES = re.compile(r"^<!-- made: class.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 
 
 def read(path: Path) -> str:
@@ -55,3 +56,45 @@ def test_all_settings_are_listed() -> None:
     }
     assert len(used) > 10
     assert used == listed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_is_made_from_the_code_is_up_to_date(page: Path) -> None:
+    assert read(page) == generate.up_to_date(read(page)), "run `python docs/generate.py`"
+
+
+def test_what_cannot_be_made_is_an_error() -> None:
+    for order, why in {
+        "sequence\npeer, master\npeer -> master: Plan": "peer never says 'Plan' to master",
+        "sequence\npeer, master\npeer, master": "not `a -> b: what`",
+        'listing examples/all_reduce.py from "no such line"': "no line has 'no such line'",
+        "listing examples/diloco.py function absent": "there is no function absent",
+        "listing examples/diloco.py to x": "to?",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(why)):
+            generate.up_to_date(f"<!-- made: {order} -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_pages_are_plain_markdown(page: Path) -> None:
+    """What only Sphinx knows is text or nothing on a forge."""
+    found = re.findall(r"^ *```\{.*|\{[a-z-]+\}`|\[\]\(.*?\)|^\(.*\)=$", read(page), re.MULTILINE)
+    assert not found
+    text = generate.BUILT.sub("", generate.PART.sub("", read(page)))
+    assert "<!--" not in text and "-->" not in text, "a made part without its begin or end"
+
+
+def test_links_lead_somewhere() -> None:
+    dead = []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md"]:
+        for path, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", CODE.sub("", read(page))):
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                dead.append(f"{page.name}: {path}#{anchor}")
+    assert not dead
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that a forge gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", read(page)), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
