@@ -25,6 +25,7 @@ FP32: Final = 4  # bytes
 _SAMPLE: Final = 1 << 20  # elements, of which the size of a payload is taken
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 WIRES: Final = ("int8", "int4", "2bit", "sparse")  # of DiLoCo, beside fp32
+TWO_STAGE: Final = ("int8", "int4")  # where a mean may be made in two stages
 PAUSING: Final = {"fp32": MANY_STEPS, "int4": MOST_STEPS, "2bit": MOST_STEPS, "sparse": MANY_STEPS}
 
 
@@ -54,10 +55,14 @@ class Cluster:
         return self._exchange(form, 2 * others / self.peers * _bytes_of(form), 2 * others)
 
     def diloco(self, wire: str) -> Exchange:
-        """Quantized pseudo-gradients are gathered, unless an fp32 all-reduce sends less."""
-        others = self.peers - 1
-        gathered = self._exchange(wire, others * _bytes_of(wire), others)
-        return min(self.all_reduce(), gathered, key=lambda exchange: exchange.sent)
+        """As DiLoCo averages it: by a gather, in two stages, or by an fp32 all-reduce."""
+        others, size = self.peers - 1, _bytes_of(wire)
+        chosen = self._exchange(wire, others * size, others)
+        if wire in TWO_STAGE:
+            two_stage = self._exchange(wire, others * (1 / 2 + 1 / self.peers) * size, 2 * others)
+            if two_stage.sent <= 0.8 * chosen.sent:
+                chosen = two_stage
+        return min(self.all_reduce(), chosen, key=lambda exchange: exchange.sent)
 
     def _exchange(self, name: str, sent: float, hops: int) -> Exchange:
         """Bytes for each parameter, hops of half a round trip, and two votes of a whole one."""

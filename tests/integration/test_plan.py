@@ -40,6 +40,17 @@ def test_no_wire_costs_more_than_fp32(peers: int) -> None:
         assert sent[0] == 4e9 and sent[2] == pytest.approx(0.5625e9)
 
 
+@pytest.mark.parametrize("wire", ["fp32", "int8", "int4", "2bit", "sparse"])
+@pytest.mark.parametrize("peers", [2, 3, 4, 8, 13, 14, 26, 27, 31, 40, 300])
+def test_bytes_are_those_that_diloco_chooses_by(wire: str, peers: int) -> None:
+    """docs/howto/diloco.md: what each peer sends for a parameter."""
+    size = Cluster(1, 2, 1e9).diloco(wire).sent
+    ring, gather = 8 * (peers - 1) / peers, (peers - 1) * size
+    two_stage = gather * (1 / 2 + 1 / peers) if wire in ("int8", "int4") and peers >= 4 else gather
+    expected = ring if wire == "fp32" else min(ring, two_stage)
+    assert Cluster(1, peers, 1e9).diloco(wire).sent == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("cluster", "call"),
     [
@@ -48,7 +59,7 @@ def test_no_wire_costs_more_than_fp32(peers: int) -> None:
         (Cluster(1e9, 4, 60e9, step_s=5), 'comm.all_reduce(gradients, quantization="int8")'),
         (
             Cluster(1e8, 4, 1e9),
-            'DiLoCo(comm, model, optimizer, inner_steps=34, mode="sync", wire="int4")',
+            'DiLoCo(comm, model, optimizer, inner_steps=30, mode="sync", wire="int4")',
         ),
     ],
 )
