@@ -15,7 +15,7 @@ from pccl.descriptors import ReduceOpDescriptor
 from pccl.errors import PCCLError, error_for, not_picklable
 from pccl.membership import Membership
 from pccl.protocol.peer import effects
-from pccl.protocol.strategy import choose, sums_wide
+from pccl.protocol.strategy import choose
 from pccl.runtime.client.call import Deadline, End, error_of
 from pccl.runtime.client.memory import Copies, Operands, Wide, on_host
 from pccl.runtime.forks import FORKED
@@ -70,7 +70,7 @@ class Launch:
         work, self._copies = on_host(work, strategy, conditions)
         if self._copies is not None:
             self._copies.begin()
-        if sums_wide(work.work):
+        if strategy.wide:
             wide = Wide(work.each)
             work = replace(work, wide=wide)
             if self._copies is not None:

@@ -449,8 +449,6 @@ def rank_of(root: Root, ranks: Ranks) -> int:
 
 def several(arrays: Arrays) -> Several:
     """An array, or a list or dict of them. Raises ValueError if it is something else."""
-    if is_torch(arrays) or is_numpy(arrays):
-        return Several([arrays], [], False)
     if isinstance(arrays, Mapping):
         names = sorted(arrays)
         if any(not isinstance(name, str) or len(name) > m.NAME_CHARS_MAX for name in names):
@@ -463,10 +461,7 @@ def several(arrays: Arrays) -> Several:
         found, names = list(arrays), []
         places = [f"number {i} of the list" for i in range(len(found))]
     else:
-        raise ValueError(
-            f"{type(arrays).__name__} is neither a numpy.ndarray nor a torch.Tensor, nor a list or "
-            "dict of them"
-        )
+        return Several([cast(Array, arrays)], [], False)
     for place, array in zip(places, found, strict=True):
         if not (is_torch(array) or is_numpy(array)):
             raise ValueError(
@@ -583,11 +578,12 @@ def make(
         ValueError: written memory overlaps, or the list is too long.
     """
     quantized = 0, 0
-    for dtype in {operand.send.dtype for operand in each}:
-        try:
-            quantized = fingerprint(options, dtype, op or ReduceOp.SUM)
-        except ValueError as error:
-            raise error_for(Result.INVALID_ARGUMENT, what, str(error)) from None
+    if options is not None:
+        for dtype in {operand.send.dtype for operand in each}:
+            try:
+                quantized = fingerprint(options, dtype, op or ReduceOp.SUM)
+            except ValueError as error:
+                raise error_for(Result.INVALID_ARGUMENT, what, str(error)) from None
     parts = tuple(map(_part, each, given.names or [""] * len(each)))
     one = parts[0]
     if given.is_list:

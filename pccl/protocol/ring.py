@@ -11,14 +11,12 @@ from itertools import pairwise, permutations
 
 from pccl.protocol import reach
 from pccl.protocol.messages import PeerInfo, Ring, Spec
-from pccl.protocol.topology import hops
+from pccl.protocol.topology import EXACT_MAX, Hop, exact, hops
 
 ALIGNMENT = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl_core.h)
 BARRED = 1 << 20  # the cost of a hop that must be avoided at any price
 COSTLY_MAX = 4  # costly hops improved at the same time
-EXACT_MAX = 7  # peers whose orders are all considered; of more peers, only some
 
-Hop = tuple[int, int]  # from whom, to whom
 Cost = Callable[[Hop], int]
 
 
@@ -127,11 +125,7 @@ def _cheaper(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:
     """A cheaper order, if there is one: the cheapest of few peers, a good one of many."""
     if len(order) > EXACT_MAX:
         return _swapped(order, cost)
-    first, *rest = order
-    return min(
-        ((first, *others) for others in permutations(rest)),
-        key=lambda found: sum(cost(hop) for hop in hops(found)),
-    )
+    return exact(order, {hop: (0, cost(hop)) for hop in permutations(order, 2)})
 
 
 def _swapped(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:

@@ -109,6 +109,7 @@ class Strategy:
 
     Attributes:
         spec: for which the peer votes.
+        nbytes: that are reduced, or gathered, as they go over the wire.
         inline: whether the contribution travels with the vote; if so, the rest does not matter.
         algorithm: if it does not.
         eager: whether members may send before the master has answered their votes, once another
@@ -117,15 +118,18 @@ class Strategy:
         lanes: connections to the next member; 0: by the round trip.
         step: elements that are copied from and to a device while the others travel; 0: all are
             copied before, and after.
+        wide: whether sums would not fit the type of the elements: it averages integers.
     """
 
     spec: Spec
+    nbytes: int
     inline: bool
     algorithm: Algorithm
     eager: bool
     chunk_bytes: int
     lanes: int
     step: int
+    wide: bool
 
     def __str__(self) -> str:
         if self.inline:
@@ -144,20 +148,24 @@ def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Strategy:
 
     Args:
         spec: what is asked for.
-        nbytes: that are reduced, or gathered, as they go over the wire.
+        nbytes: as in `Strategy`.
         conditions: under which it is.
     """
     voted, inline = _inline(spec, conditions)
     algorithm = _algorithm(spec, conditions)
     members = 2 if algorithm is Algorithm.PAIR else max(1, conditions.members)
+    wide = _sums_wide(spec)
+    in_steps = spec.what == CollectiveKind.ALL_REDUCE and span(spec) > STEP and not wide
     return Strategy(
         voted,
+        nbytes,
         inline,
         algorithm,
         _may_be_eager(spec, conditions.rings),
         chunk_bytes(nbytes, members, conditions.local, bool(spec.algorithm)),
         lanes(conditions.local, conditions.settings),
-        STEP if _is_copied_in_steps(spec) else 0,
+        STEP if in_steps else 0,
+        wide,
     )
 
 
@@ -209,12 +217,7 @@ def _may_be_eager(spec: Spec, rings: tuple[Ring, ...]) -> bool:
     return spec.members in (0, len(order)) and spec.ring in (0, checksum(order))
 
 
-def _is_copied_in_steps(spec: Spec) -> bool:
-    return spec.what == CollectiveKind.ALL_REDUCE and span(spec) > STEP and not sums_wide(spec)
-
-
-def sums_wide(spec: Spec) -> bool:
-    """Whether sums of its elements would not fit their type: it averages integers."""
+def _sums_wide(spec: Spec) -> bool:
     if spec.redop != ReduceOp.AVG.value or spec.what not in REDUCING:
         return False
     return any(part.dtype in _INTEGERS for part in spec.parts or (spec,))

@@ -178,7 +178,10 @@ def slowest(order: Sequence[int], links: Hops) -> tuple[int, int]:
 
 def best_order(current: Sequence[int], links: Hops) -> tuple[int, ...]:
     """The best order of one ring over the peers of `current`; it begins with the lowest number."""
-    found = (_exact if len(current) <= EXACT_MAX else _search)(current, links)
+    if len(current) <= EXACT_MAX:
+        found = exact(current, {hop: _hop_seconds(links[hop]) for hop in permutations(current, 2)})
+    else:
+        found = _search(current, links)
     first = found.index(min(found))
     return (*found[first:], *found[:first])
 
@@ -213,27 +216,32 @@ def _spread(order: Sequence[int], links: Links) -> tuple[Ring, ...]:
     return tuple(Ring(*one) for one in weights.most_common(RINGS_MAX)) or (Ring((*order,), 1),)
 
 
-def _exact(current: Sequence[int], links: Hops) -> tuple[int, ...]:
-    """The best of all orders, depth first; orders that cannot beat the best so far are skipped."""
-    best, best_s = tuple(current), _order_seconds(current, links)
-    cost, pace = {}, {}
-    for hop in permutations(current, 2):
-        pace[hop], cost[hop] = _hop_seconds(links[hop])
+def exact(current: Sequence[int], costs: Mapping[Hop, tuple[float, float]]) -> tuple[int, ...]:
+    """The best order of one ring over a few peers; the current one, unless another is better.
+
+    Depth first; orders that cannot beat the best so far are skipped.
+
+    Args:
+        current: begins with the peer with which all orders begin.
+        costs: of each hop, what counts once, for the worst hop, and what counts for each.
+    """
+    best = tuple(current)
+    known = [costs[hop] for hop in hops(best)]
+    least = max(once for once, _ in known) + sum(each for _, each in known)
     start: tuple[int, ...] = (current[0],)
     stack = [(start, frozenset(current[1:]), 0.0, 0.0)]
     while stack:
-        path, left, around, slowest_s = stack.pop()
-        if around + slowest_s >= best_s:
+        path, left, around, worst = stack.pop()
+        if around + worst >= least:
             continue
         if not left:
-            last = path[-1], path[0]
-            whole_s = around + cost[last] + max(slowest_s, pace[last])
-            if whole_s < best_s:
-                best, best_s = path, whole_s
+            once, each = costs[path[-1], path[0]]
+            whole = around + each + max(worst, once)
+            if whole < least:
+                best, least = path, whole
         for peer in sorted(left, reverse=True):
-            hop = path[-1], peer
-            after = around + cost[hop], max(slowest_s, pace[hop])
-            stack.append(((*path, peer), left - {peer}, *after))
+            once, each = costs[path[-1], peer]
+            stack.append(((*path, peer), left - {peer}, around + each, max(worst, once)))
     return best
 
 

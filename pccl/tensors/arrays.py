@@ -113,7 +113,10 @@ class Buffer:
             return cls._of_torch(array)
         if is_numpy(array):
             return cls._of_numpy(array, writable)
-        raise ValueError(f"{type(array).__name__} is neither a numpy.ndarray nor a torch.Tensor")
+        raise ValueError(
+            f"{type(array).__name__} is neither a numpy.ndarray nor a torch.Tensor, nor a list or "
+            "dict of them"
+        )
 
     @classmethod
     def _of_torch(cls, tensor: torch.Tensor) -> Buffer:
@@ -250,9 +253,11 @@ def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
             or dtypes, element counts or orders in memory differ.
         UnsupportedError: one is neither in host memory nor on a CUDA device.
     """
+    target = Buffer.of(recv, writable=True)
+    if send is recv:
+        return target, target
     same_kind(send, recv)
     source = Buffer.of(send)
-    target = Buffer.of(recv, writable=True)
     if source.dtype is not target.dtype:
         raise ArgumentError(f"send is {source.dtype.name}, recv is {target.dtype.name}")
     if source.count != target.count:

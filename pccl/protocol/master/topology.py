@@ -46,10 +46,10 @@ from pccl.protocol.master.effects import Outbox
 from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.messages import PeerInfo, Ring
-from pccl.protocol.ring import BARRED, Hop, plan_rings
+from pccl.protocol.ring import BARRED, plan_rings
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId
 from pccl.protocol.survey import ALL_MAX, Everything, Schedule, Slot, Survey, tour
-from pccl.protocol.topology import Link, Links, best_rings, hops, seconds, slowest
+from pccl.protocol.topology import Hop, Link, Links, best_rings, hops, seconds, slowest
 from pccl.types import Result
 
 ATTEMPTS = 3  # to open a stream to a peer that was reached before, if all rings need it

@@ -156,7 +156,7 @@ class Client(ControlThread):
         def begin(number: int) -> list[effects.Effect]:
             shortcut.entered = True
             self._pending.memory[number] = operands
-            rows, pair, nbytes = operands.rows, operands.pair, operands.nbytes
+            rows, pair, nbytes = operands.rows, operands.pair, strategy.nbytes
             return self._peer.collective(
                 number, tag, work, data, stuck, shortcut.sent, rows, pair, nbytes
             )

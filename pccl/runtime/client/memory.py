@@ -138,6 +138,11 @@ class Operands:
     def nbytes(self) -> int:
         """Bytes that are reduced, or gathered, as they go over the wire."""
         sent = received = 0
+        if not self.work.algorithm:
+            for each in self.each:
+                sent += each.send.count * each.send.dtype.itemsize
+                received += each.recv.count * each.recv.dtype.itemsize
+            return max(sent, received)
         for each in self.each:
             sent += wire_bytes(self.work, each.send.dtype, each.send.count)
             received += wire_bytes(self.work, each.recv.dtype, each.recv.count)
@@ -145,7 +150,7 @@ class Operands:
 
     def contribution(self) -> bytes:
         """What this peer gives, to travel with its vote: at most one array."""
-        return b"".join([contribution(operand.send) for operand in self.each])
+        return contribution(self.each[0].send) if self.each else b""
 
 
 class LeafReader(Protocol):
@@ -460,8 +465,10 @@ def on_host(
     Raises:
         UnsupportedError: an array is on a device that does not exist.
     """
-    buffers = [buffer for operand in work.each for buffer in (operand.send, operand.recv)]
-    if all(buffer.device_type is DeviceType.CPU for buffer in buffers):
+    for operand in work.each:
+        if DeviceType.CUDA in (operand.send.device_type, operand.recv.device_type):
+            break
+    else:
         return work, None
     device = cuda.device()
     twins = _Twins(device.allocate)
