@@ -624,8 +624,7 @@ class Communicator(Closing):
                 number, too. It must be the same on all peers: if they do not know it, they gather
                 it first. Then `recv` has the first dimension sum(rows), and begins with what rank 0
                 has given; all arrays lie in C's order.
-            tag: as for `all_reduce`.
-            timeout: seconds after which the collective fails, on all peers.
+            tag, timeout: as for `all_reduce`.
 
         Returns:
             `recv`, or the new arrays in the same form as `send`.
@@ -673,11 +672,7 @@ class Communicator(Closing):
             recv: for each array, one with 1 / `world_size` of its elements, which must be a whole
                 number; it may be this peer's part of `send`. None: new arrays, each of the shape of
                 `send` with the first dimension divided by `world_size`.
-            op: as for `all_reduce`.
-            tag: as for `all_reduce`.
-            quantization_options: as for `all_reduce`.
-            quantization: as for `all_reduce`.
-            timeout: seconds after which the collective fails, on all peers.
+            op, tag, quantization_options, quantization, timeout: as for `all_reduce`.
 
         Returns:
             `recv`, or the new arrays in the same form as `send`.
@@ -734,8 +729,7 @@ class Communicator(Closing):
             arrays: an array, or a list or dict of arrays; dtypes and element counts must be the
                 same on all peers.
             root: rank of the source, or "first"; the same on all peers.
-            tag: as for `all_reduce`.
-            timeout: seconds after which the collective fails, on all peers.
+            tag, timeout: as for `all_reduce`.
 
         Returns:
             The number of peers, and the payload bytes that this peer sent and received.
@@ -777,11 +771,7 @@ class Communicator(Closing):
             recv: on the root, where the result goes: like `send` in form, dtypes, element counts
                 and memory order. None, or `send` itself: in place. Ignored on other peers.
             root: rank of the peer that gets the result, or "first".
-            op: as for `all_reduce`.
-            tag: as for `all_reduce`.
-            quantization_options: as for `all_reduce`.
-            quantization: as for `all_reduce`.
-            timeout: seconds after which the collective fails, on all peers.
+            op, tag, quantization_options, quantization, timeout: as for `all_reduce`.
 
         Returns:
             The number of contributors, and the payload bytes that this peer sent and received.
@@ -835,8 +825,7 @@ class Communicator(Closing):
                 part is that of rank r. `send` may be this peer's part of it. None: new arrays of
                 shape (world_size, *send.shape). Ignored on other peers.
             root: rank of the peer that gets everything, or "first".
-            tag: as for `all_reduce`.
-            timeout: seconds after which the collective fails, on all peers.
+            tag, timeout: as for `all_reduce`.
 
         Returns:
             On the root `recv`, or the new arrays in the same form as `send`; None on other peers.
@@ -878,8 +867,7 @@ class Communicator(Closing):
                 this peer's part of `send`. None, on the root only: new arrays, each of the shape of
                 `send` with the first dimension divided by `world_size`.
             root: rank of the source, or "first".
-            tag: as for `all_reduce`.
-            timeout: seconds after which the collective fails, on all peers.
+            tag, timeout: as for `all_reduce`.
 
         Returns:
             `recv`, or the new arrays in the same form as `send`.
@@ -929,8 +917,7 @@ class Communicator(Closing):
                 arrays of a list or dict; they add up to that dimension. The arrays must lie in C's
                 order then. None, together with `recv_rows`: equally many for each.
             recv_rows: how many are from each rank: what that peer says in its `send_rows`.
-            tag: as for `all_reduce`.
-            timeout: seconds after which the collective fails, on all peers.
+            tag, timeout: as for `all_reduce`.
 
         Returns:
             `recv`, or the new arrays in the same form as `send`.
@@ -1072,8 +1059,8 @@ class Communicator(Closing):
 
         Args:
             ok: what this peer says.
-            tag: as for `all_reduce`.
             timeout: seconds after which the vote fails, on all peers.
+            tag: as for `all_reduce`.
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`, but never TOO_FEW_PEERS or

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class ReduceOperandDescriptor:
     """The element type of a collective.
 
+    >>> ReduceOperandDescriptor(DataType.FLOAT).datatype.itemsize
+    4
+
     Attributes:
         datatype: must be that of the arrays.
         distribution_hint: not used.
@@ -29,6 +32,10 @@ class ReduceOperandDescriptor:
 @dataclass(slots=True)
 class ReduceDescriptor:
     """What one collective of `Communicator.all_reduce_multiple_with_retry` does.
+
+    >>> floats = ReduceOperandDescriptor(DataType.FLOAT)
+    >>> ReduceDescriptor(1000, ReduceOp.AVG, 7, floats, None).count
+    1000
 
     Attributes:
         count: number of elements.
@@ -48,6 +55,14 @@ class ReduceDescriptor:
 @dataclass(slots=True)
 class ReduceOpDescriptor:
     """One collective of `Communicator.all_reduce_multiple_with_retry` and its memory.
+
+    >>> import numpy as np
+    >>> x = np.ones(1000, np.float32)
+    >>> floats = ReduceOperandDescriptor(DataType.FLOAT)
+    >>> work = ReduceDescriptor(x.size, ReduceOp.AVG, 7, floats, None)
+    >>> described = ReduceOpDescriptor.from_numpy(x, x, work)
+    >>> described.sendbuf_ptr == described.recvbuf_ptr  # in place
+    True
 
     Attributes:
         sendbuf_ptr: address of `reduce_descriptor.count` elements.

@@ -27,6 +27,10 @@ STEPS = {  # one after the other, of n members, for the first bytes to be everyw
 class Stats:
     """What a peer's calls have cost since it joined the run.
 
+    >>> stats = Stats(collectives={"all_reduce": 12}, tx_bytes=48_000)
+    >>> stats.collectives["all_reduce"], stats.flat()["pccl/tx_bytes"]
+    (12, 48000.0)
+
     Attributes:
         collectives: how many have succeeded, by call.
         failures: how many calls of any kind have failed, by reason: `peer_lost`, `timeout`, ...

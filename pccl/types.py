@@ -219,6 +219,11 @@ class QuantizationAlgorithm(Enum):
 class QuantizationOptions:
     """How a collective is quantized on the wire.
 
+    >>> QuantizationOptions(DataType.INT8, QuantizationAlgorithm.ZERO_POINT_SCALE).algorithm.name
+    'ZERO_POINT_SCALE'
+    >>> QuantizationOptions.of("int4").algorithm.name
+    'BLOCKWISE_INT4'
+
     Attributes:
         quantized_datatype: type of an element on the wire: UINT8, INT8, UINT16 or INT16. The
             block-wise algorithms ignore it: their names give the type.
@@ -251,6 +256,10 @@ _QUANTIZATIONS = {
 class ReduceInfo:
     """The outcome of a collective.
 
+    >>> info = ReduceInfo(local_world_size=4, tx_bytes=6_000_000, rx_bytes=6_000_000)
+    >>> f"{info.tx_bytes / 1e6:.0f} MB to be averaged over {info.world_size} peers"
+    '6 MB to be averaged over 4 peers'
+
     Attributes:
         local_world_size: peers of the group that contributed.
         tx_bytes: payload bytes that this peer sent.
@@ -274,6 +283,9 @@ class ReduceInfo:
 @dataclass(frozen=True, slots=True)
 class EntryDivergence:
     """How one entry of the shared state on one peer differed from the elected content.
+
+    >>> print(EntryDivergence("peer 3", "bias", 400, 40, max_ulp=2, nans=0, nans_elected=0))
+    peer 3: 'bias': 10 % of 400 bytes differ, by up to 2 ulp; 0 NaNs, 0 elected
 
     Attributes:
         peer: description of the peer.
@@ -312,6 +324,11 @@ class SharedStateSyncInfo:
 
     Two are equal if `tx_bytes` and `rx_bytes` are.
 
+    >>> info = SharedStateSyncInfo(tx_bytes=0, rx_bytes=1000)
+    >>> if info.rx_bytes:
+    ...     print("this peer lacked something, or was new")
+    this peer lacked something, or was new
+
     Attributes:
         tx_bytes: payload bytes that this peer sent.
         rx_bytes: payload bytes that this peer received.
@@ -339,6 +356,11 @@ class SharedStateSyncInfo:
 @dataclass(frozen=True, slots=True)
 class SharedStateProgress:
     """Progress of a transfer of shared state to this peer; only verified bytes count.
+
+    `comm.sync_shared_state(state, progress=print)` prints each of them:
+
+    >>> print(SharedStateProgress(3, 10, 300_000_000, 1_000_000_000, seconds=6.0))
+    3 of 10 entries, 300 of 1000 MB, 50 MB/s, 14 s left
 
     Attributes:
         entries: entries that have arrived completely.

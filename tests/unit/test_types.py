@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import pickle
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pccl import cuda, descriptors, errors, types
+from pccl import cuda, descriptors, errors, insight, types
 from pccl.types import DataType, DeviceType, ReduceOp, Result
 
 torch = pytest.importorskip("torch", reason="half of the conversions are torch's")
@@ -217,3 +219,9 @@ def test_check_lets_success_pass_and_knows_all_numbers() -> None:
     with pytest.raises(errors.PCCLError, match="99") as caught:
         errors.PCCLError.check(99, "f")
     assert caught.value.result is Result.INTERNAL_ERROR
+
+
+@pytest.mark.parametrize("module", [types, descriptors, insight])
+def test_examples_are_right(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
