@@ -2,7 +2,17 @@
 
 from pccl.diloco.averaging import Algorithm
 from pccl.diloco.muon import MuonAndAdamW, Preset, muloco, sparseloco
-from pccl.diloco.settings import AlonePolicy, BufferMode, Mode, Pattern, Rate, WeightBy, Wire
+from pccl.diloco.settings import (
+    AlonePolicy,
+    BufferMode,
+    InnerSteps,
+    Mode,
+    Pattern,
+    Rate,
+    WeightBy,
+    Wire,
+    quadratic_steps,
+)
 from pccl.diloco.stats import OuterRound, PeerShare
 from pccl.diloco.trainer import DiLoCo
 
@@ -11,6 +21,7 @@ __all__ = [
     "AlonePolicy",
     "BufferMode",
     "DiLoCo",
+    "InnerSteps",
     "Mode",
     "MuonAndAdamW",
     "OuterRound",
@@ -21,5 +32,6 @@ __all__ = [
     "WeightBy",
     "Wire",
     "muloco",
+    "quadratic_steps",
     "sparseloco",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -62,15 +62,15 @@ class Pace:
 class Steps(Pace):
     """So many inner steps."""
 
-    def __init__(self, inner_steps: int) -> None:
+    def __init__(self, inner_steps: Callable[[], int]) -> None:
         super().__init__()
-        self._inner_steps = inner_steps
+        self._inner_steps = inner_steps  # of this round
 
     def fraction(self, inner_step: int) -> float:
-        return min(1.0, inner_step / self._inner_steps)
+        return min(1.0, inner_step / self._inner_steps())
 
     def due(self, inner_step: int) -> bool:
-        return inner_step == self._inner_steps
+        return inner_step == self._inner_steps()
 
 
 class _Clock:
@@ -145,7 +145,7 @@ class Deadline(Pace):
     and at least one inner step or a tenth of it.
     """
 
-    def __init__(self, inner_steps: int, enough: int, grace: float | None) -> None:
+    def __init__(self, inner_steps: Callable[[], int], enough: int, grace: float | None) -> None:
         super().__init__(waits_for_all=False)
         self._inner_steps = inner_steps
         self._enough = enough
@@ -171,12 +171,12 @@ class Deadline(Pace):
         self.late, self._taken, self._step = True, 0, 0
 
     def fraction(self, inner_step: int) -> float:
-        return min(1.0, inner_step / self._inner_steps)
+        return min(1.0, inner_step / self._inner_steps())
 
     def due(self, inner_step: int) -> bool:
         self._clock.step()
         self._step = inner_step
-        if self._taken + inner_step >= self._inner_steps:
+        if self._taken + inner_step >= self._inner_steps():
             self.late = False
             return True
         grace_s = self._grace_s
@@ -188,7 +188,7 @@ class Deadline(Pace):
         return True
 
     def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
-        needed = sorted(seconds / steps * self._inner_steps for seconds, steps in speeds if steps)
+        needed = sorted(seconds / steps * self._inner_steps() for seconds, steps in speeds if steps)
         if needed:
             self._times_s[:-1] = self._times_s[1:]
             self._times_s[-1] = needed[min(self._enough, len(needed)) - 1]
@@ -207,7 +207,7 @@ class Deadline(Pace):
         if not known.size:
             return None
         last = float(known[-1])
-        return max(float(np.ptp(known)), last / self._inner_steps, _LEAST_PART * last)
+        return max(float(np.ptp(known)), last / self._inner_steps(), _LEAST_PART * last)
 
 
 class LeaderClock(Pace):
@@ -225,12 +225,14 @@ class LeaderClock(Pace):
         return bool(self._replica.first(int(self._pace.due(inner_step))))
 
 
-def pace_of(settings: Settings, replica: Replica) -> Pace:
-    steps, seconds = settings.inner_steps, settings.inner_seconds
-    if steps is None:
-        assert seconds is not None
-        pace = Seconds(seconds, settings.grace or 0.0, settings.deadline_peers)
+def pace_of(settings: Settings, replica: Replica, outer_step: Callable[[], int]) -> Pace:
+    if settings.inner_seconds is not None:
+        pace = Seconds(settings.inner_seconds, settings.grace or 0.0, settings.deadline_peers)
         return LeaderClock(pace, replica) if replica.size > 1 else pace
+
+    def inner_steps() -> int:
+        return settings.steps_at(outer_step())
+
     if settings.deadline_peers is not None:
-        return Deadline(steps, settings.deadline_peers, settings.grace)
-    return Steps(steps)
+        return Deadline(inner_steps, settings.deadline_peers, settings.grace)
+    return Steps(inner_steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -21,6 +21,9 @@ WeightBy = Literal["peers", "samples"]
 Wire = Literal["fp32", "int8", "int4", "e3m0", "2bit", "sparse"]
 Rate = float | Sequence[tuple[int, float]]
 """A number; or points (k, value) between which it is linear in k, and beyond which constant."""
+
+InnerSteps = int | Sequence[tuple[int, int]]
+"""Likewise, of whole numbers."""
 
 _CONFIG_BYTES = 1024
 
@@ -57,7 +60,7 @@ def rates(
     momentum: Rate | None,
     *,
     mode: Mode,
-    inner_steps: int | None,
+    inner_steps: InnerSteps | None,
     sparse: bool,
     muon: bool,
 ) -> Rates:
@@ -72,7 +75,7 @@ def rates(
         ValueError: a number is out of range, or points are not in ascending order of k.
     """
     if momentum is None:
-        few = inner_steps is not None and inner_steps < _FEW_STEPS
+        few = inner_steps is not None and min(_values(inner_steps)) < _FEW_STEPS
         usual = _MOMENTUM_OF_FEW_STEPS if few else _MOMENTUM_WITH_MUON if muon else _MOMENTUM
         momentum = 0.0 if sparse or mode in _LR_OF_LATE_MEANS else usual
     if lr is None and sparse:
@@ -87,6 +90,45 @@ def rates(
         if any(value <= 0 for value in _values(lr)):
             raise ValueError(f"outer_lr={lr} must be positive")
     return Rates(lr, checked)
+
+
+def checked_steps(inner_steps: InnerSteps) -> InnerSteps:
+    """As it is compared with that of other peers.
+
+    Raises:
+        ValueError: points are not in ascending order of k.
+    """
+    if not isinstance(inner_steps, Sequence):
+        return inner_steps
+    points = _checked("inner_steps", inner_steps)
+    assert isinstance(points, Sequence)
+    return tuple((k, int(steps)) for k, steps in points)
+
+
+def quadratic_steps(
+    lr: Callable[[float], float],
+    outer_steps: int,
+    *,
+    alpha: float,
+    least: int,
+    most: int = 1000,
+    points: int = 16,
+) -> list[tuple[int, int]]:
+    """`inner_steps` by the quadratic synchronization rule (arXiv 2310.14423).
+
+    H = (alpha / lr)^2, rounded down: as the inner learning rate falls, rounds become longer.
+
+    Args:
+        lr: the inner learning rate after the warm-up, by `DiLoCo.progress`, from 0 to 1.
+        outer_steps: of the whole run.
+        alpha: a learning rate divided by the root of the inner steps that go with it.
+        least: inner steps of a round, where the rule has fewer.
+        most: likewise, where it has more.
+        points: at which the rule is evaluated; between them, H is linear.
+    """
+    steps = sorted({outer_steps * i // (points - 1) for i in range(points)})
+    wanted = [(alpha / lr(k / outer_steps)) ** 2 for k in steps]
+    return [(k, int(min(most, max(least, h)))) for k, h in zip(steps, wanted, strict=True)]
 
 
 def _values(rate: Rate) -> list[float]:
@@ -122,7 +164,7 @@ class Settings:
     same on all peers.
     """
 
-    inner_steps: int | None
+    inner_steps: InnerSteps | None
     inner_seconds: float | None
     deadline_peers: int | None
     grace: float | None
@@ -158,7 +200,7 @@ class Settings:
             raise ValueError(f"min_peers={self.min_peers} must be at least 1")
         if (self.inner_steps is None) == (self.inner_seconds is None):
             raise ValueError("give inner_steps or inner_seconds")
-        if self.inner_steps is not None and self.inner_steps < 1:
+        if self.inner_steps is not None and min(_values(self.inner_steps)) < 1:
             raise ValueError(f"inner_steps={self.inner_steps} must be at least 1")
         self._check_times()
         self._check_streaming()
@@ -212,8 +254,8 @@ class Settings:
                     f'are for mode="streaming", and mode={self.mode!r}'
                 )
             return
-        if self.inner_steps is None:
-            raise ValueError('mode="streaming" needs inner_steps')
+        if not isinstance(self.inner_steps, int):
+            raise ValueError('mode="streaming" needs inner_steps, which do not change')
         if not 1 <= self.fragments <= self.inner_steps:
             raise ValueError(f"fragments={self.fragments} must be from 1 to inner_steps")
         between = self.inner_steps // self.fragments
@@ -234,6 +276,10 @@ class Settings:
     def ends_early(self) -> bool:
         """Whether a round may end before a peer has taken so many inner steps."""
         return self.inner_seconds is not None or self.deadline_peers is not None
+
+    def steps_at(self, outer_step: int) -> int:
+        """Inner steps of the round that begins after so many outer steps; 0: it goes by seconds."""
+        return 0 if self.inner_steps is None else int(_at(self.inner_steps, outer_step))
 
     @property
     def least_peers(self) -> int:

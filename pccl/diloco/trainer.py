@@ -34,12 +34,14 @@ from pccl.diloco.pace import pace_of
 from pccl.diloco.settings import (
     AlonePolicy,
     BufferMode,
+    InnerSteps,
     Mode,
     Pattern,
     Rate,
     Settings,
     WeightBy,
     Wire,
+    checked_steps,
     encode,
     layout_digest,
     rates,
@@ -120,7 +122,10 @@ class DiLoCo:
         model: the module to train. Its initial parameters matter only on the first peer of a run;
             all other peers receive the shared ones in this constructor.
         inner_optimizer: optimizer of the parameters of `model`; usually AdamW.
-        inner_steps: H, calls of `step` between outer steps.
+        inner_steps: H, calls of `step` between outer steps. A number; or points (k, steps), between
+            which it is linear in the outer step k, rounded down, and beyond which constant:
+            [(0, 30), (500, 30), (1000, 100)]. See also `quadratic_steps`. Not points with
+            mode="streaming".
         inner_seconds: instead of that, the seconds between outer steps: each peer takes the inner
             steps that it can. Not with mode="streaming".
         outer_lr: eta. A number; or points (k, value), between which it is linear in the outer step
@@ -199,7 +204,7 @@ class DiLoCo:
         model: torch.nn.Module,
         inner_optimizer: torch.optim.Optimizer,
         *,
-        inner_steps: int | None = None,
+        inner_steps: InnerSteps | None = None,
         inner_seconds: float | None = None,
         outer_lr: Rate | None = None,
         outer_momentum: Rate | None = None,
@@ -220,6 +225,8 @@ class DiLoCo:
         late_decay: float = 1.0,
         ledger: Ledger | None = None,
     ) -> None:
+        if inner_steps is not None:
+            inner_steps = checked_steps(inner_steps)
         settings = Settings(
             inner_steps=inner_steps,
             inner_seconds=inner_seconds,
@@ -319,7 +326,8 @@ class DiLoCo:
             }
         )
         self._selector = Selector()
-        self._pace = pace_of(settings, replica)
+        outer = self._outer
+        self._pace = pace_of(settings, replica, lambda: outer.outer_step)
         self._exchanges = self._exchanges_of()
         self._schedule = self._schedule_of()
         self._group = self._group_of()
@@ -369,8 +377,7 @@ class DiLoCo:
             Fragment(exchange, SharedState([*self._common_entries(), *entries]))
             for exchange, entries in zip(self._exchanges, own, strict=True)
         ]
-        assert settings.inner_steps is not None
-        return Streaming(fragments, settings.inner_steps, settings.overlap, settings.alpha)
+        return Streaming(fragments, settings.steps_at(0), settings.overlap, settings.alpha)
 
     def _common_entries(self) -> list[TensorInfo]:
         return [
@@ -589,8 +596,7 @@ class DiLoCo:
         at = self._inner_step
         due = self._schedule.due(at)
         if self._settings.mode == "streaming":
-            assert self._settings.inner_steps is not None
-            self._inner_step %= self._settings.inner_steps
+            self._inner_step %= self._settings.steps_at(0)
         elif due:
             self._inner_step = 0
         if not due:
@@ -686,14 +692,14 @@ class DiLoCo:
                 return
             if self._last_round is not before:
                 raise ValueError(
-                    f"a round has more batches than its {self._settings.inner_steps} inner steps: "
-                    "give the ledger a smaller share"
+                    "a round has more batches than inner steps: give the ledger a smaller share, "
+                    f"or more than inner_steps={self._settings.inner_steps}"
                 )
             yield batch
         if self._last_round is before:
             self._inner_step = 0
             self._pace.late = False  # there is nothing more to train on
-            self._round(self._settings.inner_steps or 0)
+            self._round(self._settings.steps_at(self.outer_step))
 
     def __enter__(self) -> DiLoCo:
         """From here on, each step of the inner optimizer does what `step` does.

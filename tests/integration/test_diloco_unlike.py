@@ -375,7 +375,7 @@ def test_peers_that_hear_of_a_loss_at_different_times_call_the_roll_together(
 def test_a_grace_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("pccl.diloco.pace.time", clock)
-    pace = Deadline(10, 2, None)
+    pace = Deadline(lambda: 10, 2, None)
 
     def steps_until_due(step_s: float) -> int:
         pace.late = False  # as if each round were the first
