@@ -176,6 +176,11 @@ def _group(options: Any) -> ProcessGroup:
         return ProcessGroup(comm, timeout=timeout, store=store, waits=True)
     if address:
         return join(address, size, timeout=timeout, rank=rank, store=store)
+    return by_store(store, rank, size, timeout)
+
+
+def by_store(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    """The group of all that call this with a store of torch; its first rank hosts the master."""
     if rank != 0:
         return _join_the_first(store, size, timeout=timeout, rank=rank)
     master = HostedMaster(_own_host(store), store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -45,19 +46,30 @@ class HostedMaster:
         self.address = f"{host}:{self._node.address.rpartition(':')[2]}"
         store.set(KEY, self.address)
 
-    def end(self, until_s: float | None = None) -> None:
+    def end(self) -> None:
+        """Stops it when all members have left. Idempotent."""
+        self._withdraw()
+        self.stop(time.monotonic() + FAREWELL_S)
+
+    def abort(self) -> None:
+        """Stops it at once. Idempotent."""
+        self._withdraw()
+        self.stop(0.0)
+
+    def _withdraw(self) -> None:
+        """Who makes the group anew must not come to this one."""
+        if self in _hosted:
+            with contextlib.suppress(RuntimeError):  # the store has ended: it tells nobody anything
+                self._store.compare_set(KEY, self.address, "")
+
+    def stop(self, until_s: float) -> None:
         """Stops it when all members have left, or at a time of `time.monotonic`. Idempotent."""
         if self not in _hosted:
             return
         _hosted.remove(self)
-        try:  # who makes the group anew must not come to this one
-            self._store.compare_set(KEY, self.address, "")
-        except RuntimeError:  # the store has ended before: nobody finds anything in it
-            pass
         members = self._members()  # who joins when all have left makes the group anew
         if self.own is not None:
             self.own.close()
-        until_s = time.monotonic() + FAREWELL_S if until_s is None else until_s
         while (here := members & self._members()) and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
         if here:
@@ -67,10 +79,6 @@ class HostedMaster:
                 len(here),
             )
         self._node.interrupt()
-
-    def abort(self) -> None:
-        """Stops it at once. Idempotent."""
-        self.end(time.monotonic())
 
     def _members(self) -> set[int]:
         """The numbers of the members; none if the master has ended, as by SIGTERM."""
@@ -86,7 +94,7 @@ def end_all() -> None:
     logging.raiseExceptions = False  # streams may be closed already
     until_s = time.monotonic() + FAREWELL_S
     for master in list(_hosted):
-        master.end(until_s)
+        master.stop(until_s)
 
 
 def serve(host: str) -> tuple[TCPStore, str]:

@@ -197,7 +197,7 @@ class Operation:
         try:
             self._launch()
         except PCCLError as error:
-            self.error = error
+            self.error = _in_words_of_torch(error)
             self.task.failed()
             self._ended.set()
             return
@@ -275,7 +275,7 @@ class Operation:
             try:
                 self._conclude(timeout_s)
             except Exception as error:
-                self.error = error
+                self.error = _in_words_of_torch(error)
             except BaseException as error:  # of this thread: the collective is abandoned
                 why = f"{type(error).__name__} in the thread that waited for it"
                 self.error = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
@@ -312,7 +312,7 @@ class Operation:
 
     def _timed_out(self, error: PCCLTimeoutError) -> PCCLTimeoutError:
         """By the limit that torch has set, in the words that programs of torch look for."""
-        why = f"Timed out after {self._timeout_s:g} s, the limit of this call or of its group"
+        why = f"Timed out waiting {self._timeout_s:g} s, the limit of this call or of its group"
         return PCCLTimeoutError(error.result, self.task.name, f"{why}: {error.message}")
 
     def _patience(self, timeout_s: float | None) -> float | None:
@@ -320,6 +320,16 @@ class Operation:
         if self._deadline_s is not None:
             left.append(max(0.0, self._deadline_s - time.monotonic()))
         return min(left) if left else None
+
+
+def _in_words_of_torch(error: Exception) -> Exception:
+    """Programs look for what gloo says when it has lost a peer."""
+    if not isinstance(error, PeerLostError):
+        return error
+    why = f"Connection closed by peer: {error.message}"
+    found = type(error)(error.result, error.func_name, why)
+    found.__cause__ = error.__cause__
+    return found
 
 
 class Work(BaseWork):

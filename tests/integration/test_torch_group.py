@@ -185,10 +185,28 @@ def test_a_time_limit_is_an_option_or_an_argument(two: Groups) -> None:
             lambda: group.allgather([torch.empty(1), torch.empty(1)], one, limit),
             lambda: group.barrier(timeout=limit),
         ):
-            with pytest.raises(pccl.PCCLTimeoutError, match=r"after 0\.05 s"):
+            with pytest.raises(pccl.PCCLTimeoutError, match=r"Timed out waiting 0\.05 s"):
                 call().wait()
 
     two.each(job)
+
+
+def test_the_profiler_shows_collectives_until_they_end(two: Groups) -> None:
+    def job(group: ProcessGroup) -> None:
+        before, one = group._get_sequence_number_for_group(), torch.ones(1)
+        group.allreduce(one).wait()
+        group.broadcast(one).wait()
+        assert group._get_sequence_number_for_group() == before + 2
+
+    def profiled(group: ProcessGroup) -> None:
+        if group.rank() == 1:
+            job(group)
+            return
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            job(group)
+        assert {"pccl:all_reduce", "pccl:broadcast"} <= {event.name for event in profile.events()}
+
+    two.each(profiled)
 
 
 def test_sparse_tensors_are_summed(three: Groups) -> None:

@@ -43,6 +43,6 @@ def test_rank_0_names_the_missing_and_the_next_barrier_is_whole_again() -> None:
         assert each((), LONG, False) == ["passed"] * 3
         with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier after 0 ms"):
             groups[0].monitored_barrier(timedelta(0))
-        with pytest.raises(pccl.PCCLTimeoutError, match=r" Timed out after 0\.2 s, the limit of"):
+        with pytest.raises(pccl.PCCLTimeoutError, match=r" Timed out waiting 0\.2 s, the limit of"):
             groups[0].set_timeout(SHORT)
             groups[0].barrier().wait()
