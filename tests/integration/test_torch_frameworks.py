@@ -61,7 +61,7 @@ def ended(*commands: list[str], **env: str) -> str:
     processes = [
         subprocess.Popen(
             [sys.executable, *command],
-            env={**os.environ, **env},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
