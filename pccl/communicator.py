@@ -165,7 +165,7 @@ class Communicator(Closing):
         if limit is None:
             limit = config.connect_timeout_s
         host, port, lanes = self._host, self._port, self._pool_size
-        patience = RetryPolicy(self.address, n_attempts, limit, timeout)
+        retry = RetryPolicy(self.address, n_attempts, limit, timeout)
         configure_logging()
         security = Security.of(self._security)
 
@@ -173,7 +173,7 @@ class Communicator(Closing):
             group, team = self._group, self._team
             return Client(host, port, address, config, security, group, team, lanes)
 
-        self._membership.begin(host, port, config, make, patience, self)
+        self._membership.begin(host, port, config, make, retry, self)
 
     def __repr__(self) -> str:
         return f"Communicator({self.address!r}, {self._membership.described(self._group)})"
@@ -242,7 +242,7 @@ class Communicator(Closing):
         Raises:
             PCCLError: INVALID_USAGE before `connect`.
         """
-        return self._membership.last("stats").figures.stats()
+        return self._membership.last("stats").metrics.stats()
 
     def explain(self) -> Explanation:
         """What limits the last collectives of this peer, by what was measured of them.

@@ -173,7 +173,7 @@ class Membership:
         port: int,
         config: Config,
         make: Callable[[str], Client],
-        patience: RetryPolicy,
+        retry: RetryPolicy,
         owner: object,
     ) -> None:
         """Joins a run; see `connect`. Leaves it at the latest when `owner` is collected.
@@ -183,7 +183,7 @@ class Membership:
             port: port of the master.
             config: timings and limits.
             make: makes a client of the master at an address.
-            patience: the time limits of the attempts.
+            retry: the time limits of the attempts.
             owner: the object that uses this membership.
 
         Raises:
@@ -204,7 +204,7 @@ class Membership:
             self._finalizer = weakref.finalize(owner, client.close, why)
             self._client = client
 
-        connect(host, port, config, make, joined, patience)
+        connect(host, port, config, make, joined, retry)
 
     def end(self) -> None:
         """Leaves the run; collectives in progress fail and are restored. Idempotent."""

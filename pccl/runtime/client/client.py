@@ -37,7 +37,7 @@ class Client(ControlThread):
         pool_size: lanes to each neighbour; 0: chosen by the engine.
 
     Attributes:
-        figures: what its calls have cost.
+        metrics: what its calls have cost.
 
     Raises:
         OSError: the engine cannot listen here.
@@ -63,10 +63,10 @@ class Client(ControlThread):
             host, port, address, config, security, peer, lanes=pool_size, group=group, team=team
         )
         self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
-        self.figures = figures = CallMetrics(lambda: self._engine.cpu_s)
-        self._pending = PendingCalls(figures.ended)
+        self.metrics = metrics = CallMetrics(lambda: self._engine.cpu_s)
+        self._pending = PendingCalls(metrics.ended)
         self._driver = PeerDriver(
-            peer, self._engine, self._streams, self._master, self._pending, figures
+            peer, self._engine, self._streams, self._master, self._pending, metrics
         )
         self._timers.append(Progress(self._engine, peer))
         self._start()
@@ -89,9 +89,9 @@ class Client(ControlThread):
         return self._peer.number
 
     def explain(self) -> Explanation:
-        """What limits the last collectives, by the figures and by what the kernel knows of the
+        """What limits the last collectives, by its metrics and by what the kernel knows of the
         connections; from any thread."""
-        figures, number, plan = self.figures, self.number, self.plan
+        metrics, number, plan = self.metrics, self.number, self.plan
         order = plan.rings[0].order if plan.rings else ()
         after = order[(order.index(number) + 1) % len(order)] if number in order else 0
         ends = {address: to for to, address in self._streams.neighbours if to.peer == after}
@@ -99,7 +99,7 @@ class Client(ControlThread):
         found = tcp.connections({*ends, master})
         link = None
         for address, to in ends.items():
-            lanes, moved_s = found.get(address, ()), figures.moved_s
+            lanes, moved_s = found.get(address, ()), metrics.moved_s
             if lanes and moved_s > 0:
                 busy = min(1.0, max(lane.busy_s for lane in lanes) / moved_s)
                 full = min(1.0, max(lane.rwnd_limited_s for lane in lanes) / moved_s)
@@ -107,7 +107,7 @@ class Client(ControlThread):
                 rtt_s = min(lane.min_rtt_s for lane in lanes)
                 link = LinkFacts(str(to), rtt_s, busy, full, again)
         trips = [one.min_rtt_s for one in found.get(master, ())]
-        return explain([*figures.samples], link, min(trips, default=None))
+        return explain([*metrics.samples], link, min(trips, default=None))
 
     @property
     def backend(self) -> str:

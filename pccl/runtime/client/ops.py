@@ -284,7 +284,7 @@ class PeerDriver(Driver):
     Args:
         peer: the state machine.
         engine, streams, master, pending: as of a Driver.
-        figures: count the collectives.
+        metrics: count the collectives.
     """
 
     def __init__(
@@ -294,10 +294,10 @@ class PeerDriver(Driver):
         streams: Streams,
         master: MasterConnection,
         pending: PendingCalls,
-        figures: CallMetrics,
+        metrics: CallMetrics,
     ) -> None:
         super().__init__(peer, engine, streams, master, pending)
-        self._peer, self._figures = peer, figures
+        self._peer, self._metrics = peer, metrics
         self.effects |= {
             effects.OpenStream: self._open_stream,
             effects.EagerOp: self._start_eagerly,
@@ -318,7 +318,7 @@ class PeerDriver(Driver):
         return self._peer.knowledge.conditions.local
 
     def _complete(self, event: Event) -> list[Any]:
-        self._figures.held(event.op)
+        self._metrics.held(event.op)
         return super()._complete(event)
 
     def _stream_lost(self, event: Event) -> list[Any]:
@@ -337,7 +337,7 @@ class PeerDriver(Driver):
         return []
 
     def _open_stream(self, effect: effects.OpenStream) -> None:
-        self._figures.opened()
+        self._metrics.opened()
         self._streams.open(effect.stream, effect.to, effect.nonce)
 
     def _start_eagerly(self, effect: effects.EagerOp) -> None:
@@ -358,11 +358,11 @@ class PeerDriver(Driver):
             oneshot=effect.strategy.algorithm is Algorithm.ONE_SHOT,
             calls=effect.calls,
         )
-        self._figures.started(effect.op, effect.strategy.spec.what)
+        self._metrics.started(effect.op, effect.strategy.spec.what)
 
     def _store(self, effect: effects.Store) -> None:
         memory = self.pending.memory[effect.call]
         assert isinstance(memory, Operands)
-        self._figures.stored(effect.call, memory.work.what)
+        self._metrics.stored(effect.call, memory.work.what)
         for operand in memory.each:
             store(operand.recv, effect.data)
