@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -397,6 +398,24 @@ def test_an_address_that_swallows_everything_leaves_time_for_the_next(
         port = server.getsockname()[1]
         assert resolve.reachable("master.example", port, LIMIT_S) == "127.0.0.1"
     assert len(waited) == 2 and waited[0] <= LIMIT_S / 2
+
+
+def test_a_silent_address_does_not_delay_the_next(names: Names) -> None:
+    names.addresses = ["127.0.0.2", "127.0.0.1"]
+    with socket.create_server(("127.0.0.2", 0)) as silent:
+        port = silent.getsockname()[1]
+        with socket.create_server(("127.0.0.1", port)) as master, ThreadPoolExecutor() as pool:
+
+            def greet() -> None:
+                with master.accept()[0] as connection:
+                    connection.sendall(resolve.GREETING)
+                    connection.recv(1)
+
+            greeted = pool.submit(greet)
+            began = time.monotonic()
+            assert resolve.reachable("master.example", port, 60.0) == "127.0.0.1"
+            assert time.monotonic() - began < limits.GREETING_S  # else it waited for the first one
+            greeted.result()
 
 
 @pytest.mark.parametrize("address", ["master.example", "fe80::1%\u00fc", "127.0.0.1.1", ""])
