@@ -610,11 +610,11 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
     why: Text = ""
 
 
-class Meet(Struct, array_like=True, frozen=True, tag=19):
+class RendezvousRequest(Struct, array_like=True, frozen=True, tag=19):
     """Asks that the `outgoing` peer `peer` connects to a stream from this peer, `lanes` times.
 
-    They meet at `port` of this peer; 0: it is `outgoing` itself. By the `token` the meeting point
-    knows who belongs together.
+    They meet at `port` of this peer; 0: it is `outgoing` itself. By the `token` that one knows
+    who belongs together.
     """
 
     peer: U64
@@ -742,7 +742,7 @@ PeerMessage: TypeAlias = (
     | Leave
     | Withdraw
     | Unreached
-    | Meet
+    | RendezvousRequest
     | Stalled
     | Examine
     | OptimizeVote
@@ -983,8 +983,8 @@ class Waiting(Struct, array_like=True, frozen=True, tag=83):
     why: Text
 
 
-class Come(Struct, array_like=True, frozen=True, tag=84):
-    """The peer must connect to a stream of `sender`, `lanes` times, at a host; see Meet."""
+class RendezvousJoin(Struct, array_like=True, frozen=True, tag=84):
+    """The peer must connect to a stream of `sender`, `lanes` times, at a host."""
 
     sender: PeerInfo
     token: Token
@@ -999,21 +999,23 @@ class Come(Struct, array_like=True, frozen=True, tag=84):
         return self.host, *self.others
 
 
-class Met(Struct, array_like=True, frozen=True, tag=85):
-    """The answer to a Meet without a port: where the two meet, which is at `relay`; or `why` they
-    cannot."""
+class RendezvousResult(Struct, array_like=True, frozen=True, tag=85):
+    """The answer to a request without a port: the two meet at `relay`; or `why` they cannot."""
 
     token: Token
     relay: PeerInfo | None = None
     why: Text = ""
 
 
-class Relay(Struct, array_like=True, frozen=True, tag=86):
-    """The peer must join the connections of these two that name the token; see Meet."""
+class RendezvousRelay(Struct, array_like=True, frozen=True, tag=86):
+    """The peer must join the connections of these two that name the token."""
 
     token: Token
     sender: PeerInfo
     receiver: PeerInfo
+
+
+Rendezvous = RendezvousJoin | RendezvousResult | RendezvousRelay  # what the master arranges
 
 
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
@@ -1088,9 +1090,9 @@ MasterMessage: TypeAlias = (
     | Report
     | Probe
     | OptimizeResult
-    | Come
-    | Met
-    | Relay
+    | RendezvousJoin
+    | RendezvousResult
+    | RendezvousRelay
     | Published
     | Available
     | Source

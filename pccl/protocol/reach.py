@@ -2,7 +2,7 @@
 
 A newcomer says at which hosts others may reach it, or that it cannot be reached. Then (it is
 `outgoing`: behind NAT) it connects to others, and they do not connect to it: a stream to it has a
-meeting point, at its sender, to which it connects on the master's word. If the sender cannot be
+rendezvous point, at its sender, to which it connects on the master's word. If the sender cannot be
 reached either, the two are *apart*. They can meet at a third peer only, which relays if its
 operator wants that.
 
@@ -54,28 +54,36 @@ def apart(one: m.PeerInfo, other: m.PeerInfo) -> bool:
     return one.outgoing and other.outgoing and not local(one, other)
 
 
-def meeting(
-    sender: m.PeerInfo, receiver: m.PeerInfo, meet: m.Meet, relays: Sequence[m.PeerInfo]
+def rendezvous(
+    sender: m.PeerInfo,
+    receiver: m.PeerInfo,
+    request: m.RendezvousRequest,
+    relays: Sequence[m.PeerInfo],
 ) -> list[tuple[m.PeerInfo, m.MasterMessage]]:
     """What follows when a sender asks that its receiver connects: who must be told what.
 
     Args:
         sender: it asks.
         receiver: of its stream.
-        meet: what it asks.
+        request: what it asks.
         relays: the peers that relay.
     """
-    token, lanes = meet.token, meet.lanes
+    token, lanes, port = request.token, request.lanes, request.port
     if not receiver.outgoing:
         return []  # it goes nowhere on the word of a peer that could come itself
-    if meet.port:
-        return [(receiver, m.Come(sender, token, sender.host, meet.port, lanes, sender.others))]
+    if port:
+        return [
+            (
+                receiver,
+                m.RendezvousJoin(sender, token, sender.host, port, lanes, sender.others),
+            )
+        ]
     if not relays:
-        return [(sender, m.Met(token, why=severed(sender, receiver)))]
+        return [(sender, m.RendezvousResult(token, why=severed(sender, receiver)))]
     relay = relays[(sender.peer + receiver.peer) % len(relays)]
-    come = m.Come(sender, token, relay.host, relay.relay, lanes, relay.others)
-    relaying = m.Relay(token, sender, receiver)
-    return [(relay, relaying), (receiver, come), (sender, m.Met(token, relay))]
+    come = m.RendezvousJoin(sender, token, relay.host, relay.relay, lanes, relay.others)
+    relaying = m.RendezvousRelay(token, sender, receiver)
+    return [(relay, relaying), (receiver, come), (sender, m.RendezvousResult(token, relay))]
 
 
 def severed(one: m.PeerInfo, other: m.PeerInfo) -> str:

@@ -308,8 +308,8 @@ class WeightsMachine:
             m.Source: self._sourced,
             m.Serve: lambda one: self._cache.serve(one),
             m.Served: self._served,
-            m.Come: lambda one: self._do(Arrange(one)),
-            m.Met: lambda one: self._do(Arrange(one)),
+            m.RendezvousJoin: lambda one: self._do(Arrange(one)),
+            m.RendezvousResult: lambda one: self._do(Arrange(one)),
             m.Published: lambda one: self._published(Answer(one.call, None)),
             m.CallError: lambda one: self._published(Fail(one.call, Result(one.result), one.why)),
         }
@@ -364,9 +364,9 @@ class WeightsMachine:
         self._say_holds()
         return self._take()
 
-    def meet(self, meet: m.Meet) -> list[Effect]:
+    def rendezvous(self, request: m.RendezvousRequest) -> list[Effect]:
         """A stream leads to a client to which this one cannot connect."""
-        return self._take(Send(meet)) if self._connected else self._take()
+        return self._take(Send(request)) if self._connected else self._take()
 
     def leave(self, why: str) -> list[Effect]:
         """Leaves."""

@@ -34,9 +34,9 @@ NAME_KEPT_S = 30.0  # for which the addresses of a name are cached
 NAME_RETRY_S = 0.5  # between look-ups of a name: a failure may be temporary
 STAGGER_S = 0.25  # until the next address of a peer is tried, too, as RFC 8305 recommends
 STREAMS_REFUSED_MAX = 3  # streams in a row without a socket for them: then the membership ends
-GUESTS_MAX = 1024  # at a meeting point, not joined yet; the oldest is sent away beyond that
+GUESTS_MAX = 1024  # at a rendezvous point, not joined yet; the oldest is sent away beyond that
 GUEST_BYTES = 1024  # that it may say before it is joined: greeting and request are shorter
-MEETING_LANES = 8  # both sides must know how many, before the round trip is known
+RENDEZVOUS_LANES = 8  # both sides must know how many, before the round trip is known
 STREAM_LATE_S = 1.0  # after libzmq's own time limit, which comes first because it says more
 
 # ---- shared state and measurements ----

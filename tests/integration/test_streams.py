@@ -101,7 +101,7 @@ class FakeEngine:
         self.told.append(("lose", number, why))
 
 
-class FakeMeetings:
+class FakeRendezvous:
     """Notes who is asked to come to this peer; without a port of its own, the master says where."""
 
     def __init__(self) -> None:
@@ -121,14 +121,14 @@ class Desk:
         self.engine = FakeEngine()
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.resolver = Resolver(self.posted.put)
-        self.meetings = FakeMeetings()
+        self.rendezvous = FakeRendezvous()
         self.streams = Streams(
             self.engine,  # type: ignore[arg-type]
             self.resolver,
             Config(handshake_timeout_s=limit_s),
             0,
             lambda info: info.machine == "here",
-            self.meetings,  # type: ignore[arg-type]
+            self.rendezvous,  # type: ignore[arg-type]
         )
 
     def work(self) -> None:

@@ -63,12 +63,12 @@ def test_two_meet_at_any_host_of_the_one_that_waits() -> None:
         place = {"host": f"h{number}", "machine": f"m{number}", "others": (f"fd00::{number}",)}
         run.join(b"%d" % number, **place, **more)
     run.say(b"1", m.TopologyVote(1))
-    run.say(b"1", m.Meet(2, TOKEN, 4001, 8))
+    run.say(b"1", m.RendezvousRequest(2, TOKEN, 4001, 8))
     come = run.last(b"2")
-    assert isinstance(come, m.Come) and come.hosts == ("h1", "fd00::1")
-    run.say(b"1", m.Meet(2, TOKEN, 0, 8))
+    assert isinstance(come, m.RendezvousJoin) and come.hosts == ("h1", "fd00::1")
+    run.say(b"1", m.RendezvousRequest(2, TOKEN, 0, 8))
     come = run.last(b"2")
-    assert isinstance(come, m.Come) and come.hosts == ("h3", "fd00::3")
+    assert isinstance(come, m.RendezvousJoin) and come.hosts == ("h3", "fd00::3")
 
 
 def test_what_the_master_knows_after_all_dials() -> None:

@@ -132,14 +132,14 @@ def test_every_secret_of_a_message_is_known() -> None:
         ("Missed", "small"),
         ("Probe", "nonce"),
         ("Hello", "relay"),  # a port
-        ("Meet", "token"),
-        ("Come", "sender"),
-        ("Come", "token"),
-        ("Met", "token"),
-        ("Met", "relay"),
-        ("Relay", "token"),
-        ("Relay", "sender"),
-        ("Relay", "receiver"),
+        ("RendezvousRequest", "token"),
+        ("RendezvousJoin", "sender"),
+        ("RendezvousJoin", "token"),
+        ("RendezvousResult", "token"),
+        ("RendezvousResult", "relay"),
+        ("RendezvousRelay", "token"),
+        ("RendezvousRelay", "sender"),
+        ("RendezvousRelay", "receiver"),
         ("Served", "receiver"),  # a number
     }
 

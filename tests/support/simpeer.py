@@ -115,7 +115,7 @@ class SimPeer:
     dialled: str | None = ""  # what comes of the master's dial to it
     # whether nobody can open a stream to it, and it says so; whether two of these can meet at it
     nat: tuple[bool, bool] = (False, False)
-    tokens: dict[int, str] = field(default_factory=dict)  # by stream: of meetings
+    tokens: dict[int, str] = field(default_factory=dict)  # by stream: of rendezvous
     content: tuple[int, str] = (0, "new")  # revision and content of the shared state
     plan: m.SyncPlan | None = None
     probe: int = 0  # the seq of the one under way
@@ -412,7 +412,7 @@ class SimPeer:
                     if to.outgoing:
                         self.meet(stream, to)
                 case Arrange(message):
-                    self.run.meetings.arranged(self, message)
+                    self.run.rendezvous.arranged(self, message)
                 case CloseStream(stream):
                     del self.streams[stream]
                     self.run.eager.lose(self, stream)
@@ -445,15 +445,15 @@ class SimPeer:
 
     def meet(self, stream: int, to: m.PeerInfo) -> None:
         """A stream to a peer that connects itself, at this one if that is possible."""
-        token = self.tokens[stream] = self.run.meetings.asked(self)
+        token = self.tokens[stream] = self.run.rendezvous.asked(self)
         port = 0 if self.outgoing else 7
-        self.perform(self.machine.meet(m.Meet(to.peer, token, port, 1)))
+        self.perform(self.machine.rendezvous(m.RendezvousRequest(to.peer, token, port, 1)))
 
     def missed(self, op: SimOp) -> tuple[m.PeerInfo, ...]:
         """Those to whom an op has streams, and who will not come."""
         tokens = ((self.streams.get(stream), self.tokens.get(stream)) for stream in op.streams)
         return tuple(
-            to for to, token in tokens if to and token and self.run.meetings.is_void(token)
+            to for to, token in tokens if to and token and self.run.rendezvous.is_void(token)
         )
 
     def answered(self, call: int, end: End) -> None:
@@ -481,7 +481,7 @@ class SimPeer:
         gone = {self.streams[stream].peer for stream in op.streams if stream in self.lost}
         ends = [self.streams[stream] for stream in op.streams]
         op.walled = tuple(to for to in ends if self.run.blocked(self, to.peer))
-        self.run.meetings.needs(key, (self.tokens[n] for n in numbers if n in self.tokens))
+        self.run.rendezvous.needs(key, (self.tokens[n] for n in numbers if n in self.tokens))
         if op.kind == "collective":
             if op.walled:
                 self.run.cut_to[key] = set()
@@ -535,7 +535,7 @@ class SimPeer:
         return choices
 
     def can_complete(self, op: SimOp) -> bool:
-        if not op.seq or op.complete or not self.run.meetings.has_all(op.seq):
+        if not op.seq or op.complete or not self.run.rendezvous.has_all(op.seq):
             return False
         if op.kind == "collective":
             allowed = self.run.cut_to.get(op.seq)
@@ -675,8 +675,8 @@ if TYPE_CHECKING:
     from simulator import SimulatedRun
 
 
-class SimMeetings:
-    """All meetings of a run, by token."""
+class SimRendezvous:
+    """All rendezvous of a run, by token."""
 
     def __init__(self, run: SimulatedRun) -> None:
         self._run = run
@@ -692,17 +692,20 @@ class SimMeetings:
     def asked(self, sender: SimPeer) -> str:
         """A sender has something for a peer that connects itself. Returns the token."""
         token = f"{len(self._wanted):032x}"
-        self._wanted[token] = {"Come", *(("Met", "Relay") if sender.outgoing else ())}
+        self._wanted[token] = {
+            "RendezvousJoin",
+            *(("RendezvousResult", "RendezvousRelay") if sender.outgoing else ()),
+        }
         return token
 
-    def arranged(self, peer: SimPeer, message: m.Come | m.Met | m.Relay) -> None:
+    def arranged(self, peer: SimPeer, message: m.Rendezvous) -> None:
         """A peer is told."""
         match message:
-            case m.Come():
+            case m.RendezvousJoin():
                 assert peer.outgoing, "a peer was sent to another one that can reach it"
-            case m.Relay():
+            case m.RendezvousRelay():
                 assert peer.relay, "a peer relays that has not offered it"
-            case m.Met(relay=None):
+            case m.RendezvousResult(relay=None):
                 self._refused.add(message.token)
                 return
         self._wanted[message.token].discard(type(message).__name__)
@@ -716,7 +719,7 @@ class SimMeetings:
         return not any(self._wanted[token] for token in self._needed.get(key, ()))
 
     def is_void(self, token: str) -> bool:
-        """Whether a meeting will not take place: no message that it needs is under way."""
+        """Whether a rendezvous will not take place: no message that it needs is under way."""
         name = token.encode()
         queues = [queue for peer in self._run.peers for queue in (peer.up, peer.down)]
         told = any(name in data for queue in queues for data in queue)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from simpeer import Key, Program, SimMeetings, SimPeer, Tag, Thread, brief
+from simpeer import Key, Program, SimPeer, SimRendezvous, Tag, Thread, brief
 from unexpected import Eager
 from watched import Watched
 
@@ -77,7 +77,7 @@ class SimulatedRun:
         self.heard: dict[tuple[str, int, int], list[SimPeer]] = {}
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
-        self.meetings = SimMeetings(self)
+        self.rendezvous = SimRendezvous(self)
         self.eager = Eager(self)
         self.starters: dict[Key, set[int]] = {}  # the peers whose engines started it
         self.completed: dict[Key, set[int]] = {}  # the peers that hold the whole result
@@ -280,7 +280,7 @@ class SimulatedRun:
             or other.walled
             or not other.alive
             or other.name in peer.cut_from
-            or self.meetings.are_severed(peer, other)
+            or self.rendezvous.are_severed(peer, other)
             for other in self.peers
             if other.machine.number == number and other is not peer
         )

@@ -16,7 +16,7 @@ from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.tally import Tally
-from pccl.protocol.master.topology import Dismissals, Groups, Meetings, Optimizations
+from pccl.protocol.master.topology import Dismissals, Groups, Optimizations, Rendezvous
 from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote
 from pccl.types import Result
@@ -59,7 +59,7 @@ class Table:
         self.history = History()
         self.outbox = Outbox(self.membership.peers, self.numbers.take_seq)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
-        self.meetings = Meetings(self.membership, self.outbox)
+        self.rendezvous = Rendezvous(self.membership, self.outbox)
         self.gone: dict[int, str] = {}
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
         self.running, self.tally = CollectiveTable(), Tally()
@@ -77,7 +77,7 @@ class Table:
             self.numbers,
             self.history,
             self.groups,
-            self.meetings,
+            self.rendezvous,
             self.running,
             self.outbox,
             self.dismissals,
@@ -94,7 +94,7 @@ class Table:
             self.numbers,
             self.history,
             self.groups,
-            self.meetings,
+            self.rendezvous,
             self.outbox,
             self.dismissals,
             self.tally,
@@ -298,7 +298,7 @@ def test_an_optimization_measures_links_and_installs_rings() -> None:
         table.numbers,
         table.history,
         table.groups,
-        table.meetings,
+        table.rendezvous,
         table.outbox,
         table.dismissals,
     )

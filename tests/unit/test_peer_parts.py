@@ -228,8 +228,8 @@ def test_every_message_of_the_master_concerns_a_part() -> None:
         m.Refused,
         m.Kicked,
         m.CallError,
-        m.Come,
-        m.Met,
+        m.RendezvousJoin,
+        m.RendezvousResult,
     }
     assert takes_what_it_is_given(handlers)
 

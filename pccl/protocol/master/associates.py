@@ -22,7 +22,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.master.effects import Drop, Outbox, Send, plain
 from pccl.protocol.master.history import Numbers
-from pccl.protocol.master.topology import Meetings
+from pccl.protocol.master.topology import Rendezvous
 from pccl.support.text import address_text
 from pccl.types import Result
 
@@ -133,16 +133,16 @@ class Associates:
 
     Args:
         numbers: make their nonces.
-        meetings: of peers, of which some relay for associates, too.
+        rendezvous: of peers, of which some relay for associates, too.
         outbox: collects effects.
 
     Attributes:
         catalogue: what can be had.
-        meetings: as given.
+        rendezvous: as given.
     """
 
-    def __init__(self, numbers: Numbers, meetings: Meetings, outbox: Outbox) -> None:
-        self._numbers, self.meetings = numbers, meetings
+    def __init__(self, numbers: Numbers, rendezvous: Rendezvous, outbox: Outbox) -> None:
+        self._numbers, self.rendezvous = numbers, rendezvous
         self._outbox, self.catalogue = outbox, Catalogue()
         self._all: dict[int, Associate] = {}
         self._by_conn: dict[bytes, int] = {}
@@ -228,8 +228,8 @@ class Associates:
                 self._seek(one, message)
             case m.Got(rate):
                 self._got(one, rate)
-            case m.Meet():
-                self._meet(one, message)
+            case m.RendezvousRequest():
+                self._request_rendezvous(one, message)
             case m.Slow():
                 one.slow = True
                 self._assign()
@@ -302,12 +302,12 @@ class Associates:
         self._seeking.pop(one.info.peer, None)
         self._assign()
 
-    def _meet(self, one: Associate, meet: m.Meet) -> None:
-        receiver = self._all.get(meet.peer)
+    def _request_rendezvous(self, one: Associate, request: m.RendezvousRequest) -> None:
+        receiver = self._all.get(request.peer)
         if receiver is None:
             return  # it has gone meanwhile
-        relays = self.meetings.relays
-        for to, message in reach.meeting(one.info, receiver.info, meet, relays):
+        relays = self.rendezvous.relays
+        for to, message in reach.rendezvous(one.info, receiver.info, request, relays):
             if to.peer in self._all:
                 self._say(self._all[to.peer], message)
             else:
@@ -347,7 +347,7 @@ class Associates:
     def _fits(self, one: Associate, holder: Associate) -> bool:
         """Whether it may fetch from a holder."""
         assert one.seek is not None
-        apart = reach.apart(one.info, holder.info) and not self.meetings.relays
+        apart = reach.apart(one.info, holder.info) and not self.rendezvous.relays
         return not apart and holder.info.peer not in one.seek.avoid
 
     def _send_to(self, one: Associate, holder: Associate, key: tuple[int, int]) -> None:

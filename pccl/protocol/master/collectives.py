@@ -15,7 +15,7 @@ from pccl.protocol.master.effects import Dial, Outbox, plain
 from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.tally import Reason, Tally
-from pccl.protocol.master.topology import Dismissals, Group, Groups, Meetings
+from pccl.protocol.master.topology import Dismissals, Group, Groups, Rendezvous
 from pccl.protocol.messages import INLINE, CollectiveKind
 from pccl.protocol.ring import checksum, uses
 from pccl.protocol.rounds import Round, RoundId, Vote, described
@@ -251,7 +251,7 @@ class Collectives:
         numbers: Numbers,
         history: History,
         groups: Groups,
-        meetings: Meetings,
+        rendezvous: Rendezvous,
         table: CollectiveTable,
         outbox: Outbox,
         dismissals: Dismissals,
@@ -259,7 +259,7 @@ class Collectives:
         combine: Combine,
     ) -> None:
         self._membership, self._numbers, self._history = membership, numbers, history
-        self._groups, self._meetings, self._table = groups, meetings, table
+        self._groups, self._rendezvous, self._table = groups, rendezvous, table
         self._outbox, self._dismissals = outbox, dismissals
         self._tally, self._combine = tally, combine
         # by group: seqs and sizes of results that some peer may lack
@@ -296,7 +296,7 @@ class Collectives:
         if why:
             self._refuse(round_, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)
             return
-        if data is None and (why := self._meetings.broken(group.planned)):
+        if data is None and (why := self._rendezvous.broken(group.planned)):
             self._refuse(round_, Result.RANK_CONNECTION_FAILED, why)
             return
         seq, epoch = self._numbers.take_seq(), group.epoch
@@ -332,7 +332,7 @@ class Collectives:
         """Both peers of a send have voted."""
         group_number = round_.id.group
         assert group_number is not None and round_.id.pair is not None
-        if why := self._meetings.severed([round_.id.pair]):
+        if why := self._rendezvous.severed([round_.id.pair]):
             failed = Result.RANK_CONNECTION_FAILED
             self._refuse(round_, failed, why)
             return

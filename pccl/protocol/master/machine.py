@@ -117,7 +117,7 @@ class Master:
             m.FetchedVote: self.run.synchronisations.fetched,
             m.Measured: self.run.optimizations.measured,
             m.Unreached: self.run.accusations.unreached,
-            m.Meet: self.run.associates.meetings.meet,
+            m.RendezvousRequest: self.run.associates.rendezvous.request,
             m.Stalled: self._stalled,
             m.Withdraw: lambda number, one: self.run.withdraw(number, one.call, one.seq),
         }

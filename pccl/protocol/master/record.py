@@ -50,7 +50,7 @@ class Redactor:
         match event:
             case inputs.Received(_, m.StartVote() as vote) if vote.data is not None:
                 return replace(event, message=replace(vote, data=b""))
-            case inputs.Received(_, m.Meet() as meet):
+            case inputs.Received(_, m.RendezvousRequest() as meet):
                 return replace(event, message=replace(meet, token=self._token(meet.token)))
             case inputs.Hello(_, hello):
                 safe = replace(hello, curve=self._curve(hello.curve), dial="")
@@ -94,14 +94,14 @@ class Redactor:
                 return replace(message, holder=self._info(info), nonce=0)
             case m.Serve(receiver=info):
                 return replace(message, receiver=self._info(info), nonce=0)
-            case m.Come(sender=info, token=token):
+            case m.RendezvousJoin(sender=info, token=token):
                 return replace(message, sender=self._info(info), token=self._token(token))
-            case m.Met(token=token, relay=relay):
+            case m.RendezvousResult(token=token, relay=relay):
                 relay = None if relay is None else self._info(relay)
                 return replace(message, token=self._token(token), relay=relay)
-            case m.Relay(token, sender, receiver):
+            case m.RendezvousRelay(token, sender, receiver):
                 one, other = self._infos((sender, receiver))
-                return m.Relay(self._token(token), one, other)
+                return m.RendezvousRelay(self._token(token), one, other)
             case m.Admitted(run=run):
                 return replace(message, run=self.run(run))
             case m.Missed(small=small):

@@ -19,7 +19,7 @@ from pccl.protocol.master.history import (
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.tally import Loss, Tally
-from pccl.protocol.master.topology import Dismissals, Groups, Meetings, Optimizations
+from pccl.protocol.master.topology import Dismissals, Groups, Optimizations, Rendezvous
 from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import Kind, Round
 from pccl.types import Result
@@ -50,7 +50,7 @@ class Run:
         self.outbox = Outbox(self.membership.peers, self.numbers.take_seq)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
-        meetings = Meetings(self.membership, self.outbox)
+        rendezvous = Rendezvous(self.membership, self.outbox)
         self.table = CollectiveTable()
         self.tally = Tally()
         self.collectives = Collectives(
@@ -58,7 +58,7 @@ class Run:
             self.numbers,
             self.history,
             self.groups,
-            meetings,
+            rendezvous,
             self.table,
             self.outbox,
             self.dismissals,
@@ -70,7 +70,7 @@ class Run:
             self.numbers,
             self.history,
             self.groups,
-            meetings,
+            rendezvous,
             self.outbox,
             self.dismissals,
         )
@@ -85,7 +85,7 @@ class Run:
             self.dismissals,
             self.synchronisations.under_way,
         )
-        self.associates = Associates(self.numbers, meetings, self.outbox)
+        self.associates = Associates(self.numbers, rendezvous, self.outbox)
         self.voting = Voting(
             self.membership, self.table, self.outbox, self.dismissals, self._commit
         )

@@ -42,7 +42,7 @@ from pccl.protocol.master.effects import Outbox
 from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.tally import SIZES, Tally
-from pccl.protocol.master.topology import Dismissals, Groups, Meetings
+from pccl.protocol.master.topology import Dismissals, Groups, Rendezvous
 from pccl.protocol.messages import Entry, Manifest, dtype_name
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId, Vote
 from pccl.tensors.layout import described
@@ -350,14 +350,14 @@ class Synchronisations:
         numbers: Numbers,
         history: History,
         groups: Groups,
-        meetings: Meetings,
+        rendezvous: Rendezvous,
         outbox: Outbox,
         dismissals: Dismissals,
         tally: Tally,
     ) -> None:
         self._membership, self._numbers = membership, numbers
         self._tally = tally
-        self._history, self._groups, self._meetings = history, groups, meetings
+        self._history, self._groups, self._rendezvous = history, groups, rendezvous
         self._outbox, self._dismissals = outbox, dismissals
         self._current: dict[int, Sync] = {}  # by group
 
@@ -434,7 +434,7 @@ class Synchronisations:
         left, if so."""
         transfers = {}
         for number, transfer in planned.items():
-            whys = {one: self._meetings.severed([(one, number)]) for one in transfer.holders}
+            whys = {one: self._rendezvous.severed([(one, number)]) for one in transfer.holders}
             holders = tuple(one for one, why in whys.items() if not why)
             if whys and not holders:
                 return planned, next(iter(whys.values()))

@@ -24,8 +24,8 @@ which links that collective used, and how the master's dials ended. The rules, i
 
 A blocked link is not used again while both its peers stay, unless it is measured to work, or by 5.
 
-Such a peer connects itself, to a meeting point that reach.py chooses: the master passes on where.
-Two that are apart need a third peer that relays. If there is none, the rings do without their
+Such a peer connects itself, to a rendezvous point that reach.py chooses; the master says where. Two
+that are apart need a third peer that relays. If there is none, the rings do without their
 link, and where that is impossible their calls fail, before anything has begun.
 
 `Optimizations` have the links measured, several pairs at once, and install the best rings. Only
@@ -311,7 +311,7 @@ class Groups:
         self._groups.pop(number, None)
 
 
-class Meetings:
+class Rendezvous:
     """Tells peers where they meet.
 
     Args:
@@ -328,13 +328,13 @@ class Meetings:
         infos = map(self._membership.info, self._membership.accepted())
         return [info for info in infos if info.relay]
 
-    def meet(self, number: int, meet: m.Meet) -> None:
+    def request(self, number: int, request: m.RendezvousRequest) -> None:
         """A peer has something to send to one to which it cannot connect."""
         sender = self._membership.info(number)
-        if not self._membership.has(meet.peer, sender.group):
+        if not self._membership.has(request.peer, sender.group):
             return  # it has gone meanwhile
-        receiver = self._membership.info(meet.peer)
-        for to, message in reach.meeting(sender, receiver, meet, self.relays):
+        receiver = self._membership.info(request.peer)
+        for to, message in reach.rendezvous(sender, receiver, request, self.relays):
             self._outbox.send(to.peer, message)
 
     def severed(self, pairs: Iterable[tuple[int, int]]) -> str:
@@ -409,12 +409,12 @@ class Optimizations:
         numbers: Numbers,
         history: History,
         groups: Groups,
-        meetings: Meetings,
+        rendezvous: Rendezvous,
         outbox: Outbox,
         dismissals: Dismissals,
     ) -> None:
         self._membership, self._numbers = membership, numbers
-        self._history, self._groups, self._meetings = history, groups, meetings
+        self._history, self._groups, self._rendezvous = history, groups, rendezvous
         self._outbox, self._dismissals = outbox, dismissals
         self.current: Optimization | None = None
 
@@ -431,7 +431,7 @@ class Optimizations:
         """What is measured of a group: all links, or of many peers what tells their sites."""
         infos = {number: self._membership.info(number) for number in numbers}
         if len(numbers) <= ALL_MAX:
-            relayed = bool(self._meetings.relays)
+            relayed = bool(self._rendezvous.relays)
 
             def unmeasured(a: int, b: int) -> bool:
                 one, other = infos[a], infos[b]

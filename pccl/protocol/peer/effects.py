@@ -200,7 +200,7 @@ class Fetched:
 class Arrange:
     """The master says where this peer meets another one, or where two others meet."""
 
-    message: m.Come | m.Met | m.Relay
+    message: m.Rendezvous
 
 
 @dataclass(frozen=True, slots=True)

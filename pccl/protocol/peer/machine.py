@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -100,7 +100,7 @@ class Peer:
             m.TopologyResult: self.votes.topology,
             m.PendingResult: self.votes.pending,
             m.Waiting: lambda message: self._outbox.do(Waits(message.call, message.why)),
-            **dict.fromkeys((m.Come, m.Met, m.Relay), lambda one: self._outbox.do(Arrange(one))),
+            **dict.fromkeys(get_args(m.Rendezvous), lambda one: self._outbox.do(Arrange(one))),
             m.SyncPlan: self._syncs.planned,
             m.SyncResult: self._syncs.synced,
             m.Probe: self._optimizations.probed,
@@ -509,10 +509,10 @@ class Peer:
             self._outbox.say(m.Unreached(info.peer, self.plan.epoch, why[:WHY_MAX]))
         return self._outbox.take()
 
-    def meet(self, meet: m.Meet) -> list[Effect]:
+    def rendezvous(self, request: m.RendezvousRequest) -> list[Effect]:
         """A stream leads to a peer to which this one cannot connect. An `Arrange` may follow."""
         if self.over is None:
-            self._outbox.say(meet)
+            self._outbox.say(request)
         return self._outbox.take()
 
     # ---- the connection to the master ----

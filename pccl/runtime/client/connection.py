@@ -245,7 +245,7 @@ class Machine(Protocol):
     def broken(self, why: str) -> list[Any]:
         """A thread of pccl in this process has failed."""
 
-    def meet(self, meet: m.Meet) -> list[Any]:
+    def rendezvous(self, request: m.RendezvousRequest) -> list[Any]:
         """A stream leads to a client to which this one cannot connect."""
 
     def received(self, message: m.MasterMessage) -> list[Any]:

@@ -31,8 +31,8 @@ from pccl.runtime import forks
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.connection import Identity, Machine, MasterConnection
 from pccl.runtime.client.engine import Engine, EngineOptions
-from pccl.runtime.client.meetings import Meetings
 from pccl.runtime.client.ops import Driver
+from pccl.runtime.client.rendezvous import Rendezvous
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.resolve import Resolver, everywhere, further_hosts
@@ -197,16 +197,16 @@ class ControlThread:
             opened.callback(self._engine.close)
             self._engine.together = True
             self._resolver = Resolver(self._inbox.post)
-            self._meetings = Meetings(
+            self._rendezvous = Rendezvous(
                 self._engine,
                 self._resolver,
                 config,
                 here,
-                lambda meet: self._perform(machine.meet(meet)),
+                lambda request: self._perform(machine.rendezvous(request)),
             )
-            opened.callback(self._meetings.close)
+            opened.callback(self._rendezvous.close)
             self._streams = Streams(
-                self._engine, self._resolver, config, lanes, self._local, self._meetings
+                self._engine, self._resolver, config, lanes, self._local, self._rendezvous
             )
             self._master = MasterConnection(
                 host, port, config, self._identity, machine, self._waiter, self._resolver
@@ -226,7 +226,7 @@ class ControlThread:
                 *team,
                 associate,
                 config.outgoing,
-                0 if associate else self._meetings.port,
+                0 if associate else self._rendezvous.port,
                 further_hosts(config, address),
             )
             self._opened = opened.pop_all()
@@ -277,7 +277,7 @@ class ControlThread:
         self._forked = True
         self._inbox.forked()
         others = {*self._streams.ends, (self._master.address, self._master.port)}
-        forks.let_go({self._engine.port, self._meetings.port}, self._engine.ipc, others)
+        forks.let_go({self._engine.port, self._rendezvous.port}, self._engine.ipc, others)
 
     def call(self) -> Call:
         """A new call, which has not been made yet."""
@@ -431,7 +431,7 @@ class ControlThread:
             last.callback(pending.memory.clear)
             last.callback(self._waiter.close)
             last.callback(self._context.term)
-            last.callback(self._meetings.close)
+            last.callback(self._rendezvous.close)
             last.callback(self._engine.close)  # restores and releases what is not settled
             last.callback(self._streams.clear)
             last.callback(self._resolver.forget)

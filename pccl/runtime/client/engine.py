@@ -412,8 +412,8 @@ class Engine:
             peer: the neighbour's number.
             nonce: of the epoch; the neighbour admits us by it if there are no keys.
             curve_server: the neighbour's public key, if this engine has keys.
-            via: `address:port` of the meeting point where the neighbour connects, too; empty: it is
-                reached at the endpoint.
+            via: `address:port` of the rendezvous point where the neighbour connects, too;
+                empty: it is reached at the endpoint.
 
         Raises:
             ValueError: the endpoint is too long.
@@ -428,10 +428,10 @@ class Engine:
         self._send()
 
     def meet(self, endpoint: str, via: str, lanes: int) -> None:
-        """Connects to a sender that cannot connect to this engine, at a meeting point.
+        """Connects to a sender that cannot connect to this engine, at a rendezvous point.
 
         Args:
-            endpoint: by which the meeting point knows whom.
+            endpoint: by which the rendezvous point knows whom.
             via: its `address:port`, a numeric address.
             lanes: as the sender has them.
         """

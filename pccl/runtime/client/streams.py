@@ -20,7 +20,7 @@ from pccl.protocol import reach
 from pccl.protocol.strategy import Settings, high_water_mark, lanes
 from pccl.runtime import limits
 from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
-from pccl.runtime.client.meetings import SENDS, Meetings, destination
+from pccl.runtime.client.rendezvous import SENDS, Rendezvous, destination
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.forks import Address
 from pccl.runtime.resolve import Found, Resolver, Ways, is_address
@@ -40,7 +40,7 @@ class _Stream:
     retry_s: float = 0.0  # when to resolve the name again
     why: str = ""  # why the name could not be resolved
     refused: bool = False  # whether the system provides no socket for it
-    token: str = ""  # of the meeting, if the peer is met
+    token: str = ""  # of the rendezvous, if the peer is met
     via: str = ""  # where, once it is known
     ways: Ways | None = None  # of which the resolver chooses
     said: str = ""  # why it was lost, if that is longer than what the engine repeats
@@ -59,7 +59,7 @@ class Streams:
         config: timings and limits.
         pool_size: lanes to each neighbour; 0: chosen by the engine.
         local: whether a peer is on this machine.
-        meetings: with peers to which nobody can connect.
+        rendezvous: with peers to which nobody can connect.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Streams:
         config: Config,
         pool_size: int,
         local: Callable[[m.PeerInfo], bool],
-        meetings: Meetings,
+        rendezvous: Rendezvous,
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
         self._settings = Settings(pool_size=pool_size, lanes=config.lanes)
-        self._local, self._meetings = local, meetings
+        self._local, self._rendezvous = local, rendezvous
         self._limit_s, self._machine = config.handshake_timeout_s, machine_id()
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # those that are not connected yet
@@ -93,7 +93,7 @@ class Streams:
         endpoints = [endpoint.partition("://") for endpoint in direct]
         ends = [rest if scheme == "ipc" else _host_and_port(rest) for scheme, _, rest in endpoints]
         met = {_host_and_port(one.via) for one in self._open.values() if one.via}
-        return [*ends, *met, *self._meetings.visited]
+        return [*ends, *met, *self._rendezvous.visited]
 
     @property
     def neighbours(self) -> list[tuple[m.PeerInfo, tuple[str, int]]]:
@@ -124,7 +124,7 @@ class Streams:
         if self._uses_ipc(to):
             self._connect(number, one, f"ipc://{to.ipc}")
         elif to.outgoing:
-            self._meet(number, one)
+            self._request_rendezvous(number, one)
         else:
             self._find(number, one)
 
@@ -224,33 +224,33 @@ class Streams:
 
     # ---- peers to which nobody can connect ----
 
-    def arranged(self, message: m.Come | m.Met | m.Relay) -> None:
-        """The master has arranged a meeting."""
-        if isinstance(message, m.Come):
-            self._meetings.come(message)
-        elif isinstance(message, m.Relay):
-            self._meetings.relay(message)
+    def arranged(self, message: m.Rendezvous) -> None:
+        """The master has arranged a rendezvous."""
+        if isinstance(message, m.RendezvousJoin):
+            self._rendezvous.join(message)
+        elif isinstance(message, m.RendezvousRelay):
+            self._rendezvous.relay(message)
         else:
-            self._met(message)
+            self._answered(message)
 
-    def _meet(self, number: int, one: _Stream) -> None:
+    def _request_rendezvous(self, number: int, one: _Stream) -> None:
         try:
-            one.token, via = self._meetings.ask(one.to, self._lanes_met)
+            one.token, via = self._rendezvous.ask(one.to, self._lanes_met)
         except OSError as error:
             one.why, one.refused = f"cannot listen for {one.to}: {error}", True
             return  # `tick` abandons it
         if via:
             self._connect(number, one, destination(one.token, SENDS), via)
 
-    def _met(self, met: m.Met) -> None:
+    def _answered(self, answer: m.RendezvousResult) -> None:
         """The answer to a peer that cannot be reached itself."""
-        found = [number for number, one in self._waiting.items() if one.token == met.token]
+        found = [number for number, one in self._waiting.items() if one.token == answer.token]
         for number in found:
-            if met.relay is None:
+            if answer.relay is None:
                 del self._waiting[number]
-                self._engine.lose_stream(number, met.why)
+                self._engine.lose_stream(number, answer.why)
             else:
-                self._go_by(number, met.relay)
+                self._go_by(number, answer.relay)
 
     def _go_by(self, number: int, relay: m.PeerInfo) -> None:
         def resolved(found: Found) -> None:
@@ -269,7 +269,7 @@ class Streams:
 
     @property
     def _lanes_met(self) -> int:
-        return lanes(False, self._settings) or limits.MEETING_LANES
+        return lanes(False, self._settings) or limits.RENDEZVOUS_LANES
 
     def _connect(self, number: int, one: _Stream, endpoint: str, via: str = "") -> None:
         one.via = via
@@ -291,7 +291,7 @@ class Streams:
         limit_s = self._limit_s + limits.STREAM_LATE_S
         if one.via:
             port = one.via.rpartition(":")[2]
-            where = f"at port {port} of this one" if self._meetings.port == int(port) else "there"
+            where = f"at port {port} of this one" if self._rendezvous.port == int(port) else "there"
             return (
                 f"{one.to} only dials out, and it did not come to {one.via} within {limit_s:.3g} s:"
                 f" it must be able to connect {where} (PCCL_PORT_RANGE sets which port that is)"

@@ -1,4 +1,4 @@
-"""Streams between peers of which neither can connect to the other: both come to a meeting point.
+"""Streams between peers of which neither can connect to the other: both come to a rendezvous.
 
 A peer behind NAT can connect, and nobody can connect to it. So the sender of a stream to it, or a
 third peer that relays, listens, and both ends of each lane connect there. They speak SOCKS 5
@@ -95,8 +95,8 @@ class _Guest:
         return True
 
 
-class MeetingPoint:
-    """A meeting point and its two threads.
+class RendezvousPoint:
+    """A rendezvous point and its two threads.
 
     Attributes:
         port: where it listens.
@@ -125,7 +125,7 @@ class MeetingPoint:
             self._selector = made.enter_context(selectors.DefaultSelector())
             self._threads = [
                 threading.Thread(target=self._pump, name="pccl-pump", daemon=True),
-                threading.Thread(target=self._serve, name="pccl-meeting", daemon=True),
+                threading.Thread(target=self._serve, name="pccl-rendezvous", daemon=True),
             ]
             self._wake_out.setblocking(False)
             self._pump_end.setblocking(False)
@@ -136,7 +136,7 @@ class MeetingPoint:
                     thread.start()
             except RuntimeError as error:
                 self._control.close()
-                raise OSError(errno.EAGAIN, f"no thread for a meeting point: {error}") from None
+                raise OSError(errno.EAGAIN, f"no thread for a rendezvous point: {error}") from None
             self._opened = made.pop_all()
 
     def expect(self, token: str) -> None:
@@ -159,7 +159,7 @@ class MeetingPoint:
     def _pump(self) -> None:
         status = lib.pccl_pump_run(self._pump_end.fileno())
         if status < 0:
-            log.error("the meeting point cannot join connections any more (status %d)", status)
+            log.error("the rendezvous point cannot join connections any more (status %d)", status)
 
     # ---- the thread that joins them ----
 
@@ -174,7 +174,7 @@ class MeetingPoint:
                     tell()
                 self._expire(time.monotonic())
         except Exception:
-            log.exception("the meeting point at port %d failed", self.port)
+            log.exception("the rendezvous point at port %d failed", self.port)
         finally:
             for guest in list(self._guests.values()):
                 self._send_away(guest)
@@ -261,7 +261,7 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
         else:
             listener.setblocking(False)
             return listener
-    why = f"none of the ports {ports[0]} to {ports[-1]} is free for a meeting point"
+    why = f"none of the ports {ports[0]} to {ports[-1]} is free for a rendezvous point"
     raise OSError(errno.EADDRINUSE, f"{why}: it takes one more than the peer itself")
 
 
@@ -274,7 +274,7 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def destination(token: str, side: int) -> str:
-    """The endpoint by which a meeting point knows who belongs together.
+    """The endpoint by which a rendezvous point knows who belongs together.
 
     It has the form of an address, so that libzmq does not look up a name when a connection ends.
     """
@@ -282,14 +282,14 @@ def destination(token: str, side: int) -> str:
     return f"tcp://[{groups}]:{side}"
 
 
-class Meetings:
-    """This peer's meeting point, if it has one, and its way to those of others.
+class Rendezvous:
+    """This peer's rendezvous point, if it has one, and its way to those of others.
 
     A relay has one from the beginning, because its port is in its first message; another peer, as
     soon as it has something to send to a peer that only dials out.
 
     Args:
-        engine: connects to meeting points.
+        engine: connects to rendezvous points.
         resolver: resolves the names of those.
         config: whether this peer relays, whether it can be reached, and its ports.
         host: the address to listen on.
@@ -305,11 +305,11 @@ class Meetings:
         resolver: Resolver,
         config: Config,
         host: str,
-        say: Callable[[m.Meet], None],
+        say: Callable[[m.RendezvousRequest], None],
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
         self._host, self._say = host, say
-        self._point: MeetingPoint | None = None
+        self._point: RendezvousPoint | None = None
         self._visited: set[tuple[str, int]] = set()
         self._relayed: set[tuple[int, int]] = set()
         if config.relay:
@@ -318,49 +318,49 @@ class Meetings:
 
     @property
     def port(self) -> int:
-        """Of the meeting point; 0: there is none."""
+        """Of the rendezvous point; 0: there is none."""
         return 0 if self._point is None else self._point.port
 
     @property
     def visited(self) -> set[tuple[str, int]]:
-        """The addresses of all meeting points to which this peer has connected."""
+        """The addresses of all rendezvous points to which this peer has connected."""
         return {*self._visited, ("127.0.0.1", self.port)} if self.port else {*self._visited}
 
     def ask(self, to: m.PeerInfo, lanes: int) -> tuple[str, str]:
         """Asks that a peer connects to a stream from this one.
 
-        Returns the token of their meeting, and the `address:port` of the meeting point; that is
-        empty if the master must say where.
+        Returns the token of their rendezvous, and the `address:port` of its point; that is empty
+        if the master must say where.
 
         Raises:
             OSError: this peer cannot listen for it.
         """
         token = secrets.token_hex(16)
         if self._config.outgoing:
-            self._say(m.Meet(to.peer, token, 0, lanes))
+            self._say(m.RendezvousRequest(to.peer, token, 0, lanes))
             return token, ""
         point = self._open()
         point.expect(token)
-        self._say(m.Meet(to.peer, token, point.port, lanes))
+        self._say(m.RendezvousRequest(to.peer, token, point.port, lanes))
         return token, f"127.0.0.1:{point.port}"
 
-    def come(self, come: m.Come) -> None:
+    def join(self, join: m.RendezvousJoin) -> None:
         """The master says where a sender waits for this peer."""
 
         def found(it: Found) -> None:
             if not it.address:
                 log.warning(
-                    "%s cannot be met at %s: %s", come.sender, " or ".join(come.hosts), it.why
+                    "%s cannot be met at %s: %s", join.sender, " or ".join(join.hosts), it.why
                 )
                 return
-            self._visited.add((it.address, come.port))
-            via = address_text(it.address, come.port)
-            self._engine.meet(destination(come.token, TAKES), via, come.lanes)
+            self._visited.add((it.address, join.port))
+            via = address_text(it.address, join.port)
+            self._engine.meet(destination(join.token, TAKES), via, join.lanes)
 
-        ways = Ways(come.hosts, come.port, greets=False)
+        ways = Ways(join.hosts, join.port, greets=False)
         self._resolver.reach(ways, self._config.handshake_timeout_s, found)
 
-    def relay(self, relay: m.Relay) -> None:
+    def relay(self, relay: m.RendezvousRelay) -> None:
         """The master says that two others meet here."""
         if self._point is None:
             return  # it was never offered
@@ -375,10 +375,10 @@ class Meetings:
         if self._point is not None:
             self._point.close()
 
-    def _open(self) -> MeetingPoint:
+    def _open(self) -> RendezvousPoint:
         if self._point is None:
             ports = [port for port in self._config.ports if port != self._engine.port]
             limit_s = self._config.handshake_timeout_s + limits.STREAM_LATE_S
-            self._point = MeetingPoint(self._host, ports, limit_s)
+            self._point = RendezvousPoint(self._host, ports, limit_s)
             log.info("peers that only dial out meet this one at port %d", self._point.port)
         return self._point

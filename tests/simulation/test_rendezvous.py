@@ -78,9 +78,9 @@ def test_a_link_that_is_blocked_is_avoided_too() -> None:
 
 def test_the_receiver_is_told_where_its_sender_waits() -> None:
     run = run_of("", "o")
-    run.say(b"1", m.Meet(2, TOKEN, 4001, 8))
+    run.say(b"1", m.RendezvousRequest(2, TOKEN, 4001, 8))
     sender = run.master.peers[1].info
-    assert run.last(b"2") == m.Come(sender, TOKEN, "h1", 4001, 8)
+    assert run.last(b"2") == m.RendezvousJoin(sender, TOKEN, "h1", 4001, 8)
 
 
 def test_nobody_is_sent_anywhere_who_can_be_reached_or_is_no_neighbour() -> None:
@@ -89,25 +89,25 @@ def test_nobody_is_sent_anywhere_who_can_be_reached_or_is_no_neighbour() -> None
     run.join(b"4", host="h4", outgoing=True, group=1)
     before = {conn: len(told) for conn, told in run.told.items()}
     for number in (1, 2, 3, 4, 5):
-        run.say(b"1", m.Meet(number, TOKEN, 4001, 8))
+        run.say(b"1", m.RendezvousRequest(number, TOKEN, 4001, 8))
     assert {conn: len(told) for conn, told in run.told.items()} == before
 
 
 def test_two_that_are_apart_meet_at_one_that_relays() -> None:
     run = run_of("o", "o", "", "r")
-    run.say(b"1", m.Meet(2, TOKEN, 0, 8))
+    run.say(b"1", m.RendezvousRequest(2, TOKEN, 0, 8))
     one, other, _, relay = (run.master.peers[n].info for n in range(1, 5))
-    assert run.last(b"4") == m.Relay(TOKEN, one, other)
-    assert run.last(b"2") == m.Come(one, TOKEN, "h4", 7000, 8)
-    assert run.last(b"1") == m.Met(TOKEN, relay)
+    assert run.last(b"4") == m.RendezvousRelay(TOKEN, one, other)
+    assert run.last(b"2") == m.RendezvousJoin(one, TOKEN, "h4", 7000, 8)
+    assert run.last(b"1") == m.RendezvousResult(TOKEN, relay)
 
 
 def test_without_a_relay_they_learn_why_they_cannot_meet() -> None:
     run = run_of("o", "o")
     told = len(run.told[b"2"])
-    run.say(b"1", m.Meet(2, TOKEN, 0, 8))
+    run.say(b"1", m.RendezvousRequest(2, TOKEN, 0, 8))
     met = run.last(b"1")
-    assert isinstance(met, m.Met) and met.relay is None
+    assert isinstance(met, m.RendezvousResult) and met.relay is None
     assert "peer 1" in met.why and "peer 2" in met.why
     assert len(run.told[b"2"]) == told
 
@@ -214,6 +214,6 @@ def test_weights_come_only_from_those_that_can_send_them() -> None:
     assert isinstance(source, m.Source) and source.holder.host == "g"
     taker = run.last(b"g")
     assert isinstance(taker, m.Serve)
-    run.say(b"g", m.Meet(taker.receiver.peer, TOKEN, 4001, 8))
+    run.say(b"g", m.RendezvousRequest(taker.receiver.peer, TOKEN, 4001, 8))
     come = run.last(b"f")
-    assert isinstance(come, m.Come) and (come.host, come.port) == ("g", 4001)
+    assert isinstance(come, m.RendezvousJoin) and (come.host, come.port) == ("g", 4001)
