@@ -9,7 +9,6 @@
 
 #include "engine/op.h"
 #include "engine/parts.h"
-#include "engine/undo.h"
 
 /* What the first early chunk of a ring said of our place in it. */
 struct claim {

@@ -5,11 +5,8 @@
  *
  * wire        the header in front of every payload
  * bitmap      which parts of a buffer have been handled
- * ring        the geometry of a ring
- * tcp         what the operating system is asked about a connection
- * ipc         how much a connection within a machine may hold
+ * transport   what the operating system is asked about a connection, and told
  * lanes       how much the connections of a stream hold, and when there are too few
- * undo        memory for what an op overwrites in place
  * parts       the arrays of a collective: what lies where, what ABORT restores
  * events      what the caller is told
  * zap         who may connect to the PULL socket
@@ -17,7 +14,6 @@
  * unexpected       chunks that came before START, held for it
  * stream      PUSH sockets, their lanes and monitors, and what is sent in which order
  * op          the life of an op of any kind
- * pieces      numbered pieces of memory
  * serve       SERVE: answers requests for pieces
  * fetch       FETCH: requests pieces
  * collective  COLLECTIVE: which elements are done, the start
@@ -25,7 +21,6 @@
  * oneshot      what two members send each other instead of around a ring
  * chunk       the chunks of a collective: sent, checked, reduced or stored, sent on
  * exchange    EXCHANGE: rows from member to member
- * kinds       the table of these four kinds of ops
  *
  * One pass takes commands, receives a bounded batch, lets every stream send, settles ops, looks at
  * the monitors and closes lost streams. It never blocks; when a pass has moved nothing,
@@ -50,12 +45,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/chunk.h"
+#include "engine/collective.h"
 #include "engine/events.h"
-#include "engine/kinds.h"
+#include "engine/exchange.h"
+#include "engine/fetch.h"
 #include "engine/op.h"
 #include "engine/packet.h"
+#include "engine/serve.h"
 #include "engine/stream.h"
-#include "engine/tcp.h"
+#include "engine/transport.h"
 #include "engine/wire.h"
 #include "engine/zap.h"
 #include "zmq/zmqdefs.h"
@@ -87,6 +86,88 @@ struct pccl_engine {
     void **watched;          /* and the socket of each */
     size_t items_room;       /* of both */
 };
+
+/* ---- the kinds of ops ---- */
+
+static const struct op_kind kinds[] = {
+    [PCCL_COLLECTIVE] = {
+        .message = WIRE_CHUNK,
+        .bytes = sizeof(struct collective),
+        .flow_bytes = sizeof(struct ring),
+        .enter = collective_enter,
+        .eager = collective_eager,
+        .start = collective_start,
+        .progress = collective_progress,
+        .command = chunk_command,
+        .take = chunk_take,
+        .send = chunk_send,
+        .drop = collective_drop,
+        .lose = collective_lose,
+        .end = collective_end,
+        .free = collective_free,
+    },
+    [PCCL_SERVE] = {
+        .message = WIRE_REQUEST,
+        .bytes = sizeof(struct serve),
+        .flow_bytes = sizeof(struct requester),
+        .urgent = true,
+        .rounds = true,
+        .early_rounds = true,
+        .endless = true,
+        .enter = serve_enter,
+        .start = serve_start,
+        .command = serve_command,
+        .take = serve_take,
+        .send = serve_send,
+        .drop = serve_drop,
+        .lose = serve_lose,
+    },
+    [PCCL_FETCH] = {
+        .message = WIRE_DATA,
+        .bytes = sizeof(struct fetch),
+        .flow_bytes = sizeof(struct holder),
+        .urgent = true,
+        .rounds = true,
+        .enter = fetch_enter,
+        .start = fetch_start,
+        .progress = fetch_progress,
+        .command = fetch_command,
+        .take = fetch_take,
+        .send = fetch_send,
+        .lose = fetch_lose,
+        .free = fetch_free,
+    },
+    [PCCL_EXCHANGE] = {
+        .message = WIRE_ROW,
+        .bytes = sizeof(struct exchange),
+        .flow_bytes = sizeof(struct route),
+        .obliging = true,
+        .enter = exchange_enter,
+        .start = exchange_start,
+        .progress = exchange_progress,
+        .take = exchange_take,
+        .send = exchange_send,
+        .drop = exchange_drop,
+        .lose = exchange_lose,
+        .free = exchange_free,
+    },
+};
+
+/* The kind of that number (a pccl_op_kind), or NULL. */
+static const struct op_kind *op_kind_numbered(uint32_t number)
+{
+    const uint32_t n = sizeof kinds / sizeof kinds[0];
+    return number > 0 && number < n ? &kinds[number] : NULL;
+}
+
+/* The kind that takes such messages. */
+static const struct op_kind *op_kind_taking(enum wire_kind message)
+{
+    static const enum pccl_op_kind taking[] = {
+        [WIRE_CHUNK] = PCCL_COLLECTIVE, [WIRE_REQUEST] = PCCL_SERVE, [WIRE_DATA] = PCCL_FETCH,
+        [WIRE_ROW] = PCCL_EXCHANGE};
+    return &kinds[taking[message]];
+}
 
 /* ---- creation ---- */
 

@@ -4,7 +4,7 @@
 #define PCCL_FETCH_H
 
 #include "engine/op.h"
-#include "engine/pieces.h"
+#include "engine/serve.h"
 
 enum leaf_state { LEAF_MISSING, LEAF_ARRIVED, LEAF_PROVEN };
 

@@ -6,7 +6,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "engine/tcp.h"
+#include "engine/transport.h"
 
 enum {
     LANES_MOST = 64,         /* of a stream that opens more while it runs */

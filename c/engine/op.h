@@ -10,9 +10,9 @@
 
 #include "engine/events.h"
 #include "engine/packet.h"
+#include "engine/parts.h"
 #include "engine/unexpected.h"
 #include "engine/stream.h"
-#include "engine/undo.h"
 #include "engine/wire.h"
 
 enum { INDEX_BUCKETS = 1024 };   /* thousands of ops may be outstanding: chains of a few */

@@ -7,12 +7,25 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "engine/undo.h"
 #include "pccl_core.h"
 
 /* Bytes of parts that share chunks: to copy larger ones costs more than messages of their own
  * (measured). Part of the protocol. */
 enum { SMALL_BYTES = 1 << 17 };
+
+/* Memory for what an op overwrites in place, until it is settled. */
+struct undo {
+    unsigned char *memory;   /* NULL: not open */
+    size_t bytes;
+};
+
+/* Opens an undo buffer of at least `bytes` bytes: the spare one if it is large enough, and leaves
+ * none, or a new one. False without memory. */
+bool undo_open(struct undo *undo, size_t bytes, struct undo *spare);
+
+/* Closes an undo buffer if it is open. The larger of the two stays as the spare one, because fresh
+ * memory costs more, in page faults, than the copies into it. */
+void undo_close(struct undo *undo, struct undo *spare);
 
 /* An array of a collective. */
 struct part {

@@ -23,9 +23,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/ipc.h"
 #include "engine/unexpected.h"
-#include "engine/tcp.h"
+#include "engine/transport.h"
 #include "engine/zap.h"
 #include "zmq/zmqdefs.h"
 

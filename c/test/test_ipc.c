@@ -7,8 +7,7 @@
 
 #include "check.h"
 
-#include "engine/ipc.h"
-#include "engine/tcp.h"
+#include "engine/transport.h"
 
 #if defined __linux__ || defined __APPLE__
 #include <arpa/inet.h>

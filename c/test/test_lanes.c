@@ -2,7 +2,7 @@
  * tell of each connection: the linker puts its functions before those of tcp.c. */
 #include "check.h"
 #include "engine/lanes.h"
-#include "engine/tcp.h"
+#include "engine/transport.h"
 #include "job.h"
 
 #include <string.h>

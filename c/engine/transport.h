@@ -1,6 +1,6 @@
-/* tcp.h - what the engine asks of the operating system about a TCP connection. */
-#ifndef PCCL_TCP_H
-#define PCCL_TCP_H
+/* transport.h - what the engine asks of the operating system about a connection, and sets on it. */
+#ifndef PCCL_TRANSPORT_H
+#define PCCL_TRANSPORT_H
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -50,5 +50,10 @@ void tcp_limit_unsent(const struct tcp_connection *connection, uint32_t bytes);
  * heartbeat time-out. It is several times that long because TCP does not always tell a receiver
  * that takes nothing from one that is gone. */
 int tcp_unheard_ms(uint32_t heartbeat_timeout_ms);
+
+/* Lets a connection to an `ipc://` endpoint take whole chunks at once. Does nothing if the
+ * descriptor is that of another connection, and where the operating system does not allow it.
+ * Cannot fail. */
+void ipc_prepare(int fd, const char *endpoint);
 
 #endif
