@@ -8,6 +8,5 @@
 /* For struct op_kind. */
 void chunk_take(struct op *op, const struct wire_header *header, struct packet **packet);
 enum turn chunk_send(struct flow *flow);
-void chunk_command(struct op *op, const pccl_command *command);
 
 #endif

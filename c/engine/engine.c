@@ -3,24 +3,26 @@
  *
  * The modules of the engine, each of which uses only those before it (tests/unit/test_layers.py):
  *
- * wire        the header in front of every payload
- * bitmap      which parts of a buffer have been handled
- * transport   what the operating system is asked about a connection, and told
- * lanes       how much the connections of a stream hold, and when there are too few
- * parts       the arrays of a collective: what lies where, what ABORT restores
- * events      what the caller is told
- * zap         who may connect to the PULL socket
- * packet      messages of one or two frames, and references to the memory that they point into
- * unexpected       chunks that came before START, held for it
- * stream      PUSH sockets, their lanes and monitors, and what is sent in which order
- * op          the life of an op of any kind
- * serve       SERVE: answers requests for pieces
- * fetch       FETCH: requests pieces
- * collective  COLLECTIVE: which elements are done, the start
- * progressive     collectives whose memory is filled, and read, while they run
- * oneshot      what two members send each other instead of around a ring
- * chunk       the chunks of a collective: sent, checked, reduced or stored, sent on
- * exchange    EXCHANGE: rows from member to member
+ * wire         the header in front of every payload
+ * bitmap       which parts of a buffer have been handled
+ * transport    what the operating system is asked about a connection, and told
+ * lanes        how much the connections of a stream hold, and when there are too few
+ * parts        the arrays of a collective: what lies where, what ABORT restores
+ * events       what the caller is told
+ * zap          who may connect to the PULL socket
+ * packet       messages of one or two frames, and references to the memory that they point into
+ * unexpected   chunks that came before START, held for it
+ * stream       PUSH sockets, their lanes and monitors, and what is sent in which order
+ * op           the life of an op of any kind
+ * serve        SERVE: answers requests for pieces
+ * fetch        FETCH: requests pieces
+ * collective   COLLECTIVE: its arrays, which elements of them are done, how it ends
+ * ring         how its chunks go around a ring
+ * oneshot      how two members send each other everything instead
+ * progressive  collectives whose memory is filled, and read, while they run
+ * start        START of a collective, and its eager start before that
+ * chunk        its chunks: own ones are sent, others checked, reduced or stored, sent on
+ * exchange     EXCHANGE: rows from member to member
  *
  * One pass takes commands, receives a bounded batch, lets every stream send, settles ops, looks at
  * the monitors and closes lost streams. It never blocks; when a pass has moved nothing,
@@ -52,7 +54,9 @@
 #include "engine/fetch.h"
 #include "engine/op.h"
 #include "engine/packet.h"
+#include "engine/progressive.h"
 #include "engine/serve.h"
+#include "engine/start.h"
 #include "engine/stream.h"
 #include "engine/transport.h"
 #include "engine/wire.h"
@@ -95,10 +99,10 @@ static const struct op_kind kinds[] = {
         .bytes = sizeof(struct collective),
         .flow_bytes = sizeof(struct ring),
         .enter = collective_enter,
-        .eager = collective_eager,
-        .start = collective_start,
+        .eager = start_eagerly,
+        .start = start_collective,
         .progress = collective_progress,
-        .command = chunk_command,
+        .command = progressive_command,
         .take = chunk_take,
         .send = chunk_send,
         .drop = collective_drop,

@@ -1,7 +1,7 @@
 /* oneshot.c - see oneshot.h.
  *
  * A chunk may come before we have sent ours of the same place. In place it overwrites our
- * contribution, which collective_save() has put into the undo buffer before. So we send copies
+ * contribution, which collective_overwrite() has put into the undo buffer before. So we send copies
  * there: of the undo buffer where the result is written already, of send elsewhere. */
 #include "engine/oneshot.h"
 
@@ -12,9 +12,42 @@
 
 enum { STRIP = 1024 };               /* elements; a multiple of every format's block */
 
-bool oneshot_overwrites(const struct collective *collective, const struct part *part)
+static bool has_step(const struct collective *collective, uint32_t members, uint32_t step)
 {
-    return collective->oneshot && part->overwrites;
+    const struct shape *shape = &collective->shape;
+    return members == 2 && shape->reduces && !shape->scatters && !shape->rooted
+        && step == ONESHOT_STEP;
+}
+
+static void own_range(const struct ring *ring, uint64_t *from, uint64_t *to)
+{
+    *from = ring->place.begin;
+    *to = *from + ring->place.count;
+}
+
+static void own_place(const struct ring *ring, struct wire_header *header)
+{
+    header->step = ONESHOT_STEP;
+    header->segment = (uint16_t)ring->place.position;
+}
+
+static uint32_t receiver(const struct wire_header *chunk)
+{
+    return 1u - chunk->segment;
+}
+
+static struct role role_of(const struct collective *collective, const struct wire_header *chunk)
+{
+    const struct role all = {true, true, true};
+    (void)collective;
+    (void)chunk;
+    return all;
+}
+
+/* Ours may be overwritten before it is sent, if it is in place. */
+static bool in_memory(const struct collective *collective, const struct part *part)
+{
+    return collective->format == PCCL_UNQUANTIZED && !part->overwrites;
 }
 
 /* Copies our contribution to one part: `length` elements from an offset on. */
@@ -46,14 +79,21 @@ static void copy_own(const struct collective *collective, uint64_t offset, uint6
         copy_part(collective, stretch.part, stretch.offset, stretch.length, to);
 }
 
-void oneshot_write(const struct collective *collective, uint64_t offset, uint64_t length,
-                  unsigned char *to)
+static void write_own(const struct collective *collective, uint64_t offset, uint64_t length,
+                      unsigned char *to)
 {
     const struct part *part = part_at(&collective->parts, offset);
     double own[STRIP];               /* elements of any type, aligned */
     uint64_t end = offset + length, n;
     if (collective->format == PCCL_UNQUANTIZED) {
         copy_own(collective, offset, length, to);
+        return;
+    }
+    if (!part->overwrites) {
+        int status = pccl_quantize(collective->format, part->dtype, to,
+                                   part_send(&collective->parts, part, offset), (size_t)length);
+        assert(status == PCCL_OK);
+        (void)status;
         return;
     }
     for (; offset < end; offset += n) {
@@ -67,7 +107,7 @@ void oneshot_write(const struct collective *collective, uint64_t offset, uint64_
     }
 }
 
-const char *oneshot_check_place(const struct ring *ring, const struct wire_header *chunk)
+static const char *check_place(const struct ring *ring, const struct wire_header *chunk)
 {
     const pccl_ring *place = &ring->place;
     if (chunk->segment == place->position)
@@ -101,7 +141,8 @@ static void reduce_quantized(const struct collective *collective, const struct w
     }
 }
 
-void oneshot_reduce(const struct collective *collective, const struct wire_header *chunk,
+/* Reduces the other member's contribution and ours. */
+static void reduce(const struct collective *collective, const struct wire_header *chunk,
                    const unsigned char *in)
 {
     bool first = chunk->segment == 0;    /* the other one is, and its operand is on the left */
@@ -120,3 +161,32 @@ void oneshot_reduce(const struct collective *collective, const struct wire_heade
         (void)status;
     }
 }
+
+static const char *check_turn(const struct collective *collective, const struct wire_header *chunk)
+{
+    uint64_t from, to;
+    parts_written(&collective->parts, chunk->offset, chunk->length, &from, &to);
+    return bitmap_any(collective->written_set, from, to) ? "a chunk came twice" : NULL;
+}
+
+static int apply(struct collective *collective, const struct wire_header *chunk,
+                 struct packet *packet)
+{
+    if (collective_overwrite(collective, chunk->offset, chunk->length) != PCCL_OK)
+        return PCCL_ENOMEM;
+    reduce(collective, chunk, packet_payload(collective->op.source.zmq, packet));
+    return PCCL_OK;
+}
+
+const struct algorithm oneshot_algorithm = {
+    .has_step = has_step,
+    .own_range = own_range,
+    .own_place = own_place,
+    .in_memory = in_memory,
+    .write = write_own,
+    .receiver = receiver,
+    .check_place = check_place,
+    .check_turn = check_turn,
+    .role = role_of,
+    .apply = apply,
+};

@@ -19,7 +19,7 @@ enum { INDEX_BUCKETS = 1024 };   /* thousands of ops may be outstanding: chains 
 
 struct op;
 
-/* What a kind of op does. `eager`, `command`, `drop`, `end` and `free` may be NULL. Only
+/* What a kind of op does. `eager`, `progress`, `command`, `drop`, `end` and `free` may be NULL. Only
  * `drop`, `end` and `free` are called for an op that has failed or ended. */
 struct op_kind {
     enum wire_kind message;      /* that ops of this kind take */
@@ -41,7 +41,7 @@ struct op_kind {
     /* QUERY: how much is done, and of how much. NULL: that cannot be said. */
     void (*progress)(const struct op *op, uint64_t *done, uint64_t *wanted);
 
-    /* A command for this kind only: VERIFIED, ALLOW or REMIND. One for another kind is ignored. */
+    /* A command for this kind only: VERIFIED, ALLOW, REMIND or READY. */
     void (*command)(struct op *op, const pccl_command *command);
 
     /* Handles a message. Whoever keeps the packet puts an empty one in its place. */

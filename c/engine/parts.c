@@ -87,6 +87,13 @@ bool parts_next(const struct parts *parts, uint64_t *offset, uint64_t end,
     return true;
 }
 
+bool parts_whole(const struct parts *parts, uint64_t offset, uint64_t length,
+                 struct stretch *whole)
+{
+    uint64_t at = offset;
+    return parts_next(parts, &at, offset + length, whole) && at >= offset + length;
+}
+
 uint64_t parts_elements(const struct parts *parts, uint64_t offset, uint64_t length)
 {
     uint64_t at = offset, elements = 0;

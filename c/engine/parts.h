@@ -90,6 +90,10 @@ uint64_t parts_reach(const struct parts *parts, uint64_t offset);
 bool parts_next(const struct parts *parts, uint64_t *offset, uint64_t end,
                 struct stretch *stretch);
 
+/* Whether the elements of a chunk lie in one part, which is then *whole. */
+bool parts_whole(const struct parts *parts, uint64_t offset, uint64_t length,
+                 struct stretch *whole);
+
 /* How many elements a chunk of `length` offsets has. */
 uint64_t parts_elements(const struct parts *parts, uint64_t offset, uint64_t length);
 

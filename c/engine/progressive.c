@@ -1,6 +1,8 @@
 /* progressive.c - see progressive.h. */
 #include "engine/progressive.h"
 
+#include <assert.h>
+
 #include "engine/bitmap.h"
 
 bool progressive_is_ready(const struct collective *collective, uint64_t offset, uint64_t length)
@@ -10,7 +12,8 @@ bool progressive_is_ready(const struct collective *collective, uint64_t offset, 
                       aligned_blocks(offset + length));
 }
 
-bool progressive_ready(struct collective *collective, const pccl_command *command)
+/* READY: whether it was possible; else the op has failed. */
+static bool note_ready(struct collective *collective, const pccl_command *command)
 {
     uint64_t from = command->offset / PCCL_ALIGNMENT, n = command->length / PCCL_ALIGNMENT;
     uint64_t all = aligned_blocks(collective->parts.span);
@@ -23,6 +26,52 @@ bool progressive_ready(struct collective *collective, const pccl_command *comman
     bitmap_set(collective->ready_set, from, from + n);
     collective->unready -= n;
     return true;
+}
+
+void progressive_hold(struct collective *collective, struct packet **packet)
+{
+    struct op *op = &collective->op;
+    op_forward(op, NULL, &collective->held, packet);
+    if (op->failed)
+        return;
+    collective->n_held++;
+    op->ops->n_held++;
+}
+
+/* Takes the chunks that have waited; those that still must wait once more. It can free the op, when
+ * the last of them was what it lacked. */
+static void take_held(struct op *op)
+{
+    const pccl_zmq *zmq = op->source.zmq;
+    struct packets *held = &collective_of(op)->held;
+    struct packet *packet;
+    uint32_t n = collective_of(op)->n_held;
+    while (n-- > 0 && (packet = packets_take(held)) != NULL) {
+        struct wire_header header;
+        bool valid = wire_decode(&header, packet_header(zmq, packet));
+        assert(valid);
+        (void)valid;
+        packet_unawait(packet);
+        collective_of(op)->n_held--;
+        op->ops->n_held--;
+        op->kind->take(op, &header, &packet);
+        packet_free(zmq, packet);
+    }
+}
+
+void progressive_command(struct op *op, const pccl_command *command)
+{
+    struct collective *collective = collective_of(op);
+    if (command->kind != PCCL_READY || !note_ready(collective, command))
+        return;
+    collective_request_turns(collective);
+    if (collective->unready == 0 && op->started
+        && collective_ring(collective, 0)->place.members == 1) {
+        collective_conclude_alone(collective);
+        op_complete(op);
+        return;
+    }
+    take_held(op);
 }
 
 void progressive_notify(struct collective *collective, uint64_t offset, uint64_t length)

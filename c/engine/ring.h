@@ -1,8 +1,15 @@
-/* ring.h - the geometry of a ring (pccl_core.h, THE RING). Pure functions. */
+/* ring.h - chunks that go around a ring: partial results on the first steps, which the receiver adds
+ * to, and final ones from then on (pccl_core.h, THE RING). */
 #ifndef PCCL_RING_H
 #define PCCL_RING_H
 
 #include <stdint.h>
+
+#include "engine/collective.h"
+
+extern const struct algorithm ring_algorithm;
+
+/* ---- geometry: pure functions ---- */
 
 /* Where segment `segment` of a share of `count` elements begins, relative to the share: elements.
  * `members` is at least 1, `segment` at most `members`. */

@@ -1,0 +1,11 @@
+/* start.h - START of a collective, and EAGER: its start before all have agreed (pccl_core.h, BEFORE
+ * START). For struct op_kind. */
+#ifndef PCCL_START_H
+#define PCCL_START_H
+
+#include "engine/op.h"
+
+void start_collective(struct op *op, const pccl_command *command);
+void start_eagerly(struct op *op, const pccl_command *command);
+
+#endif
