@@ -7,6 +7,34 @@
  * or a negative PCCL_E... code. The caller owns all memory it passes, for as long as each
  * function says. Buffers may have any alignment. Everything on the wire is little-endian.
  *
+ * SIMPLE USE
+ *
+ * Two peers sum up an array. Each makes an engine and enters it with a thread:
+ *
+ *     pccl_options options = {.io_threads = 1, .forward_max = 256, .recv_hwm = 4, .copy_max =
+ *     16384,
+ *                             .connect_timeout_ms = 5000, .fetch_window = 64};
+ *     pccl_engine *engine = pccl_engine_new(&table, &options, &error);
+ *     pccl_engine_bind(engine, "tcp://10.0.0.1:*", bound, sizeof bound);
+ *     pccl_engine_run(engine);                                      (in the thread)
+ *
+ * connects a PAIR socket of pccl_engine_context() to "inproc://pccl-engine", and sends four
+ * commands, in which everything else is 0:
+ *
+ *     pccl_part part = {.send = x, .recv = y, .count = n, .dtype = PCCL_F32};
+ *
+ *     {.kind = PCCL_OPEN_STREAM, .stream = 1}
+ *     {.kind = PCCL_CONNECT_STREAM, .stream = 1, .hwm = 4, .endpoint = "tcp://10.0.0.2:48150"}
+ *     {.kind = PCCL_REGISTER, .op = 1, .op_kind = PCCL_COLLECTIVE, .run = 7,
+ *      .collective = PCCL_ALL_REDUCE, .redop = PCCL_SUM, .parts = &part, .n_parts = 1}
+ *     {.kind = PCCL_START, .op = 1, .seq = 1, .nonce = 5, .chunk_bytes = 1 << 18, .n_rings = 1,
+ *      .rings = {{.stream = 1, .members = 2, .position = 0, .count = n rounded up to 64}}}
+ *
+ * The other peer says the same, with `position` 1 and the first one's endpoint. Then a
+ * PCCL_COMPLETE event says that y has the sum. If its `settled` is 0, PCCL_COMMIT follows, which is
+ * answered by PCCL_SETTLED; from then on the engine refers to neither array. The rest of this
+ * comment is the manual.
+ *
  * THE ENGINE
  *
  * An engine moves the bulk data of one peer. It owns a ZeroMQ context, one PULL socket on which all
@@ -247,11 +275,11 @@ size_t pccl_dtype_size(int dtype);
 int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, size_t n,
                 uint32_t divisor);
 
-/* How an array of floats is quantized: docs/internals/quantization.md says what each does. A block is a
- * header of one number (BLOCK: step) or two (MIN_MAX: step, offset; ZERO_POINT: step, zero code, or
- * -step, offset), fp64 for fp64 elements and fp32 for all others, and a code of so many bits for
- * each element; the last block of an array may be shorter. Of n codes of 4 bits, byte i has code i
- * in its lower half and code (n + 1) / 2 + i in its upper one. */
+/* How an array of floats is quantized: docs/internals/quantization.md says what each does. A block
+ * is a header of one number (BLOCK: step) or two (MIN_MAX: step, offset; ZERO_POINT: step, zero
+ * code, or -step, offset), fp64 for fp64 elements and fp32 for all others, and a code of so many
+ * bits for each element; the last block of an array may be shorter. Of n codes of 4 bits, byte i
+ * has code i in its lower half and code (n + 1) / 2 + i in its upper one. */
 enum pccl_format {
     PCCL_UNQUANTIZED = 0, PCCL_BLOCK_8 = 1, PCCL_BLOCK_4 = 2, PCCL_MIN_MAX_8 = 3,
     PCCL_MIN_MAX_16 = 4, PCCL_ZERO_POINT_8 = 5, PCCL_ZERO_POINT_16 = 6

@@ -34,8 +34,8 @@ static uint64_t own_length(const struct ring *ring)
     return length < chunk ? length : chunk;
 }
 
-/* Makes the message of a chunk of our own: TURN_OVER when it is made. Before START nothing may refer
- * to the memory of a call, so it is copied. */
+/* Makes the message of a chunk of our own: TURN_OVER when it is made. Before START nothing may
+ * refer to the memory of a call, so it is copied. */
 static enum turn build_own(struct ring *ring, struct packet *packet,
                            const struct wire_header *header, uint64_t bytes)
 {
@@ -100,7 +100,8 @@ enum turn chunk_send(struct flow *flow)
     uint64_t length = own_length(ring);
     struct packet packet = {0};
     struct wire_header header = own_header(ring, length);
-    uint64_t bytes = collective_payload_bytes(collective, ring->cursor, length), cost = eager_cost(bytes);
+    uint64_t bytes = collective_payload_bytes(collective, ring->cursor, length),
+        cost = eager_cost(bytes);
     enum turn made;
     assert(length > 0);
     if (!progressive_is_ready(collective, ring->cursor, length))
@@ -140,7 +141,8 @@ static const char *check_shape(const struct collective *collective, const struct
     uint64_t reach;
     if (chunk->ring >= PCCL_RINGS_MAX || members < 2 || members > PCCL_PEERS_MAX
         || (collective->members > 0 && members != collective->members)
-        || chunk->segment >= members || !algorithm_of(chunk)->has_step(collective, members, chunk->step))
+        || chunk->segment >= members
+            || !algorithm_of(chunk)->has_step(collective, members, chunk->step))
         return "a chunk has an impossible place in the ring";
     if (chunk->length == 0 || chunk->offset % PCCL_ALIGNMENT != 0
         || chunk->offset >= collective->parts.span * (collective->members > 0 ? members : 1))

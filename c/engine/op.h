@@ -19,8 +19,8 @@ enum { INDEX_BUCKETS = 1024 };   /* thousands of ops may be outstanding: chains 
 
 struct op;
 
-/* What a kind of op does. `eager`, `progress`, `command`, `drop`, `end` and `free` may be NULL. Only
- * `drop`, `end` and `free` are called for an op that has failed or ended. */
+/* What a kind of op does. `eager`, `progress`, `command`, `drop`, `end` and `free` may be NULL.
+ * Only `drop`, `end` and `free` are called for an op that has failed or ended. */
 struct op_kind {
     enum wire_kind message;      /* that ops of this kind take */
     size_t bytes;                /* of the struct that begins with the struct op, */

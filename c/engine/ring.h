@@ -1,5 +1,5 @@
-/* ring.h - chunks that go around a ring: partial results on the first steps, which the receiver adds
- * to, and final ones from then on (pccl_core.h, THE RING). */
+/* ring.h - chunks that go around a ring: partial results on the first steps, which the receiver
+ * adds to, and final ones from then on (pccl_core.h, THE RING). */
 #ifndef PCCL_RING_H
 #define PCCL_RING_H
 

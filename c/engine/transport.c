@@ -1,5 +1,5 @@
-/* transport.c - see transport.h. Where the operating system cannot be asked (an ipc socket, a system without
- * the option) nothing happens, and the lane works with TCP's defaults.
+/* transport.c - see transport.h. Where the operating system cannot be asked (an ipc socket, a
+ * system without the option) nothing happens, and the lane works with TCP's defaults.
  *
  * Two settings make several connections share a long link well. First, little waits unsent in the
  * kernel: otherwise each connection takes up to megabytes, which a slow one still sends long after

@@ -1,8 +1,8 @@
 /* quantize.c - arrays of floats as blocks of small codes, and the step of a ring that reduces them.
  *
- * DESIGN. docs/internals/quantization.md says what each format is and why. A block is a header, which says
- * how a code becomes a number, and its codes; every format is the one affine map of blocks.inc, and
- * differs in how the map is found and how many bits a code has.
+ * DESIGN. docs/internals/quantization.md says what each format is and why. A block is a header,
+ * which says how a code becomes a number, and its codes; every format is the one affine map of
+ * blocks.inc, and differs in how the map is found and how many bits a code has.
  *
  * Everything goes strip by strip through a buffer of fp32 or fp64 numbers that stays in the first
  * level of the cache: blocks are decoded into it while a contribution is added, and it is encoded.

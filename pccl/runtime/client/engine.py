@@ -51,7 +51,7 @@ class Directory:
     """
 
     def __init__(self) -> None:
-        _remove_abandoned()
+        _remove_orphans()
         while (made := _make()) is None:
             pass
         self._directory, self._lock = made
@@ -65,7 +65,7 @@ class Directory:
 
 
 def _make() -> tuple[Path, FileLock] | None:
-    """A new directory and its lock; None if somebody took it for an abandoned one, and removes it:
+    """A new directory and its lock; None if somebody took it for an orphan, and removes it:
     between the making of a file and its locking another process may lock it.
     """
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -86,7 +86,7 @@ def _make() -> tuple[Path, FileLock] | None:
     return directory, lock
 
 
-def _remove_abandoned() -> None:
+def _remove_orphans() -> None:
     """Removes the directories of this user's processes that were killed, as far as that works."""
     with contextlib.suppress(OSError):
         with os.scandir(tempfile.gettempdir()) as entries:
@@ -94,10 +94,10 @@ def _remove_abandoned() -> None:
                 if not entry.name.startswith(PREFIX):
                     continue
                 if entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                    _remove_if_abandoned(Path(entry.path))
+                    _remove_if_orphaned(Path(entry.path))
 
 
-def _remove_if_abandoned(directory: Path) -> None:
+def _remove_if_orphaned(directory: Path) -> None:
     if not (directory / LOCK).exists():
         return  # it is being made
     with contextlib.suppress(OSError, Taken):
@@ -272,10 +272,10 @@ class Engine:
             self._thread = threading.Thread(target=self._run, name="pccl-engine", daemon=True)
             self._thread.start()
         except (zmq.ZMQError, RuntimeError) as error:  # no descriptor or thread is available
-            self._abandon()
+            self._discard()
             raise OSError(getattr(error, "errno", None), str(error)) from None
         except BaseException:
-            self._abandon()
+            self._discard()
             raise
 
     @staticmethod
@@ -322,7 +322,7 @@ class Engine:
             self._bind(f"ipc://{self._directory.path}")
         return self._directory.path
 
-    def _abandon(self) -> None:
+    def _discard(self) -> None:
         """Releases everything of an engine that could not be made."""
         if self.socket is not None:
             self.socket.close()
@@ -365,13 +365,12 @@ class Engine:
 
     # ---- commands ----
 
-    def _blank_command(self, kind: int, op: int = 0) -> Any:
+    def _send(self, kind: int, op: int = 0, **members: Any) -> None:
+        """Sends a command, of which these members count, in the forms that cffi takes."""
         self._command_bytes[:] = self._blank
-        self._command.kind = kind
-        self._command.op = op
-        return self._command
-
-    def _send(self) -> None:
+        self._command.kind, self._command.op = kind, op
+        for name, value in members.items():
+            setattr(self._command, name, value)
         self.unsent.append(bytes(self._command_bytes))
         if not self.together:
             self.flush()
@@ -385,8 +384,7 @@ class Engine:
 
     def open_stream(self, stream: int) -> None:
         """Opens a stream, so that ops can start on it; its number was never used before."""
-        self._blank_command(lib.PCCL_OPEN_STREAM).stream = stream
-        self._send()
+        self._send(lib.PCCL_OPEN_STREAM, stream=stream)
 
     def connect_stream(
         self,
@@ -402,7 +400,7 @@ class Engine:
     ) -> None:
         """Connects an open stream `lanes` times to a neighbour's engine.
 
-        If STREAM_UP does not follow in time, the caller must abandon it (`lose_stream`).
+        If STREAM_UP does not follow in time, the caller must give it up (`lose_stream`).
 
         Args:
             stream: its number.
@@ -421,11 +419,17 @@ class Engine:
         encoded = endpoint.encode()
         if len(encoded) >= lib.PCCL_ENDPOINT_MAX:
             raise ValueError(f"the endpoint {endpoint!r} is too long")
-        command = self._blank_command(lib.PCCL_CONNECT_STREAM)
-        command.stream, command.lanes, command.hwm, command.endpoint = stream, lanes, hwm, encoded
-        command.curve_server, command.peer, command.nonce = curve_server.encode(), peer, nonce
-        command.via = via.encode()
-        self._send()
+        self._send(
+            lib.PCCL_CONNECT_STREAM,
+            stream=stream,
+            lanes=lanes,
+            hwm=hwm,
+            endpoint=encoded,
+            peer=peer,
+            nonce=nonce,
+            curve_server=curve_server.encode(),
+            via=via.encode(),
+        )
 
     def meet(self, endpoint: str, via: str, lanes: int) -> None:
         """Connects to a sender that cannot connect to this engine, at a rendezvous point.
@@ -435,14 +439,11 @@ class Engine:
             via: its `address:port`, a numeric address.
             lanes: as the sender has them.
         """
-        command = self._blank_command(lib.PCCL_MEET)
-        command.endpoint, command.via, command.lanes = endpoint.encode(), via.encode(), lanes
-        self._send()
+        self._send(lib.PCCL_MEET, endpoint=endpoint.encode(), via=via.encode(), lanes=lanes)
 
     def close_stream(self, stream: int) -> None:
         """Closes a stream: queued messages are dropped, and ops that use it fail."""
-        self._blank_command(lib.PCCL_CLOSE_STREAM).stream = stream
-        self._send()
+        self._send(lib.PCCL_CLOSE_STREAM, stream=stream)
 
     def expect(self, peer: int, nonce: int, keys: Iterable[str]) -> None:
         """Sets who may connect, which also decides on connections that wait.
@@ -452,22 +453,18 @@ class Engine:
             nonce: of the current epoch; the previous one remains valid.
             keys: public keys of the members, if this engine has keys.
         """
-        command = self._blank_command(lib.PCCL_EXPECT)
-        command.peer, command.nonce = peer, nonce
-        self._send()
+        self._send(lib.PCCL_EXPECT, peer=peer, nonce=nonce)
         for key in keys:
             self.admit(key)
 
     def admit(self, key: str) -> None:
         """Lets whoever has this public key connect, until the next `expect`."""
-        self._blank_command(lib.PCCL_ADMIT).curve_server = key.encode()
-        self._send()
+        self._send(lib.PCCL_ADMIT, curve_server=key.encode())
 
     def lose_stream(self, stream: int, why: str) -> None:
-        """Abandons a stream that does not connect; STREAM_LOST follows, with `why`."""
-        command = self._blank_command(lib.PCCL_LOSE_STREAM)
-        command.stream, command.endpoint = stream, why.encode()[: lib.PCCL_TEXT_MAX - 1]
-        self._send()
+        """Closes a stream that does not connect; STREAM_LOST follows, with `why`."""
+        text = why.encode()[: lib.PCCL_TEXT_MAX - 1]
+        self._send(lib.PCCL_LOSE_STREAM, stream=stream, endpoint=text)
 
     def register_collective(
         self,
@@ -501,14 +498,22 @@ class Engine:
             window: of an all_reduce, whose memory is filled meanwhile (`ready`): the offsets
                 after which a WRITTEN event tells of the result; 0: it is filled.
         """
-        command = self._register(lib.PCCL_COLLECTIVE, op, run, tag, min_seq)
-        command.window = window
-        command.collective, command.redop, command.members = COLLECTIVES[what], redop, members
-        command.format = format
-        if rows:
-            command.recv_rows = self._keep(op, ffi.new("uint64_t[]", list(rows)))
-        command.parts, command.n_parts = self._keep(op, _parts(parts)), len(parts)
-        self._send()
+        self._send(
+            lib.PCCL_REGISTER,
+            op,
+            op_kind=lib.PCCL_COLLECTIVE,
+            run=run,
+            tag=tag,
+            min_seq=min_seq,
+            collective=COLLECTIVES[what],
+            redop=redop,
+            format=format,
+            members=members,
+            parts=self._keep(op, _parts(parts)),
+            n_parts=len(parts),
+            recv_rows=self._keep(op, ffi.new("uint64_t[]", list(rows))) if rows else ffi.NULL,
+            window=window,
+        )
 
     def register_exchange(
         self,
@@ -528,12 +533,20 @@ class Engine:
             parts: the arrays; `count` is that of a row.
             rows: of each array, how many are for each rank, and from each; empty: none.
         """
-        command = self._register(lib.PCCL_EXCHANGE, op, run, tag, min_seq)
-        command.members, command.n_parts = members, len(parts)
-        command.parts = self._keep(op, _parts(parts))
         sends, recvs = (self._keep(op, ffi.new("uint64_t[]", one or [0] * members)) for one in rows)
-        command.send_rows, command.recv_rows = sends, recvs
-        self._send()
+        self._send(
+            lib.PCCL_REGISTER,
+            op,
+            op_kind=lib.PCCL_EXCHANGE,
+            run=run,
+            tag=tag,
+            min_seq=min_seq,
+            members=members,
+            parts=self._keep(op, _parts(parts)),
+            n_parts=len(parts),
+            send_rows=sends,
+            recv_rows=recvs,
+        )
 
     def register_serve(
         self,
@@ -557,8 +570,17 @@ class Engine:
             first_counted: pieces with lower numbers do not count in tx_bytes and rx_bytes.
             limit: bytes that may be sent before the first `allow`; 0: no limit.
         """
-        array = _pieces(pieces, first_counted)
-        self._register_pieces(lib.PCCL_SERVE, op, (run, tag, min_seq), array, 0, limit)
+        self._send(
+            lib.PCCL_REGISTER,
+            op,
+            op_kind=lib.PCCL_SERVE,
+            run=run,
+            tag=tag,
+            min_seq=min_seq,
+            pieces=self._keep(op, _pieces(pieces, first_counted)),
+            n_pieces=len(pieces),
+            limit=limit,
+        )
 
     def register_fetch(
         self,
@@ -575,32 +597,22 @@ class Engine:
 
         With `leaf_bytes`, each leaf of that size emits a LEAF event and waits for `verified`.
         """
-        array = _pieces(pieces, first_counted)
-        self._register_pieces(lib.PCCL_FETCH, op, (run, tag, min_seq), array, leaf_bytes)
-
-    def _register_pieces(
-        self,
-        kind: int,
-        op: int,
-        identity: tuple[int, int, int],
-        array: Any,
-        leaf_bytes: int,
-        limit: int = 0,
-    ) -> None:
-        command = self._register(kind, op, *identity)
-        command.pieces, command.n_pieces = self._keep(op, array), len(array)
-        command.leaf_bytes, command.limit = leaf_bytes, limit
-        self._send()
+        self._send(
+            lib.PCCL_REGISTER,
+            op,
+            op_kind=lib.PCCL_FETCH,
+            run=run,
+            tag=tag,
+            min_seq=min_seq,
+            pieces=self._keep(op, _pieces(pieces, first_counted)),
+            n_pieces=len(pieces),
+            leaf_bytes=leaf_bytes,
+        )
 
     def _keep(self, op: int, array: Any) -> Any:
         """Keeps an array, which the engine reads, alive until the op is settled."""
         self._arrays.setdefault(op, []).append(array)
         return array
-
-    def _register(self, kind: int, op: int, run: int, tag: int, min_seq: int) -> Any:
-        command = self._blank_command(lib.PCCL_REGISTER, op)
-        command.op_kind, command.run, command.tag, command.min_seq = kind, run, tag, min_seq
-        return command
 
     def start(
         self,
@@ -624,29 +636,50 @@ class Engine:
             oneshot: whether its two members send each other everything.
             calls: the predecessor's in each ring, which may have sent before; empty: none has.
         """
-        command = self._start(op, seq, nonce, chunk_bytes)
-        for place, call in zip(command.rings, calls, strict=False):
-            place.call = call
-        self._enter_rings(command, rings, oneshot)
+        self._send(
+            lib.PCCL_START,
+            op,
+            seq=seq,
+            nonce=nonce,
+            chunk_bytes=chunk_bytes,
+            rings=self._rings(op, rings, calls),
+            n_rings=len(rings),
+            oneshot=oneshot,
+        )
 
     def start_eagerly(
         self, op: int, *, chunk_bytes: int, rings: Sequence[RingPlace], oneshot: bool = False
     ) -> None:
         """Lets a registered collective send before its start, which will probably say the same;
         arguments as of `start`."""
-        command = self._blank_command(lib.PCCL_EAGER, op)
-        command.chunk_bytes = chunk_bytes
-        self._enter_rings(command, rings, oneshot)
+        self._send(
+            lib.PCCL_EAGER,
+            op,
+            chunk_bytes=chunk_bytes,
+            rings=self._rings(op, rings, ()),
+            n_rings=len(rings),
+            oneshot=oneshot,
+        )
 
-    def _enter_rings(self, command: Any, rings: Sequence[RingPlace], oneshot: bool) -> None:
-        command.oneshot = oneshot
-        command.n_rings = len(rings)
-        for place, ring in zip(command.rings, rings, strict=False):
-            place.stream, place.members, place.position = ring.stream, ring.members, ring.position
-            place.begin, place.count, place.root = ring.begin, ring.count, ring.root
-            if ring.ranks:
-                place.ranks = self._keep(command.op, ffi.new("uint16_t[]", ring.ranks))
-        self._send()
+    def _rings(
+        self, op: int, rings: Sequence[RingPlace], calls: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """As an array of pccl_ring."""
+        return [
+            {
+                "stream": ring.stream,
+                "members": ring.members,
+                "position": ring.position,
+                "root": ring.root,
+                "ranks": self._keep(op, ffi.new("uint16_t[]", ring.ranks))
+                if ring.ranks
+                else ffi.NULL,
+                "begin": ring.begin,
+                "count": ring.count,
+                "call": call,
+            }
+            for ring, call in zip(rings, calls or [0] * len(rings), strict=True)
+        ]
 
     def start_transfer(
         self, op: int, *, seq: int, nonce: int, chunk_bytes: int, ends: Sequence[End]
@@ -660,22 +693,19 @@ class Engine:
         limit = lib.PCCL_ENDS_MAX
         for first in range(0, max(len(ends), 1), limit):
             some = ends[first : first + limit]
-            command = self._start(op, seq, nonce, chunk_bytes)
-            command.n_ends = len(some)
-            for place, end in zip(command.ends, some, strict=False):
-                place.stream, place.slot = end.stream, end.slot
-            self._send()
-
-    def _start(self, op: int, seq: int, nonce: int, chunk_bytes: int) -> Any:
-        command = self._blank_command(lib.PCCL_START, op)
-        command.seq, command.nonce, command.chunk_bytes = seq, nonce, chunk_bytes
-        return command
+            self._send(
+                lib.PCCL_START,
+                op,
+                seq=seq,
+                nonce=nonce,
+                chunk_bytes=chunk_bytes,
+                ends=[{"stream": end.stream, "slot": end.slot} for end in some],
+                n_ends=len(some),
+            )
 
     def verified(self, op: int, piece: int, leaf: int, good: bool) -> None:
         """Says whether an arrived leaf is correct; if not, it is fetched again."""
-        command = self._blank_command(lib.PCCL_VERIFIED, op)
-        command.piece, command.leaf, command.good = piece, leaf, good
-        self._send()
+        self._send(lib.PCCL_VERIFIED, op, piece=piece, leaf=leaf, good=good)
 
     def remind(self, op: int, limit: int) -> None:
         """Has a fetch repeat its unanswered requests; to be called every few seconds.
@@ -684,34 +714,27 @@ class Engine:
             op: the fetch.
             limit: after this many calls in a row without an answer it fails, as without holders.
         """
-        self._blank_command(lib.PCCL_REMIND, op).limit = limit
-        self._send()
+        self._send(lib.PCCL_REMIND, op, limit=limit)
 
     def allow(self, op: int, nbytes: int) -> None:
         """Lets a limited serve op send about `nbytes` more."""
-        self._blank_command(lib.PCCL_ALLOW, op).limit = nbytes
-        self._send()
+        self._send(lib.PCCL_ALLOW, op, limit=nbytes)
 
     def ready(self, op: int, offset: int, length: int) -> None:
         """Says that the input of a collective with a window is there, between these offsets."""
-        command = self._blank_command(lib.PCCL_READY, op)
-        command.offset, command.length = offset, length
-        self._send()
+        self._send(lib.PCCL_READY, op, offset=offset, length=length)
 
     def query(self, op: int) -> None:
         """Asks how far an op is; PROGRESS follows if it has started and is not complete."""
-        self._blank_command(lib.PCCL_QUERY, op)
-        self._send()
+        self._send(lib.PCCL_QUERY, op)
 
     def commit(self, op: int) -> None:
         """Keeps an op's result; the engine uses its memory until SETTLED."""
-        self._blank_command(lib.PCCL_COMMIT, op)
-        self._send()
+        self._send(lib.PCCL_COMMIT, op)
 
     def abort(self, op: int) -> None:
         """Ends an op and restores what it has overwritten in place; SETTLED follows."""
-        self._blank_command(lib.PCCL_ABORT, op)
-        self._send()
+        self._send(lib.PCCL_ABORT, op)
 
     # ---- events ----
 
@@ -730,8 +753,7 @@ class Engine:
         """Stops the thread, restores what unsettled ops have overwritten, frees all. Idempotent."""
         if self._closed:
             return
-        self._blank_command(lib.PCCL_STOP)
-        self._send()
+        self._send(lib.PCCL_STOP)
         self.flush()
         self._closed = True
         self._thread.join()
