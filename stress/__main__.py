@@ -96,7 +96,6 @@ class Workers:
         return [sys.executable, str(HERE / "worker.py"), *words, *optimize]
 
     def group(self, copy: Copy) -> int:
-        """Of its program."""
         return self._groups[copy.number]
 
     def leave(self, copy: Copy) -> None:
@@ -144,7 +143,6 @@ def judge(names: Sequence[str], rules: checker.Rules, directory: Path, director:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--peers", type=whole_number(2, 200), default=4, help="at most so many at once"

@@ -261,7 +261,6 @@ class Checker:
         self._report.violations += eras.tell_apart(members)
 
     def check(self) -> Report:
-        """Applies all rules."""
         for worker, life in self._lives.items():
             self._check_end(worker, life)
             self._check_times(worker, life)

@@ -122,11 +122,9 @@ class Diary:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | binary, 0o644)
 
     def write(self, entry: Entry) -> None:
-        """Appends an entry."""
         os.write(self._file, msgspec.json.encode(entry) + b"\n")
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._file)
 
 
@@ -142,7 +140,6 @@ class Notes:
         self._diary = Diary(path_of(directory, number))
 
     def write(self, entry: Entry) -> None:
-        """Appends an entry."""
         self._diary.write(entry)
 
     def size(self) -> None:
@@ -207,10 +204,8 @@ def words_of(buffer: np.ndarray) -> Words:
 
 
 def digest_of(array: np.ndarray) -> str:
-    """Of the bytes of an array."""
     return xxhash.xxh3_64_hexdigest(array.data)
 
 
 def now() -> float:
-    """The time of an entry."""
     return time.monotonic()

@@ -57,7 +57,6 @@ class Mischief:
         self._comm, self.cut_off = comm, False
 
     def do(self, what: str) -> None:
-        """Does one of KINDS."""
         if what.startswith("reset"):
             self._reset(what.removeprefix("reset-").replace("-", " "))
         elif what == "run-a-program":

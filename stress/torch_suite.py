@@ -70,7 +70,6 @@ def tests_of_torch() -> ModuleType:
 
 
 def suite(backend: str, only: list[str], part: str) -> unittest.TestSuite:
-    """Tests of a backend."""
     os.environ.update(BACKEND=backend, WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1")
     import torch
     from torch.testing._internal import common_distributed as common

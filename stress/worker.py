@@ -108,7 +108,6 @@ class Loop:
         self._shared = pccl.SharedState.from_tensors({"weights": self._weights})
 
     def run(self) -> None:
-        """Trains until it should leave."""
         member = self._member
         member.optimize()
         while not member.ending.is_set():
@@ -276,7 +275,6 @@ class DiLoCo:
         self._draw = np.random.default_rng(membership.number)
 
     def run(self) -> None:
-        """Trains until it should leave."""
         member, trainer = self._member, self._trainer
         shape = next(self._model.parameters()).shape
         while not member.ending.is_set():
@@ -324,7 +322,6 @@ class DataParallel:
         self._draw = np.random.default_rng(membership.number)
 
     def run(self) -> None:
-        """Trains until it should leave."""
         member, replica = self._member, self._replica
         width = next(self._model.parameters()).shape[1]
         while not member.ending.is_set():

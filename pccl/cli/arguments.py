@@ -13,8 +13,6 @@ from pccl.support.text import parse_address, parse_listening
 
 
 def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
-    """Whole numbers from `lowest` to `highest`."""
-
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < lowest or (highest and int(text) > highest):
             limits = f"at least {lowest}" + (f" and at most {highest}" if highest else "")

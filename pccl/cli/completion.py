@@ -15,14 +15,12 @@ SHELLS = {  # what makes it complete, now or always
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which shell."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(["use:", *(f"  {use}" for use in SHELLS.values())])
     parser.add_argument("shell", choices=list(SHELLS), metavar="SHELL", help=", ".join(SHELLS))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the script."""
     import shtab
 
     from pccl.cli.main import COMMANDS

@@ -44,8 +44,6 @@ RECEIVE_BUFFER_MIN = 6 << 20
 
 
 class Verdict(StrEnum):
-    """What is to be made of a fact."""
-
     FACT = ""
     OK = "ok"
     HINT = "hint"  # it works, and could work better
@@ -69,7 +67,6 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl doctor`."""
     parser.add_argument(
         "master",
         nargs="?",

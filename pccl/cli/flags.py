@@ -17,7 +17,6 @@ LINKED = "libpccl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Neither command has options."""
     parser.usage = f"{parser.prog}"
     parser.epilog = "cc $(pccl cflags) program.c $(pccl libs) -o program"
 

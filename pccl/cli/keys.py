@@ -19,7 +19,6 @@ PEERS_MAX = 65_536
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl keys`."""
     parser.add_argument("dir", type=Path, metavar="DIR", help="where to put them")
     parser.add_argument(
         "--peers",

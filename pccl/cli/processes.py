@@ -94,7 +94,6 @@ class Process(Closing):
                 self._signal_group(number)
 
     def kill(self) -> None:
-        """SIGKILL, or TerminateProcess."""
         self.signal(KILL)
 
     def kill_strays(self) -> None:
@@ -181,7 +180,6 @@ class Output(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Reads until the end."""
         with self._pipe:
             while data := os.read(self._pipe.fileno(), OUTPUT_BYTES):
                 with self._lock:
@@ -253,7 +251,6 @@ class Fleet(Closing):
         self._readers: list[threading.Thread] = []
 
     def close(self) -> None:
-        """Ends them all."""
         for process in self._processes.values():
             process.kill()
         for reader in self._readers:
@@ -261,7 +258,6 @@ class Fleet(Closing):
         self._directory.cleanup()
 
     def start(self, number: int, *words: str) -> None:
-        """Starts one more."""
         with self._errors(number).open("wb") as errors:
             process = self._processes[number] = Process(
                 [*self._command, *words],

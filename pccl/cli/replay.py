@@ -28,7 +28,6 @@ from pccl.runtime.server.eventlog import VERSION, Damaged, Head, files, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl replay`."""
     parser.add_argument("log", type=Path, metavar="LOG", help="what the master's --event-log says")
     parser.add_argument(
         "--longer-than",
@@ -243,7 +242,6 @@ class Check:
         return bool(self._differs) or not self._fed
 
     def summary(self) -> str:
-        """What was found, in words."""
         lines = [f"{self._fed} inputs have the same effects again", *self._failures]
         if self._skipped:
             lines.append(
@@ -282,7 +280,6 @@ class Case:
         self._over = False
 
     def add(self, entry: Entry) -> None:
-        """One more line."""
         if self._over:
             return
         if not entry.whole:
@@ -374,8 +371,6 @@ class Mark:
 
 @dataclass
 class Happened:
-    """What one line of the log has led to."""
-
     marks: list[Mark] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     ended: list[Call] = field(default_factory=list)
@@ -391,7 +386,6 @@ class Story:
         self._asking: dict[int, int] = {}  # groups of those that were not yet
 
     def tell(self, entry: Entry) -> Happened:
-        """What has happened in one line."""
         happened = Happened()
         now_s, line = entry.unix_s, entry.line
         if isinstance(line.input, inputs.Began):
@@ -588,7 +582,6 @@ class Teller:
         self._left_out = 0
 
     def tell(self, unix_s: float, happened: Happened) -> list[str]:
-        """What one line of the log has led to."""
         now = time.gmtime(unix_s)
         texts = [_marked(mark) for mark in happened.marks if not mark.noted]
         for round_ in happened.rounds:
@@ -659,14 +652,11 @@ def _peers(numbers: Iterable[int]) -> str:
 
 
 class Trace:
-    """Collects the events of a trace."""
-
     def __init__(self) -> None:
         self._marks: list[dict[str, Any]] = []
         self._calls: list[Call] = []
 
     def add(self, unix_s: float, happened: Happened) -> None:
-        """What one line of the log has led to."""
         self._calls += happened.ended
         for mark in happened.marks:
             where = {"pid": mark.peer, "tid": 0, "ts": _us(unix_s)}
@@ -679,7 +669,6 @@ class Trace:
             self._calls.append(call)
 
     def encode(self) -> bytes:
-        """The trace, as JSON."""
         slices: list[dict[str, Any]] = []
         busy: dict[int, list[float]] = {}  # of each peer: until when each of its threads is taken
         for call in sorted(self._calls, key=lambda call: call.began_s):

@@ -41,7 +41,6 @@ LOOPBACK = "127.0.0.1:0"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl run`."""
     epilog = (
         "The program finds the master's address in PCCL_MASTER, and its number among the copies,\n"
         "which chooses a GPU for instance, in LOCAL_RANK, of LOCAL_WORLD_SIZE. The exit status is\n"
@@ -150,7 +149,6 @@ class Printer:
             self._write(text, to)
 
     def say(self, number: int, text: str) -> None:
-        """Prints a line of our own."""
         line = painted(f"pccl run: {text}", "yellow", sys.stderr)
         self.print(number, [f"{line}\n".encode()], sys.stderr)
 
@@ -305,7 +303,6 @@ class Copies:
         self._all = [Copy(i, command, environment, restarts, self) for i in range(n)]
 
     def start(self) -> None:
-        """Starts them."""
         for copy in self._all:
             copy.start()
 
@@ -328,7 +325,6 @@ class Copies:
         return next((copy.status for copy in self._all if copy.status), 0)
 
     def signal(self, number: int) -> None:
-        """Passes a signal on."""
         for copy in self._all:
             copy.signal(number)
 
@@ -343,7 +339,6 @@ class Copies:
         self.signal(number)
 
     def kill(self) -> None:
-        """Ends whatever still runs."""
         self.stopping.set()
         for copy in self._all:
             copy.kill()

@@ -42,13 +42,11 @@ ASSOCIATE = (  # what is told of one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl status`."""
     add_address(parser)
     parser.add_argument("--json", action="store_true", help="print the master's answer as it is")
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """Where the master shows its run."""
     parser.add_argument(
         "address",
         type=http_port,
@@ -191,7 +189,6 @@ def _associate(one: AssociateStatus) -> Sequence[str]:
 
 
 def _events(status: Status) -> Iterator[str]:
-    """The latest ones, the last one last."""
     if status.events:
         yield ""
     for event in status.events[-EVENTS_MAX:]:

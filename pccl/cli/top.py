@@ -16,7 +16,6 @@ HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl top`."""
     add_address(parser)
     parser.add_argument(
         "--interval",

@@ -81,5 +81,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures; the exit code is 1 if a result was wrong or a process failed."""
     return int(args.measure(args))

@@ -83,7 +83,6 @@ _OF_GLOO_ON_GPUS = ("all_reduce", "broadcast")  # https://docs.pytorch.org/docs/
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    """The options of `pccl bench all_reduce` and so on."""
     options.add_sizes(parser, "4K", "256M", 2)
     options.add_iterations(parser, 20, 5)
     parser.add_argument(
@@ -392,7 +391,6 @@ class Row:
         return _ROOTS.get(self.what, -1)
 
     def text(self) -> str:
-        """A line of the table."""
         cells = [
             f"{self.nbytes:12d}  {self.count:12d}  {self.dtype:>8}  {self.op:>6}  {self.root:6d}"
         ]
@@ -439,7 +437,6 @@ class Row:
 
 
 def head(other: str | None) -> str:
-    """The lines above the rows."""
     groups = f"#{'':56}{'out-of-place':^32}{'in-place':^32}{'minimum':^18}"
     names = f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
     units = f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
@@ -457,7 +454,6 @@ def head(other: str | None) -> str:
 
 
 def foot(rows: Sequence[Row]) -> str:
-    """The lines below the rows."""
     wrong = out_of_bounds(rows)
     return (
         f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}\n"
@@ -466,7 +462,6 @@ def foot(rows: Sequence[Row]) -> str:
 
 
 def out_of_bounds(rows: Sequence[Row]) -> int:
-    """Wrong elements in all rows."""
     return sum(timing.wrong or 0 for row in rows for timing in row.timings.values())
 
 

@@ -83,8 +83,6 @@ class Measured:
 
 
 class Trainee:
-    """A model of its own, trained over one group."""
-
     def __init__(self, job: Job, group: Any, wire: str | None) -> None:
         import torch
         from torch.nn.parallel import DistributedDataParallel
@@ -113,7 +111,6 @@ class Trainee:
         dist.all_reduce(self._one, group=self._group)
 
     def step(self, tokens: torch.Tensor) -> None:
-        """What is timed."""
         loss = self._ddp(tokens)
         loss.backward()
         self._optimizer.step()
@@ -121,7 +118,6 @@ class Trainee:
         self.loss = loss.item()
 
     def weights(self) -> str:
-        """A digest of their bits."""
         digest = hashlib.sha256()
         for parameter in self._ddp.parameters():
             digest.update(parameter.detach().numpy().tobytes())
@@ -197,7 +193,6 @@ _NUMBERS = (  # name, default, meaning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl bench ddp`."""
     options.add_iterations(parser, 20, 3)
     options.add_run(parser)
     parser.add_argument(

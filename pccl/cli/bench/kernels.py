@@ -42,7 +42,6 @@ _DTYPES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl bench kernels`."""
     options.add_sizes(parser, "1M", "128M", 128)
     options.add_iterations(parser, 20, 5)
 
@@ -145,18 +144,7 @@ def _measure(
     x, y = _operands(DataType.FLOAT, nbytes)
     z = np.zeros_like(x)
     calls: list[Callable[[], object]] = [kernel.call, lambda: np.add(x, y, out=z)]
-    times_s: list[list[float]] = [[], []]
-    for _ in range(warmups + iterations):
-        for call, times in zip(calls, times_s, strict=True):
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-    traffic = (kernel.traffic, 3 * nbytes)
-    timed = [times[warmups:] for times in times_s]
-    return [
-        (nbytes / median(times) / 1e9, nbytes / min(times) / 1e9)
-        for nbytes, times in zip(traffic, timed, strict=True)
-    ]
+    return _rates(calls, [kernel.traffic, 3 * nbytes], iterations, warmups)
 
 
 def _pointers(*arrays: trials.Bits) -> list[CData]:
@@ -170,7 +158,6 @@ def _operands(dtype: DataType, nbytes: int) -> list[trials.Bits]:
 
 
 def add_digest_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl bench digest`."""
     options.add_sizes(parser, "1M", "1G", 32)
     options.add_iterations(parser, 7, 2)
 
@@ -196,7 +183,7 @@ def run_digest(args: argparse.Namespace) -> int:
             partial(digests, region),
             partial(np.copyto, np.zeros_like(memory), memory),
         ]
-        one, several, copied = rates = _rates(calls, nbytes, args.iters, args.warmup_iters)
+        one, several, copied = rates = _rates(calls, [nbytes] * 3, args.iters, args.warmup_iters)
         cells = "  ".join(f"{middle:7.2f} ({best:6.2f})" for middle, best in rates)
         print(
             f"{nbytes:12d}  {cells}  {one[0] / copied[0]:6.2f}  {several[0] / copied[0]:6.2f}",
@@ -206,9 +193,9 @@ def run_digest(args: argparse.Namespace) -> int:
 
 
 def _rates(
-    calls: list[Callable[[], object]], nbytes: int, iterations: int, warmups: int
+    calls: list[Callable[[], object]], traffic: list[int], iterations: int, warmups: int
 ) -> list[tuple[float, float]]:
-    """The median and the best GB/s of each call."""
+    """The median and the best GB/s of calls that take turns, each with its bytes."""
     times_s: list[list[float]] = [[] for _ in calls]
     for _ in range(warmups + iterations):
         for call, times in zip(calls, times_s, strict=True):
@@ -216,4 +203,7 @@ def _rates(
             call()
             times.append(time.perf_counter() - began)
     timed = [times[warmups:] for times in times_s]
-    return [(nbytes / median(times) / 1e9, nbytes / min(times) / 1e9) for times in timed]
+    return [
+        (nbytes / median(times) / 1e9, nbytes / min(times) / 1e9)
+        for nbytes, times in zip(traffic, timed, strict=True)
+    ]

@@ -29,8 +29,6 @@ ENTRIES = tuple(m.Entry(f"layer.{i}", 10, 4096, False, bytes(16)) for i in range
 
 @dataclass
 class Cost:
-    """What some messages cost."""
-
     messages: int = 0
     seconds: float = 0.0
     rounds: int = 0
@@ -41,8 +39,6 @@ class Cost:
 
 
 class Swarm:
-    """Peers that vote blindly, and their master."""
-
     def __init__(self, peers: int, groups: int) -> None:
         self.master = Master(1, combine, secret=b"s")
         self.conns = [b"%d" % i for i in range(peers)]
@@ -108,7 +104,6 @@ def _peer_kib(peers: int, groups: int) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl bench master`."""
     parser.add_argument(
         "--peers",
         type=whole_number(2, 100_000),

@@ -10,7 +10,6 @@ PEERS_MAX = 64
 
 
 def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str, factor: int) -> None:
-    """Adds -b, -e and -f with these defaults."""
     parser.add_argument(
         "-b", "--minbytes", type=size, default=begin, metavar="SIZE", help="smallest (%(default)s)"
     )
@@ -28,7 +27,6 @@ def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str, factor: int
 
 
 def add_iterations(parser: argparse.ArgumentParser, iterations: int, warmups: int) -> None:
-    """Adds -n and -w with these defaults."""
     parser.add_argument(
         "-n",
         "--iters",
@@ -65,7 +63,6 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds -J."""
     parser.add_argument(
         "-J", "--json", type=output, metavar="FILE", help="write the results here too"
     )

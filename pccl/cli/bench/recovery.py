@@ -154,7 +154,6 @@ def _restart(run: _Run) -> Iterator[float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl bench recovery`."""
     parser.add_argument(
         "-n",
         "--iters",

@@ -65,7 +65,6 @@ class Measured:
     wrong: int = 0
 
     def time(self, way: str, call: Callable[[], object]) -> None:
-        """Calls once."""
         began = time.perf_counter()
         call()
         self.times_s.setdefault(way, []).append(time.perf_counter() - began)
@@ -77,7 +76,6 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl bench state`."""
     options.add_sizes(parser, "256M", "256M", 2)
     options.add_iterations(parser, 7, 2)
     parser.add_argument(
@@ -227,7 +225,6 @@ def _meet(comm: pccl.Communicator) -> None:
 
 
 def count_wrong(found: np.ndarray, expected: np.ndarray) -> int:
-    """Bytes that differ."""
     difference = ffi.new("pccl_difference *")
     a, b = (ffi.from_buffer("char[]", array) for array in (found, expected))
     lib.pccl_compare(pccl.DataType.UINT8.value, a, b, expected.nbytes, difference)

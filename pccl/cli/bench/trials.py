@@ -153,15 +153,12 @@ class Host:
     """Arrays of numpy, or, of bfloat16, torch's on the CPU."""
 
     def put(self, bits: Bits, dtype: DataType) -> Array:
-        """A copy as an array."""
         return as_array(bits.copy(), dtype)
 
     def bits(self, array: Any) -> Bits:
-        """The same memory."""
         return array if isinstance(array, np.ndarray) else _words(array)
 
     def fill(self, array: Array, bits: Bits) -> None:
-        """Copies them there."""
         self.bits(array)[:] = bits
 
     def finish(self) -> None:
@@ -182,12 +179,10 @@ class Device:
             self._torch.cuda.set_device(self._device)
 
     def put(self, bits: Bits, dtype: DataType) -> Array:
-        """A copy as a tensor there."""
         tensor: Array = self._on_host(bits, dtype).to(self._device, copy=True)
         return tensor
 
     def bits(self, array: Any) -> Bits:
-        """A copy."""
         tensor = array.cpu()
         if tensor.dtype is self._torch.bfloat16:
             return _words(tensor)
@@ -195,7 +190,6 @@ class Device:
         return found
 
     def fill(self, array: Any, bits: Bits) -> None:
-        """Copies them there."""
         array.copy_(self._on_host(bits, DataType.from_torch_dtype(array.dtype)))
 
     def finish(self) -> None:

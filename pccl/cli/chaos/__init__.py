@@ -60,8 +60,6 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run."""
-
     chronicle: Chronicle
     copies: list[Copy]
     figures: Metrics
@@ -200,7 +198,6 @@ class Harness:
     # ---- before ----
 
     def _table(self) -> dict[str, Kind]:
-        """The kinds of faults that are possible here."""
         table, why = kinds.possible()
         if self._network is not None:
             more, lacking = self._network.kinds()
@@ -302,7 +299,6 @@ def _faults(text: str) -> tuple[str, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl chaos`."""
     epilog = "kinds of faults:\n" + "\n".join(
         f"  {name:22}{kind.text}{', with --network' if kind.network else ''}"
         for name, kind in kinds.KINDS.items()

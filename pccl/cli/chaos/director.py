@@ -97,7 +97,6 @@ class Strangers:
         self._changed_s = 0.0
 
     def command(self, number: int, alive: Sequence[Copy]) -> Sequence[str]:
-        """All alike."""
         return self._command
 
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
@@ -117,7 +116,6 @@ class Strangers:
         return 0
 
     def leave(self, copy: Copy) -> None:
-        """SIGTERM, or TerminateProcess."""
         copy.process.signal(signal.SIGTERM)
 
 
@@ -203,7 +201,6 @@ class Director:
         self.close()
 
     def close(self) -> None:
-        """Ends all processes."""
         self.stage.close()
         self._follower.close()
 
@@ -219,7 +216,6 @@ class Director:
     # ---- time ----
 
     def _tick(self) -> None:
-        """What is to be done all the time."""
         now_s = time.monotonic()
         for line in self._follower.lines():
             self.watch.feed(line)

@@ -21,8 +21,6 @@ from msgspec import Struct
 
 
 class Target(Enum):
-    """Whom a fault befalls."""
-
     COPY = "copy"
     MASTER = "master"
     ALL = "all"
@@ -140,7 +138,6 @@ class Schedule(Struct, frozen=True):
     settings: dict[str, str] = {}
 
     def only(self, faults: Sequence[Fault]) -> Schedule:
-        """The same with these faults alone."""
         return msgspec.structs.replace(self, faults=tuple(faults))
 
     def save(self, path: Path) -> None:

@@ -115,7 +115,6 @@ class Network:
             _run("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/16", "dev", DEVICE)
 
     def _ways_out(self, host: int) -> list[tuple[int, int]]:
-        """From this host to each other one."""
         return [(host, other) for other in self._hosts if other != host]
 
     def _ways_in(self, host: int) -> list[tuple[int, int]]:

@@ -40,7 +40,6 @@ class Metrics(NamedTuple):
 
     @property
     def p50_s(self) -> float:
-        """The median of the recoveries."""
         return statistics.median(self.recoveries_s) if self.recoveries_s else 0.0
 
     @property
@@ -50,7 +49,6 @@ class Metrics(NamedTuple):
         return times[min(len(times) - 1, int(len(times) * 0.95))] if times else 0.0
 
     def words(self) -> str:
-        """In one line."""
         text = f"{self.steps} steps; goodput {self.goodput:.0%}"
         if not self.recoveries_s:
             return text
@@ -177,7 +175,6 @@ class Report(NamedTuple):
 
 
 def page(report: Report) -> str:
-    """The report as HTML."""
     held = not report.violations
     verdict = "everything held" if held else f"{len(report.violations)} violations"
     parts = [
@@ -364,7 +361,6 @@ class View:
             self._live.update(self._picture(director), refresh=True)
 
     def close(self) -> None:
-        """Ends the picture."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -381,7 +377,6 @@ class View:
 
 
 def line_of(done: Done, director: Director) -> str:
-    """A fault in one line."""
     copies = director.stage.alive()
     frozen = sum(copy.stopped for copy in copies)
     at_s = done.at_s - director.chronicle.faults_s

@@ -60,7 +60,6 @@ class Copy:
     by_us: bool = False
 
     def tail(self) -> str:
-        """The end of what it has printed."""
         return tail(self.log)
 
 
@@ -110,11 +109,9 @@ class Stage:
             self._environment["PCCL_TRANSPORT"] = "tcp"
 
     def alive(self) -> list[Copy]:
-        """The copies that run."""
         return [copy for copy in self.copies if copy.ended_s is None]
 
     def start_master(self) -> None:
-        """Starts it, for the first time or again."""
         command = [sys.executable, "-P", "-m", "pccl.cli.chaos.steered"]
         command += ["--listen-address", self.address]
         command += ["--state", str(self.directory / "journal"), "--event-log", str(self.event_log)]
@@ -124,12 +121,10 @@ class Stage:
         self.master = self._start(0, command, self.directory / "master.log", "ab", {}, stdin=True)
 
     def kill_master(self) -> None:
-        """Kills it."""
         if self.master is not None:
             self.master.close()
 
     def start(self) -> Copy:
-        """Starts one more copy."""
         number = len(self.copies)
         taken = {copy.host for copy in self.alive()}
         host = next(i for i in range(1, len(taken) + 2) if i not in taken)
@@ -156,7 +151,6 @@ class Stage:
         return ended
 
     def close(self) -> None:
-        """Ends all that still runs."""
         for copy in self.alive():
             self.kill(copy)
         if self.master is not None:
@@ -210,7 +204,6 @@ class Stage:
         return nothing
 
     def harm_master(self, what: str) -> Undo:
-        """Does it to the master."""
         master = self.master
         assert master is not None
         match what:
@@ -227,7 +220,6 @@ class Stage:
         return nothing
 
     def burn(self, processors: int) -> Undo:
-        """Uses all processors."""
         command = [sys.executable, "-S", "-E", "-c", SPIN]
         burners = [Process(command, os.environ) for _ in range(processors)]
 

@@ -33,7 +33,6 @@ def obey() -> None:
 
 
 def set_limit(limit: int, number: int | None) -> None:
-    """Sets or lifts the limit of a resource."""
     if sys.platform != "win32":
         _, hard = resource.getrlimit(limit)
         resource.setrlimit(limit, (hard if number is None else number, hard))

@@ -59,7 +59,6 @@ class Follower:
                         yield item
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -132,7 +131,6 @@ class Watch:
         self.failures: list[str] = []
 
     def feed(self, line: Line) -> None:
-        """Takes in a line."""
         if isinstance(line.input, inputs.Began):
             self.masters += not line.input.why
             self.accepted.clear()  # those of before come back
@@ -152,10 +150,8 @@ class Watch:
 
 
 def _is_end(told: Told) -> bool:
-    """Whether a collective has ended."""
     return told.say == "Finished" or (told.say == "Started" and told.final)
 
 
 def _is_answer(told: Told) -> bool:
-    """Whether a call was answered."""
     return told.say == "PendingResult" or (told.ok and (_is_end(told) or told.say in ANSWERS))

@@ -36,7 +36,6 @@ _SILENCE_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `pccl demo`."""
     parser.add_argument(
         "--peers", type=int, default=_PEERS, help="training processes at the start (%(default)s)"
     )

@@ -82,8 +82,6 @@ _FALL_STEPS = 40  # after so many inner steps
 
 
 class State(Enum):
-    """What a peer is doing; the value is shown."""
-
     LOADING = "loading"
     STANDBY = "standing by"
     JOINING = "joining"
@@ -137,12 +135,10 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """How the peer is called on the screen."""
         return f"peer {self.number}"
 
     @property
     def fate(self) -> str:
-        """What happened to the peer, in words."""
         if self.killed_s is not None:
             return f"killed at {self.killed_s:.0f} s"
         if self.joined_s is not None and self.joined_step:

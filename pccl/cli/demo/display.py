@@ -28,8 +28,6 @@ _STYLES = {
 
 
 class Display(Closing):
-    """Shows a director's run while it goes on."""
-
     def __init__(self, director: Director) -> None:
         self._director = director
         self._console = Console(highlight=False)
@@ -43,16 +41,13 @@ class Display(Closing):
         return self
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
         if self._live:
             self._live.stop()
 
     def say(self, text: str, now_s: float) -> None:
-        """Adds a line, for good."""
         self._console.print(Text(f"{now_s:6.1f} s  {text}"), soft_wrap=True)
 
     def refresh(self) -> None:
-        """Brings the table up to date."""
         if self._live:
             self._live.update(self._picture())
 
