@@ -89,6 +89,9 @@ class Communicator(Closing):
         connect_timeout: seconds for which `connect` tries to reach a master that is not up yet, in
             any number of attempts. None: PCCL_CONNECT_TIMEOUT_S; if that is unset, `n_attempts` of
             `connect` applies.
+        name: of this peer, for people: errors, logs and whoever watches the run have it beside the
+            peer's number. At most 64 characters that can be printed. None: PCCL_NAME; if that is
+            unset, `host:process`, and `/LOCAL_RANK` where that is set.
 
     Raises:
         ValueError: `address` has no colon; or `address` is malformed in another way, or an argument
@@ -108,6 +111,7 @@ class Communicator(Closing):
         connect_timeout: float | None = None,
         team: int = 0,
         team_size: int = 0,
+        name: str | None = None,
     ) -> None:
         self._host, self._port = parse_address(address)
         if not 0 <= peer_group < 1 << 32:
@@ -133,6 +137,8 @@ class Communicator(Closing):
             self._settings["ports"] = parse_ports(port_range, "port_range")
         if outgoing_only:
             self._settings["outgoing"] = True
+        if name is not None:
+            self._settings["name"] = Config(name=name).name
         Deadline(connect_timeout, "connect_timeout")  # is it one?
         self._connect_timeout = connect_timeout
         self._membership = Membership()

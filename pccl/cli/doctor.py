@@ -281,7 +281,23 @@ def explanation(status: Status) -> Iterator[str]:
         yield _line(what, part_s, entering_s + running_s, then)
     for group in status.groups:
         yield from _links(group, running_s)
+    yield from _latest(status)
     yield from _failures(status)
+
+
+def _latest(status: Status) -> Iterator[str]:
+    """The peer for which others wait just now, or else have waited longest per call of late."""
+    late = max(status.peers, key=lambda peer: (peer.awaited_s, peer.late_s), default=None)
+    if late is None or len(status.peers) < 2:
+        return
+    name = f"peer {late.peer} ({late.name})" if late.name else f"peer {late.peer}"
+    if late.awaited_s:
+        yield f"others have been waiting for {name} for {duration_text(late.awaited_s)} by now"
+    elif late.late_s:
+        yield (
+            f"the latest is {name}: others waited for it for {duration_text(late.late_s)} per call "
+            f"of late, and for {duration_text(late.late_total_s)} in all"
+        )
 
 
 def _line(what: str, part_s: float, all_s: float, then: str) -> str:
@@ -331,8 +347,8 @@ def _failures(status: Status) -> Iterator[str]:
         yield f"{counts.aborted} collectives were aborted: {text}"
     for group in status.groups:
         if group.goodput is not None and group.goodput < 1 - NEGLIGIBLE:
-            lost = 100 * (1 - group.goodput)
-            yield f"group {group.group}: {lost:.0f} % of the time was lost to aborts and recoveries"
+            lost = f"{100 * (1 - group.goodput):.0f} % of the time was lost"
+            yield f"group {group.group}: {lost} to aborts, recoveries and late peers"
 
 
 def _mean(durations: Histogram) -> float:

@@ -23,14 +23,28 @@ from pccl.protocol.master.status import (
     RingStatus,
     WeightsStatus,
 )
-from pccl.support.text import address_text
+from pccl.support.text import address_text, duration_text
 
 PATIENCE_S = 10.0
 EVENTS_MAX = 5
 BYTES_MAX = 64 << 20  # of an answer; that of a run of 1,000 peers is 0.5 MB
 OK = 200
+PEER = (  # what is told of one
+    "peer",
+    "name",
+    "address",
+    "group",
+    "is",
+    "for",
+    "last heard",
+    "heartbeat",
+    "late",
+    "in all",
+    "stands in",
+)
 ASSOCIATE = (  # what is told of one
     "associate",
+    "name",
     "address",
     "has",
     "published",
@@ -151,9 +165,8 @@ def _lines(status: Status) -> Iterator[str]:
         yield ""
         yield from table(heads, map(_group, status.groups))
     if status.peers:
-        heads = ("peer", "address", "group", "is", "for", "last heard", "heartbeat", "stands in")
         yield ""
-        yield from table(heads, map(_peer, status.peers))
+        yield from table(PEER, map(_peer, status.peers))
     if status.weights is not None:
         yield ""
         yield from _weights(status.weights)
@@ -178,6 +191,7 @@ def _associate(one: AssociateStatus) -> Sequence[str]:
     source = "" if one.seeks is None else "nobody yet" if one.source is None else str(one.source)
     return (
         str(one.associate),
+        one.name,
         address_text(one.host, one.port),
         str(one.version or ""),
         str(one.published or ""),
@@ -219,12 +233,15 @@ def _peer(peer: PeerStatus) -> Sequence[str]:
     ]
     return (
         str(peer.peer),
+        peer.name,
         address_text(peer.host, peer.port),
         str(peer.group),
         "accepted" if peer.accepted else "pending",
         _seconds(peer.here_s),
         f"{_seconds(peer.silent_s)} ago",
         "" if peer.heartbeat_s is None else f"{_seconds(peer.heartbeat_s)} ago",
+        f"{_seconds(peer.awaited_s)} by now" if peer.awaited_s else duration_text(peer.late_s),
+        duration_text(peer.late_total_s),
         "; ".join(calls),
     )
 

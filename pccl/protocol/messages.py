@@ -139,7 +139,7 @@ def difference(one: Spec, other: Spec) -> str:
     return words
 
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl_core.h
 RINGS_MAX = 8  # of a group, as in c/pccl_core.h
@@ -151,6 +151,9 @@ PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
 # of all entries or parts: the rest of a message is small, but for two numbers for each member
 LIST_BYTES_MAX = MESSAGE_BYTES_MAX - 1024 - 18 * MEMBERS_MAX
 NAME_CHARS_MAX = 256
+PEER_NAME_CHARS_MAX = 64
+GONE_MAX = 8  # peers of which a Plan says why they are gone
+GONE_CHARS_MAX = 300
 PACKAGES_MAX = 256  # of weights that a process offers, or that can be had
 AVOIDED_MAX = 64  # holders that a Seek names
 
@@ -162,6 +165,7 @@ Version = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Text = Annotated[str, Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+PeerName = Annotated[str, Meta(max_length=PEER_NAME_CHARS_MAX)]
 Hosts = Annotated[tuple[Name, ...], Meta(max_length=ADVERTISED_MAX - 1)]
 Token = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Lanes = Annotated[int, Meta(ge=1, le=256)]
@@ -200,7 +204,7 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     `team` names the peers that it joins together with, `team_size` of them with itself; 0: none.
     `outgoing`: nobody can connect to it, as behind NAT; it connects itself. `relay` is the port at
     which it joins the connections of two such peers; 0: it does not. `others` are further hosts at
-    which it may be reached, at the same port.
+    which it may be reached, at the same port. `name` is for people.
     """
 
     peer: U64
@@ -215,14 +219,35 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     outgoing: bool = False
     relay: U16 = 0
     others: Hosts = ()
+    name: PeerName = ""
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """All hosts at which it may be reached."""
         return self.host, *self.others
 
+    @property
+    def where(self) -> str:
+        """Its name, if it has one, and its address."""
+        address = address_text(self.host, self.port)
+        return f"{self.name}, {address}" if self.name else address
+
     def __str__(self) -> str:
-        return f"peer {self.peer} ({address_text(self.host, self.port)})"
+        return f"peer {self.peer} ({self.where})"
+
+
+def personal(text: str, number: int) -> str:
+    """A text of the master about peers, as the peer with that number reads it."""
+    title = f"peer {number} ("
+    return text if f"{title}you, " in text else text.replace(title, f"{title}you, ")
+
+
+class Gone(Struct, array_like=True, frozen=True):
+    """A peer that is gone, and why; `left`: it has left by itself."""
+
+    peer: U64
+    why: Annotated[str, Meta(max_length=GONE_CHARS_MAX)]
+    left: bool
 
 
 class Package(Struct, array_like=True, frozen=True):
@@ -470,7 +495,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
 
     An `associate` is no peer: it publishes or follows weights, and has no part in any round.
-    `outgoing`, `relay` and `others`: as in `PeerInfo`.
+    `outgoing`, `relay`, `others` and `name`: as in `PeerInfo`.
     """
 
     protocol: U32
@@ -489,6 +514,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     outgoing: bool = False
     relay: U16 = 0
     others: Hosts = ()
+    name: PeerName = ""
 
 
 class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
@@ -779,7 +805,7 @@ class Plan(Struct, array_like=True, frozen=True, tag=66):
     """The group's peers and rings from now on. A new epoch means new streams.
 
     `topology` counts the rounds of `update_topology` so far. By the `nonce` peers admit each
-    other's streams.
+    other's streams. `gone`: why some of those are missing that were in the plan before.
     """
 
     epoch: U32
@@ -787,6 +813,7 @@ class Plan(Struct, array_like=True, frozen=True, tag=66):
     rings: Rings
     topology: U64
     nonce: U64 = 0
+    gone: Annotated[tuple[Gone, ...], Meta(max_length=GONE_MAX)] = ()
 
 
 class WorldSizes(Struct, array_like=True, frozen=True, tag=67):

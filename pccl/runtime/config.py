@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from pccl.protocol.messages import INLINE_BYTES_MAX
+from pccl.protocol.messages import INLINE_BYTES_MAX, PEER_NAME_CHARS_MAX
 from pccl.support.logs import configure_logging
 from pccl.support.text import parse_advertised, parse_ports
 
@@ -26,8 +26,9 @@ log = logging.getLogger("pccl")
 WEEK_S = 7 * 24 * 3600  # in milliseconds it still fits an int of libzmq
 # settings that are read elsewhere, or are no numbers
 _OTHERS = (
-    "PCCL_MASTER", "PCCL_ADVERTISE", "PCCL_PORT_RANGE", "PCCL_CURVE_DIR", "PCCL_TRANSPORT",
-    "PCCL_OUTGOING_ONLY", "PCCL_RELAY", "PCCL_LOG_LEVEL", "PCCL_ENGINE", "PCCL_BUILD",
+    "PCCL_MASTER", "PCCL_NAME", "PCCL_ADVERTISE", "PCCL_PORT_RANGE", "PCCL_CURVE_DIR",
+    "PCCL_TRANSPORT", "PCCL_OUTGOING_ONLY", "PCCL_RELAY", "PCCL_LOG_LEVEL", "PCCL_ENGINE",
+    "PCCL_BUILD",
 )  # fmt: skip
 
 
@@ -61,6 +62,8 @@ class Config:
     """Settings of one peer or master.
 
     Attributes:
+        name: of the peer, for people: at most PEER_NAME_CHARS_MAX characters that can be printed;
+            empty: its host and process, and its LOCAL_RANK, if it has one.
         advertise: the hosts at which other peers reach this one; empty: the address that the master
             sees, and `further_hosts`.
         ports: a peer listens for bulk data on one of them; empty: on any.
@@ -84,6 +87,7 @@ class Config:
             and none around the ring.
     """
 
+    name: str = ""
     advertise: tuple[str, ...] = ()
     ports: range = range(0)
     ipc: bool = True
@@ -112,6 +116,11 @@ class Config:
             unset = value == getattr(Config, name)  # a default of 0 or None is out of range
             if not unset and not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}: it must be from {least} to {most}")
+        if not self.name.isprintable() or len(self.name) > PEER_NAME_CHARS_MAX:
+            raise ValueError(
+                f"name is {self.name!r}: it must have at most {PEER_NAME_CHARS_MAX} characters "
+                "that can be printed (PCCL_NAME)"
+            )
         if self.heartbeat_ms >= self.heartbeat_timeout_ms:
             raise ValueError(
                 f"PCCL_HEARTBEAT_MS is {self.heartbeat_ms}, and PCCL_HEARTBEAT_TIMEOUT_MS "
@@ -135,6 +144,7 @@ class Config:
             name: _number(env, *found) for name, found in RANGES.items() if found.variable in env
         }
         return Config(
+            name=env.get("PCCL_NAME", ""),
             advertise=parse_advertised(env.get("PCCL_ADVERTISE", ""), "PCCL_ADVERTISE"),
             ports=parse_ports(env.get("PCCL_PORT_RANGE", ""), "PCCL_PORT_RANGE"),
             ipc=transport == "auto",
@@ -171,6 +181,14 @@ def _switch(env: Mapping[str, str], name: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{name} is {text!r}: it may be 0 or 1")
     return text == "1"
+
+
+def default_name(env: Mapping[str, str] = os.environ) -> str:
+    """The name of a peer to which nobody gives one: its host and process, and its LOCAL_RANK."""
+    rank = f"/{env['LOCAL_RANK']}" if env.get("LOCAL_RANK", "").isdecimal() else ""
+    own = f":{os.getpid()}{rank}"[:PEER_NAME_CHARS_MAX]
+    host = "".join(c if c.isprintable() else "?" for c in socket.gethostname())
+    return host[: PEER_NAME_CHARS_MAX - len(own)] + own
 
 
 def machine_id() -> str:

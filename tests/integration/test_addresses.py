@@ -73,18 +73,18 @@ def test_what_the_arguments_say_comes_before_the_environment(
     monkeypatch.setenv("PCCL_PORT_RANGE", f"{first}-{first + 2}")
     with pccl.MasterNode("127.0.0.1:0") as master:
         comms = [
-            pccl.Communicator(master.address, advertise="127.0.0.5"),
-            pccl.Communicator(master.address),
-            pccl.Communicator(master.address, advertise="", port_range=str(first + 2)),
+            pccl.Communicator(master.address, advertise="127.0.0.5", name="a"),
+            pccl.Communicator(master.address, name="b"),
+            pccl.Communicator(master.address, advertise="", port_range=str(first + 2), name="c"),
         ]
         comms[0].connect()
         for size, comm in enumerate(comms[1:], 2):
             admit = [lambda c=c, n=size: grow(c, n) for c in comms[: size - 1]]  # type: ignore[misc]
             in_threads([comm.connect, *admit])
         assert comms[0].peers == [
-            f"peer 1 (127.0.0.5:{first})",
-            f"peer 2 (127.0.0.9:{first + 1})",
-            f"peer 3 (127.0.0.1:{first + 2})",
+            f"peer 1 (a, 127.0.0.5:{first})",
+            f"peer 2 (b, 127.0.0.9:{first + 1})",
+            f"peer 3 (c, 127.0.0.1:{first + 2})",
         ]
         for comm in comms:
             comm.close()
@@ -178,6 +178,6 @@ def test_ipv6(listen: str, monkeypatch: pytest.MonkeyPatch) -> None:
         arrays = [np.full(100_000, float(i)) for i in range(2)]
         in_threads([lambda i=i: comms[i].all_reduce(arrays[i], op="sum") for i in range(2)])  # type: ignore[misc]
         assert all((array == 1).all() for array in arrays)
-        assert all("([::1]:" in peer for peer in comms[0].peers)
+        assert all(", [::1]:" in peer for peer in comms[0].peers)
         for comm in comms:
             comm.close()

@@ -34,7 +34,7 @@ from pccl.protocol.rounds import HELD_MAX, OpenRounds, Vote
 from pccl.runtime.curve import new_keys
 
 LARGE = 1 << 22  # elements: such a collective goes around the ring
-PEER = r"peer \d+ \(127\.0\.0\.1:\d+\)"
+PEER = r"peer \d+ \((you, )?[^ ]+, 127\.0\.0\.1:\d+\)"
 SECONDS = r"\d+\.\d s after the call began"
 POSIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
 
@@ -459,7 +459,7 @@ def test_a_newcomer_that_its_neighbour_cannot_reach(stage: Stage, lone: Lone) ->
         assert [puppet.value() for puppet in (*puppets, newcomer)] == [None] * 3
         for puppet in (*puppets, newcomer):
             puppet.begin("insist", value=1.0)
-        where = rf"{PEER} could not reach peer 3 \(240\.0\.0\.1:\d+\)"
+        where = rf"{PEER} could not reach peer 3 \(you, [^ ]+, 240\.0\.0\.1:\d+\)"
         says(newcomer.end(), "KickedError", "RANK_CONNECTION_FAILED", where, SECONDS)
         assert [puppet.value() for puppet in puppets] == [2.0, 2.0]
 
@@ -475,7 +475,7 @@ def test_a_newcomer_that_reaches_nobody(stage: Stage, lone: Lone) -> None:
         assert [puppet.value() for puppet in (*puppets, caged)] == [None] * 3
         for puppet in (*puppets, caged):
             puppet.begin("insist", value=1.0)
-        told = rf"peer 3 \(127\.0\.0\.1:\d+\) could not reach {PEER} \(.*, whom the master reaches"
+        told = rf"peer 3 \(you, .*\) could not reach {PEER} \(.*, whom the master reaches"
         says(caged.end(), "KickedError", "RANK_CONNECTION_FAILED", told)
         assert [puppet.value() for puppet in puppets] == [2.0, 2.0]
 
@@ -493,7 +493,7 @@ def test_the_time_of_one_is_over(stage: Stage) -> None:
         puppets[0].begin("all_reduce", count=LARGE, timeout=1.0)
         wait_until(lambda: any(running.why for running in machine.run.table))
         os.kill(puppets[2].process.pid, signal.SIGCONT)
-        words = rf"peer 1 \(127\.0\.0\.1:\d+\) could not complete: .*, {SECONDS}"
+        words = rf"peer 1 \([^ ]+, 127\.0\.0\.1:\d+\) could not complete: .*, {SECONDS}"
         says(puppets[1].end(), "PCCLTimeoutError", "RANK_CONNECTION_LOST", words)
         says(puppets[0].end(), "PCCLTimeoutError", "RANK_CONNECTION_LOST", SECONDS)
 

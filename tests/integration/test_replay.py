@@ -102,7 +102,7 @@ def test_it_tells_who_waited_for_whom(field: Field, replay: Replay) -> None:
     lines = [line.partition("  ")[2] for line in out.splitlines()]
     wanted = [
         "the master begins",
-        "peer 1 (10.0.0.1:1001) accepted",
+        "joined: peer 1 (10.0.0.1:1001); 1 peer now",
         "peer 2 (10.0.0.1:1002) of group 0 registered",
         f"{CALL}: peers 1, 2, 3 have entered it; others waited up to 3.000 s for peer 3",
         f"{CALL}: peers 1, 2, 3 have finished it; others waited up to 2.250 s for peer 2",

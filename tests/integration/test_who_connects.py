@@ -336,7 +336,7 @@ def test_a_forwarding_that_leads_to_another_peer(
 
         said = in_threads([lambda c=c: job(c) for c in run.comms])  # type: ignore[misc]
         assert said[:2] == ["", ""]
-        assert f"could not reach peer 3 (localhost:{port})" in said[2]
+        assert f", localhost:{port})" in said[2] and "could not reach peer 3 (you, " in said[2]
         assert f"another process answers at tcp://127.0.0.1:{port}, not peer 3" in said[2]
         run.comms.remove(last)
         last.close()

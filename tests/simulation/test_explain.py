@@ -45,7 +45,10 @@ def test_where_the_time_goes() -> None:
     late = "waiting for peers that enter later. If all entered at once: 250 ms"
     assert lines[1] == f" 75 %, 750 ms: {late}"
     assert lines[2].startswith(" 25 %, 250 ms: from then until all have finished")
-    assert "no link is measured: call optimize_topology()" in lines[3] and len(lines) == 4
+    assert "no link is measured: call optimize_topology()" in lines[3]
+    (late,) = lines[4:]
+    assert late.startswith("the latest is peer 3: others waited for it for ")
+    assert late.endswith("per call of late, and for 3 s in all")
 
 
 def test_the_slowest_link_and_what_there_would_be_without_it() -> None:
@@ -67,5 +70,5 @@ def test_what_failures_have_cost() -> None:
     run.master.now_s += 5.0
     *_, aborted, lost = explanation(run.master.status())
     assert aborted == "1 collectives were aborted: 1 by link"
-    assert lost == "group 0: 56 % of the time was lost to aborts and recoveries"
+    assert lost == "group 0: 56 % of the time was lost to aborts, recoveries and late peers"
     assert msgspec.json.encode(run.master.status())

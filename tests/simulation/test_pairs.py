@@ -385,7 +385,7 @@ def test_streams_are_closed_when_their_peer_has_left() -> None:
     send(peer, 2, 3)
     send(peer, 3, 1)
     left = peer.received(m.Plan(2, INFOS[1:], (m.Ring((2, 3), 1),), 0))
-    assert left == [effects.Expect(2, 0, ()), effects.CloseStream(2)]
+    assert effects.CloseStream(2) in left
     assert effects.CloseStream(1) in peer.leave("done")
 
 

@@ -115,6 +115,36 @@ def test_why_a_collective_was_aborted(vote: m.FinishVote, reason: Reason) -> Non
     assert not sum(counts(run).collectives[CollectiveKind.ALL_REDUCE].counts)
 
 
+def test_a_peer_that_hangs_costs_goodput_and_is_named() -> None:
+    run = ManualRun(3)
+    run_one(run, 10.0, 10.0)
+    for conn, now_s in ((b"1", 20.0), (b"2", 21.0)):
+        at(run, now_s, conn, m.StartVote(2, 0, WORK, stuck=True))
+    run.master.now_s = 30.0
+    status = run.master.status()
+    assert status.groups[0].goodput == 0.5, "it hangs still"
+    assert [peer.awaited_s for peer in status.peers] == [0.0, 0.0, 10.0]
+    at(run, 40.0, b"3", m.StartVote(2, 0, WORK))
+    run.everyone(m.FinishVote(run.master.run.numbers.next_seq - 1, True))
+    run.master.now_s = 50.0
+    status = run.master.status()
+    assert status.groups[0].goodput == 0.5, "nothing is lost any more"
+    assert [peer.late_total_s for peer in status.peers] == [0.0, 1.0, 20.0]
+    assert [peer.late_s for peer in status.peers] == pytest.approx([0.0, 0.1, 2.0])
+    assert not any(peer.awaited_s for peer in status.peers)
+    metrics = exposition(status).splitlines()
+    assert 'pccl_peer_late_seconds_total{peer="3",name=""} 20.0' in metrics
+
+
+def test_who_has_only_launched_a_call_loses_nothing_for_some_seconds() -> None:
+    run = ManualRun(2)
+    run_one(run, 10.0, 10.0)
+    at(run, 20.0, b"1", m.StartVote(2, 0, WORK))
+    for now_s, goodput in ((30.0, 1.0), (50.0, 0.5)):
+        run.master.now_s = now_s
+        assert run.master.status().groups[0].goodput == goodput
+
+
 def test_several_that_are_aborted_together_are_one_recovery() -> None:
     course = Course()
     assert course.goodput(5.0) is None and course.started(10.0) is None

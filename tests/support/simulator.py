@@ -370,7 +370,8 @@ class SimulatedRun:
         number = peer.machine.number  # 0: it has none yet
         here = number and peer.machine.run == self.master.run.number
         told = self.refused.get(number) if here else None
-        assert peer.left or told is None or told.why in why, f"peer {peer.name}: {why}"
+        plain_why = why.replace(" (you, ", " (")
+        assert peer.left or told is None or told.why in plain_why, f"peer {peer.name}: {why}"
         assert (
             peer.left
             or (peer.severed and GIVEN_UP.why in why)

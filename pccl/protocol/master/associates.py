@@ -23,7 +23,6 @@ from pccl.protocol import reach
 from pccl.protocol.master.effects import Drop, Outbox, Send, plain
 from pccl.protocol.master.history import Numbers
 from pccl.protocol.master.topology import Rendezvous
-from pccl.support.text import address_text
 from pccl.types import Result
 
 Key = tuple[int, int]
@@ -124,8 +123,7 @@ class Associate:
     published: int = 0  # the newest version that it has published; 0: none
 
     def __str__(self) -> str:
-        where = address_text(self.info.host, self.info.port)
-        return f"associate {self.info.peer - FIRST} ({where})"
+        return f"associate {self.info.peer - FIRST} ({self.info.where})"
 
 
 class Associates:

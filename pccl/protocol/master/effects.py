@@ -38,9 +38,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Log a text for operators."""
+    """Log a text for operators; `warns`: as a warning."""
 
     text: str
+    warns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,9 @@ class Outbox:
         what = failure.seq, failure.called, failure.tag, failure.pair
         self.send(number, m.CallError(call, failure.result, failure.why, failure.cause, *what))
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, warns: bool = False) -> None:
         """Logs a text, which may quote peers."""
-        self._effects.append(Note(plain(text)))
+        self._effects.append(Note(plain(text), warns))
 
     def do(self, *effects: Effect) -> None:
         """Adds any other effect."""

@@ -86,8 +86,8 @@ def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
     """A peer without a number; `host` is the address that the master sees."""
     first, *others = hosts(hello, host)
     address = (first, hello.port, hello.ipc, hello.machine, hello.curve)
-    rest = hello.team, hello.team_size, hello.outgoing, hello.relay, tuple(others)
-    return m.PeerInfo(0, hello.group, *address, *rest)
+    rest = hello.team, hello.team_size, hello.outgoing, hello.relay
+    return m.PeerInfo(0, hello.group, *address, *rest, others=tuple(others), name=hello.name)
 
 
 def hosts(said: m.Hello | m.Examine, seen: str) -> tuple[str, ...]:
@@ -123,6 +123,8 @@ def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None
         return "it only dials out (PCCL_OUTGOING_ONLY), and so cannot relay (PCCL_RELAY)"
     if len(info.ipc) > IPC_MAX or not (info.ipc + info.machine).isprintable():
         return f"it listens at {info.ipc!r} on machine {info.machine!r}, which cannot be"
+    if not info.name.isprintable():
+        return f"its name is {info.name!r}, which a log or terminal cannot show (PCCL_NAME)"
     return ""
 
 
@@ -143,6 +145,8 @@ class PeerRecord:
     dial: str = ""  # the password with which to dial it
     since_s: float = 0.0  # when it registered
     spoke_s: float = 0.0  # when it sent its latest message
+    late_s: float = 0.0  # how long others waited for it to enter a call: a moving average
+    late_total_s: float = 0.0  # and in all
 
 
 class Membership:

@@ -24,6 +24,8 @@ from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import Kind, Round
 from pccl.types import Result
 
+LATENESS_WEIGHT = 0.1  # of the latest call, in the moving average of a peer
+
 
 class Run:
     """Admits and removes peers, and tells all parts.
@@ -132,7 +134,13 @@ class Run:
             self.outbox.do(Remember(info))
             done = self.history.done(info.group)
             self.outbox.send(number, m.Admitted(self.number, done, heard))
-            self.outbox.note(f"{info} accepted")
+        has_begun = any(peer.veteran for peer in self.membership.peers.values())
+        self.outbox.note(f"joined: {self.membership.names(fresh)}; {self._size} now", has_begun)
+
+    @property
+    def _size(self) -> str:
+        size = self.membership.size()
+        return f"{size} peer{'s' * (size != 1)}"
 
     def publish_world(self) -> None:
         """Tells all peers the world sizes."""
@@ -155,6 +163,7 @@ class Run:
         Peers that have gone already, with their team, are ignored.
         """
         lost: dict[int, dict[int, str]] = {}  # their names and reasons, by group and number
+        gone: dict[int, list[m.Gone]] = {}  # of each group: what the others are told
         whys = {number: why for number, why in whys.items() if number in self.membership.peers}
         kicks = dict.fromkeys(whys, kick)
         partners = self.membership.partners(whys)
@@ -170,14 +179,18 @@ class Run:
             peer = self.membership.remove(number)
             self.voting.forget(number)
             self.outbox.do(Drop(peer.conn, why))
-            title = f"{peer.info}: {why}"
+            title, group = f"{peer.info}: {why}", peer.info.group
+            left = how is Loss.LEFT or self.history.finished
             if peer.accepted:
                 self.tally.lost[how] += 1
                 self._note_loss(number, refusal)
-                lost.setdefault(peer.info.group, {})[number] = title
-            self.outbox.note(f"{title}; {self.membership.size()} peers remain")
+                lost.setdefault(group, {})[number] = title
+                short = why[: m.GONE_CHARS_MAX]
+                gone.setdefault(group, []).append(m.Gone(number, short, left))
+            fate = "" if left or not peer.accepted else "lost: "
+            self.outbox.note(f"{fate}{title}; {self._size} now", warns=bool(fate))
         if lost:
-            self._go_on_without(lost)
+            self._go_on_without(lost, gone)
 
     def _note_loss(self, number: int, refusal: Refusal | None) -> None:
         """An accepted peer is gone. If it has not heard why, it is told when it comes back."""
@@ -187,24 +200,26 @@ class Run:
             if len(self.refused) > REFUSED_MAX:
                 del self.refused[min(self.refused.keys() - {WHOLE_RUN})]
 
-    def _go_on_without(self, lost: Mapping[int, dict[int, str]]) -> None:
+    def _go_on_without(
+        self, lost: Mapping[int, dict[int, str]], gone: Mapping[int, list[m.Gone]]
+    ) -> None:
         self.publish_world()
         numbers = {number for titles in lost.values() for number in titles}
         self.voting.take_back(numbers)
         for group, titles in lost.items():
-            self._leave_group(group, titles)
+            self._leave_group(group, titles, gone[group])
         self.optimizations.lose(numbers)
         self.voting.go_on_without(lost)
         if not self.membership.size():
             self.admit()
 
-    def _leave_group(self, group: int, lost: dict[int, str]) -> None:
+    def _leave_group(self, group: int, lost: dict[int, str], gone: list[m.Gone]) -> None:
         blame = self.groups[group].blame
         for number in lost:
             blame.forget(number)
         self.bereave(group, lost.keys())
         self.history.of(group).repeatable = True
-        self.groups.renew(group)
+        self.groups.renew(group, gone)
         self.collectives.lose(group, lost)
         self.synchronisations.lose(group, lost)
         if not self.membership.size(group):
@@ -223,8 +238,18 @@ class Run:
     def _commit(self, round_: Round[object]) -> None:
         if round_.id.group is None:
             self.membership.go_on()
-        self.tally.committed(round_)
+        self._note_lateness(round_)
         self._commits[round_.id.kind](round_)
+
+    def _note_lateness(self, round_: Round[object]) -> None:
+        """For whoever watches the run: how long the first voter waited for each of the others."""
+        self.tally.committed(round_)
+        peers, votes = self.membership.peers, round_.votes
+        first_s = next(iter(votes.values())).since_s
+        for number, vote in votes.items():
+            peer, late_s = peers[number], vote.since_s - first_s
+            peer.late_s += LATENESS_WEIGHT * (late_s - peer.late_s)
+            peer.late_total_s += late_s
 
     def _commit_topology(self, round_: Round[object]) -> None:
         self.history.topology = count = self.history.topology + 1

@@ -20,7 +20,7 @@ from pccl.protocol.master.collectives import Running
 from pccl.protocol.master.effects import plain
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.synchronisations import Sync
-from pccl.protocol.master.tally import Histogram, Loss, Reason
+from pccl.protocol.master.tally import Histogram, Loss, Reason, stuck_since_s
 from pccl.protocol.master.topology import Optimization
 from pccl.protocol.messages import CollectiveKind, Ring
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId
@@ -153,6 +153,11 @@ class PeerStatus(Struct, frozen=True):
         heartbeat_s: since anything came over its connection, heartbeats included: they go on while
             it computes, and end when its process or network stands still. null: the system of the
             master does not tell.
+        name: as it calls itself.
+        late_s: how long the first of the others waited for it to enter a call: a moving average
+            over its last calls, some ten of them.
+        late_total_s: the sum over all its calls.
+        awaited_s: how long others have been waiting for it just now; 0: nobody waits for it.
     """
 
     peer: int
@@ -165,6 +170,10 @@ class PeerStatus(Struct, frozen=True):
     synchronised: bool
     calls: tuple[CallStatus, ...]
     heartbeat_s: float | None = None
+    name: str = ""
+    late_s: float = 0.0
+    late_total_s: float = 0.0
+    awaited_s: float = 0.0
 
 
 class WaitStatus(Struct, frozen=True):
@@ -214,7 +223,8 @@ class GroupStatus(Struct, frozen=True):
 
     `bus_rate` is the bytes per second that each link carried in the last collective around the
     ring, and `goodput` the share of the time since the first collective that was not lost: to
-    collectives that were aborted, and until the next one started after these.
+    collectives that were aborted, until the next one started after these, and to waiting in calls
+    for peers that entered them later.
     """
 
     group: int
@@ -284,6 +294,7 @@ class AssociateStatus(Struct, frozen=True):
         slow: whether it has taken so long that its source serves another one in its place.
         rate: bytes per second of its last fetch; null: it has fetched nothing.
         receivers: the numbers of those that fetch from it.
+        name: as it calls itself.
     """
 
     associate: int
@@ -296,6 +307,7 @@ class AssociateStatus(Struct, frozen=True):
     slow: bool
     rate: int | None
     receivers: tuple[int, ...]
+    name: str = ""
 
 
 class WeightsStatus(Struct, frozen=True):
@@ -349,12 +361,14 @@ class _Waits:
     Attributes:
         found: the waits.
         calls: of peers, by number.
+        awaited_s: how long others have waited for a peer, by number.
     """
 
     def __init__(self, run: Run, now_s: float) -> None:
         self._run, self._now_s = run, now_s
         self.found: list[WaitStatus] = []
         self.calls: dict[int, list[CallStatus]] = {}
+        self.awaited_s: dict[int, float] = {}
         for round_ in islice(run.voting.open, WAITS_MAX):
             self._round(round_)
         for running in islice(run.table, WAITS_MAX):
@@ -418,13 +432,15 @@ class _Waits:
                 done = None if told is None else told / 1000
                 calls.append(CallStatus(call, phase, self._now_s - its_s, done))
         said = [progress[number] for number in late if number in progress]
-        first_s = min(since_s.values(), default=self._now_s)
+        waited_s = self._now_s - min(since_s.values(), default=self._now_s)
+        for number in late:
+            self.awaited_s[number] = max(waited_s, self.awaited_s.get(number, 0.0))
         self.found.append(
             WaitStatus(
                 call,
                 group,
                 phase,
-                waited_s=self._now_s - first_s,
+                waited_s=waited_s,
                 entered=len(since_s),
                 missing=tuple(late[:MISSING_MAX]),
                 missing_count=len(late),
@@ -447,7 +463,7 @@ def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
         version=__version__,
         recovering=awaited is not None,
         awaited=tuple(awaited or ()),
-        peers=tuple(_peers(run, now_s, waits.calls)),
+        peers=tuple(_peers(run, now_s, waits)),
         groups=tuple(_groups(run, now_s)),
         waits=tuple(waits.found),
         waits_left_out=sum(max(0, len(of) - WAITS_MAX) for of in (run.voting.open, run.table)),
@@ -475,9 +491,7 @@ def _counts(run: Run) -> Counts:
     )
 
 
-def _peers(
-    run: Run, now_s: float, calls: Mapping[int, Sequence[CallStatus]]
-) -> Iterator[PeerStatus]:
+def _peers(run: Run, now_s: float, waits: _Waits) -> Iterator[PeerStatus]:
     holders = {group: run.history.of(group).holders for group in run.groups}
     for number, peer in run.membership.peers.items():
         yield PeerStatus(
@@ -489,7 +503,11 @@ def _peers(
             now_s - peer.since_s,
             now_s - peer.spoke_s,
             number in holders.get(peer.info.group, ()),
-            tuple(calls.get(number, ())),
+            tuple(waits.calls.get(number, ())),
+            name=peer.info.name,
+            late_s=peer.late_s,
+            late_total_s=peer.late_total_s,
+            awaited_s=waits.awaited_s.get(number, 0.0),
         )
 
 
@@ -508,8 +526,19 @@ def _groups(run: Run, now_s: float) -> Iterator[GroupStatus]:
             len(state.holders),
             run.synchronisations.under_way(number),
             course.bus_rate,
-            course.goodput(now_s),
+            course.goodput(now_s, _stuck_since_s(run, number)),
         )
+
+
+def _stuck_since_s(run: Run, group: int) -> float | None:
+    """Since when a member of a group has stood in a call that waits for others to enter it."""
+    since_s = (
+        stuck_since_s(round_)
+        for round_ in islice(run.voting.open, WAITS_MAX)
+        if round_.id.group in (None, group) and round_.id.kind is not Kind.PAIR
+        if run.voting.absent(round_)
+    )
+    return min((each for each in since_s if each is not None), default=None)
 
 
 def _ring(ring: Ring, rates: Mapping[tuple[int, int], int]) -> RingStatus:
@@ -533,6 +562,7 @@ def _weights(associates: Associates) -> WeightsStatus | None:
             one.slow,
             one.rate or None,
             tuple(number - FIRST for number in one.receivers),
+            one.info.name,
         )
         for one in islice(everybody, ASSOCIATES_MAX)
     )

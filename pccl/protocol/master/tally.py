@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from msgspec import Struct
 
 from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
-from pccl.protocol.rounds import Kind, Round
+from pccl.protocol.rounds import EXCLUSIVE, PENDING, Kind, Round
 from pccl.types import DataType, QuantizationAlgorithm
 
 # seconds: from what a round takes on one machine to what makes an operator look
@@ -67,7 +68,8 @@ class Course:
     """How the collectives of a group went.
 
     A collective that is aborted has cost the time since its start; then nothing of the group goes
-    on until another one starts, in most cases the same once more. That is a recovery.
+    on until another one starts, in most cases the same once more. That is a recovery. Time is lost
+    too while a member stands in a call, and waits for others to enter it.
 
     Attributes:
         bus_rate: bytes per second that each link of the ring carried in the last collective around
@@ -78,6 +80,7 @@ class Course:
         self.bus_rate: float | None = None
         self._began_s: float | None = None  # when the first collective started
         self._lost_s = 0.0
+        self._lost_until_s = 0.0  # what was lost before is counted
         self._lost_since_s: float | None = None  # when the first of those now aborted started
         self._interrupted_s = 0.0
 
@@ -87,9 +90,16 @@ class Course:
             self._began_s = now_s
         if self._lost_since_s is None:
             return None
-        self._lost_s += now_s - self._lost_since_s
+        self.lost(self._lost_since_s, now_s)
         self._lost_since_s = None
         return now_s - self._interrupted_s
+
+    def lost(self, since_s: float, until_s: float) -> None:
+        """Time was lost, of which a part may have been counted already."""
+        if self._began_s is not None:
+            since_s = max(since_s, self._began_s, self._lost_until_s)
+            self._lost_s += max(0.0, until_s - since_s)
+            self._lost_until_s = max(self._lost_until_s, until_s)
 
     def aborted(self, since_s: float, interrupted_s: float) -> None:
         """A collective that had started at `since_s` was aborted."""
@@ -98,15 +108,34 @@ class Course:
         else:
             self._lost_since_s = min(self._lost_since_s, since_s)
 
-    def goodput(self, now_s: float) -> float | None:
+    def goodput(self, now_s: float, stuck_since_s: float | None = None) -> float | None:
         """The share of the time since the first collective in which nothing was lost; None before
-        that one, or at once."""
+        that one, or at once.
+
+        Args:
+            now_s: the time.
+            stuck_since_s: since when a member has waited for others to enter a call.
+        """
         if self._began_s is None or now_s <= self._began_s:
             return None
-        lost_s = self._lost_s
-        if self._lost_since_s is not None:
-            lost_s += now_s - self._lost_since_s
+        since_s = [each for each in (self._lost_since_s, stuck_since_s) if each is not None]
+        since_s = [max(each, self._began_s, self._lost_until_s) for each in since_s]
+        lost_s = self._lost_s + now_s - min(since_s, default=now_s)
         return max(0.0, 1.0 - lost_s / (now_s - self._began_s))
+
+
+LAUNCHED_S = 10.0  # a caller that has only launched a call may well compute for so long
+
+
+def stuck_since_s(round_: Round[object]) -> float | None:
+    """Since when a member has stood in a round, and done nothing else; None: none does yet."""
+    first = next(iter(round_.votes.values()))
+    if first.stuck or round_.id.kind in EXCLUSIVE:
+        return first.since_s
+    if round_.id == PENDING:
+        return None  # who asks in a thread of its own waits for newcomers
+    stuck = (vote.since_s for vote in round_.votes.values() if vote.stuck)
+    return min(next(stuck, math.inf), first.since_s + LAUNCHED_S)
 
 
 class Tally:
@@ -145,6 +174,11 @@ class Tally:
         """All have voted."""
         first, last = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
         self.vote_waits[round_.id.kind].add(last.since_s - first.since_s)
+        if last.since_s <= first.since_s or (since_s := stuck_since_s(round_)) is None:
+            return
+        group = round_.id.group
+        for number in self._courses if group is None else self._courses.keys() & {group}:
+            self._courses[number].lost(since_s, last.since_s)
 
     def course(self, group: int) -> Course:
         """How the collectives of a group went."""

@@ -280,14 +280,15 @@ class Groups:
         if self._groups[number].broken:
             self.renew(number)
 
-    def renew(self, number: int) -> None:
+    def renew(self, number: int, gone: Sequence[m.Gone] = ()) -> None:
         """Gives a group new streams: its membership has changed, or a collective has failed."""
         group = self._groups.setdefault(number, Group())
         group.epoch, group.broken = self._numbers.take_epoch(), False
         group.planned = self.plan(number)
         peers = tuple(map(self._membership.info, self._membership.accepted(number)))
         nonce = self._numbers.nonce_of_epoch(group.epoch)
-        plan = m.Plan(group.epoch, peers, group.planned, self._history.topology, nonce)
+        told = group.epoch, peers, group.planned, self._history.topology, nonce
+        plan = m.Plan(*told, tuple(gone[: m.GONE_MAX]))
         for peer in peers:
             self._outbox.send(peer.peer, plan)
 

@@ -211,6 +211,20 @@ class Waits:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class MembersChanged:
+    """Log who has joined the group, and who is gone, with the reason; `size` peers are there.
+
+    `begun`: the group has completed a call, so that a newcomer is news.
+    """
+
+    joined: tuple[str, ...]
+    lost: tuple[str, ...]
+    left: tuple[str, ...]
+    size: int
+    begun: bool
+
+
 Effect: TypeAlias = (
     Send
     | Expect
@@ -230,6 +244,7 @@ Effect: TypeAlias = (
     | Fetched
     | Arrange
     | Waits
+    | MembersChanged
 )
 
 

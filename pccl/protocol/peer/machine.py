@@ -48,7 +48,17 @@ from pccl.protocol.peer.calls import (
     timed_out,
 )
 from pccl.protocol.peer.collectives import Collectives
-from pccl.protocol.peer.effects import Answer, Arrange, Effect, Expect, Fail, Fault, Outbox, Waits
+from pccl.protocol.peer.effects import (
+    Answer,
+    Arrange,
+    Effect,
+    Expect,
+    Fail,
+    Fault,
+    MembersChanged,
+    Outbox,
+    Waits,
+)
 from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.peer.transfers import Optimizations, Synchronisations, Transfer, Transfers
@@ -378,10 +388,26 @@ class Peer:
             self._joining = None
 
     def _planned(self, plan: m.Plan) -> None:
-        self.knowledge.plan = plan
+        before, self.knowledge.plan = self.knowledge.plan, plan
+        if before.peers and before.peers != plan.peers:
+            self._compare(before, plan)
         keys = tuple(info.curve for info in plan.peers if info.curve)
         self._outbox.do(Expect(self.number, plan.nonce, keys))
         self._streams.keep(info.peer for info in plan.peers)
+
+    def _compare(self, before: m.Plan, plan: m.Plan) -> None:
+        """Tells the log who has joined the group, and who is gone."""
+        was, now = ({info.peer: info for info in each.peers} for each in (before, plan))
+        joined = tuple(str(info) for number, info in now.items() if number not in was)
+        told = {one.peer: one for one in plan.gone}
+        lost: list[str] = []
+        left: list[str] = []
+        for number in sorted(was.keys() - now.keys()):
+            one = told.get(number) or m.Gone(number, "the run goes on without it", False)
+            (left if one.left else lost).append(f"{was[number]}: {one.why}")
+        if joined or lost or left:
+            begun = self.knowledge.veteran
+            self._outbox.do(MembersChanged(joined, tuple(lost), tuple(left), len(now), begun))
 
     def _counted(self, sizes: m.WorldSizes) -> None:
         self.knowledge.world = sizes.world
@@ -612,6 +638,7 @@ class Peer:
         self, result: Result, why: str, fault: Fault = Fault.OTHER, now: Fault | None = None
     ) -> None:
         """Ends the membership: all calls fail; those that wait with the fault `now`, if any."""
+        why = m.personal(why, self.number)
         self.knowledge.over = Fail(0, result, why, fault)
         over = replace(self.knowledge.over, fault=now or fault)
         self.knowledge.world = NO_WORLD

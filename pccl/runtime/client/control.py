@@ -34,7 +34,7 @@ from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.client.ops import Driver
 from pccl.runtime.client.rendezvous import Rendezvous
 from pccl.runtime.client.streams import Refused, Streams
-from pccl.runtime.config import Config, machine_id
+from pccl.runtime.config import Config, default_name, machine_id
 from pccl.runtime.resolve import Resolver, everywhere, further_hosts
 from pccl.runtime.uninterrupted import insist
 from pccl.runtime.waiter import Waiter
@@ -228,6 +228,7 @@ class ControlThread:
                 config.outgoing,
                 0 if associate else self._rendezvous.port,
                 further_hosts(config, address),
+                config.name or default_name(),
             )
             self._opened = opened.pop_all()
 

@@ -307,6 +307,8 @@ class PeerDriver(Driver):
             effects.Measure: pending.note,
             effects.Fetched: pending.note,
             effects.Waits: lambda effect: pending.warn(peer.number, effect),
+            effects.Fail: self._fail,
+            effects.MembersChanged: self._members_changed,
         }
         self.events |= {
             PROGRESS: lambda event: peer.engine_progress(event.op, event.done),
@@ -314,6 +316,22 @@ class PeerDriver(Driver):
         }
 
     @property
+    def _fail(self, effect: effects.Fail) -> None:
+        why = m.personal(effect.why, self._peer.number)
+        self.pending.answer(effect if why == effect.why else replace(effect, why=why))
+
+    def _members_changed(self, change: effects.MembersChanged) -> None:
+        number, now = self._peer.number, f"{change.size} in its group"
+        for level, what, who in (
+            (logging.INFO, "left", change.left),
+            (logging.WARNING, "lost", change.lost),
+            (logging.WARNING if change.begun else logging.INFO, "joined", change.joined),
+        ):
+            if who:
+                more = f"; and {len(who) - m.GONE_MAX} more" if len(who) > m.GONE_MAX else ""
+                names = "; ".join(who[: m.GONE_MAX]) + more
+                log.log(level, "peer %d: %s: %s; %s now", number, what, names, now)
+
     def _local(self) -> bool:
         return self._peer.knowledge.conditions.local
 

@@ -34,7 +34,7 @@ from pccl.runtime import limits
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.version import __version__
 
-VERSION = 1
+VERSION = 2
 HEAD_BYTES = 256
 HEAD_START = b'{"type":"pccl event log",'
 

@@ -561,8 +561,8 @@ class Server:
                         self._journal.adopt(run, incarnation)
                 case effects.Dial():
                     dials.append(effect)
-                case effects.Note(text):
-                    log.info("master: %s", text)
+                case effects.Note(text, warns):
+                    log.log(logging.WARNING if warns else logging.INFO, "master: %s", text)
                     self._noted.append((time.monotonic(), text))
                 case effects.Drop(conn, why):
                     log.debug("master: connection %s dropped: %s", conn.hex(), why)

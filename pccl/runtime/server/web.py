@@ -86,6 +86,7 @@ def _lines(status: Status) -> Iterator[str]:
     yield from _bandwidth(status)
     yield from _links(status)
     yield from _waits(status)
+    yield from _lateness(status)
     yield from _weights(status)
     yield from _counts(status)
     yield from _bytes(status)
@@ -141,6 +142,27 @@ def _waits(status: Status) -> Iterator[str]:
         longest[wait.phase] = max(longest[wait.phase], wait.waited_s)
     text = "For how long the longest of these waits has lasted."
     yield from _metric("longest_wait_seconds", "gauge", text, longest, label="phase")
+
+
+def _lateness(status: Status) -> Iterator[str]:
+    """Of each peer: the only metrics that have a value for each."""
+    columns = (
+        ("late_seconds", "gauge", "How long others waited for a peer per call, of late.", "late_s"),
+        ("late_seconds_total", "counter", "How long others waited for a peer.", "late_total_s"),
+        ("awaited_seconds", "gauge", "How long others wait for a peer just now.", "awaited_s"),
+    )
+    for name, kind, text, field in columns:
+        name = f"pccl_peer_{name}"
+        yield f"# HELP {name} {text}"
+        yield f"# TYPE {name} {kind}"
+        for peer in status.peers:
+            own = f'peer="{peer.peer}",name="{_escaped(peer.name)}"'
+            yield f"{name}{{{own}}} {getattr(peer, field)}"
+
+
+def _escaped(text: str) -> str:
+    """As the value of a label."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _weights(status: Status) -> Iterator[str]:
