@@ -293,7 +293,8 @@ class Membership:
         plan = client.plan
         order = plan.rings[0].order if plan.rings else (client.number,)
         at = f"rank {order.index(client.number)} of {len(order)}" if client.number in order else ""
-        return f"peer {client.number}, {at or 'no rank'}, group {group}"
+        name = next((info.name for info in plan.peers if info.peer == client.number), "")
+        return f"peer {client.number} ({name}), {at or 'no rank'}, group {group}"
 
     def is_alone(self, name: str) -> bool:
         """Whether this peer is the only one in its group."""
@@ -353,7 +354,9 @@ class Membership:
         """Whether the program has just been told that no peer is pending: it may be polling."""
         return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
 
-    def ask(self, deadline: Deadline, patience_s: float, grace: Grace | None = None) -> bool:
+    def ask(
+        self, deadline: Deadline, patience_s: float, grace: Grace | None = None, aim: str = ""
+    ) -> bool:
         """Whether peers are pending. A no may come up to `patience_s` later, a yes at once.
 
         Members that have not come when the `grace` is over are dropped from the run; None: this
@@ -363,6 +366,7 @@ class Membership:
         stuck = self.calls.single_threaded() and deadline.left_s is None
 
         def take_part(call: Call) -> Note:
+            call.aim = aim
             client.are_peers_pending(call, stuck, patience_s > 0, grace)
             if patience_s > 0:
                 note = deadline.next_within(client, call, patience_s)
@@ -384,7 +388,8 @@ class Membership:
         size = client.world.local_size
         try:
             while size < n:
-                size = self.await_newcomers(deadline, limits.FOREVER_S) or size
+                aim = f"wait_for_peers({n}): {size} of {n} are there"
+                size = self.await_newcomers(deadline, limits.FOREVER_S, aim) or size
         except PCCLTimeoutError as error:
             why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
             raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
@@ -439,12 +444,12 @@ class Membership:
                 why = f"the run has not begun after {timeout:g} s: min_peers is {found}"
                 raise PCCLTimeoutError(error.result, "sync_shared_state", why) from None
 
-    def await_newcomers(self, deadline: Deadline, patience_s: float) -> int:
+    def await_newcomers(self, deadline: Deadline, patience_s: float, aim: str = "") -> int:
         """Waits for newcomers and admits them; the new size of the group, the same for all.
 
         Returns 0 if none have come within the `patience_s` of any of the peers.
         """
-        return self.update_topology(deadline) if self.ask(deadline, patience_s) else 0
+        return self.update_topology(deadline) if self.ask(deadline, patience_s, aim=aim) else 0
 
     def finish(self, deadline: Deadline) -> None:
         """Ends the run for all; no peer is admitted any more."""

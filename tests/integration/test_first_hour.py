@@ -126,6 +126,18 @@ runpy.run_path("examples/all_reduce.py")
 """
 
 
+def test_who_waits_for_peers_says_how_many_are_there(start: Start) -> None:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        waits = (
+            "import sys, pccl\nc = pccl.Communicator(sys.argv[1])\nc.connect(); c.wait_for_peers(5)"
+        )
+        peer = start("-c", waits, master.address)
+        assert peer.stderr is not None
+        assert peer.stderr.readline().endswith("; wait_for_peers(5): 1 of 5 are there\n")
+        peer.send_signal(signal.SIGINT)
+        peer.communicate(timeout=PATIENCE_S)
+
+
 def test_one_terminal_too_few(start: Start) -> None:
     """Who waits says so, and for whom; and Ctrl-C is enough to end it."""
     with pccl.MasterNode("127.0.0.1:0") as master:

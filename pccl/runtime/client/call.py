@@ -108,12 +108,14 @@ class Call:
     Attributes:
         end: the last note, when it has come. Nothing refers to the caller's memory then.
         callbacks: called with the end; only the control thread adds to them.
+        aim: what the call is made for, which the log says if it takes long.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.began_s = time.monotonic()
         self.serve_op = 0  # of a synchronisation
+        self.aim = ""
         self._quiet = Quiet()
         self.end: End | None = None
         self.callbacks: list[Callable[[End], None]] = []

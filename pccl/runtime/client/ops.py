@@ -106,7 +106,8 @@ class PendingCalls:
         call = self._calls.get(effect.call)
         if call is not None:
             waited_s = time.monotonic() - call.began_s
-            log.warning("peer %d has waited %.0f s %s", peer, waited_s, effect.why)
+            why = f"{effect.why}; {call.aim}" if call.aim else effect.why
+            log.warning("peer %d has waited %.0f s %s", peer, waited_s, why)
 
     def answer(self, effect: effects.Answer | effects.Fail) -> None:
         """Ends a call; `tell` then delivers the answer."""
