@@ -187,7 +187,7 @@ def test_the_table_counts_what_each_peer_stands_in() -> None:
     assert list(table.waits()) == [(1, {2}, "collective 1")]
     assert table.lose(0, [1]) == [one]
     assert one.members == {2} and not one.votes
-    table.remove(one, True)
+    table.remove(one)
     assert table.running(2) == 0 and list(table) == [other]
 
 

@@ -152,15 +152,9 @@ class Running:
 
 
 class CollectiveTable:
-    """Running collectives by their sequence numbers.
-
-    Attributes:
-        committed: how many have committed.
-        aborted: how many have aborted.
-    """
+    """Running collectives by their sequence numbers."""
 
     def __init__(self) -> None:
-        self.committed = self.aborted = 0
         self._running: dict[int, Running] = {}
         self._counts: dict[int, int] = {}  # by peer: of how many it is a member
 
@@ -193,13 +187,9 @@ class CollectiveTable:
         for number in running.members:
             counts[number] = counts.get(number, 0) + 1
 
-    def remove(self, running: Running, ok: bool) -> None:
+    def remove(self, running: Running) -> None:
         """Removes a collective that has an outcome."""
         del self._running[running.seq]
-        if ok:
-            self.committed += 1
-        else:
-            self.aborted += 1
         counts = self._counts
         for number in running.members:
             if counts[number] == 1:
@@ -313,7 +303,6 @@ class Collectives:
                 running.around = epoch, group.planned
             self._table.add(running)
         else:
-            self._table.committed += 1
             self._tally.ended(group_number, work, len(round_.votes), since_s)
             for number in round_.votes:
                 self._membership.peers[number].veteran = True
@@ -451,7 +440,7 @@ class Collectives:
             return
         # of a send, nobody else may have what one of the two had, or lacked
         ok = all(running.votes.values()) and not (running.paired and len(running.members) < 2)
-        self._table.remove(running, ok)
+        self._table.remove(running)
         self._note_end(running, ok)
         if ok and running.around is not None:
             epoch, rings = running.around
@@ -469,12 +458,13 @@ class Collectives:
 
     def _note_end(self, running: Running, ok: bool) -> None:
         """For `status`."""
-        if ok and running.work is not None:
-            self._tally.ended(running.group, running.work, running.size, running.since_s)
-        elif not ok:
-            self._tally.aborted(
-                running.group, running.reason, running.since_s, running.interrupted_s
-            )
+        group, since_s = running.group, running.since_s
+        if not ok:
+            self._tally.aborted(group, running.reason, since_s, running.interrupted_s)
+        elif running.work is None:
+            self._tally.counts.committed += 1
+        else:
+            self._tally.ended(group, running.work, running.size, since_s)
 
     # ---- failures ----
 

@@ -122,7 +122,7 @@ class Run:
             return
         self.membership.go_on()
         heard = self.numbers.next_seq - 1
-        self.tally.joined += len(fresh)
+        self.tally.counts.joined += len(fresh)
         for number in fresh:
             self.membership.accept(number, heard)
         for group in dict.fromkeys(map(self.membership.group_of, fresh)):
@@ -182,7 +182,7 @@ class Run:
             title, group = f"{peer.info}: {why}", peer.info.group
             left = how is Loss.LEFT or self.history.finished
             if peer.accepted:
-                self.tally.lost[how] += 1
+                self.tally.counts.lost[how] += 1
                 self._note_loss(number, refusal)
                 lost.setdefault(group, {})[number] = title
                 short = why[: m.GONE_CHARS_MAX]

@@ -7,6 +7,7 @@ the peers ask for at the same time: of many waits it has the oldest.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -20,9 +21,9 @@ from pccl.protocol.master.collectives import Running
 from pccl.protocol.master.effects import plain
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.synchronisations import Sync
-from pccl.protocol.master.tally import Histogram, Loss, Reason, stuck_since_s
+from pccl.protocol.master.tally import Counts, stuck_since_s
 from pccl.protocol.master.topology import Optimization
-from pccl.protocol.messages import CollectiveKind, Ring
+from pccl.protocol.messages import Ring
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId
 from pccl.protocol.topology import hops
 from pccl.version import __version__
@@ -239,40 +240,6 @@ class GroupStatus(Struct, frozen=True):
     goodput: float | None
 
 
-class Counts(Struct, frozen=True):
-    """Since the master began. Durations are histograms in the bounds of tally.BOUNDS_S.
-
-    Attributes:
-        joined: peers that were accepted.
-        lost: peers that have gone, by how.
-        committed: collectives.
-        aborted: collectives, as `retries` has them by the reason.
-        votes: by what was voted on, how long the first peer waited for the last one.
-        collectives: those that committed: how long they took once all had entered them.
-        carried: bytes that each member gave to these, before quantization, by the encoding.
-        retries: collectives that were aborted.
-        syncs: synchronisations: how long they took once all had entered them.
-        synced_bytes: payload that peers lacked and received.
-        resynced_bytes: of which those who had taken part in the synchronisation before.
-        parity_failures: peers that had other content at the elected revision.
-        recoveries: how long a group had no collective after one was interrupted.
-    """
-
-    joined: int
-    lost: dict[Loss, int]
-    committed: int
-    aborted: int
-    votes: dict[Kind, Histogram]
-    collectives: dict[CollectiveKind, Histogram]
-    carried: dict[str, int]
-    retries: dict[Reason, int]
-    syncs: Histogram
-    synced_bytes: int
-    resynced_bytes: int
-    parity_failures: int
-    recoveries: Histogram
-
-
 class EventStatus(Struct, frozen=True):
     """Something that has happened, in words, and how long ago."""
 
@@ -467,27 +434,8 @@ def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
         groups=tuple(_groups(run, now_s)),
         waits=tuple(waits.found),
         waits_left_out=sum(max(0, len(of) - WAITS_MAX) for of in (run.voting.open, run.table)),
-        counts=_counts(run),
+        counts=copy.deepcopy(run.tally.counts),
         weights=_weights(run.associates),
-    )
-
-
-def _counts(run: Run) -> Counts:
-    table, tally = run.table, run.tally
-    return Counts(
-        joined=tally.joined,
-        lost=dict(tally.lost),
-        committed=table.committed,
-        aborted=table.aborted,
-        votes={kind: waited.copy() for kind, waited in tally.vote_waits.items()},
-        collectives={kind: taken.copy() for kind, taken in tally.collectives.items()},
-        carried=dict(tally.carried),
-        retries=dict(tally.retries),
-        syncs=tally.syncs.copy(),
-        synced_bytes=tally.synced_bytes,
-        resynced_bytes=tally.resynced_bytes,
-        parity_failures=tally.parity_failures,
-        recoveries=tally.recoveries.copy(),
     )
 
 

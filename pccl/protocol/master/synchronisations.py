@@ -560,7 +560,7 @@ class Synchronisations:
             for number, transfer in sync.transfers.items()
             if transfer.diverged
         )
-        self._tally.parity_failures += len(divergence)
+        self._tally.counts.parity_failures += len(divergence)
         if divergence:
             names = self._membership.names([d.peer for d in divergence])
             self._outbox.note(f"at revision {sync.revision} other content was held by {names}")

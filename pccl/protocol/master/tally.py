@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.rounds import EXCLUSIVE, PENDING, Kind, Round
 from pccl.types import DataType, QuantizationAlgorithm
 
+K = TypeVar("K")
 # seconds: from what a round takes on one machine to what makes an operator look
 BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 
@@ -46,7 +47,7 @@ class Histogram(Struct):
     """Durations: how many were at most as long as each of BOUNDS_S but longer than the one before,
     and last those that were longer than all; and their sum."""
 
-    counts: list[int]
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_s: float = 0.0
 
     def add(self, duration_s: float) -> None:
@@ -54,14 +55,45 @@ class Histogram(Struct):
         self.counts[bisect_left(BOUNDS_S, duration_s)] += 1
         self.total_s += duration_s
 
-    def copy(self) -> Histogram:
-        """As it is now."""
-        return Histogram(list(self.counts), self.total_s)
+
+def _histograms(kinds: Iterable[K]) -> dict[K, Histogram]:
+    return {kind: Histogram() for kind in kinds}
 
 
-def empty() -> Histogram:
-    """A histogram without a duration."""
-    return Histogram([0] * (len(BOUNDS_S) + 1))
+class Counts(Struct):
+    """Since the master began. Durations are histograms in the bounds of tally.BOUNDS_S.
+
+    Attributes:
+        joined: peers that were accepted.
+        lost: peers that have gone, by how.
+        committed: collectives.
+        aborted: collectives, as `retries` has them by the reason.
+        votes: by what was voted on, how long the first peer waited for the last one.
+        collectives: those that committed: how long they took once all had entered them.
+        carried: bytes that each member gave to these, before quantization, by the encoding.
+        retries: collectives that were aborted.
+        syncs: synchronisations: how long they took once all had entered them.
+        synced_bytes: payload that peers lacked and received.
+        resynced_bytes: of which those who had taken part in the synchronisation before.
+        parity_failures: peers that had other content at the elected revision.
+        recoveries: how long a group had no collective after one was interrupted.
+    """
+
+    joined: int = 0
+    lost: dict[Loss, int] = field(default_factory=lambda: dict.fromkeys(Loss, 0))
+    committed: int = 0
+    aborted: int = 0
+    votes: dict[Kind, Histogram] = field(default_factory=lambda: _histograms(Kind))
+    collectives: dict[CollectiveKind, Histogram] = field(
+        default_factory=lambda: _histograms(CollectiveKind)
+    )
+    carried: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENCODINGS.values(), 0))
+    retries: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    syncs: Histogram = field(default_factory=Histogram)
+    synced_bytes: int = 0
+    resynced_bytes: int = 0
+    parity_failures: int = 0
+    recoveries: Histogram = field(default_factory=Histogram)
 
 
 class Course:
@@ -139,41 +171,22 @@ def stuck_since_s(round_: Round[object]) -> float | None:
 
 
 class Tally:
-    """What a master has seen since it began.
+    """What a master has seen since it began, and how the collectives of each group go.
 
     Attributes:
         now_s: the time.
-        joined: peers that were accepted.
-        lost: peers that had been accepted.
-        vote_waits: of each kind of round that committed, how long the first voter waited for the
-            last one.
-        collectives: of those that committed, how long they took once all had entered them.
-        carried: bytes that each member gave to these, before quantization, by the encoding on the
-            wire.
-        retries: collectives that were aborted.
-        syncs: synchronisations that succeeded: how long they took once all had entered them.
-        synced_bytes: payload that their receivers lacked, each counted;
-        resynced_bytes: of which those that had taken part in the one before.
-        parity_failures: peers whose content differed from that elected at the same revision.
-        recoveries: how long a group had no collective after one was interrupted.
+        counts: what it has seen.
     """
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.joined = 0
-        self.lost = Counter(dict.fromkeys(Loss, 0))
-        self.vote_waits = {kind: empty() for kind in Kind}
-        self.collectives = {kind: empty() for kind in CollectiveKind}
-        self.carried = Counter(dict.fromkeys(ENCODINGS.values(), 0))
-        self.retries = Counter(dict.fromkeys(Reason, 0))
-        self.syncs, self.recoveries = empty(), empty()
-        self.synced_bytes = self.resynced_bytes = self.parity_failures = 0
+        self.counts = Counts()
         self._courses: dict[int, Course] = {}
 
     def committed(self, round_: Round[object]) -> None:
         """All have voted."""
         first, last = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
-        self.vote_waits[round_.id.kind].add(last.since_s - first.since_s)
+        self.counts.votes[round_.id.kind].add(last.since_s - first.since_s)
         if last.since_s <= first.since_s or (since_s := stuck_since_s(round_)) is None:
             return
         group = round_.id.group
@@ -195,31 +208,34 @@ class Tally:
         """A collective has started."""
         recovery_s = self.course(group).started(self.now_s)
         if recovery_s is not None:
-            self.recoveries.add(recovery_s)
+            self.counts.recoveries.add(recovery_s)
 
     def ended(self, group: int, work: m.Spec, members: int, since_s: float) -> None:
         """A collective, which all had entered at `since_s`, has committed."""
         taken_s = self.now_s - since_s
-        self.collectives[work.what].add(taken_s)
-        given = size(work)
+        counts, given = self.counts, size(work)
+        counts.committed += 1
+        counts.collectives[work.what].add(taken_s)
         encoding = ENCODINGS.get(work.algorithm, "unknown")
-        self.carried[encoding] = min(self.carried[encoding] + given, COUNT_MAX)
+        counts.carried[encoding] = min(counts.carried.get(encoding, 0) + given, COUNT_MAX)
         around = factor(work.what, members)
         if around and given and taken_s > 0:
             self.course(group).bus_rate = around * given / taken_s
 
     def aborted(self, group: int, reason: Reason, since_s: float, interrupted_s: float) -> None:
         """A collective has been aborted."""
-        self.retries[reason] += 1
+        self.counts.aborted += 1
+        self.counts.retries[reason] += 1
         self.course(group).aborted(since_s, interrupted_s)
 
     def synchronised(self, since_s: float, nbytes: Iterable[tuple[int, bool]]) -> None:
         """A synchronisation has succeeded: what each receiver lacked, and whether it had taken part
         in the one before."""
-        self.syncs.add(self.now_s - since_s)
+        counts = self.counts
+        counts.syncs.add(self.now_s - since_s)
         for number, again in nbytes:
-            self.synced_bytes = min(self.synced_bytes + number, COUNT_MAX)
-            self.resynced_bytes = min(self.resynced_bytes + number * again, COUNT_MAX)
+            counts.synced_bytes = min(counts.synced_bytes + number, COUNT_MAX)
+            counts.resynced_bytes = min(counts.resynced_bytes + number * again, COUNT_MAX)
 
 
 def size(work: m.Spec) -> int:
