@@ -171,8 +171,8 @@ class Associates:
         nonce = self._numbers.nonce_of_associate(number)
         one = Associate(conn, msgspec.structs.replace(info, peer=number), nonce, slot)
         self._all[number], self._by_conn[conn] = one, number
-        self._say(one, m.Welcome(number, plain(warning), nonce))
-        self._say(one, m.Available(self.catalogue.packages, self.catalogue.head))
+        self._send(one, m.Welcome(number, plain(warning), nonce))
+        self._send(one, m.Available(self.catalogue.packages, self.catalogue.head))
         self._outbox.note(f"{one} registered")
 
     def lose(self, conns: Iterable[bytes], why: str) -> None:
@@ -182,7 +182,7 @@ class Associates:
         for one in lost:
             self._remove(one, why)
         if lost:
-            self._tell_if_changed(before)
+            self._notify_if_changed(before)
             self._assign()
 
     def drop(self, conn: bytes, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
@@ -193,7 +193,7 @@ class Associates:
     def farewell(self, result: Result, why: str) -> None:
         """The master ends for good."""
         for one in self._all.values():
-            self._say(one, m.Kicked(result.value, why))
+            self._send(one, m.Kicked(result.value, why))
 
     def _remove(self, one: Associate, why: str) -> None:
         number = one.info.peer
@@ -215,7 +215,7 @@ class Associates:
     # ---- messages ----
 
     def received(self, conn: bytes, message: m.PeerMessage) -> None:
-        """An associate says something."""
+        """A message of an associate."""
         one = self._all[self._by_conn[conn]]
         match message:
             case m.Publish():
@@ -240,19 +240,19 @@ class Associates:
     def _publish(self, one: Associate, publish: m.Publish) -> None:
         number, packages = one.info.peer, publish.packages
         if all(self.catalogue.has(package, number) for package in packages):
-            self._say(one, m.Published(publish.call))  # again, as the first answer was lost
+            self._send(one, m.Published(publish.call))  # again, as the first answer was lost
             return
         why = self._objection(packages)
         if why:
             result = Result.INVALID_USAGE.value
-            self._say(one, m.CallError(publish.call, result, plain(why)))
+            self._send(one, m.CallError(publish.call, result, plain(why)))
             return
         before = self.catalogue.packages
         self.catalogue.add(number, packages)
         one.version = one.published = packages[0].version
         self._outbox.note(f"{one} published version {packages[0].version} of the weights")
-        self._say(one, m.Published(publish.call))
-        self._tell_if_changed(before)
+        self._send(one, m.Published(publish.call))
+        self._notify_if_changed(before)
         self._assign()
 
     def _objection(self, packages: tuple[m.Package, ...]) -> str:
@@ -281,7 +281,7 @@ class Associates:
             if key is None or one.info.peer not in self.catalogue.holders(key):
                 self._part(receiver)
                 self._wait_again(receiver)
-        self._tell_if_changed(before)
+        self._notify_if_changed(before)
         self._assign()
 
     def _seek(self, one: Associate, seek: m.Seek) -> None:
@@ -307,7 +307,7 @@ class Associates:
         relays = self.rendezvous.relays
         for to, message in reach.rendezvous(one.info, receiver.info, request, relays):
             if to.peer in self._all:
-                self._say(self._all[to.peer], message)
+                self._send(self._all[to.peer], message)
             else:
                 self._outbox.send(to.peer, message)
 
@@ -319,7 +319,7 @@ class Associates:
         one.holder = 0
         if holder is not None:
             holder.receivers.pop(one.info.peer, None)
-            self._say(holder, m.Served(one.info.peer))
+            self._send(holder, m.Served(one.info.peer))
 
     def _wait_again(self, one: Associate) -> None:
         one.holder = 0
@@ -353,8 +353,8 @@ class Associates:
         one.holder = holder.info.peer
         holder.receivers[number] = None
         del self._seeking[number]
-        self._say(holder, m.Serve(*key, one.info, one.nonce, one.slot))
-        self._say(one, m.Source(*key, holder.info, holder.nonce, one.slot))
+        self._send(holder, m.Serve(*key, one.info, one.nonce, one.slot))
+        self._send(one, m.Source(*key, holder.info, holder.nonce, one.slot))
 
     def _merit(self, one: Associate, holder: Associate) -> tuple[int, int]:
         """What it may expect from a holder: the rate, or else few others."""
@@ -369,15 +369,15 @@ class Associates:
         """Its places that are taken: receivers that are slow have none."""
         return sum(not self._all[number].slow for number in holder.receivers)
 
-    # ---- what is said ----
+    # ---- messages to them ----
 
-    def _tell_if_changed(self, before: tuple[m.Package, ...]) -> None:
-        """Tells all what can be had, unless it is as before."""
+    def _notify_if_changed(self, before: tuple[m.Package, ...]) -> None:
+        """Sends all what can be had, unless it is as before."""
         now = self.catalogue.packages
         if now != before:
             message = m.Available(now, self.catalogue.head)
             for one in self._all.values():
-                self._say(one, message)
+                self._send(one, message)
 
-    def _say(self, one: Associate, message: m.MasterMessage) -> None:
+    def _send(self, one: Associate, message: m.MasterMessage) -> None:
         self._outbox.do(Send(one.conn, message))

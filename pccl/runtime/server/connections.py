@@ -56,7 +56,7 @@ PATIENCE = 3  # factor of the time limit while the master has unread messages
 SHARE = 50  # a pause between looks is at least this many times as long as a look
 
 
-class Verdict(NamedTuple):
+class Cut(NamedTuple):
     """A connection to cut, and why."""
 
     line: Line
@@ -136,7 +136,7 @@ class Guard:
         """The longest time until the next look; None: until a connection is accepted."""
         return self._pause_s if self._lines else None
 
-    def look(self, now_s: float, drained: bool) -> list[Verdict]:
+    def look(self, now_s: float, drained: bool) -> list[Cut]:
         """Looks at all connections, if it is time to.
 
         Args:
@@ -150,21 +150,21 @@ class Guard:
             return []
         began_s = self._clock()
         limit_s = limits.HELLO_S if drained else PATIENCE * limits.HELLO_S
-        verdicts = []
+        cuts = []
         for line in self._lines.values():
             why = "" if line.cut else self._see(line, now_s, limit_s)
             if why:
-                verdicts.append(Verdict(line, why))
+                cuts.append(Cut(line, why))
                 line.cut = True
-        for verdict in self._crowd():
-            verdicts.append(verdict)
-            verdict.line.cut = True
+        for cut in self._crowd():
+            cuts.append(cut)
+            cut.line.cut = True
         ended_s = now_s + self._clock() - began_s
         strangers = any(line.stranger for line in self._lines.values())
         self._pause_s = limits.STRANGERS_LOOK_S if strangers else limits.KNOWN_LOOK_S
         self._rested_s = ended_s + SHARE * (ended_s - now_s)
         self._next_s = max(self._rested_s, ended_s + self._pause_s)
-        return verdicts
+        return cuts
 
     def _see(self, line: Line, now_s: float, limit_s: float) -> str:
         """Why to cut it; empty if not."""
@@ -185,19 +185,19 @@ class Guard:
         total = self._received(line.descriptor)
         return 0 if total is None else total - line.counted
 
-    def _crowd(self) -> list[Verdict]:
+    def _crowd(self) -> list[Cut]:
         """Strangers to cut because there are too many, or because they hold too much together."""
         strangers = [line for line in self._lines.values() if line.stranger and not line.cut]
         surplus = strangers[: max(0, len(strangers) - self._lines_max // 2)]
-        verdicts = [Verdict(line, "too many connections say nothing") for line in surplus]
+        cuts = [Cut(line, "too many connections say nothing") for line in surplus]
         sizes = [(self._unread(line), line) for line in strangers[len(surplus) :]]
         total = sum(size for size, _ in sizes)
         for size, line in sorted(sizes, key=lambda pair: -pair[0]):
             if total <= limits.STRANGERS_BYTES:
                 break
             total -= size
-            verdicts.append(Verdict(line, "too much arrives that is no message yet"))
-        return verdicts
+            cuts.append(Cut(line, "too much arrives that is no message yet"))
+        return cuts
 
 
 log = logging.getLogger("pccl")

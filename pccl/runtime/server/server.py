@@ -44,35 +44,6 @@ from pccl.security import KeyPair, Security
 log = logging.getLogger("pccl")
 
 
-class Inquiries:
-    """Questions for the status of the run, and their answers.
-
-    Args:
-        wake: ends a wait of the service thread; from any thread.
-    """
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._asked: deque[Future[Status]] = deque()
-
-    def ask(self) -> Future[Status]:
-        """From any thread: the status, when the service thread comes to it."""
-        future: Future[Status] = Future()
-        self._asked.append(future)
-        self._wake()
-        return future
-
-    def answer(self, make: Callable[[], Status]) -> None:
-        """On the service thread: answers all that were asked. No question can end the service."""
-        while self._asked:
-            future = self._asked.popleft()
-            try:
-                future.set_result(make())
-            except Exception as error:
-                log.exception("master: the status of the run cannot be told")
-                future.set_exception(error)
-
-
 BATCH = 100  # messages read before lost connections are handled, even if more wait
 
 
@@ -155,7 +126,7 @@ class Server:
         self._events: EventLog | None = None
         self._stop = False
         self._chores_due_s = 0.0
-        self._inquiries = Inquiries(self._wake)
+        self._asked: deque[Future[Status]] = deque()  # by other threads
         self._noted: deque[tuple[float, str]] = deque(maxlen=limits.HTTP_EVENTS)  # and when
         self._sent = False  # since the router was last found empty
         self._unsent: dict[bytes, list[bytes]] = {}  # messages by connection, until `_flush`
@@ -220,7 +191,10 @@ class Server:
 
     def ask(self) -> Future[Status]:
         """What the run looks like, as `serve` will say; from any thread."""
-        return self._inquiries.ask()
+        future: Future[Status] = Future()
+        self._asked.append(future)
+        self._wake()
+        return future
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it has ended, or will wake up anyway
@@ -315,7 +289,13 @@ class Server:
         self._dialler.tick(awake_s)
         self._perform(self._feed(inputs.Tick(awake_s)))
         self._flush()
-        self._inquiries.answer(self._status)
+        while self._asked:
+            future = self._asked.popleft()
+            try:
+                future.set_result(self._status())
+            except Exception as error:  # no question can end the service
+                log.exception("master: the status of the run cannot be told")
+                future.set_exception(error)
 
     def _patience_s(self, drained: bool) -> float:
         connections = self._connections
@@ -441,7 +421,7 @@ class Server:
             return
         held = self._arriving.get(conn)
         if held is None:
-            self._guarded(conn, lambda: self._hear(conn, data))
+            self._guarded(conn, lambda: self._receive(conn, data))
         elif len(held) < limits.ARRIVING_MAX:
             held.append(data)
         else:
@@ -492,7 +472,7 @@ class Server:
 
         dial_hosts(self._dialler, info.hosts, target, self._awake_s, then)
 
-    def _hear(self, conn: bytes, data: bytes | None) -> list[effects.Effect]:
+    def _receive(self, conn: bytes, data: bytes | None) -> list[effects.Effect]:
         """Decodes a message and returns its effects."""
         try:
             if data is None:
@@ -504,7 +484,7 @@ class Server:
             why = f"it sent bytes that are no message: {error}"
             return self._feed(inputs.Rejected(conn, why))
         if isinstance(message, m.Hello):
-            return self._hear_hello(conn, message, self._connections.senders[conn].host)
+            return self._receive_hello(conn, message, self._connections.senders[conn].host)
         if isinstance(message, m.Examine):
             host = self._connections.senders[conn].host
             self._dial(
@@ -514,10 +494,10 @@ class Server:
             )
             return []
         if isinstance(message, m.Resume):
-            return self._hear_resume(conn, message)
+            return self._receive_resume(conn, message)
         return self._feed(inputs.Received(conn, message))
 
-    def _hear_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[effects.Effect]:
+    def _receive_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[effects.Effect]:
         """Dials a peer that may join; refuses others without a dial."""
         if self._master.knows(conn) or self._master.objection(hello, host):
             return self._feed(inputs.Hello(conn, hello, host))
@@ -526,7 +506,7 @@ class Server:
         self._dial(conn, hello, lambda why: self._feed(inputs.Hello(conn, hello, host, why or "")))
         return []
 
-    def _hear_resume(self, conn: bytes, resume: m.Resume) -> list[effects.Effect]:
+    def _receive_resume(self, conn: bytes, resume: m.Resume) -> list[effects.Effect]:
         """A peer comes back: its connection broke, which may be this master's fault."""
         self._pauses.feel()
         if self._master.deserted(resume):
