@@ -316,7 +316,6 @@ class PeerDriver(Driver):
             WRITTEN: self._written,
         }
 
-    @property
     def _fail(self, effect: effects.Fail) -> None:
         why = m.personal(effect.why, self._peer.number)
         self.pending.answer(effect if why == effect.why else replace(effect, why=why))
@@ -333,6 +332,7 @@ class PeerDriver(Driver):
                 names = "; ".join(who[: m.GONE_MAX]) + more
                 log.log(level, "peer %d: %s: %s; %s now", number, what, names, now)
 
+    @property
     def _local(self) -> bool:
         return self._peer.knowledge.conditions.local
 
