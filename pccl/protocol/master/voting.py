@@ -204,11 +204,12 @@ class Voting:
             why = f"it entered {stands_in[round_id].describe(number)} twice"
             self._dismissals.dismiss(number, why, Result.INVALID_USAGE)
             return
-        gone = [one for one in round_id.pair or () if not self._membership.has(one, round_id.group)]
-        if gone:
-            why = f"peer {gone[0]} is not in this peer's group, or no more"
-            self._outbox.fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
-            return
+        if round_id.pair is not None:
+            gone = [n for n in round_id.pair if not self._membership.has(n, round_id.group)]
+            if gone:
+                why = f"peer {gone[0]} is not in this peer's group, or no more"
+                self._outbox.fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
+                return
         why = self.open.too_much(number, vote, self._table.running(number))
         if why:
             self._outbox.fail(number, vote.call, Result.INVALID_USAGE, why)
@@ -328,10 +329,10 @@ class Voting:
 
         The others wait for members that have not voted, and can: they decide who is in the right.
         """
-        while any(map(self._settle_mixed, list(self._mixed))) or any(
-            map(self._settle_barred, list(self._barred))
-        ):
-            pass  # the end of one may decide others
+        while self._mixed or self._barred:  # the end of one may decide others
+            mixed, barred = list(self._mixed), list(self._barred)
+            if not (any(map(self._settle_mixed, mixed)) or any(map(self._settle_barred, barred))):
+                return
 
     def _settle_mixed(self, round_id: RoundId) -> bool:
         """Ends a dispute about what a collective is, if possible. Whether it was ended here."""
