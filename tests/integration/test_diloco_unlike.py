@@ -323,7 +323,7 @@ def test_a_negative_number_of_samples_is_refused(address: str) -> None:
             diloco.step(samples=-1)
 
 
-def test_peers_that_hear_of_a_loss_at_different_times_call_the_roll_together(
+def test_peers_that_hear_of_a_loss_at_different_times_gather_the_shares_together(
     address: str,
 ) -> None:
     """One is in it when a peer is lost; the other enters it only then."""
