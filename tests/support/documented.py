@@ -55,7 +55,8 @@ def blocks(page: Path, *, made: bool = True) -> list[Block]:
         above = re.findall(r"^\*\*(Before|After)\*\*", text[: block.start()], re.MULTILINE)
         line = text[: block.start()].count("\n") + 2
         # a process has one default group: tests/integration/test_torch_*.py have such programs
-        elsewhere = above[-1:] == ["Before"] or "pccl.torch" in block[3]
+        backend = any(words in block[3] for words in ("pccl.torch", 'init_process_group("pccl"'))
+        elsewhere = above[-1:] == ["Before"] or backend
         found.append(Block(page, line, block[2], dedent(block[3]), elsewhere))
     return found
 
