@@ -336,16 +336,9 @@ class Collectives:
         )
 
     @_collective
-    def all_gather_single(self, output: Tensor, input: Tensor, options: Options) -> Task:
-        return self._all_gather_single([output], [input])
-
-    @_collective
-    def all_gather_single_coalesced(
-        self, output_lists: list[Tensor], input_list: list[Tensor], options: Options
-    ) -> Task:
-        return self._all_gather_single(output_lists, input_list)
-
-    def _all_gather_single(self, outputs: Tensors, inputs: Tensors) -> Task:
+    def all_gather_single(self, output: Any, input: Any, options: Options) -> Task:
+        """In one tensor; or of several inputs, each in one, as one collective."""
+        outputs, inputs = _list(output), _list(input)
         size = self.members.size
         _check_parts("output", outputs, "input", inputs, size)
         pieces, wholes = [movable(each) for each in inputs], [movable(each) for each in outputs]
@@ -372,16 +365,9 @@ class Collectives:
         return self._reduce_scatter(_list(output_tensors), inputs, options)
 
     @_collective
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Options) -> Task:
-        return self._reduce_scatter_single([output], [input], options)
-
-    @_collective
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], options: Options
-    ) -> Task:
-        return self._reduce_scatter_single(outputs, inputs, options)
-
-    def _reduce_scatter_single(self, outputs: Tensors, inputs: Tensors, options: Options) -> Task:
+    def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> Task:
+        """Of one tensor; or of several, as one collective."""
+        outputs, inputs = _list(output), _list(input)
         size = self.members.size
         _check_parts("input", inputs, "output", outputs, size)
         parts = [list(given.detach().reshape(-1).view(size, -1).unbind()) for given in inputs]
@@ -621,6 +607,8 @@ class Collectives:
         monitored_barrier(self.members, self._sends, start, limit, wait_all_ranks)
 
     allreduce_coalesced = allreduce
+    all_gather_single_coalesced = all_gather_single
+    reduce_scatter_single_coalesced = reduce_scatter_single
 
     # the names before torch 2.13
 

@@ -135,34 +135,8 @@ class RunStore(Store):
                 self._store = TCPStore(host, port, is_master=False, timeout=self._patience)
             return self._store
 
-    def set(self, key: str, value: Any) -> None:
-        """See torch.distributed.Store, here and below."""
-        self._reach().set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._reach().get(key)
-
-    def add(self, key: str, value: int) -> int:
-        return self._reach().add(key, value)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._reach().compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._reach().delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._reach().num_keys()
-
-    def check(self, keys: list[str]) -> bool:
-        return self._reach().check(keys)
-
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        store = self._reach()
-        if timeout is None:
-            store.wait(keys)
-        else:
-            store.wait(keys, timeout)
+        self._reach().wait(keys, *([] if timeout is None else [timeout]))
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._patience = timeout
@@ -170,3 +144,14 @@ class RunStore(Store):
     @property
     def timeout(self) -> timedelta:
         return self._patience
+
+
+def _forward(name: str) -> Any:
+    def call(self: RunStore, *given: Any) -> Any:
+        return getattr(self._reach(), name)(*given)
+
+    return call
+
+
+for _name in ("set", "get", "add", "compare_set", "delete_key", "num_keys", "check"):
+    setattr(RunStore, _name, _forward(_name))

@@ -373,24 +373,20 @@ class Work(BaseWork):
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not wait."""
         return self.operation.ended
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
         return self.operation.ended and self.operation.error is None
 
     def exception(self) -> Exception | None:
-        """What has gone wrong."""
         return self.operation.error
 
     def result(self) -> list[Tensor]:
-        """The tensors that were written."""
         found = self.operation.task.result
         return [found] if isinstance(found, Tensor) else found
 
     def synchronize(self) -> None:
-        """What has ended is in memory."""
+        pass
 
     def source_rank(self) -> int:
         """torch's rank of the sender, of a receive from anyone."""
@@ -434,20 +430,16 @@ class CoalescedWork(BaseWork):
         return collected.then(results)
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not wait."""
         return all(work.is_completed() for work in self.works)
 
     def is_success(self) -> bool:
-        """Whether all have ended well."""
         return all(work.is_success() for work in self.works)
 
     def exception(self) -> Exception | None:
-        """The first that has gone wrong."""
         return next((error for work in self.works if (error := work.exception())), None)
 
     def result(self) -> list[Tensor]:
-        """The tensors that were written."""
         return [tensor for work in self.works for tensor in work.result()]
 
     def synchronize(self) -> None:
-        """What has ended is in memory."""
+        pass

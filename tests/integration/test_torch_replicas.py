@@ -18,8 +18,7 @@ from waiting import wait_until
 
 import pccl
 from pccl.torch import ProcessGroup
-from pccl.torch.ddp import average
-from pccl.torch.phase import Phase
+from pccl.torch.ddp import Phase, average
 
 LAST = 6
 SHARDS = range(2)
