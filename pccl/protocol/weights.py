@@ -353,7 +353,7 @@ class WeightsMachine:
         else:
             self._do(Forgotten(package))
         self._tidy()
-        self._say_holds()
+        self._send_holds()
         self._aim()
         return self._take()
 
@@ -361,7 +361,7 @@ class WeightsMachine:
         """The caller can serve another package, which it has made itself."""
         self._cache.put(package)
         self._tidy()
-        self._say_holds()
+        self._send_holds()
         return self._take()
 
     def rendezvous(self, request: m.RendezvousRequest) -> list[Effect]:
@@ -409,7 +409,7 @@ class WeightsMachine:
         self.number, self._connected = welcome.peer, True
         self._do(Expect(welcome.peer, welcome.nonce, ()))
         self._cache.forget_receivers()  # an earlier master has sent them
-        self._say_holds()
+        self._send_holds()
         for call, packages in self._publishing.items():
             self._do(Send(m.Publish(call, packages)))
         fetch = self._fetch
@@ -452,7 +452,7 @@ class WeightsMachine:
         """Drops what nobody needs, unless it is being fetched; then later."""
         old = stale(self._available, self._cache.packages)
         if self._cache.drop_unused(old):
-            self._say_holds()
+            self._send_holds()
 
     def _served(self, served: m.Served) -> None:
         self._cache.served(served.receiver)
@@ -554,7 +554,7 @@ class WeightsMachine:
             fetch.state = State.RESTING
             self._do(Backoff(why))
         elif not starved and self._cache.fail(op):
-            self._say_holds()
+            self._send_holds()
         return self._take()
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Effect]:
@@ -589,7 +589,7 @@ class WeightsMachine:
         self._tidy()
         self._do(end)
 
-    def _say_holds(self) -> None:
+    def _send_holds(self) -> None:
         if self._connected:
             self._do(Send(m.Holds(tuple(self._cache.packages), self.version)))
 

@@ -280,24 +280,24 @@ class WeightsClient(ControlThread):
     def _verify(self, incoming: Incoming, leaf: Leaf) -> None:
         results = incoming.verify(leaf.piece, leaf.leaf)
 
-        def tell() -> None:
+        def notify() -> None:
             for piece, number, good in results:
                 self._engine.verified(leaf.op, piece, number, good)
 
-        self._inbox.post(tell)
+        self._inbox.post(notify)
 
     def _take(self, incoming: Incoming) -> None:
         blob = incoming.blob()
         version, more = self._store.work_in(blob)
 
-        def tell() -> None:
+        def notify() -> None:
             self._blobs[blob.package.key] = blob
             self._perform(self._weights.taken(blob.package, version))
             if more is not None:
                 self._blobs[more.package.key] = more
                 self._perform(self._weights.keep(more.package))
 
-        self._inbox.post(tell)
+        self._inbox.post(notify)
 
     # ---- effects ----
 

@@ -76,10 +76,10 @@ def bench() -> Bench:
 def test_the_outbox_says_nothing_to_a_master_that_does_not_know_who_speaks() -> None:
     outbox = Outbox()
     outbox.known = False
-    outbox.say(m.TopologyVote(1))
+    outbox.send(m.TopologyVote(1))
     outbox.introduce(m.Leave())
     outbox.known = True
-    outbox.say(m.TopologyVote(2))
+    outbox.send(m.TopologyVote(2))
     assert outbox.take() == [Send(m.Leave()), Send(m.TopologyVote(2))]
     assert outbox.take() == []
 

@@ -32,10 +32,10 @@ def test_a_call_hears_of_its_end_when_all_else_is_done() -> None:
     assert 1 in pending and 2 not in pending
     assert second.end is None, "not told yet"
     assert list(pending.memory) == [1]
-    pending.tell()
+    pending.notify()
     assert second.end == Answer(2, "done")
     pending.answer(Answer(2, "again"))
-    pending.tell()
+    pending.notify()
     assert second.end == Answer(2, "done"), "nobody waits any more"
 
 

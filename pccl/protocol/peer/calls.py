@@ -231,14 +231,14 @@ class Votes:
     def enter(self, call: int, vote: Vote) -> None:
         """A caller enters its round."""
         self._waiting[call] = vote
-        self._outbox.say(vote)
+        self._outbox.send(vote)
 
     def hurry(self, call: int) -> None:
         """The caller of `are_peers_pending` is no longer patient."""
         vote = self._waiting.get(call)
         if isinstance(vote, m.PendingVote):
             self._waiting[call] = msgspec.structs.replace(vote, patient=False)
-            self._outbox.say(m.Hurry(call))
+            self._outbox.send(m.Hurry(call))
 
     # ---- results ----
 
@@ -292,7 +292,7 @@ class Votes:
             elif isinstance(vote, m.PendingVote) and before.pending < done.pending:
                 self._reply(call, done.were_pending)
             else:
-                self._outbox.say(vote)
+                self._outbox.send(vote)
 
     def forget(self, call: int) -> None:
         """The vote of an abandoned call is void."""

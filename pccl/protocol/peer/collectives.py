@@ -113,7 +113,7 @@ class Collectives:
             self._outbox.do(RegisterOp(one.call, run, tag, self._knowledge.last_seq))
             self._start_eagerly(one)
         if not said:
-            self._outbox.say(one.vote(self._knowledge.last_seq))
+            self._outbox.send(one.vote(self._knowledge.last_seq))
 
     def _start_eagerly(self, one: Collective) -> None:
         """Lets the engine send on the rings in force, on which the collective probably starts."""
@@ -153,7 +153,7 @@ class Collectives:
         self._by_seq[seq] = one
         if not one.move(Event.STARTED):
             why = one.broken[:WHY_MAX] if one.parting is None else GONE
-            self._outbox.say(m.FinishVote(seq, False, why, one.cause))
+            self._outbox.send(m.FinishVote(seq, False, why, one.cause))
             return
         if one.impatient:  # it started while the vote was being taken back
             fail = timed_out(one.call, self._withdrawals.why(one.call, GONE))
@@ -181,10 +181,10 @@ class Collectives:
         """A small collective has its result, which is not final."""
         self._by_seq[one.seq] = one
         if not one.move(Event.RESULT):
-            self._outbox.say(m.FinishVote(one.seq, False, GONE))
+            self._outbox.send(m.FinishVote(one.seq, False, GONE))
             return
         one.data, one.whole = data, True
-        self._outbox.say(m.FinishVote(one.seq, True))
+        self._outbox.send(m.FinishVote(one.seq, True))
 
     def missed(self, small: m.Small) -> None:
         """A small collective has committed, but an earlier master could not say so."""
@@ -219,13 +219,13 @@ class Collectives:
         one.tx_bytes, one.rx_bytes, one.settled = tx, rx, settled
         if one.move(Event.HELD):
             one.whole = True
-            self._outbox.say(m.FinishVote(one.seq, True))
+            self._outbox.send(m.FinishVote(one.seq, True))
         self._conclude(one)
 
     def progress(self, one: Collective, done: int) -> None:
         """How much the engine has done, in thousandths."""
         if one.state is State.RUNNING and one.seq in self._by_seq:
-            self._outbox.say(m.Progress(one.seq, done))
+            self._outbox.send(m.Progress(one.seq, done))
 
     def fail(self, one: Collective, why: str, cause: m.Cause) -> None:
         """The engine cannot complete a collective."""
@@ -260,9 +260,9 @@ class Collectives:
         for one in concerned:
             one.stalled = True
             if one.pair:
-                self._outbox.say(m.Stalled(self._streams.epoch, one.seq, why[:WHY_MAX]))
+                self._outbox.send(m.Stalled(self._streams.epoch, one.seq, why[:WHY_MAX]))
         if any(not one.pair for one in concerned):
-            self._outbox.say(m.Stalled(self._streams.epoch, 0, why[:WHY_MAX]))
+            self._outbox.send(m.Stalled(self._streams.epoch, 0, why[:WHY_MAX]))
 
     # ---- the end ----
 
@@ -305,7 +305,7 @@ class Collectives:
             one.cause = cause
             if not one.settled:
                 self._outbox.do(AbortOp(one.call))
-            self._outbox.say(m.FinishVote(one.seq, False, why[:WHY_MAX], cause))
+            self._outbox.send(m.FinishVote(one.seq, False, why[:WHY_MAX], cause))
 
     def _abort(self, one: Collective, outcome: Fail) -> None:
         one.outcome = outcome
@@ -364,10 +364,10 @@ class Collectives:
         """Casts the votes that a restarted master lacks."""
         for one in self._by_call.values():
             if one.unstarted and one.parting is None:
-                self._outbox.say(one.vote(self._knowledge.last_seq))
+                self._outbox.send(one.vote(self._knowledge.last_seq))
         for seq, one in self._by_seq.items():
             if seq in self._unvoted and one.state is not State.RUNNING:
-                self._outbox.say(m.FinishVote(seq, one.state is State.COMPLETE))
+                self._outbox.send(m.FinishVote(seq, one.state is State.COMPLETE))
 
     def end(self, over: Fail) -> None:
         """The run is over for this peer."""

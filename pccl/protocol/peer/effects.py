@@ -279,7 +279,7 @@ class Outbox:
         self.known = True
         self._effects: list[Effect] = []
 
-    def say(self, message: m.PeerMessage) -> None:
+    def send(self, message: m.PeerMessage) -> None:
         """Sends a message, if the master knows this peer."""
         if self.known:
             self._effects.append(Send(message))

@@ -177,7 +177,7 @@ class Peer:
         """Asks to join; answered when this peer is accepted."""
         if not self._dead(call):  # the connection may have failed before
             self._joining, self._hello = call, hello
-            self._outbox.say(hello)
+            self._outbox.send(hello)
         return self._outbox.take()
 
     def update_topology(self, call: int) -> list[Effect]:
@@ -212,7 +212,7 @@ class Peer:
         """Asks what a call waits for. The answer, if there is one, is a `Waits`."""
         one = self.collectives.get(call)
         if self.over is None and self.number:
-            self._outbox.say(m.Inquire(call, 0 if one is None else one.seq))
+            self._outbox.send(m.Inquire(call, 0 if one is None else one.seq))
         return self._outbox.take()
 
     def collective(
@@ -312,7 +312,7 @@ class Peer:
             if one is not None:
                 one.impatient = True
             self._withdrawals.add(call, why)
-            self._say_withdraw(call)
+            self._send_withdraw(call)
         return self._outbox.take()
 
     def cancel(self, call: int) -> list[Effect]:
@@ -322,7 +322,7 @@ class Peer:
             if one is not None and one.state is State.RUNNING:
                 self.collectives.stop(one, GONE, m.Cause.OTHER, abandoned(call))
             else:
-                self._say_withdraw(call)
+                self._send_withdraw(call)
                 self._release(abandoned(call))
         return self._outbox.take()
 
@@ -341,12 +341,12 @@ class Peer:
         elif self._abandoned.forget(call):
             self._outbox.do(fail)
 
-    def _say_withdraw(self, call: int) -> None:
+    def _send_withdraw(self, call: int) -> None:
         one = self.collectives.get(call)
         if call in self.votes or self.transfers.of(call):
-            self._outbox.say(m.Withdraw(call))
+            self._outbox.send(m.Withdraw(call))
         elif one is not None and one.outcome is None:
-            self._outbox.say(m.Withdraw(call, one.seq))
+            self._outbox.send(m.Withdraw(call, one.seq))
 
     def _succeeded_without(self, call: int, what: str) -> None:
         """A call has succeeded for the others after its caller had left."""
@@ -532,13 +532,13 @@ class Peer:
         """
         transfer = self.transfers.current
         if transfer is None or not transfer.optimizes:
-            self._outbox.say(m.Unreached(info.peer, self.plan.epoch, why[:WHY_MAX]))
+            self._outbox.send(m.Unreached(info.peer, self.plan.epoch, why[:WHY_MAX]))
         return self._outbox.take()
 
     def rendezvous(self, request: m.RendezvousRequest) -> list[Effect]:
         """A stream leads to a peer to which this one cannot connect. An `Arrange` may follow."""
         if self.over is None:
-            self._outbox.say(request)
+            self._outbox.send(request)
         return self._outbox.take()
 
     # ---- the connection to the master ----

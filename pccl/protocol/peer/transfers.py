@@ -130,7 +130,7 @@ class Transfers:
         if isinstance(transfer.vote, m.SyncVote):  # an abandoned call may have decided it by now
             holds = self._knowledge.done.holds
             transfer.vote = msgspec.structs.replace(transfer.vote, holds=holds)
-        self._outbox.say(transfer.vote)
+        self._outbox.send(transfer.vote)
 
     @property
     def fetching(self) -> int:
@@ -166,7 +166,7 @@ class Transfers:
             ends = [(receiver, _slot(one, receiver)) for receiver in serve]
             self._start(one, one.serve_op, ends)
             if one.broken:
-                self._say_stalled(one, one.broken)
+                self._send_stalled(one, one.broken)
         if resumed is not None:
             self._fetch(one, resumed)
         self._streams.close(earlier.values())
@@ -221,7 +221,7 @@ class Transfers:
         """How much a fetch has, in thousandths."""
         one = self.open
         if one is not None and op and op == self.fetching and one.planned:
-            self._outbox.say(m.Progress(one.seq, done))
+            self._outbox.send(m.Progress(one.seq, done))
 
     def fail(self, op: int, why: str, starved: int) -> None:
         """An op has failed; `starved`: only for lack of streams, under the plan of this number."""
@@ -249,12 +249,12 @@ class Transfers:
         if not starved:
             one.broken = why
         if one.serves and starved in (0, one.seq):
-            self._say_stalled(one, why)
+            self._send_stalled(one, why)
 
-    def _say_stalled(self, one: Transfer, why: str) -> None:
+    def _send_stalled(self, one: Transfer, why: str) -> None:
         """Tells the master, except in an optimization, where no peer waits forever."""
         if one.outcome is None and one.group is not None and not one.optimizes:
-            self._outbox.say(m.Stalled(one.group.epoch, one.seq, why[:WHY_MAX]))
+            self._outbox.send(m.Stalled(one.group.epoch, one.seq, why[:WHY_MAX]))
 
     # ---- the end ----
 
@@ -345,7 +345,7 @@ class Synchronisations:
         """The caller has fetched what a plan requires, or has failed."""
         one = self._transfers.current
         if one is not None and one.planned and one.seq == seq:
-            self._outbox.say(m.FetchedVote(seq, ok, why[:WHY_MAX], differences))
+            self._outbox.send(m.FetchedVote(seq, ok, why[:WHY_MAX], differences))
 
     # ---- the end ----
 
@@ -413,7 +413,7 @@ class Synchronisations:
             assert isinstance(one.vote, m.SyncVote)
             manifest = one.vote.manifest.overwritten(one.overwritten)
             one.vote = m.SyncVote(one.vote.call, manifest, self._knowledge.done.holds)
-            self._outbox.say(one.vote)
+            self._outbox.send(one.vote)
             return
         if one.planned and one.seq != done.plan:
             # the last plan was lost too: it required no fetch here, or this peer would have voted
@@ -453,7 +453,7 @@ class Optimizations:
         one = self._transfers.by(seq)
         if one is not None:
             self._transfers.void_fetch(one)
-            self._outbox.say(m.Measured(seq, rate, delay_us))
+            self._outbox.send(m.Measured(seq, rate, delay_us))
 
     # ---- the end ----
 
@@ -483,4 +483,4 @@ class Optimizations:
             return
         if one.planned:  # the next probes begin anew
             self.probed(m.Probe(one.call, 0, ()))
-        self._outbox.say(one.vote)
+        self._outbox.send(one.vote)

@@ -70,7 +70,7 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
                 identity.token,
                 others,
             )
-            dealer.say(ask)
+            dealer.send(ask)
             dealer.flush()
             report = _answer(dealer, where)
         finally:
@@ -91,7 +91,7 @@ def _answer(dealer: Dealer, where: str) -> m.Report:
     until_s = time.monotonic() + limits.EXAMINATION_S
     while poller.poll(max(0, int((until_s - time.monotonic()) * 1000))):
         if dealer.socket.poll(0):
-            for answer in dealer.heard():
+            for answer in dealer.receive():
                 if isinstance(answer, m.Report):
                     return answer
         for event in dealer.events():

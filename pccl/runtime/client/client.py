@@ -169,9 +169,9 @@ class Client(ControlThread):
                 heard = None if self._pending.closed else self._peer.heard_if_free
                 if heard is not None:
                     vote = m.StartVote(call.number, tag, work, data, heard, stuck)
-                    before, self._driver.heard = self._driver.heard, True
+                    before, self._driver.mail_waits = self._driver.mail_waits, True
                     if shortcut.send(self._master.dealer, m.encode(vote)):
-                        self._driver.heard = before  # unless an exception comes in between
+                        self._driver.mail_waits = before  # unless an exception comes in between
                         return
         self._inbox.signal()
 
@@ -207,10 +207,10 @@ class Client(ControlThread):
     def allow(self, call: Call) -> None:
         """Lets a limited peer serve for another SERVE_INTERVAL_S."""
 
-        def tell() -> None:
+        def notify() -> None:
             self._engine.allow(call.serve_op, self.serve_limit)
 
-        self._inbox.post(tell)
+        self._inbox.post(notify)
 
     def fetch(self, call: Call, seq: int, pieces: Pieces, first_counted: int, owner: object) -> int:
         """Fetches what a plan lists into these pieces; returns the number of the op."""
@@ -228,19 +228,19 @@ class Client(ControlThread):
     def remind(self, op: int, limit: int) -> None:
         """Repeats the unanswered requests of a fetch; see `Engine.remind`."""
 
-        def tell() -> None:
+        def notify() -> None:
             self._engine.remind(op, limit)
 
-        self._inbox.post(tell)
+        self._inbox.post(notify)
 
     def verified(self, op: int, results: list[tuple[int, int, bool]]) -> None:
         """Tells a fetch which leaves (piece, leaf) are correct."""
 
-        def tell() -> None:
+        def notify() -> None:
             for piece, leaf, good in results:
                 self._engine.verified(op, piece, leaf, good)
 
-        self._inbox.post(tell)
+        self._inbox.post(notify)
 
     def fetched(
         self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()

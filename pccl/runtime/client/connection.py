@@ -115,7 +115,7 @@ class Dealer:
         secure: sets a socket's keys.
 
     Attributes:
-        unsent: what was said since the last `flush`, encoded.
+        unsent: what was sent since the last `flush`, encoded.
 
     Raises:
         OSError: the system provides no socket.
@@ -164,12 +164,12 @@ class Dealer:
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"no connection can be opened: {error}") from None
 
-    def say(self, message: m.PeerMessage) -> None:
+    def send(self, message: m.PeerMessage) -> None:
         """Keeps a message until `flush`, which sends those of one moment together."""
         self.unsent.append(m.encode(message))
 
     def flush(self) -> bool:
-        """Sends what was said. Whether there are messages to be heard now."""
+        """Sends what was sent. Whether there are messages to be heard now."""
         unsent, self.unsent = self.unsent, []
         waiting = False
         try:
@@ -179,7 +179,7 @@ class Dealer:
             return True  # the connection broke; its monitor knows why, and is read next
         return waiting
 
-    def heard(self) -> Iterator[m.MasterMessage]:
+    def receive(self) -> Iterator[m.MasterMessage]:
         """All messages so far.
 
         Raises:
@@ -209,7 +209,7 @@ class Dealer:
         return DealerEvent.HANDSHAKE_FAILED if number & HANDSHAKE_FAILED else DealerEvent.BROKEN
 
     def close(self) -> None:
-        """Closes the connection; if it is established, what was said is still sent."""
+        """Closes the connection; if it is established, what was sent is still sent."""
         self.flush()
         for _ in self.events():  # updates whether it is connected
             pass

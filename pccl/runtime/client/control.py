@@ -349,7 +349,7 @@ class ControlThread:
 
     def _worked(self) -> None:
         """Wakes those who wait for what was done."""
-        self._driver.pending.tell()
+        self._driver.pending.notify()
 
     def _work(self, ready: Sequence[Callable[[], object]]) -> None:
         """Runs commands, reads sockets, and performs effects until nothing is left to do."""
@@ -370,13 +370,13 @@ class ControlThread:
         """Sends what there is to send, and reads what has come. Whether anything was read."""
         driver = self._driver
         driver.flush()
-        heard, driver.heard = driver.heard, False
-        told, driver.told = driver.told, False
-        if heard:
+        mail, driver.mail_waits = driver.mail_waits, False
+        events, driver.events_wait = driver.events_wait, False
+        if mail:
             self._read_master()
-        if told:
+        if events:
             driver.read()
-        return heard or told
+        return mail or events
 
     def _break_down(self, error: BaseException) -> None:
         """Ends the membership after an internal error, with its reason."""
@@ -399,7 +399,7 @@ class ControlThread:
         return f"peer {self._machine.number}"
 
     def _read_master(self) -> None:
-        for message in self._master.dealer.heard():
+        for message in self._master.dealer.receive():
             todo = self._machine.received(message)
             if isinstance(message, m.Resumed | m.Welcome):
                 self._master.answered()

@@ -82,7 +82,7 @@ class PendingCalls:
         self.memory: dict[int, Operands | Pool] = {}
         self.closed = False
         self._calls: dict[int, Call] = {}
-        self._told: list[tuple[Call, End]] = []  # calls that have ended, and not heard of it yet
+        self._answered: list[tuple[Call, End]] = []  # not notified yet
 
     def __contains__(self, number: int) -> bool:
         """Whether a call waits for its answer."""
@@ -110,7 +110,7 @@ class PendingCalls:
             log.warning("peer %d has waited %.0f s %s", peer, waited_s, why)
 
     def answer(self, effect: effects.Answer | effects.Fail) -> None:
-        """Ends a call; `tell` then delivers the answer."""
+        """Ends a call; `notify` then delivers the answer."""
         self.memory.pop(effect.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(effect.call, None)
         if call is not None:
@@ -118,11 +118,11 @@ class PendingCalls:
         if call is not None and self.closed:  # made after the end, in the caller's own thread
             call.put(effect)
         elif call is not None:
-            self._told.append((call, effect))
+            self._answered.append((call, effect))
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Delivers the answers; last, because waking callers contends for the global lock."""
-        told, self._told = self._told, []
+        told, self._answered = self._answered, []
         for call, end in told:
             call.put(end)
 
@@ -131,7 +131,7 @@ class PendingCalls:
         ended = effects.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
         for number in list(self._calls):
             self.answer(replace(over or ended, call=number))
-        self.tell()
+        self.notify()
 
 
 class Driver:
@@ -146,8 +146,8 @@ class Driver:
 
     Attributes:
         pending: the calls, and their memory.
-        heard: whether messages of the master may wait, of which no notice will come.
-        told: the same of the engine's events.
+        mail_waits: whether messages of the master may be there without a further signal.
+        events_wait: the same of the engine's events.
         effects: what performs an effect, by its type.
         events: what handles an event, by its kind; it returns further effects.
     """
@@ -160,11 +160,11 @@ class Driver:
         master: MasterConnection,
         pending: PendingCalls,
     ) -> None:
-        self.heard = self.told = True
+        self.mail_waits = self.events_wait = True
         self.pending = pending
         self._machine, self._engine, self._streams, self._master = machine, engine, streams, master
         self.effects: dict[type, Callable[[Any], object]] = {
-            effects.Send: lambda effect: master.dealer.say(effect.message),
+            effects.Send: lambda effect: master.dealer.send(effect.message),
             effects.Expect: lambda one: engine.expect(one.number, one.nonce, one.keys),
             effects.OpenStream: lambda one: streams.open(one.stream, one.to, one.nonce),
             effects.CloseStream: lambda effect: streams.close(effect.stream),
@@ -193,9 +193,9 @@ class Driver:
     def flush(self) -> None:
         """Sends all commands, and then all messages, which may depend on these."""
         if self._engine.unsent:
-            self.told |= self._engine.flush()
+            self.events_wait |= self._engine.flush()
         if self._master.dealer.unsent:
-            self.heard |= self._master.dealer.flush()
+            self.mail_waits |= self._master.dealer.flush()
 
     def read(self) -> None:
         """Reads all events of the engine that have arrived.

@@ -55,7 +55,7 @@ class _Guest:
         self.greeted = False
         self.place: tuple[str, int] | None = None  # the token and the side
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Reads what has come. Whether its place is known now, and was not before.
 
         Raises:
@@ -197,13 +197,13 @@ class RendezvousPoint:
             self._send_away(min(self._guests.values(), key=lambda guest: guest.until_s))
         guest = _Guest(connection, time.monotonic() + self._limit_s)
         self._guests[connection] = guest
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(guest))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(guest))
 
-    def _hear(self, guest: _Guest) -> None:
+    def _receive(self, guest: _Guest) -> None:
         if guest.connection not in self._guests:
             return  # joined or sent away in the same round
         try:
-            placed = guest.hear()
+            placed = guest.receive()
         except (OSError, _Invalid):
             self._send_away(guest)
             return
