@@ -276,7 +276,7 @@ class Averager:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How a pseudo-gradient is quantized, and what becomes of that which this takes away.
+    """How a pseudo-gradient is quantized, and its residual.
 
     Attributes:
         format: of what is sent.

@@ -311,7 +311,7 @@ class Tensors:
 
 
 def blob_of(head: Head, body: Bytes) -> Blob:
-    """A package: whoever makes it of the same content makes the same bytes."""
+    """A package. The same content always gives the same bytes."""
     encoded = memoryview(msgspec.msgpack.encode(head))
     return Blob.of(head.version, head.base, head.content, encoded, memoryview(body.data))
 
