@@ -38,7 +38,7 @@ def device() -> Cuda:
 
 
 class Cuda:
-    """A `runtime.client.devices.Device`: copies on torch's current streams, over pinned memory.
+    """A `runtime.client.memory.Device`: copies on torch's current streams, over pinned memory.
 
     torch keeps pinned memory that is freed for the next use, as pinning takes long.
     """
@@ -91,7 +91,7 @@ class Cuda:
 
 
 class Pipe:
-    """A `runtime.client.devices.Pipe`: on each device, a stream for each direction.
+    """A `runtime.client.memory.Pipe`: on each device, a stream for each direction.
 
     Args:
         torch: the module.
