@@ -2,7 +2,7 @@
 #ifndef PCCL_STAR_H
 #define PCCL_STAR_H
 
-#include "peers.h"
+#include "harness.h"
 #include "engine/wire.h"
 
 enum {

@@ -1,7 +1,7 @@
 /* test_allreduce.c - all-reduces on the fake network: the result is right whatever the network does
  * meanwhile. */
 #include "check.h"
-#include "job.h"
+#include "harness.h"
 
 #include <string.h>
 

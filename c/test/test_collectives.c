@@ -1,7 +1,7 @@
 /* test_collectives.c - every collective, of one array and of several, on the fake network: the
  * results, and what an abort at any moment restores. */
 #include "check.h"
-#include "job.h"
+#include "harness.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
 /* test_commands.c - impossible commands and streams: each is reported, nothing leaks. */
 #include "check.h"
-#include "job.h"
+#include "harness.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /* test_eager.c - what is sent before START: held by its receiver, never applied before the START
  * that names its call, void with its epoch, within a credit. */
 #include "check.h"
-#include "job.h"
+#include "harness.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /* test_exchange.c - exchanges on the fake network: the results whatever the network does, how far
  * rows travel, what commands and messages are refused. */
 #include "check.h"
-#include "trade.h"
+#include "harness.h"
 
 #include <stdlib.h>
 #include <string.h>

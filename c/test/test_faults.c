@@ -1,6 +1,6 @@
 /* test_faults.c - aborts, lost lanes and hostile messages: buffers come back, nothing leaks. */
 #include "check.h"
-#include "job.h"
+#include "harness.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -3,7 +3,7 @@
 #include "check.h"
 #include "engine/lanes.h"
 #include "engine/transport.h"
-#include "job.h"
+#include "harness.h"
 
 #include <string.h>
 

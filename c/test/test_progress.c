@@ -1,6 +1,6 @@
 /* test_progress.c - QUERY: how far an op is, while it is under way. */
 #include "check.h"
-#include "job.h"
+#include "harness.h"
 #include "star.h"
 
 static void tell(struct peers *all, int who, uint64_t op)

@@ -1,7 +1,7 @@
 /* test_gradual.c - all-reduces whose memory is filled while they run: nothing is read before it is
  * there, and what is written is told, once, when it is. */
 #include "check.h"
-#include "job.h"
+#include "harness.h"
 
 #include <string.h>
 

@@ -1,8 +1,7 @@
 /* test_spread.c - an op over several neighbours may receive without limit, so that its rings do not
  * block each other; what comes after it may not. */
 #include "check.h"
-#include "job.h"
-#include "trade.h"
+#include "harness.h"
 
 enum { N = 3, CHUNK = 256 };
 

@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "job.h"
+#include "harness.h"
 
 enum { N = 3, OPS = 8, ROUNDS = 60, PATIENCE_S = 240 };
 

@@ -1,11 +1,161 @@
-/* job.c - see job.h. */
-#include "job.h"
+/* harness.c - see harness.h. */
+#include "harness.h"
 
 #include <assert.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "engine/ring.h"
+#include "zmq/zmqdefs.h"
+
+enum { IDLE_PASSES = 60 };           /* a refused send makes a busy engine look idle for a while */
+
+pccl_options peers_options(void)
+{
+    pccl_options options = {0};
+    options.io_threads = 1;
+    options.forward_max = 8;
+    options.recv_hwm = 4;
+    options.connect_timeout_ms = 1000;
+    options.copy_max = 256;
+    options.fetch_window = 3;
+    return options;
+}
+
+void peers_open(struct peers *peers, int n, const pccl_options *options, uint64_t seed)
+{
+    fake_reset(seed);
+    peers_open_by(peers, n, options, fake_table());
+}
+
+void peers_open_by(struct peers *peers, int n, const pccl_options *options, const pccl_zmq *zmq)
+{
+    int i, error;
+    memset(peers, 0, sizeof *peers);
+    peers->n = n;
+    for (i = 0; i < n; i++) {
+        struct peer *peer = &peers->peer[i];
+        peer->engine = pccl_engine_new(zmq, options, &error);
+        assert(peer->engine != NULL);
+        error = pccl_engine_bind(peer->engine, "tcp://*:*", peer->endpoint, sizeof peer->endpoint);
+        assert(error == PCCL_OK);
+        peer->pair = zmq->socket(pccl_engine_context(peer->engine), ZMQ_PAIR);
+        (void)zmq->connect(peer->pair, "inproc://pccl-engine");
+    }
+}
+
+void peers_close(struct peers *peers)
+{
+    int i;
+    for (i = 0; i < peers->n; i++) {
+        (void)fake_table()->close(peers->peer[i].pair);
+        pccl_engine_free(peers->peer[i].engine);
+    }
+    assert(fake_open() == 0);
+    (void)fake_open();
+}
+
+void peers_command(struct peers *peers, int who, const pccl_command *command)
+{
+    pccl_msg message;
+    if (fake_table()->msg_init_size(&message, sizeof *command) < 0)
+        abort();
+    memcpy(fake_table()->msg_data(&message), command, sizeof *command);
+    (void)fake_table()->msg_send(&message, peers->peer[who].pair, ZMQ_DONTWAIT);
+}
+
+void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32_t lanes,
+                  uint32_t hwm)
+{
+    pccl_command command = {0};
+    command.kind = PCCL_OPEN_STREAM;
+    command.stream = number;
+    peers_command(peers, from, &command);
+    command.kind = PCCL_CONNECT_STREAM;
+    command.lanes = lanes;
+    command.hwm = hwm;
+    (void)snprintf(command.endpoint, sizeof command.endpoint, "%s", peers->peer[to].endpoint);
+    peers_command(peers, from, &command);
+}
+
+void peers_connect_ring(struct peers *peers, uint32_t lanes, uint32_t hwm)
+{
+    int i;
+    for (i = 0; i < peers->n; i++)
+        peers_stream(peers, i, (i + 1) % peers->n, 1, lanes, hwm);
+}
+
+void peers_end(struct peers *peers, int who, enum pccl_command_kind kind, uint64_t op)
+{
+    pccl_command command = {0};
+    command.kind = kind;
+    command.op = op;
+    peers_command(peers, who, &command);
+}
+
+void peers_read(struct peer *peer)
+{
+    pccl_msg message;
+    fake_table()->msg_init(&message);
+    while (fake_table()->msg_recv(&message, peer->pair, ZMQ_DONTWAIT) >= 0) {
+        assert(fake_table()->msg_size(&message) == sizeof(pccl_event));
+        assert(peer->n_events < TEST_EVENTS_MAX);
+        memcpy(&peer->events[peer->n_events++], fake_table()->msg_data(&message),
+               sizeof(pccl_event));
+        if (peer->events[peer->n_events - 1].kind == PCCL_STREAM_UP) {
+            peer->n_events--;
+            peer->n_up++;
+        }
+    }
+    fake_table()->msg_close(&message);
+}
+
+bool peers_step(struct peers *peers)
+{
+    bool moved = fake_tick();
+    int i, first = (int)fake_random((uint32_t)peers->n);
+    for (i = 0; i < peers->n; i++) {
+        struct peer *peer = &peers->peer[(first + i) % peers->n];
+        int status = peer->error < 0 ? 0 : pccl_engine_step(peer->engine);
+        if (status < 0)
+            peer->error = status;
+        moved |= status > 0;
+        peers_read(peer);
+    }
+    return moved;
+}
+
+void peers_run(struct peers *peers)
+{
+    int idle = 0;
+    while (idle < IDLE_PASSES)
+        idle = peers_step(peers) ? 0 : idle + 1;
+}
+
+int peers_count(const struct peers *peers, int who, enum pccl_event_kind kind, uint64_t op)
+{
+    const struct peer *peer = &peers->peer[who];
+    int i, n = 0;
+    for (i = 0; i < peer->n_events; i++)
+        n += peer->events[i].kind == (uint32_t)kind
+            && (kind == PCCL_STREAM_LOST ? peer->events[i].stream : peer->events[i].op) == op;
+    return n;
+}
+
+const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_event_kind kind,
+                              uint64_t op)
+{
+    const struct peer *peer = &peers->peer[who];
+    int i;
+    for (i = peer->n_events - 1; i >= 0; i--)
+        if (peer->events[i].kind == (uint32_t)kind
+            && (kind == PCCL_STREAM_LOST ? peer->events[i].stream : peer->events[i].op) == op)
+            return &peer->events[i];
+    return NULL;
+}
+
+/* ---- collectives ---- */
 
 struct job job_plain(uint64_t count, bool in_place)
 {
@@ -450,4 +600,189 @@ bool job_abort(struct peers *peers, const struct job *job)
             && ((complete != NULL && complete->settled) || job_is_restored(job, i));
     }
     return good;
+}
+
+/* ---- exchanges ---- */
+
+struct trade trade_plain(enum trade_kind kind, uint64_t count, bool in_place)
+{
+    struct trade trade = {0};
+    trade.kind = kind;
+    trade.in_place = in_place && (kind == SCATTER || kind == GATHER);
+    trade.chunk_bytes = 1024;
+    trade.n_parts = 1;
+    trade.dtype[0] = PCCL_F32;
+    trade.count[0] = count;
+    return trade;
+}
+
+static size_t row_bytes(const struct trade *trade, int k)
+{
+    return (size_t)trade->count[k] * pccl_dtype_size(trade->dtype[k]);
+}
+
+/* Rows that one peer has for another. */
+static uint64_t rows_between(const struct trade *trade, int from, int to, uint64_t seed)
+{
+    switch (trade->kind) {
+    case SCATTER: return from == (int)trade->root;
+    case GATHER: return to == (int)trade->root;
+    case ALL_TO_ALL: return 1;
+    default: return (seed * 7 + (uint64_t)(from * 5 + to * 3)) % 4;
+    }
+}
+
+/* A byte of the rows that one peer has for another. */
+static unsigned char content(int from, int to, int k, size_t at)
+{
+    return (unsigned char)(at * 31 + at / 251 + (size_t)(from * 89 + to * 53 + k * 17));
+}
+
+static uint64_t total(const uint64_t *rows, int n)
+{
+    uint64_t sum = 0;
+    int i;
+    for (i = 0; i < n; i++)
+        sum += rows[i];
+    return sum;
+}
+
+/* Writes what a peer has for the others to `at`, or compares it. */
+static bool is_given(const struct trade *trade, int who, int k, unsigned char *at, bool write)
+{
+    bool same = true;
+    size_t i;
+    int to;
+    for (to = 0; to < trade->n; to++)
+        for (i = 0; i < (size_t)trade->send_rows[who][to] * row_bytes(trade, k); i++, at++) {
+            if (write)
+                *at = content(who, to, k, i);
+            same &= *at == content(who, to, k, i);
+        }
+    return same;
+}
+
+static void make_rows_of(struct trade *trade, int who, int k)
+{
+    pccl_part *part = &trade->parts[who][k];
+    size_t row = row_bytes(trade, k), sends = (size_t)total(trade->send_rows[who], trade->n) * row;
+    size_t recvs = (size_t)total(trade->recv_rows[who], trade->n) * row;
+    unsigned char *send = trade->memory[who][k][0] = allocate(sends) - 1;
+    unsigned char *recv = trade->memory[who][k][1] = allocate(recvs) - 1;
+    part->send = send + 1;           /* odd: buffers may have any alignment */
+    part->recv = recv + 1;
+    if (trade->in_place && who == (int)trade->root && trade->kind == SCATTER)
+        part->recv = send + 1 + (size_t)who * row;
+    if (trade->in_place && who == (int)trade->root && trade->kind == GATHER)
+        part->send = recv + 1 + (size_t)who * row;
+    (void)is_given(trade, who, k, (unsigned char *)part->send, true);
+    part->count = trade->count[k];
+    part->dtype = (uint32_t)trade->dtype[k];
+}
+
+void trade_make(struct trade *trade, int n, uint64_t seed)
+{
+    int i, j;
+    trade->n = n;
+    trade->root = (uint32_t)(seed % (uint64_t)n);
+    for (i = 0; i < n; i++)
+        for (j = 0; j < n; j++)
+            trade->send_rows[i][j] = trade->recv_rows[j][i] = rows_between(trade, i, j, seed);
+    for (i = 0; i < n; i++)
+        for (j = 0; j < trade->n_parts; j++)
+            make_rows_of(trade, i, j);
+}
+
+void trade_free(struct trade *trade)
+{
+    int i, k, side;
+    for (i = 0; i < trade->n; i++)
+        for (k = 0; k < trade->n_parts; k++)
+            for (side = 0; side < 2; side++)
+                free(trade->memory[i][k][side]);
+}
+
+void trade_register(struct peers *peers, int who, const struct trade *trade)
+{
+    pccl_command command = {0};
+    command.kind = PCCL_REGISTER;
+    command.op = TRADE_OP;
+    command.op_kind = PCCL_EXCHANGE;
+    command.run = TEST_RUN;
+    command.tag = TRADE_TAG;
+    command.min_seq = TRADE_SEQ - 1;
+    command.parts = trade->parts[who];
+    command.n_parts = (uint32_t)trade->n_parts;
+    command.members = (uint32_t)trade->n;
+    command.send_rows = trade->send_rows[who];
+    command.recv_rows = trade->recv_rows[who];
+    peers_command(peers, who, &command);
+}
+
+void trade_start(struct peers *peers, int who, const struct trade *trade, uint32_t rings)
+{
+    static uint16_t backwards[TEST_PEERS_MAX];       /* of the one world that there is */
+    uint32_t n = (uint32_t)trade->n, i;
+    pccl_command command = {0};
+    for (i = 0; i < n; i++)
+        backwards[i] = (uint16_t)(n - 1 - i);
+    command.kind = PCCL_START;
+    command.op = TRADE_OP;
+    command.seq = TRADE_SEQ;
+    command.nonce = TEST_NONCE;
+    command.chunk_bytes = trade->chunk_bytes;
+    command.n_rings = rings;
+    command.rings[0].stream = 1;
+    command.rings[0].members = command.rings[1].members = n;
+    command.rings[0].position = (uint32_t)who;
+    command.rings[1].stream = 2;
+    command.rings[1].position = n - 1 - (uint32_t)who;
+    command.rings[1].ranks = backwards;
+    peers_command(peers, who, &command);
+}
+
+bool trade_has_rows(const struct trade *trade, int who)
+{
+    size_t i;
+    int from, k;
+    for (k = 0; k < trade->n_parts; k++) {
+        const unsigned char *at = trade->parts[who][k].recv;
+        for (from = 0; from < trade->n; from++)
+            for (i = 0; i < (size_t)trade->recv_rows[who][from] * row_bytes(trade, k); i++)
+                if (*at++ != content(from, who, k, i))
+                    return false;
+    }
+    return true;
+}
+
+bool trade_is_unharmed(const struct trade *trade, int who)
+{
+    int k;
+    for (k = 0; k < trade->n_parts; k++)
+        if (!is_given(trade, who, k, (unsigned char *)trade->parts[who][k].send, false))
+            return false;
+    return true;
+}
+
+bool trade_is_right(const struct peers *peers, const struct trade *trade)
+{
+    int i;
+    for (i = 0; i < peers->n; i++)
+        if (peers_count(peers, i, PCCL_COMPLETE, TRADE_OP) != 1
+            || peers_count(peers, i, PCCL_FAILED, TRADE_OP) != 0
+            || !trade_has_rows(trade, i) || !trade_is_unharmed(trade, i))
+            return false;
+    return true;
+}
+
+bool trade_end(struct peers *peers, enum pccl_command_kind kind)
+{
+    bool settled = true;
+    int i;
+    for (i = 0; i < peers->n; i++)
+        peers_end(peers, i, kind, TRADE_OP);
+    peers_run(peers);
+    for (i = 0; i < peers->n; i++)
+        settled &= peers_count(peers, i, PCCL_SETTLED, TRADE_OP) == 1;
+    return settled;
 }
