@@ -48,7 +48,6 @@ class Options(NamedTuple):
 
     @classmethod
     def of(cls, *given: Any) -> Options:
-        """From one of torch's options, or from a root, a reduction and a time limit."""
         options = cls()
         for each in given:
             if isinstance(each, timedelta):
@@ -134,7 +133,6 @@ class Collectives:
         return Work(operation)
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives there have been since the members last agreed upon ranks."""
         return self._next_tag - FIRST_TAG
 
     def _set_sequence_number_for_group(self) -> None:
@@ -654,7 +652,6 @@ def _put_all(tensors: Tensors, pieces: Tensors) -> None:
 
 
 def _put_parts(tensors: Tensors, whole: Tensor) -> None:
-    """Cuts a flat tensor into parts, one for each of the tensors."""
     _put_all(tensors, torch.split(whole, [moved_size(tensor) for tensor in tensors]))
 
 
@@ -676,7 +673,6 @@ def _check_parts(what: str, wholes: Tensors, part: str, parts: Tensors, size: in
 
 
 def _parts(tensor: Tensor, sizes: list[int], members: int) -> list[Tensor]:
-    """The parts of a tensor along its first dimension, one for each member."""
     if not sizes:
         if tensor.shape[0] % members:
             raise ValueError(

@@ -83,7 +83,6 @@ class Joined:
         self._group: ProcessGroup | None = None
 
     def put(self, group: ProcessGroup) -> None:
-        """The default group is this one."""
         with self._lock:
             before, self._group = self._group, group
         if before is not None:
@@ -224,7 +223,6 @@ def _join_the_first(store: Any, size: int, *, timeout: timedelta, rank: int) -> 
 
 
 def _is_open(address: str, timeout_s: float) -> bool:
-    """Whether a process listens there."""
     try:
         socket.create_connection(parse_address(address), timeout_s).close()
     except OSError:

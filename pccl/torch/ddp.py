@@ -78,7 +78,6 @@ def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors, in the order of the tree."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -123,7 +122,6 @@ class Staged:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Gives the tensors what the copies have received."""
         for name, copy in self._copies.items():
             put(self._tensors[name], copy)
 
@@ -131,17 +129,13 @@ class Staged:
 class Stateful(Protocol):
     """What has a state, as optimizers, schedulers and data loaders of torch do."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Takes over a state."""
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the first member says of a synchronisation."""
-
     origin: int
     begun: bool
     revision: int
@@ -269,7 +263,6 @@ class Phase:
         return found
 
     def _agree(self, own: _Plan) -> _Plan:
-        """The plan of torch's rank 0."""
         group = self._group
         if group.getSize() == 1:
             return own

@@ -213,14 +213,12 @@ class ProcessGroup(Collectives, BaseGroup):
     supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether it has memory of its own for tensors."""
         return False
 
     # torch's reconfiguration, as its ProcessGroup has it since 2.14
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Members and ranks can be given anew."""
         return True
 
     def get_reconfigure_handle(self) -> str:

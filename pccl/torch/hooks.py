@@ -112,5 +112,4 @@ class Quantized:
 
 
 def quantized(state: Quantized, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of quantized gradients."""
     return state.launch(bucket).get_future().then(_first)

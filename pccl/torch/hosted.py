@@ -90,7 +90,6 @@ class HostedMaster:
 
 @atexit.register  # later than pccl.master_node, and so called earlier than it, which serves on
 def end_all() -> None:
-    """The program ends."""
     logging.raiseExceptions = False  # streams may be closed already
     until_s = time.monotonic() + FAREWELL_S
     for master in list(_hosted):

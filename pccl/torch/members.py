@@ -51,7 +51,6 @@ class Members:
         self.changed: Callable[[], None] = lambda: None
 
     def enter(self) -> None:
-        """This peer has joined the run: it knows itself."""
         self.own = extension.member(self._comm).number
         self.order = (self.own,)
 
@@ -64,7 +63,6 @@ class Members:
         return len(self.order)
 
     def arrange(self, order: Sequence[int]) -> None:
-        """All members agree on this order."""
         with self._lock:
             before, self.order = self.order, tuple(order)
         if before != self.order:
@@ -89,7 +87,6 @@ class Members:
         return ring if set(ring) == set(self.order) else self.order
 
     def ranks(self, ring: tuple[int, ...]) -> Ranks:
-        """What a collective must know of a ring."""
         return extension.ranks(ring, self.own)
 
 
@@ -129,8 +126,6 @@ def no_shards(numbers: list[int]) -> list[list[int]]:
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """What a member says of itself in `agree`."""
-
     number: int
     origin: int  # the least number of its replica's processes
     begun: bool  # whether it has a rank already
@@ -225,8 +220,6 @@ _PATIENCE_S = 1.0
 
 
 class _Asked(msgspec.Struct, frozen=True, array_like=True):
-    """What a process says of itself, and of what `reconfigure` was asked for."""
-
     token: str
     number: int
     uuid: int

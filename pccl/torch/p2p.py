@@ -40,14 +40,12 @@ class _Numbers:
         self._free: list[int] = []
 
     def take(self) -> int:
-        """The least that is free."""
         if self._free:
             return heapq.heappop(self._free)
         self._next += 1
         return self._next - 1
 
     def give_back(self, number: int) -> None:
-        """Its message has failed."""
         heapq.heappush(self._free, number)
 
 
@@ -70,8 +68,6 @@ class _Posted:
 
 @dataclass
 class _Source:
-    """The receives from one member for requests of one tag, in the order of its messages."""
-
     posted: deque[_Posted] = field(default_factory=deque)
     arrived: deque[Tensor] = field(default_factory=deque)
 
@@ -95,7 +91,6 @@ class _Request:
         self._callbacks: list[Callable[[], None]] = []
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` when `wait` would not wait."""
         with self._mailbox.lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -111,7 +106,6 @@ class _Request:
         return False, Result.RANK_CONNECTION_LOST.value, None
 
     def end(self) -> None:
-        """`piece` or `error` is set."""
         self._ended.set()
         for callback in self._callbacks:
             POOL.run(callback)
@@ -304,14 +298,12 @@ class Sends:
         return Task(name, launch, [tensor], settle=settle, failed=failed, counts=False)
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Task:
-        """Sends a tensor to a member, which receives it."""
         self._check(tag)
         piece, other = movable(tensor), self._other(rank)
         work = operands.send(piece, (self._members.own, other))
         return self._message("send", tensor, piece, work, self._sent[other, tag], tag)
 
     def recv(self, tensor: Tensor, rank: int, tag: int) -> Task:
-        """Receives a tensor from a member."""
         self._check(tag)
         other = self._other(rank)
         mailbox = self._mailboxes.get(tag)

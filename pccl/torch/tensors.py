@@ -140,7 +140,6 @@ class Reduction:
         return self.scaled(piece.clone() if copied else piece, tensor.dtype)
 
     def combine(self, contributions: Sequence[Tensor]) -> Tensor:
-        """The bitwise combination of all."""
         assert self.bitwise is not None
         return reduce(self.bitwise, contributions)
 

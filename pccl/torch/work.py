@@ -116,15 +116,12 @@ def in_pool(job: Callable[[], T]) -> futures.Future[T]:
 class Handle(Protocol):
     """What is launched: `pccl.AsyncReduceHandle`, or several as one."""
 
-    def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]:
-        """Waits for the outcome."""
+    def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]: ...
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` when `wait` would not wait."""
+    def add_done_callback(self, callback: Callable[[], None]) -> None: ...
 
     @property
-    def error(self) -> Exception | None:
-        """Why it has failed."""
+    def error(self) -> Exception | None: ...
 
 
 def _nothing() -> None:
@@ -185,7 +182,6 @@ class Operation:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
         return self._ended.is_set()
 
     def begin(self, under_way: set[Operation]) -> None:
@@ -389,7 +385,6 @@ class Work(BaseWork):
         pass
 
     def source_rank(self) -> int:
-        """torch's rank of the sender, of a receive from anyone."""
         return self.operation.task.source()
 
     _source_rank = source_rank
