@@ -82,11 +82,6 @@ class Streams:
         self._refused = 0  # streams in a row for which there was no socket
 
     @property
-    def waits(self) -> bool:
-        """Whether `tick` must be called from time to time."""
-        return bool(self._waiting)
-
-    @property
     def ends(self) -> list[Address]:
         """The remote addresses, as the sockets report them."""
         direct = [one.endpoint for one in self._open.values() if one.endpoint and not one.via]
@@ -188,6 +183,8 @@ class Streams:
 
     def tick(self) -> None:
         """Abandons overdue streams, and tries again to resolve names."""
+        if not self._waiting:
+            return
         now = time.monotonic()
         for number, one in list(self._waiting.items()):
             if one.due_s <= now:
