@@ -256,6 +256,6 @@ def test_what_is_no_log_is_said(replay: Replay, path: Path) -> None:
     head = '{"type":"pccl event log","version":9,"pccl":"9.1","process":1,"unix_s":1.0,'
     path.write_text(head + '"monotonic_s":1.0,"line":0,"missing":0}\n', encoding="utf-8")
     assert (
-        "is of version 9 of event logs, and this pccl reads version 1: take pccl 9.1"
+        "is of version 9 of event logs, and this pccl reads version 2: take pccl 9.1"
         in (replay()[2])
     )

@@ -98,7 +98,7 @@ def test_of_ticks_those_are_recorded_that_change_anything() -> None:
 
 
 def test_every_secret_of_a_message_is_known() -> None:
-    """The fields that the veil must replace: a new one of such a name or type comes here, too."""
+    """The fields that must be redacted: a new one of such a name or type comes here, too."""
     secret = {"run", "nonce", "curve", "dial", "password", "data", "small", "info", "known"}
     secret |= {"token", "sender", "receiver", "relay"}
     found = {
