@@ -157,7 +157,7 @@ class LeafReader(Protocol):
     """What a fetch is for."""
 
     def put(self, leaf: Leaf, /) -> None:
-        """A leaf has arrived, and waits for its verdict."""
+        """A leaf has arrived, and waits for its result."""
 
 
 @dataclass(frozen=True, slots=True)
