@@ -70,7 +70,7 @@ class Communicator(Closing):
     Several threads may use it. Construction does no I/O.
 
     Args:
-        address: `host:port` of the master, with an IPv6 address in brackets.
+        address: `host:port` of the master, with an IPv6 address in brackets; without a port, 48148.
         peer_group: the group of peers with which this one shares collectives and shared state.
         p2p_connection_pool_size: connections (lanes) to each neighbour; 0: chosen automatically.
         security: the directory of keys (see `pccl keys`), which turns encryption on. None:
@@ -94,8 +94,7 @@ class Communicator(Closing):
             unset, `host:process`, and `/LOCAL_RANK` where that is set.
 
     Raises:
-        ValueError: `address` has no colon; or `address` is malformed in another way, or an argument
-            is out of range.
+        ValueError: `address` is malformed, or an argument is out of range.
     """
 
     def __init__(

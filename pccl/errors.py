@@ -22,8 +22,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pccl.support.text import ArgumentError as ArgumentError
 from pccl.types import Result
+
+
+class ArgumentError(ValueError, AssertionError):
+    """Arguments that do not fit each other, or lack something.
+
+    A ValueError; pypccl asserted these, so programs that were written for it catch AssertionError.
+    """
 
 
 class PCCLError(RuntimeError):

@@ -12,8 +12,7 @@ from pccl.master_node import MasterNode, serve_until_signal
 from pccl.runtime.room import raise_limit
 from pccl.runtime.server.journal import OnError
 from pccl.support.logs import configure_logging
-
-DEFAULT_PORT = 48148
+from pccl.support.text import DEFAULT_PORT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ class MasterNode:
     program ended with an exception. Ctrl-C and SIGTERM stop it cleanly.
 
     Args:
-        listen_address: `host:port`; port 0 takes a free port (see `address`).
+        listen_address: `host:port`; without a port, 48148; port 0 takes a free one (see `address`).
         security: the directory of keys (see `pccl keys`), which turns encryption on and admits
             only the peers whose keys it allows. None: PCCL_CURVE_DIR; if that is unset, nothing is
             encrypted.
@@ -61,8 +61,7 @@ class MasterNode:
             can be reached. False: where the master's network is not that of the peers.
 
     Raises:
-        ValueError: `listen_address` has no colon; or `listen_address` is malformed in another way,
-            or `http` is, or `on_journal_error` is neither.
+        ValueError: `listen_address` or `http` is malformed, or `on_journal_error` is neither.
     """
 
     def __init__(

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pccl.master import DEFAULT_PORT
-from pccl.support.text import parse_address, parse_listening
+from pccl.support.text import address_text, parse_address, parse_listening
 
 
 def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
@@ -57,14 +56,11 @@ def size(text: str) -> int:
 
 
 def master(text: str) -> str:
-    """The address of a master: HOST:PORT, or HOST, whose port is the usual one."""
-    bare = ":" not in text or text.endswith("]")
-    address = f"{text}:{DEFAULT_PORT}" if bare else text
+    """The address of a master, with its port."""
     try:
-        parse_address(address)
+        return address_text(*parse_address(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return address
 
 
 def http_port(text: str) -> tuple[str, int]:

@@ -5,29 +5,24 @@ from __future__ import annotations
 import ipaddress
 import re
 
+DEFAULT_PORT = 48148  # of a master
 ADVERTISED_MAX = 8  # hosts at which a peer says that it may be reached
 KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # of CURVE, in Z85
 
 
-class ArgumentError(ValueError, AssertionError):
-    """Arguments that do not fit each other, or lack something.
-
-    A ValueError; pypccl asserted these, so programs that were written for it catch AssertionError.
-    """
-
-
 def parse_address(address: str) -> tuple[str, int]:
-    """(host, port) of `host:port`; host is a name, an IPv4 address, or an IPv6 one in brackets.
+    """(host, port) of `host:port`, or of `host`, whose port is DEFAULT_PORT.
+
+    host is a name, an IPv4 address, or an IPv6 one in brackets.
 
     Raises:
-        ValueError: there is no colon; or it is malformed otherwise.
+        ValueError: it is malformed.
     """
-    if ":" not in address:
-        raise ArgumentError(f"{address!r} is not host:port, for example 127.0.0.1:48148")
     scheme, separator, rest = address.partition("://")
     if separator:
         raise ValueError(f"{address!r} begins with {scheme}://: it must be {rest!r} alone")
-    host, _, port = address.rpartition(":")
+    bare = ":" not in address or address.endswith("]")
+    host, _, port = (f"{address}:{DEFAULT_PORT}" if bare else address).rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:

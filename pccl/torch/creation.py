@@ -241,9 +241,6 @@ def _own_host(store: Any) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-PORT = 48148
-
-
 def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Joins the run; yields its store, this peer's rank and the number of members.
 
@@ -254,14 +251,13 @@ def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Sto
     asked = parse_qs(parts.query)
     unknown = asked.keys() - {"rank", "world_size", "reconfigure"}
     if unknown or parts.path not in ("", "/") or not parts.netloc:
-        raise ValueError(f"{url!r}: it must be pccl://host:port, where a master is")
-    host = parts.netloc if parts.port is not None else f"{parts.netloc}:{PORT}"
+        raise ValueError(f"{url!r}: it must be pccl://host[:port], where a master is")
     if asked.get("reconfigure") == ["1"] or is_to_be_reconfigured():
-        comm = Communicator(host, connect_timeout=timeout.total_seconds())
+        comm = Communicator(parts.netloc, connect_timeout=timeout.total_seconds())
         group = ProcessGroup(comm, timeout=timeout, waits=True)
     else:
         size = int(asked.get("world_size", ["1"])[0])
-        group = join(host, size, timeout=timeout, rank=int(asked.get("rank", ["-1"])[0]))
+        group = join(parts.netloc, size, timeout=timeout, rank=int(asked.get("rank", ["-1"])[0]))
     joined.put(group)
     yield group.get_group_store(), group.getRank(), group.getSize()
     raise RuntimeError("a run is joined once: make the process group anew")

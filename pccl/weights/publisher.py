@@ -53,7 +53,7 @@ class Publisher(Closing):
     version: about half of a third copy, at most.
 
     Args:
-        master: `host:port` of the run's master.
+        master: `host:port` of the run's master; without a port, 48148.
         parameters: by name, as `dict(model.named_parameters())` or `model.state_dict()`; numpy
             arrays or torch tensors.
         security: as of a Communicator; None: PCCL_CURVE_DIR, if it is set.

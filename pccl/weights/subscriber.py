@@ -50,7 +50,7 @@ class Subscriber(Closing):
     subscriber has ended: `wait` says so, what is staged can still be swapped in.
 
     Args:
-        master: `host:port` of the run's master.
+        master: `host:port` of the run's master; without a port, 48148.
         parameters: by name; of the same names, element types and sizes as those of the publisher.
             What they hold does not matter: the first `swap` overwrites all of it.
         relay: whether it serves to others what it has fetched.

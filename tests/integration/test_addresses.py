@@ -12,7 +12,30 @@ import pccl
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import further_hosts
-from pccl.support.text import parse_advertised, parse_ports
+from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("10.0.0.1:5", "10.0.0.1", 5),
+        ("10.0.0.1", "10.0.0.1", 48148),
+        ("a.name", "a.name", 48148),
+        ("[fd00::1]", "fd00::1", 48148),
+        ("[fd00::1]:0", "fd00::1", 0),
+    ],
+)
+def test_the_port_of_a_master_may_be_left_out(text: str, host: str, port: int) -> None:
+    assert parse_address(text) == (host, port)
+    whole = address_text(host, port)
+    assert pccl.Communicator(text).address == pccl.Communicator(whole).address == whole
+
+
+@pytest.mark.parametrize("text", ["", "::1", "a.name:", ":5", "tcp://a.name"])
+def test_no_address_of_a_master(text: str) -> None:
+    for make in (pccl.Communicator, pccl.MasterNode):
+        with pytest.raises(ValueError, match=repr(text)):
+            make(text)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("master --listen-address nonsense", "'nonsense' is not host:port"),
+        ("master --listen-address nowhere.invalid", "cannot listen on nowhere.invalid:48148"),
         ("master --listen-address :0", "':0' names no host"),
         ("master --listen-address 127.0.0.1:99999", "'99999' is not a port number"),
         ("master --listen-address 127.0.0.1:", "'' is not a port number"),

@@ -77,7 +77,7 @@ def test_a_peer_and_a_master_refuse_to_start(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--listen-address", "nowhere"], "'nowhere' is not host:port"),
+        (["--listen-address", ":1"], "':1' names no host"),
         (["--listen-address", "127.0.0.1:x"], "'x' is not a port number"),
         (["--curve-dir", "/nowhere"], "/nowhere"),
         ([], "PCCL_HEARTBEAT_MS is '0'"),

@@ -224,7 +224,7 @@ def test_the_own_event_loop() -> None:
 # ---- mistakes ----
 
 MISTAKES = {
-    "master --listen-address nonsense": "is not host:port",
+    "master --listen-address nowhere.invalid": "cannot listen on nowhere.invalid:48148",
     "master --listen-address :0": "names no host",
     "master --listen-address 127.0.0.1:99999": "is not a port number",
     "master --listen-address 127.0.0.1:0 --state {directory}": "{directory}",
