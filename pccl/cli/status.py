@@ -17,7 +17,7 @@ from pccl.cli.arguments import http_port
 from pccl.cli.terminal import painted, table
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import (
-    AssociateStatus,
+    ClientStatus,
     GroupStatus,
     PeerStatus,
     RingStatus,
@@ -42,8 +42,8 @@ PEER = (  # what is told of one
     "in all",
     "stands in",
 )
-ASSOCIATE = (  # what is told of one
-    "associate",
+CLIENT = (  # what is told of one
+    "client",
     "name",
     "address",
     "has",
@@ -181,16 +181,16 @@ def _weights(weights: WeightsStatus) -> Iterator[str]:
     )
     followers = ", ".join(have) or "nobody follows"
     yield f"weights: {f'version {weights.version}' if weights.version else 'none yet'}; {followers}"
-    if weights.associates:
-        yield from table(ASSOCIATE, map(_associate, weights.associates))
-    if weights.associates_left_out:
-        yield f"and {weights.associates_left_out} more"
+    if weights.clients:
+        yield from table(CLIENT, map(_client, weights.clients))
+    if weights.clients_left_out:
+        yield f"and {weights.clients_left_out} more"
 
 
-def _associate(one: AssociateStatus) -> Sequence[str]:
+def _client(one: ClientStatus) -> Sequence[str]:
     source = "" if one.seeks is None else "nobody yet" if one.source is None else str(one.source)
     return (
-        str(one.associate),
+        str(one.client),
         one.name,
         address_text(one.host, one.port),
         str(one.version or ""),

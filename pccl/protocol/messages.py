@@ -494,7 +494,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     In a run with keys, `curve` is the public key of the peer's streams; without keys, `dial` is the
     password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
 
-    An `associate` is no peer: it publishes or follows weights, and has no part in any round.
+    A `client` is no peer: it publishes or follows weights, and has no part in any round.
     `outgoing`, `relay`, `others` and `name`: as in `PeerInfo`.
     """
 
@@ -510,7 +510,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     dial: Name = ""
     team: U64 = 0
     team_size: U16 = 0
-    associate: bool = False
+    client: bool = False
     outgoing: bool = False
     relay: U16 = 0
     others: Hosts = ()
@@ -720,21 +720,21 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Publish(Struct, array_like=True, frozen=True, tag=40):
-    """An associate publishes a version of the weights, and serves it already."""
+    """A client publishes a version of the weights, and serves it already."""
 
     call: U64
     packages: Annotated[tuple[Package, ...], Meta(min_length=1, max_length=2)]
 
 
 class Holds(Struct, array_like=True, frozen=True, tag=41):
-    """All packages that an associate serves, and the version of the weights that it has."""
+    """All packages that a client serves, and the version of the weights that it has."""
 
     packages: Packages
     version: U64
 
 
 class Seek(Struct, array_like=True, frozen=True, tag=42):
-    """An associate wants this package, but from none of `avoid`; in the place of any earlier one.
+    """A client wants this package, but from none of `avoid`; in the place of any earlier one.
 
     The holder from which it was fetching until now has failed, if it had one.
     """
@@ -745,13 +745,13 @@ class Seek(Struct, array_like=True, frozen=True, tag=42):
 
 
 class Got(Struct, array_like=True, frozen=True, tag=43):
-    """An associate has the package that it sought, and proven; it came at so many bytes/s."""
+    """A client has the package that it sought, and proven; it came at so many bytes/s."""
 
     rate: U64
 
 
 class Slow(Struct, array_like=True, frozen=True, tag=44):
-    """What an associate fetches takes long: others need not wait for its place at the holder."""
+    """What a client fetches takes long: others need not wait for its place at the holder."""
 
 
 PeerMessage: TypeAlias = (
@@ -785,7 +785,7 @@ PeerMessage: TypeAlias = (
 class Welcome(Struct, array_like=True, frozen=True, tag=64):
     """The peer is registered, and pending until `Admitted`. `warning` is for its user.
 
-    An associate is never admitted. By the `nonce` others admit themselves to its streams.
+    A client is never admitted. By the `nonce` others admit themselves to its streams.
     """
 
     peer: U64
@@ -1067,7 +1067,7 @@ class Available(Struct, array_like=True, frozen=True, tag=101):
 
 
 class Source(Struct, array_like=True, frozen=True, tag=102):
-    """An associate that seeks this package fetches it from `holder`, where it has that `slot`.
+    """A client that seeks this package fetches it from `holder`, where it has that `slot`.
 
     By the `nonce` the holder admits its stream.
     """
@@ -1080,7 +1080,7 @@ class Source(Struct, array_like=True, frozen=True, tag=102):
 
 
 class Serve(Struct, array_like=True, frozen=True, tag=103):
-    """An associate serves this package to `receiver`; otherwise as Source."""
+    """A client serves this package to `receiver`; otherwise as Source."""
 
     version: U64
     base: U64
@@ -1090,7 +1090,7 @@ class Serve(Struct, array_like=True, frozen=True, tag=103):
 
 
 class Served(Struct, array_like=True, frozen=True, tag=104):
-    """The associate `receiver` fetches nothing from this one any more."""
+    """The client `receiver` fetches nothing from this one any more."""
 
     receiver: U64
 

@@ -185,7 +185,7 @@ class WeightsClient(ControlThread):
             options.config,
             options.security,
             machine,
-            associate=True,
+            client=True,
         )
         self._blobs: dict[tuple[int, int], Blob] = {}
         self._incoming: dict[tuple[int, int], Incoming] = {}

@@ -18,7 +18,7 @@ from manual_run import WORK, ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
-from pccl.protocol.master.status import AssociateStatus, EventStatus, WeightsStatus
+from pccl.protocol.master.status import ClientStatus, EventStatus, WeightsStatus
 from pccl.runtime import limits
 from pccl.runtime.server import web
 from pccl.runtime.server.web import Web
@@ -112,8 +112,8 @@ def test_it_says_why_a_run_stands_still(tmp_path: Path) -> None:
 @pytest.mark.slow
 @in_a_browser
 def test_it_says_who_follows_the_weights(tmp_path: Path) -> None:
-    publisher = AssociateStatus(1, "10.0.0.9", 41, 12, 12, None, None, False, None, (3,))
-    subscriber = AssociateStatus(3, "fd00::3", 41, 11, None, 12, 1, True, 12_300_000, ())
+    publisher = ClientStatus(1, "10.0.0.9", 41, 12, 12, None, None, False, None, (3,))
+    subscriber = ClientStatus(3, "fd00::3", 41, 11, None, 12, 1, True, 12_300_000, ())
     weights = WeightsStatus(12, {11: 1, 12: 2}, (publisher, subscriber), 2)
     with shown(msgspec.structs.replace(a_run(), weights=weights)) as address:
         text = seen(address, tmp_path).split('id="weights"')[1].split("</section>")[0]

@@ -23,7 +23,7 @@ from pccl.cli import status as command
 from pccl.cli import top
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
-from pccl.protocol.master.status import WAITS_MAX, AssociateStatus, WeightsStatus
+from pccl.protocol.master.status import WAITS_MAX, ClientStatus, WeightsStatus
 from pccl.runtime.server.web import exposition
 
 
@@ -136,9 +136,9 @@ WEIGHTS = WeightsStatus(
     12,
     {0: 1, 11: 1, 12: 2},
     (
-        AssociateStatus(1, "10.0.0.9", 4001, 12, 12, None, None, False, None, (3,)),
-        AssociateStatus(3, "10.0.0.11", 4001, 11, None, 12, 1, True, 12_300_000, ()),
-        AssociateStatus(4, "fd00::4", 4001, 0, None, 12, None, False, None, ()),
+        ClientStatus(1, "10.0.0.9", 4001, 12, 12, None, None, False, None, (3,)),
+        ClientStatus(3, "10.0.0.11", 4001, 11, None, 12, 1, True, 12_300_000, ()),
+        ClientStatus(4, "fd00::4", 4001, 0, None, 12, None, False, None, ()),
     ),
     2,
 )
@@ -149,11 +149,11 @@ def test_who_publishes_weights_and_who_follows() -> None:
     assert printed(status)[1:] == [
         "",
         "weights: version 12; 2 with version 12, 1 with version 11, 1 with none",
-        "associate  name  address         has  published  fetches  from        gives to  "
+        "client  name  address         has  published  fetches  from        gives to  "
         "last fetched at",
-        "1                10.0.0.9:4001   12   12                              3",
-        "3                10.0.0.11:4001  11              12       1, slowly             98 Mbit/s",
-        "4                [fd00::4]:4001                  12       nobody yet",
+        "1             10.0.0.9:4001   12   12                              3",
+        "3             10.0.0.11:4001  11              12       1, slowly             98 Mbit/s",
+        "4             [fd00::4]:4001                  12       nobody yet",
         "and 2 more",
     ]
     none = msgspec.structs.replace(status, weights=WeightsStatus(0, {}, (), 0))

@@ -199,7 +199,7 @@ def test_weights_come_only_from_those_that_can_send_them() -> None:
     run = run_of("")
     package = m.Package(1, 0, b"c" * 16, 9, b"h" * 16, 1 << 30, b"b" * 16)
     for conn, outgoing in ((b"p", True), (b"f", True), (b"g", False)):
-        run.join(conn, host=conn.decode(), machine=conn.decode(), associate=True, outgoing=outgoing)
+        run.join(conn, host=conn.decode(), machine=conn.decode(), client=True, outgoing=outgoing)
     run.say(b"p", m.Publish(1, (package,)))
     run.say(b"f", m.Seek(1, 0))
     assert not any(isinstance(one, m.Source) for one in run.told[b"f"])

@@ -20,7 +20,7 @@ from simpeer import End
 from simulator import Program, SimPeer, SimulatedRun, Thread
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.associates import FIRST
+from pccl.protocol.master.clients import FIRST
 from pccl.protocol.master.effects import Drop, Effect, Send
 from pccl.protocol.peer.effects import Answer
 from pccl.types import Result
@@ -176,7 +176,7 @@ def seek(draw: random.Random) -> m.Seek:
 
 def hello(draw: random.Random) -> m.Hello:
     if draw.random() < 0.2:
-        return m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "h", b"", associate=True)
+        return m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "h", b"", client=True)
     if draw.random() < 0.6:
         return m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "h", b"")
     protocol = draw.choice([m.PROTOCOL_VERSION, 0, (1 << 32) - 1])

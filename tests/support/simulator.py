@@ -745,7 +745,7 @@ class SimulatedRun:
 
 def remembered(master: Master) -> dict[str, int]:
     """How much a master has in each of its tables, but for those who may come back, and counts."""
-    more = {"catalogue": master.run.associates.catalogue}
+    more = {"catalogue": master.run.clients.catalogue}
     return {
         f"{part}.{name.lstrip('_')}": len(table)
         for part, owner in (vars(master.run) | more).items()

@@ -1,4 +1,4 @@
-"""A master and its associates without sockets: messages in any legal order, an engine that obeys.
+"""A master and its clients without sockets: messages in any legal order, an engine that obeys.
 
 The engine moves a package when both ends have started it on streams to each other, with one slot.
 """
@@ -13,7 +13,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import weights
 from pccl.protocol.master import Master
 from pccl.protocol.master import effects as masters
-from pccl.protocol.master.associates import FIRST, PLACES_SMALL, SMALL_BYTES
+from pccl.protocol.master.clients import FIRST, PLACES_SMALL, SMALL_BYTES
 from pccl.protocol.peer import effects as common
 from pccl.runtime.inline import combine
 
@@ -35,12 +35,10 @@ class Transfer:
 
 
 class Node:
-    """An associate and its engine."""
+    """A client and its engine."""
 
     def __init__(self, name: int, follows: bool = True, relays: bool = True) -> None:
-        self.hello = m.Hello(
-            m.PROTOCOL_VERSION, "1", 0, "", 1000 + name, "", "", b"", associate=True
-        )
+        self.hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1000 + name, "", "", b"", client=True)
         self.name, self.lies, self.alive = name, False, True
         self.machine = weights.WeightsMachine(follows, relays, lambda package: True)
         self.conn = b""
@@ -100,7 +98,7 @@ class Node:
 
 
 class WeightsRun:
-    """A master with its associates, driven by a random number generator."""
+    """A master with its clients, driven by a random number generator."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -254,7 +252,7 @@ class WeightsRun:
 
     def check(self) -> None:
         """What always holds."""
-        desk = self.master.run.associates
+        desk = self.master.run.clients
         for number, one in desk.all.items():
             quick = [desk.all[each] for each in one.receivers if not desk.all[each].slow]
             assert len(quick) <= PLACES_SMALL + len(one.receivers) - len(quick), "too many places"
@@ -262,11 +260,11 @@ class WeightsRun:
                 receiver = desk.all[each]
                 assert receiver.holder == number and receiver.seek is not None
                 key = receiver.seek.version, receiver.seek.base
-                assert number in self.master.run.associates.catalogue.holders(key), (
+                assert number in self.master.run.clients.catalogue.holders(key), (
                     "it has no more of it"
                 )
                 assert number not in receiver.seek.avoid
             assert number > FIRST
         slots = [one.slot for one in desk.all.values()]
         assert len(slots) == len({*slots})
-        assert not self.master.peers, "an associate is no peer"
+        assert not self.master.peers, "a client is no peer"

@@ -318,8 +318,8 @@ def test_an_optimization_measures_links_and_installs_rings() -> None:
 def test_every_message_of_a_peer_concerns_a_part() -> None:
     master = Master(1, lambda work, parts: b"", secret=b"secret")
     elsewhere = {m.Hello, m.Examine, m.Resume}  # a connection's first message: other events
-    associates = {m.Publish, m.Holds, m.Seek, m.Got, m.Slow}  # tests/simulation/test_associates.py
-    handled = {m.Leave, m.Inquire, *master._by_type, *associates}
+    clients = {m.Publish, m.Holds, m.Seek, m.Got, m.Slow}  # test_weights_clients.py
+    handled = {m.Leave, m.Inquire, *master._by_type, *clients}
     assert handled == {*typing.get_args(m.PeerMessage)} - elsewhere
     assert takes_what_it_is_given(master._by_type)
 

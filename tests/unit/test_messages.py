@@ -19,7 +19,7 @@ PARTS = (m.Part(10, 6, "w", "2x3/1,2"), m.Part(3, 1))
 PACKAGE = m.Package(3, 2, b"c" * 16, 9, b"h" * 16, 1 << 40, b"b" * 16)
 FAILURE = m.Failure(9, m.Called.COLLECTIVE, 7, (1, 2), 6, "they are apart", 0)
 FROM_PEER: list[m.PeerMessage] = [
-    m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", associate=True),
+    m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", client=True),
     m.Publish(4, (PACKAGE,)),
     m.Holds((PACKAGE, PACKAGE), 3),
     m.Seek(3, 2, (7, 8)),

@@ -104,9 +104,9 @@ class Numbers:
         """The password of streams between an epoch's peers."""
         return self._nonce(b"epoch %d" % epoch)
 
-    def nonce_of_associate(self, number: int) -> int:
-        """The password of all streams to an associate."""
-        return self._nonce(b"associate %d" % number)
+    def nonce_of_client(self, number: int) -> int:
+        """The password of all streams to a client."""
+        return self._nonce(b"client %d" % number)
 
     def _nonce(self, what: bytes) -> int:
         return int.from_bytes(blake2b(what, key=self._secret, digest_size=NONCE_BYTES).digest())

@@ -117,7 +117,7 @@ class Master:
             m.FetchedVote: self.run.synchronisations.fetched,
             m.Measured: self.run.optimizations.measured,
             m.Unreached: self.run.accusations.unreached,
-            m.RendezvousRequest: self.run.associates.rendezvous.request,
+            m.RendezvousRequest: self.run.clients.rendezvous.request,
             m.Stalled: self._stalled,
             m.Withdraw: lambda number, one: self.run.withdraw(number, one.call, one.seq),
         }
@@ -149,17 +149,17 @@ class Master:
             return self._outbox.take()
         info, why = newcomer(hello, host), self.objection(hello, host)
         group = [peer.info for peer in self.peers.values() if peer.info.group == info.group]
-        if hello.associate:
-            group = [one.info for one in self.run.associates.all.values()]
+        if hello.client:
+            group = [one.info for one in self.run.clients.all.values()]
         warning = reach.warning(info, unreached) if unreached else ""
         if why:
             self._refuse(conn, why, Result.INVALID_USAGE)
-        elif self.run.history.finished and not hello.associate:
+        elif self.run.history.finished and not hello.client:
             self._refuse(conn, *FINISHED)
         elif unreached and reach.matters(info, host, group):
             self._refuse(conn, reach.refusal(info, unreached), Result.RANK_CONNECTION_FAILED)
-        elif hello.associate:
-            self.run.associates.register(conn, info, warning)
+        elif hello.client:
+            self.run.clients.register(conn, info, warning)
         else:
             self.run.register(conn, info, hello, host, warning)
             peer = self.peers[self._members.next_number - 1]
@@ -169,7 +169,7 @@ class Master:
     def objection(self, hello: m.Hello, host: str) -> str:
         """Why a `hello` is refused, whatever a dial says; empty if it is not."""
         info = newcomer(hello, host)
-        if hello.associate:
+        if hello.client:
             return refusal(hello, info, None)
         why = refusal(hello, info, self._members.arithmetic)
         return why or self._members.teams.objection(info)
@@ -195,8 +195,8 @@ class Master:
 
     def received(self, conn: bytes, message: m.PeerMessage) -> list[Effect]:
         """Any later message of a peer."""
-        if self.run.associates.has(conn):
-            self.run.associates.received(conn, message)
+        if self.run.clients.has(conn):
+            self.run.clients.received(conn, message)
             return self._outbox.take()
         if self._recovery is not None and not isinstance(message, m.Leave):
             return self.rejected(conn, "it spoke before it was welcome")  # nobody has been told
@@ -235,7 +235,7 @@ class Master:
 
     def all_disconnected(self, conns: list[bytes], why: str) -> list[Effect]:
         """Several connections are lost; the other peers are told once."""
-        self.run.associates.lose(conns, why)
+        self.run.clients.lose(conns, why)
         if self._recovery is not None:
             self._recovery.gone(conns)
             self._recovery.backlog.append(lambda: self.all_disconnected(conns, why))
@@ -252,7 +252,7 @@ class Master:
         for number in self.peers:
             why = "the master was stopped"
             self._outbox.send(number, m.Kicked(GONE.value, why))
-        self.run.associates.farewell(GONE, "the master was stopped")
+        self.run.clients.farewell(GONE, "the master was stopped")
         return self._outbox.take()
 
     def rejected(self, conn: bytes, why: str) -> list[Effect]:
@@ -306,8 +306,8 @@ class Master:
 
     def _known(self, conn: bytes, why: str) -> bool:
         """Whether a connection is known; if so, its peer is dropped for its message."""
-        if self.run.associates.has(conn):
-            self.run.associates.drop(conn, why)
+        if self.run.clients.has(conn):
+            self.run.clients.drop(conn, why)
             return True
         number = self._members.at(conn)
         if number is not None:
@@ -359,7 +359,7 @@ class Master:
 
     def has_heard(self, conn: bytes) -> bool:
         """Whether a new master would lack messages of this connection."""
-        known = self.knows(conn) or self.run.associates.has(conn)
+        known = self.knows(conn) or self.run.clients.has(conn)
         return known or (self._recovery is not None and self._recovery.has_heard(conn))
 
     def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Effect]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.associates import Associates
+from pccl.protocol.master.clients import Clients
 from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Combine
 from pccl.protocol.master.effects import Drop, Forget, Outbox, Refusal, Remember, plain
 from pccl.protocol.master.history import (
@@ -87,7 +87,7 @@ class Run:
             self.dismissals,
             self.synchronisations.under_way,
         )
-        self.associates = Associates(self.numbers, rendezvous, self.outbox)
+        self.clients = Clients(self.numbers, rendezvous, self.outbox)
         self.voting = Voting(
             self.membership, self.table, self.outbox, self.dismissals, self._commit
         )

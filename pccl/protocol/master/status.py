@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
-from pccl.protocol.master.associates import FIRST, Associates
+from pccl.protocol.master.clients import FIRST, Clients
 from pccl.protocol.master.collectives import Running
 from pccl.protocol.master.effects import plain
 from pccl.protocol.master.run import Run
@@ -112,7 +112,7 @@ def _elsewhere(run: Run, late: list[int]) -> str:
 WAITS_MAX = 32  # rounds that are shown, and collectives that run
 CALLS_MAX = 4  # of one peer
 MISSING_MAX = 32  # peers that are named where many are waited for
-ASSOCIATES_MAX = 256  # that are shown
+CLIENTS_MAX = 256  # that are shown
 
 
 class Phase(StrEnum):
@@ -247,11 +247,11 @@ class EventStatus(Struct, frozen=True):
     text: str
 
 
-class AssociateStatus(Struct, frozen=True):
+class ClientStatus(Struct, frozen=True):
     """A process that publishes or follows weights, as the master last heard of it.
 
     Attributes:
-        associate: its number.
+        client: its number.
         host: where others reach it.
         port: likewise.
         version: of the weights that it has; 0: it has none.
@@ -264,7 +264,7 @@ class AssociateStatus(Struct, frozen=True):
         name: as it calls itself.
     """
 
-    associate: int
+    client: int
     host: str
     port: int
     version: int
@@ -283,14 +283,14 @@ class WeightsStatus(Struct, frozen=True):
     Attributes:
         version: the newest one that was ever published; 0: none was.
         followers: by the version that they have, how many processes have published nothing.
-        associates: all that publish or follow; of many the first ones.
-        associates_left_out: how many more there are.
+        clients: all that publish or follow; of many the first ones.
+        clients_left_out: how many more there are.
     """
 
     version: int
     followers: dict[int, int]
-    associates: tuple[AssociateStatus, ...]
-    associates_left_out: int
+    clients: tuple[ClientStatus, ...]
+    clients_left_out: int
 
 
 class Status(Struct, frozen=True):
@@ -435,7 +435,7 @@ def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
         waits=tuple(waits.found),
         waits_left_out=sum(max(0, len(of) - WAITS_MAX) for of in (run.voting.open, run.table)),
         counts=copy.deepcopy(run.tally.counts),
-        weights=_weights(run.associates),
+        weights=_weights(run.clients),
     )
 
 
@@ -493,13 +493,13 @@ def _ring(ring: Ring, rates: Mapping[tuple[int, int], int]) -> RingStatus:
     return RingStatus(ring.order, ring.weight, tuple(map(rates.get, hops(ring.order))))
 
 
-def _weights(associates: Associates) -> WeightsStatus | None:
-    everybody, version = associates.all.values(), associates.catalogue.head
+def _weights(clients: Clients) -> WeightsStatus | None:
+    everybody, version = clients.all.values(), clients.catalogue.head
     if not (everybody or version):
         return None
     followers = Counter(one.version for one in everybody if not one.published)
     shown = tuple(
-        AssociateStatus(
+        ClientStatus(
             one.info.peer - FIRST,
             one.info.host,
             one.info.port,
@@ -512,7 +512,7 @@ def _weights(associates: Associates) -> WeightsStatus | None:
             tuple(number - FIRST for number in one.receivers),
             one.info.name,
         )
-        for one in islice(everybody, ASSOCIATES_MAX)
+        for one in islice(everybody, CLIENTS_MAX)
     )
     left_out = len(everybody) - len(shown)
     return WeightsStatus(version, dict(sorted(followers.items())), shown, left_out)

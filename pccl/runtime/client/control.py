@@ -147,7 +147,7 @@ class ControlThread:
         lanes: to each neighbour; 0: chosen by the engine.
         group: of the peer.
         team: of the peer, and the size of that.
-        associate: whether it is no peer.
+        client: whether it is no peer.
 
     Raises:
         OSError: the engine cannot listen here.
@@ -170,7 +170,7 @@ class ControlThread:
         lanes: int = 0,
         group: int = 0,
         team: tuple[int, int] = (0, 0),
-        associate: bool = False,
+        client: bool = False,
     ) -> None:
         from pccl.version import __version__  # here, as it takes long to find out
 
@@ -220,13 +220,13 @@ class ControlThread:
                 self._engine.port,
                 self._engine.ipc if config.ipc else "",
                 machine_id(),
-                b"" if associate else arithmetic_digest(),
+                b"" if client else arithmetic_digest(),
                 self._identity.curve,
                 self._identity.token,
                 *team,
-                associate,
+                client,
                 config.outgoing,
-                0 if associate else self._rendezvous.port,
+                0 if client else self._rendezvous.port,
                 further_hosts(config, address),
                 config.name or default_name(),
             )

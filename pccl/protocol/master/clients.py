@@ -29,7 +29,7 @@ Key = tuple[int, int]
 
 
 class Catalogue:
-    """The packages that associates hold.
+    """The packages that clients hold.
 
     Attributes:
         head: the newest version of the weights that was ever published.
@@ -48,7 +48,7 @@ class Catalogue:
         return tuple(self._packages[key] for key in newest)
 
     def has(self, package: m.Package, number: int) -> bool:
-        """Whether an associate holds exactly that."""
+        """Whether a client holds exactly that."""
         return self._packages.get(package.key) == package and number in self.holders(package.key)
 
     def holders(self, key: Key) -> Iterable[int]:
@@ -61,7 +61,7 @@ class Catalogue:
         return 0 if package is None else package.nbytes
 
     def set(self, number: int, packages: Iterable[m.Package]) -> Iterator[m.Package]:
-        """An associate holds these, and no others. Yields those that contradict what others hold.
+        """A client holds these, and no others. Yields those that contradict what others hold.
 
         What comes first counts: the others have begun to build on it.
         """
@@ -91,13 +91,13 @@ class Catalogue:
         return all(one.content == package.content for one in others)
 
     def add(self, number: int, packages: Iterable[m.Package]) -> None:
-        """An associate holds these too; nobody else does."""
+        """A client holds these too; nobody else does."""
         held = [self._packages[key] for key in self._held.get(number, {})]
         for _ in self.set(number, [*held, *packages]):
             raise AssertionError("a version is published once")
 
 
-FIRST = 1 << 40  # the number of the first associate: none is that of a peer
+FIRST = 1 << 40  # the number of the first client: none is that of a peer
 SLOTS = 1 << 16  # of a holder, as in c/pccl_core.h
 PLACES = 2  # of a holder: with one, its line would be idle between two receivers
 SMALL_BYTES = 1 << 20  # below it, a transfer is mostly round trips, and leaves its line idle
@@ -105,8 +105,8 @@ PLACES_SMALL = 8  # of a holder, for packages that are that small
 
 
 @dataclass(slots=True)
-class Associate:
-    """One associate."""
+class Client:
+    """A process that publishes or follows weights."""
 
     conn: bytes
     info: m.PeerInfo
@@ -123,15 +123,15 @@ class Associate:
     published: int = 0  # the newest version that it has published; 0: none
 
     def __str__(self) -> str:
-        return f"associate {self.info.peer - FIRST} ({self.info.where})"
+        return f"client {self.info.peer - FIRST} ({self.info.where})"
 
 
-class Associates:
-    """The associates of one master.
+class Clients:
+    """All processes that publish or follow weights at one master.
 
     Args:
         numbers: make their nonces.
-        rendezvous: of peers, of which some relay for associates, too.
+        rendezvous: of peers, of which some relay for clients, too.
         outbox: collects effects.
 
     Attributes:
@@ -142,7 +142,7 @@ class Associates:
     def __init__(self, numbers: Numbers, rendezvous: Rendezvous, outbox: Outbox) -> None:
         self._numbers, self.rendezvous = numbers, rendezvous
         self._outbox, self.catalogue = outbox, Catalogue()
-        self._all: dict[int, Associate] = {}
+        self._all: dict[int, Client] = {}
         self._by_conn: dict[bytes, int] = {}
         self._seeking: dict[int, None] = {}  # those that wait for a holder
         self._next = FIRST + 1
@@ -150,12 +150,12 @@ class Associates:
         self._slots = 0  # that were ever taken
 
     @property
-    def all(self) -> Mapping[int, Associate]:
-        """All associates, by number."""
+    def all(self) -> Mapping[int, Client]:
+        """All clients, by number."""
         return self._all
 
     def has(self, conn: bytes) -> bool:
-        """Whether a connection is that of an associate."""
+        """Whether a connection is that of a client."""
         return conn in self._by_conn
 
     # ---- who comes and goes ----
@@ -163,20 +163,20 @@ class Associates:
     def register(self, conn: bytes, info: m.PeerInfo, warning: str) -> None:
         """Registers a newcomer."""
         if len(self._all) >= SLOTS:
-            self._outbox.do(Drop(conn, f"there are {SLOTS} associates already"))
+            self._outbox.do(Drop(conn, f"there are {SLOTS} clients already"))
             return
         number, self._next = self._next, self._next + 1
         slot = heappop(self._free_slots) if self._free_slots else self._slots
         self._slots = max(self._slots, slot + 1)
-        nonce = self._numbers.nonce_of_associate(number)
-        one = Associate(conn, msgspec.structs.replace(info, peer=number), nonce, slot)
+        nonce = self._numbers.nonce_of_client(number)
+        one = Client(conn, msgspec.structs.replace(info, peer=number), nonce, slot)
         self._all[number], self._by_conn[conn] = one, number
         self._send(one, m.Welcome(number, plain(warning), nonce))
         self._send(one, m.Available(self.catalogue.packages, self.catalogue.head))
         self._outbox.note(f"{one} registered")
 
     def lose(self, conns: Iterable[bytes], why: str) -> None:
-        """Connections are lost, some of which may be those of associates."""
+        """Connections are lost, some of which may be those of clients."""
         lost = [self._all[self._by_conn[conn]] for conn in conns if conn in self._by_conn]
         before = self.catalogue.packages if lost else ()
         for one in lost:
@@ -186,7 +186,7 @@ class Associates:
             self._assign()
 
     def drop(self, conn: bytes, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
-        """An associate is dropped, and told."""
+        """A client is dropped, and told."""
         self._outbox.do(Send(conn, m.Kicked(result.value, plain(why))), Drop(conn, plain(why)))
         self.lose([conn], why)
 
@@ -195,7 +195,7 @@ class Associates:
         for one in self._all.values():
             self._send(one, m.Kicked(result.value, why))
 
-    def _remove(self, one: Associate, why: str) -> None:
+    def _remove(self, one: Client, why: str) -> None:
         number = one.info.peer
         self._part(one)
         for receiver in list(one.receivers):
@@ -210,12 +210,12 @@ class Associates:
             other.rates.pop(number, None)
         for _ in self.catalogue.set(number, ()):
             raise AssertionError("nothing contradicts nothing")
-        self._outbox.note(f"{one}: {why}; {len(self._all)} associates remain")
+        self._outbox.note(f"{one}: {why}; {len(self._all)} clients remain")
 
     # ---- messages ----
 
     def received(self, conn: bytes, message: m.PeerMessage) -> None:
-        """A message of an associate."""
+        """A message of a client."""
         one = self._all[self._by_conn[conn]]
         match message:
             case m.Publish():
@@ -237,7 +237,7 @@ class Associates:
             case _:
                 self.drop(conn, f"it sent a {type(message).__name__} out of turn")
 
-    def _publish(self, one: Associate, publish: m.Publish) -> None:
+    def _publish(self, one: Client, publish: m.Publish) -> None:
         number, packages = one.info.peer, publish.packages
         if all(self.catalogue.has(package, number) for package in packages):
             self._send(one, m.Published(publish.call))  # again, as the first answer was lost
@@ -269,7 +269,7 @@ class Associates:
             return "the packages of one version lead to different content"
         return ""
 
-    def _holds(self, one: Associate, holds: m.Holds) -> None:
+    def _holds(self, one: Client, holds: m.Holds) -> None:
         before = self.catalogue.packages
         for package in self.catalogue.set(one.info.peer, holds.packages):
             self._outbox.note(f"{one} holds another version {package.version} than the others")
@@ -284,13 +284,13 @@ class Associates:
         self._notify_if_changed(before)
         self._assign()
 
-    def _seek(self, one: Associate, seek: m.Seek) -> None:
+    def _seek(self, one: Client, seek: m.Seek) -> None:
         self._part(one)
         one.seek, one.slow = seek, False
         self._wait_again(one)
         self._assign()
 
-    def _got(self, one: Associate, rate: int) -> None:
+    def _got(self, one: Client, rate: int) -> None:
         holder = self._all.get(one.holder)
         one.rate = rate
         if holder is not None:
@@ -300,7 +300,7 @@ class Associates:
         self._seeking.pop(one.info.peer, None)
         self._assign()
 
-    def _request_rendezvous(self, one: Associate, request: m.RendezvousRequest) -> None:
+    def _request_rendezvous(self, one: Client, request: m.RendezvousRequest) -> None:
         receiver = self._all.get(request.peer)
         if receiver is None:
             return  # it has gone meanwhile
@@ -313,7 +313,7 @@ class Associates:
 
     # ---- who fetches from whom ----
 
-    def _part(self, one: Associate) -> None:
+    def _part(self, one: Client) -> None:
         """A receiver and its holder have nothing to do with each other any more."""
         holder = self._all.get(one.holder)
         one.holder = 0
@@ -321,14 +321,14 @@ class Associates:
             holder.receivers.pop(one.info.peer, None)
             self._send(holder, m.Served(one.info.peer))
 
-    def _wait_again(self, one: Associate) -> None:
+    def _wait_again(self, one: Client) -> None:
         one.holder = 0
         if one.seek is not None:
             self._seeking[one.info.peer] = None
 
     def _assign(self) -> None:
         """Sends those that wait to holders, as far as these have places."""
-        free: dict[tuple[int, int], list[Associate]] = {}
+        free: dict[tuple[int, int], list[Client]] = {}
         waiting = (self._all[number] for number in self._seeking)
         for one in sorted(waiting, key=lambda one: (one.slow, -one.rate)):
             assert one.seek is not None
@@ -342,13 +342,13 @@ class Associates:
                 best = max(fit, key=lambda holder: self._merit(one, holder))
                 self._send_to(one, best, key)
 
-    def _fits(self, one: Associate, holder: Associate) -> bool:
+    def _fits(self, one: Client, holder: Client) -> bool:
         """Whether it may fetch from a holder."""
         assert one.seek is not None
         apart = reach.apart(one.info, holder.info) and not self.rendezvous.relays
         return not apart and holder.info.peer not in one.seek.avoid
 
-    def _send_to(self, one: Associate, holder: Associate, key: tuple[int, int]) -> None:
+    def _send_to(self, one: Client, holder: Client, key: tuple[int, int]) -> None:
         number = one.info.peer
         one.holder = holder.info.peer
         holder.receivers[number] = None
@@ -356,7 +356,7 @@ class Associates:
         self._send(holder, m.Serve(*key, one.info, one.nonce, one.slot))
         self._send(one, m.Source(*key, holder.info, holder.nonce, one.slot))
 
-    def _merit(self, one: Associate, holder: Associate) -> tuple[int, int]:
+    def _merit(self, one: Client, holder: Client) -> tuple[int, int]:
         """What it may expect from a holder: the rate, or else few others."""
         rate = one.rates.get(holder.info.peer, holder.given)
         return rate, -self._taken(holder)
@@ -365,7 +365,7 @@ class Associates:
         """How many may fetch a package from one holder."""
         return PLACES_SMALL if self.catalogue.size(key) < SMALL_BYTES else PLACES
 
-    def _taken(self, holder: Associate) -> int:
+    def _taken(self, holder: Client) -> int:
         """Its places that are taken: receivers that are slow have none."""
         return sum(not self._all[number].slow for number in holder.receivers)
 
@@ -379,5 +379,5 @@ class Associates:
             for one in self._all.values():
                 self._send(one, message)
 
-    def _send(self, one: Associate, message: m.MasterMessage) -> None:
+    def _send(self, one: Client, message: m.MasterMessage) -> None:
         self._outbox.do(Send(one.conn, message))

@@ -1,4 +1,4 @@
-"""Associates: rules of the master and of the follower, and whole stories from seeds; no sockets."""
+"""Weights clients: rules of the master and of the client, whole stories from seeds; no sockets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from weights_run import Node, WeightsRun, package
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status, status
-from pccl.protocol.master.associates import FIRST, PLACES, PLACES_SMALL
-from pccl.protocol.master.status import AssociateStatus, WeightsStatus
+from pccl.protocol.master.clients import FIRST, PLACES, PLACES_SMALL
+from pccl.protocol.master.status import ClientStatus, WeightsStatus
 from pccl.protocol.weights import KEPT_MAX, stale, way
 from pccl.types import Result
 
@@ -75,7 +75,7 @@ def test_few_fetch_from_one_holder_and_whoever_has_it_is_one() -> None:
     hub.publish(publisher, 1, 0)
     served: dict[int, set[int]] = {}
     while hub.step():
-        for number, one in hub.master.run.associates.all.items():
+        for number, one in hub.master.run.clients.all.items():
             served.setdefault(number, set()).update(one.receivers)
     assert len(served[publisher.number]) < 9
     assert sum(map(len, served.values())) == 9
@@ -127,7 +127,7 @@ def test_for_what_is_small_there_are_more_places() -> None:
 def test_who_has_fetched_faster_comes_first_and_from_where_it_is_fastest() -> None:
     hub = WeightsRun(4)
     publisher, nodes = waiting(hub, 4)
-    desk = hub.master.run.associates
+    desk = hub.master.run.clients
     one, fast = desk.all[nodes[0].number], desk.all[nodes[3].number]
     fast.rate = 1000
     before = {**desk.all[publisher.number].receivers}
@@ -144,7 +144,7 @@ def test_the_fastest_of_the_free_holders_is_taken() -> None:
     hub = WeightsRun(5)
     publisher, nodes = waiting(hub, 3)
     hub.settle()
-    desk = hub.master.run.associates
+    desk = hub.master.run.clients
     hub.publish(publisher, 2, 1)
     late = desk.all[nodes[2].number]
     late.rates = {nodes[0].number: 50, nodes[1].number: 500, publisher.number: 5}
@@ -236,14 +236,14 @@ def test_packages_of_one_version_that_contradict_each_other_are_refused() -> Non
         (answer, *_) = hub.master.received(publisher.conn, m.Publish(9, packages))
         told = getattr(answer, "message", None)
         assert isinstance(told, m.CallError) and "lead to different content" in told.why
-    assert hub.master.run.associates.catalogue.head == node.machine.version == 1
+    assert hub.master.run.clients.catalogue.head == node.machine.version == 1
 
 
 def test_what_contradicts_what_others_hold_is_not_offered() -> None:
     hub = WeightsRun(10)
     publisher, nodes = waiting(hub, 1)
     hub.settle()
-    catalogue = hub.master.run.associates.catalogue
+    catalogue = hub.master.run.clients.catalogue
     wrong = package(1, 0, b"another")
     hub.perform(hub.master.received(nodes[0].conn, m.Holds((wrong,), 1)))
     assert [*catalogue.holders((1, 0))] == [publisher.number]
@@ -255,7 +255,7 @@ def test_what_contradicts_what_others_hold_is_not_offered() -> None:
 def test_a_holder_that_drops_a_package_has_its_receivers_sent_elsewhere() -> None:
     hub = WeightsRun(11)
     publisher, nodes = waiting(hub, PLACES + 1)
-    desk = hub.master.run.associates
+    desk = hub.master.run.clients
     hub.perform(hub.master.received(nodes[-1].conn, m.Holds((package(1, 0),), 1)))
     assert desk.all[nodes[0].number].holder == publisher.number
     hub.perform(hub.master.received(publisher.conn, m.Holds((), 1)))
@@ -263,14 +263,14 @@ def test_a_holder_that_drops_a_package_has_its_receivers_sent_elsewhere() -> Non
     assert desk.all[nodes[0].number].holder == nodes[-1].number
 
 
-def test_associates_tell_another_master_what_they_hold() -> None:
+def test_clients_tell_another_master_what_they_hold() -> None:
     hub = WeightsRun(12)
     publisher, _ = waiting(hub, 3)
     hub.settle()
     hub.begin()
     late = hub.add()
     hub.settle()
-    assert hub.master.run.associates.catalogue.head == 1
+    assert hub.master.run.clients.catalogue.head == 1
     assert late.machine.version == 1
     call = hub.publish(publisher, 2, 1)
     hub.settle()
@@ -302,27 +302,27 @@ def test_the_status_says_who_has_what_and_who_fetches_from_whom() -> None:
     assert hub.master.status().weights is None
     publisher, nodes = waiting(hub, PLACES + 1)
     shown = weights(hub)
-    assert (shown.version, shown.followers, shown.associates_left_out) == (1, {0: PLACES + 1}, 0)
-    by_name = {one.port - 1000: one for one in shown.associates}
+    assert (shown.version, shown.followers, shown.clients_left_out) == (1, {0: PLACES + 1}, 0)
+    by_name = {one.port - 1000: one for one in shown.clients}
     giver, served = by_name.pop(publisher.name), []
     for one in by_name.values():
         assert (one.version, one.published, one.seeks, one.slow) == (0, None, 1, False)
-        assert one.source in (None, giver.associate)
-        served += [one.associate] if one.source else []
+        assert one.source in (None, giver.client)
+        served += [one.client] if one.source else []
     assert len(served) == PLACES
-    assert giver == AssociateStatus(
-        giver.associate, "10.0.0.1", 1001, 1, 1, None, None, False, None, giver.receivers
+    assert giver == ClientStatus(
+        giver.client, "10.0.0.1", 1001, 1, 1, None, None, False, None, giver.receivers
     )
     assert {*giver.receivers} == {*served}
     hub.perform(hub.master.received(nodes[0].conn, m.Slow()))
-    now = {one.port - 1000: one for one in weights(hub).associates}
+    now = {one.port - 1000: one for one in weights(hub).clients}
     assert [name for name, one in now.items() if one.slow] == [nodes[0].name]
-    assert all(now[node.name].source == giver.associate for node in nodes)
+    assert all(now[node.name].source == giver.client for node in nodes)
     hub.settle()
     shown = weights(hub)
     assert shown.followers == {1: PLACES + 1}
-    assert all(not (one.receivers or one.seeks or one.source) for one in shown.associates)
-    assert all(one.rate or one.published for one in shown.associates)
+    assert all(not (one.receivers or one.seeks or one.source) for one in shown.clients)
+    assert all(one.rate or one.published for one in shown.clients)
     hub.publish(publisher, 2, 1)
     hub.kill(nodes[0])
     hub.settle()
@@ -342,19 +342,19 @@ def test_another_master_knows_what_they_have_and_not_who_has_published_it() -> N
     hub.publish(publisher, 2, 1)
     hub.settle()
     assert weights(hub).followers == {2: 2}
-    assert {one.published for one in weights(hub).associates} == {None, 2}
+    assert {one.published for one in weights(hub).clients} == {None, 2}
 
 
-def test_of_many_associates_the_first_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "ASSOCIATES_MAX", 2)
+def test_of_many_clients_the_first_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "CLIENTS_MAX", 2)
     hub = WeightsRun(22)
     waiting(hub, 3)
     shown = weights(hub)
-    assert [one.associate for one in shown.associates] == [1, 2] and shown.associates_left_out == 2
+    assert [one.client for one in shown.clients] == [1, 2] and shown.clients_left_out == 2
     assert shown.followers == {0: 3}
 
 
-def test_an_associate_that_votes_is_dropped() -> None:
+def test_a_client_that_votes_is_dropped() -> None:
     for message in (m.TopologyVote(1), m.PendingVote(1), m.Inquire(1)):
         hub = WeightsRun(14)
         node = hub.add()
@@ -362,14 +362,14 @@ def test_an_associate_that_votes_is_dropped() -> None:
         hub.perform(hub.master.received(node.conn, message))
         hub.settle()
         assert node.machine.over is not None and "out of turn" in node.machine.over.why
-        assert not hub.master.run.associates.all
+        assert not hub.master.run.clients.all
 
 
 def test_the_master_that_misses_a_holder_sends_its_receivers_elsewhere() -> None:
     """Before they notice: a frozen holder keeps its connections."""
     hub = WeightsRun(17)
     publisher, nodes = waiting(hub, PLACES)
-    desk = hub.master.run.associates
+    desk = hub.master.run.clients
     hub.perform(hub.master.received(nodes[0].conn, m.Holds((package(1, 0),), 1)))
     hub.perform(hub.master.disconnected(publisher.conn, "it is frozen"))
     assert desk.all[nodes[1].number].holder == nodes[0].number
@@ -385,7 +385,7 @@ def test_a_version_that_nobody_holds_any_more_is_not_published_again() -> None:
     hub.kill(publisher)
     hub.begin()
     hub.settle()
-    assert node.machine.version == hub.master.run.associates.catalogue.head == 7
+    assert node.machine.version == hub.master.run.clients.catalogue.head == 7
 
 
 def test_a_peer_that_publishes_is_dropped() -> None:
@@ -398,7 +398,7 @@ def test_a_peer_that_publishes_is_dropped() -> None:
 
 
 def test_who_is_away_while_others_recover_is_heard() -> None:
-    """A run that comes back is not kept from it by associates that are there already."""
+    """A run that comes back is not kept from it by clients that are there already."""
     hub = WeightsRun(16)
     node = hub.add()
     hub.settle()
@@ -430,7 +430,7 @@ def story(seed: int) -> None:
             hub.kill(publisher)
             publisher, published = hub.add(follows=False), 0
             hub.settle()
-            version = max(version, hub.master.run.associates.catalogue.head)
+            version = max(version, hub.master.run.clients.catalogue.head)
         elif deed < 0.9:
             while any(not node.number for node in hub.living):  # they would have to begin anew
                 hub.step()
@@ -442,7 +442,7 @@ def story(seed: int) -> None:
                 one.lies = not one.lies
     hub.publish(publisher, version + 1, 0)
     hub.settle()
-    shown = {one.associate: one for one in weights(hub).associates}
+    shown = {one.client: one for one in weights(hub).clients}
     assert shown[publisher.number - FIRST].published == version + 1
     for node in hub.living:
         if node.machine.over is None and node is not publisher:  # else it must begin anew
