@@ -31,23 +31,14 @@ PAUSING: Final = {"fp32": MANY_STEPS, "int4": MOST_STEPS, "2bit": MOST_STEPS, "s
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A model, and what it is to train on.
+    """A model, and what it is to train on."""
 
-    Attributes:
-        params: of the model, or of a peer's shard of it.
-        peers: that hold these parameters.
-        uplink: of the slowest peer, in bit/s; its downlink is taken to be no slower.
-        rtt_s: between two neighbours in the ring, and between a peer and the master.
-        step_s: an inner step, on one peer.
-        share: of the training time, which exchanges may take.
-    """
-
-    params: float
-    peers: int
-    uplink: float
-    rtt_s: float = 0.05
-    step_s: float = 1.0
-    share: float = 0.05
+    params: float  # of the model, or of a peer's shard of it
+    peers: int  # that hold these parameters
+    uplink: float  # of the slowest peer, in bit/s; its downlink is taken to be no slower
+    rtt_s: float = 0.05  # between two neighbours in the ring, and between a peer and the master
+    step_s: float = 1.0  # an inner step, on one peer
+    share: float = 0.05  # of the training time, which exchanges may take
 
     def all_reduce(self, form: str = "fp32") -> Exchange:
         """Gradients, or pseudo-gradients in fp32, around the ring."""

@@ -38,13 +38,6 @@ _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, also those that ar
 class Process(Closing):
     """A program that was started, and leads its own process group.
 
-    Args:
-        command: the program and its arguments.
-        environment: its variables.
-        stdin: whether `say` writes to it; otherwise it reads nothing.
-        stdout: a file, or PIPE.
-        stderr: likewise.
-
     Attributes:
         pid: its number.
         stdout: the pipe; None if it is a file.
@@ -58,12 +51,12 @@ class Process(Closing):
 
     def __init__(
         self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
+        command: Sequence[str],  # the program and its arguments
+        environment: Mapping[str, str],  # its variables
         *,
-        stdin: bool = False,
-        stdout: IO[Any] | int = subprocess.DEVNULL,
-        stderr: IO[Any] | int = subprocess.DEVNULL,
+        stdin: bool = False,  # whether `say` writes to it; otherwise it reads nothing
+        stdout: IO[Any] | int = subprocess.DEVNULL,  # a file, or PIPE
+        stderr: IO[Any] | int = subprocess.DEVNULL,  # likewise
     ) -> None:
         self._mark = f"/{secrets.token_hex(8)}"
         self._lock = threading.RLock()  # a handler of signals may come while one is passed on

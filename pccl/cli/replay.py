@@ -98,19 +98,12 @@ _LAST_UNIX_S = 253402300800  # the year 10000
 
 
 class Entry(NamedTuple):
-    """One line of a log.
+    """One line of a log."""
 
-    Attributes:
-        where: file and line.
-        unix_s: when.
-        line: what it says.
-        whole: whether no line is missing since the one before.
-    """
-
-    where: str
-    unix_s: float
-    line: Line
-    whole: bool
+    where: str  # file and line
+    unix_s: float  # when
+    line: Line  # what it says
+    whole: bool  # whether no line is missing since the one before
 
 
 class Source:
@@ -309,52 +302,30 @@ RUN_WIDE = {m.TopologyVote, m.PendingVote, m.OptimizeVote}
 
 @dataclass
 class Call:
-    """A call that a peer has entered.
+    """A call that a peer has entered."""
 
-    Attributes:
-        peer: its number.
-        number: of the call, among those of the peer.
-        what: with its arguments.
-        group: of a call of one group.
-        began_s: when it was entered, in seconds since 1970, as all times are.
-        started_s: when all had entered it.
-        done_s: when this peer had finished its part.
-        ended_s: when all had.
-        seq: of a collective.
-        failed: why it failed; empty if it did not.
-        awaited: whom it waited for to enter it, or to finish it.
-    """
-
-    peer: int
-    number: int
-    what: str
-    group: int | None
-    began_s: float
-    started_s: float | None = None
-    done_s: float | None = None
-    ended_s: float | None = None
-    seq: int = 0
-    failed: str = ""
-    awaited: tuple[int, ...] = ()
+    peer: int  # its number
+    number: int  # of the call, among those of the peer
+    what: str  # with its arguments
+    group: int | None  # of a call of one group
+    began_s: float  # when it was entered, in seconds since 1970, as all times are
+    started_s: float | None = None  # when all had entered it
+    done_s: float | None = None  # when this peer had finished its part
+    ended_s: float | None = None  # when all had
+    seq: int = 0  # of a collective
+    failed: str = ""  # why it failed; empty if it did not
+    awaited: tuple[int, ...] = ()  # whom it waited for to enter it, or to finish it
 
 
 @dataclass(frozen=True)
 class Round:
-    """All have entered a call, or have finished it, or it has failed: one of these for several.
+    """All have entered a call, or have finished it, or it has failed: one of these for several."""
 
-    Attributes:
-        calls: of the peers in it.
-        phase: "entered" or "finished"; empty of a failure.
-        awaited: who came last, or was lost.
-        waited_s: of each call, how long it waited for these.
-        failed: why the calls failed.
-    """
-
-    calls: tuple[Call, ...]
-    phase: str
-    awaited: tuple[int, ...]
-    waited_s: tuple[float, ...]
-    failed: str = ""
+    calls: tuple[Call, ...]  # of the peers in it
+    phase: str  # "entered" or "finished"; empty of a failure
+    awaited: tuple[int, ...]  # who came last, or was lost
+    waited_s: tuple[float, ...]  # of each call, how long it waited for these
+    failed: str = ""  # why the calls failed
 
 
 @dataclass(frozen=True)

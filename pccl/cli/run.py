@@ -166,13 +166,6 @@ class Printer:
 class Copy(threading.Thread):
     """One copy of the program, and its restarts.
 
-    Args:
-        number: among the copies.
-        command: the program and its arguments.
-        environment: of its processes.
-        restarts: how often it may fail in a row and be started again.
-        copies: all of them.
-
     Attributes:
         status: with which it ended: of a process that a signal killed, 128 and its number.
         lasted_s: how long the first process has run; None: it still does.
@@ -180,11 +173,11 @@ class Copy(threading.Thread):
 
     def __init__(
         self,
-        number: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        restarts: int,
-        copies: Copies,
+        number: int,  # among the copies
+        command: Sequence[str],  # the program and its arguments
+        environment: Mapping[str, str],  # of its processes
+        restarts: int,  # how often it may fail in a row and be started again
+        copies: Copies,  # all of them
     ) -> None:
         super().__init__(name=f"pccl-run-{number}", daemon=True)
         self.status = 0
@@ -285,19 +278,14 @@ class Copies:
         environment: of all of them.
         n: how many.
         restarts: how often each may fail in a row and be started again.
-
-    Attributes:
-        printer: prints what they write.
-        stopping: set when they are to end.
-        succeeded: whether one of them has ended with 0.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], n: int, restarts: int
     ) -> None:
-        self.printer = Printer()
-        self.stopping = threading.Event()
-        self.succeeded = False
+        self.printer = Printer()  # prints what they write
+        self.stopping = threading.Event()  # set when they are to end
+        self.succeeded = False  # whether one of them has ended with 0
         self._stopped_s = 0.0
         self._number = 0  # of the signal that ends it all
         self._all = [Copy(i, command, environment, restarts, self) for i in range(n)]

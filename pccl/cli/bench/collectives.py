@@ -308,33 +308,21 @@ def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Iterations of one way to reduce, each the mean over the peers.
+    """Iterations of one way to reduce, each the mean over the peers."""
 
-    Attributes:
-        median_us: microseconds.
-        min_us: microseconds.
-        wrong: wrong elements over all peers; None when not checked.
-        wire: bytes that a peer sends in a call, at most; None when not known.
-    """
-
-    median_us: float
-    min_us: float
-    wrong: int | None
-    wire: int | None = None
+    median_us: float  # microseconds
+    min_us: float  # microseconds
+    wrong: int | None  # wrong elements over all peers; None when not checked
+    wire: int | None = None  # bytes that a peer sends in a call, at most; None when not known
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size: what all peers measured.
-
-    Attributes:
-        nbytes: of the larger buffer.
-        count: elements of the smaller one; of an all-to-all, those for one peer.
-    """
+    """One size: what all peers measured."""
 
     what: str
-    nbytes: int
-    count: int
+    nbytes: int  # of the larger buffer
+    count: int  # elements of the smaller one; of an all-to-all, those for one peer
     dtype: str
     op: str
     peers: int

@@ -41,45 +41,28 @@ GLOO, PCCL = "gloo", "pccl"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all processes do.
+    """What all processes do."""
 
-    Attributes:
-        peers: how many they are.
-        wires: how gradients are quantized, beside those that are not.
-        layers: of the model, whose width and length of context follow.
-        batch: sequences of each peer in each step.
-        bucket_mib: most MiB of gradients that are reduced together.
-        iterations: steps that are timed, of each way; before them, `warmups` that are not.
-        threads: of torch, in each process.
-    """
-
-    peers: int
-    wires: tuple[str, ...]
-    layers: int
+    peers: int  # how many they are
+    wires: tuple[str, ...]  # how gradients are quantized, beside those that are not
+    layers: int  # of the model, whose width and length of context follow
     width: int
     length: int
-    batch: int
-    bucket_mib: int
-    iterations: int
+    batch: int  # sequences of each peer in each step
+    bucket_mib: int  # most MiB of gradients that are reduced together
+    iterations: int  # steps that are timed, of each way; before them, `warmups` that are not
     warmups: int
-    threads: int
+    threads: int  # of torch, in each process
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one peer has measured, by way.
+    """What one peer has measured, by way."""
 
-    Attributes:
-        times_s: seconds of each timed step.
-        losses: of the last step.
-        weights: a digest of the weights after it.
-        parameters: how many the model has.
-    """
-
-    times_s: dict[str, list[float]]
-    losses: dict[str, float]
-    weights: dict[str, str]
-    parameters: int
+    times_s: dict[str, list[float]]  # seconds of each timed step
+    losses: dict[str, float]  # of the last step
+    weights: dict[str, str]  # a digest of the weights after it
+    parameters: int  # how many the model has
 
 
 class Trainee:

@@ -69,18 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One row.
-
-    Attributes:
-        call: what is timed.
-        traffic: bytes that a call reads and writes.
-        count_wrong: wrong elements in what the calls have left.
-    """
+    """One row."""
 
     name: str
-    call: Callable[[], object]
-    traffic: int
-    count_wrong: Callable[[], int]
+    call: Callable[[], object]  # what is timed
+    traffic: int  # bytes that a call reads and writes
+    count_wrong: Callable[[], int]  # wrong elements in what the calls have left
 
 
 def _add(name: str, dtype: DataType, nbytes: int) -> Kernel:

@@ -264,47 +264,28 @@ _TAG = 1  # of what is timed; the meetings before it have tag 0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to do it.
+    """One way to do it."""
 
-    Attributes:
-        meet: lets all peers begin together.
-        run: what is timed.
-        sent: does it once more; the bytes that this peer sent.
-        reset: gives the buffers known contents.
-        result: the result, on the host.
-        quantization: of the result; None: it is exact.
-    """
-
-    meet: Callable[[], object]
-    run: Callable[[], object]
-    sent: Callable[[], int]
-    reset: Callable[[], None]
-    result: Callable[[], Bits]
-    quantization: QuantizationName | None = None
+    meet: Callable[[], object]  # lets all peers begin together
+    run: Callable[[], object]  # what is timed
+    sent: Callable[[], int]  # does it once more; the bytes that this peer sent
+    reset: Callable[[], None]  # gives the buffers known contents
+    result: Callable[[], Bits]  # the result, on the host
+    quantization: QuantizationName | None = None  # of the result; None: it is exact
 
 
 class Trial:
-    """A collective of `count` elements for each peer, on buffers of its own.
-
-    Args:
-        comm: of this peer, whose rank decides what it brings.
-        what: a name of `pccl.cli.bench.collectives.FACTORS`.
-        dtype: of the elements.
-        op: if it reduces.
-        count: elements of the smaller buffer.
-        quantization: as `Communicator.all_reduce` takes it.
-        place: where its arrays lie; None: in host memory.
-    """
+    """A collective of `count` elements for each peer, on buffers of its own."""
 
     def __init__(
         self,
-        comm: pccl.Communicator,
-        what: str,
-        dtype: DataType,
-        op: ReduceOp,
-        count: int,
-        quantization: QuantizationName | None = None,
-        place: Place | None = None,
+        comm: pccl.Communicator,  # of this peer, whose rank decides what it brings
+        what: str,  # a name of `pccl.cli.bench.collectives.FACTORS`
+        dtype: DataType,  # of the elements
+        op: ReduceOp,  # if it reduces
+        count: int,  # elements of the smaller buffer
+        quantization: QuantizationName | None = None,  # as `Communicator.all_reduce` takes it
+        place: Place | None = None,  # where its arrays lie; None: in host memory
     ) -> None:
         self._quantization, self._place = quantization, place or Host()
         self._comm, self._what, self._dtype, self._op = comm, what, dtype, op
@@ -463,46 +444,29 @@ _TORCH_TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all processes do.
+    """What all processes do."""
 
-    Attributes:
-        what: the collective, by its name.
-        counts: elements, one size after the other; of the smaller buffer.
-        warmups: iterations that are not timed.
-        check: whether to verify every element of one more call of each way.
-        quantization: as `Communicator.all_reduce` takes it.
-        against: what takes its turns too, of `ways.OTHERS`.
-        lanes: connections to the next peer; 0: as pccl chooses.
-        device: where the arrays lie, of `places.DEVICES`.
-    """
-
-    what: str
+    what: str  # the collective, by its name
     peers: int
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # elements, one size after the other; of the smaller buffer
     dtype: DataType
     op: ReduceOp
     iterations: int
-    warmups: int
-    check: bool
-    against: str | None = None
-    quantization: QuantizationName | None = None
-    lanes: int = 0
-    device: str = "cpu"
+    warmups: int  # iterations that are not timed
+    check: bool  # whether to verify every element of one more call of each way
+    against: str | None = None  # what takes its turns too, of `ways.OTHERS`
+    quantization: QuantizationName | None = None  # as `Communicator.all_reduce` takes it
+    lanes: int = 0  # connections to the next peer; 0: as pccl chooses
+    device: str = "cpu"  # where the arrays lie, of `places.DEVICES`
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One size by one peer.
+    """One size by one peer."""
 
-    Attributes:
-        times_s: seconds of each timed iteration, by way.
-        wrong: wrong elements by way; empty when not checked.
-        sent: bytes that the peer sends in a call, by way; none of torch's.
-    """
-
-    times_s: dict[str, list[float]]
-    wrong: dict[str, int]
-    sent: dict[str, int]
+    times_s: dict[str, list[float]]  # seconds of each timed iteration, by way
+    wrong: dict[str, int]  # wrong elements by way; empty when not checked
+    sent: dict[str, int]  # bytes that the peer sends in a call, by way; none of torch's
 
 
 def serve(number: int, job: Job, address: str, store: str, results: Connection) -> None:

@@ -25,23 +25,14 @@ NOBODY = "it could befall nobody"
 
 @dataclass
 class Done:
-    """A fault that has happened.
+    """A fault that has happened."""
 
-    Attributes:
-        fault: as it was drawn.
-        at_s: when it was.
-        over_s: when it was taken back.
-        copy: whom it befell; -1: the master, or all.
-        moment: for which it had waited, if that came.
-        skipped: why it did not happen.
-    """
-
-    fault: Fault
-    at_s: float
-    over_s: float | None = None
-    copy: int = -1
-    moment: str = ""
-    skipped: str = ""
+    fault: Fault  # as it was drawn
+    at_s: float  # when it was
+    over_s: float | None = None  # when it was taken back
+    copy: int = -1  # whom it befell; -1: the master, or all
+    moment: str = ""  # for which it had waited, if that came
+    skipped: str = ""  # why it did not happen
 
 
 @dataclass
@@ -131,10 +122,6 @@ class Director:
         restart_s: after how long another copy takes the place of one that has ended; None: only if
             a fault says so.
         told: called with each fault, and every moment for a view.
-
-    Attributes:
-        watch: what the master's event log says.
-        chronicle: what has happened.
     """
 
     def __init__(
@@ -147,8 +134,8 @@ class Director:
         restart_s: float | None,
         told: Callable[[Done | None], None],
     ) -> None:
-        self.watch = Watch()
-        self.chronicle = Chronicle()
+        self.watch = Watch()  # what the master's event log says
+        self.chronicle = Chronicle()  # what has happened
         self.stage = stage
         self.schedule = schedule
         self._table = table

@@ -27,23 +27,14 @@ class Target(Enum):
 
 
 class Kind(NamedTuple):
-    """A kind of fault.
+    """A kind of fault."""
 
-    Attributes:
-        text: what is done.
-        target: to whom.
-        weight: how often it is drawn, beside others.
-        lasts_s: at least and at most; (0, 0): it is not taken back.
-        fatal: whether it ends its copy, or may end the copy's membership.
-        network: whether it needs hosts of their own (network.py).
-    """
-
-    text: str
-    target: Target
-    weight: int
-    lasts_s: tuple[float, float] = (0.0, 0.0)
-    fatal: bool = False
-    network: bool = False
+    text: str  # what is done
+    target: Target  # to whom
+    weight: int  # how often it is drawn, beside others
+    lasts_s: tuple[float, float] = (0.0, 0.0)  # at least and at most; (0, 0): it is not taken back
+    fatal: bool = False  # whether it ends its copy, or may end the copy's membership
+    network: bool = False  # whether it needs hosts of their own (network.py)
 
 
 def of_network(
@@ -103,39 +94,23 @@ MOMENT_SHARE = 0.4  # of the faults wait for a named moment, not for a time alon
 
 
 class Fault(Struct, frozen=True, omit_defaults=True):
-    """A fault.
+    """A fault."""
 
-    Attributes:
-        at_s: when it is due, in seconds since the faults began.
-        what: the name of its kind.
-        whom: in [0, 1): which of those that it can befall.
-        lasts_s: until it is taken back.
-        moment: what it waits for then; empty: nothing.
-    """
-
-    at_s: float
-    what: str
-    whom: float = 0.0
-    lasts_s: float = 0.0
-    moment: str = ""
+    at_s: float  # when it is due, in seconds since the faults began
+    what: str  # the name of its kind
+    whom: float = 0.0  # in [0, 1): which of those that it can befall
+    lasts_s: float = 0.0  # until it is taken back
+    moment: str = ""  # what it waits for then; empty: nothing
 
 
 class Schedule(Struct, frozen=True):
-    """The faults of a run, and what else a repetition needs.
+    """The faults of a run, and what else a repetition needs."""
 
-    Attributes:
-        seed: from which they were drawn.
-        copies: at most so many at once.
-        seconds: how long faults come.
-        faults: in order.
-        settings: of the run.
-    """
-
-    seed: int
-    copies: int
-    seconds: float
-    faults: tuple[Fault, ...]
-    settings: dict[str, str] = {}
+    seed: int  # from which they were drawn
+    copies: int  # at most so many at once
+    seconds: float  # how long faults come
+    faults: tuple[Fault, ...]  # in order
+    settings: dict[str, str] = {}  # of the run
 
     def only(self, faults: Sequence[Fault]) -> Schedule:
         return msgspec.structs.replace(self, faults=tuple(faults))

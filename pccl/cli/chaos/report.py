@@ -26,17 +26,11 @@ if TYPE_CHECKING:
 
 
 class Metrics(NamedTuple):
-    """Numbers of a run.
+    """Numbers of a run."""
 
-    Attributes:
-        steps: how many there were.
-        goodput: the share of undisturbed speed that was reached.
-        recoveries_s: for each fault, how long it took to the next step.
-    """
-
-    steps: int
-    goodput: float
-    recoveries_s: list[float]
+    steps: int  # how many there were
+    goodput: float  # the share of undisturbed speed that was reached
+    recoveries_s: list[float]  # for each fault, how long it took to the next step
 
     @property
     def p50_s(self) -> float:
@@ -153,25 +147,15 @@ th, td { text-align: left; border: 1px solid var(--line); padding: .25rem .6rem;
 
 
 class Report(NamedTuple):
-    """What is reported.
+    """What is reported."""
 
-    Attributes:
-        title: what was run.
-        again: the command that runs it again.
-        chronicle: what has happened.
-        copies: that were started.
-        figures: in numbers.
-        violations: all, in words.
-        notes: what else is to be said.
-    """
-
-    title: str
-    again: str
-    chronicle: Chronicle
-    copies: Sequence[Copy]
-    figures: Metrics
-    violations: Sequence[str]
-    notes: Sequence[str] = ()
+    title: str  # what was run
+    again: str  # the command that runs it again
+    chronicle: Chronicle  # what has happened
+    copies: Sequence[Copy]  # that were started
+    figures: Metrics  # in numbers
+    violations: Sequence[str]  # all, in words
+    notes: Sequence[str] = ()  # what else is to be said
 
 
 def page(report: Report) -> str:

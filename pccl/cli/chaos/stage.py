@@ -33,77 +33,48 @@ def nothing() -> None:
 
 @dataclass(eq=False)
 class Copy:
-    """One copy of the program.
+    """One copy of the program."""
 
-    Attributes:
-        number: in the order of their starts.
-        host: of those of the network, if there is one.
-        process: that runs it.
-        log: the file that has what it prints.
-        began_s: when it was started.
-        befell: when what befell it.
-        stopped: whether it is frozen at this moment.
-        settled: whether it has been in the run together with all others.
-        ended_s: when it had ended.
-        by_us: whether it was killed.
-    """
-
-    number: int
-    host: int
-    process: Process
-    log: Path
-    began_s: float
-    befell: list[tuple[float, str]] = field(default_factory=list)
-    stopped: bool = False
-    settled: bool = False
-    ended_s: float | None = None
-    by_us: bool = False
+    number: int  # in the order of their starts
+    host: int  # of those of the network, if there is one
+    process: Process  # that runs it
+    log: Path  # the file that has what it prints
+    began_s: float  # when it was started
+    befell: list[tuple[float, str]] = field(default_factory=list)  # when what befell it
+    stopped: bool = False  # whether it is frozen at this moment
+    settled: bool = False  # whether it has been in the run together with all others
+    ended_s: float | None = None  # when it had ended
+    by_us: bool = False  # whether it was killed
 
     def tail(self) -> str:
         return tail(self.log)
 
 
 class Stage:
-    """A master and copies of a program.
-
-    Args:
-        command: of each copy.
-        directory: for the master's files, and for what the copies print.
-        environment: of all.
-        steered: whether the copies read orders from their stdin.
-        network: the hosts on which they run; None: on this one.
-        curve_dir: keys, for an encrypted run.
-
-    Attributes:
-        copies: all that were ever started.
-        address: of the master.
-        master: its process.
-        master_starts: how often the master was started.
-        event_log: the master's.
-    """
+    """A master and copies of a program."""
 
     def __init__(
         self,
-        command: Command,
-        directory: Path,
-        environment: Mapping[str, str],
+        command: Command,  # of each copy
+        directory: Path,  # for the master's files, and for what the copies print
+        environment: Mapping[str, str],  # of all
         *,
-        steered: bool = False,
-        network: Network | None = None,
-        curve_dir: str = "",
+        steered: bool = False,  # whether the copies read orders from their stdin
+        network: Network | None = None,  # the hosts on which they run; None: on this one
+        curve_dir: str = "",  # keys, for an encrypted run
     ) -> None:
-        self.copies: list[Copy] = []
+        self.copies: list[Copy] = []  # all that were ever started
         self.directory = directory
-        self.event_log = directory / "master.jsonl"
+        self.event_log = directory / "master.jsonl"  # the master's
         self.network = network
-        self.master: Process | None = None
-        self.master_starts = 0
+        self.master: Process | None = None  # its process
+        self.master_starts = 0  # how often the master was started
         self._command = command
         self._steered = steered
         self._curve_dir = curve_dir
         host = "127.0.0.1" if network is None else network.addresses[0]
         with socket.create_server(("127.0.0.1", 0)) as server:  # finds a free port
-            self.address = f"{host}:{server.getsockname()[1]}"
+            self.address = f"{host}:{server.getsockname()[1]}"  # of the master
         self._environment = {**environment, "PCCL_MASTER": self.address, "PYTHONUNBUFFERED": "1"}
         if network is not None:
             self._environment["PCCL_TRANSPORT"] = "tcp"
