@@ -11,6 +11,20 @@ from pathlib import Path
 from pccl.support.text import address_text, parse_address, parse_listening
 
 
+def option(
+    parser: argparse._ActionsContainer,
+    flags: str,
+    metavar: str,
+    kind: Callable[[str], object],
+    text: str,
+    default: object = None,
+) -> None:
+    """Adds an argument, "-n --iters" or so, whose help says its default."""
+    text = text if default is None else f"{text} (default: %(default)s)"
+    names = flags.split()
+    parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=text)
+
+
 def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < lowest or (highest and int(text) > highest):

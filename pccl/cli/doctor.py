@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pccl
-from pccl.cli.arguments import http_port, master
+from pccl.cli.arguments import http_port, master, option
 from pccl.cli.status import ask
 from pccl.cli.terminal import Style, painted
 from pccl.ext import tables
@@ -68,17 +68,14 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "master",
-        nargs="?",
-        type=master,
-        metavar="HOST[:PORT]",
-        help="of a master, to ask it too",
+        "master", type=master, nargs="?", metavar="HOST[:PORT]", help="of a master, to ask it too"
     )
-    parser.add_argument(
+    option(
+        parser,
         "--explain",
-        type=http_port,
-        metavar="[HOST:]PORT",
-        help="say instead what limits the collectives of the run that a master shows there",
+        "[HOST:]PORT",
+        http_port,
+        "say instead what limits the collectives of the run that a master shows there",
     )
 
 

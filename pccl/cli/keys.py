@@ -11,7 +11,7 @@ import argparse
 import os
 from pathlib import Path
 
-from pccl.cli.arguments import whole_number
+from pccl.cli.arguments import option, whole_number
 from pccl.runtime.curve import new_keys, require_curve
 from pccl.security import ALLOWED, MASTER_KEY, MASTER_SECRET, PEER_SECRET, Security
 
@@ -20,11 +20,12 @@ PEERS_MAX = 65_536
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", type=Path, metavar="DIR", help="where to put them")
-    parser.add_argument(
+    option(
+        parser,
         "--peers",
-        type=whole_number(1, PEERS_MAX),
-        metavar="N",
-        help="a key pair for each of N peers, in DIR/peer-1 and so on (default: one for all)",
+        "N",
+        whole_number(1, PEERS_MAX),
+        "a key pair for each of N peers, in DIR/peer-1 and so on (default: one for all)",
     )
 
 

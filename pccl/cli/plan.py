@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from pccl import kernels
-from pccl.cli.arguments import http_port, whole_number
+from pccl.cli.arguments import http_port, option, whole_number
 from pccl.cli.status import ask
 
 LINK_SHARE: Final = 0.9  # of a link's rate, which the payload of an all-reduce gets
@@ -137,33 +137,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUMBER",
         help="parameters of the model, as 7e9 or 7B; of a shard, where machines shard it",
     )
-    parser.add_argument(
-        "--peers", type=whole_number(2), metavar="N", help="that hold them (with --links: as there)"
-    )
-    parser.add_argument(
+    option(parser, "--peers", "N", whole_number(2), "that hold them (with --links: as there)")
+    option(
+        parser,
         "--uplink",
-        type=quantity,
-        metavar="RATE",
-        help="bit/s of the slowest peer, as 200M (with --links: of the slowest link)",
+        "RATE",
+        quantity,
+        "bit/s of the slowest peer, as 200M (with --links: of the slowest link)",
     )
-    parser.add_argument(
-        "--rtt", type=quantity, default=50, metavar="MS", help="round trip (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--step", type=quantity, default=1, metavar="S", help="an inner step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--share",
-        type=quantity,
-        default=5,
-        metavar="PERCENT",
-        help="of the training time, for exchanges (default: %(default)s)",
-    )
-    parser.add_argument(
+    option(parser, "--rtt", "MS", quantity, "round trip", 50)
+    option(parser, "--step", "S", quantity, "an inner step", 1)
+    option(parser, "--share", "PERCENT", quantity, "of the training time, for exchanges", 5)
+    option(
+        parser,
         "--links",
-        type=http_port,
-        metavar="[HOST:]PORT",
-        help="take peers and uplink from a run: what its master's --http says",
+        "[HOST:]PORT",
+        http_port,
+        "take peers and uplink from a run: what its master's --http says",
     )
 
 

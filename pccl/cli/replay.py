@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pccl.cli.arguments import duration, output
+from pccl.cli.arguments import duration, option, output
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.effects import plain
@@ -42,16 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="feed the log to the master's state machine, and compare what it does",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--to-test",
-        type=output,
-        metavar="FILE",
-        help="write a test for pytest that feeds the log to the state machine, up to the first "
+        "FILE",
+        output,
+        "write a test for pytest that feeds the log to the state machine, up to the first "
         "exception",
     )
-    parser.add_argument(
-        "--trace", type=output, metavar="FILE", help="write a trace for Perfetto or Chrome (JSON)"
-    )
+    option(parser, "--trace", "FILE", output, "write a trace for Perfetto or Chrome (JSON)")
 
 
 def run(args: argparse.Namespace) -> int:

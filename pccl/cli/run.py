@@ -24,7 +24,7 @@ from contextlib import ExitStack, suppress
 from subprocess import PIPE
 from typing import BinaryIO, TextIO
 
-from pccl.cli.arguments import add_program, master, program, whole_number
+from pccl.cli.arguments import add_program, master, option, program, whole_number
 from pccl.cli.processes import Output, Process
 from pccl.cli.terminal import complain, painted
 from pccl.errors import PCCLError
@@ -50,19 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "    pccl run -n 8 --master the-masters-host -- python train.py"
     )
     add_program(parser, "pccl run", epilog)
-    parser.add_argument(
-        "-n",
-        type=whole_number(1, 4096),
-        default=1,
-        metavar="COPIES",
-        help="how many copies (default: %(default)s)",
-    )
+    option(parser, "-n", "COPIES", whole_number(1, 4096), "how many copies", 1)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
+    option(
+        where,
         "--master",
-        type=master,
-        metavar="HOST[:PORT]",
-        help="the master of the run (default: PCCL_MASTER; if that is unset, one is started here)",
+        "HOST[:PORT]",
+        master,
+        "the master of the run (default: PCCL_MASTER; if that is unset, one is started here)",
     )
     where.add_argument(
         "--with-master",
@@ -71,14 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="start a master here, at this address (default: a free port, for this machine only)",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--restarts",
-        type=whole_number(0),
-        default=3,
-        metavar="N",
-        help="how often in a row a copy that fails is started again; one that has run for "
+        "N",
+        whole_number(0),
+        "how often in a row a copy that fails is started again; one that has run for "
         f"{STEADY_S:.0f} s counts from the beginning; none is once another one has ended with 0, "
-        "or if all fail alike at once (default: %(default)s)",
+        "or if all fail alike at once",
+        3,
     )
 
 

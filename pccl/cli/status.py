@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pccl.cli.arguments import http_port
+from pccl.cli.arguments import http_port, option
 from pccl.cli.terminal import painted, table
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import (
@@ -61,11 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    option(
+        parser,
         "address",
-        type=http_port,
-        metavar="[HOST:]PORT",
-        help="where the master shows its run: what its --http says",
+        "[HOST:]PORT",
+        http_port,
+        "where the master shows its run: what its --http says",
     )
 
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 
-from pccl.cli.arguments import whole_number
+from pccl.cli.arguments import option, whole_number
 from pccl.cli.status import add_address, ask, lines
 from pccl.cli.status import shown as styled
 
@@ -17,13 +17,7 @@ HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
-    parser.add_argument(
-        "--interval",
-        type=whole_number(1, 3600),
-        default=1,
-        metavar="SECONDS",
-        help="from one look to the next (default: %(default)s)",
-    )
+    option(parser, "--interval", "SECONDS", whole_number(1, 3600), "from one look to the next", 1)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,78 +6,41 @@ Collectives in the manner of nccl-tests.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from pccl.cli.bench import collectives, ddp, kernels, master, recovery, state
 
-
-class Measurement(NamedTuple):
-    """What can be measured: its help, a description, how options are added, how it is run."""
-
-    text: str
-    description: str | None
-    add: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], Any]
-
-
-MEASUREMENTS = {
-    **{
-        name: Measurement(
-            f"{name} over processes of this machine, or of several",
-            collectives.__doc__,
-            partial(collectives.add_arguments, what=name),
-            collectives.run,
-        )
-        for name in collectives.NAMES
-    },
-    "ddp": Measurement(
-        "torch's DistributedDataParallel over pccl and over gloo",
-        ddp.__doc__,
-        ddp.add_arguments,
-        ddp.run,
-    ),
-    "state": Measurement(
-        "shared state to a newcomer, and already equal",
-        state.__doc__,
-        state.add_arguments,
-        state.run,
-    ),
-    "recovery": Measurement(
+OTHERS: dict[str, tuple[str, Any]] = {  # than collectives: help, and the module
+    "ddp": ("torch's DistributedDataParallel over pccl and over gloo", ddp),
+    "state": ("shared state to a newcomer, and already equal", state),
+    "recovery": (
         "how long a run stands still when a peer dies, freezes or joins, or the master dies",
-        recovery.__doc__,
-        recovery.add_arguments,
-        recovery.run,
+        recovery,
     ),
-    "master": Measurement(
-        "the master's work for each message, in runs of up to some thousand peers",
-        master.__doc__,
-        master.add_arguments,
-        master.run,
-    ),
-    "kernels": Measurement(
-        "kernels that reduce and quantize against numpy's add",
-        kernels.__doc__,
-        kernels.add_arguments,
-        kernels.run,
-    ),
-    "digest": Measurement(
-        "the digest of shared state against a copy of memory",
-        kernels.run_digest.__doc__,
-        kernels.add_digest_arguments,
-        kernels.run_digest,
-    ),
+    "master": ("the master's work for each message, in runs of up to some thousand peers", master),
+    "kernels": ("kernels that reduce and quantize against numpy's add", kernels),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what can be measured, each with its options."""
     measurements = parser.add_subparsers(dest="measurement", required=True, metavar="WHAT")
-    for name, (text, description, add, measure) in MEASUREMENTS.items():
+
+    def add(name: str, text: str, description: str | None, options: Any, run: Any) -> None:
         measurement = measurements.add_parser(name, help=text, description=description)
-        measurement.set_defaults(measure=measure, parser=measurement)
-        add(measurement)
+        measurement.set_defaults(measure=run, parser=measurement)
+        options(measurement)
+
+    for name in collectives.NAMES:
+        text = f"{name} over processes of this machine, or of several"
+        options = partial(collectives.add_arguments, what=name)
+        add(name, text, collectives.__doc__, options, collectives.run)
+    for name, (text, module) in OTHERS.items():
+        add(name, text, module.__doc__, module.add_arguments, module.run)
+    text = "the digest of shared state against a copy of memory"
+    digest = kernels.run_digest
+    add("digest", text, digest.__doc__, kernels.add_digest_arguments, digest)
 
 
 def run(args: argparse.Namespace) -> int:

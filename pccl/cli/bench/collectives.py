@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 import pccl
-from pccl.cli.arguments import whole_number
+from pccl.cli.arguments import option, whole_number
 from pccl.cli.bench import options, strategies, trials
 from pccl.cli.bench.trials import (
     ELEMENTS_MIN,
@@ -86,11 +86,15 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     options.add_sizes(parser, "4K", "256M", 2)
     options.add_iterations(parser, 20, 5)
     parser.add_argument(
-        "-d", "--datatype", choices=_DTYPES, default="float", help="element type (%(default)s)"
+        "-d",
+        "--datatype",
+        choices=_DTYPES,
+        default="float",
+        help="element type (default: %(default)s)",
     )
     if what in REDUCING:
         parser.add_argument(
-            "-o", "--op", choices=_OPS, default="sum", help="operation (%(default)s)"
+            "-o", "--op", choices=_OPS, default="sum", help="operation (default: %(default)s)"
         )
         parser.add_argument(
             "--quantize",
@@ -99,13 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         )
     else:
         parser.set_defaults(op="none", quantize=None)
-    parser.add_argument(
-        "-c",
-        "--check",
-        type=whole_number(0, 1),
-        default=1,
-        metavar="0|1",
-        help="verify every element of one more call of each size (%(default)s)",
+    option(
+        parser,
+        "-c --check",
+        "0|1",
+        whole_number(0, 1),
+        "verify every element of one more call of each size",
+        1,
     )
     options.add_run(parser)
     parser.add_argument(
@@ -122,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         "--device",
         choices=trials.DEVICES,
         default="cpu",
-        help="where the arrays lie; cuda: tensors of torch (%(default)s)",
+        help="where the arrays lie; cuda: tensors of torch (default: %(default)s)",
     )
     options.add_json(parser)
     parser.add_argument(

@@ -28,7 +28,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pccl
-from pccl.cli.arguments import whole_number
+from pccl.cli.arguments import option, whole_number
 from pccl.cli.bench import options
 from pccl.cli.processes import WorkerError, collect, follow_parent, workers
 from pccl.cli.terminal import complain
@@ -191,13 +191,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             type=whole_number(1),
             default=default,
             metavar="N",
-            help=f"{meaning} (%(default)s)",
+            help=f"{meaning} (default: %(default)s)",
         )
-    parser.add_argument(
+    option(
+        parser,
         "--threads",
-        type=whole_number(1),
-        metavar="N",
-        help="torch's, in each process (this machine's cores divided among its processes)",
+        "N",
+        whole_number(1),
+        "torch's, in each process (this machine's cores divided among its processes)",
     )
     options.add_json(parser)
 

@@ -14,7 +14,7 @@ import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pccl.cli.arguments import whole_number
+from pccl.cli.arguments import option, whole_number
 from pccl.cli.terminal import painted
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
@@ -112,17 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sizes of the runs (10 100 1000)",
     )
-    parser.add_argument(
-        "--groups", type=whole_number(1), default=8, metavar="N", help="of peers (%(default)s)"
-    )
-    parser.add_argument(
-        "-n",
-        "--iters",
-        type=whole_number(1),
-        default=20,
-        metavar="N",
-        help="rounds of each kind (%(default)s)",
-    )
+    option(parser, "--groups", "N", whole_number(1), "of peers", 8)
+    option(parser, "-n --iters", "N", whole_number(1), "rounds of each kind", 20)
 
 
 def run(args: argparse.Namespace) -> int:

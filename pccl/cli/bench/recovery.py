@@ -25,7 +25,7 @@ from statistics import median
 import numpy as np
 
 import pccl
-from pccl.cli.arguments import size, whole_number
+from pccl.cli.arguments import option, size, whole_number
 from pccl.cli.bench.options import PEERS_MAX
 from pccl.cli.processes import Process, follow_parent
 from pccl.cli.terminal import complain
@@ -154,31 +154,17 @@ def _restart(run: _Run) -> Iterator[float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-n",
-        "--iters",
-        type=whole_number(1),
-        default=15,
-        metavar="N",
-        help="how often each event comes; the table shows medians (%(default)s)",
+    option(
+        parser,
+        "-n --iters",
+        "N",
+        whole_number(1),
+        "how often each event comes; the table shows medians",
+        15,
     )
-    parser.add_argument(
-        "--peers",
-        type=whole_number(3, PEERS_MAX),
-        default=3,
-        metavar="N",
-        help="processes (%(default)s)",
-    )
-    parser.add_argument(
-        "--bytes", type=size, default="4M", metavar="SIZE", help="that they reduce (%(default)s)"
-    )
-    parser.add_argument(
-        "--heartbeat-ms",
-        type=whole_number(100),
-        default=2000,
-        metavar="MS",
-        help="timeout of the heartbeats (%(default)s)",
-    )
+    option(parser, "--peers", "N", whole_number(3, PEERS_MAX), "processes", 3)
+    option(parser, "--bytes", "SIZE", size, "that they reduce", "4M")
+    option(parser, "--heartbeat-ms", "MS", whole_number(100), "timeout of the heartbeats", 2000)
     parser.add_argument(
         "--only", nargs="+", choices=EVENTS, default=EVENTS, help="leave out the other events"
     )

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import pccl
-from pccl.cli.arguments import whole_number
+from pccl.cli.arguments import option, whole_number
 from pccl.cli.bench import options
 from pccl.cli.bench.options import PEERS_MAX
 from pccl.cli.processes import WorkerError, collect, follow_parent, workers
@@ -78,19 +78,14 @@ class Measured:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_sizes(parser, "256M", "256M", 2)
     options.add_iterations(parser, 7, 2)
-    parser.add_argument(
-        "--entries",
-        type=whole_number(1),
-        default=16,
-        metavar="N",
-        help="into which the state is cut (%(default)s)",
-    )
-    parser.add_argument(
+    option(parser, "--entries", "N", whole_number(1), "into which the state is cut", 16)
+    option(
+        parser,
         "--holders",
-        type=whole_number(1, PEERS_MAX),
-        default=2,
-        metavar="N",
-        help="peers that have what the newcomer lacks (%(default)s)",
+        "N",
+        whole_number(1, PEERS_MAX),
+        "peers that have what the newcomer lacks",
+        2,
     )
     options.add_json(parser)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pccl.cli import arguments
-from pccl.cli.arguments import add_program, output, positive, whole_number
+from pccl.cli.arguments import add_program, option, output, positive, whole_number
 from pccl.cli.chaos import kinds
 from pccl.cli.chaos.director import Chronicle, Crew, Director, Strangers
 from pccl.cli.chaos.kinds import Fault, Kind, Schedule, shrink
@@ -74,28 +74,17 @@ def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
     parser.add_argument(
         "--seed", type=whole_number(0), default=0, help="decides all faults (default: %(default)s)"
     )
-    parser.add_argument(
-        "--calm",
-        type=positive,
-        default=1.0,
-        metavar="SECONDS",
-        help="from one fault to the next, on average (default: %(default)g)",
-    )
+    option(parser, "--calm", "SECONDS", positive, "from one fault to the next, on average", 1)
     parser.add_argument(
         "--faults", type=_faults, default=(), metavar="KIND,...", help="only these kinds"
     )
-    parser.add_argument(
-        "--bound",
-        type=positive,
-        default=40.0,
-        metavar="SECONDS",
-        help="the run must not stand still for longer (default: %(default)g)",
-    )
-    parser.add_argument(
+    option(parser, "--bound", "SECONDS", positive, "the run must not stand still for longer", 40)
+    option(
+        parser,
         "--restart",
-        type=positive,
-        metavar="SECONDS",
-        help=f"start another {copies} so long after one has ended (default: when a fault says so)",
+        "SECONDS",
+        positive,
+        f"start another {copies} so long after one has ended (default: when a fault says so)",
     )
     parser.add_argument(
         "--network",
@@ -107,18 +96,15 @@ def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
         metavar="SEED|FILE",
         help="play again what a run that failed has left in chaos-SEED.json, or draw SEED again",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--shrink",
-        type=positive,
-        metavar="MINUTES",
-        help="if the run fails, look for so long for fewer faults with which it fails, too",
+        "MINUTES",
+        positive,
+        "if the run fails, look for so long for fewer faults with which it fails, too",
     )
-    parser.add_argument(
-        "--report", type=output, metavar="FILE", help="write a report there, as one HTML file"
-    )
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="keep there all that the processes write"
-    )
+    option(parser, "--report", "FILE", output, "write a report there, as one HTML file")
+    option(parser, "--keep", "DIR", Path, "keep there all that the processes write")
     parser.add_argument("--plain", action="store_true", help="lines, also on a terminal")
 
 
@@ -304,19 +290,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for name, kind in kinds.KINDS.items()
     )
     add_program(parser, "pccl chaos", epilog)
-    parser.add_argument(
-        "-n",
-        type=whole_number(2, 200),
-        default=4,
-        metavar="COPIES",
-        help="at most so many copies at once (default: %(default)s)",
-    )
+    option(parser, "-n", "COPIES", whole_number(2, 200), "at most so many copies at once", 4)
     add_options(parser, "copy")
-    parser.add_argument(
+    option(
+        parser,
         "--finish",
-        type=whole_number(1),
-        metavar="SECONDS",
-        help="after the faults, let the copies end by themselves, and at most for so long "
+        "SECONDS",
+        whole_number(1),
+        "after the faults, let the copies end by themselves, and at most for so long "
         "(default: they are asked to end, by SIGTERM)",
     )
 

@@ -37,29 +37,41 @@ _SILENCE_S = 120.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--peers", type=int, default=_PEERS, help="training processes at the start (%(default)s)"
+        "--peers",
+        type=int,
+        default=_PEERS,
+        help="training processes at the start (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=16, help="outer steps (%(default)s)")
+    parser.add_argument("--steps", type=int, default=16, help="outer steps (default: %(default)s)")
     parser.add_argument(
-        "--inner-steps", type=int, default=30, help="inner steps in an outer step (%(default)s)"
+        "--inner-steps",
+        type=int,
+        default=30,
+        help="inner steps in an outer step (default: %(default)s)",
     )
     parser.add_argument(
         "--mode",
         choices=MODES,
         default="sync",
-        help="when a mean is applied (%(default)s)",
+        help="when a mean is applied (default: %(default)s)",
     )
     parser.add_argument(
-        "--wire", choices=WIRES, default="fp32", help="how progress is sent (%(default)s)"
+        "--wire", choices=WIRES, default="fp32", help="how progress is sent (default: %(default)s)"
     )
     parser.add_argument(
         "--no-chaos", action="store_true", help="kill nobody, and let nobody join half-way"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of weights and order of the text (%(default)s)"
+        "--seed",
+        type=int,
+        default=0,
+        help="of weights and order of the text (default: %(default)s)",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("pccl-demo.png"), help="the chart (%(default)s)"
+        "--output",
+        type=Path,
+        default=Path("pccl-demo.png"),
+        help="the chart (default: %(default)s)",
     )
 
 
