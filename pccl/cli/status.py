@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from pccl.cli.arguments import http_port, option
-from pccl.cli.terminal import painted, table
+from pccl.cli.terminal import Styled, printable, shown, table
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import (
     ClientStatus,
@@ -81,15 +81,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Alert(str):
-    """A line that says why the run does not go on."""
-
-
-def shown(line: str, columns: int | None = None) -> str:
-    """A line as it is shown, or as much of it as fits: an alert in colour, on a terminal."""
-    return painted(line[:columns], "yellow") if isinstance(line, Alert) else line[:columns]
-
-
 class Answer(NamedTuple):
     """What a master has answered: as it came, and what that says."""
 
@@ -110,12 +101,7 @@ def ask(host: str, port: int) -> Answer:
 
 def lines(status: Status) -> Iterator[str]:
     """A status in words, fit for a terminal."""
-    return map(_plain, _lines(status))
-
-
-def _plain(text: str) -> str:
-    """What somebody else has said, fit for a terminal."""
-    return type(text)("".join(c if c.isprintable() else "?" for c in text))
+    return map(printable, _lines(status))
 
 
 def _fetch(host: str, port: int) -> bytes:
@@ -133,12 +119,12 @@ def _fetch(host: str, port: int) -> bytes:
         ) from None
     except HTTPException as error:
         why = f"what answers at {where} speaks no HTTP: {type(error).__name__} {error}"
-        raise OSError(_plain(f"{why}. Is that the port of the master's --http?")) from None
+        raise OSError(printable(f"{why}. Is that the port of the master's --http?")) from None
     finally:
         connection.close()
     if response.status != OK:
         said = body[:500].decode(errors="replace").strip()
-        raise OSError(_plain(f"{where} answers {response.status} {response.reason}: {said}"))
+        raise OSError(printable(f"{where} answers {response.status} {response.reason}: {said}"))
     return body
 
 
@@ -152,13 +138,13 @@ def _lines(status: Status) -> Iterator[str]:
     )
     if status.recovering:
         names = ", ".join(f"peer {number}" for number in status.awaited) or "the peers of before"
-        yield Alert(f"the master was restarted, and waits for {names}")
+        yield Styled(f"the master was restarted, and waits for {names}", "yellow")
     if status.waits:
         yield ""
     for wait in status.waits:
         group = "" if wait.group is None else f" of group {wait.group}"
         head = f"{_seconds(wait.waited_s)}: {wait.entered} in {wait.call}{group} ({wait.phase})"
-        yield Alert(f"{head}: {wait.why}")
+        yield Styled(f"{head}: {wait.why}", "yellow")
     if status.waits_left_out:
         yield f"and {status.waits_left_out} more calls wait"
     if status.groups:

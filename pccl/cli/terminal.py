@@ -1,14 +1,20 @@
-"""What commands print for people: colours, where they are wanted, and tables."""
+"""What commands print for people: colours, where they are wanted, tables, and pictures of a run."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, TextIO, TypeAlias
 
+from pccl.support.closing import Closing
+
 Style: TypeAlias = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
 _CODES: dict[Style, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
+
+BEGIN, END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # without a cursor
+HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -26,6 +32,49 @@ def painted(text: str, style: Style, stream: TextIO | None = None) -> str:
     if not text or not has_colour(sys.stdout if stream is None else stream):
         return text
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
+
+
+class Styled(str):
+    """A line, and the style that all of it is shown in."""
+
+    style: Style
+
+    def __new__(cls, text: str, style: Style) -> Styled:
+        line = super().__new__(cls, text)
+        line.style = style
+        return line
+
+
+def printable(text: str) -> str:
+    """What somebody else has said, fit for a terminal."""
+    fit = "".join(c if c.isprintable() else "?" for c in text)
+    return Styled(fit, text.style) if isinstance(text, Styled) else fit
+
+
+def shown(line: str, columns: int | None = None) -> str:
+    """A line as it is shown, or as much of it as fits."""
+    return painted(line[:columns], line.style) if isinstance(line, Styled) else line[:columns]
+
+
+class Screen(Closing):
+    """A screen of its own in the terminal, on which lines take the place of those before."""
+
+    def __init__(self) -> None:
+        sys.stdout.write(BEGIN)
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Cuts lines, and their number, to what fits."""
+        columns, rows = shutil.get_terminal_size()
+        if len(lines) > rows:
+            lines = [*lines[: rows - 1], f"and {len(lines) - rows + 1} more lines"]
+        # at the last column, some terminals would clear what was written there
+        text = "\n".join(shown(line, columns - 1) + REST_OF_LINE for line in lines)
+        sys.stdout.write(HOME + text + REST_OF_SCREEN)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        sys.stdout.write(END)
+        sys.stdout.flush()
 
 
 def complain(command: str, text: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 import time
@@ -14,7 +13,7 @@ from pccl.cli import main as cli
 from pccl.cli.chaos import kinds
 from pccl.cli.chaos.director import Director, Done, Strangers
 from pccl.cli.chaos.network import Network, NetworkError
-from pccl.cli.chaos.report import line_of
+from pccl.cli.chaos.report import line_of, picture
 from pccl.cli.chaos.stage import Copy, Stage
 
 TRAINS = """
@@ -87,7 +86,7 @@ def staged(path: Path) -> Director:
     crew = Strangers(["true"])
     plan = kinds.Schedule(7, 3, 60.0, (kinds.Fault(1.0, "freeze", lasts_s=2.0),))
     stage = Stage(crew.command, path, {})
-    director = Director(stage, plan, kinds.KINDS, crew, 40.0, 5.0, lambda done: None)
+    director = Director(stage, plan, kinds.KINDS, crew, 40.0, 5.0, lambda *_: None)
     now_s = time.monotonic()
     director.chronicle.faults_s = now_s - 10
     for number, stopped, settled in ((0, False, True), (1, True, False), (2, False, False)):
@@ -98,16 +97,11 @@ def staged(path: Path) -> Director:
 
 
 def test_a_run_is_shown_on_a_terminal_and_in_lines(tmp_path: Path) -> None:
-    rich = pytest.importorskip("rich.console")
-    from pccl.cli.chaos.report import picture
-
     director = staged(tmp_path)
     done = Done(director.schedule.faults[0], time.monotonic() - 3, copy=1, moment="transfer")
     director.chronicle.done.append(done)
     director.watch.accepted = {1, 2}
-    console = rich.Console(width=100, record=True, file=io.StringIO())
-    console.print(picture(director))
-    shown = console.export_text()
+    shown = "\n".join(picture(director))
     assert "10 of 60 s, seed 7" in shown and "1 of 1 faults" in shown
     for words in ("in the run", "frozen", "coming", "freeze 3.0 s ago", "freeze copy 1"):
         assert words in shown

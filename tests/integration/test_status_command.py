@@ -20,6 +20,7 @@ from manual_run import WORK, ManualRun
 import pccl
 from pccl.cli import main as cli
 from pccl.cli import status as command
+from pccl.cli import terminal as terminal_codes
 from pccl.cli import top
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
@@ -272,8 +273,8 @@ def test_top_shows_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["top", "--interval", "7", "1"]) == 0
     assert pauses == [7, 7, 7, 7]
     text = screen.getvalue()
-    assert text.startswith(top.BEGIN) and text.endswith(top.END)
-    first, second, third, fourth = text.split(top.HOME)[1:]
+    assert text.startswith(terminal_codes.BEGIN) and text.endswith(terminal_codes.END)
+    first, second, third, fourth = text.split(terminal_codes.HOME)[1:]
     rows = first.split("\n")
     assert len(rows) == 6 and rows[-1].startswith("and 5 more lines")
     assert all(len(row.partition("\x1b")[0]) < 40 for row in rows)

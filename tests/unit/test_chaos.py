@@ -13,7 +13,7 @@ import pytest
 from pccl.cli.chaos import Harness, Program, kinds, report, watch
 from pccl.cli.chaos.director import Chronicle, Done
 from pccl.cli.chaos.kinds import Fault, Schedule, draw, shrink
-from pccl.cli.chaos.report import Metrics, Report, measure, page
+from pccl.cli.chaos.report import Metrics, Outcome, measure, page
 from pccl.cli.chaos.watch import Follower, Watch, moments
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
@@ -187,7 +187,7 @@ def test_a_report_is_escaped_and_needs_nothing_else() -> None:
         Done(Fault(1.0, "kill"), 2.0, skipped=evil),
     ]
     figures = Metrics(100, 0.75, [0.01, 0.3, 99.0])
-    text = page(Report(evil, evil, chronicle, [], figures, [evil], [evil]))
+    text = page(evil, evil, Outcome(chronicle, [], figures, [evil]))
     read = Tags()
     read.feed(text)
     assert read.open == []

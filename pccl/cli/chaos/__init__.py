@@ -19,11 +19,11 @@ from pathlib import Path
 from pccl.cli import arguments
 from pccl.cli.arguments import add_program, option, output, positive, whole_number
 from pccl.cli.chaos import kinds
-from pccl.cli.chaos.director import Chronicle, Crew, Director, Strangers
+from pccl.cli.chaos.director import Crew, Director, Strangers
 from pccl.cli.chaos.kinds import Fault, Kind, Schedule, shrink
 from pccl.cli.chaos.network import Network, NetworkError
-from pccl.cli.chaos.report import Metrics, Report, View, master_violations, measure, page
-from pccl.cli.chaos.stage import Copy, Stage
+from pccl.cli.chaos.report import Metrics, Outcome, View, master_violations, measure, page
+from pccl.cli.chaos.stage import Stage
 from pccl.cli.chaos.watch import MOMENTS
 from pccl.cli.terminal import complain, painted
 
@@ -56,14 +56,6 @@ class Program:
     more: Mapping[str, Kind] | None = None
     grace_s: float | None = None
     curve_dir: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    chronicle: Chronicle
-    copies: list[Copy]
-    figures: Metrics
-    violations: list[str]
 
 
 def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
@@ -158,7 +150,8 @@ class Harness:
             failed = bool(outcome.violations)
             again = shlex.join(self._again(self._options(plan.seed, failed)))
             if args.report is not None:
-                self._report(outcome, again)
+                text = page(self._program.title, again, outcome)
+                args.report.write_text(text, encoding="utf-8")
             if not outcome.violations:
                 print(painted(f"everything held (seed {plan.seed})", "green"))
                 return 0
@@ -236,7 +229,6 @@ class Harness:
         view = View(self._args.plain)
         args = self._args
         director = Director(stage, plan, table, crew, args.bound, args.restart, view.told)
-        view.director = director
         try:
             director.run()
             if program.grace_s is not None:
@@ -267,17 +259,6 @@ class Harness:
 
         found = shrink(happened, fails, until_s)
         print(f"{len(found)} of {len(happened)} faults are in {path} now, and fail")
-
-    def _report(self, outcome: Outcome, again: str) -> None:
-        report = Report(
-            self._program.title,
-            again,
-            outcome.chronicle,
-            outcome.copies,
-            outcome.figures,
-            outcome.violations,
-        )
-        self._args.report.write_text(page(report), encoding="utf-8")
 
 
 def _faults(text: str) -> tuple[str, ...]:

@@ -132,7 +132,7 @@ class Director:
         crew: Crew,
         bound_s: float,
         restart_s: float | None,
-        told: Callable[[Done | None], None],
+        told: Callable[[Director, Done | None], None],
     ) -> None:
         self.watch = Watch()  # what the master's event log says
         self.chronicle = Chronicle()  # what has happened
@@ -216,7 +216,7 @@ class Director:
         self._crew.observe(self.stage.alive(), self.watch)
         self._note_master(now_s)
         self._note_stall(now_s)
-        self._told(None)
+        self._told(self, None)
         time.sleep(TICK_S)
 
     def _until(self, so: Callable[[], bool], what: str = "", seconds: float = math.inf) -> bool:
@@ -252,7 +252,7 @@ class Director:
         done = Done(fault, time.monotonic(), moment=came)
         self.chronicle.done.append(done)
         self._perform(done)
-        self._told(done)
+        self._told(self, done)
         return True
 
     def _calm(self) -> None:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import NamedTuple
 
 from pccl.cli.chaos.director import Chronicle, Director, Done
 from pccl.cli.chaos.stage import Copy
 from pccl.cli.replay import Check, Source
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.live import Live
+from pccl.cli.terminal import Screen, Style, Styled, table
+from pccl.support.closing import Closing
 
 
 class Metrics(NamedTuple):
@@ -70,53 +65,105 @@ def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Metrics:
     return Metrics(len(moments), goodput, recoveries)
 
 
+class Outcome(NamedTuple):
+    chronicle: Chronicle
+    copies: Sequence[Copy]
+    figures: Metrics
+    violations: Sequence[str]
+
+
+# ---- while the run goes on ----
+
 FAULTS_SHOWN = 8
 ENDED_SHOWN_S = 5.0
+PICTURES_S = 0.25  # from one to the next
 
 
-def picture(director: Director) -> RenderableType:
+class View(Closing):
+    """Shows a run: pictures on a terminal, else a line for each fault.
+
+    Args:
+        plain: only lines, also on a terminal.
+    """
+
+    def __init__(self, plain: bool) -> None:
+        pictures = not plain and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._screen = Screen() if pictures else None
+        self._pictured_s = 0.0
+
+    def told(self, director: Director, done: Done | None) -> None:
+        """A fault has come; or nothing has, but time has passed."""
+        if self._screen is None:
+            if done is not None:
+                print(line_of(done, director), flush=True)
+        elif done is not None or time.monotonic() > self._pictured_s + PICTURES_S:
+            self._pictured_s = time.monotonic()
+            self._screen.show([*picture(director)])
+
+    def close(self) -> None:
+        if self._screen is not None:
+            self._screen.close()
+
+
+def picture(director: Director) -> Iterator[str]:
     """Copies, the last faults, and how it goes."""
     now_s, chronicle = time.monotonic(), director.chronicle
-    passed_s = now_s - chronicle.faults_s if chronicle.faults_s else 0.0
     watch, schedule = director.watch, director.schedule
-    title = f"{passed_s:.0f} of {schedule.seconds:.0f} s, seed {schedule.seed}"
-    table = Table(title=title)
-    for heading in ("copy", "is", "since", "what befell it last"):
-        table.add_column(heading)
-    for copy in director.stage.copies:
-        if copy.ended_s is None or now_s - copy.ended_s < ENDED_SHOWN_S:
-            table.add_row(*_row(copy, now_s))
-    faults = [
-        Text(f"{done.at_s - chronicle.faults_s:7.1f} s  {done.fault.what} {_whom(done.copy)}")
-        for done in chronicle.done[-FAULTS_SHOWN:]
-        if not done.skipped
+    passed_s = now_s - chronicle.faults_s if chronicle.faults_s else 0.0
+    yield f"{passed_s:.0f} of {schedule.seconds:.0f} s, seed {schedule.seed}"
+    yield ""
+    copies = [
+        copy
+        for copy in director.stage.copies
+        if copy.ended_s is None or now_s - copy.ended_s < ENDED_SHOWN_S
     ]
+    states = [_state(copy) for copy in copies]
+    rows = [_row(copy, state, now_s) for copy, (state, _) in zip(copies, states, strict=True)]
+    head, *lines = table(("copy", "is", "since", "what befell it last"), rows)
+    yield head
+    yield from (Styled(line, style) for line, (_, style) in zip(lines, states, strict=True))
+    yield ""
+    for done in chronicle.done[-FAULTS_SHOWN:]:
+        if not done.skipped:
+            whom = f"copy {done.copy}" if done.copy >= 0 else ""
+            yield f"{done.at_s - chronicle.faults_s:7.1f} s  {done.fault.what} {whom}"
     still_s = now_s - watch.last_s if watch.rounds else 0.0
-    state = (
+    how = (
         f"{len(watch.accepted)} peers; {len(watch.collectives_s)} collectives, {watch.rounds} "
         f"calls; the last one {still_s:.1f} s ago; {len(chronicle.done)} of "
         f"{len(schedule.faults)} faults"
     )
-    return Group(table, *faults, Text(state, style="dim" if still_s < 5.0 else "yellow"))
+    yield Styled(how, "dim" if still_s < 5.0 else "yellow")
 
 
-def _whom(copy: int) -> str:
-    return f"copy {copy}" if copy >= 0 else ""
-
-
-def _row(copy: Copy, now_s: float) -> tuple[str | Text, ...]:
+def _state(copy: Copy) -> tuple[str, Style]:
     if copy.ended_s is not None:
-        said, style = ("killed", "red") if copy.by_us else (f"ended ({copy.process.status})", "dim")
-    elif copy.stopped:
-        said, style = "frozen", "cyan"
-    elif copy.settled:
-        said, style = "in the run", "green"
-    else:
-        said, style = "coming", "yellow"
+        return ("killed", "red") if copy.by_us else (f"ended ({copy.process.status})", "dim")
+    if copy.stopped:
+        return "frozen", "cyan"
+    return ("in the run", "green") if copy.settled else ("coming", "yellow")
+
+
+def _row(copy: Copy, state: str, now_s: float) -> Sequence[str]:
     since_s = now_s - (copy.ended_s or copy.began_s)
     last = f"{copy.befell[-1][1]} {now_s - copy.befell[-1][0]:.1f} s ago" if copy.befell else ""
-    return str(copy.number), Text(said, style=style), f"{since_s:.0f} s", last
+    return str(copy.number), state, f"{since_s:.0f} s", last
 
+
+def line_of(done: Done, director: Director) -> str:
+    copies = director.stage.alive()
+    frozen = sum(copy.stopped for copy in copies)
+    at_s = done.at_s - director.chronicle.faults_s
+    whom = f": copy {done.copy}" if done.copy >= 0 else ""
+    lasts = f" for {done.fault.lasts_s:.1f} s" if done.fault.lasts_s else ""
+    moment = f" ({done.moment})" if done.moment else ""
+    why = f", but {done.skipped}" if done.skipped else ""
+    what = f"{done.fault.what}{whom}{lasts}{moment}{why}"
+    world = f"{len(director.watch.accepted)} peers, {len(copies)} copies, {frozen} frozen"
+    return f"{at_s:7.1f} s  {what:52}  {director.watch.rounds:6} calls, {world}"
+
+
+# ---- afterwards: a page ----
 
 WIDTH, LABEL, ROW = 1100.0, 90.0, 22.0
 BINS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0)
@@ -146,46 +193,65 @@ th, td { text-align: left; border: 1px solid var(--line); padding: .25rem .6rem;
 """
 
 
-class Report(NamedTuple):
-    """What is reported."""
-
-    title: str  # what was run
-    again: str  # the command that runs it again
-    chronicle: Chronicle  # what has happened
-    copies: Sequence[Copy]  # that were started
-    figures: Metrics  # in numbers
-    violations: Sequence[str]  # all, in words
-    notes: Sequence[str] = ()  # what else is to be said
-
-
-def page(report: Report) -> str:
-    held = not report.violations
-    verdict = "everything held" if held else f"{len(report.violations)} violations"
+def page(title: str, again: str, outcome: Outcome) -> str:
+    """One HTML file. `again` is the command that makes the run again."""
+    held = not outcome.violations
+    verdict = "everything held" if held else f"{len(outcome.violations)} violations"
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>pccl chaos: {escape(verdict)}</title><style>{STYLE}</style></head><body>",
-        f'<h1>{escape(report.title)}: <span class="{"held" if held else "broken"}">'
+        f'<h1>{escape(title)}: <span class="{"held" if held else "broken"}">'
         f"{escape(verdict)}</span></h1>",
-        f"<p>{escape(report.figures.words())}</p>",
-        *(f"<p>{escape(note)}</p>" for note in report.notes),
-        f"<p>Once more: <code>{escape(report.again)}</code></p>",
+        f"<p>{escape(outcome.figures.words())}</p>",
+        f"<p>Once more: <code>{escape(again)}</code></p>",
     ]
-    if report.violations:
+    if outcome.violations:
         parts.append("<h2>What did not hold</h2>")
-        parts += [f"<pre>{escape(text)}</pre>" for text in report.violations]
-    parts += ["<h2>Copies and faults</h2>", '<div class="wide">', *_timeline(report), "</div>"]
-    parts += ["<h2>From a fault to the next step</h2>", '<div class="wide">']
-    parts += [*_histogram(report.figures.recoveries_s), "</div>"]
-    parts += ["<h2>Faults</h2>", *_table(report.chronicle), "</body></html>"]
+        parts += [f"<pre>{escape(text)}</pre>" for text in outcome.violations]
+    parts += ["<h2>Copies and faults</h2>", '<div class="wide">', *_timeline(outcome), "</div>"]
+    parts += ["<h2>From a fault to the next step</h2>", _recoveries(outcome.figures.recoveries_s)]
+    parts += ["<h2>Faults</h2>", _faults(outcome.chronicle), "</body></html>"]
     return "\n".join(parts) + "\n"
 
 
-def _timeline(report: Report) -> Iterator[str]:
-    chronicle = report.chronicle
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    cells = (f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return "\n".join(
+        ["<table><tr>", *(f"<th>{head}</th>" for head in heads), "</tr>", *cells, "</table>"]
+    )
+
+
+def _recoveries(times_s: Sequence[float]) -> str:
+    """How many took how long."""
+    counts = [0] * (len(BINS_S) + 1)
+    for time_s in times_s:
+        counts[bisect.bisect_left(BINS_S, time_s)] += 1
+    names = [*(f"up to {bin_s:g} s" for bin_s in BINS_S), f"over {BINS_S[-1]:g} s"]
+    most = max([*counts, 1])
+    rows = zip(names, map(str, counts), ("█" * (40 * n // most) for n in counts), strict=True)
+    return _table(("time", "faults", ""), rows)
+
+
+def _faults(chronicle: Chronicle) -> str:
+    rows = (
+        (
+            f"{done.at_s - chronicle.faults_s:.2f} s",
+            done.fault.what,
+            done.skipped or (f"copy {done.copy}" if done.copy >= 0 else ""),
+            "" if done.over_s is None else f"{done.over_s - done.at_s:.2f} s",
+            done.moment,
+        )
+        for done in chronicle.done
+    )
+    return _table(("at", "fault", "whom", "for", "moment"), rows)
+
+
+def _timeline(outcome: Outcome) -> Iterator[str]:
+    chronicle = outcome.chronicle
     whole_s = max(chronicle.ended_s - chronicle.began_s, 0.001)
-    rows = len(report.copies) + 1
+    rows = len(outcome.copies) + 1
     height = (rows + 1) * ROW + 8
 
     def x(at_s: float) -> float:
@@ -203,7 +269,7 @@ def _timeline(report: Report) -> Iterator[str]:
     lives = [("master", chronicle.began_s, chronicle.ended_s)]
     lives += [
         (f"copy {copy.number}", copy.began_s, min(copy.ended_s or 1e18, chronicle.ended_s))
-        for copy in report.copies
+        for copy in outcome.copies
     ]
     for row, (name, began_s, ended_s) in enumerate(lives, 1):
         width = max(x(ended_s) - x(began_s), 1.0)
@@ -212,7 +278,7 @@ def _timeline(report: Report) -> Iterator[str]:
             f'<rect class="life" x="{x(began_s):.1f}" y="{row * ROW + 5:.0f}" '
             f'width="{width:.1f}" height="12" rx="3"/>'
         )
-    ends = {copy.number: copy.ended_s or chronicle.ended_s for copy in report.copies}
+    ends = {copy.number: copy.ended_s or chronicle.ended_s for copy in outcome.copies}
     for done in chronicle.done:
         if not done.skipped:
             over_s = min(done.over_s or done.at_s, ends.get(done.copy, chronicle.ended_s))
@@ -222,7 +288,9 @@ def _timeline(report: Report) -> Iterator[str]:
 
 def _mark(done: Done, left: float, right: float, chronicle: Chronicle) -> str:
     top = (done.copy + 2) * ROW if done.copy >= 0 else ROW
-    said = f"{done.at_s - chronicle.faults_s:.2f} s: {_words(done)}"
+    moment = f", {done.moment}" if done.moment else ""
+    whom = f" (copy {done.copy})" if done.copy >= 0 else ""
+    said = f"{done.at_s - chronicle.faults_s:.2f} s: {done.fault.what}{whom}{moment}"
     span = (
         f'<rect class="span" x="{left:.1f}" y="{top + 3:.0f}" width="{right - left:.1f}" '
         'height="16"/>'
@@ -235,48 +303,7 @@ def _mark(done: Done, left: float, right: float, chronicle: Chronicle) -> str:
     )
 
 
-def _words(done: Done) -> str:
-    moment = f", {done.moment}" if done.moment else ""
-    whom = f" (copy {done.copy})" if done.copy >= 0 else ""
-    return f"{done.fault.what}{whom}{moment}"
-
-
-def _histogram(times_s: Sequence[float]) -> Iterator[str]:
-    counts = [0] * (len(BINS_S) + 1)
-    for time_s in times_s:
-        counts[sum(time_s > bin_s for bin_s in BINS_S)] += 1
-    most = max([*counts, 1])
-    step, floor = 80.0, 130.0
-    width = step * len(counts)
-    yield f'<svg viewBox="0 0 {width:.0f} 160" width="{width:.0f}" role="img">'
-    yield "<title>How many recoveries took how long</title>"
-    for i, count in enumerate(counts):
-        tall = 110.0 * count / most
-        name = f"up to {BINS_S[i]:g} s" if i < len(BINS_S) else f"over {BINS_S[-1]:g} s"
-        yield (
-            f'<rect class="life" x="{i * step + 8:.0f}" y="{floor - tall:.1f}" '
-            f'width="{step - 16:.0f}" height="{tall:.1f}"/>'
-            f'<text x="{i * step + 30:.0f}" y="{floor - tall - 4:.1f}">{count}</text>'
-            f'<text class="quiet" x="{i * step + 8:.0f}" y="148">{name}</text>'
-        )
-    yield "</svg>"
-
-
-def _table(chronicle: Chronicle) -> Iterator[str]:
-    yield "<table><tr><th>at</th><th>fault</th><th>whom</th><th>for</th><th>moment</th></tr>"
-    for done in chronicle.done:
-        length = "" if done.over_s is None else f"{done.over_s - done.at_s:.2f} s"
-        whom = done.skipped or (f"copy {done.copy}" if done.copy >= 0 else "")
-        cells = (
-            f"{done.at_s - chronicle.faults_s:.2f} s",
-            done.fault.what,
-            whom,
-            length,
-            done.moment,
-        )
-        yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-    yield "</table>"
-
+# ---- what is demanded of the master ----
 
 GROWTH_MAX = 40, 4, 64  # descriptors, threads, MiB of the master: more is a leak
 SIZES_MIN = 20  # of one master, to be compared
@@ -310,64 +337,3 @@ def growth(sizes: list[tuple[int, int, int]]) -> Iterator[str]:
     )
     if any(b - a > limit for a, b, limit in zip(early, late, GROWTH_MAX, strict=True)):
         yield f"the master has grown from {early} to {late} descriptors, threads and MiB"
-
-
-PICTURES_S = 0.25  # from one to the next
-EVENTS_SHOWN = 10
-
-
-class View:
-    """Shows a run.
-
-    Args:
-        plain: only lines, also on a terminal.
-    """
-
-    def __init__(self, plain: bool) -> None:
-        self.director: Director | None = None
-        self._live: Live | None = None
-        self._pictured_s = 0.0
-        self._picture: Callable[[Director], RenderableType] | None = None
-        if not plain:
-            with suppress(ModuleNotFoundError):  # lines will do
-                self._open()
-
-    def told(self, done: Done | None) -> None:
-        """A fault has come; or nothing has, but time has passed."""
-        director = self.director
-        if director is None:
-            return
-        if self._live is None or self._picture is None:
-            if done is not None:
-                print(line_of(done, director), flush=True)
-        elif done is not None or time.monotonic() > self._pictured_s + PICTURES_S:
-            self._pictured_s = time.monotonic()
-            self._live.update(self._picture(director), refresh=True)
-
-    def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def _open(self) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        console = Console(highlight=False)
-        if console.is_terminal:
-            self._picture = picture
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-            self._live.start()
-
-
-def line_of(done: Done, director: Director) -> str:
-    copies = director.stage.alive()
-    frozen = sum(copy.stopped for copy in copies)
-    at_s = done.at_s - director.chronicle.faults_s
-    whom = f": copy {done.copy}" if done.copy >= 0 else ""
-    lasts = f" for {done.fault.lasts_s:.1f} s" if done.fault.lasts_s else ""
-    moment = f" ({done.moment})" if done.moment else ""
-    why = f", but {done.skipped}" if done.skipped else ""
-    what = f"{done.fault.what}{whom}{lasts}{moment}{why}"
-    world = f"{len(director.watch.accepted)} peers, {len(copies)} copies, {frozen} frozen"
-    return f"{at_s:7.1f} s  {what:52}  {director.watch.rounds:6} calls, {world}"
