@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -365,9 +364,7 @@ def test_a_peer_that_goes_in_the_middle_leaves_what_was_given(backend: str, what
         wait_until(lambda: {comm.world_size for comm in cluster.comms} == {2})
 
         def again(index: int, comm: pccl.Communicator) -> None:
-            x = np.full((2, LARGE), float(index))
+            x = np.full((comm.world_size, LARGE), float(index))  # that this thread knows the ranks
             assert (comm.all_to_all(x)[:, 0] == [0, 1]).all()
 
-        with pytest.raises(pccl.PeerLostError) if ends[0][0] else nullcontext():
-            cluster.each(again)
         cluster.each(again)
