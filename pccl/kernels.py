@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 Format = Literal["int8", "int4", "e3m0", "2bit", "sparse"]  # of quantized numbers: see `quantize`
+Wire = Literal["fp32", Format]  # what DiLoCo and the hooks of DDP send
 
 _BLOCKS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
 _PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # in C

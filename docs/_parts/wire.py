@@ -80,7 +80,10 @@ def transitions() -> str:
 
 def exclusions() -> str:
     """Which calls may wait next to each other."""
-    rows = ["| who waits in | votes of | cannot come to |", "| --- | --- | --- |"]
+    rows = [
+        "| a peer waits in | which needs the votes of | and excludes, by others |",
+        "| --- | --- | --- |",
+    ]
     for kind in Kind:
         scope = "the whole run" if kind in RUN_WIDE else "a group"
         scope = "two peers" if kind is Kind.PAIR else scope

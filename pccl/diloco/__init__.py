@@ -10,11 +10,11 @@ from pccl.diloco.settings import (
     Pattern,
     Rate,
     WeightBy,
-    Wire,
     quadratic_steps,
 )
 from pccl.diloco.stats import OuterRound, PeerShare
 from pccl.diloco.trainer import DiLoCo
+from pccl.kernels import Wire
 
 __all__ = [
     "Algorithm",

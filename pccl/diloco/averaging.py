@@ -20,7 +20,7 @@ from pccl import (
     kernels,
     operands,
 )
-from pccl.diloco.settings import Wire
+from pccl.kernels import Wire
 
 Algorithm = Literal["gather", "two-stage", "ring"]
 Tensors = list[torch.Tensor]

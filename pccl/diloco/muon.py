@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from pccl.diloco.settings import Wire
+from pccl.kernels import Wire
 
 
 class Preset(TypedDict):

@@ -12,13 +12,13 @@ import torch
 import xxhash
 
 from pccl.extension import GRACE_MAX_S
+from pccl.kernels import Wire
 
 AlonePolicy = Literal["continue", "step", "wait"]
 BufferMode = Literal["local", "first", "mean"]
 Mode = Literal["sync", "delayed", "eager", "streaming"]
 Pattern = Literal["strided", "sequential"]
 WeightBy = Literal["peers", "samples"]
-Wire = Literal["fp32", "int8", "int4", "e3m0", "2bit", "sparse"]
 Rate = float | Sequence[tuple[int, float]]
 """A number; or points (k, value) between which it is linear in k, and beyond which constant."""
 

@@ -40,13 +40,13 @@ from pccl.diloco.settings import (
     Rate,
     Settings,
     WeightBy,
-    Wire,
     checked_steps,
     encode,
     layout_digest,
     rates,
 )
 from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Stopwatch, gather_shares
+from pccl.kernels import Wire
 from pccl.runtime.checkpoint import replacing
 
 _REJOINS_MAX = 3  # without a round between them

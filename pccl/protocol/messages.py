@@ -323,7 +323,7 @@ class Spec(Struct, array_like=True, frozen=True):
     `algorithm` and `quantized` are values of QuantizationAlgorithm and, if that leaves a choice, of
     DataType. `count`: elements that each member gives; in a reduce_scatter or scatter, receives; in
     an all_to_all, those of a row. `root` is a rank. `members` is the size of the group as the
-    caller knows it if ranks matter, or if it decides how the data travels (small.py),
+    caller knows it if ranks matter, or if it decides how the data travels (protocol/strategy.py),
     else 0. `parts` describe a list or dict of tensors; `count` and `dtype` are 0 then. `layout`: as
     in Part. `rows`: of an all_gather to which members give
     different numbers of rows, these by rank; counts are those of a row then. `ring`: where ranks

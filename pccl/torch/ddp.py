@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Base
 
 from pccl import PeerLostError, Result, SharedStateSyncStrategy, extension
+from pccl.kernels import Wire
 from pccl.shared_state import SharedState, TensorInfo
 from pccl.torch import hooks
 from pccl.torch.group import TIMEOUT, ProcessGroup
@@ -30,7 +31,6 @@ from pccl.torch.work import in_pool
 
 _log = logging.getLogger("pccl.torch")
 
-Wire = Literal["fp32", "int8", "int4", "e3m0", "2bit", "sparse"]
 
 # whether replicas take the buffers of rank 0 in each step; its name since torch 2.13, and before
 _NAMES = inspect.signature(Base.__init__).parameters

@@ -25,13 +25,14 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pccl
 from pccl.cli.arguments import option, whole_number
 from pccl.cli.bench import options
 from pccl.cli.processes import WorkerError, collect, follow_parent, workers
 from pccl.cli.terminal import complain
+from pccl.kernels import Format
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +166,7 @@ def _measure(job: Job, gloo: Any) -> Measured:
     )
 
 
-_WIRES = ("int8", "int4", "e3m0", "2bit", "sparse")
+_WIRES = get_args(Format)
 _NUMBERS = (  # name, default, meaning
     ("--layers", 4, "layers of the model"),
     ("--width", 256, "its width"),

@@ -13,20 +13,21 @@ import queue
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pccl
 from pccl.cli.arguments import output
 from pccl.cli.demo.director import STEPS_MIN, Director, Go, Kill, Order, Say, State, decode
 from pccl.cli.processes import Fleet
 from pccl.cli.terminal import complain
+from pccl.kernels import Wire
 
 if TYPE_CHECKING:
     from pccl.cli.demo.display import Display
 
 _REQUIRED = ("torch", "rich", "matplotlib")
 MODES = ("sync", "delayed", "eager", "streaming")  # of pccl.diloco, which needs torch
-WIRES = ("fp32", "int8", "int4", "e3m0", "2bit", "sparse")
+WIRES = get_args(Wire)
 
 _PEERS = 3
 _PEERS_PER_CORE = 4

@@ -11,7 +11,8 @@ before the messages that depend on them are sent: the service waits for the thre
 `JOURNAL_PATIENCE_S`. If that time passes, or writing fails, the master continues without the
 journal: the journal is *behind*, the log says so, and the thread retries until it has written the
 whole current state. A master that is restarted before that trusts the peers that come back, as one
-without a journal does (journal.py says how it knows). If configured so, the master ends instead.
+without a journal does (protocol/master/recovery.py says how it knows). If configured so, the
+master ends instead.
 """
 
 from __future__ import annotations
