@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from cluster import Cluster
+from cluster import Cluster, to
 from waiting import wait_until
 
 import pccl
@@ -343,8 +343,8 @@ def test_different_calls_are_an_error_on_all_that_names_who(case: str) -> None:
             return caught.value.message
 
         messages = cluster.each(job)
-        for message in messages:
-            assert all(f"{number} called" in message for number in numbers), message
+        for number, message in zip(numbers, messages, strict=True):
+            assert all(f"{each} called" in to(number, message) for each in numbers), message
         assert any(words in message for message in messages), messages
 
 

@@ -134,7 +134,7 @@ def test_who_waits_for_peers_says_how_many_are_there(start: Start) -> None:
         peer = start("-c", waits, master.address)
         assert peer.stderr is not None
         assert peer.stderr.readline().endswith("; wait_for_peers(5): 1 of 5 are there\n")
-        peer.send_signal(signal.SIGINT)
+        peer.terminate()
         peer.communicate(timeout=PATIENCE_S)
 
 

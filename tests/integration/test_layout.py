@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, to
 from errors_page import listed
 
 import pccl
@@ -172,7 +172,8 @@ def test_peers_whose_arrays_lie_otherwise_are_told_who_has_which(small: bool) ->
                 comm.all_reduce({"a": torch.zeros(4), "b": x})
             return text
 
-        for text in cluster.each(job):
+        for reader, said in zip(numbers_, cluster.each(job), strict=True):
+            text = to(reader, said)
             listed(f"MismatchError: {text}")
             strides = ",".join(map(str, channels_last(*shape).stride()))
             lies = f"{n} elements of float32 ({'x'.join(map(str, shape))} with strides {strides})"

@@ -48,6 +48,12 @@ def gather(comm: pccl.Communicator, size: int) -> None:
     grow(comm, size)
 
 
+def to(reader: str, message: str) -> str:
+    """An error's message as it would be without a reader, who is a peer that it marks as such."""
+    assert reader.replace("(", "(you, ", 1) in message, message
+    return message.replace("(you, ", "(", 1)
+
+
 class Cluster:
     """`size` connected peers and their master.
 
