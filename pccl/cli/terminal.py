@@ -77,6 +77,11 @@ class Screen(Closing):
         sys.stdout.flush()
 
 
+def screen() -> Screen | None:
+    """Where stdout is a terminal that has another screen."""
+    return Screen() if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else None
+
+
 def complain(command: str, text: object) -> None:
     """Says on stderr why a command has failed."""
     print(f"{painted(f'pccl {command}:', 'red', sys.stderr)} {text}", file=sys.stderr)

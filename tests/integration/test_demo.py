@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-for package in ("torch", "rich", "matplotlib"):
+for package in ("torch", "matplotlib"):
     pytest.importorskip(package)
 
 from pccl.cli import demo  # noqa: E402

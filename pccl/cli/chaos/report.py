@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -16,7 +14,7 @@ from typing import NamedTuple
 from pccl.cli.chaos.director import Chronicle, Director, Done
 from pccl.cli.chaos.stage import Copy
 from pccl.cli.replay import Check, Source
-from pccl.cli.terminal import Screen, Style, Styled, table
+from pccl.cli.terminal import Style, Styled, screen, table
 from pccl.support.closing import Closing
 
 
@@ -87,8 +85,7 @@ class View(Closing):
     """
 
     def __init__(self, plain: bool) -> None:
-        pictures = not plain and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self._screen = Screen() if pictures else None
+        self._screen = None if plain else screen()
         self._pictured_s = 0.0
 
     def told(self, director: Director, done: Done | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import queue
 import sys
@@ -19,13 +20,13 @@ import pccl
 from pccl.cli.arguments import output
 from pccl.cli.demo.director import STEPS_MIN, Director, Go, Kill, Order, Say, State, decode
 from pccl.cli.processes import Fleet
-from pccl.cli.terminal import complain
+from pccl.cli.terminal import complain, shown
 from pccl.kernels import Wire
 
 if TYPE_CHECKING:
     from pccl.cli.demo.display import Display
 
-_REQUIRED = ("torch", "rich", "matplotlib")
+_REQUIRED = ("torch", "matplotlib")
 MODES = ("sync", "delayed", "eager", "streaming")  # of pccl.diloco, which needs torch
 WIRES = get_args(Wire)
 
@@ -145,16 +146,15 @@ def _perform(args: argparse.Namespace, director: Director) -> int:
         options = {
             "master": master.address,
             "shards": len(director.peers),
-            "min-peers": args.peers,
+            "min_peers": args.peers,
             "steps": args.steps,
-            "inner-steps": args.inner_steps,
+            "inner_steps": args.inner_steps,
             "mode": args.mode,
             "wire": args.wire,
             "seed": args.seed,
         }
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         for peer in director.peers:
-            fleet.start(peer.number, "--number", str(peer.number), *words)
+            fleet.start(peer.number, json.dumps({"number": peer.number, **options}))
         from pccl.cli.demo.display import Display  # while they load torch
 
         with Display(director) as display:
@@ -196,8 +196,6 @@ def _obey(order: Order, fleet: Fleet, display: Display, now_s: float) -> None:
 
 
 def _conclude(args: argparse.Namespace, director: Director, complaints: str) -> int:
-    from rich.console import Console
-
     from pccl.cli.demo import display
     from pccl.cli.demo.display import closing_table, size_text
 
@@ -210,7 +208,7 @@ def _conclude(args: argparse.Namespace, director: Director, complaints: str) -> 
     first, last = director.validation_losses()
     sent = sum(peer.tx_bytes for peer in director.peers)
     otherwise = sum(peer.data_parallel_bytes for peer in director.peers)
-    Console().print(closing_table(director))
+    print(*map(shown, closing_table(director)), sep="\n")
     print(f"Validation loss {first:.3f} -> {last:.3f} nats per byte.")
     print(f"All survivors hold the same bits: {director.digest()}")
     print(f"All peers together sent {size_text(sent)} of parameters and shared state.")

@@ -2,88 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Literal
 
 from pccl.cli.demo.director import Director, Peer, State
+from pccl.cli.terminal import Style, Styled, screen, table
 from pccl.support.closing import Closing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STYLES = {
+SAID_SHOWN = 12  # lines below the table
+_STYLES: dict[State, Style] = {
     State.LOADING: "dim",
     State.STANDBY: "dim",
     State.JOINING: "yellow",
     State.TRAINING: "green",
-    State.KILLED: "bold red",
-    State.FINISHED: "bold green",
-    State.FAILED: "bold red",
+    State.KILLED: "red",
+    State.FINISHED: "green",
+    State.FAILED: "red",
 }
 
 
 class Display(Closing):
+    """Says what happens; a terminal shows the peers meanwhile."""
+
     def __init__(self, director: Director) -> None:
         self._director = director
-        self._console = Console(highlight=False)
-        self._live: Live | None = None
-        if self._console.is_terminal:
-            self._live = Live(self._picture(), console=self._console, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        return self
+        self._said: list[str] = []
+        self._screen = screen()
 
     def close(self) -> None:
-        if self._live:
-            self._live.stop()
+        if self._screen is not None:
+            self._screen.close()
+            print(*self._said, sep="\n", flush=True)
 
     def say(self, text: str, now_s: float) -> None:
-        self._console.print(Text(f"{now_s:6.1f} s  {text}"), soft_wrap=True)
+        self._said.append(f"{now_s:6.1f} s  {text}")
+        if self._screen is None:
+            print(self._said[-1], flush=True)
 
     def refresh(self) -> None:
-        if self._live:
-            self._live.update(self._picture())
-
-    def _picture(self) -> Group:
-        director = self._director
-        table = Table(title=f"DiLoCo, outer step {director.outer_step}/{director.steps}")
-        table.add_column("peer")
-        table.add_column("state")
-        for heading in ("outer step", "loss", "tokens/s", "sent"):
-            table.add_column(heading, justify="right")
-        for peer in director.peers:
-            table.add_row(*_live_row(peer))
-        speed = f"{director.algbw_bytes_s / 1e9:.2f} GB/s" if director.algbw_bytes_s else "-"
-        size = size_text(director.reduce_bytes)
-        return Group(table, Text(f"last all-reduce: {size} a peer, algbw {speed}", style="dim"))
+        if self._screen is not None:
+            self._screen.show([*_picture(self._director), "", *self._said[-SAID_SHOWN:]])
 
 
-def closing_table(director: Director) -> Table:
+def _picture(director: Director) -> Iterator[str]:
+    yield f"DiLoCo, outer step {director.outer_step}/{director.steps}"
+    heads = ("peer", "state", "outer step", "loss", "tokens/s", "sent")
+    yield from _table(director, heads, map(_live_row, director.peers))
+    speed = f"{director.algbw_bytes_s / 1e9:.2f} GB/s" if director.algbw_bytes_s else "-"
+    size = size_text(director.reduce_bytes)
+    yield Styled(f"last all-reduce: {size} a peer, algbw {speed}", "dim")
+
+
+def _table(
+    director: Director, heads: Sequence[str], rows: Iterable[Sequence[str]]
+) -> Iterator[str]:
+    """A row for each peer, in the colour of its state."""
+    head, *lines = table(heads, rows)
+    yield head
+    for line, peer in zip(lines, director.peers, strict=True):
+        yield Styled(line, _STYLES[peer.state])
+
+
+def closing_table(director: Director) -> Iterator[str]:
     """How it went for each peer. The losses are those of the validation."""
-    table = Table(title="How it went")
-    table.add_column("peer")
-    table.add_column("fate", no_wrap=True)
-    table.add_column("loss", no_wrap=True)
-    for heading in ("sent", "data parallel"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("digest", no_wrap=True)
-    for peer in director.peers:
-        table.add_row(
+    rows = (
+        (
             str(peer.number),
-            Text(peer.fate, style=_STYLES[peer.state]),
+            peer.fate,
             f"{peer.validation[0][1]:.3f} -> {peer.validation[-1][1]:.3f}",
             size_text(peer.tx_bytes),
             size_text(peer.data_parallel_bytes),
             peer.digest[:8] or "-",
         )
-    return table
+        for peer in director.peers
+    )
+    heads = ("peer", "fate", "loss", "sent", "data parallel", "digest")
+    return _table(director, heads, rows)
 
 
 def size_text(size: float) -> str:
@@ -95,11 +93,11 @@ def size_text(size: float) -> str:
     return f"{size:.2f} GB"
 
 
-def _live_row(peer: Peer) -> tuple[str | Text, ...]:
+def _live_row(peer: Peer) -> Sequence[str]:
     running = peer.state is State.TRAINING
     return (
         str(peer.number),
-        Text(peer.state.value, style=_STYLES[peer.state]),
+        peer.state.value,
         str(peer.outer_step) if peer.joined_s is not None else "-",
         f"{peer.training[-1][1]:.3f}" if peer.training else "-",
         f"{peer.tokens_per_s:,.0f}" if running and peer.training else "-",

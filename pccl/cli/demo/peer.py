@@ -7,6 +7,7 @@ outer step. When stdin ends, the orchestrator is gone, and so this process goes 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -30,19 +31,8 @@ _FRAGMENTS, _OVERLAP, _ALPHA = 3, 2, 0.5  # with mode="streaming"
 
 
 def main() -> int:
-    """Trains until the run has taken `--steps` outer steps."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--master", required=True)
-    parser.add_argument("--number", type=int, required=True)
-    parser.add_argument("--shards", type=int, required=True)
-    parser.add_argument("--min-peers", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--inner-steps", type=int, required=True)
-    parser.add_argument("--mode", required=True)
-    parser.add_argument("--wire", required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    args = parser.parse_args()
-
+    """Trains until the run has taken `steps` outer steps; what else it is told is JSON, too."""
+    args = argparse.Namespace(**json.loads(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to handle
     go = threading.Event()
     threading.Thread(target=_obey, args=(go,), daemon=True).start()
