@@ -16,6 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pccl.cli.chaos import network as network_of_chaos
+from pccl.cli.chaos.network import NetworkError, run
+
 QUEUE_MS = 50  # what may wait for a link, as time at its rate
 _MTU = 1500
 _names = itertools.count()
@@ -65,15 +68,20 @@ class Link:
 
 
 class Network:
-    """Hosts that stand. `addresses` has those of all hosts."""
+    """Hosts that stand.
 
-    def __init__(self, prefix: str, addresses: dict[str, str]) -> None:
+    Args:
+        spaces: the network namespaces of all hosts.
+        addresses: of all hosts.
+    """
+
+    def __init__(self, spaces: dict[str, str], addresses: dict[str, str]) -> None:
         self.addresses = addresses
-        self._prefix = prefix
+        self._spaces = spaces
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Starts a command on a host; the process is the command's own."""
-        enter = ["nsenter", f"--net=/run/netns/{self._prefix}.{host}", "--"]
+        enter = ["nsenter", f"--net=/run/netns/{self._spaces[host]}", "--"]
         return subprocess.Popen([*enter, *argv], text=True, **options)
 
 
@@ -113,12 +121,12 @@ def network(
         between: pairs whose link has another rate, both ways; only `wanem` can do that.
 
     Raises:
-        RuntimeError: the machine cannot emulate a network; the text says what is missing.
+        NetworkError: the machine cannot emulate a network; the text says what is missing.
     """
     if kind() == "wanem":
         made = _wanem(link, hosts, slow or {}, between or {})
     elif between:
-        raise RuntimeError("netem has one rate for each host: this needs the module wanem")
+        raise NetworkError("netem has one rate for each host: this needs the module wanem")
     else:
         made = _netem(link, hosts, slow or {})
     with made as standing:
@@ -145,55 +153,22 @@ def _wanem(
             *({"between": [*pair], "rate": f"{mbit}mbit"} for pair, mbit in between.items()),
         ],
     }
-    with Wan(config, name=_name()) as wan:
-        yield Network(wan.name, dict(wan.hosts))
+    with Wan(config, name=f"pccl{os.getpid()}_{next(_names)}") as wan:
+        yield Network({host: f"{wan.name}.{host}" for host in hosts}, dict(wan.hosts))
 
 
 @contextlib.contextmanager
 def _netem(link: Link, hosts: Sequence[str], slow: Mapping[str, int]) -> Iterator[Network]:
-    """A bridge in a namespace of its own; each host's delay, rate and loss lie on what it sends."""
-    prefix = _name()
-    addresses = {host: f"10.78.0.{number}" for number, host in enumerate(hosts, 1)}
-    switch = f"{prefix}.switch"
-    try:
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "br0", "up", "type", "bridge")
-        for host, address in addresses.items():
-            name = f"{prefix}.{host}"
-            _ip("netns", "add", name)
-            peer = ("peer", "name", f"to-{host}", "netns", switch)
-            _ip("-n", name, "link", "add", "wan0", "type", "veth", *peer)
-            _ip("-n", switch, "link", "set", f"to-{host}", "master", "br0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", "wan0", "up")
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wan0")
-            _ip("-n", name, "route", "change", "10.78.0.0/24", "dev", "wan0", "congctl", "cubic")
+    """Each host's delay, rate and loss lie on what it sends."""
+    with network_of_chaos.Network(len(hosts) - 1) as made:
+        spaces = {host: made.name(number) for number, host in enumerate(hosts)}
+        for number, (host, name) in enumerate(spaces.items()):
+            way = ("10.79.0.0/16", "dev", network_of_chaos.DEVICE, "congctl", "cubic")
+            run("ip", "-n", name, "route", "change", *way)
             for key, value in {**link.sysctls, "net.ipv4.tcp_no_metrics_save": "1"}.items():
-                _run("ip", "netns", "exec", name, "sysctl", "-q", "-w", f"{key}={value}")
+                run("ip", "netns", "exec", name, "sysctl", "-q", "-w", f"{key}={value}")
             mbit = slow.get(host, link.mbit)
             packets = (QUEUE_MS + link.rtt_ms) * mbit * 125 // _MTU
             netem = f"delay {link.rtt_ms / 2}ms rate {mbit}mbit loss {link.loss}%"
-            _run(*f"tc -n {name} qdisc add dev wan0 root netem limit {packets} {netem}".split())
-        yield Network(prefix, addresses)
-    finally:
-        for host in [*addresses, "switch"]:
-            with contextlib.suppress(RuntimeError):  # it was not made
-                for pid in _run("ip", "netns", "pids", f"{prefix}.{host}").split():
-                    _run("kill", "-9", pid)
-                _ip("netns", "delete", f"{prefix}.{host}")
-
-
-def _name() -> str:
-    """Of a network: one of that name that stands elsewhere on the machine would be removed."""
-    return f"pccl{os.getpid()}_{next(_names)}"
-
-
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
-
-
-def _run(*argv: str) -> str:
-    done = subprocess.run(argv, text=True, capture_output=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
-    return done.stdout
+            made.qdisc(number, f"netem limit {packets} {netem}")
+        yield Network(spaces, dict(zip(hosts, made.addresses, strict=True)))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from pccl.cli.chaos import kinds
+from pccl.support.closing import Closing
 
 NOBODY = "02:00:00:00:00:ff"
 DEVICE = "wan0"
@@ -31,7 +32,7 @@ class NetworkError(Exception):
     """This machine cannot have hosts of their own; the text says why."""
 
 
-class Network:
+class Network(Closing):
     """Hosts: number 0 for the master, and one for each copy that runs at once.
 
     Args:
@@ -59,14 +60,14 @@ class Network:
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """A command line that runs on a host; the process is the command's own."""
-        return ["nsenter", f"--net=/run/netns/{self._name(host)}", "--", *command]
+        return ["nsenter", f"--net=/run/netns/{self.name(host)}", "--", *command]
 
     def kinds(self) -> tuple[dict[str, kinds.Kind], dict[str, str]]:
         """The kinds of faults that are possible; why the others are not."""
         why = {}
         for what, qdisc in QDISCS.items():
             try:
-                self._qdisc(1, qdisc)()
+                self.qdisc(1, qdisc)()
             except NetworkError as error:
                 why[what] = str(error)
         try:
@@ -84,35 +85,35 @@ class Network:
             return self._cut(self._ways_out(host))
         if what == kinds.CUT_IN:
             return self._cut(self._ways_in(host))
-        return self._qdisc(host, QDISCS[what])
+        return self.qdisc(host, QDISCS[what])
 
     def reset(self, host: int) -> None:
         """Resets all established connections of a host. Raises NetworkError."""
         if shutil.which("ss") is None:
             raise NetworkError("it takes the program ss")
-        _run(*self.command(host, ["ss", "-K", "-t", "state", "established"]))
+        run(*self.command(host, ["ss", "-K", "-t", "state", "established"]))
 
     def close(self) -> None:
         """Removes the hosts, and ends what runs there."""
-        for name in [*map(self._name, self._hosts), self._name("switch")]:
+        for name in [*map(self.name, self._hosts), self.name("switch")]:
             with contextlib.suppress(NetworkError):  # it was not made
-                for pid in _run("ip", "netns", "pids", name).split():
-                    _run("kill", "-9", pid)
-                _run("ip", "netns", "delete", name)
+                for pid in run("ip", "netns", "pids", name).split():
+                    run("kill", "-9", pid)
+                run("ip", "netns", "delete", name)
 
     def _make(self) -> None:
-        switch = self._name("switch")
-        _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "br0", "up", "type", "bridge")
+        switch = self.name("switch")
+        run("ip", "netns", "add", switch)
+        run("ip", "-n", switch, "link", "add", "br0", "up", "type", "bridge")
         for host in self._hosts:
-            name = self._name(host)
-            _run("ip", "netns", "add", name)
+            name = self.name(host)
+            run("ip", "netns", "add", name)
             peer = ("peer", "name", f"to{host}", "netns", switch)
             mac = ("address", self._mac(host))
-            _run("ip", "-n", name, "link", "add", DEVICE, *mac, "up", "type", "veth", *peer)
-            _run("ip", "-n", switch, "link", "set", f"to{host}", "master", "br0", "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/16", "dev", DEVICE)
+            run("ip", "-n", name, "link", "add", DEVICE, *mac, "up", "type", "veth", *peer)
+            run("ip", "-n", switch, "link", "set", f"to{host}", "master", "br0", "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+            run("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/16", "dev", DEVICE)
 
     def _ways_out(self, host: int) -> list[tuple[int, int]]:
         return [(host, other) for other in self._hosts if other != host]
@@ -133,19 +134,21 @@ class Network:
 
     def _neighbour(self, source: int, target: int, mac: str) -> None:
         where = ("lladdr", mac, "dev", DEVICE, "nud", "permanent")
-        _run("ip", "-n", self._name(source), "neigh", "replace", self.addresses[target], *where)
+        run("ip", "-n", self.name(source), "neigh", "replace", self.addresses[target], *where)
 
-    def _qdisc(self, host: int, qdisc: str) -> Undo:
-        where = ("tc", "-n", self._name(host), "qdisc")
-        _run(*where, "replace", "dev", DEVICE, "root", *qdisc.split())
+    def qdisc(self, host: int, qdisc: str) -> Undo:
+        """Puts what the host sends in such a queue."""
+        where = ("tc", "-n", self.name(host), "qdisc")
+        run(*where, "replace", "dev", DEVICE, "root", *qdisc.split())
 
         def undo() -> None:
             with contextlib.suppress(NetworkError):  # another one has taken its place, and ended
-                _run(*where, "del", "dev", DEVICE, "root")
+                run(*where, "del", "dev", DEVICE, "root")
 
         return undo
 
-    def _name(self, host: int | str) -> str:
+    def name(self, host: int | str) -> str:
+        """Of the network namespace."""
         return f"{self._prefix}.{host}"
 
     @staticmethod
@@ -153,7 +156,7 @@ class Network:
         return f"02:00:00:01:{host >> 8:02x}:{host & 255:02x}"
 
 
-def _run(*argv: str) -> str:
+def run(*argv: str) -> str:
     try:
         done = subprocess.run(argv, text=True, capture_output=True, check=False)
     except OSError as error:
