@@ -38,12 +38,7 @@ _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, also those that ar
 class Process(Closing):
     """A program that was started, and leads its own process group.
 
-    Attributes:
-        pid: its number.
-        stdout: the pipe; None if it is a file.
-        stderr: likewise.
-        status: with which it ended, or minus the signal that killed it; None before `poll` or
-            `wait` have seen that.
+    `status` is None before `poll` or `wait` have seen its end.
 
     Raises:
         OSError: it cannot be started.
@@ -158,10 +153,7 @@ class Process(Closing):
 class Output(threading.Thread):
     """Reads lines from a pipe until all have closed its other end.
 
-    Args:
-        pipe: closed at the end.
-        heard: called with complete lines, with their ends; or with one part of a line, if that
-            lingers or is too long.
+    `heard` gets complete lines, with their ends; or one part of a line that lingers or is too long.
     """
 
     def __init__(self, pipe: IO[bytes], heard: Callable[[Sequence[bytes]], None]) -> None:
@@ -224,14 +216,8 @@ class Fleet(Closing):
     """Python modules that run as processes, told by lines what to do, and heard by lines.
 
     Each has a pipe as its stdin and should end when that closes, so that all end even if this
-    process is killed.
-
-    Args:
-        module: what each runs.
-        path: where to look for it first.
-
-    Attributes:
-        heard: (number of the process, line of its stdout), and (number, status) when it has ended.
+    process is killed. `heard` has (number of the process, line of its stdout), and (number, status)
+    when it has ended. The module is looked for in `path` first.
     """
 
     def __init__(self, module: str, path: str = "") -> None:

@@ -108,14 +108,6 @@ class Entry(NamedTuple):
 class Source:
     """An event log.
 
-    Args:
-        path: of the file that is, or was, written last.
-
-    Attributes:
-        problems: what is missing or damaged, in words; complete after `lines`.
-        damaged: whether a line cannot be read that its master has completed.
-        last_unix_s: the time of the last line.
-
     Raises:
         OSError: there is no such log.
     """
@@ -123,8 +115,8 @@ class Source:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files = files(path)
-        self.problems: list[str] = []
-        self.damaged = False
+        self.problems: list[str] = []  # what is missing or damaged; complete after `lines`
+        self.damaged = False  # whether what a master has written cannot be read
         self.last_unix_s = 0.0
         self._undated = False
         if not self._files:
@@ -201,11 +193,7 @@ class Source:
 
 
 class Check:
-    """What came true of a log.
-
-    Attributes:
-        failed: whether anything did not.
-    """
+    """What came true of a log."""
 
     def __init__(self) -> None:
         self._again = Reenactment()
@@ -539,11 +527,7 @@ class Waited:
 
 
 class Teller:
-    """Says what happened.
-
-    Args:
-        longer_than_s: calls in which nobody waited for longer are left out, unless they failed.
-    """
+    """Says what happened; not of calls in which nobody waited for longer, unless they failed."""
 
     def __init__(self, longer_than_s: float) -> None:
         self._longer_than_s = longer_than_s

@@ -160,12 +160,7 @@ class Printer:
 
 
 class Copy(threading.Thread):
-    """One copy of the program, and its restarts.
-
-    Attributes:
-        status: with which it ended: of a process that a signal killed, 128 and its number.
-        lasted_s: how long the first process has run; None: it still does.
-    """
+    """One copy of the program, and its restarts."""
 
     def __init__(
         self,
@@ -177,7 +172,7 @@ class Copy(threading.Thread):
     ) -> None:
         super().__init__(name=f"pccl-run-{number}", daemon=True)
         self.status = 0
-        self.lasted_s: float | None = None
+        self.lasted_s: float | None = None  # of its first process
         self._number, self._command, self._restarts = number, command, restarts
         self._environment = {**environment, "LOCAL_RANK": str(number)}
         self._copies = copies
@@ -267,14 +262,7 @@ class Copy(threading.Thread):
 
 
 class Copies:
-    """All copies of the program.
-
-    Args:
-        command: the program and its arguments.
-        environment: of all of them.
-        n: how many.
-        restarts: how often each may fail in a row and be started again.
-    """
+    """All copies of the program, each of which may fail so often in a row and be started again."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], n: int, restarts: int

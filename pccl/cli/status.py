@@ -29,30 +29,8 @@ PATIENCE_S = 10.0
 EVENTS_MAX = 5
 BYTES_MAX = 64 << 20  # of an answer; that of a run of 1,000 peers is 0.5 MB
 OK = 200
-PEER = (  # what is told of one
-    "peer",
-    "name",
-    "address",
-    "group",
-    "is",
-    "for",
-    "last heard",
-    "heartbeat",
-    "late",
-    "in all",
-    "stands in",
-)
-CLIENT = (  # what is told of one
-    "client",
-    "name",
-    "address",
-    "has",
-    "published",
-    "fetches",
-    "from",
-    "gives to",
-    "last fetched at",
-)
+PEER = "peer,name,address,group,is,for,last heard,heartbeat,late,in all,stands in".split(",")
+CLIENT = "client,name,address,has,published,fetches,from,gives to,last fetched at".split(",")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

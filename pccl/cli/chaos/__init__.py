@@ -34,28 +34,17 @@ HEARTBEATS = {"PCCL_HEARTBEAT_MS": "500", "PCCL_HEARTBEAT_TIMEOUT_MS": "2000"}
 
 @dataclass(frozen=True)
 class Program:
-    """What is run under faults.
-
-    Attributes:
-        title: what it is, in words.
-        crew: who knows the copies; a new one for each run, given the directory of its files.
-        judge: of a run that is over, given the directory of its files: what was violated, and how
-            fast it was.
-        environment: variables of all processes, beside those of this one.
-        steered: whether copies read orders from their stdin.
-        more: kinds of faults that copies do to themselves when they are told to.
-        grace_s: how long the copies may go on after the faults to end by themselves.
-        curve_dir: keys, for an encrypted run.
-    """
+    """What is run under faults."""
 
     title: str
-    crew: Callable[[Path], Crew]
+    crew: Callable[[Path], Crew]  # of a run, given the directory of its files
+    # of a run that is over: what was violated, and how fast it was
     judge: Callable[[Path, Director], tuple[list[str], Metrics]]
-    environment: Mapping[str, str]
-    steered: bool = False
-    more: Mapping[str, Kind] | None = None
-    grace_s: float | None = None
-    curve_dir: str = ""
+    environment: Mapping[str, str]  # of all processes, beside this one's
+    steered: bool = False  # whether copies read orders from their stdin
+    more: Mapping[str, Kind] | None = None  # what copies do to themselves when they are told to
+    grace_s: float | None = None  # for copies to end by themselves after the faults
+    curve_dir: str = ""  # keys, for an encrypted run
 
 
 def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
@@ -101,23 +90,15 @@ def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
 
 
 class Harness:
-    """Runs a program under faults.
-
-    Args:
-        args: with the options of `add_options`.
-        program: what is run.
-        copies: at most so many at once.
-        again: the command line for the same run, but for the options that say so.
-        settings: what else the schedule must say of the program.
-    """
+    """Runs a program under faults, with the options of `add_options`."""
 
     def __init__(
         self,
         args: argparse.Namespace,
         program: Program,
         copies: int,
-        again: Callable[[list[str]], list[str]],
-        settings: dict[str, str],
+        again: Callable[[list[str]], list[str]],  # the command line that makes the run again
+        settings: dict[str, str],  # what else the schedule must say of the program
     ) -> None:
         self._args = args
         self._program = program

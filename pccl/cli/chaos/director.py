@@ -37,22 +37,14 @@ class Done:
 
 @dataclass
 class Chronicle:
-    """What has happened in a run; all times are of the monotonic clock.
-
-    Attributes:
-        began_s: when the first process was started.
-        faults_s: when the faults began.
-        ended_s: when the run was over.
-        done: the faults.
-        violations: of what is demanded.
-        sizes: of the master, from time to time: descriptors, threads, MiB.
-    """
+    """What has happened in a run; all times are of the monotonic clock."""
 
     began_s: float = field(default_factory=time.monotonic)
-    faults_s: float = 0.0
+    faults_s: float = 0.0  # when they began
     ended_s: float = 0.0
     done: list[Done] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    # of the master, from time to time: descriptors, threads, MiB
     sizes: list[tuple[int, int, int]] = field(default_factory=list)
 
 
@@ -76,11 +68,7 @@ class Crew(Protocol):
 
 
 class Strangers:
-    """Copies of a program of which nothing is known but what their master sees.
-
-    Args:
-        command: of each.
-    """
+    """Copies of a program of which nothing is known but what their master sees."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -111,28 +99,17 @@ class Strangers:
 
 
 class Director:
-    """Makes one run.
-
-    Args:
-        stage: with nothing on it yet.
-        schedule: of faults.
-        table: the kinds of faults, by name.
-        crew: who knows the copies.
-        bound_s: the run must not stand still for longer.
-        restart_s: after how long another copy takes the place of one that has ended; None: only if
-            a fault says so.
-        told: called with each fault, and every moment for a view.
-    """
+    """Makes one run."""
 
     def __init__(
         self,
         stage: Stage,
         schedule: Schedule,
-        table: dict[str, Kind],
+        table: dict[str, Kind],  # by name
         crew: Crew,
-        bound_s: float,
-        restart_s: float | None,
-        told: Callable[[Director, Done | None], None],
+        bound_s: float,  # the run must not stand still for longer
+        restart_s: float | None,  # until another copy takes the place of one that has ended
+        told: Callable[[Director, Done | None], None],  # of each fault, and every moment
     ) -> None:
         self.watch = Watch()  # what the master's event log says
         self.chronicle = Chronicle()  # what has happened

@@ -131,15 +131,7 @@ def load(path: Path) -> Schedule:
 def draw(
     seed: int, seconds: float, calm_s: float, kinds: Mapping[str, Kind], moments: Sequence[str]
 ) -> tuple[Fault, ...]:
-    """Draws faults.
-
-    Args:
-        seed: decides everything.
-        seconds: how long they come.
-        calm_s: from one to the next, on average.
-        kinds: by name, those that are possible here.
-        moments: names of the moments that faults may wait for.
-    """
+    """Draws faults, for so many seconds, of kinds that are possible here. The seed decides all."""
     rng = random.Random(seed)
     names = sorted(kinds)
     weights = [kinds[name].weight for name in names]

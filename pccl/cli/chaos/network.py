@@ -35,12 +35,6 @@ class NetworkError(Exception):
 class Network(Closing):
     """Hosts: number 0 for the master, and one for each copy that runs at once.
 
-    Args:
-        copies: how many.
-
-    Attributes:
-        addresses: of the hosts.
-
     Raises:
         NetworkError: this machine cannot have them.
     """

@@ -44,12 +44,7 @@ class Metrics(NamedTuple):
 
 
 def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Metrics:
-    """The numbers of a run.
-
-    Args:
-        steps_s: when steps were made.
-        faults_s: when faults came for which all might have to wait.
-    """
+    """The numbers of a run: of its steps, and of faults for which all might have to wait."""
     moments = sorted(steps_s)
     recoveries = []
     for at_s in faults_s:
@@ -78,11 +73,7 @@ PICTURES_S = 0.25  # from one to the next
 
 
 class View(Closing):
-    """Shows a run: pictures on a terminal, else a line for each fault.
-
-    Args:
-        plain: only lines, also on a terminal.
-    """
+    """Shows a run: pictures on a terminal, else, or where it is to be plain, lines."""
 
     def __init__(self, plain: bool) -> None:
         self._screen = None if plain else screen()

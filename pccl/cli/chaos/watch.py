@@ -15,6 +15,7 @@ from pccl.protocol.master.record import Gap, Line, Told
 from pccl.runtime.server.eventlog import Head
 
 READ_BYTES = 1 << 20
+DECODER: msgspec.json.Decoder[Head | Line | Gap] = msgspec.json.Decoder(Head | Line | Gap)
 VOTES = (
     m.TopologyVote,
     m.PendingVote,
@@ -35,19 +36,12 @@ MOMENTS = {
 
 
 class Follower:
-    """Reads an event log as it grows, over all its files.
-
-    Args:
-        path: of the file; it need not be there yet.
-    """
+    """Reads an event log, which need not be there yet, as it grows, over all its files."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None
         self._rest = b""
-        self._decoder: msgspec.json.Decoder[Head | Line | Gap] = msgspec.json.Decoder(
-            Head | Line | Gap
-        )
 
     def lines(self) -> Iterator[Line]:
         """What was written since the last call."""
@@ -55,7 +49,7 @@ class Follower:
             *whole, self._rest = (self._rest + data).split(b"\n")
             for text in whole:
                 with contextlib.suppress(msgspec.DecodeError):  # torn; `pccl replay` says so
-                    if text and isinstance(item := self._decoder.decode(text), Line):
+                    if text and isinstance(item := DECODER.decode(text), Line):
                         yield item
 
     def close(self) -> None:
@@ -109,25 +103,15 @@ def moments(line: Line) -> set[str]:
 
 
 class Watch:
-    """What is known of a run from its master's event log.
-
-    Attributes:
-        masters: how many have begun.
-        accepted: the numbers of the accepted peers.
-        collectives_s: when collectives were committed, by the monotonic clock.
-        rounds: how many calls were answered, of any kind.
-        last_s: when the last one was.
-        moments: the last time of each moment.
-        failures: what has made the master fail.
-    """
+    """What is known of a run from its master's event log; times are of the monotonic clock."""
 
     def __init__(self) -> None:
-        self.masters = 0
-        self.accepted: set[int] = set()
-        self.collectives_s: list[float] = []
-        self.rounds = 0
-        self.last_s = float("-inf")
-        self.moments: dict[str, float] = {}
+        self.masters = 0  # that have begun
+        self.accepted: set[int] = set()  # peers
+        self.collectives_s: list[float] = []  # when they were committed
+        self.rounds = 0  # calls of any kind that were answered
+        self.last_s = float("-inf")  # when the last one was
+        self.moments: dict[str, float] = {}  # the last time of each
         self.failures: list[str] = []
 
     def feed(self, line: Line) -> None:

@@ -18,11 +18,6 @@ _SHARD_BYTES_MAX = 4 << 20
 class Corpus:
     """One peer's shard of the training files, and the validation files, which all peers share.
 
-    Args:
-        shard: which part of the files this peer trains on, below `shards`.
-        shards: in how many disjoint parts the files are dealt.
-        seed: of the order in which windows are drawn.
-
     Raises:
         FileNotFoundError: this Python comes without the source of its standard library.
     """
