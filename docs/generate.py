@@ -20,6 +20,7 @@ output COMMAND ...                      what `pccl COMMAND ...` prints
 plans STEP PEERS:UPLINK ...             what it recommends, for models of three sizes
 faults                                  the kinds of faults of `pccl chaos`
 messages peer|master | values | limits  of the control protocol
+versions                                of both protocols
 conversation NAME                       a table of tests/support/conversation.py
 transitions | exclusions                the states of a collective; which calls may meet
 """
@@ -56,6 +57,7 @@ MAKERS = {
     "strategies": commands.strategies,
     "messages": wire.messages,
     "values": wire.values,
+    "versions": wire.versions,
     "limits": wire.limits,
     "conversation": wire.conversation,
     "transitions": wire.transitions,

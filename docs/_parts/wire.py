@@ -16,6 +16,8 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import TRANSITIONS, Event, State
 from pccl.protocol.rounds import EXCLUDED, RUN_WIDE, Kind
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # The names of the types that stand for numbers and texts within limits.
 _NAMES = {
     m.U16: "unsigned, 16 bits",
@@ -49,10 +51,19 @@ def values() -> str:
     return "\n".join(_struct(one, "") for one in inner if one is not msgspec.Struct)
 
 
+def versions() -> str:
+    """The versions that the two wires carry."""
+    data = re.search(
+        r"WIRE_VERSION = (\d+)", (ROOT / "c/engine/wire.c").read_text(encoding="utf-8")
+    )
+    assert data is not None
+    return f"Control is version {m.PROTOCOL_VERSION}, bulk data is version {data[1]}."
+
+
 def limits() -> str:
     """The constants of the module that defines the messages, with their comments."""
     text = Path(m.__file__).read_text(encoding="utf-8")
-    rows = ["| name | value | of |", "| --- | --- | --- |"]
+    rows = ["| name | value | meaning |", "| --- | --- | --- |"]
     for name, why in re.findall(r"^([A-Z][A-Z_]+) = \d[^#\n]*(?:# (.*))?$", text, re.MULTILINE):
         rows.append(f"| `{name}` | {getattr(m, name):,} | {why} |")
     return "\n".join(rows)
@@ -60,7 +71,7 @@ def limits() -> str:
 
 def conversation(name: str) -> str:
     """A table of tests/support/conversation.py: the simulation checks every message against it."""
-    rows = ["| state | who | says | then |", "| --- | --- | --- | --- |"]
+    rows = ["| state | sender | message | next state |", "| --- | --- | --- | --- |"]
     for state, allowed in talk.TABLES[name].items():
         for index, (words, after) in enumerate(allowed.items()):
             who = {">": "peer", "<": "master"}[words[0]]
@@ -70,20 +81,17 @@ def conversation(name: str) -> str:
 
 def transitions() -> str:
     """What moves a collective at a peer, and what its states and events are."""
-    rows = ["| state | event | then |", "| --- | --- | --- |"]
+    rows = ["| state | event | next state |", "| --- | --- | --- |"]
     for state, events in TRANSITIONS.items():
         for index, (event, after) in enumerate(events.items()):
             rows.append(f"| {'' if index else state.name} | {event.name} | {after.name} |")
-    rows += ["", "| state or event | is |", "| --- | --- |"]
+    rows += ["", "| state or event | meaning |", "| --- | --- |"]
     return "\n".join([*rows, *(f"| {one.name} | {one.value} |" for one in [*State, *Event])])
 
 
 def exclusions() -> str:
     """Which calls may wait next to each other."""
-    rows = [
-        "| a peer waits in | which needs the votes of | and excludes, by others |",
-        "| --- | --- | --- |",
-    ]
+    rows = ["| a peer waits in | for the votes of | and cannot enter |", "| --- | --- | --- |"]
     for kind in Kind:
         scope = "the whole run" if kind in RUN_WIDE else "a group"
         scope = "two peers" if kind is Kind.PAIR else scope
