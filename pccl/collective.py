@@ -97,12 +97,12 @@ class Launch:
 
     @property
     def ended(self) -> bool:
-        """Whether `finish` would return without waiting."""
+        """True if `finish` would return without waiting."""
         return self.end is not None or self.call.end is not None or self._client.over is FORKED
 
     @property
     def finishes_slowly(self) -> bool:
-        """Whether `finish` must still wait for copies to a device."""
+        """True if `finish` must still wait for copies to a device."""
         return self.end is None and self._copies is not None and not self._copies.are_settled
 
     def on_end(self, ended: Callable[[], None]) -> None:

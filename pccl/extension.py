@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Member(NamedTuple):
-    """What the run knows of this peer.
+    """This peer, as the run knows it.
 
     Attributes:
         number: unique in the run, in the order in which peers joined.
@@ -78,7 +78,7 @@ def ring(comm: Communicator) -> tuple[int, ...]:
 
 
 def ranks(ring: Sequence[int], number: int) -> Ranks:
-    """What the operands of a collective that depends on ranks need; `number` is this peer's.
+    """The ranks for the operands of a collective that depends on them; `number` is this peer's.
 
     If the peers are no longer in this order when the collective starts, it fails on all of them.
     """
@@ -119,7 +119,7 @@ def run(
 
 
 def are_peers_pending(comm: Communicator, grace: Grace | None = None) -> bool:
-    """Whether peers wait to be admitted, without the pause that a program that polls is given.
+    """True if peers wait to be admitted; without the pause for programs that poll.
 
     Members that have not asked when the `grace` is over are dropped from the run.
     """
@@ -158,5 +158,5 @@ def synchronize_once(
 
 
 def repeat_until_enough(comm: Communicator, attempt: Callable[[], T], min_peers: int) -> T:
-    """What `attempt` returns; while it raises TooFewPeersError, admits newcomers and repeats it."""
+    """Returns `attempt()`; while that raises TooFewPeersError, admits newcomers and repeats it."""
     return comm._membership.repeat_until_enough(attempt, min_peers, None)

@@ -123,7 +123,7 @@ class LinkFacts(NamedTuple):
 
 
 class Cause(Enum):
-    """What a collective spends its time on; the value says what would take it away."""
+    """A cause of a collective's duration; the value is the condition without it."""
 
     VOTES = "the two votes, if the master were beside this peer"
     LATE = "waiting for peers that enter later, if all entered at once"
@@ -193,7 +193,7 @@ class Explanation:
 def explain(
     samples: Sequence[Sample], link: LinkFacts | None = None, master_s: float | None = None
 ) -> Explanation:
-    """What limits the last collectives of a peer.
+    """Explains the duration of a peer's last collectives.
 
     Args:
         samples: these.
@@ -230,7 +230,7 @@ def _of_mostduration_text(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
-    """What votes take, and what is spent waiting in them for others.
+    """The time of the votes, and the waiting for others in them.
 
     The shortest vote of all is what a vote takes by itself: nobody was waited for then, or not as
     long.
@@ -257,7 +257,7 @@ def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
 
 
 def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
-    """What the data takes: the way around the ring, and then whatever is busiest."""
+    """The time of the data: the way around the ring, and then whatever is busiest."""
     count = len(samples)
     moving_s = sum(one.moving_s for one in samples) / count
     if not moving_s or samples[0].small:

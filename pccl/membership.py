@@ -82,7 +82,7 @@ class CallsInFlight:
                 del self._tags[tag]
 
     def single_threaded(self) -> bool:
-        """Whether this thread is the only one there that has ever made a call.
+        """True if this thread is the only live one that has ever made a call.
 
         If so, it makes no other call while it waits in this one, and its vote says so: the master
         can tell it if no peer will ever join that call.
@@ -215,7 +215,7 @@ class Membership:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the others admitted this peer in the call that it is about to make too."""
+        """True if the others admitted this peer in the call that it is about to make too."""
         return not (self.has_admitted or self.calls.any_collective)
 
     # ---- the peer, for a call ----
@@ -286,7 +286,7 @@ class Membership:
         return (number, order[rank]) if sends else (order[rank], number)
 
     def described(self, group: int) -> str:
-        """Who this peer is, in words; from any thread, and changes nothing."""
+        """This peer's name and place, in words; from any thread, without side effects."""
         client = self._client
         if client is None or client.over is not None:
             return f"group {group}, not connected"
@@ -297,7 +297,6 @@ class Membership:
         return f"peer {client.number} ({name}), {at or 'no rank'}, group {group}"
 
     def is_alone(self, name: str) -> bool:
-        """Whether this peer is the only one in its group."""
         return self.client(name).world.local_size < 2
 
     # ---- a call that is a round ----
@@ -346,18 +345,18 @@ class Membership:
         return size
 
     def are_peers_pending(self, deadline: Deadline) -> bool:
-        """Whether peers wait to be admitted: the same answer for all."""
+        """True if peers wait to be admitted; the same answer for all."""
         return self.ask(deadline, limits.PENDING_PATIENCE_S if self.asks_again else 0.0)
 
     @property
     def asks_again(self) -> bool:
-        """Whether the program has just been told that no peer is pending: it may be polling."""
+        """True if the program has just been told that no peer is pending: it may be polling."""
         return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
 
     def ask(
         self, deadline: Deadline, patience_s: float, grace: Grace | None = None, aim: str = ""
     ) -> bool:
-        """Whether peers are pending. A no may come up to `patience_s` later, a yes at once.
+        """True if peers are pending. A no may come up to `patience_s` later, a yes at once.
 
         Members that have not come when the `grace` is over are dropped from the run; None: this
         peer waits for all, and is not one of the `enough` that others have.

@@ -473,7 +473,7 @@ def several(arrays: Arrays) -> Several:
 
 
 def matching(given: Several, recv: Arrays) -> Several:
-    """What receives. Raises ValueError unless it has the form of what is given."""
+    """The arrays that receive. Raises ValueError unless they have the form of `given`."""
     found = several(recv)
     if found.names != given.names:
         raise ArgumentError("send and recv must be dicts with the same keys, or neither a dict")
@@ -602,7 +602,7 @@ def make(
 
 
 def _part(operand: Operand, name: str) -> m.Part:
-    """What peers must agree on for one array; if it consists of slices, for one slice."""
+    """The facts about one array, or one of its slices, that peers must agree on."""
     send, recv = operand.send, operand.recv
     block = recv if 0 < recv.count < send.count or not send.count else send
     layout = "" if block.layout is None else str(block.layout)

@@ -98,7 +98,6 @@ class DataType(Enum):
 
     @property
     def is_integer(self) -> bool:
-        """Whether its elements are integers."""
         return self not in (self.FLOAT16, self.BFLOAT16, self.FLOAT, self.DOUBLE)
 
     @classmethod

@@ -95,7 +95,6 @@ def last_error() -> Any:
 
 @implements("pcclGetBuildInfo")
 def build_info(info: Any) -> None:
-    """What this installation can do."""
     given(info, "info_out")
     info.has_cuda_support = cuda.is_available()
 
@@ -142,7 +141,6 @@ def update_topology(comm: Any) -> None:
 
 @implements("pcclArePeersPending")
 def are_peers_pending(comm: Any, pending: Any) -> None:
-    """Whether peers wait."""
     peer = peers[comm]
     given(pending, "pending_out")
     pending[0] = peer.comm.are_peers_pending()

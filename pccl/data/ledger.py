@@ -290,7 +290,7 @@ def _without(samples: range, others: list[range]) -> list[range]:
 
 
 def _gather(comm: Communicator, want: rows.Want) -> list[rows.Want]:
-    """What all peers want, in the order of the ranks; repeated with the survivors after a loss."""
+    """The wants of all peers, in the order of the ranks; after a loss, of the survivors."""
     own = np.array(want, np.int64)
     while True:
         _ = comm.rank  # a gather takes place among the ranks that this thread has seen

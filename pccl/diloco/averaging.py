@@ -52,7 +52,7 @@ class Selector:
         self._peers = torch.zeros(1, dtype=torch.int64)  # 0 until a mean was applied
 
     def entries(self) -> list[TensorInfo]:
-        """What is part of the shared state."""
+        """The entries of the shared state."""
         return [TensorInfo.from_torch(self._peers, "diloco.contributors")]
 
     def choose(self, sizes: Sizes, before: Algorithm) -> Algorithm:
@@ -103,7 +103,7 @@ class Sizes:
     two_stage: bool = False
 
     def received(self, peers: int) -> dict[Algorithm, int]:
-        """What a peer receives by each algorithm."""
+        """The bytes that a peer receives, by algorithm."""
         others = max(0, peers - 1)
         found: dict[Algorithm, int] = {"gather": others * (self.quantized + self.beside)}
         if self.two_stage:
@@ -115,7 +115,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """What travels beside the progress, and no weight changes.
+    """The values that travel beside the progress; weights do not change them.
 
     Attributes:
         sent: of this peer.
@@ -129,7 +129,7 @@ class Votes:
 
 
 class Total:
-    """What all weights add up to, how many are not 0, and how many peers are late; and votes.
+    """The sum of all weights, how many are not 0, how many peers are late, and the votes.
 
     Attributes:
         own: this peer's part of these sums; None: all weigh the same, and nothing is added up.
@@ -154,12 +154,10 @@ class Total:
 
     @property
     def weighs(self) -> bool:
-        """Whether there are weights."""
         return self.own is not None
 
     @property
     def sent(self) -> Tensors:
-        """What is sent beside the progress."""
         return [*self._votes.sent, *([] if self.own is None else [self.own])]
 
     @property
@@ -239,7 +237,7 @@ class Averager:
         return info
 
     def launch(self, comm: Communicator, means: Tensors, tag: int) -> Handle:
-        """The same in the background; `store` must follow when it has succeeded."""
+        """Averages in the background; `store` must follow when it has succeeded."""
         return comm.all_reduce_async(*self._operands(means), op=self._op, tag=tag)
 
     def store(self, means: Tensors) -> None:
@@ -251,14 +249,14 @@ class Averager:
                 kernels.add(mean, mean, torch.zeros_like(mean), divisor=divisor)
 
     def sent(self) -> torch.Tensor:
-        """What the mean is of that was sent by this peer, whose weight is not 0."""
+        """The input of the mean, from a peer whose weight is not 0."""
         return self._progress[0] / self._total.weight
 
     def commit(self, peers: int, own: bool) -> None:
         """The means, of so many peers, are going to be applied; `own`: that of this peer is in."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What this peer keeps from one round to the next."""
+        """The state of this peer between two rounds."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -340,7 +338,7 @@ class TwoStageMean:
         self._first = extension.launch(comm, "all_to_all", work, tag)
 
     def done(self) -> bool:
-        """Whether it has ended; begins the second stage when the first has."""
+        """True if it has ended; begins the second stage when the first has."""
         if self._second is None and self.error is None:
             if not self._first.done():
                 return False
@@ -348,7 +346,7 @@ class TwoStageMean:
         return self._second is None or self._second.done()
 
     def wait(self) -> tuple[bool, int, ReduceInfo]:
-        """As `AsyncReduceHandle.wait`."""
+        """See `AsyncReduceHandle.wait`."""
         if self._second is None and self.error is None:
             self._reduce()
         if self._second is not None:
@@ -582,7 +580,7 @@ Handle = AsyncReduceHandle | TwoStageMean
 
 
 def averager_of(wire: Wire, count: int, selector: Selector) -> Averager:
-    """What averages the progress of `count` parameters on a wire."""
+    """The averager of `count` parameters for a wire."""
     if wire == "fp32":
         return Averager()
     return Quantized(CODECS[wire], count, selector)

@@ -130,7 +130,7 @@ class Checkpoint:
         self._group.shared.revision = state["revision"]
 
     def _averagers_state(self, sharded: bool) -> dict[str, Saved]:
-        """What each fragment's averager keeps, joined in the order of the model."""
+        """The states of the fragments' averagers, joined in the order of the model."""
         states = [exchange.averager.state_dict() for exchange in self._exchanges]
         keys = states[0]
         return {key: self._outer.join([state[key] for state in states], sharded) for key in keys}

@@ -114,7 +114,7 @@ class AsyncAverage:
 
 
 class ConsistencyCheck:
-    """Whether all processes of a replica have a mean of the same contributors.
+    """Checks that all processes of a replica have a mean of the same contributors.
 
     Each process averages its shard with those of the same shard only, so a replica that is lost
     meanwhile may be in the mean of one shard and not in that of another. Numbers that each replica
@@ -188,7 +188,6 @@ class LedgerHooks:
 
     @property
     def exist(self) -> bool:
-        """Whether there is a ledger."""
         return self._ledger is not None
 
     def train(self, samples: int) -> None:
@@ -232,11 +231,11 @@ class LedgerHooks:
         return self._ledger is None
 
     def entries(self) -> list[TensorInfo]:
-        """What all peers hold alike."""
+        """The entries that are equal on all peers."""
         return [] if self._ledger is None else self._ledger.entries()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The same, for a checkpoint."""
+        """The state for a checkpoint."""
         return {} if self._ledger is None else {"ledger": torch.from_numpy(self._ledger.dump())}
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -310,7 +309,7 @@ TAG = 0xD110C0  # of what runs while the script trains, and may take collectives
 
 
 class Exchange:
-    """What goes from the model to the peers and back, in each outer round.
+    """The transfer from the model to the peers and back, in each outer round.
 
     d, with buffers="mean" the changes of the buffers, and with a ledger the votes are averaged by
     one collective of the averager, so that either everything is averaged or nothing. They do not
@@ -486,7 +485,7 @@ class Exchange:
 
     @property
     def means(self) -> list[torch.Tensor]:
-        """What an average is written to, and the votes with it."""
+        """The destinations of an average, with the votes."""
         return [self._state.mean, *self._ledger.votes, *self._buffers.means]
 
     @property

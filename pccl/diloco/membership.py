@@ -86,7 +86,7 @@ class Group:
             self.are_pending()
 
     def are_pending(self) -> bool:
-        """Whether newcomers wait: the same answer for all."""
+        """True if newcomers wait; the same answer for all."""
         with self._meter.timed("admit"):
             grace = self._pace.grace if self._pace is not None else None
             if grace is None:
@@ -166,13 +166,13 @@ class Group:
         return extension.repeat_until_enough(self._comm, together, min_peers)
 
     def lacks_the_late(self, average: Average) -> bool:
-        """Whether a mean is of fewer than `deadline_peers` because others came too late for it."""
+        """True if a mean is of fewer than `deadline_peers` because others came too late for it."""
         return average.late > 0 and average.contributors < min(
             self._settings.deadline_peers or 1, average.peers
         )
 
     def suffices(self, average: Average, outer_step: int) -> bool:
-        """Whether the outer step is taken by it; warns if this peer is alone."""
+        """True if the outer step uses the mean; warns if this peer is alone."""
         if average.peers < self._settings.least_peers or average.contributors == 0:
             return False
         if self.lacks_the_late(average):
@@ -192,7 +192,7 @@ class Group:
         return self._comm.world_size
 
     def waits(self, peers: int) -> bool:
-        """Whether so many are too few, and wait for others."""
+        """True if `peers` is too few, and the round waits for others."""
         return self._settings.alone == "wait" and peers < self._settings.least_peers
 
     def _remind(self, outer_step: int, what_it_does: str) -> None:

@@ -32,7 +32,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; without that module of torch, which loads slowly, there is none."""
+    """True for a DTensor; False without importing its module, which loads slowly."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -55,15 +55,15 @@ class Replica:
     index = 0
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What all processes say, in their order; all make this call."""
+        """The numbers of all processes, in their order; all make this call."""
         return [list(numbers)]
 
     def all(self, mine: bool) -> bool:
-        """Whether it is so for all processes."""
+        """True if `mine` is true on all processes."""
         return all(said for (said,) in self.exchange([int(mine)]))
 
     def first(self, number: int) -> int:
-        """What the first process says."""
+        """The number of the first process."""
         return self.exchange([number])[0][0]
 
     def reshard(self) -> None:

@@ -20,7 +20,7 @@ from pccl.diloco.stats import Outcome
 
 
 class Schedule:
-    """What a trainer asks of a mode."""
+    """The interface of a mode to the trainer."""
 
     def __init__(self) -> None:
         # of rounds: below which no progress falls, although one may have taken no outer step
@@ -47,7 +47,7 @@ class Schedule:
         return 0
 
     def due(self, inner_step: int) -> bool:
-        """Whether `round` is to be called after this inner step, the first of which is 1."""
+        """True if `round` is to be called after this inner step; the first step is 1."""
         raise NotImplementedError
 
     def poll(self) -> None:
@@ -68,11 +68,11 @@ class Schedule:
         """Applies what is still under way, at the end of the training."""
 
     def entries(self) -> list[TensorInfo]:
-        """What a newcomer must receive to be in phase, beside theta, v and k."""
+        """The entries that a newcomer needs to be in phase, beside theta, v and k."""
         return [TensorInfo.from_torch(self._reached, "diloco.reached")]
 
     def state_dict(self, group: Group) -> dict[str, Any]:
-        """The same, for a checkpoint."""
+        """The state for a checkpoint."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Synchronous(Schedule):
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """What an averaging has brought, whether it is applied, and whether the group waits."""
+    """The result of an averaging, whether it is applied, and whether the group waits."""
 
     average: Average
     suffices: bool
@@ -236,7 +236,7 @@ class Delayed(Schedule):
             self._give_back()
 
     def _take(self, group: Group) -> _Mean | None:
-        """What there is to apply; None if nothing was launched in the round before."""
+        """The mean to apply; None if the round before launched nothing."""
         self._wait(group)
         mean, self._mean = self._mean, None
         if mean is None and self._contributors[0]:  # this is a newcomer's first round
@@ -431,7 +431,7 @@ class Streaming(Schedule):
             self._average = Average(None, 0)
 
     def _wait(self) -> Average | None:
-        """What there is to apply; None if nothing was launched."""
+        """The mean to apply; None if nothing was launched."""
         if self._running is not None:
             running, self._running = self._running, None
             self._average = self._current.exchange.wait(running)

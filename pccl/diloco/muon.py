@@ -153,7 +153,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is this module's, or torch's own."""
+    """True for this module's Muon, and for torch's own."""
     own = getattr(torch.optim, "Muon", MuonAndAdamW)
     return isinstance(optimizer, (MuonAndAdamW, own))
 

@@ -357,7 +357,7 @@ class Outer:
         return [found[place] for place in sorted(found)]
 
     def join(self, flats: Sequence[torch.Tensor], sharded: bool) -> Saved:
-        """What is flat in each fragment, as one in the order of the model; or sharded, by name."""
+        """Joins the flat tensors of fragments in the order of the model; if sharded, by name."""
         return self._layout.save(self._pieces(flats), sharded)
 
     def cut(self, saved: Saved) -> list[torch.Tensor]:

@@ -33,11 +33,11 @@ class Pace:
         self.waits_for_all = waits_for_all
 
     def due(self, inner_step: int) -> bool:
-        """Whether the outer round comes after this inner step, the first of which is 1."""
+        """True if the outer round comes after this inner step; the first step is 1."""
         raise NotImplementedError
 
     def fraction(self, inner_step: int) -> float:
-        """What part of a round so many inner steps are: alike on all peers, or 0."""
+        """The part of a round that so many inner steps are; the same on all peers, or 0."""
         return 0.0
 
     @property
@@ -46,7 +46,7 @@ class Pace:
         return None
 
     def entries(self) -> list[TensorInfo]:
-        """What a newcomer must receive."""
+        """The entries that a newcomer needs."""
         return []
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class Pace:
         """A round has ended without this peer, and its progress is in the next one."""
 
     def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
-        """What all peers have told: seconds that they have trained, and steps."""
+        """Takes the values of all peers: seconds that they have trained, and steps."""
 
 
 class Steps(Pace):

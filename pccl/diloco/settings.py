@@ -64,7 +64,7 @@ def rates(
     sparse: bool,
     muon: bool,
 ) -> Rates:
-    """What is given, or the defaults.
+    """The given rates, or the defaults.
 
     With sparse payloads these are eta 1 without momentum, which their error feedback replaces
     (arXiv 2508.15706). Where a mean is applied a round late there is no momentum either, and eta is
@@ -93,7 +93,7 @@ def rates(
 
 
 def checked_steps(inner_steps: InnerSteps) -> InnerSteps:
-    """As it is compared with that of other peers.
+    """The inner steps in the form that is compared with other peers'.
 
     Raises:
         ValueError: points are not in ascending order of k.
@@ -269,12 +269,12 @@ class Settings:
 
     @property
     def unlike(self) -> bool:
-        """Whether peers may train on more or less than others."""
+        """True if peers may train on more or less than others."""
         return self.ends_early or self.weight != "peers"
 
     @property
     def ends_early(self) -> bool:
-        """Whether a round may end before a peer has taken so many inner steps."""
+        """True if a round may end before a peer has taken its inner steps."""
         return self.inner_seconds is not None or self.deadline_peers is not None
 
     def steps_at(self, outer_step: int) -> int:
@@ -287,7 +287,7 @@ class Settings:
         return max(2, self.min_peers) if self.alone == "wait" else 1
 
     def config(self) -> dict[str, Any]:
-        """What must be the same on all peers."""
+        """The settings that must be equal on all peers."""
         values = asdict(self)
         del values["min_peers"], values["alone"], values["rates"]
         return {

@@ -126,7 +126,7 @@ class OuterRound:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round reports: the contributors of the mean that it has applied, retries, admission.
+    """The report of a round: the contributors of the mean that it has applied, retries, admission.
 
     Attributes:
         contributors: peers in the mean that was applied; 0 if there was none.
@@ -202,7 +202,7 @@ class Stopwatch:
         self._inside_s += time.monotonic() - began_s
 
     def share(self, inner_steps: int, samples: int, late: bool) -> PeerShare:
-        """What this peer did in the round."""
+        """The share of this peer in the round."""
         return PeerShare(inner_steps, samples, self.compute_s, self._utilisation, late)
 
     @property

@@ -46,7 +46,7 @@ def _memory() -> Any:
 
 
 class Mail:
-    """What comes and goes on a socket that only one thread uses at a time.
+    """The messages to and from a socket that only one thread uses at a time.
 
     Args:
         socket: for messages of one frame each.
@@ -108,7 +108,7 @@ class Mail:
 
 
 class RouterMail:
-    """What comes from the connections of a ROUTER, and goes to them.
+    """The messages to and from the connections of a ROUTER.
 
     Args:
         router: outlives this object.

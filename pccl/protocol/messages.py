@@ -27,7 +27,7 @@ from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 
 class CollectiveKind(StrEnum):
-    """What a collective does; the value is the API call's name."""
+    """The kind of a collective; the value is the API call's name."""
 
     __hash__ = str.__hash__  # that of the text to which it is equal; Enum hashes names, in Python
 
@@ -121,8 +121,8 @@ def call(work: Spec) -> str:
 
 
 def difference(one: Spec, other: Spec) -> str:
-    """What the texts of two calls do not show: the first tensors that differ in two lists, the
-    first rank with other rows, and what to do about different memory orders."""
+    """The differences that the texts of two calls do not show: the first tensors that differ in two
+    lists, the first rank with other rows, and what to do about different memory orders."""
     pairs = list(zip(one.parts, other.parts, strict=False))
     words = ""
     if len(one.parts) == len(other.parts):
@@ -251,7 +251,7 @@ class Gone(Struct, array_like=True, frozen=True):
 
 
 class Package(Struct, array_like=True, frozen=True):
-    """What leads from version `base` of the weights to `version`; a `base` of 0: from any.
+    """A step from version `base` of the weights to `version`; with `base` 0, from any version.
 
     It has two parts, of so many bytes and with such digests: a head, which describes the tensors,
     and a body. What they mean is nothing to the protocol. `content` is the digest of all tensors of
@@ -347,7 +347,7 @@ class Spec(Struct, array_like=True, frozen=True):
         return call(self)
 
     def sees_others_than(self, other: Spec) -> bool:
-        """Whether both are the same call, by peers that differ on the ranks or on the members."""
+        """True if both are the same call, by peers that disagree on the ranks or the members."""
         mine, theirs = (self.members, self.ring), (other.members, other.ring)
         both = bool(self.members) == bool(other.members)
         return self.what == other.what and both and mine != theirs
@@ -387,7 +387,7 @@ class Manifest(Struct, array_like=True, frozen=True):
 
     @property
     def whole(self) -> bool:
-        """Whether all of its content is known."""
+        """True if all of its content is known."""
         return not self.torn and all(entry.digest for entry in self.entries)
 
     def overwritten(self, entries: Collection[int]) -> Manifest:
@@ -475,7 +475,6 @@ class Failure(Struct, array_like=True, frozen=True):
 
     @property
     def is_run_wide(self) -> bool:
-        """Whether it concerns all groups."""
         return self.called not in (Called.COLLECTIVE, Called.SYNC)
 
 
@@ -751,7 +750,7 @@ class Got(Struct, array_like=True, frozen=True, tag=43):
 
 
 class Slow(Struct, array_like=True, frozen=True, tag=44):
-    """What a client fetches takes long: others need not wait for its place at the holder."""
+    """The client's current fetch is slow: others need not wait for its place at the holder."""
 
 
 PeerMessage: TypeAlias = (

@@ -35,7 +35,7 @@ class Placed(Protocol):
 
 
 def local(one: Placed, other: Placed) -> bool:
-    """Whether two peers reach each other without a network."""
+    """True if two peers reach each other without a network."""
     return bool(one.ipc and other.ipc) and one.machine == other.machine
 
 
@@ -50,7 +50,7 @@ def ways(to: m.PeerInfo, machine: str) -> tuple[str, ...]:
 
 
 def apart(one: m.PeerInfo, other: m.PeerInfo) -> bool:
-    """Whether neither of two peers can connect to the other."""
+    """True if neither of two peers can connect to the other."""
     return one.outgoing and other.outgoing and not local(one, other)
 
 
@@ -60,7 +60,7 @@ def rendezvous(
     request: m.RendezvousRequest,
     relays: Sequence[m.PeerInfo],
 ) -> list[tuple[m.PeerInfo, m.MasterMessage]]:
-    """What follows when a sender asks that its receiver connects: who must be told what.
+    """The messages that follow when a sender asks its receiver to connect, by recipient.
 
     Args:
         sender: it asks.
@@ -97,7 +97,7 @@ def severed(one: m.PeerInfo, other: m.PeerInfo) -> str:
 
 
 def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
-    """Whether a newcomer that the master cannot reach must be refused.
+    """True if a newcomer that the master cannot reach must be refused.
 
     Args:
         info: the newcomer.
@@ -109,12 +109,13 @@ def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
 
 
 def _behind_one(one: m.PeerInfo, other: m.PeerInfo) -> bool:
-    """Whether two peers are behind the same NAT, so that they reach each other in its network."""
+    """True if two peers are behind the same NAT, and so reach each other in its network."""
     return bool(one.host == other.host and one.others and other.others)
 
 
 def concluded(answers: Mapping[str, str | None]) -> str | None:
-    """What a master knows that has dialled the hosts of a peer: as what it knows of one host.
+    """Combines the results of dials to all hosts of a peer into one: "" where it was reached, else
+    why not; None: unknown.
 
     Args:
         answers: by host, "" where it has reached the peer, else why not; None: no dial was made.
@@ -133,7 +134,7 @@ def concluded(answers: Mapping[str, str | None]) -> str | None:
 
 
 def _same_for_all(host: str) -> bool:
-    """Whether an address means the same machine to all."""
+    """True if an address means the same machine everywhere."""
     try:
         return ipaddress.ip_address(host).is_global
     except ValueError:
@@ -141,7 +142,7 @@ def _same_for_all(host: str) -> bool:
 
 
 def _confined(host: str) -> bool:
-    """Whether an address has a meaning on its own machine or cable only."""
+    """True if an address has a meaning only on its own machine or cable."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -150,7 +151,7 @@ def _confined(host: str) -> bool:
 
 
 def foreign(one: m.PeerInfo, other: m.PeerInfo) -> bool:
-    """Whether two peers have no kind of address in common: the one IPv4 alone, the other IPv6."""
+    """True if two peers have no kind of address in common: one only IPv4, the other only IPv6."""
     kinds = [{_kind(host) for host in peer.hosts} for peer in (one, other)]
     return kinds in ([{4}, {6}], [{6}, {4}])
 
@@ -195,7 +196,7 @@ def _where(info: m.PeerInfo) -> str:
 
 
 def cure(info: m.PeerInfo) -> str:
-    """What to do about a peer that cannot be reached."""
+    """The remedy for a peer that cannot be reached."""
     if info.outgoing:
         return (
             "it only dials out (PCCL_OUTGOING_ONLY): let the ports of those that it must reach "

@@ -117,7 +117,6 @@ def _spread(
 
 
 def uses(rings: Sequence[Ring], barred: Collection[Hop]) -> bool:
-    """Whether rings have any of these hops."""
     return any(hop in barred for ring in rings for hop in hops(ring.order))
 
 

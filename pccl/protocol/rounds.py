@@ -127,7 +127,7 @@ class Round(Generic[T]):
 
     @property
     def is_patient(self) -> bool:
-        """Whether all voters prefer to wait until a peer is pending."""
+        """True if all voters prefer to wait until a peer is pending."""
         return self.id == PENDING and all(vote.payload for vote in self.votes.values())
 
     @property
@@ -158,7 +158,7 @@ def paired(send: str, pair: tuple[int, int], peer: int, tag: int | None) -> str:
 
 
 def keeps(round_: Round[object], peer: int, other: Round[object]) -> bool:
-    """Whether one of a round's voters cannot enter the other round before this one returns."""
+    """True if a voter of the round cannot enter the other round before this one returns."""
     return other.id.kind in EXCLUDED[round_.id.kind] or round_.votes[peer].stuck
 
 
@@ -255,7 +255,6 @@ class OpenRounds:
 
     @property
     def any_pair(self) -> bool:
-        """Whether any peer waits in a PAIR."""
         return (None, Kind.PAIR) in self._waiting
 
     def hurry(self, peer: int, call: int) -> Round[object] | None:

@@ -46,7 +46,7 @@ _INTEGERS = {dtype.value for dtype in DataType if dtype.is_integer}
 
 
 class Algorithm(StrEnum):
-    """What a collective's data goes through; alike on all members."""
+    """The way of a collective's data; the same on all members."""
 
     INLINE = "inline"  # with the votes; the master reduces it
     ONE_SHOT = "one-shot"  # two members send each other everything
@@ -58,7 +58,7 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a user has set.
+    """The user's settings.
 
     Attributes:
         inline_bytes: the largest contribution that travels with its vote; None: by the members.
@@ -76,7 +76,7 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True, eq=False)  # compared by identity: one is made for each plan
 class Conditions:
-    """What one member knows of its group.
+    """One member's knowledge of its group.
 
     Attributes:
         number: the member's.
@@ -197,7 +197,7 @@ def _algorithm(spec: Spec, conditions: Conditions) -> Algorithm:
 
 
 def _is_one_shot(spec: Spec, conditions: Conditions) -> bool:
-    """Whether two members send each other everything: as many bytes as around a ring, in one hop.
+    """True if two members send each other everything: as many bytes as around a ring, in one hop.
 
     That costs memory bandwidth, which is the limit on one machine, and saves half a round trip, and
     another one where one peer is ahead of the other; on one machine, three thread switches on each
@@ -209,8 +209,7 @@ def _is_one_shot(spec: Spec, conditions: Conditions) -> bool:
 
 
 def _may_be_eager(spec: Spec, rings: tuple[Ring, ...]) -> bool:
-    """Whether each member has something of its own to send to its successor, and its caller knows
-    the ranks."""
+    """True if each member has data of its own for its successor, and its caller knows the ranks."""
     if not rings or spec.what in EXCHANGES or spec.what == CollectiveKind.BARRIER:
         return False
     order = rings[0].order

@@ -26,7 +26,7 @@ Slot: TypeAlias = dict[int, tuple[int, ...]]  # what is measured at once: receiv
 
 
 class Schedule(Protocol):
-    """What is measured of one group."""
+    """The measurements of one group."""
 
     def next(self, links: Mapping[Hop, Link]) -> Slot:
         """The next slot, by the links that are known so far; empty: there is no more."""

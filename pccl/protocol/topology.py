@@ -193,7 +193,7 @@ def _hop_seconds(link: Link) -> tuple[float, float]:
 
 
 def _order_seconds(order: Sequence[int], links: Hops) -> float:
-    """As `seconds`, of one ring, as far as that depends on its order."""
+    """The part of `seconds` that depends on the order of a ring."""
     costs = [_hop_seconds(links[hop]) for hop in hops(order)]
     return max(all_s for all_s, _ in costs) + sum(chunk_s for _, chunk_s in costs)
 

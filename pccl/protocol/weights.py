@@ -74,7 +74,7 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What can be had has changed."""
+    """The available packages have changed."""
 
     packages: tuple[m.Package, ...]
     head: int
@@ -134,7 +134,7 @@ def way(packages: Sequence[m.Package], version: int) -> tuple[m.Package, ...]:
 
 
 def stale(packages: Sequence[m.Package], held: Sequence[m.Package]) -> list[m.Package]:
-    """What a holder need not keep, given what can be had.
+    """The packages that a holder need not keep, given the available ones.
 
     A latecomer begins with the newest whole version; one that is a little behind may still
     want the differences of one generation before. A whole version is kept until this holder has a
@@ -173,7 +173,7 @@ class BlobCache:
 
     @property
     def packages(self) -> Sequence[m.Package]:
-        """What is served."""
+        """The packages that it serves."""
         return [one.package for one in self._held.values()]
 
     def put(self, package: m.Package) -> None:
@@ -266,7 +266,7 @@ class Fetch:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it has begun, and somebody may give it the rest."""
+        """True if it has begun, and somebody may give it the rest."""
         return self.op != 0 and not self.liars
 
 
@@ -558,7 +558,6 @@ class WeightsMachine:
         return self._take()
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Effect]:
-        """Nothing refers to the memory of an op any more."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op and fetch.state is State.TAKING:
             self._do(Arrived(fetch.package))

@@ -32,7 +32,7 @@ NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK)
 
 
 def destination(address: str, port: int) -> tuple[Any, ...]:
-    """What `socket.getaddrinfo` says of a numeric address. Raises OSError if it is none."""
+    """The result of `socket.getaddrinfo` for a numeric address. Raises OSError for others."""
     host = address.encode(errors="replace")  # a str would load tables of international names: 4 ms
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
 
@@ -103,7 +103,7 @@ class _Race:
             self.failed[address] = os.strerror(number)
 
     def _answers(self, attempt: socket.socket, address: str) -> bool:
-        """Whether an attempt has succeeded; if it has failed, it ends."""
+        """True if an attempt has succeeded. Ends it if it has failed."""
         number = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             self._end(attempt, address, os.strerror(number))
@@ -145,7 +145,7 @@ WORLD = "192.0.2.1", "2001:db8::1"  # addresses for documentation, to which defa
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is a numeric address (IPv6 may have a zone), and not a name."""
+    """True if a host is a numeric address (IPv6 may have a zone), not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

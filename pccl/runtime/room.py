@@ -129,7 +129,7 @@ class NoRoomError(Exception):
 
 
 def no_room(error: OSError) -> NoRoomError | None:
-    """What to raise instead, if the system lacks descriptors, threads or memory all the same."""
+    """The error to raise instead, if the system still lacks descriptors, threads or memory."""
     if error.errno not in _LACKING:
         return None
     said = error.strerror or str(error)

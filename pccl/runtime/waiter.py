@@ -21,7 +21,7 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 def readable(source: zmq.Socket[Any]) -> bool:
-    """Whether a message can be read. This costs much less than a zmq.Again exception."""
+    """True if a message can be read. This costs much less than a zmq.Again exception."""
     return bool(cast(int, source.getsockopt(_EVENTS)) & _POLLIN)
 
 

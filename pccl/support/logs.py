@@ -49,7 +49,7 @@ class Reminder:
         self.reset()
 
     def reset(self) -> None:
-        """What is said next is news."""
+        """Makes the next message new."""
         self._next_s, self._gap_s = 0.0, REMINDER_S
 
     def warn(self, text: str) -> None:

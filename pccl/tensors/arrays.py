@@ -64,7 +64,6 @@ class Buffer:
         return described("" if self.layout is None else str(self.layout))
 
     def overlaps(self, other: Buffer) -> bool:
-        """Whether both have a byte in common."""
         return (
             self.address < other.address + other.nbytes
             and other.address < self.address + self.nbytes
@@ -176,13 +175,12 @@ def _not_dense(
 
 
 def is_torch(array: object) -> TypeGuard[torch.Tensor]:
-    """Whether it is a torch tensor (a Parameter is one)."""
+    """True for a torch tensor, Parameters included."""
     torch_module = sys.modules.get("torch")
     return torch_module is not None and isinstance(array, torch_module.Tensor)
 
 
 def is_numpy(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
-    """Whether it is a numpy array."""
     numpy_module = sys.modules.get("numpy")
     return numpy_module is not None and isinstance(array, numpy_module.ndarray)
 
@@ -216,7 +214,7 @@ def order_of(array: Array) -> list[int]:
 
 
 def in_c_order(buffer: Buffer) -> Buffer:
-    """The same elements in C's order: a copy, where the buffer is in another."""
+    """A buffer with the same elements in C's order; a copy if the order differs."""
     if buffer.layout is None:
         return buffer
     array: Any = buffer.owner  # nothing else has a layout

@@ -49,7 +49,7 @@ class Layout:
 
 
 def shares_places(shape: Sequence[int], strides: Sequence[float]) -> bool:
-    """Whether elements may lie in the same place, as those of an expanded tensor do."""
+    """True if elements may share a place, as those of an expanded tensor do."""
     reach = 0.0  # of the dimensions with smaller strides
     for n, stride in sorted(zip(shape, map(abs, strides), strict=True), key=lambda each: each[1]):
         if n > 1 and stride <= reach:

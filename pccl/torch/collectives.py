@@ -204,7 +204,6 @@ class Collectives:
         return self._task(name, result, arrange, _all_gather, settle, again=True, prepare=prepare)
 
     def _check_root(self, root: int) -> bool:
-        """Whether it is this member."""
         if not 0 <= root < self.members.size:
             raise ValueError(f"root is {root}: ranks are 0 to {self.members.size - 1}")
         return root == self.members.rank

@@ -45,7 +45,7 @@ _log = logging.getLogger("pccl.torch")
 
 
 def is_possible() -> bool:
-    """Whether this version of torch calls the methods of a Backend that is written in Python."""
+    """True if this version of torch calls the methods of a Backend written in Python."""
     try:
         type("Probe", (Backend,), {})(0, 1)
     except TypeError:  # it has no constructor
@@ -54,7 +54,7 @@ def is_possible() -> bool:
 
 
 def is_one_of_several() -> bool:
-    """Whether torch, which has called us, makes a group of several backends.
+    """True if torch is calling this to make one of several backends of a group.
 
     It does not tell those whom it asks for a backend, so its own variables are looked at.
     """
@@ -63,7 +63,7 @@ def is_one_of_several() -> bool:
 
 
 def is_to_be_reconfigured() -> bool:
-    """Whether torch makes a group that begins when it is reconfigured; 2.14 and later."""
+    """True if the group begins when it is reconfigured; torch 2.14 and later."""
     return bool(_variable("init_process_group", "enable_reconfigure"))
 
 

@@ -127,7 +127,7 @@ class Staged:
 
 
 class Stateful(Protocol):
-    """What has a state, as optimizers, schedulers and data loaders of torch do."""
+    """An object with a state, like torch's optimizers, schedulers and data loaders."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -182,7 +182,7 @@ class Phase:
         self._pending = in_pool(self._ask)
 
     def _ask(self) -> bool:
-        """Whether newcomers wait; it is asked while the step is computed."""
+        """True if newcomers wait; asked while the step is computed."""
         while True:
             try:
                 return extension.are_peers_pending(self._group.communicator)

@@ -177,7 +177,7 @@ class ProcessGroup(Collectives, BaseGroup):
     def _get_backend(  # type: ignore[override]
         self, device: torch.device
     ) -> ProcessGroup:
-        """What serves a device, and is asked what it can do (`supports_...`): this group itself."""
+        """The backend of a device, which answers `supports_...`: this group itself."""
         if device.type not in {each.type for each in self._device_types}:
             raise RuntimeError(f"a group of pccl has no backend for {device}")
         return self

@@ -57,7 +57,7 @@ class HostedMaster:
         self.stop(0.0)
 
     def _withdraw(self) -> None:
-        """Who makes the group anew must not come to this one."""
+        """Takes back the group's address, so that a remade group does not join this one."""
         if self in _hosted:
             with contextlib.suppress(RuntimeError):  # the store has ended: it tells nobody anything
                 self._store.compare_set(KEY, self.address, "")

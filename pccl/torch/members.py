@@ -137,7 +137,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Offer:
-    """What this peer contributes.
+    """The contribution of this peer.
 
     Attributes:
         shards: asks the other processes of its replica.
@@ -160,7 +160,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the members have agreed upon.
+    """The result that the members have agreed upon.
 
     Attributes:
         order: the numbers of the peers, by torch's rank.
@@ -282,7 +282,7 @@ class Reconfigurer:
         return tokens if isinstance(handles, Sequence) else sorted(tokens)
 
     def _are_as_many(self, wanted: int, deadline: Deadline) -> bool:
-        """Whether so many are there; if not, it waits a while, and admits those who wait."""
+        """True if that many members are there; else waits a while and admits those who wait."""
         there = len(self._members.ring())
         if there == wanted:
             return True

@@ -130,7 +130,7 @@ class _Mailbox:
         self._sources: defaultdict[int, _Source] = defaultdict(_Source)
 
     def holds(self, other: int) -> bool:
-        """Whether a receive from that member must come after others here."""
+        """True if a receive from that member must come after others here."""
         source = self._sources.get(other)
         return source is not None and bool(source.posted or source.arrived)
 

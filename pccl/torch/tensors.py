@@ -76,7 +76,7 @@ _OF_BOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What is done to the contributions.
+    """The treatment of the contributions.
 
     Attributes:
         op: pccl's operation; None: it has none.
@@ -135,7 +135,7 @@ class Reduction:
         return ops.pop()
 
     def given(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
-        """What a member gives to a reduction: a tensor's own memory, if that is possible."""
+        """The member's input to a reduction: the tensor's own memory, if possible."""
         piece = reducible(tensor)
         return self.scaled(piece.clone() if copied else piece, tensor.dtype)
 
@@ -144,7 +144,7 @@ class Reduction:
         return reduce(self.bitwise, contributions)
 
     def scaled(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a member gives: `piece`, the elements of a tensor of `dtype`, times the factor.
+        """`piece`, the elements of a tensor of `dtype`, times the factor.
 
         Raises:
             ValueError: the type cannot hold the products, or cannot be added.

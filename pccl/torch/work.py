@@ -114,7 +114,7 @@ def in_pool(job: Callable[[], T]) -> futures.Future[T]:
 
 
 class Handle(Protocol):
-    """What is launched: `pccl.AsyncReduceHandle`, or several as one."""
+    """One launched collective, as `pccl.AsyncReduceHandle`, or several as one."""
 
     def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]: ...
 
@@ -130,7 +130,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a collective does.
+    """The description of a collective.
 
     Attributes:
         name: for messages.
@@ -250,7 +250,7 @@ class Operation:
                 POOL.run(self._tell)
 
     def _drive_and_tell(self) -> None:
-        """The same, in a thread of the pool, which the callbacks may keep."""
+        """`_drive`, in a thread of the pool, which the callbacks may keep."""
         self._end(None)
         self._tell()
 

@@ -58,7 +58,7 @@ class Blob:
         return cls(package, head, body, tuple(found))
 
     def pieces(self) -> tuple[Pieces, object]:
-        """What is served, and what keeps it in memory."""
+        """The memory to serve, and the object that keeps it alive."""
         pieces, tables = served(_regions(self.package, self.head, self.body), self.found)
         return pieces, (self, tables)
 
@@ -85,11 +85,11 @@ class Incoming:
         return self._staging.pieces()
 
     def verify(self, piece: int, leaf: int) -> list[LeafResult]:
-        """As Staging.verify."""
+        """See `Staging.verify`."""
         return self._staging.verify(piece, leaf)
 
     def blob(self) -> Blob:
-        """What has arrived, when all of it is proven."""
+        """The received blob, when all of it is proven."""
         head, body = (memoryview(self._staging.content(i)) for i in range(ENTRIES))
         found = digests([(_address(part), part.nbytes) for part in (head, body)])
         return Blob(self.package, head, body, tuple(found))
@@ -115,17 +115,17 @@ RUN = 1  # of all transfers: this engine serves nothing else
 
 
 class BlobStore(Protocol):
-    """What the caller does with packages; in a thread of pccl, except `over` and `news`."""
+    """The caller's side of packages; called in a thread of pccl, except `over` and `news`."""
 
     def fits(self, package: m.Package) -> bool:
-        """Whether a package can be one for these tensors, by its sizes."""
+        """True if the sizes of a package match these tensors."""
 
     def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
         """Works a package in. Returns the version that it has now (0: none), and what else it can
         serve. An exception ends the client."""
 
     def news(self, packages: tuple[m.Package, ...], head: int) -> str:
-        """What can be had has changed, and the newest version ever.
+        """The available packages, or the newest version ever, have changed.
 
         Returns why nothing more can be followed, or nothing.
         """
@@ -246,7 +246,7 @@ class WeightsClient(ControlThread):
     # ---- called by user threads ----
 
     def inquire(self, call: Call) -> None:
-        """Nothing that it calls waits for others."""
+        """Does nothing: no call of a client waits for others."""
 
     def time_out(self, call: Call, why: str) -> None:
         """A publication cannot be taken back."""

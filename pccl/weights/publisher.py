@@ -174,7 +174,7 @@ class Publisher(Closing):
 
     @property
     def _is_long(self) -> bool:
-        """Whether a latecomer must fetch much after the latest whole version."""
+        """True if a latecomer must fetch much after the latest whole version."""
         enough = sum(self._deltas) > WHOLE_FROM * self._tensors.nbytes
         return enough or len(self._deltas) >= DELTAS_MAX
 
@@ -187,7 +187,7 @@ class Publisher(Closing):
 
 
 class _Head:
-    """What the publisher knows of other publishers; a BlobStore."""
+    """The publisher's view of other publishers, as a BlobStore."""
 
     def __init__(self) -> None:
         self.latest = 0

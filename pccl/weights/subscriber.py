@@ -172,7 +172,7 @@ class _Stage:
 
     @property
     def lacks(self) -> str:
-        """What `wait` waits for, in words."""
+        """The reason why `wait` waits, in words."""
         newer = f" ({self.latest} was published)" if self.latest > self.version else ""
         return f"version {self.version} is staged, and no newer one has come{newer}"
 

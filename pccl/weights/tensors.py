@@ -63,7 +63,7 @@ def words(data: Bytes, itemsize: int) -> Words:
 
 
 def difference(old: Words, new: Words) -> bytes:
-    """What turns a span's old content into the new one."""
+    """The bytes that turn a span's old content into the new one."""
     bits = old ^ new
     changed = np.flatnonzero(bits)
     if not changed.size:
@@ -217,7 +217,7 @@ class Tensors:
         return memory
 
     def read(self) -> tuple[list[Bytes], object]:
-        """What is in them now, which on the CPU is no copy, and an object that keeps it there."""
+        """The current content, on the CPU without a copy, and an object that keeps it alive."""
         view = HostView(self._buffers)
         each = [
             np.frombuffer(ffi.buffer(ffi.cast("char *", view.address(i)), one.nbytes), np.uint8)
@@ -277,7 +277,8 @@ class Tensors:
         return ""
 
     def differences(self, old: Bytes, new: Sequence[Bytes]) -> tuple[list[bytes], list[int]]:
-        """What turns the tensors of a stretch into others: pieces, and the bytes of each tensor."""
+        """The bytes that turn the tensors of a stretch into others, and their number for each
+        tensor."""
         before = self.within(old)
         found: dict[tuple[int, int], bytes] = {}
 

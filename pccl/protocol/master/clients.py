@@ -48,11 +48,11 @@ class Catalogue:
         return tuple(self._packages[key] for key in newest)
 
     def has(self, package: m.Package, number: int) -> bool:
-        """Whether a client holds exactly that."""
+        """True if the client holds exactly this package."""
         return self._packages.get(package.key) == package and number in self.holders(package.key)
 
     def holders(self, key: Key) -> Iterable[int]:
-        """Who holds a package, in the order in which they got it."""
+        """The holders of a package, in the order in which they got it."""
         return self._holders.get(key, ())
 
     def size(self, key: Key) -> int:
@@ -83,7 +83,7 @@ class Catalogue:
             self._held[number] = new
 
     def _agrees(self, package: m.Package) -> bool:
-        """Whether it is what others hold under that name, and leads where others lead."""
+        """True unless it contradicts the packages of the same version that others hold."""
         known = self._packages.get(package.key)
         if known is not None:
             return known == package
@@ -155,7 +155,6 @@ class Clients:
         return self._all
 
     def has(self, conn: bytes) -> bool:
-        """Whether a connection is that of a client."""
         return conn in self._by_conn
 
     # ---- who comes and goes ----
@@ -343,7 +342,7 @@ class Clients:
                 self._send_to(one, best, key)
 
     def _fits(self, one: Client, holder: Client) -> bool:
-        """Whether it may fetch from a holder."""
+        """True if the holder is reachable for it, and is not one that it avoids."""
         assert one.seek is not None
         apart = reach.apart(one.info, holder.info) and not self.rendezvous.relays
         return not apart and holder.info.peer not in one.seek.avoid
@@ -357,7 +356,7 @@ class Clients:
         self._send(one, m.Source(*key, holder.info, holder.nonce, one.slot))
 
     def _merit(self, one: Client, holder: Client) -> tuple[int, int]:
-        """What it may expect from a holder: the rate, or else few others."""
+        """A sort key: the rate to expect from a holder; without one, the fewest receivers."""
         rate = one.rates.get(holder.info.peer, holder.given)
         return rate, -self._taken(holder)
 

@@ -35,7 +35,7 @@ _REDOPS = {op.value for op in ReduceOp}
 
 
 def fits(work: m.Spec, data: bytes) -> bool:
-    """Whether these bytes are a valid contribution for the master to reduce."""
+    """True if the bytes are a valid contribution for the master to reduce."""
     return (
         work.what in INLINE
         and not work.parts
@@ -45,7 +45,7 @@ def fits(work: m.Spec, data: bytes) -> bool:
 
 
 def goes_around(work: m.Spec) -> bool:
-    """Whether a collective's data uses every hop of its rings."""
+    """True if the collective's data uses every hop of its rings."""
     carries = work.count or any(part.count for part in work.parts)
     if work.rows and sum(rows > 0 for rows in work.rows) < 2:
         return False  # nothing goes to the only member that gives any
@@ -53,13 +53,13 @@ def goes_around(work: m.Spec) -> bool:
 
 
 def are_rows(work: m.Spec, rows: Rows) -> bool:
-    """Whether these are numbers of rows for, and from, each member."""
+    """True if these are numbers of rows to and from each member."""
     gives, takes = rows
     return work.what == CollectiveKind.ALL_TO_ALL and len(gives) == len(takes) == work.members
 
 
 def is_pair(number: int, vote: m.StartVote) -> bool:
-    """Whether a peer's vote names two peers if it is for a send, and only then: it and another."""
+    """True if a vote for a send names this peer and another, and any other vote names nobody."""
     if vote.work.what != CollectiveKind.SEND:
         return not vote.pair
     return len(vote.pair) == 2 and len({*vote.pair}) == 2 and number in vote.pair
@@ -85,12 +85,12 @@ def predecessors(round_: Round[object], rings: Sequence[m.Ring]) -> defaultdict[
 
 
 def form(vote: Vote[object]) -> object:
-    """What must be the same in all votes to start a collective."""
+    """The part of a vote that all members must agree on."""
     return vote.payload, vote.data is None, vote.rows is None
 
 
 def sees_others(one: Vote[object], other: Vote[object]) -> bool:
-    """Whether two votes are the same call, by peers that differ on the ranks or on the members."""
+    """True if the votes are for one call, by peers that disagree on the ranks or the members."""
     asked, mine = one.payload, other.payload
     assert isinstance(asked, m.Spec) and isinstance(mine, m.Spec)
     return asked.sees_others_than(mine)
@@ -410,7 +410,7 @@ class Collectives:
         return True
 
     def _broken(self, running: Running) -> list[Running]:
-        """What cannot go on when that one has failed: what uses the same streams."""
+        """All running collectives that share streams with the failed one."""
         if running.paired:
             return [running]
         self._groups[running.group].broken = True

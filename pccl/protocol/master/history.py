@@ -33,8 +33,8 @@ REFUSED_MAX = 256  # peers of which it is known why they were dropped: the lates
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What a restarted master knows: its run, how often it was restarted, the accepted peers, and
-    why others were dropped, which may not have heard of it.
+    """The run, the number of restarts, the accepted peers, and why others were dropped, as a
+    restarted master knows them.
 
     It may be incomplete, if it could not be written in the end; returning peers know more.
     """
@@ -89,11 +89,10 @@ class Numbers:
         return self.epoch
 
     def is_old(self, seq: int) -> bool:
-        """Whether a sequence number belongs to an earlier incarnation."""
+        """True if a sequence number belongs to an earlier incarnation."""
         return seq < self._first_seq
 
     def is_unknown(self, seq: int) -> bool:
-        """Whether a sequence number was never given."""
         return seq >= self.next_seq
 
     def nonce_of_call(self, seq: int) -> int:
@@ -178,7 +177,8 @@ class History:
         self._groups.pop(group, None)
 
     def done(self, group: int) -> m.Done:
-        """What a peer of a group may have missed; the group of a pending peer may not exist."""
+        """The results that a peer of a group may have missed. The group of a pending peer may not
+        exist."""
         state = self._groups.get(group) or StateHistory()
         return m.Done(
             self.topology,

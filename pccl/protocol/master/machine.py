@@ -290,7 +290,7 @@ class Master:
 
     @property
     def watches_time(self) -> bool:
-        """Whether it needs a `tick` after each message, and not only now and then."""
+        """True if `tick` must be called after each message, not only now and then."""
         return self._recovery is not None or self.run.voting.open.get(PENDING) is not None
 
     def _postponed(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
@@ -305,7 +305,7 @@ class Master:
         return True
 
     def _known(self, conn: bytes, why: str) -> bool:
-        """Whether a connection is known; if so, its peer is dropped for its message."""
+        """Drops the peer of a connection for its message; False if the connection is unknown."""
         if self.run.clients.has(conn):
             self.run.clients.drop(conn, why)
             return True
@@ -315,18 +315,17 @@ class Master:
         return number is not None
 
     def knows(self, conn: bytes) -> bool:
-        """Whether the connection is that of a peer of the run."""
         return self._members.at(conn) is not None
 
     # ---- after a restart ----
 
     @property
     def recovering(self) -> bool:
-        """Whether the master waits for peers after a restart; `tick` must be called regularly."""
+        """True while the master awaits peers after a restart; `tick` must be called regularly."""
         return self._recovery is not None
 
     def deserted(self, resume: m.Resume) -> bool:
-        """Whether a peer comes back to a run that has lost all its peers, this one among the last.
+        """True if the peer returns to a run that has lost all its peers, this one among the last.
 
         If so, nothing has happened without it, and no other peer could continue: the master was
         cut off, not the peers.
@@ -335,7 +334,7 @@ class Master:
         return known and self._members.deserted_by(resume.info.peer)
 
     def misses(self, resume: m.Resume) -> bool:
-        """Whether a peer comes back whose broken connection was not noticed yet."""
+        """True if the peer returns before the loss of its old connection was noticed."""
         peer = self.peers.get(resume.info.peer)
         return peer is not None and peer.accepted and resume.run == self.run.number
 
@@ -358,7 +357,7 @@ class Master:
         return journal, [Adopt(run, incarnation), *remember]
 
     def has_heard(self, conn: bytes) -> bool:
-        """Whether a new master would lack messages of this connection."""
+        """True if a new master would lack messages of this connection."""
         known = self.knows(conn) or self.run.clients.has(conn)
         return known or (self._recovery is not None and self._recovery.has_heard(conn))
 

@@ -49,7 +49,7 @@ class Teams:
                 del self._members[info.team]
 
     def is_whole(self, info: m.PeerInfo) -> bool:
-        """Whether all members of a peer's team are registered."""
+        """True if all members of a peer's team are registered."""
         return not info.team or len(self._members[info.team]) == info.team_size
 
     def partners(self, infos: Iterable[m.PeerInfo]) -> Iterator[tuple[int, m.PeerInfo]]:
@@ -70,7 +70,7 @@ def halves(infos: Mapping[int, m.PeerInfo]) -> set[int]:
 
 
 def in_order(infos: Mapping[int, m.PeerInfo]) -> dict[int, m.PeerInfo]:
-    """The same peers team after team: that whose first member has registered first, first."""
+    """Sorts peers team by team; a team stands where its first member has registered."""
     first: dict[int, int] = {}
     for number in sorted(infos):
         first.setdefault(infos[number].team or -number, number)
@@ -197,7 +197,7 @@ class Membership:
 
     @property
     def any_pending(self) -> bool:
-        """Whether any peer is pending that can be admitted."""
+        """True if a pending peer can be admitted."""
         return len(self._peers) > self.size() and bool(self.admissible)
 
     @property
@@ -216,7 +216,6 @@ class Membership:
         return len(self._accepted.get(group, ()))
 
     def has(self, number: int, group: int | None) -> bool:
-        """Whether a peer is an accepted one of that group."""
         return number in self._accepted.get(group, ())
 
     def electors(self, numbers: Iterable[int]) -> Set[int]:
@@ -307,7 +306,7 @@ class Membership:
         self._lost.clear()
 
     def deserted_by(self, number: int) -> bool:
-        """Whether no peer is left, and this one was among the last."""
+        """True if no peer is left, and this one was among the last."""
         return not self.size() and number in self._lost
 
     @property

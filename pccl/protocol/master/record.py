@@ -133,7 +133,7 @@ class Redactor:
         return tuple(map(self._info, infos))
 
     def _curve(self, key: str) -> str:
-        """What is no key stays, because the errors about it quote it."""
+        """A pseudonym for a key. Other text stays, because the errors about it quote it."""
         if self._key is None or not KEY.fullmatch(key):
             return key
         return self._hash(b"key " + key.encode(), len(key) // 2).hex()
@@ -178,7 +178,7 @@ Size: TypeAlias = Annotated[int, Meta(ge=0, le=m.INLINE_BYTES_MAX)]
 
 
 class Told(Struct, frozen=True, omit_defaults=True):
-    """What the master told some peers.
+    """A message that the master sent to some peers.
 
     Attributes:
         say: the type of the message.
@@ -256,7 +256,7 @@ class Recorder:
         self._timed = False  # whether anything depends on ticks, but for a recovery
 
     def matters(self, event: inputs.Input, recovering: bool, effects: Iterable[Effect]) -> bool:
-        """Whether an input, to a master that was recovering or not, must be recorded.
+        """True if an input must be recorded.
 
         Of the ticks between two other inputs only the first one changes anything, if a time limit
         runs, and the one that has effects.
@@ -273,7 +273,6 @@ class Recorder:
     def line(
         self, at_s: float, event: inputs.Input, effects: list[Effect], failed: str = ""
     ) -> Line:
-        """What to record of an input."""
         if isinstance(event, inputs.Began):
             self._timed, self._news = event.straggler_s is not None, True
         self._learn(event, effects)
@@ -307,7 +306,7 @@ class Recorder:
         return tuple(number for number in numbers if number)
 
     def _describe(self, effects: list[Effect]) -> tuple[Iterator[Told], str]:
-        """What was told to whom, and the digest of all effects."""
+        """The messages by receiver, and the digest of all effects."""
         digest = blake2b(digest_size=DIGEST_BYTES)
         last: m.MasterMessage | None = None
         data = b""

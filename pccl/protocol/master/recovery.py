@@ -81,7 +81,7 @@ class Before:
 
 
 def plausible(resume: m.Resume) -> bool:
-    """Whether later numbers will still fit into messages, and those of plans too."""
+    """True if later numbers, including those of plans, will still fit into messages."""
     known = {info.peer for info in resume.known}
     numbers = [
         *msgspec.structs.astuple(msgspec.structs.replace(resume.done, revision=0)),
@@ -106,7 +106,7 @@ def plausible(resume: m.Resume) -> bool:
 
 
 def _is_failure(failure: m.Failure, last_seq: int) -> bool:
-    """Whether a peer may have been told of such a failure, so that others can be."""
+    """True if a peer may have been told of this failure, so that others can be told too."""
     return (
         failure.seq <= last_seq
         and failure.result in _RESULTS
@@ -157,7 +157,6 @@ class Recovery:
         self._said: Counter[bytes] = Counter()  # messages in the backlog, by connection
 
     def has_heard(self, conn: bytes) -> bool:
-        """Whether it holds a message of this connection."""
         return conn in self._said or conn in self._conns
 
     def postpone(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
@@ -238,11 +237,10 @@ class Recovery:
 
     @property
     def certain(self) -> bool:
-        """Whether all peers are back, and no other can come."""
+        """True if all peers are back, and no other can come."""
         return self._complete and not self.missing
 
     def over(self, now_s: float) -> bool:
-        """Whether the master has waited long enough."""
         self._began_s = now_s if self._began_s is None else self._began_s
         waited_s = now_s - self._began_s
         if waited_s > WAIT_S or self.certain:
@@ -422,7 +420,7 @@ def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) ->
 
 
 def _lacked(before: Before) -> Iterator[tuple[int, int, m.MasterMessage]]:
-    """What some peers know and others lack: its seq, whom to tell, and what.
+    """For each result that some peers lack: its seq, the peer to tell, and the message.
 
     Who hears of a seq must have heard of all before it: the next restart relies on that.
     """

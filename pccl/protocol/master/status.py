@@ -32,7 +32,7 @@ ADMITTING = RoundId(Kind.TOPOLOGY, None)
 
 
 def explain(run: Run, number: int, call: int, seq: int) -> str:
-    """What a peer's call waits for; empty if its answer is on the way.
+    """The reason why a peer's call waits; empty if its answer is on the way.
 
     Args:
         run: the state of the run.
@@ -61,7 +61,6 @@ def explain(run: Run, number: int, call: int, seq: int) -> str:
 
 
 def admitting(run: Run) -> str:
-    """What newcomers wait for."""
     round_ = run.voting.open.get(ADMITTING)
     late = run.membership.accepted() if round_ is None else run.voting.absent(round_)
     names = run.membership.names(late)
@@ -69,7 +68,6 @@ def admitting(run: Run) -> str:
 
 
 def entering(run: Run, round_: Round[object]) -> str:
-    """What an open round waits for."""
     late = run.voting.absent(round_)
     if not late and round_.id == PENDING:
         return f"another peer must join the run, which has {len(round_.votes)}"
@@ -77,19 +75,16 @@ def entering(run: Run, round_: Round[object]) -> str:
 
 
 def finishing(run: Run, running: Running) -> str:
-    """What a running collective waits for."""
     late = sorted(running.missing)
     return f"{run.membership.names(late)} must finish it{_done(late, running.progress)}"
 
 
 def receiving(run: Run, sync: Sync) -> str:
-    """What a synchronisation waits for."""
     late = sorted(sync.fetching)
     return f"{run.membership.names(late)} must receive it{_done(late, sync.progress)}"
 
 
 def measuring(run: Run, optimization: Optimization) -> str:
-    """What an optimization waits for."""
     return f"{run.membership.names(sorted(optimization.measuring))} measure links"
 
 
@@ -418,7 +413,7 @@ class _Waits:
 
 
 def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
-    """What a run looks like.
+    """The status of a run.
 
     Args:
         run: all that the master knows.

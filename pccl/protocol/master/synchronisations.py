@@ -57,7 +57,7 @@ _STRATEGIES = {strategy.value: strategy.name for strategy in SharedStateSyncStra
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one receiver fetches: entries by index, their elected digests, and the holders.
+    """The fetches of one receiver: entries by index, their elected digests, and the holders.
 
     `diverged`: it should have had the elected content already. `in_place`: its own content is worth
     nothing any more.
@@ -154,12 +154,12 @@ def elect(
 
 
 def _stands(manifest: Manifest) -> bool:
-    """Whether its content is a candidate."""
+    """True if its content is a candidate."""
     return manifest.strategy != RECEIVE_ONLY and manifest.whole
 
 
 def _worthless(manifest: Manifest, revision: int, last: int | None, newcomer: bool) -> bool:
-    """Whether its content could not be elected either if all who hold the elected one were lost.
+    """True if its content could not be elected even if all holders of the elected one were lost.
 
     So one who offers a revision and does not serve it harms only those who had nothing.
     """
@@ -362,7 +362,6 @@ class Synchronisations:
         self._current: dict[int, Sync] = {}  # by group
 
     def under_way(self, group: int) -> bool:
-        """Whether a group has a synchronisation in progress."""
         return group in self._current
 
     def of(self, number: int) -> Sync | None:
@@ -389,7 +388,7 @@ class Synchronisations:
         self._elect(sync)
 
     def _fall_short(self, sync: Sync, needed: int) -> None:
-        """Nothing is synchronised: more peers must join first. All members get this result."""
+        """Ends a synchronisation for all members because more peers must join first."""
         state = self._history.count_sync(sync.group)
         state.last_plan, state.short = 0, needed
         for number, vote in sync.members.items():

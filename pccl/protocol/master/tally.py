@@ -171,7 +171,8 @@ def stuck_since_s(round_: Round[object]) -> float | None:
 
 
 class Tally:
-    """What a master has seen since it began, and how the collectives of each group go.
+    """Counts of all that a master has seen since it began, and the state of each group's
+    collectives.
 
     Attributes:
         now_s: the time.

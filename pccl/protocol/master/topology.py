@@ -347,7 +347,7 @@ class Rendezvous:
         return ""
 
     def broken(self, rings: Iterable[m.Ring]) -> str:
-        """The same, for those that are neighbours in rings."""
+        """The first severed pair of neighbours in the rings, in words; empty if there is none."""
         return self.severed(hop for ring in rings for hop in hops(ring.order))
 
 
@@ -429,7 +429,8 @@ class Optimizations:
         self._probe(self.current)
 
     def _schedule(self, numbers: list[int]) -> Schedule:
-        """What is measured of a group: all links, or of many peers what tells their sites."""
+        """The links of a group to measure: all of them, or for many peers those that reveal the
+        sites."""
         infos = {number: self._membership.info(number) for number in numbers}
         if len(numbers) <= ALL_MAX:
             relayed = bool(self._rendezvous.relays)
@@ -486,7 +487,6 @@ class Optimizations:
             self._probe(optimization)
 
     def has(self, number: int) -> bool:
-        """Whether a peer takes part in the optimization."""
         return self.current is not None and number in self.current.calls
 
     def lose(self, lost: Set[int]) -> None:

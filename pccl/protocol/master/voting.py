@@ -158,7 +158,7 @@ def held(payload: m.Spec | m.Manifest, rows: Rows | None = None, data: bytes | N
 
 
 def _listed(parts: Sequence[m.Part] | Sequence[m.Entry]) -> int:
-    """The same of a list of tensors, which most votes do not have."""
+    """The memory that a list of tensors takes; most votes have none."""
     if not parts:
         return 0
     texts = sum(len(part.name) + len(part.layout) for part in parts)
@@ -399,7 +399,7 @@ class Voting:
         return self._membership.electors(self._membership.accepted(_scope(one, other)))
 
     def _is_open(self, one: Round[object], other: Round[object]) -> bool:
-        """Whether most of those who decide may still be in one of two rounds, and not in both."""
+        """True if most deciding peers may still be in one of the two rounds, and not in both."""
         electors = self._electors_between(one, other)
         for mine, theirs in ((one, other), (other, one)):
             agreed = self._agreed(mine, theirs, electors)
@@ -447,7 +447,7 @@ class Voting:
         return "; ".join(self._calls(round_, list(round_.votes)) for round_ in rounds)
 
     def _calls(self, round_: Round[object], voters: Sequence[int]) -> str:
-        """What some voters of a round called; the last one of them is always named."""
+        """The calls of some voters of a round, in words; the last voter is always named."""
         named = voters if len(voters) <= NAMES_MAX else [*voters[: NAMES_MAX - 1], voters[-1]]
         calls = [f"{self._membership.info(n)} called {round_.describe(n)}" for n in named]
         if len(voters) > len(named):
@@ -482,7 +482,7 @@ class Voting:
         pending.append(failures)
 
     def _reject(self, number: int, round_id: RoundId, vote: Vote[object]) -> bool:
-        """Whether the round ended before this peer entered it; if so, sends the error."""
+        """True if the round ended before this peer entered it; then sends the error."""
         pending = self._rejections[number]
         found = next((one for one in pending if round_id in one), None)
         if found is not None:

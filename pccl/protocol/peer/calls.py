@@ -107,7 +107,7 @@ class Collective:
 
     @property
     def passes_on(self) -> bool:
-        """Whether this peer holds the result, and others may still need data from it."""
+        """True if this peer holds the result, and others may still need data from it."""
         return self.state is State.COMPLETE and self.outcome is None and self.data is None
 
     def vote(self, heard: int) -> m.StartVote:
@@ -118,7 +118,7 @@ class Collective:
 
     @property
     def place(self) -> int | str:
-        """What no two calls of a peer have at the same time."""
+        """The key by which no two calls of a peer may collide."""
         return f"{self.tag} of {self.pair}" if self.pair else self.tag
 
     @property
@@ -128,14 +128,13 @@ class Collective:
 
     @property
     def open(self) -> m.Open:
-        """What a master must know of it that does not know its outcome."""
+        """The description for a master that does not know its outcome."""
         votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
         members = self.pair or self.members
         return m.Open(self.seq, members, votes[self.state], self.tag, bool(self.pair))
 
     @property
     def unstarted(self) -> bool:
-        """Whether it waits for its start round."""
         return self.seq == 0 and self.outcome is None
 
     @property

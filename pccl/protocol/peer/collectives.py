@@ -355,7 +355,7 @@ class Collectives:
     # ---- a restarted master, and the end of the run ----
 
     def report(self) -> tuple[tuple[m.Open, ...], Outcomes, tuple[m.Small, ...]]:
-        """What a restarted master must know: open collectives, outcomes, and small results."""
+        """The report to a restarted master: open collectives, outcomes, and small results."""
         open_ = tuple(one.open for _, one in sorted(self._by_seq.items()))
         self._unvoted = {each.seq for each in open_ if each.vote is None}
         return open_, tuple(self._outcomes), tuple(self._small)

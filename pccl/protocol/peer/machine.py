@@ -135,7 +135,7 @@ class Peer:
 
     @property
     def accepted(self) -> bool:
-        """Whether it is a member of the run, or was until it was `over`."""
+        """True if it is a member of the run, or was until it was `over`."""
         return self.knowledge.accepted
 
     @property
@@ -155,7 +155,7 @@ class Peer:
 
     @property
     def idle(self) -> bool:
-        """Whether no op refers to any memory."""
+        """True if no op refers to any memory."""
         return not self.collectives and self.transfers.current is None
 
     @property
@@ -168,7 +168,7 @@ class Peer:
         return self.knowledge.last_seq if free else None
 
     def awaits_withdrawal(self, call: int) -> bool:
-        """Whether the master has yet to confirm that it has taken back the vote of a call."""
+        """True until the master confirms that it has taken back the vote of a call."""
         return call in self._abandoned and self._outbox.known
 
     # ---- calls ----
@@ -286,7 +286,7 @@ class Peer:
         return self._outbox.take()
 
     def _dead(self, call: int) -> bool:
-        """Whether this peer is out of the run; if so, answers the call."""
+        """True if this peer is out of the run; then answers the call."""
         if self.over is not None:
             self._outbox.do(replace(self.over, call=call))
         return self.over is not None
@@ -477,7 +477,7 @@ class Peer:
 
     @property
     def moves(self) -> bool:
-        """Whether bulk data may be under way."""
+        """True if bulk data may be under way."""
         return len(self.collectives.started) > 0 or self.transfers.current is not None
 
     @property

@@ -140,7 +140,7 @@ class AbandonedCalls:
         self._late |= {call} if late else set()
 
     def late(self, call: int) -> bool:
-        """Whether the caller of an abandoned call was told of a time-out."""
+        """True if the caller of an abandoned call was told of a time-out."""
         return call in self._late
 
     def succeeded(self, call: int, before: m.Done, done: m.Done) -> str:
@@ -158,7 +158,7 @@ class AbandonedCalls:
         return found.get(str(self._places[call]), "")
 
     def keeps(self, call: int, place: Place, enter: Enter) -> bool:
-        """Whether a call must wait for an abandoned one in its place; `resolve` then enters it."""
+        """True if a call must wait for an abandoned one in its place; `resolve` then enters it."""
         if place not in self._places.values():
             return False
         self._behind.setdefault(place, {})[call] = enter

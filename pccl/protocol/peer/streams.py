@@ -60,7 +60,7 @@ class Streams:
 
     @property
     def ready(self) -> bool:
-        """Whether the successors hold what is sent to them before a collective starts."""
+        """True if the successors hold data that is sent to them before a collective starts."""
         return bool(self.ring) and self.epoch == self.proven == self._knowledge.plan.epoch
 
     # ---- of sends ----

@@ -69,7 +69,6 @@ class Transfer:
 
     @property
     def optimizes(self) -> bool:
-        """Whether it is part of an optimization."""
         return isinstance(self.vote, m.OptimizeVote)
 
     @property

@@ -93,7 +93,7 @@ class Quiet:
 
     @property
     def is_over(self) -> bool:
-        """Whether a log line about the wait is due; then False for a while."""
+        """True if a log line about the wait is due; then False for a while."""
         now = time.monotonic()
         if now < self._until_s:
             return False
@@ -147,7 +147,7 @@ class Call:
 
     @property
     def is_long(self) -> bool:
-        """Whether a log line is due about the peers it waits for; then False for a while."""
+        """True if a log line is due about the peers it waits for; then False for a while."""
         return self._quiet.is_over
 
     def settle(self) -> None:
@@ -157,7 +157,7 @@ class Call:
 
     @property
     def has_notes(self) -> bool:
-        """Whether `next` would return at once."""
+        """True if `next` would return at once."""
         return not self._notes.empty()
 
 

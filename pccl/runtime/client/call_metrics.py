@@ -66,7 +66,7 @@ class CallMetrics:
         self._moving_since_s = 0.0
 
     def stats(self) -> Stats:
-        """As they are now; from any thread."""
+        """A copy, from any thread."""
         return Stats(
             dict(self.succeeded),
             dict(self.failed),

@@ -89,7 +89,7 @@ class Client(ControlThread):
         return self._peer.number
 
     def explain(self) -> Explanation:
-        """What limits the last collectives, by its metrics and by what the kernel knows of the
+        """The limits of the last collectives, from the metrics and the kernel's facts about the
         connections; from any thread."""
         metrics, number, plan = self.metrics, self.number, self.plan
         order = plan.rings[0].order if plan.rings else ()

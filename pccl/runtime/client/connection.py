@@ -234,7 +234,7 @@ class Machine(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no op refers to any memory."""
+        """True if no op refers to any memory."""
 
     def join(self, call: int, hello: m.Hello) -> list[Any]:
         """Asks to join."""
@@ -267,7 +267,7 @@ class Machine(Protocol):
         """An op cannot complete. `starved`: under the plan of this seq, for lack of a stream."""
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Any]:
-        """Nothing refers to the memory of an op any more."""
+        """The engine no longer refers to the memory of an op."""
 
 
 class MasterConnection:

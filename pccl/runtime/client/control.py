@@ -133,7 +133,8 @@ class Timer(Protocol):
 
 
 class ControlThread:
-    """What each client of a master has: engine, streams, sockets, and the thread that drives them.
+    """The base of each client of a master: engine, streams, sockets, and the thread that drives
+    them.
 
     A subclass makes its driver, and then calls `_start`.
 
@@ -258,7 +259,6 @@ class ControlThread:
             raise
 
     def _local(self, info: m.PeerInfo) -> bool:
-        """Whether another one is on this machine."""
         return reach.local(self._hello, info)
 
     # ---- called by user threads ----
@@ -328,7 +328,7 @@ class ControlThread:
 
     @property
     def _done(self) -> bool:
-        """Whether it has left, and nothing refers to users' memory."""
+        """True if it has left, and nothing refers to users' memory."""
         return self._leaving and self._machine.idle
 
     def _run(self) -> None:

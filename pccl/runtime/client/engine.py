@@ -664,7 +664,6 @@ class Engine:
     def _rings(
         self, op: int, rings: Sequence[RingPlace], calls: Sequence[int]
     ) -> list[dict[str, Any]]:
-        """As an array of pccl_ring."""
         return [
             {
                 "stream": ring.stream,

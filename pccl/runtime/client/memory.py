@@ -123,7 +123,7 @@ class Operands:
     wide: Wide | None = None
 
     def place(self, tag: int) -> int | str:
-        """What no two calls of a peer have at the same time."""
+        """The key by which no two calls of a peer may collide."""
         if not self.pair:
             return tag
         giver, taker = self.pair
@@ -131,7 +131,7 @@ class Operands:
 
     @property
     def rows(self) -> Rows:
-        """What the other peers must be told of the rows: nothing, if all have one for each."""
+        """The rows that the other peers must know; none if each member has one for each."""
         return (self.send_rows, self.recv_rows) if self.uneven else NO_ROWS
 
     @property
@@ -149,13 +149,11 @@ class Operands:
         return max(sent, received)
 
     def contribution(self) -> bytes:
-        """What this peer gives, to travel with its vote: at most one array."""
+        """This peer's array, to travel with its vote; at most one."""
         return contribution(self.each[0].send) if self.each else b""
 
 
 class LeafReader(Protocol):
-    """What a fetch is for."""
-
     def put(self, leaf: Leaf, /) -> None:
         """A leaf has arrived, and waits for its result."""
 
@@ -272,7 +270,7 @@ class HostView:
         return self._buffers[index].address
 
     def copied(self, index: int) -> bool:
-        """Whether the host address of that buffer is that of a copy."""
+        """True if the host address of that buffer is that of a copy."""
         return index in self._copies
 
     def write_back(self, changed: Iterable[int]) -> None:
@@ -310,7 +308,7 @@ class Stretch:
 
 @dataclass(slots=True)
 class Step:
-    """What must be read before the offsets of a step can move, and written when they are final."""
+    """The places to read before a step's offsets can move, and to write when they are final."""
 
     begin: int
     end: int
@@ -352,7 +350,7 @@ class Copies:
 
     @property
     def are_settled(self) -> bool:
-        """Whether the call has ended, and the device has what it is to have."""
+        """True if the call has ended, and the device has its results."""
         return self._settled.is_set()
 
     def written(self, step: int) -> None:
@@ -388,7 +386,7 @@ class Copies:
             raise self._failed
 
     def cancel(self) -> None:
-        """The same after an exception, at whatever moment it came."""
+        """Cancels after an exception, at whatever moment it came."""
         if self._claim.acquire(blocking=False):  # the thread has not begun, and will do nothing
             for mark in itertools.chain(*self._reads.values()):
                 mark.synchronize()
@@ -458,7 +456,8 @@ class Copies:
 def on_host(
     work: Operands, strategy: Strategy, conditions: Conditions
 ) -> tuple[Operands, Copies | None]:
-    """The same collective over host memory, and its copies; None: all arrays are there already.
+    """Moves a collective to host memory. Returns it with its copies; None if all arrays are there
+    already.
 
     The strategy says how it probably travels, and with it in which order its chunks are needed.
 
@@ -520,7 +519,6 @@ class _Twins:
 
 
 def _moved(buffer: Buffer, twin: Stretch | None) -> Buffer:
-    """The same elements in the host's copy."""
     if twin is None:
         return replace(buffer, device_type=DeviceType.CPU)
     address = twin.host.data_ptr() + buffer.address - twin.buffer.address

@@ -85,7 +85,7 @@ class PendingCalls:
         self._answered: list[tuple[Call, End]] = []  # not notified yet
 
     def __contains__(self, number: int) -> bool:
-        """Whether a call waits for its answer."""
+        """True if the call waits for its answer."""
         return number in self._calls
 
     def add(self, call: Call) -> None:
@@ -275,7 +275,7 @@ class Driver:
 
     @property
     def _local(self) -> bool:
-        """Whether all that it transfers stays on this machine."""
+        """True if all its transfers stay on this machine."""
         return False
 
 

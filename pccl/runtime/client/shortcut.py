@@ -28,7 +28,6 @@ class Shortcut:
 
     @property
     def sent(self) -> bool:
-        """Whether the vote was sent."""
         return bool(self._sent[0])
 
     def send(self, dealer: Dealer, vote: bytes) -> bool:

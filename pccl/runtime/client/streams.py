@@ -307,7 +307,7 @@ class Streams:
     # ---- the same machine ----
 
     def _uses_ipc(self, to: m.PeerInfo) -> bool:
-        """Whether to connect by ipc: its socket file may have been deleted."""
+        """True if it connects by ipc: the peer's socket file may have been deleted."""
         if not self._local(to) or to.peer in self._without_ipc:
             return False
         try:
@@ -330,7 +330,8 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def _shortage() -> str:
-    """Whether the system refuses this process a socket: libzmq does not report that."""
+    """The reason why the system refuses this process a socket, or nothing: libzmq does not report
+    it."""
     try:
         socket.socket().close()
     except OSError as error:

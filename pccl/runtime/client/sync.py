@@ -247,7 +247,7 @@ class Memory(Protocol):
 
     @property
     def torn(self) -> bool:
-        """Whether a failed call has overwritten a part of it."""
+        """True if a failed call has overwritten a part of it."""
 
     def tear(self, entries: Sequence[int]) -> None:
         """These entries will be overwritten, by and by."""

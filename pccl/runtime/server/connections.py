@@ -109,7 +109,6 @@ class Guard:
 
     @property
     def full(self) -> bool:
-        """Whether there are more connections than there may be."""
         return len(self._lines) > self._lines_max
 
     def gone(self, descriptor: int) -> None:
@@ -124,11 +123,10 @@ class Guard:
             line.stranger = False
 
     def is_open(self, descriptor: int) -> bool:
-        """Whether a connection has this descriptor."""
         return descriptor in self._lines
 
     def holds(self, line: Line) -> bool:
-        """Whether its descriptor still belongs to that connection."""
+        """True if its descriptor still belongs to that connection."""
         return self._lines.get(line.descriptor) is line
 
     @property
@@ -368,7 +366,7 @@ class Connections:
         self._unreachable.add(conn)
 
     def has_lost(self, conn: bytes) -> bool:
-        """Whether it is lost, and not buried yet."""
+        """True if it is lost, and not buried yet."""
         return conn in self._lost or conn in self._unreachable
 
     def take_lost(self, drained: bool) -> list[bytes]:
@@ -403,11 +401,11 @@ class Connections:
     # ---- whom to hear ----
 
     def is_buried(self, conn: bytes) -> bool:
-        """Whether it is lost, and its loss was handled."""
+        """True if it is lost, and its loss was handled."""
         return conn in self._buried
 
     def is_heard(self, conn: bytes) -> bool:
-        """Whether its messages count."""
+        """True if its messages count."""
         return conn not in self._buried and conn not in self._dropped
 
     def drop(self, conn: bytes) -> None:
@@ -440,17 +438,17 @@ class Connections:
 
     @property
     def mourns(self) -> bool:
-        """Whether there are lost connections to be buried."""
+        """True if lost connections are to be buried."""
         return bool(self._lost or self._unreachable)
 
     @property
     def crowded(self) -> bool:
-        """Whether there are connections to close at once."""
+        """True if connections must be closed at once."""
         return bool(self._surplus)
 
     @property
     def busy(self) -> bool:
-        """Whether a time limit ends soon."""
+        """True if a time limit ends soon."""
         return bool(self._dropped or self._buried or self._reserve.spent)
 
     @property

@@ -98,7 +98,7 @@ class Dialler:
 
     @property
     def busy(self) -> bool:
-        """Whether `tick` must be called now and then."""
+        """True if `tick` must be called now and then."""
         return bool(self._dials)
 
     def dial(self, target: Target, now_s: float, then: Then, asker: str | None = None) -> None:
@@ -190,7 +190,7 @@ class Dialler:
     # ---- who may ask ----
 
     def _provable(self, target: Target) -> bool:
-        """Whether it has a key or password by which it can prove itself."""
+        """True if it has a key or password by which it can prove itself."""
         if self._keys is not None:
             return KEY.fullmatch(target.curve) is not None
         return TOKEN.fullmatch(target.token) is not None

@@ -250,7 +250,7 @@ def _head_line(head: Head) -> bytes:
 
 
 def _is_log(path: Path) -> bool:
-    """Whether the file is an event log, empty, or not there. Raises OSError."""
+    """True if the file is an event log, empty, or missing. Raises OSError."""
     try:
         with path.open("rb") as file:
             first, second = file.readline(HEAD_BYTES), file.readline(HEAD_BYTES)

@@ -122,7 +122,7 @@ class JournalFile:
 
     @property
     def complete(self) -> bool:
-        """Whether it holds everything that its last master knew."""
+        """True if it holds everything that its last master knew."""
         return not self._marked
 
     def read(self) -> State | None:
@@ -256,7 +256,7 @@ _decode = msgspec.msgpack.Decoder(Refusal).decode
 
 
 class OnError(Enum):
-    """What the master does when its journal cannot be written."""
+    """The master's reaction when it cannot write its journal."""
 
     CONTINUE = "continue"
     STOP = "stop"

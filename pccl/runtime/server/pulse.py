@@ -103,7 +103,7 @@ class Pauses:
 
     @property
     def woke_lately(self) -> bool:
-        """Whether a pause of this process explains connections that break now."""
+        """True if a pause of this process explains connections that break now."""
         return self._woke_s is not None and time.monotonic() - self._woke_s < 2 * self._timeout_s
 
     def dealt_with(self) -> None:

@@ -47,8 +47,7 @@ log = logging.getLogger("pccl")
 BATCH = 100  # messages read before lost connections are handled, even if more wait
 
 
-def _nothing() -> None:
-    """What the wait for messages calls."""
+def _nothing() -> None: ...
 
 
 _ONLY_MESSAGES = [_nothing]
@@ -190,7 +189,7 @@ class Server:
         self._wake()
 
     def ask(self) -> Future[Status]:
-        """What the run looks like, as `serve` will say; from any thread."""
+        """The status of the run, later given by `serve`; from any thread."""
         future: Future[Status] = Future()
         self._asked.append(future)
         self._wake()
@@ -266,8 +265,8 @@ class Server:
 
     @property
     def _may_put_off_chores(self) -> bool:
-        """Whether nothing but votes is going on: they are most of the work of a master, and each
-        would pay for the chores, which cost as much as a vote. Then no limit of time is near."""
+        """True if only votes are going on: they are most of the work of a master, and each would
+        pay for the chores, which cost as much as a vote. Then no limit of time is near."""
         connections = self._connections
         return not (
             self._faltered
@@ -311,7 +310,7 @@ class Server:
         return min(wait_s for wait_s in waits_s if wait_s is not None)
 
     def _status(self) -> Status:
-        """What the master knows of its run, and the kernel of its connections."""
+        """The state of the run, with the kernel's facts about its connections."""
         status = self._master.status()
         silent_s = {
             number: self._connections.silent_s(peer.conn)
@@ -367,7 +366,7 @@ class Server:
     # ---- events ----
 
     def _allows(self, key: str) -> bool:
-        """Whether a peer with this public key may join; the list may change at any time."""
+        """True if a peer with this public key may join; the list may change at any time."""
         assert self._security is not None
         try:
             return key in self._security.allowed()
@@ -627,7 +626,7 @@ class Service:
 
     @property
     def over(self) -> bool:
-        """Whether no server runs in this process any more."""
+        """True if no server runs in this process any more."""
         return self._over or os.getpid() != self._pid
 
     def stop(self) -> None:

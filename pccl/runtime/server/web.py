@@ -161,7 +161,6 @@ def _lateness(status: Status) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """As the value of a label."""
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
@@ -268,8 +267,6 @@ SAFE = {
 
 
 class Reply(NamedTuple):
-    """What a request is answered."""
-
     status: HTTPStatus
     body: bytes
     kind: str = TEXT
@@ -312,7 +309,7 @@ def target(head: bytes, loopback: bool) -> tuple[str, bool]:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a Host header names this machine as only itself does."""
+    """True if a Host header names this machine in a way that only the machine itself uses."""
     name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
     if name.lower() == "localhost":
         return True
