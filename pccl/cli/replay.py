@@ -342,33 +342,39 @@ class Story:
         self._of: dict[tuple[int, int], Call] = {}  # started collectives, by peer and seq
         self._groups: dict[int, int] = {}  # of peers that were accepted
         self._asking: dict[int, int] = {}  # groups of those that were not yet
+        self._happened = Happened()  # by the line that is told
+        self._now_s = 0.0
 
     def tell(self, entry: Entry) -> Happened:
-        happened = Happened()
-        now_s, line = entry.unix_s, entry.line
+        happened = self._happened = Happened()
+        self._now_s, line = entry.unix_s, entry.line
         if isinstance(line.input, inputs.Began):
             again = line.input.why or "the master begins" + (
                 f" again, and waits for {len(line.input.journal.accepted)} peers"
                 if line.input.journal is not None
                 else ""
             )
-            happened.marks.append(Mark(again))
-            self._lose(self._peers(), again, now_s, happened)
-        happened.marks += [Mark(note) for note in line.notes]
+            self._mark(again)
+            self._lose([*self._groups, *self._asking], again)
+        for note in line.notes:
+            self._mark(note)
         if line.failed:
-            happened.marks.append(Mark(f"the master failed: {line.failed}", line.peer))
-        self._enter(line.input, line.peer, now_s, happened)
+            self._mark(f"the master failed: {line.failed}", line.peer)
+        self._enter(line.input, line.peer)
         late = line.gone or ((line.peer,) if line.peer else ())
         for told in line.told:
-            self._told(told, late, now_s, happened)
-        self._lose(line.gone, "; ".join(line.notes), now_s, happened)
+            self._told(told, late)
+        self._lose(line.gone, "; ".join(line.notes))
         return happened
+
+    def _mark(self, text: str, peer: int = 0, *, noted: bool = False) -> None:
+        self._happened.marks.append(Mark(text, peer, noted))
 
     def end(self) -> Happened:
         """The calls that were open when the log ended, and those of them that waited for others."""
-        happened = Happened(ended=[*self._open()])
+        happened = Happened(ended=[*self._calls.values()])
         rounds: dict[tuple[str, int | None, bool], list[Call]] = {}
-        for call in self._open():
+        for call in self._calls.values():
             rounds.setdefault((call.what, call.group, call.started_s is None), []).append(call)
         for (_, group, entering), calls in rounds.items():
             waiting = [call for call in calls if entering or call.done_s is not None]
@@ -386,47 +392,47 @@ class Story:
 
     # ---- what peers say ----
 
-    def _enter(self, event: inputs.Input, peer: int, now_s: float, happened: Happened) -> None:
+    def _enter(self, event: inputs.Input, peer: int) -> None:
         if isinstance(event, inputs.Hello | inputs.Resume) and peer:
             hello = event.message
             self._asking[peer] = hello.group if isinstance(hello, m.Hello) else hello.info.group
             text = "asks to be admitted" if isinstance(hello, m.Hello) else "is back"
-            happened.marks.append(Mark(text, peer, noted=True))
+            self._mark(text, peer, noted=True)
         elif isinstance(event, inputs.Received) and peer:
-            self._said(event.message, peer, now_s, happened)
+            self._said(event.message, peer)
 
-    def _said(self, said: m.PeerMessage, peer: int, now_s: float, happened: Happened) -> None:
+    def _said(self, said: m.PeerMessage, peer: int) -> None:
         match said:
             case m.TopologyVote(call):
-                self._begin(peer, call, "update_topology()", said, now_s)
+                self._begin(peer, call, "update_topology()", said)
             case m.PendingVote(call):
-                self._begin(peer, call, "are_peers_pending()", said, now_s)
+                self._begin(peer, call, "are_peers_pending()", said)
             case m.OptimizeVote(call):
-                self._begin(peer, call, "optimize_topology()", said, now_s)
+                self._begin(peer, call, "optimize_topology()", said)
             case m.StartVote(call, tag, work):
-                self._begin(peer, call, f"{work} with tag {tag}", said, now_s)
+                self._begin(peer, call, f"{work} with tag {tag}", said)
             case m.SyncVote(call):
-                self._begin(peer, call, "sync_shared_state()", said, now_s)
+                self._begin(peer, call, "sync_shared_state()", said)
             case m.FinishVote(seq, ok, why):
                 if (found := self._of.get((peer, seq))) is not None:
-                    found.done_s = now_s
+                    found.done_s = self._now_s
                 if not ok:
-                    happened.marks.append(Mark(f"could not complete collective {seq}: {why}", peer))
+                    self._mark(f"could not complete collective {seq}: {why}", peer)
             case m.FetchedVote(_, ok, why):
                 text = "has received shared state" if ok else f"received no shared state: {why}"
-                happened.marks.append(Mark(text, peer))
+                self._mark(text, peer)
             case m.Unreached(other, _, why):
-                happened.marks.append(Mark(f"could not reach peer {other}: {why}", peer))
+                self._mark(f"could not reach peer {other}: {why}", peer)
             case m.Stalled(_, _, why):
-                happened.marks.append(Mark(f"cannot pass data on: {why}", peer))
+                self._mark(f"cannot pass data on: {why}", peer)
             case m.Withdraw(call):
-                happened.marks.append(Mark(f"waits no longer in {self._name(peer, call)}", peer))
+                self._mark(f"waits no longer in {self._name(peer, call)}", peer)
             case m.Leave():
-                happened.marks.append(Mark("leaves", peer))
+                self._mark("leaves", peer)
 
-    def _begin(self, peer: int, call: int, what: str, said: m.PeerMessage, now_s: float) -> None:
+    def _begin(self, peer: int, call: int, what: str, said: m.PeerMessage) -> None:
         group = None if type(said) in RUN_WIDE else self._groups.get(peer)
-        self._calls[peer, call] = Call(peer, call, what, group, now_s)
+        self._calls[peer, call] = Call(peer, call, what, group, self._now_s)
 
     def _name(self, peer: int, call: int) -> str:
         found = self._calls.get((peer, call))
@@ -434,83 +440,61 @@ class Story:
 
     # ---- what the master tells them ----
 
-    def _told(self, told: Told, late: tuple[int, ...], now_s: float, happened: Happened) -> None:
+    def _told(self, told: Told, late: tuple[int, ...]) -> None:
         if told.say == "Admitted":
             for peer in told.to:
                 self._groups[peer] = self._asking.pop(peer, self._groups.get(peer, 0))
-                happened.marks.append(Mark("is admitted", peer, noted=True))
+                self._mark("is admitted", peer, noted=True)
         elif told.say == "SyncPlan" and told.fetches:
             holders = ", ".join(map(str, told.holders))
             for peer in told.to:
                 text = f"receives {told.fetches} entries of shared state from peers {holders}"
-                happened.marks.append(Mark(text, peer))
+                self._mark(text, peer)
         elif told.say == "Finished":
-            calls = self._found(self._of, ((peer, told.seq) for peer in told.to))
-            self._forget(calls)
-            waited = [now_s - (call.done_s or now_s) for call in calls]
-            self._round(calls, "finished", late, waited, "" if told.ok else told.why, happened)
-            self._end(calls, "" if told.ok else told.why, now_s, happened)
+            keys = ((peer, told.seq) for peer in told.to)
+            calls = [self._of[key] for key in keys if key in self._of]
+            failed = "" if told.ok else told.why
+            waited = [self._now_s - (call.done_s or self._now_s) for call in calls]
+            self._round(calls, "finished", late, waited, failed)
+            self._end(calls, failed)
         elif told.calls:
-            calls = self._found(self._calls, zip(told.to, told.calls, strict=False))
-            waited = [now_s - call.began_s for call in calls]
-            if told.say == "CallError":
-                self._round(calls, "", late, waited, told.why, happened)
-            elif told.say in ANSWERS | {"Started"}:
-                self._round(calls, "entered", late, waited, "", happened)
+            entered = zip(told.to, told.calls, strict=False)
+            calls = [self._calls[key] for key in entered if key in self._calls]
+            failed = told.why if told.say == "CallError" else ""
+            if told.say in ANSWERS | {"Started", "CallError"}:
+                waited = [self._now_s - call.began_s for call in calls]
+                phase = "" if told.say == "CallError" else "entered"
+                self._round(calls, phase, late, waited, failed)
             if told.say == "Started":
                 for call in calls:
-                    call.started_s, call.seq = now_s, told.seq
+                    call.started_s, call.seq = self._now_s, told.seq
                     self._of[call.peer, told.seq] = call
             if told.say in ANSWERS | {"CallError"} or told.final:
-                self._forget(calls)
-                failed = told.why if told.say == "CallError" else ""
-                self._end(calls, failed, now_s, happened)
-
-    @staticmethod
-    def _found(table: dict[tuple[int, int], Call], keys: Iterable[tuple[int, int]]) -> list[Call]:
-        return [table[key] for key in keys if key in table]
+                self._end(calls, failed)
 
     def _round(
-        self,
-        calls: list[Call],
-        phase: str,
-        late: tuple[int, ...],
-        waited_s: list[float],
-        failed: str,
-        happened: Happened,
+        self, calls: list[Call], phase: str, late: tuple[int, ...], waits: list[float], failed: str
     ) -> None:
-        if not calls:
-            return
         for call in calls:
             call.awaited = tuple(number for number in late if number != call.peer)
-        happened.rounds.append(Round(tuple(calls), phase, late, tuple(waited_s), failed))
+        if calls:
+            self._happened.rounds.append(Round(tuple(calls), phase, late, tuple(waits), failed))
 
-    def _end(self, calls: Iterable[Call], failed: str, now_s: float, happened: Happened) -> None:
-        for call in calls:
-            call.ended_s, call.failed = now_s, failed
-            happened.ended.append(call)
-
-    def _forget(self, calls: list[Call]) -> None:
+    def _end(self, calls: Iterable[Call], failed: str) -> None:
         for call in calls:
             self._calls.pop((call.peer, call.number), None)
             self._of.pop((call.peer, call.seq), None)
+            call.ended_s, call.failed = self._now_s, failed
+            self._happened.ended.append(call)
 
     # ---- peers that are gone ----
 
-    def _lose(self, peers: Iterable[int], why: str, now_s: float, happened: Happened) -> None:
+    def _lose(self, peers: Iterable[int], why: str) -> None:
         for peer in peers:
-            mine = [call for call in self._open() if call.peer == peer]
-            self._calls = {key: call for key, call in self._calls.items() if key[0] != peer}
-            self._of = {key: call for key, call in self._of.items() if key[0] != peer}
-            self._end(mine, f"peer {peer} was lost: {why}", now_s, happened)
+            mine = [call for call in self._calls.values() if call.peer == peer]
+            self._end(mine, f"peer {peer} was lost: {why}")
             self._groups.pop(peer, None)
             self._asking.pop(peer, None)
-
-    def _peers(self) -> list[int]:
-        return [*self._groups, *self._asking]
-
-    def _open(self) -> Iterator[Call]:
-        yield from self._calls.values()
 
 
 NAMES_MAX = 8  # peers named in one line

@@ -314,8 +314,8 @@ def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:
 class Timing:
     """Iterations of one way to reduce, each the mean over the peers."""
 
-    median_us: float  # microseconds
-    min_us: float  # microseconds
+    median_us: float
+    min_us: float
     wrong: int | None  # wrong elements over all peers; None when not checked
     wire: int | None = None  # bytes that a peer sends in a call, at most; None when not known
 
@@ -383,29 +383,25 @@ class Row:
         return _ROOTS.get(self.what, -1)
 
     def text(self) -> str:
-        cells = [
-            f"{self.nbytes:12d}  {self.count:12d}  {self.dtype:>8}  {self.op:>6}  {self.root:6d}"
-        ]
-        for way in _WAYS:
-            if way not in self.timings:
-                cells.append(f"{'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>5}")
+        ways = [self.timings.get(way) for way in _WAYS]
+        cells = [str(self.nbytes), str(self.count), self.dtype, self.op, str(self.root)]
+        for way, timing in zip(_WAYS, ways, strict=True):
+            if timing is None:
+                cells += ["N/A"] * 4
                 continue
-            timing = self.timings[way]
-            wrong = "N/A" if timing.wrong is None else str(timing.wrong)
-            rates = f"{_number(self.algbw(way), 6)}  {_number(self.busbw(way), 6)}"
-            cells.append(f"{_number(timing.median_us, 7)}  {rates}  {wrong:>5}")
-        for way in _WAYS:
-            known = way in self.timings
-            cells.append(_number(self.timings[way].min_us, 7) if known else f"{'N/A':>7}")
+            cells += [_number(timing.median_us, 7), _number(self.algbw(way), 6)]
+            cells.append(_number(self.busbw(way), 6))
+            cells.append("N/A" if timing.wrong is None else str(timing.wrong))
+        cells += ["N/A" if way is None else _number(way.min_us, 7) for way in ways]
         if self.other:
             other = self.timings[self.other]
             cells += [_number(other.median_us, 7), _number(other.min_us, 7)]
-            for way in _WAYS:
-                known = way in self.timings
-                ratio = other.median_us / self.timings[way].median_us if known else None
-                cells.append(f"{ratio:6.2f}" if ratio is not None else f"{'N/A':>6}")
-        cells.append(f"{self.timings[self.ways[0]].wire:12d}")
-        return "  ".join(cells)
+            cells += [
+                "N/A" if way is None else f"{other.median_us / way.median_us:.2f}" for way in ways
+            ]
+        cells.append(str(self.timings[self.ways[0]].wire))
+        widths = (width for _, _, width in _columns(self.other))
+        return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
     def json(self) -> dict[str, Any]:
         """The row as nccl-tests' JSON has it; times in microseconds, rates in GB/s."""
@@ -428,21 +424,24 @@ class Row:
         return found
 
 
-def head(other: str | None) -> str:
-    groups = f"#{'':56}{'out-of-place':^32}{'in-place':^32}{'minimum':^18}"
-    names = f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
-    units = f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
-    names += f"  {'time':>7}  {'algbw':>6}  {'busbw':>6} {'#wrong':>6}" * len(_WAYS)
-    units += f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>5}" * len(_WAYS)
-    names += f"  {'out':>7}  {'in':>7}"
-    units += f"  {'(us)':>7}" * len(_WAYS)
+def _columns(other: str | None) -> list[tuple[str, str, int]]:
+    """The name, unit and width of each."""
+    way = [("time", "(us)", 7), ("algbw", "(GB/s)", 6), ("busbw", "(GB/s)", 6), ("#wrong", "", 6)]
+    size = [("size", "(B)", 12), ("count", "(elements)", 12), ("type", "", 8)]
+    found = [*size, ("redop", "", 6), ("root", "", 6), *way, *way]
+    found += [("out", "(us)", 7), ("in", "(us)", 7)]
     if other:
-        groups += f"{other:^18}{'times as fast':^16}"
-        names += f"  {'time':>7}  {'min':>7}  {'out':>6}  {'in':>6}"
-        units += f"  {'(us)':>7}  {'(us)':>7}  {'':>6}  {'':>6}"
-    names += f"  {'wire':>12}"
-    units += f"  {'(B)':>12}"
-    return "\n".join(line.rstrip() for line in ("#", groups, names, units))
+        found += [("time", "(us)", 7), ("min", "(us)", 7), ("out", "", 6), ("in", "", 6)]
+    return [*found, ("wire", "(B)", 12)]
+
+
+def head(other: str | None) -> str:
+    groups = f"#{'':52}{'out-of-place':^33}{'in-place':^33}{'minimum':^18}"
+    groups += f"{other:^18}{'times as fast':^16}" if other else ""
+    columns = _columns(other)
+    names = "  ".join(name.rjust(width) for name, _, width in columns)
+    units = "  ".join(unit.rjust(width) for _, unit, width in columns)
+    return "\n".join(line.rstrip() for line in ("#", groups, f"#{names[1:]}", f"#{units[1:]}"))
 
 
 def foot(rows: Sequence[Row]) -> str:
@@ -464,8 +463,5 @@ def average_busbw(rows: Sequence[Row]) -> float:
 
 def _number(value: float, width: int) -> str:
     """Two decimals, or fewer where they would not fit."""
-    for decimals in (2, 1, 0):
-        text = f"{value:.{decimals}f}"
-        if len(text) <= width:
-            break
-    return text.rjust(width)
+    texts = [f"{value:.{decimals}f}" for decimals in (2, 1, 0)]
+    return next((text for text in texts if len(text) <= width), texts[-1])

@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import accumulate, pairwise
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,36 +133,22 @@ def blocks(what: str, peers: int) -> int:
 DEVICES = ("cpu", "cuda")
 
 
-class Place(Protocol):
-    """Where arrays lie, and what the clock must wait for there."""
-
-    def put(self, bits: Bits, dtype: DataType) -> Array:
-        """An array of these elements."""
-
-    def bits(self, array: Array) -> Bits:
-        """Its elements, as numpy knows them."""
-
-    def fill(self, array: Array, bits: Bits) -> None:
-        """Gives it these elements."""
-
-    def finish(self) -> None:
-        """Returns when the device has done what this process has queued there."""
-
-
 class Host:
     """Arrays of numpy, or, of bfloat16, torch's on the CPU."""
 
     def put(self, bits: Bits, dtype: DataType) -> Array:
+        """An array of these elements."""
         return as_array(bits.copy(), dtype)
 
     def bits(self, array: Any) -> Bits:
+        """Its elements, as numpy knows them."""
         return array if isinstance(array, np.ndarray) else _words(array)
 
     def fill(self, array: Array, bits: Bits) -> None:
         self.bits(array)[:] = bits
 
     def finish(self) -> None:
-        """Nothing is queued."""
+        """Returns when what this process has queued there is done; here nothing ever is."""
 
 
 class Device:
@@ -199,6 +185,9 @@ class Device:
 
     def _on_host(self, bits: Bits, dtype: DataType) -> Any:
         return self._torch.as_tensor(as_array(bits, dtype))
+
+
+Place = Host | Device  # where arrays lie
 
 
 def of_process(device: str, number: int) -> Place:
@@ -412,13 +401,7 @@ class Trial:
 
         send, recv = torch.as_tensor(self._send), torch.as_tensor(self._recv)
         one = torch.zeros(1, device=recv.device)
-        op = {
-            ReduceOp.SUM: dist.ReduceOp.SUM,
-            ReduceOp.AVG: dist.ReduceOp.AVG,
-            ReduceOp.PROD: dist.ReduceOp.PRODUCT,
-            ReduceOp.MAX: dist.ReduceOp.MAX,
-            ReduceOp.MIN: dist.ReduceOp.MIN,
-        }[self._op]
+        op = getattr(dist.ReduceOp, "PRODUCT" if self._op is ReduceOp.PROD else self._op.name)
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(recv, op),
             "reduce_scatter": lambda: dist.reduce_scatter(recv, list(send.chunk(self._peers)), op),
