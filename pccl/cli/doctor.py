@@ -41,6 +41,11 @@ CLOCK_MAX_S = 1.0  # so that the logs of several machines can be read together
 FILES_MIN = 1024
 SEND_BUFFER_MIN = 4 << 20  # what fills 1 Gbit/s over 100 ms with the lanes there are
 RECEIVE_BUFFER_MIN = 6 << 20
+SYSCTLS = (  # title, name, what it should be, why
+    ("window scaling", "tcp_window_scaling", "1", "or long links stay empty"),
+    ("slow after idle", "tcp_slow_start_after_idle", "0", "or each call begins slowly"),
+    ("congestion", "tcp_congestion_control", "bbr", "it is better where links lose packets"),
+)
 
 
 class Verdict(StrEnum):
@@ -50,11 +55,7 @@ class Verdict(StrEnum):
     BAD = "BAD"
 
 
-STYLES: dict[Verdict, Style] = {
-    Verdict.OK: "green",
-    Verdict.HINT: "yellow",
-    Verdict.BAD: "red",
-}
+STYLES: dict[Verdict, Style] = {Verdict.OK: "green", Verdict.HINT: "yellow", Verdict.BAD: "red"}
 
 
 class Finding(NamedTuple):
@@ -127,36 +128,29 @@ def _software() -> Iterator[Finding]:
     yield Finding("arithmetic", f"{arithmetic_digest().hex()} (must be equal on all peers)")
 
 
+def _check(title: str, fact: str, good: bool, cure: str) -> Finding:
+    return Finding(title, fact, Verdict.OK if good else Verdict.HINT, cure)
+
+
 def _system() -> Iterator[Finding]:
     if sys.platform != "win32":
         import resource
 
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         cure = f"ulimit -n {FILES_MIN}: each connection takes one"
-        yield _at_least("open files", soft, FILES_MIN, cure)
+        yield _check("open files", str(soft), soft >= FILES_MIN, cure)
     ipv4 = Path("/proc/sys/net/ipv4")
     if not ipv4.exists():
         return
     for name, least in (("tcp_wmem", SEND_BUFFER_MIN), ("tcp_rmem", RECEIVE_BUFFER_MIN)):
         low, default, most = (ipv4 / name).read_text().split()
         cure = f'sysctl -w net.ipv4.{name}="{low} {default} {least}": or long links stay empty'
-        yield _at_least(name, int(most), least, cure)
-    scaling = (ipv4 / "tcp_window_scaling").read_text().strip()
-    cure = "sysctl -w net.ipv4.tcp_window_scaling=1: or long links stay empty"
-    yield Finding("window scaling", scaling, Verdict.OK if scaling != "0" else Verdict.HINT, cure)
-    idle = ipv4 / "tcp_slow_start_after_idle"
-    if idle.exists():  # it is not in every network namespace
-        cure = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0: or each call begins slowly"
-        state = idle.read_text().strip()
-        yield Finding("slow after idle", state, Verdict.OK if state == "0" else Verdict.HINT, cure)
-    control = (ipv4 / "tcp_congestion_control").read_text().strip()
-    cure = "where links lose packets bbr is better: sysctl -w net.ipv4.tcp_congestion_control=bbr"
-    verdict = Verdict.OK if control == "bbr" else Verdict.HINT
-    yield Finding("congestion", control, verdict, cure)
-
-
-def _at_least(title: str, found: int, least: int, cure: str) -> Finding:
-    return Finding(title, str(found), Verdict.OK if found >= least else Verdict.HINT, cure)
+        yield _check(name, most, int(most) >= least, cure)
+    for title, name, good, why in SYSCTLS:
+        file = ipv4 / name
+        if file.exists():  # not all are in every network namespace
+            found = file.read_text().strip()
+            yield _check(title, found, found == good, f"sysctl -w net.ipv4.{name}={good}: {why}")
 
 
 def _all_reduce() -> Finding:
@@ -218,8 +212,8 @@ def _master(host: str, port: int, security: pccl.Security | None) -> Iterator[Fi
         cure = "install the same version of pccl as the peers have; results must be bit-identical"
         yield Finding("kernels", fact, Verdict.OK if same else Verdict.BAD, cure)
     fact = f"{found.clock_s:+.3f} s from the master's"
-    verdict = Verdict.OK if abs(found.clock_s) < CLOCK_MAX_S else Verdict.HINT
-    yield Finding("clock", fact, verdict, "synchronise it by NTP, or logs are hard to compare")
+    near = abs(found.clock_s) < CLOCK_MAX_S
+    yield _check("clock", fact, near, "synchronise it by NTP, or logs are hard to compare")
 
 
 _KEYS = "compare PCCL_CURVE_DIR here with the master's --curve-dir; `pccl keys` makes both"
@@ -230,8 +224,8 @@ def _versions(found: Examination) -> Finding:
     fact = f"pccl {report.version}, protocol {report.protocol}"
     if report.protocol != PROTOCOL_VERSION:
         return Finding("its version", fact, Verdict.BAD, "install the same version of pccl")
-    verdict = Verdict.OK if report.version == pccl.__version__ else Verdict.HINT
-    return Finding("its version", fact, verdict, "the same version everywhere is best")
+    same = report.version == pccl.__version__
+    return _check("its version", fact, same, "the same version everywhere is best")
 
 
 def _reached(found: Examination) -> Finding:
@@ -271,11 +265,13 @@ def explanation(status: Status) -> Iterator[str]:
         f"{count} collectives have committed, of {given / 1e6:.4g} MB on the average: "
         f"{duration_text(entering_s + running_s)} from the first peer's call to the last one's end"
     )
-    for what, part_s, then in (
-        ("waiting for peers that enter later", entering_s, "if all entered at once"),
-        ("from then until all have finished: the data, and two votes", running_s, ""),
-    ):
-        yield _line(what, part_s, entering_s + running_s, then)
+    all_s = entering_s + running_s
+    yield (
+        f"{_share(entering_s, all_s)}: waiting for peers that enter later. If all entered at once: "
+        f"{duration_text(running_s)}"
+    )
+    data = "from then until all have finished: the data, and two votes"
+    yield f"{_share(running_s, all_s)}: {data}"
     for group in status.groups:
         yield from _links(group, running_s)
     yield from _latest(status)
@@ -297,10 +293,8 @@ def _latest(status: Status) -> Iterator[str]:
         )
 
 
-def _line(what: str, part_s: float, all_s: float, then: str) -> str:
-    share = 100 * part_s / all_s if all_s else 0.0
-    without = f". {then[0].upper()}{then[1:]}: {duration_text(all_s - part_s)}" if then else ""
-    return f"{share:3.0f} %, {duration_text(part_s)}: {what}{without}"
+def _share(part_s: float, all_s: float) -> str:
+    return f"{100 * part_s / all_s if all_s else 0.0:3.0f} %, {duration_text(part_s)}"
 
 
 def _links(group: GroupStatus, running_s: float) -> Iterator[str]:

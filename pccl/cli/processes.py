@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
+from pccl.errors import PCCLError
 from pccl.support.closing import Closing
 
 QUIET_S = 0.5  # output that brings nothing for so long is shown, and at the end not waited for
@@ -289,16 +290,17 @@ class WorkerError(Exception):
 
 @contextmanager
 def workers(
-    number: int, work: Callable[..., None], *arguments: object
+    number: int, work: Callable[..., Iterator[object]], *arguments: object
 ) -> Iterator[list[Connection]]:
-    """Starts processes that run work(i, *arguments, connection); gives the other ends."""
+    """Starts processes that send what work(i, *arguments) yields, or why it fails, as text."""
     context = multiprocessing.get_context("spawn")
     started = []
     results = []
     try:
         for index in range(number):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(index, *arguments, sender), daemon=True)
+            job = (work, index, arguments, sender)
+            process = context.Process(target=_work, args=job, daemon=True)
             process.start()
             sender.close()  # the process has its own, so that its end is the end of the pipe
             started.append(process)
@@ -328,6 +330,20 @@ def collect(results: Sequence[Connection]) -> list[Any]:
                 raise WorkerError(f"process {number}: {message}")
             found[number] = message
     return [found[number] for number in range(len(results))]
+
+
+def _work(
+    work: Callable[..., Iterator[object]],
+    index: int,
+    arguments: Sequence[object],
+    results: Connection,
+) -> None:
+    follow_parent()
+    try:
+        for result in work(index, *arguments):
+            results.send(result)
+    except PCCLError as error:
+        results.send(str(error))
 
 
 def follow_parent() -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -178,9 +177,12 @@ def run(args: argparse.Namespace) -> int:
         complain("bench", error)
         return 1
     print(foot(rows))
-    if args.json:
-        args.json.write_text(_json(rows), encoding="utf-8")
-    return 1 if out_of_bounds(rows) else 0
+    wrong = out_of_bounds(rows)
+    found: dict[str, object] = {"results": [row.json() for row in rows]}
+    found["out_of_bounds"] = {"count": wrong, "okay": wrong == 0}
+    found["average_bus_bandwidth"] = {"bandwidth": average_busbw(rows)}
+    options.write_json(args, found)
+    return 1 if wrong else 0
 
 
 def _problem(args: argparse.Namespace) -> str:
@@ -255,17 +257,6 @@ def _here(job: Job) -> Iterator[list[Measured]]:
     ):
         for _ in job.counts:
             yield collect(results)
-
-
-def _json(rows: Sequence[Row]) -> str:
-    wrong = out_of_bounds(rows)
-    results = {
-        "version": pccl.__version__,
-        "results": [row.json() for row in rows],
-        "out_of_bounds": {"count": wrong, "okay": wrong == 0},
-        "average_bus_bandwidth": {"bandwidth": average_busbw(rows)},
-    }
-    return json.dumps(results, indent=2) + "\n"
 
 
 def _between_machines(master: str, job: Job) -> Iterator[list[Measured]]:

@@ -19,18 +19,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from statistics import median
 from typing import TYPE_CHECKING, Any, get_args
 
 import pccl
 from pccl.cli.arguments import option, whole_number
 from pccl.cli.bench import options
-from pccl.cli.processes import WorkerError, collect, follow_parent, workers
+from pccl.cli.processes import WorkerError, collect, workers
 from pccl.cli.terminal import complain
 from pccl.kernels import Format
 
@@ -108,13 +107,8 @@ class Trainee:
         return digest.hexdigest()
 
 
-def serve(number: int, job: Job, address: str, results: Connection) -> None:
-    """The life of a process of this machine, which sends what all have measured."""
-    follow_parent()
-    try:
-        results.send(train(job, address))
-    except pccl.PCCLError as error:
-        results.send(str(error))
+def serve(number: int, job: Job, address: str) -> Iterator[list[Measured]]:
+    yield train(job, address)
 
 
 def train(job: Job, address: str) -> list[Measured]:
@@ -230,9 +224,7 @@ def run(args: argparse.Namespace) -> int:
     print(_title(job, args.master, rows), flush=True)
     for row in rows:
         print(_text(row))
-    if args.json:
-        found = {"version": pccl.__version__, "peers": job.peers, "results": rows}
-        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    options.write_json(args, {"peers": job.peers, "results": rows})
     return 0 if all(row["equal"] for row in rows) else 1
 
 

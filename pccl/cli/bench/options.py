@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 
+from pccl import __version__
 from pccl.cli.arguments import master, option, output, size, whole_number
 
 PEERS_MAX = 64
@@ -48,6 +50,13 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     option(parser, "-J --json", "FILE", output, "write the results here too")
+
+
+def write_json(args: argparse.Namespace, found: dict[str, object]) -> None:
+    """Writes results where --json says, if it does."""
+    if args.json:
+        text = json.dumps({"version": __version__, **found}, indent=2) + "\n"
+        args.json.write_text(text, encoding="utf-8")
 
 
 def sizes(args: argparse.Namespace) -> list[int]:

@@ -13,15 +13,12 @@ peer; GB/s are of the state's bytes.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
@@ -31,7 +28,7 @@ import pccl
 from pccl.cli.arguments import option, whole_number
 from pccl.cli.bench import options
 from pccl.cli.bench.options import PEERS_MAX
-from pccl.cli.processes import WorkerError, collect, follow_parent, workers
+from pccl.cli.processes import WorkerError, collect, workers
 from pccl.cli.terminal import complain
 from pccl.ext import ffi, lib
 from pccl.runtime.client.sync import reserve
@@ -79,23 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_sizes(parser, "256M", "256M", 2)
     options.add_iterations(parser, 7, 2)
     option(parser, "--entries", "N", whole_number(1), "into which the state is cut", 16)
-    option(
-        parser,
-        "--holders",
-        "N",
-        whole_number(1, PEERS_MAX),
-        "peers that have what the newcomer lacks",
-        2,
-    )
+    holders = whole_number(1, PEERS_MAX)
+    option(parser, "--holders", "N", holders, "peers that have what the newcomer lacks", 2)
     options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; 1 if a byte was wrong or a process failed, 2 if it cannot start."""
     if not args.entries <= args.minbytes <= args.maxbytes:
-        print(
-            "pccl bench: an entry has a byte at least, and -b is no more than -e", file=sys.stderr
-        )
+        complain("bench", "an entry has a byte at least, and -b is no more than -e")
         return 2
     job = Job(tuple(options.sizes(args)), args.entries, args.holders, args.iters, args.warmup_iters)
     print(
@@ -117,28 +106,20 @@ def run(args: argparse.Namespace) -> int:
     except WorkerError as error:
         complain("bench", error)
         return 1
-    if args.json:
-        found = {"version": pccl.__version__, "entries": job.entries, "holders": job.holders}
-        args.json.write_text(json.dumps({**found, "results": results}, indent=2) + "\n", "utf-8")
+    found = {"entries": job.entries, "holders": job.holders, "results": results}
+    options.write_json(args, found)
     return 1 if any(row["nwrong"] for row in results) else 0
 
 
 # ---- the peers ----
 
 
-def take_part(number: int, job: Job, address: str, results: Connection) -> None:
+def take_part(number: int, job: Job, address: str) -> Iterator[Measured]:
     """The life of process `number`; the last one is the newcomer."""
-    follow_parent()
-    try:
-        if number < job.holders:
-            _hold(job, address, results)
-        else:
-            _come(job, address, results)
-    except pccl.PCCLError as error:
-        results.send(str(error))
+    return (_hold if number < job.holders else _come)(job, address)
 
 
-def _hold(job: Job, address: str, results: Connection) -> None:
+def _hold(job: Job, address: str) -> Iterator[Measured]:
     with pccl.Communicator(address) as comm:
         _gather(comm, job)
         revision = 1
@@ -151,10 +132,10 @@ def _hold(job: Job, address: str, results: Connection) -> None:
                 _iterate(comm, shared, content, measured)
                 _meet(comm)
                 revision += 2
-            results.send(measured.without(job.warmups))
+            yield measured.without(job.warmups)
 
 
-def _come(job: Job, address: str, results: Connection) -> None:
+def _come(job: Job, address: str) -> Iterator[Measured]:
     with pccl.Communicator(address) as comm:
         _gather(comm, job)
     for nbytes in job.sizes:
@@ -164,13 +145,13 @@ def _come(job: Job, address: str, results: Connection) -> None:
         for _ in range(job.warmups + job.iterations):
             np.invert(expected, out=own)
             with pccl.Communicator(address) as comm:
-                _admit(comm, job.holders + 1)
+                comm.wait_for_peers(job.holders + 1)
                 measured.time("memory", partial(_touch, nbytes))
                 _iterate(comm, _state(own, job.entries, 0), own, measured, expected)
                 measured.time("hash", partial(digests, [(own.ctypes.data, nbytes)]))
                 measured.time("copy", partial(_copy, copied, own))
                 _meet(comm)
-        results.send(measured.without(job.warmups))
+        yield measured.without(job.warmups)
 
 
 def _iterate(
@@ -195,12 +176,8 @@ def _iterate(
 
 def _gather(comm: pccl.Communicator, job: Job) -> None:
     """All join; then the newcomer leaves, so that it is always the last one accepted."""
-    _admit(comm, job.holders + 1)
+    comm.wait_for_peers(job.holders + 1)
     _meet(comm)
-
-
-def _admit(comm: pccl.Communicator, size: int) -> None:
-    comm.wait_for_peers(size)
 
 
 def _let_in(comm: pccl.Communicator) -> None:

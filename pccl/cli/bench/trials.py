@@ -19,14 +19,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, pairwise
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import pccl
-from pccl.cli.processes import follow_parent
 from pccl.tensors.arrays import Array
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
@@ -452,22 +450,12 @@ class Measured:
     sent: dict[str, int]  # bytes that the peer sends in a call, by way; none of torch's
 
 
-def serve(number: int, job: Job, address: str, store: str, results: Connection) -> None:
-    """The life of process `number`.
-
-    Args:
-        address: of the master.
-        store: URL of a file in which torch's processes find each other.
-        results: gets a `Measured` for each size, or why there is none, as text.
-    """
-    follow_parent()
-    try:
-        place = of_process(job.device, number)
-        with _torch(job, number, store), join(address, job) as comm:
-            for count in job.counts:
-                results.send(measure(comm, job, count, place))
-    except pccl.PCCLError as error:
-        results.send(str(error))
+def serve(number: int, job: Job, address: str, store: str) -> Iterator[Measured]:
+    """What process `number` measures, size after size. `store` is where torch's find each other."""
+    place = of_process(job.device, number)
+    with _torch(job, number, store), join(address, job) as comm:
+        for count in job.counts:
+            yield measure(comm, job, count, place)
 
 
 @contextmanager
