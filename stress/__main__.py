@@ -179,24 +179,23 @@ def main(argv: list[str] | None = None) -> int:
     rules = checker.Rules(expected, args.bound, args.goodput, aborts)
     environment = {"PCCL_TRANSPORT": "tcp"} if args.tcp else {}
     environment |= {"PCCL_CURVE_DIR": args.curve_dir} if args.curve_dir else {}
+    words = ["--peers", str(args.peers), "--programs", args.programs]
+    words += ["--elements", str(args.elements)]
     program = Program(
         f"python -m stress: {args.programs}, {args.peers} workers",
+        args.peers,
+        (["python", "-m", "stress", *words, *["--tcp"] * args.tcp], []),
         lambda directory: Workers(names, args.elements, directory),
         lambda directory, director: judge(names, rules, directory, director),
         environment,
+        {"programs": args.programs, "elements": str(args.elements)},
         steered=True,
         more=MORE,
         curve_dir=args.curve_dir,
     )
 
-    def again(options: list[str]) -> list[str]:
-        words = ["--peers", str(args.peers), "--programs", args.programs]
-        words += ["--elements", str(args.elements)]
-        return ["python", "-m", "stress", *words, *["--tcp"] * args.tcp, *options]
-
-    settings = {"programs": args.programs, "elements": str(args.elements)}
     try:
-        return Harness(args, program, args.peers, again, settings).run()
+        return Harness(args, program).run()
     except (NetworkError, OSError) as error:
         print(f"python -m stress: {error}", file=sys.stderr)
         return 2

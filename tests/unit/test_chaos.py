@@ -221,8 +221,9 @@ def test_a_master_that_grows_is_found() -> None:
 def harness(**given: object) -> Harness:
     defaults = {"faults": (), "network": False, "replay": None, "keep": None, "seed": 1}
     args = argparse.Namespace(**{**defaults, **given})
-    program = Program("x", lambda _: None, lambda *_: ([], Metrics(0, 0.0, [])), {})  # type: ignore[arg-type, return-value]
-    return Harness(args, program, 2, list, {})
+    judge = lambda *_: ([], Metrics(0, 0.0, []))  # noqa: E731
+    program = Program("x", 2, ([], []), lambda _: None, judge)  # type: ignore[arg-type, return-value]
+    return Harness(args, program)
 
 
 def test_an_unknown_fault_is_named() -> None:

@@ -13,8 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from pccl.cli import arguments
 from pccl.cli.arguments import add_program, option, output, positive, whole_number
@@ -32,29 +33,29 @@ SHOWN = 20  # violations
 HEARTBEATS = {"PCCL_HEARTBEAT_MS": "500", "PCCL_HEARTBEAT_TIMEOUT_MS": "2000"}
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """What is run under faults."""
 
     title: str
+    copies: int  # at most so many at once
+    command: tuple[
+        list[str], list[str]
+    ]  # that makes the run: what is before the options, and after
     crew: Callable[[Path], Crew]  # of a run, given the directory of its files
     # of a run that is over: what was violated, and how fast it was
     judge: Callable[[Path, Director], tuple[list[str], Metrics]]
-    environment: Mapping[str, str]  # of all processes, beside this one's
+    environment: Mapping[str, str] = MappingProxyType({})  # of all processes, beside this one's
+    settings: Mapping[str, str] = MappingProxyType({})  # what else the schedule must say
     steered: bool = False  # whether copies read orders from their stdin
-    more: Mapping[str, Kind] | None = None  # what copies do to themselves when they are told to
+    more: Mapping[str, Kind] = MappingProxyType({})  # what copies do to themselves if told to
     grace_s: float | None = None  # for copies to end by themselves after the faults
     curve_dir: str = ""  # keys, for an encrypted run
 
 
 def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
     """The options of all that make runs under faults. `copies` is what a copy is called."""
-    parser.add_argument(
-        "--minutes", type=positive, default=2.0, help="how long faults come (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="decides all faults (default: %(default)s)"
-    )
+    option(parser, "--minutes", "MINUTES", positive, "how long faults come", 2)
+    option(parser, "--seed", "SEED", whole_number(0), "decides all faults", 0)
     option(parser, "--calm", "SECONDS", positive, "from one fault to the next, on average", 1)
     parser.add_argument(
         "--faults", type=_faults, default=(), metavar="KIND,...", help="only these kinds"
@@ -92,27 +93,17 @@ def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
 class Harness:
     """Runs a program under faults, with the options of `add_options`."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        program: Program,
-        copies: int,
-        again: Callable[[list[str]], list[str]],  # the command line that makes the run again
-        settings: dict[str, str],  # what else the schedule must say of the program
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, program: Program) -> None:
         self._args = args
         self._program = program
-        self._again = again
         self._network: Network | None = None
-        self._copies = copies
-        self._settings = settings
 
     def run(self) -> int:
         """Makes the run, says what came of it; the exit code."""
         args = self._args
         with ExitStack() as stack:
             if args.network:
-                self._network = Network(self._copies)
+                self._network = Network(self._program.copies)
                 stack.callback(self._network.close)
             table = self._table()
             plan = self._schedule(table)
@@ -128,8 +119,9 @@ class Harness:
                 print(f"{painted('VIOLATION:', 'red')} {text}")
             if len(outcome.violations) > SHOWN:
                 print(f"and {len(outcome.violations) - SHOWN} more violations")
-            failed = bool(outcome.violations)
-            again = shlex.join(self._again(self._options(plan.seed, failed)))
+            before, after = self._program.command
+            options = self._options(plan.seed, saved=bool(outcome.violations))
+            again = shlex.join([*before, *options, *after])
             if args.report is not None:
                 text = page(self._program.title, again, outcome)
                 args.report.write_text(text, encoding="utf-8")
@@ -143,7 +135,7 @@ class Harness:
                 self._shrink(plan, table, path)
             return 1
 
-    def _options(self, seed: int, saved: bool) -> list[str]:
+    def _options(self, seed: int, *, saved: bool) -> list[str]:
         """The options with which the same faults come again, which a file has if it was saved."""
         args = self._args
         more = ["--network"] * args.network
@@ -163,7 +155,7 @@ class Harness:
             more, lacking = self._network.kinds()
             table |= more
             why = {n: text for n, text in why.items() if not kinds.KINDS[n].network} | lacking
-        table |= self._program.more or {}
+        table |= self._program.more
         asked = self._args.faults
         for name in asked:
             if name not in table and name not in why:
@@ -185,7 +177,8 @@ class Harness:
         seconds = args.minutes * 60
         moments = sorted(MOMENTS)
         faults = kinds.draw(seed, seconds, args.calm, table, moments)
-        return Schedule(seed, self._copies, seconds, faults, self._settings)
+        program = self._program
+        return Schedule(seed, program.copies, seconds, faults, dict(program.settings))
 
     @staticmethod
     def _possible(plan: Schedule, table: dict[str, Kind]) -> Schedule:
@@ -230,8 +223,7 @@ class Harness:
 
         def fails(faults: list[Fault]) -> bool:
             with tempfile.TemporaryDirectory(prefix="pccl-chaos-") as directory:
-                last_s = faults[-1].at_s if faults else 0.0
-                smaller = Schedule(plan.seed, plan.copies, last_s, tuple(faults), plan.settings)
+                smaller = plan.only(faults, faults[-1].at_s if faults else 0.0)
                 failed = bool(self._play(smaller, table, Path(directory)).violations)
             if failed:
                 smaller.save(path)
@@ -271,17 +263,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
     what = Program(
         f"pccl chaos: {command[0]}, {args.n} copies",
+        args.n,
+        (["pccl", "chaos", "-n", str(args.n)], ["--", *command]),
         lambda _: Strangers(command),
         judge,
-        {},
         grace_s=args.finish,
     )
-
-    def again(options: list[str]) -> list[str]:
-        return ["pccl", "chaos", "-n", str(args.n), *options, "--", *command]
-
     try:
-        return Harness(args, what, args.n, again, {}).run()
+        return Harness(args, what).run()
     except NetworkError as error:
         complain("chaos", f"no hosts of their own: {error}")
         return 1

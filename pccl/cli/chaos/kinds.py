@@ -112,8 +112,10 @@ class Schedule(Struct, frozen=True):
     faults: tuple[Fault, ...]  # in order
     settings: dict[str, str] = {}  # of the run
 
-    def only(self, faults: Sequence[Fault]) -> Schedule:
-        return msgspec.structs.replace(self, faults=tuple(faults))
+    def only(self, faults: Sequence[Fault], seconds: float | None = None) -> Schedule:
+        """With these faults, for so many seconds."""
+        seconds = self.seconds if seconds is None else seconds
+        return msgspec.structs.replace(self, faults=tuple(faults), seconds=seconds)
 
     def save(self, path: Path) -> None:
         """Writes a file that `load` reads."""

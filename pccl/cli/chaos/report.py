@@ -25,22 +25,14 @@ class Metrics(NamedTuple):
     goodput: float  # the share of undisturbed speed that was reached
     recoveries_s: list[float]  # for each fault, how long it took to the next step
 
-    @property
-    def p50_s(self) -> float:
-        return statistics.median(self.recoveries_s) if self.recoveries_s else 0.0
-
-    @property
-    def p95_s(self) -> float:
-        """What 95 % of the recoveries did not exceed."""
-        times = sorted(self.recoveries_s)
-        return times[min(len(times) - 1, int(len(times) * 0.95))] if times else 0.0
-
     def words(self) -> str:
         text = f"{self.steps} steps; goodput {self.goodput:.0%}"
-        if not self.recoveries_s:
+        times = sorted(self.recoveries_s)
+        if not times:
             return text
-        number = len(self.recoveries_s)
-        return f"{text}; {number} recoveries: median {self.p50_s:.2f} s, p95 {self.p95_s:.2f} s"
+        p95_s = times[min(len(times) - 1, int(len(times) * 0.95))]
+        median_s = statistics.median(times)
+        return f"{text}; {len(times)} recoveries: median {median_s:.2f} s, p95 {p95_s:.2f} s"
 
 
 def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Metrics:
