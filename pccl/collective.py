@@ -201,7 +201,7 @@ class AsyncReduceHandle:
         return True, Result.SUCCESS.value, info(end)
 
     def done(self) -> bool:
-        """Whether `wait()` would return at once. Does not wait, and changes nothing.
+        """True if `wait()` would return at once. Does not wait, and changes nothing.
 
         `result` is valid, and the tag is free, only after `wait()` has returned.
         """

@@ -240,7 +240,7 @@ class Communicator(Closing):
     # ---- what it has cost ----
 
     def stats(self) -> Stats:
-        """What this peer's calls have cost since it joined the run; also after its end.
+        """The cost of this peer's calls since it joined the run; also after its end.
 
             wandb.log(comm.stats().flat())
 
@@ -250,7 +250,7 @@ class Communicator(Closing):
         return self._membership.last("stats").metrics.stats()
 
     def explain(self) -> Explanation:
-        """What limits the last collectives of this peer, by what was measured of them.
+        """Explains what limits the last collectives of this peer, from measurements.
 
         `print(comm.explain())` says, for each thing that took its time (the votes, peers that came
         late, round trips, links, this machine's processor), how much, and how long a collective
@@ -276,7 +276,7 @@ class Communicator(Closing):
         self._membership.update_topology(Deadline(timeout))
 
     def are_peers_pending(self, *, timeout: float | None = None) -> bool:
-        """Whether peers wait to be admitted: the same answer for all.
+        """True if peers wait to be admitted; the same answer on all peers.
 
         All accepted peers of all groups must ask. Collectives may run in other threads meanwhile.
 
@@ -1057,7 +1057,7 @@ class Communicator(Closing):
             collective.run(self._membership, "barrier", operands.barrier(), tag, timeout)
 
     def commit(self, ok: bool = True, *, tag: int = 0, timeout: float | None = None) -> bool:
-        """Whether all peers of the group say that it is ok: the same answer on all of them.
+        """True if all peers of the group pass `ok=True`; the same answer on all of them.
 
         A vote at the end of a step: each peer says whether the step has gone well here, and all of
         them take it, or none does. If a peer is lost in the vote, the answer is no.

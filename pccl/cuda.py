@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_available() -> bool:
-    """Whether arrays may lie in GPU memory: torch is installed, and finds a GPU.
+    """True if arrays may be in GPU memory: torch is installed, and finds a GPU.
 
     Imports torch.
     """

@@ -31,7 +31,7 @@ class ReduceOperandDescriptor:
 
 @dataclass(slots=True)
 class ReduceDescriptor:
-    """What one collective of `Communicator.all_reduce_multiple_with_retry` does.
+    """One collective of `Communicator.all_reduce_multiple_with_retry`.
 
     >>> floats = ReduceOperandDescriptor(DataType.FLOAT)
     >>> ReduceDescriptor(1000, ReduceOp.AVG, 7, floats, None).count

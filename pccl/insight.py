@@ -25,7 +25,7 @@ STEPS = {  # one after the other, of n members, for the first bytes to be everyw
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a peer's calls have cost since it joined the run.
+    """The cost of a peer's calls since it joined the run.
 
     >>> stats = Stats(collectives={"all_reduce": 12}, tx_bytes=48_000)
     >>> stats.collectives["all_reduce"], stats.flat()["pccl/tx_bytes"]
@@ -155,7 +155,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What limits a peer's last collectives.
+    """The limits of a peer's last collectives.
 
     `str()` gives a text. It is about the kind of collective that has taken most of the time.
 

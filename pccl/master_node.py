@@ -101,7 +101,7 @@ class MasterNode:
         return None if self._web is None else self._web.address
 
     def status(self, timeout: float = 10.0) -> Status:
-        """What the run looks like just now: its peers, groups and open rounds.
+        """The current state of the run: its peers, groups and open rounds.
 
         Args:
             timeout: seconds within which a master that is busy must answer.

@@ -196,7 +196,7 @@ class SharedState:
 
     @property
     def torn(self) -> bool:
-        """Whether a `sync_shared_state` that failed has overwritten a part of the content.
+        """True if a failed `sync_shared_state` has overwritten a part of the content.
 
         That happens only to a peer whose revision was behind. Until another one succeeds, or
         `load`, the content is of no use: it is not offered to other peers, and not saved.

@@ -46,7 +46,7 @@ class ReduceOp(Enum):
 
 
 class Attribute(Enum):
-    """What `Communicator.get_attribute` can return."""
+    """The attributes that `Communicator.get_attribute` returns."""
 
     GLOBAL_WORLD_SIZE = 1
     LOCAL_WORLD_SIZE = 2

@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(what: str, made: int, wanted: int) -> None:
-    """What has become of the key pairs."""
     if made and made < wanted:
         print(f"{what}: {made} made; {wanted - made} were there, and are kept")
     else:

@@ -46,7 +46,7 @@ class Cluster:
         return self._exchange(form, 2 * others / self.peers * _bytes_of(form), 2 * others)
 
     def diloco(self, wire: str) -> Exchange:
-        """As DiLoCo averages it: by a gather, in two stages, or by an fp32 all-reduce."""
+        """The exchange of DiLoCo: a gather, a mean in two stages, or an fp32 all-reduce."""
         others, size = self.peers - 1, _bytes_of(wire)
         chosen = self._exchange(wire, others * size, others)
         if wire in TWO_STAGE:
@@ -66,7 +66,7 @@ class Cluster:
 
     @property
     def joining_s(self) -> float:
-        """What a newcomer waits for the parameters and the outer momentum, both fp32."""
+        """The time to send the parameters and the outer momentum, both fp32, to a newcomer."""
         return self.params * 2 * FP32 * 8 / (self.uplink * LINK_SHARE)
 
 
@@ -81,7 +81,8 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to use: gradients in each step (`inner_steps` is 0), or DiLoCo with these settings."""
+    """The recommendation: gradients in each step (`inner_steps` is 0), or DiLoCo with these
+    settings."""
 
     exchange: Exchange
     inner_steps: int = 0

@@ -123,8 +123,8 @@ class Process(Closing):
         self.wait()
 
     def _has_ended(self, *, wait: bool) -> bool:
-        """Whether it has, after waiting for that if asked to; its number stays taken meanwhile, but
-        on systems without waitid."""
+        """True if the process has ended; waits for that if asked to. Its number stays taken
+        meanwhile, except on systems without waitid."""
         if hasattr(os, "waitid"):
             options = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
             with suppress(ChildProcessError):  # another thread has reaped it
@@ -202,7 +202,7 @@ def tail(path: Path, lines: int = TAIL_LINES) -> str:
 
 
 def held(pid: int) -> tuple[int, int, int] | None:
-    """What a process holds: descriptors, threads, MiB of memory; only Linux tells."""
+    """A process's descriptors, threads, and MiB of memory; on Linux only."""
     if sys.platform != "linux":
         return None
     try:

@@ -162,7 +162,7 @@ class Source:
         return otherwise
 
     def _continues(self, head: Head, before: Head | None, number: int, where: str) -> bool:
-        """Whether a head follows what was before it without a gap."""
+        """True if a head follows the lines before it without a gap."""
         if head.version != VERSION:
             raise OSError(
                 f"{where} is of version {head.version} of event logs, and this pccl reads version "
@@ -193,7 +193,7 @@ class Source:
 
 
 class Check:
-    """What came true of a log."""
+    """The result of checking a log."""
 
     def __init__(self) -> None:
         self._again = Reenactment()
@@ -218,7 +218,7 @@ class Check:
 
     @property
     def failed(self) -> bool:
-        """Whether the master did something else this time, or nothing could be fed."""
+        """True if the master decided otherwise this time, or nothing could be replayed."""
         return bool(self._differs) or not self._fed
 
     def summary(self) -> str:
@@ -533,7 +533,8 @@ class Teller:
         return lines
 
     def end(self, happened: Happened) -> list[str]:
-        """What was not over when the log ended, and for whom most was waited."""
+        """The calls that were not over when the log ended, and the peers that others waited for
+        most."""
         lines = [
             f"at the end {_peers(call.peer for call in round_.calls)} had {round_.phase} "
             f"{round_.calls[0].what}, and waited for {_peers(round_.awaited)}"

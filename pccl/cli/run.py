@@ -279,7 +279,7 @@ class Copies:
             copy.start()
 
     def failed_alike(self) -> bool:
-        """Whether all have failed soon after their start with the same status, but for a kill."""
+        """True if all failed soon after their start with the same status, other than by a kill."""
         soon = all(copy.lasted_s is not None and copy.lasted_s < ALIKE_S for copy in self._all)
         statuses = {copy.status for copy in self._all}
         return soon and len(self._all) > 1 and len(statuses) == 1 and statuses != {KILLED}

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Answer(NamedTuple):
-    """What a master has answered: as it came, and what that says."""
+    """A master's answer, raw and decoded."""
 
     body: bytes
     status: Status

@@ -18,7 +18,7 @@ HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether it is a terminal with colours, or FORCE_COLOR is set, and NO_COLOR is not."""
+    """True for a terminal with colours, or if FORCE_COLOR is set; False if NO_COLOR is."""
     if os.environ.get("NO_COLOR"):  # https://no-color.org
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -46,7 +46,7 @@ class Styled(str):
 
 
 def printable(text: str) -> str:
-    """What somebody else has said, fit for a terminal."""
+    """Text from elsewhere, made fit for a terminal."""
     fit = "".join(c if c.isprintable() else "?" for c in text)
     return Styled(fit, text.style) if isinstance(text, Styled) else fit
 

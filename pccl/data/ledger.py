@@ -231,7 +231,7 @@ class Ledger:
 
     @property
     def finished(self) -> bool:
-        """Whether all samples of all epochs are consumed: the same on all peers."""
+        """True if all samples of all epochs are consumed; the same on all peers."""
         return self.consumed == self._settings[1]
 
     # ---- checkpoints of those that keep it elsewhere than in a SharedState ----

@@ -16,7 +16,7 @@ from pccl.diloco.averaging import Algorithm
 
 @dataclass(frozen=True, slots=True)
 class PeerShare:
-    """What one peer did in a round.
+    """The work of one peer in a round.
 
     Attributes:
         inner_steps: that it has taken.
@@ -64,7 +64,7 @@ def gather_shares(comm: Communicator, own: PeerShare) -> tuple[PeerShare, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OuterRound:
-    """What happened in one outer round, on this peer.
+    """The result of one outer round, on this peer.
 
     Attributes:
         outer_step: k after the round.

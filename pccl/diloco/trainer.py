@@ -452,7 +452,7 @@ class DiLoCo:
 
     @property
     def last_round(self) -> OuterRound | None:
-        """What happened in the last outer round; None before the first."""
+        """The result of the last outer round; None before the first."""
         return self._last_round
 
     @property

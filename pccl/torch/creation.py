@@ -142,7 +142,7 @@ def join(
 
 
 def create(options: Any, backend_options: object = None) -> ProcessGroup | DeviceBackend:
-    """What torch wants: a group; or, of a group of several backends, the one of a device.
+    """The group that torch asks for; in a group of several backends, the backend of one device.
 
     Raises:
         RuntimeError: this version of torch cannot have pccl as one of several backends.

@@ -222,7 +222,7 @@ class ProcessGroup(Collectives, BaseGroup):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """What names this member in the `handles` of `reconfigure`."""
+        """The name of this member in the `handles` of `reconfigure`."""
         return self._reconfigurer.handle
 
     def reconfigure(self, opts: Any) -> Work:

@@ -41,7 +41,7 @@ def avg(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 
 class Quantized:
-    """What the hook `quantized` keeps: how gradients are quantized, and what that has taken away.
+    """The state of the hook `quantized`: how gradients are quantized, and the error of that.
 
     A contribution is quantized once, gathered, and summed in float32 in the same order on all
     peers: their means have the same bits. What quantization takes from a gradient is added to that

@@ -29,7 +29,7 @@ from pccl.operands import Ranks
 
 
 class Members:
-    """Who is in a communicator's group, as the program knows it.
+    """The members of a communicator's group, as the program knows them.
 
     pccl's rank is a position in the ring, which `optimize_topology` may change. torch's rank is a
     position in the order in which peers have joined (or in the order that they were started with),

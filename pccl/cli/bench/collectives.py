@@ -249,7 +249,7 @@ def _title(job: Job, master: str | None) -> str:
 
 
 def _here(job: Job) -> Iterator[list[Measured]]:
-    """What processes of this machine measure, for one size after the other."""
+    """Yields the measurements of processes on this machine, size by size."""
     with (
         tempfile.TemporaryDirectory(prefix="pccl-bench-") as scratch,
         pccl.MasterNode("127.0.0.1:0") as master,
@@ -260,7 +260,7 @@ def _here(job: Job) -> Iterator[list[Measured]]:
 
 
 def _between_machines(master: str, job: Job) -> Iterator[list[Measured]]:
-    """What all peers have measured, for one size after the other.
+    """Yields the measurements of all peers, size by size.
 
     Args:
         master: HOST:PORT.
@@ -355,7 +355,7 @@ class Row:
         return self.nbytes / self.timings[way].median_us / 1e3
 
     def busbw(self, way: str) -> float:
-        """What an ideal ring would have carried on each link meanwhile, in GB/s."""
+        """The rate on each link of an ideal ring, in GB/s, as nccl-tests counts it."""
         return self.algbw(way) * FACTORS[self.what](self.peers)
 
     @property
@@ -365,12 +365,12 @@ class Row:
 
     @property
     def other(self) -> str | None:
-        """What was measured beside ours."""
+        """The name of the library that took turns with pccl."""
         return next((way for way in OTHERS if way in self.timings), None)
 
     @property
     def root(self) -> int:
-        """As nccl-tests has it: -1 where there is none."""
+        """The root as nccl-tests prints it: -1 where there is none."""
         return _ROOTS.get(self.what, -1)
 
     def text(self) -> str:

@@ -41,8 +41,6 @@ GLOO, PCCL = "gloo", "pccl"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all processes do."""
-
     peers: int  # how many they are
     wires: tuple[str, ...]  # how gradients are quantized, beside those that are not
     layers: int  # of the model, whose width and length of context follow
@@ -57,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one peer has measured, by way."""
+    """The measurements of one peer, by way."""
 
     times_s: dict[str, list[float]]  # seconds of each timed step
     losses: dict[str, float]  # of the last step

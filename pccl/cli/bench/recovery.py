@@ -91,7 +91,8 @@ class _Run:
         self.master = Process(command, os.environ)
 
     def reduced_since(self, moment: float, size: int) -> Callable[[], bool]:
-        """Whether all have completed a collective of `size` peers that began after that moment."""
+        """A condition: all have completed a collective of `size` peers that began after that
+        moment."""
         return lambda: all(
             p.board[WORLD] == size and p.board[ENDED] > moment and p.board[BEGAN] > moment
             for p in self.peers

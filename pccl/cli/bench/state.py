@@ -40,7 +40,7 @@ _RATIOS = {"new/lanes": ("lanes", "newcomer"), "hash/copy": ("copy", "hash")}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all processes do: sizes in bytes, one after the other, of so many entries."""
+    """The work of all processes: sizes in bytes, one after the other, of so many entries."""
 
     sizes: tuple[int, ...]
     entries: int
@@ -161,7 +161,7 @@ def _iterate(
     measured: Measured,
     expected: np.ndarray | None = None,
 ) -> None:
-    """What all peers do together. A newcomer knows what is `expected`."""
+    """The calls that all peers make. A newcomer is given the `expected` content."""
     _meet(comm)
     measured.time("newcomer", lambda: comm.sync_shared_state(shared))
     if expected is not None:  # before the broadcast, which repairs it

@@ -41,14 +41,14 @@ def value_max(peers: int) -> int:
 
 
 def contribution(dtype: DataType, op: ReduceOp, number: int, peers: int = 2) -> Bits:
-    """What peer `number` of so many brings: PERIOD elements."""
+    """The contribution of peer `number`: PERIOD elements."""
     table = np.random.default_rng(number)
     low, high = (1, 3) if op is ReduceOp.PROD else (0, value_max(peers) + 1)
     return _store(table.integers(low, high, PERIOD).astype(np.float32), dtype)
 
 
 def expected(dtype: DataType, op: ReduceOp, peers: int) -> Bits:
-    """What all peers get: PERIOD elements."""
+    """The result on all peers: PERIOD elements."""
     exact = DataType.FLOAT if dtype is DataType.BFLOAT16 else dtype
     inputs = [contribution(exact, op, number, peers) for number in range(peers)]
     combine: dict[ReduceOp, np.ufunc] = {
@@ -71,7 +71,8 @@ def tiled(table: Bits, count: int) -> Bits:
 
 
 def as_array(bits: Bits, dtype: DataType) -> Array:
-    """The same memory as an argument of collectives; bfloat16 is torch's, since numpy has none."""
+    """The bits as an argument of collectives, without a copy; a torch tensor for bfloat16, which
+    numpy lacks."""
     if dtype is not DataType.BFLOAT16:
         return bits
     import torch
@@ -354,7 +355,7 @@ class Trial:
         return Way(meet, run, lambda: launch().wait()[2].tx_bytes, reset, result, quantization)
 
     def _pieces(self, whole: Way) -> Way:
-        """The same all-reduce as _PIECES smaller ones, all under way at once."""
+        """The all-reduce as _PIECES smaller ones, all running at once."""
         bounds = [self._count * i // _PIECES for i in range(_PIECES + 1)]
 
         def run() -> int:
@@ -377,7 +378,7 @@ class Trial:
         return replace(whole, run=run, sent=run)
 
     def _tensors(self, whole: Way) -> Way:
-        """The same all-reduce as one list of tensors, whose sizes are in proportion to a GPT's."""
+        """The all-reduce as one list of tensors, with sizes in proportion to a GPT's."""
         ends = [self._count * end // sum(_ROWS) for end in accumulate(_ROWS, initial=0)]
         name = self._quantization
         quantization = None if name is None else QuantizationOptions.of(name)
@@ -425,8 +426,6 @@ _TORCH_TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all processes do."""
-
     what: str  # the collective, by its name
     peers: int
     counts: tuple[int, ...]  # elements, one size after the other; of the smaller buffer

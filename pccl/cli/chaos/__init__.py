@@ -34,7 +34,7 @@ HEARTBEATS = {"PCCL_HEARTBEAT_MS": "500", "PCCL_HEARTBEAT_TIMEOUT_MS": "2000"}
 
 
 class Program(NamedTuple):
-    """What is run under faults."""
+    """A program to run under faults."""
 
     title: str
     copies: int  # at most so many at once

@@ -37,7 +37,7 @@ class Done:
 
 @dataclass
 class Chronicle:
-    """What has happened in a run; all times are of the monotonic clock."""
+    """The events of a run; all times are of the monotonic clock."""
 
     began_s: float = field(default_factory=time.monotonic)
     faults_s: float = 0.0  # when they began
@@ -52,7 +52,7 @@ SETTLE_S = 3.0  # a master knows in less whether a copy is still there
 
 
 class Crew(Protocol):
-    """What is known of the program whose copies are disturbed."""
+    """The director's knowledge of the program whose copies it disturbs."""
 
     def command(self, number: int, alive: Sequence[Copy]) -> Sequence[str]:
         """How the copy of that number is started, beside those that live."""
@@ -169,7 +169,7 @@ class Director:
         self._follower.close()
 
     def over(self) -> bool:
-        """Whether nothing is left to disturb, or something was violated."""
+        """True if nothing is left to disturb, or something was violated."""
         return bool(self.chronicle.violations) or not self.stage.alive()
 
     def wait(self, seconds: float) -> None:
@@ -316,7 +316,7 @@ class Director:
         return [copy for copy in self.stage.alive() if not copy.stopped]
 
     def _can_spare(self, victims: Sequence[Copy]) -> bool:
-        """Whether another one of each group could go on without them."""
+        """True if another copy of each group could go on without the victims."""
         others = [one for one in self._awake() if one.settled and one not in victims]
         staying = {self._crew.group(one) for one in others}
         return {self._crew.group(victim) for victim in victims} <= staying

@@ -116,7 +116,7 @@ class Network(Closing):
         return [(other, host) for other in self._hosts if other != host]
 
     def _cut(self, pairs: Sequence[tuple[int, int]]) -> Undo:
-        """What the first host of a pair sends to the second one is lost."""
+        """Drops all that the first host of a pair sends to the second one."""
         for source, target in pairs:
             self._neighbour(source, target, NOBODY)
 

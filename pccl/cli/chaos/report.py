@@ -307,7 +307,7 @@ def master_violations(event_log: Path, director: Director) -> Iterator[str]:
 
 
 def growth(sizes: list[tuple[int, int, int]]) -> Iterator[str]:
-    """Whether a process holds more at the end than in the middle of its life."""
+    """Yields what a process holds more of at the end than in the middle of its life."""
     if len(sizes) < SIZES_MIN:
         return
     half, last = len(sizes) // 2, len(sizes) // 4

@@ -28,7 +28,7 @@ Command = Callable[[int, Sequence["Copy"]], Sequence[str]]  # of a copy: its num
 
 
 def nothing() -> None:
-    """What a fault leaves that is over at once."""
+    """The undo of a fault that needs none."""
 
 
 @dataclass(eq=False)

@@ -44,7 +44,7 @@ class Follower:
         self._rest = b""
 
     def lines(self) -> Iterator[Line]:
-        """What was written since the last call."""
+        """The lines that were written since the last call."""
         while data := self._read():
             *whole, self._rest = (self._rest + data).split(b"\n")
             for text in whole:
@@ -103,7 +103,7 @@ def moments(line: Line) -> set[str]:
 
 
 class Watch:
-    """What is known of a run from its master's event log; times are of the monotonic clock."""
+    """The state of a run, from its master's event log; times are of the monotonic clock."""
 
     def __init__(self) -> None:
         self.masters = 0  # that have begun

@@ -117,7 +117,7 @@ Order = Say | Kill | Go
 
 @dataclass(slots=True)
 class Peer:
-    """What is known of one peer. Times are seconds since the start; losses nats per byte."""
+    """The state of one peer. Times are seconds since the start; losses nats per byte."""
 
     number: int
     state: State = State.LOADING
@@ -173,7 +173,6 @@ class Director:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to come."""
         return self.failure is not None or all(peer.gone for peer in self.peers)
 
     @property
