@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterator
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     security = pccl.Security.of(None)
     os.environ.pop("PCCL_CURVE_DIR", None)  # the master of this test needs none
     bad = False
-    for finding in _findings(address, security):
+    of_master = () if address is None else _master(*address, security)
+    for finding in chain(_software(), _system(), _all_reduce(), of_master):
         verdict = f"{finding.verdict:<5}"
         if finding.verdict is not Verdict.FACT:
             verdict = painted(verdict, STYLES[finding.verdict])
@@ -99,14 +101,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"{'':5}{'':16}-> {finding.cure}", flush=True)
         bad |= finding.verdict is Verdict.BAD
     return int(bad)
-
-
-def _findings(address: tuple[str, int] | None, security: pccl.Security | None) -> Iterator[Finding]:
-    yield from _software()
-    yield from _system()
-    yield _all_reduce()
-    if address is not None:
-        yield from _master(*address, security)
 
 
 # ---- this machine ----
@@ -153,7 +147,7 @@ def _system() -> Iterator[Finding]:
             yield _check(title, found, found == good, f"sysctl -w net.ipv4.{name}={good}: {why}")
 
 
-def _all_reduce() -> Finding:
+def _all_reduce() -> Iterator[Finding]:
     """An all-reduce between two communicators of this process, whose result is known."""
     values = [array("f", [float(i + 1)] * 100_000) for i in range(2)]
     with pccl.MasterNode("127.0.0.1:0") as master:
@@ -174,9 +168,10 @@ def _all_reduce() -> Finding:
         first.close()
         second.close()
     if all(value == 3.0 for each in values for value in each):
-        return Finding("all_reduce", "works between two peers on this machine", Verdict.OK)
-    cure = "this build of pccl, or this machine, computes wrongly: install pccl anew"
-    return Finding("all_reduce", "gave wrong values", Verdict.BAD, cure)
+        yield Finding("all_reduce", "works between two peers on this machine", Verdict.OK)
+    else:
+        cure = "this build of pccl, or this machine, computes wrongly: install pccl anew"
+        yield Finding("all_reduce", "gave wrong values", Verdict.BAD, cure)
 
 
 def _sum(comm: pccl.Communicator, values: array[float]) -> None:

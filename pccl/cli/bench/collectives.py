@@ -142,13 +142,6 @@ def run(args: argparse.Namespace) -> int:
         complain("bench", problem)
         return 2
     dtype = _DTYPES[args.datatype]
-    if args.explain:
-        op, sizes = _OPS.get(args.op, ReduceOp.MAX), list(options.sizes(args))
-        for line in strategies.explained(
-            args.measurement, sizes, args.peers, dtype, op, args.quantize, args.lanes
-        ):
-            print(line)
-        return 0
     job = Job(
         what=args.measurement,
         peers=args.peers,
@@ -166,6 +159,9 @@ def run(args: argparse.Namespace) -> int:
         lanes=args.lanes,
         device=args.device,
     )
+    if args.explain:
+        print(*strategies.explained(job, options.sizes(args)), sep="\n")
+        return 0
     print(f"{_title(job, args.master)}\n{head(job.against)}", flush=True)
     rows = []
     try:

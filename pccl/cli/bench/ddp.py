@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import pccl
 from pccl.cli.arguments import option, whole_number
@@ -39,18 +39,19 @@ if TYPE_CHECKING:
 GLOO, PCCL = "gloo", "pccl"
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    peers: int  # how many they are
-    wires: tuple[str, ...]  # how gradients are quantized, beside those that are not
-    layers: int  # of the model, whose width and length of context follow
+class Job(NamedTuple):
+    """What all processes do, by the names of the options."""
+
+    peers: int
+    wire: list[str]
+    layers: int
     width: int
     length: int
-    batch: int  # sequences of each peer in each step
-    bucket_mib: int  # most MiB of gradients that are reduced together
-    iterations: int  # steps that are timed, of each way; before them, `warmups` that are not
-    warmups: int
-    threads: int  # of torch, in each process
+    batch: int
+    bucket_mib: int
+    iters: int
+    warmup_iters: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +136,11 @@ def _measure(job: Job, gloo: Any) -> Measured:
     from pccl.cli.demo.model import VOCABULARY
 
     ways = {GLOO: Trainee(job, gloo, None), PCCL: Trainee(job, dist.group.WORLD, None)}
-    for wire in job.wires:
+    for wire in job.wire:
         ways[f"{PCCL} {wire}"] = Trainee(job, dist.group.WORLD, wire)
     times_s: dict[str, list[float]] = {name: [] for name in ways}
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    for iteration in range(job.warmups + job.iterations):
+    for iteration in range(job.warmup_iters + job.iters):
         size = job.batch, job.length + 1
         tokens = torch.randint(VOCABULARY, size, generator=generator).sort(1).values
         back = iteration % 2 == 1  # no way always follows the same one, and what that leaves
@@ -148,7 +149,7 @@ def _measure(job: Job, gloo: Any) -> Measured:
             began = time.perf_counter()
             way.step(tokens)
             elapsed = time.perf_counter() - began
-            if iteration >= job.warmups:
+            if iteration >= job.warmup_iters:
                 times_s[name].append(elapsed)
     return Measured(
         times_s,
@@ -202,18 +203,8 @@ def run(args: argparse.Namespace) -> int:
         complain("bench", "torch not found; pip install torch brings it")
         return 2
     here = 1 if args.master else args.peers
-    job = Job(
-        args.peers,
-        tuple(args.wire),
-        args.layers,
-        args.width,
-        args.length,
-        args.batch,
-        args.bucket_mib,
-        args.iters,
-        args.warmup_iters,
-        args.threads or max(1, (os.cpu_count() or 1) // here),
-    )
+    args.threads = args.threads or max(1, (os.cpu_count() or 1) // here)
+    job = Job(**{name: getattr(args, name) for name in Job._fields})
     try:
         rows = _rows(_measured(job, args.master))
     except (WorkerError, pccl.PCCLError) as error:
@@ -266,7 +257,7 @@ def _title(job: Job, address: str | None, rows: list[dict[str, Any]]) -> str:
         f"{os.environ.get('PCCL_TRANSPORT', 'auto')}\n# a GPT of {millions:.1f} million parameters "
         f"({job.layers} layers, width {job.width}), {job.batch} x {job.length} tokens, "
         f"buckets of {job.bucket_mib} MiB\n"
-        f"# medians (minima) of {job.iterations} steps after {job.warmups} warm-ups, in turns\n"
+        f"# medians (minima) of {job.iters} steps after {job.warmup_iters} warm-ups, in turns\n"
         f"#{'over':>12} {'ms a step':>20} {'steps/s':>9} {'of gloo':>8} {'loss':>8}  weights"
     )
 

@@ -55,8 +55,11 @@ def run(args: argparse.Namespace) -> int:
         kernels = [_add(name, dtype, nbytes) for name, dtype in _DTYPES.items()]
         for name in _FORMATS:
             kernels += _quantized(name, nbytes)
+        x, y = _operands(DataType.FLOAT, nbytes)
+        add = partial(np.add, x, y, out=np.zeros_like(x))
         for kernel in kernels:
-            ours, numpys = _measure(kernel, nbytes, args.iters, args.warmup_iters)
+            traffic = [kernel.traffic, 3 * nbytes]
+            ours, numpys = _rates([kernel.call, add], traffic, args.iters, args.warmup_iters)
             wrong = kernel.count_wrong()
             all_wrong += wrong
             print(
@@ -128,17 +131,6 @@ def _quantized(name: QuantizationName, nbytes: int) -> list[Kernel]:
 
 def _cell(rates: tuple[float, float]) -> str:
     return f"{rates[0]:6.2f} ({rates[1]:6.2f})"
-
-
-def _measure(
-    kernel: Kernel, nbytes: int, iterations: int, warmups: int
-) -> list[tuple[float, float]]:
-    """The median and the best GB/s of the kernel, and of numpy's add of float32 arrays of
-    `nbytes`."""
-    x, y = _operands(DataType.FLOAT, nbytes)
-    z = np.zeros_like(x)
-    calls: list[Callable[[], object]] = [kernel.call, lambda: np.add(x, y, out=z)]
-    return _rates(calls, [kernel.traffic, 3 * nbytes], iterations, warmups)
 
 
 def _pointers(*arrays: trials.Bits) -> list[CData]:

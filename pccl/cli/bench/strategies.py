@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from pccl.cli.bench.trials import blocks
+from pccl.cli.bench.trials import Job, blocks
 from pccl.protocol.messages import CollectiveKind, Ring, Spec
 from pccl.protocol.strategy import Conditions, Settings, Strategy, choose
 from pccl.runtime.config import Config
@@ -34,33 +35,21 @@ def chosen(
     return choose(spec, wire_bytes(spec, dtype, count * blocks(what, peers)), known)
 
 
-def explained(
-    what: str,
-    sizes: Sequence[int],
-    peers: int,
-    dtype: DataType,
-    op: ReduceOp,
-    quantization: QuantizationName | None,
-    lanes: int,
-) -> Iterator[str]:
+def explained(job: Job, sizes: Sequence[int]) -> Iterator[str]:
     """The lines of `pccl bench WHAT --explain`: each size, with one machine and with several."""
     config = Config.from_env()
-    settings = Settings(config.inline_bytes, lanes, config.lanes)
-    wire = f" as {quantization}" if quantization else ""
-    yield f"# {what}: {peers} peers, {dtype.common_name}{wire}"
+    how = partial(
+        chosen,
+        job.what,
+        peers=job.peers,
+        dtype=job.dtype,
+        op=job.op,
+        quantization=job.quantization,
+        settings=Settings(config.inline_bytes, job.lanes, config.lanes),
+    )
+    wire = f" as {job.quantization}" if job.quantization else ""
+    yield f"# {job.what}: {job.peers} peers, {job.dtype.common_name}{wire}"
     yield f"# {'size (B)':>10}  {'all on one machine':<48}on several machines"
     for nbytes in sizes:
-        here, apart = (
-            chosen(
-                what,
-                nbytes,
-                peers,
-                together=together,
-                dtype=dtype,
-                op=op,
-                quantization=quantization,
-                settings=settings,
-            )
-            for together in (True, False)
-        )
+        here, apart = (how(nbytes, together=together) for together in (True, False))
         yield f"{nbytes:>12}  {here!s:<48}{apart}"
