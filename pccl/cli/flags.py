@@ -34,11 +34,7 @@ def cflags() -> list[str]:
 
 
 def libs() -> list[str]:
-    """The library, the Python that it runs in, and where programs find both.
-
-    Raises:
-        UnsupportedError: there is no such Python here, or this is Windows.
-    """
+    """The library, the Python that it runs in, and where programs find both."""
     if sys.platform == "win32":
         why = "C programs link with pccl on Linux and macOS only; WSL is a Linux"
         raise UnsupportedError(Result.INVALID_USAGE, "pccl libs", why)
@@ -55,11 +51,7 @@ def libs() -> list[str]:
 
 
 def _python() -> Path:
-    """The library of this Python.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    """The library of this Python."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     name = f"libpython{sysconfig.get_config_var('LDVERSION')}{suffix}"
     for home in (sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LIBPL")):

@@ -106,11 +106,7 @@ class Entry(NamedTuple):
 
 
 class Source:
-    """An event log.
-
-    Raises:
-        OSError: there is no such log.
-    """
+    """An event log. Raises OSError: there is none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

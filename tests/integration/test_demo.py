@@ -52,7 +52,7 @@ class Stage:
 
     def begin(self) -> None:
         for peer in self.director.peers:
-            self.hear(peer.number, Loaded(parameters=PARAMETER_BYTES // 4))
+            self.hear(peer.number, Loaded())
         for number in range(3):
             self.hear(number, Joined(outer_step=0, validation_loss=5.5))
 
@@ -74,7 +74,7 @@ class Stage:
 
 
 def test_reports_survive_the_wire() -> None:
-    for report in (Loaded(7), Joined(1, 2.5), Averaged(1, 2, 3, 0.5, 4, 5, 6.5), Finished(9, "ab")):
+    for report in (Loaded(), Joined(1, 2.5), Averaged(1, 2, 3, 0.5, 4, 5, 6.5), Finished(9, "ab")):
         assert decode(encode(report)) == report
 
 

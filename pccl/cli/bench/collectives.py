@@ -256,14 +256,7 @@ def _here(job: Job) -> Iterator[list[Measured]]:
 
 
 def _between_machines(master: str, job: Job) -> Iterator[list[Measured]]:
-    """Yields the measurements of all peers, size by size.
-
-    Args:
-        master: HOST:PORT.
-
-    Raises:
-        PCCLError: the master cannot be reached, a peer was lost, or others measure something else.
-    """
+    """Yields the measurements of all peers, size by size."""
     place = trials.of_process(job.device, int(os.environ.get("LOCAL_RANK", "0")))
     with join(master, job) as comm:
         for count in job.counts:

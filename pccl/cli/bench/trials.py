@@ -151,11 +151,7 @@ class Host:
 
 
 class Device:
-    """Tensors of torch on a device, that of this process.
-
-    Args:
-        name: of the device, as torch has it.
-    """
+    """Tensors of torch on the device of that name, which is this process's."""
 
     def __init__(self, name: str) -> None:
         self._torch: Any = importlib.import_module("torch")

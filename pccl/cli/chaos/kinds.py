@@ -159,10 +159,7 @@ T = TypeVar("T")
 def shrink(items: Sequence[T], fails: Callable[[list[T]], bool], until_s: float) -> list[T]:
     """A part of the items that still fails, and of which, if time suffices, each is needed.
 
-    Args:
-        items: that fail.
-        fails: whether a part of them does. It need not answer the same each time.
-        until_s: when to end, by the monotonic clock.
+    `fails` need not answer the same each time. It ends at `until_s` of the monotonic clock.
     """
     found, pieces = list(items), 2
     while found and time.monotonic() < until_s:

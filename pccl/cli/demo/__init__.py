@@ -78,12 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo with the options of `add_arguments`.
-
-    Returns:
-        The exit status: 0 if every survivor took the last outer step with the same bits and the
-        loss fell, if there was time for that; 1 if not; 2 if it could not start; 130 if it was
-        interrupted.
+    """The exit status: 0 if every survivor took the last outer step with the same bits and the loss
+    fell, if there was time for that; 1 if not; 2 if it could not start; 130 if it was interrupted.
     """
     problem = _problem(args)
     if problem:

@@ -20,8 +20,6 @@ import msgspec
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The model and the text are in memory; nothing is connected yet."""
 
-    parameters: int
-
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
     """The peer holds the run's shared state and begins to train."""
@@ -68,11 +66,7 @@ def encode(report: Report) -> str:
 
 
 def decode(line: str) -> Report:
-    """The report in a line.
-
-    Raises:
-        msgspec.DecodeError: the line is not a report.
-    """
+    """The report in a line. Raises msgspec.DecodeError: it is none."""
     return _decoder.decode(line)
 
 
@@ -149,11 +143,7 @@ class Peer:
 class Director:
     """Follows the reports of all peers and gives the orders.
 
-    Args:
-        peers: founders, at least 2.
-        steps: outer steps of the run.
-        inner_steps: H.
-        chaos: whether a founder is killed and the understudy, number `peers`, joins.
+    With `chaos`, a founder is killed, and the understudy, the number of which is `peers`, joins.
     """
 
     def __init__(self, *, peers: int, steps: int, inner_steps: int, chaos: bool) -> None:
@@ -177,11 +167,7 @@ class Director:
 
     @property
     def algbw_bytes_s(self) -> float:
-        """Bytes averaged per second in the last outer round.
-
-        All peers wait in the all-reduce for the slowest one, so its own time, the shortest, is what
-        counts.
-        """
+        """Of the last outer round: the time of the slowest peer, which waits for nobody, counts."""
         last = self._reduce_s.get(self.outer_step)
         return self.reduce_bytes / min(last) if last else 0.0
 

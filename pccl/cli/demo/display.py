@@ -111,11 +111,7 @@ _GREY = "#555555"
 
 
 def save(director: Director, path: Path) -> None:
-    """Writes the PNG of a finished run.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
+    """Writes the chart of a finished run."""
     # here, because to import it takes a second or more: nothing would be said meanwhile
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

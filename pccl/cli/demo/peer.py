@@ -45,7 +45,7 @@ def main() -> int:
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.1
     )
     corpus = Corpus(shard=args.number, shards=args.shards, seed=args.seed + args.number)
-    _report(Loaded(parameters=sum(p.numel() for p in model.parameters())))
+    _report(Loaded())
     go.wait()
     _train(args, model, optimizer, corpus)
     return 0
