@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import pccl
-from pccl.cli.arguments import output
+from pccl.cli.arguments import option, output
 from pccl.cli.demo.director import STEPS_MIN, Director, Go, Kill, Order, Say, State, decode
 from pccl.cli.processes import Fleet
 from pccl.cli.terminal import complain, shown
@@ -30,6 +30,7 @@ _REQUIRED = ("torch", "matplotlib")
 MODES = ("sync", "delayed", "eager", "streaming")  # of pccl.diloco, which needs torch
 WIRES = get_args(Wire)
 
+PASSED_ON = ("steps", "inner_steps", "mode", "wire", "seed")  # options of the peers, too
 _PEERS = 3
 _PEERS_PER_CORE = 4
 _PEER_BYTES = 512 << 20  # of memory that a peer needs, and some to spare
@@ -38,43 +39,20 @@ _SILENCE_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--peers",
-        type=int,
-        default=_PEERS,
-        help="training processes at the start (default: %(default)s)",
-    )
-    parser.add_argument("--steps", type=int, default=16, help="outer steps (default: %(default)s)")
-    parser.add_argument(
-        "--inner-steps",
-        type=int,
-        default=30,
-        help="inner steps in an outer step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--mode",
-        choices=MODES,
-        default="sync",
-        help="when a mean is applied (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--wire", choices=WIRES, default="fp32", help="how progress is sent (default: %(default)s)"
-    )
+    option(parser, "--peers", "PEERS", int, "training processes at the start", _PEERS)
+    option(parser, "--steps", "STEPS", int, "outer steps", 16)
+    option(parser, "--inner-steps", "INNER_STEPS", int, "inner steps in an outer step", 30)
+    for name, choices, text in (
+        ("--mode", MODES, "when a mean is applied"),
+        ("--wire", WIRES, "how progress is sent"),
+    ):
+        text = f"{text} (default: {choices[0]})"
+        parser.add_argument(name, choices=choices, default=choices[0], help=text)
     parser.add_argument(
         "--no-chaos", action="store_true", help="kill nobody, and let nobody join half-way"
     )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of weights and order of the text (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("pccl-demo.png"),
-        help="the chart (default: %(default)s)",
-    )
+    option(parser, "--seed", "SEED", int, "of weights and order of the text", 0)
+    option(parser, "--output", "OUTPUT", Path, "the chart", Path("pccl-demo.png"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,11 +121,7 @@ def _perform(args: argparse.Namespace, director: Director) -> int:
             "master": master.address,
             "shards": len(director.peers),
             "min_peers": args.peers,
-            "steps": args.steps,
-            "inner_steps": args.inner_steps,
-            "mode": args.mode,
-            "wire": args.wire,
-            "seed": args.seed,
+            **{name: getattr(args, name) for name in PASSED_ON},
         }
         for peer in director.peers:
             fleet.start(peer.number, json.dumps({"number": peer.number, **options}))
