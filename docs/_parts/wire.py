@@ -52,12 +52,14 @@ def values() -> str:
 
 
 def versions() -> str:
-    """The versions that the two wires carry."""
-    data = re.search(
-        r"WIRE_VERSION = (\d+)", (ROOT / "c/engine/wire.c").read_text(encoding="utf-8")
-    )
+    """The versions that messages carry."""
+    source = (ROOT / "c" / "engine" / "wire.c").read_text(encoding="utf-8")
+    data = re.search(r"WIRE_VERSION = (\d+)", source)
     assert data is not None
-    return f"Control is version {m.PROTOCOL_VERSION}, bulk data is version {data[1]}."
+    return (
+        f"The control protocol has version {m.PROTOCOL_VERSION} (in Hello), "
+        f"bulk data version {data[1]} (in every message)."
+    )
 
 
 def limits() -> str:

@@ -1,4 +1,4 @@
-"""What peers and the master say to each other, and how it is written.
+"""The messages between peers and the master, and their encoding.
 
 Every message is a frozen structure, sent as one MessagePack array that begins with its tag. Rules
 that keep old and new versions talking: tags are never reused, fields are only ever appended, an
@@ -139,23 +139,23 @@ def difference(one: Spec, other: Spec) -> str:
     return words
 
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 12  # of the control protocol, as in Hello
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl_core.h
-RINGS_MAX = 8  # of a group, as in c/pccl_core.h
-MEMBERS_MAX = 4096  # of a ring, as in c/pccl_core.h
-INLINE_BYTES_MAX = 262144  # of a contribution that travels with its vote
-MESSAGE_BYTES_MAX = 16 << 20  # a manifest of a hundred thousand entries
-ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout
-PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
-# of all entries or parts: the rest of a message is small, but for two numbers for each member
+RINGS_MAX = 8  # rings of a group, as in c/pccl_core.h
+MEMBERS_MAX = 4096  # members of a ring, as in c/pccl_core.h
+INLINE_BYTES_MAX = 262144  # bytes of a contribution that travels with its vote
+MESSAGE_BYTES_MAX = 16 << 20  # bytes of a message: a manifest of a hundred thousand entries
+ENTRY_BYTES_MAX = 40  # bytes of an Entry in a message, without its name and layout
+PART_BYTES_MAX = 19  # bytes of a Part in a message, without its name and layout
+# bytes of all entries or parts: the rest of a message is small, but for two numbers for each member
 LIST_BYTES_MAX = MESSAGE_BYTES_MAX - 1024 - 18 * MEMBERS_MAX
-NAME_CHARS_MAX = 256
-PEER_NAME_CHARS_MAX = 64
-GONE_MAX = 8  # peers of which a Plan says why they are gone
-GONE_CHARS_MAX = 300
-PACKAGES_MAX = 256  # of weights that a process offers, or that can be had
-AVOIDED_MAX = 64  # holders that a Seek names
+NAME_CHARS_MAX = 256  # characters of a name
+PEER_NAME_CHARS_MAX = 64  # characters of a peer's name
+GONE_MAX = 8  # lost peers for which a Plan gives the reason
+GONE_CHARS_MAX = 300  # characters of such a reason
+PACKAGES_MAX = 256  # packages of weights that a client serves, or that are available
+AVOIDED_MAX = 64  # holders that a Seek avoids
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -1163,9 +1163,9 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
         raise ProtocolError(str(error)) from None
 
 
-SEVERAL = 0  # no message has this tag
-FRAME_MESSAGES_MAX = 64
-FRAME_BYTES = 65536  # a frame with more holds one message
+SEVERAL = 0  # the tag of a frame with several messages
+FRAME_MESSAGES_MAX = 64  # messages of a frame
+FRAME_BYTES = 65536  # bytes of a frame; one with more holds one message
 
 _HEAD = bytes((0x92, SEVERAL))
 _Raws = Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=FRAME_MESSAGES_MAX)]

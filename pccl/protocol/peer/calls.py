@@ -28,7 +28,7 @@ class State(Enum):
     __hash__ = object.__hash__  # each is one object; Enum hashes names, in Python
 
     VOTING = "registered with the engine, start vote sent"
-    RUNNING = "the master said Started; the engine works"
+    RUNNING = "Started was received; the engine works"
     COMPLETE = "this peer holds the whole result, and has voted so"
     ABORTING = "this peer cannot or must not complete: what it has overwritten is restored"
 
