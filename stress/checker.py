@@ -189,18 +189,13 @@ class Rules:
 
 @dataclass
 class Call:
-    """A call of a worker.
-
-    Attributes:
-        member: its membership.
-        stayed: whether the worker has ended a later call of the same membership.
-    """
+    """A call of a worker."""
 
     worker: int
-    member: Member
+    member: Member  # its membership
     begin: Begin
     end: End | None = None
-    stayed: bool = False
+    stayed: bool = False  # whether the worker has ended a later call of the same membership
 
     @property
     def synchronised(self) -> bool:

@@ -38,24 +38,15 @@ class Joined(Struct, frozen=True, tag="joined"):
 
 
 class Begin(Struct, frozen=True, tag="begin"):
-    """It enters a call.
-
-    Attributes:
-        what: "sync", which ends with a shared state; "reduce"; or another call.
-        revision: of its shared state.
-        attempt: how often this reduction has failed before.
-        repeats: how often the contribution is repeated in the buffer.
-        gives: its contribution.
-        tag: of the reduction: several may be open at once.
-    """
+    """It enters a call."""
 
     at_s: float
-    what: str
-    revision: int
-    attempt: int = 0
-    repeats: int = 0
-    gives: Words = ()
-    tag: int = 0
+    what: str  # "sync", which ends with a shared state; "reduce"; or another call
+    revision: int  # of its shared state
+    attempt: int = 0  # how often this reduction has failed before
+    repeats: int = 0  # how often the contribution is repeated in the buffer
+    gives: Words = ()  # its contribution
+    tag: int = 0  # of the reduction: several may be open at once
 
 
 class End(Struct, frozen=True, tag="end"):

@@ -47,25 +47,16 @@ def gradient_of(revision: int, size: int) -> np.ndarray:
 
 
 class Membership:
-    """What a program has: a communicator, its worker's diary, and what it is told.
-
-    Args:
-        comm: is connected.
-        notes: its worker's diary.
-        number: of its worker.
-        elements: of the state.
-        optimize: whether all measure links after each admission.
-        ending: set when it should leave.
-    """
+    """What a program has: a communicator, its worker's diary, and what it is told."""
 
     def __init__(
         self,
-        comm: pccl.Communicator,
-        notes: diary.Notes,
-        number: int,
-        elements: int,
-        optimize: bool,
-        ending: threading.Event,
+        comm: pccl.Communicator,  # is connected
+        notes: diary.Notes,  # its worker's diary
+        number: int,  # of its worker
+        elements: int,  # of the state
+        optimize: bool,  # whether all measure links after each admission
+        ending: threading.Event,  # set when it should leave
     ) -> None:
         self.comm = comm
         self.notes = notes
@@ -162,13 +153,10 @@ class Sums:
         member: who contributes.
         revision: in which step.
         tags: of the collectives.
-
-    Attributes:
-        lost: the tags of those that failed because a peer was lost.
     """
 
     def __init__(self, member: Membership, revision: int, tags: list[int]) -> None:
-        self.lost = tags
+        self.lost = tags  # the tags of those that failed because a peer was lost
         self._member = member
         self._revision = revision
         self._open: dict[int, tuple[np.ndarray, Any]] = {}
