@@ -267,7 +267,7 @@ def draw_script(draw: random.Random, blows: int = 30) -> Script:
 # comes into an empty run first decides what the right arithmetic is.
 OUTVOTED = re.compile(
     "its shared state is not that of|it took part in . failed transfers|this machine's arithmetic"
-    "|peer . \\([^ ]*\\) could not reach"
+    "|peer . \\([^)]*\\) could not reach"
 )
 
 
