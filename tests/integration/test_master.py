@@ -55,7 +55,7 @@ def test_it_runs_again_after_an_interruption() -> None:
 @pytest.mark.parametrize(
     ("address", "error"),
     [
-        ("localhost", ValueError),
+        ("localhost:", ValueError),
         ("localhost:x", ValueError),
         (":1", ValueError),
         ("::1:5", ValueError),

@@ -136,13 +136,10 @@ class Desk:
 
     def wait(self) -> str:
         """Until a stream is given up: why."""
-        while self.streams.waits:
-            due_s = self.streams.due_s
-            assert due_s is not None
+        while (due_s := self.streams.due_s) is not None:
             with contextlib.suppress(queue.Empty):
                 self.posted.get(timeout=max(0.0, due_s - time.monotonic()))()
             self.streams.tick()
-        assert self.streams.due_s is None
         assert self.engine.told[-1][0] == "lose"
         return str(self.engine.told[-1][2])
 
@@ -266,7 +263,7 @@ def test_what_is_up_is_not_given_up() -> None:
     desk = Desk()
     desk.streams.open(1, NUMBER, 5)
     desk.streams.up(1)
-    assert not desk.streams.waits
+    assert desk.streams.due_s is None
     assert desk.streams.lost(lost(1, lib.PCCL_ESTREAM)) == (NUMBER, False)
 
 

@@ -73,8 +73,8 @@ class SimulatedRun:
         self.odd: set[int] = set()  # who had to go because it stood alone
         self.splits = 0  # disputes in which nobody had a majority
         # whose calls have failed for that: why, and what they were; and who has heard of these
-        self.condemned: dict[tuple[int, int], tuple[str, int, int]] = {}
-        self.heard: dict[tuple[str, int, int], list[SimPeer]] = {}
+        self.condemned: dict[tuple[int, int], tuple[object, ...]] = {}
+        self.heard: dict[tuple[object, ...], list[SimPeer]] = {}
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
         self.rendezvous = SimRendezvous(self)
@@ -117,7 +117,8 @@ class SimulatedRun:
     def _note_split(self, votes: list[tuple[int, int, RoundId]], why: str) -> None:
         self.splits += 1
         for number, call, round_ in votes:
-            self.condemned[number, call] = plain(why), CALLED[round_.kind], round_.tag or 0
+            what = CALLED[round_.kind], round_.tag or 0, round_.pair or ()
+            self.condemned[number, call] = plain(why), *what
 
     def check_condemned(self, peer: SimPeer, call: int, end: Answer | Fail) -> None:
         """A call that was refused has failed for that, also if its master could not say so; unless
@@ -324,14 +325,17 @@ class SimulatedRun:
             return recovery._complete and peer.machine.number not in self.journal
         return not self.master.knows(peer.conn)
 
+    def note_heard(self, of: m.CallError | m.Failure, peer: SimPeer) -> None:
+        self.heard.setdefault((of.why, of.called, of.tag, of.pair), []).append(peer)
+
     def check_told(self, peer: SimPeer, message: m.MasterMessage) -> None:
         """No two peers of a run are told different outcomes of one round."""
         run, group = peer.machine.run, peer.group
         match message:
-            case m.CallError(seq=seq, why=why, called=called, tag=tag) if seq:
-                self.heard.setdefault((why, called, tag), []).append(peer)
-            case m.Failed(m.Failure(why=why, called=called, tag=tag)):
-                self.heard.setdefault((why, called, tag), []).append(peer)
+            case m.CallError(seq=seq) if seq:
+                self.note_heard(message, peer)
+            case m.Failed(failure):
+                self.note_heard(failure, peer)
             case m.Finished(seq, ok):
                 self.agree(("collective", run, seq), ok, peer)
                 assert not ok or peer.name in self.completed.get((run, seq), ()), (
