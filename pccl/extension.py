@@ -1,4 +1,4 @@
-"""What code that extends pccl may use of a `Communicator`, beside its public methods.
+"""The interface of a `Communicator` for code that extends pccl, beside its public methods.
 
 The integration of a framework, or the binding of another language, launches collectives over memory
 and ranks of its own, and takes part in rounds with other time limits than a program has. That is

@@ -1,4 +1,4 @@
-"""What a peer's calls have cost, and what limits its collectives.
+"""The cost of a peer's calls, and the limits of its collectives.
 
 Nothing is measured here: all functions are pure.
 """

@@ -69,7 +69,7 @@ def add(out: Array, a: Array, b: Array, *, divisor: int = 1) -> None:
 
 
 def quantized_size(format: Format, count: int) -> int:
-    """Bytes of so many float32 numbers that are quantized: they depend on nothing else."""
+    """The bytes of `count` quantized float32 numbers, which depend on nothing else."""
     if format in _PAYLOADS:
         return int(_of_payload(format, "size")(count))
     return int(lib.pccl_quantized_size(_BLOCKS[format], DataType.FLOAT.value, count))

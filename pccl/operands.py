@@ -1,4 +1,4 @@
-"""What may be given to a call, and the ranks of the ring that it is given for.
+"""The operands of a call, and the ranks of the ring for which they are given.
 
 Invalid arguments raise here, before any other peer is involved.
 

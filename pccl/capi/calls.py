@@ -1,4 +1,4 @@
-"""What is behind the functions of <pccl.h>: c/api/library.c imports this module, and calls it.
+"""The implementation of <pccl.h>: c/api/library.c imports this module and calls it.
 
 Each function answers with a `Result`; no exception leaves it. `pcclGetLastError` says in words what
 was the matter in the thread that asks.

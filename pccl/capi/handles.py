@@ -1,4 +1,4 @@
-"""What C programs hold instead of objects: pointers to nothing, none of which is used twice.
+"""The handles that C programs hold instead of objects: pointers to nothing, never reused.
 
 So a handle that was destroyed, or never was one, is recognised, and not followed.
 """

@@ -1,4 +1,4 @@
-"""What commands print for people: colours, where they are wanted, tables, and pictures of a run."""
+"""Output for people: colours where they are wanted, tables, and pictures of a run."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Selector:
         return chosen
 
     def applied(self, peers: int) -> None:
-        """A mean of so many peers is going to be applied, on all of them."""
+        """A mean of `peers` peers is going to be applied, on all of them."""
         self._peers[0] = peers
 
 
@@ -181,7 +181,7 @@ class Total:
         return 0 if self.own is None else int(self._sum[2])
 
     def divisor(self, peers: int) -> int:
-        """By what a sum over so many peers is divided; 1 if nobody weighs anything.
+        """The divisor of a sum over `peers` peers; 1 if all weights are 0.
 
         Raises:
             ValueError: the weights are too large, on all peers.
@@ -253,7 +253,7 @@ class Averager:
         return self._progress[0] / self._total.weight
 
     def commit(self, peers: int, own: bool) -> None:
-        """The means, of so many peers, are going to be applied; `own`: that of this peer is in."""
+        """The means of `peers` peers are going to be applied; `own`: this peer is one of them."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this peer between two rounds."""
@@ -417,7 +417,7 @@ class TwoStageMean:
 
 
 def _parts(count: int, members: int) -> list[range]:
-    """Nearly equal parts of so many numbers, which begin at whole blocks of every format."""
+    """Cuts `count` numbers into nearly equal parts that begin at blocks of every format."""
     blocks = -(-count // _BLOCK)
     ends = [min(count, _BLOCK * (blocks * (rank + 1) // members)) for rank in range(members)]
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training has, whether it fits, and its file."""
+"""A checkpoint of a training: its content, its checks, and its file."""
 
 from __future__ import annotations
 

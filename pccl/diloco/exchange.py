@@ -1,4 +1,4 @@
-"""What a round averages: taken from the model, exchanged until it commits, and given back."""
+"""The exchange of a round: taken from the model, averaged until that commits, and given back."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class LedgerHooks:
         return self._ledger is not None
 
     def train(self, samples: int) -> None:
-        """This peer has trained on so many more."""
+        """This peer has trained on `samples` more."""
         if self._ledger is not None and self.counted:
             self._ledger.train(samples)
 
@@ -270,7 +270,7 @@ class Weight:
         self._replica = replica
 
     def count(self, samples: int) -> None:
-        """This peer has trained on so many more.
+        """This peer has trained on `samples` more.
 
         Raises:
             ValueError: the number is negative.
@@ -384,7 +384,7 @@ class Exchange:
         self._ledger.settle(applied=False)
 
     def step(self, contributors: int) -> None:
-        """Takes the outer step, by the mean of so many."""
+        """Takes the outer step, by the mean of `contributors` peers."""
         self._state.step(contributors)
         self._ledger.settle(applied=True)
         self._buffers.advance()

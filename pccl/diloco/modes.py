@@ -27,7 +27,7 @@ class Schedule:
         self._reached = torch.zeros(1, dtype=torch.int64)
 
     def progress(self, inner_step: int, outer_steps: int) -> float:
-        """How far a run of so many outer steps is, after so many inner steps since a round."""
+        """The progress of a run of `outer_steps`, after `inner_step` inner steps since a round."""
         reached = max(int(self._reached), self._position(inner_step))
         return min(1.0, reached / self._rounds(outer_steps))
 

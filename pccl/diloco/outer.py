@@ -111,7 +111,7 @@ class OuterState:
             kernels.subtract(end, begin, end)
 
     def step(self, peers: int) -> None:
-        """One step of the outer optimizer, by D, which is a mean of so many peers."""
+        """One step of the outer optimizer, by D, the mean of `peers` peers."""
         outer_step = int(self.steps)
         self.optimizer.log(outer_step, peers)
         self.optimizer.step(

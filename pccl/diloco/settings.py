@@ -50,7 +50,7 @@ class Rates:
     momentum: Rate
 
     def at(self, outer_step: int, peers: int) -> tuple[float, float]:
-        """eta and mu of the step after so many, by a mean of so many peers."""
+        """eta and mu of the step after `outer_step` others, with a mean of `peers` peers."""
         lr = _at(_LR_OF_PEERS, peers) if self.lr is None else _at(self.lr, outer_step)
         return lr, _at(self.momentum, outer_step)
 
@@ -278,7 +278,7 @@ class Settings:
         return self.inner_seconds is not None or self.deadline_peers is not None
 
     def steps_at(self, outer_step: int) -> int:
-        """Inner steps of the round that begins after so many outer steps; 0: it goes by seconds."""
+        """Inner steps of the round after `outer_step` outer steps; 0: the round goes by seconds."""
         return 0 if self.inner_steps is None else int(_at(self.inner_steps, outer_step))
 
     @property

@@ -1,4 +1,4 @@
-"""What a round reports: its outcome, its time and bytes, and the share of each peer."""
+"""The report of a round: its outcome, its time and bytes, and the share of each peer."""
 
 from __future__ import annotations
 

@@ -579,7 +579,7 @@ class DiLoCo:
         return self._after_inner_step(samples)
 
     def _count(self, samples: int | None) -> None:
-        """This peer has trained on so many more; None: it has not told, and it is one step."""
+        """This peer has trained on `samples` more; None: unknown, which counts as one step."""
         if samples is None and self._ledger.counted:
             raise ValueError(
                 "a ledger whose rounds may end early must know how many samples a step has trained "

@@ -1,4 +1,4 @@
-"""Whether peers can reach each other, and how. Pure functions.
+"""Decides whether peers can reach each other, and how. Pure functions.
 
 A newcomer says at which hosts others may reach it, or that it cannot be reached. Then (it is
 `outgoing`: behind NAT) it connects to others, and they do not connect to it: a stream to it has a

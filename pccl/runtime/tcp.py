@@ -1,4 +1,4 @@
-"""What the kernel knows of a TCP connection. Only Linux tells; elsewhere nothing is known."""
+"""The kernel's facts about a TCP connection; on Linux only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process serves for the other members of a group: a master, and a store of torch."""
+"""The servers that one process runs for other members of a group: a master, and a torch store."""
 
 from __future__ import annotations
 

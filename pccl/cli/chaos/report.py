@@ -1,4 +1,4 @@
-"""What is shown of a run under faults: while it goes on, and afterwards."""
+"""The report of a run under faults: while it goes on, and afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does, from its master's event log, while it goes on."""
+"""Follows a run by its master's event log."""
 
 from __future__ import annotations
 

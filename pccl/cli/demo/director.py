@@ -1,4 +1,4 @@
-"""What happens in the demonstration, and what its peers report.
+"""The course of the demonstration, and the reports of its peers.
 
 A state machine without processes or clock: it takes reports and the time, and returns orders and
 lines to print.

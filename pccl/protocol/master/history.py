@@ -1,5 +1,5 @@
-"""What a run has agreed on and counted: what its master tells a peer that comes back, and what a
-journal keeps of it for the next master."""
+"""The results and counters of a run: what its master sends to a peer that comes back, and what a
+journal keeps for the next master."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is in a run: peers, teams, who may be admitted, and who keeps others waiting for too long."""
+"""The members of a run: peers, teams, admission, and peers that keep others waiting too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a restarted master concludes from the peers that come back, and how it goes on.
+"""The recovery of a restarted master: its conclusions from the peers that come back.
 
 The journal only names the accepted peers. Only the peers know the rest, and what no survivor knows
 cannot matter to any survivor:

@@ -1,4 +1,4 @@
-"""What a peer knows of its run, and the calls whose callers have left before the outcome.
+"""A peer's state: its run, and the calls whose callers have left before the outcome.
 
 A caller leaves by an exception, or when its time is up while the master, which alone knows the
 outcome, is away. Its call ends at once: the engine's op is aborted, and the call is answered when

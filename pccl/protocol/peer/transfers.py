@@ -1,4 +1,4 @@
-"""What moves beside collectives: shared state, and the measurement of links.
+"""Transfers beside collectives: shared state, and the measurement of links.
 
 A member serves its content, from its vote on, and fetches what the current plan requires. A plan
 says which peers serve which, and may be replaced at any time. Synchronisations transfer the shared

@@ -1,4 +1,4 @@
-"""What this peer's calls have cost: counted by the control thread as they go, read by any thread.
+"""The cost of this peer's calls: counted by the control thread, read by any thread.
 
 A collective has three spans: until all had entered it (the start vote), until this peer held the
 whole result (its data moved), until all had it (the finish vote). A small one, whose data travels

@@ -80,7 +80,7 @@ class Wide:
             self._arrays.append((given, send, recv))
 
     def narrow(self, members: int) -> None:
-        """Writes the means, when the sums of so many members are there."""
+        """Writes the means, from the sums over `members` members."""
         from pccl.runtime import averages  # imports numpy
 
         for given, _, total in self._arrays if self.is_used else ():

@@ -209,7 +209,7 @@ class EventFile:
 
 
 def numbered(path: Path, number: int) -> Path:
-    """The file that is so many before the one that is written."""
+    """The file `number` files before the current one."""
     return path.with_name(f"{path.name}.{number}") if number else path
 
 

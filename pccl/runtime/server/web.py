@@ -1,4 +1,4 @@
-"""What a master shows over HTTP: the page, the metrics, and the server.
+"""A master's HTTP: the page, the metrics, and the server.
 
 The service thread of the master never waits for a client: this thread asks it for a snapshot, at
 most one at a time, and what it answers serves all requests of the next moment. There are no files,
