@@ -5,10 +5,10 @@ that keep old and new versions talking: tags are never reused, fields are only e
 appended field has a default. `Hello` carries the protocol version and is the first message of every
 peer.
 
-A `call` is a number a peer gives to one of its API calls; answers name it. A `seq` is a number the
-master gives to one committed collective or synchronisation, or to one that fails for all before it
-begins; it never repeats within a run. A `nonce` is one that nobody else can guess: bulk data
-carries that of its call.
+A `call` is the number that a peer gives to one of its API calls; answers repeat it. A `seq` is the
+number that the master gives to one committed collective or synchronisation, or to one that fails
+for all before it begins; it never repeats within a run. A `nonce` is a number that nobody else can
+guess; bulk data carries that of its call.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Cause(IntEnum):
 
 
 class Called(IntEnum):
-    """The kind of call that has failed for all who had made it; a send is a COLLECTIVE too."""
+    """The kind of a call that failed for all who made it; a send counts as COLLECTIVE."""
 
     COLLECTIVE = 0
     SYNC = 1
@@ -201,9 +201,9 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     """A peer and its addresses: `host`:`port`, and `ipc` on the same `machine`.
 
     `curve` is the public key by which they authenticate each other; empty without encryption.
-    `team` names the peers that it joins together with, `team_size` of them with itself; 0: none.
-    `outgoing`: nobody can connect to it, as behind NAT; it connects itself. `relay` is the port at
-    which it joins the connections of two such peers; 0: it does not. `others` are further hosts at
+    `team` names the peers with which it joins, and `team_size` counts them and itself; 0: none.
+    `outgoing`: nobody can connect to it, as behind NAT, so it connects to others. `relay` is the
+    port at which it relays between two such peers; 0: it does not. `others` are further hosts at
     which it may be reached, at the same port. `name` is for people.
     """
 
@@ -243,7 +243,7 @@ def personal(text: str, number: int) -> str:
 
 
 class Gone(Struct, array_like=True, frozen=True):
-    """A peer that is gone, and why; `left`: it has left by itself."""
+    """A lost peer, and the reason; `left`: it left by itself."""
 
     peer: U64
     why: Annotated[str, Meta(max_length=GONE_CHARS_MAX)]
@@ -253,9 +253,9 @@ class Gone(Struct, array_like=True, frozen=True):
 class Package(Struct, array_like=True, frozen=True):
     """A step from version `base` of the weights to `version`; with `base` 0, from any version.
 
-    It has two parts, of so many bytes and with such digests: a head, which describes the tensors,
-    and a body. What they mean is nothing to the protocol. `content` is the digest of all tensors of
-    that version, however one gets there.
+    It has two parts, each with its bytes and digest: a head, which describes the tensors, and a
+    body. The protocol does not interpret them. `content` is the digest of all tensors of that
+    version, whichever packages lead there.
     """
 
     version: Version
@@ -325,9 +325,9 @@ class Spec(Struct, array_like=True, frozen=True):
     an all_to_all, those of a row. `root` is a rank. `members` is the size of the group as the
     caller knows it if ranks matter, or if it decides how the data travels (protocol/strategy.py),
     else 0. `parts` describe a list or dict of tensors; `count` and `dtype` are 0 then. `layout`: as
-    in Part. `rows`: of an all_gather to which members give
-    different numbers of rows, these by rank; counts are those of a row then. `ring`: where ranks
-    matter, the checksum of the order from which the caller has them; 0: it does not say.
+    in Part. `rows`: in an all_gather with different numbers of rows, these numbers by rank; counts
+    are then those of a row. `ring`: where ranks matter, the checksum of the order from which the
+    caller took them; 0: unknown.
     """
 
     what: CollectiveKind
@@ -360,7 +360,7 @@ class Spec(Struct, array_like=True, frozen=True):
 class Entry(Struct, array_like=True, frozen=True):
     """One tensor of the shared state, in a manifest. `layout`: as in Part.
 
-    An empty `digest` is that of content that is not known, which equals nothing.
+    An empty `digest` means unknown content, which equals nothing.
     """
 
     name: Name
@@ -374,8 +374,8 @@ class Entry(Struct, array_like=True, frozen=True):
 class Manifest(Struct, array_like=True, frozen=True):
     """A peer's shared state. `strict`: divergence must be an error for all.
 
-    A group's shared state must not begin with fewer than `min_peers` peers. `torn`: part of it was
-    overwritten by a transfer that did not end; so it is received, and never offered to others.
+    A group's shared state must not begin with fewer than `min_peers` peers. `torn`: an unfinished
+    transfer has overwritten a part of it, so the peer can only receive.
     """
 
     revision: U64
@@ -554,9 +554,9 @@ class Inquire(Struct, array_like=True, frozen=True, tag=17):
 class StartVote(Struct, array_like=True, frozen=True, tag=4):
     """Enters a collective: the peer's engine knows the buffers, or `data` is the contribution.
 
-    `heard` is the greatest seq that the peer has heard of; it has all results up to that one.
-    `stuck`: as in `PendingVote`. `gives` and `takes`: how many rows of an all_to_all are for each
-    rank, and from each; empty: one each. `pair` is not empty in a send: who sends to whom.
+    `heard` is the greatest seq that the peer knows; it has all results up to that one.
+    `stuck`: as in `PendingVote`. `gives` and `takes`: the numbers of rows of an all_to_all to each
+    rank, and from each; empty: one each. `pair`: the sender and the receiver of a send; else empty.
     """
 
     call: U64
@@ -571,7 +571,7 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):
-    """Says that the peer holds the whole result of a collective; if not, `why`, and the `Cause`."""
+    """Votes whether the peer holds a collective's whole result; if not, `why`, and the `Cause`."""
 
     seq: U64
     ok: bool
@@ -580,9 +580,9 @@ class FinishVote(Struct, array_like=True, frozen=True, tag=5):
 
 
 class Progress(Struct, array_like=True, frozen=True, tag=18):
-    """Says how much of a long collective, or of its fetch of shared state, a peer has done.
+    """A peer's progress in a long collective, or in its fetch of shared state, in thousandths.
 
-    In thousandths. Only `status` shows it.
+    Only `status` shows it.
     """
 
     seq: U64
@@ -592,8 +592,8 @@ class Progress(Struct, array_like=True, frozen=True, tag=18):
 class SyncVote(Struct, array_like=True, frozen=True, tag=6):
     """Enters `sync_shared_state`; the peer's engine already serves the offered content.
 
-    `holds`: as in Done, of the latest synchronisation of its group. A caller that left before it
-    heard of the result holds nothing, whatever the master has answered.
+    `holds`: as in Done, of the latest synchronisation of its group. A caller that left before the
+    result came holds nothing, whatever the master has answered.
     """
 
     call: U64
@@ -602,7 +602,7 @@ class SyncVote(Struct, array_like=True, frozen=True, tag=6):
 
 
 class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
-    """Says whether a receiver of shared state has fetched and verified all of it.
+    """Votes whether a receiver of shared state has fetched and verified all of it.
 
     `differences` describes how its content differed before, if the plan asks for that.
     """
@@ -638,8 +638,8 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
 class RendezvousRequest(Struct, array_like=True, frozen=True, tag=19):
     """Asks that the `outgoing` peer `peer` connects to a stream from this peer, `lanes` times.
 
-    They meet at `port` of this peer; 0: it is `outgoing` itself. By the `token` that one knows
-    who belongs together.
+    They meet at `port` of this peer; 0: it is `outgoing` itself. The `token` identifies connections
+    that belong together.
     """
 
     peer: U64
@@ -726,16 +726,16 @@ class Publish(Struct, array_like=True, frozen=True, tag=40):
 
 
 class Holds(Struct, array_like=True, frozen=True, tag=41):
-    """All packages that a client serves, and the version of the weights that it has."""
+    """All packages that a client serves, and its version of the weights."""
 
     packages: Packages
     version: U64
 
 
 class Seek(Struct, array_like=True, frozen=True, tag=42):
-    """A client wants this package, but from none of `avoid`; in the place of any earlier one.
+    """A client wants this package, but from none of `avoid`. Replaces an earlier Seek.
 
-    The holder from which it was fetching until now has failed, if it had one.
+    If the client was fetching, its holder has failed.
     """
 
     version: U64
@@ -744,7 +744,7 @@ class Seek(Struct, array_like=True, frozen=True, tag=42):
 
 
 class Got(Struct, array_like=True, frozen=True, tag=43):
-    """A client has the package that it sought, and proven; it came at so many bytes/s."""
+    """A client has fetched and verified the package that it sought, at `rate` bytes/s."""
 
     rate: U64
 
@@ -784,7 +784,7 @@ PeerMessage: TypeAlias = (
 class Welcome(Struct, array_like=True, frozen=True, tag=64):
     """The peer is registered, and pending until `Admitted`. `warning` is for its user.
 
-    A client is never admitted. By the `nonce` others admit themselves to its streams.
+    A client is never admitted. With the `nonce`, other clients connect to it.
     """
 
     peer: U64
@@ -803,8 +803,8 @@ class Refused(Struct, array_like=True, frozen=True, tag=65):
 class Plan(Struct, array_like=True, frozen=True, tag=66):
     """The group's peers and rings from now on. A new epoch means new streams.
 
-    `topology` counts the rounds of `update_topology` so far. By the `nonce` peers admit each
-    other's streams. `gone`: why some of those are missing that were in the plan before.
+    `topology` counts the rounds of `update_topology` so far. With the `nonce`, peers admit
+    each other's streams. `gone`: the reasons why peers of the previous plan are missing.
     """
 
     epoch: U32
@@ -826,7 +826,7 @@ class Admitted(Struct, array_like=True, frozen=True, tag=68):
     everything up to the seq `heard` belongs.
 
     The run's number distinguishes bulk data of other runs, and allows a peer to come back to a
-    restarted master. So only members of the run are told.
+    restarted master. So only members of the run learn it.
     """
 
     run: U64
@@ -855,8 +855,8 @@ class Started(Struct, array_like=True, frozen=True, tag=71):
     If the contributions came with the votes, `data` is the result; if it is `final`, the collective
     has committed. All peers have all results up to `stable`.
 
-    `calls`: of each ring, the call of this peer's predecessor, which may have sent data before it
-    heard of the start.
+    `calls`: for each ring, the call of this peer's predecessor, which may have sent data before the
+    start.
     """
 
     call: U64
@@ -890,8 +890,8 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
 
     Serve the peers `serve`; fetch the entries `fetch` from `holders` and verify `digests`.
     Supersedes an earlier plan of the same call. `diverged`: this peer has other content at the same
-    revision; say how it differs. `in_place`: its own content is worth nothing any more, so it is
-    overwritten while the other content arrives.
+    revision, and must report how it differs. `in_place`: its own content is worthless, so the other
+    content overwrites it while it arrives.
     """
 
     call: U64
@@ -943,7 +943,7 @@ class CallError(Struct, array_like=True, frozen=True, tag=76):
 class Resumed(Struct, array_like=True, frozen=True, tag=78):
     """The master knows the run again; `done` describes the rounds that are over.
 
-    A peer that waits in one of these gets its result by this message; it votes anew in all others.
+    A peer that waits in one of these gets its result by this message. It votes again in all others.
     """
 
     done: Done
@@ -958,8 +958,8 @@ class Missed(Struct, array_like=True, frozen=True, tag=79):
 class Failed(Struct, array_like=True, frozen=True, tag=87):
     """A call has failed for all who had made it.
 
-    If that was under an earlier master, which could not say so, the peer may still wait in it. Else
-    it is another one than this peer's, which has failed for the same reason.
+    If an earlier master failed it without an answer, the peer may still wait in it. Otherwise this
+    peer's own call is another one, which has failed for the same reason.
     """
 
     failure: Failure
@@ -984,7 +984,7 @@ class Report(Struct, array_like=True, frozen=True, tag=80):
 
 
 class Probe(Struct, array_like=True, frozen=True, tag=81):
-    """The peer must measure the rate from `peers`, while they may measure it; it sends `Measured`.
+    """The peer must measure the rate from `peers`, which may do likewise, and send `Measured`.
 
     Supersedes an earlier probe of the same call.
     """
@@ -1026,7 +1026,7 @@ class RendezvousJoin(Struct, array_like=True, frozen=True, tag=84):
 
 
 class RendezvousResult(Struct, array_like=True, frozen=True, tag=85):
-    """The answer to a request without a port: the two meet at `relay`; or `why` they cannot."""
+    """The answer to a request without a port: the two meet at `relay`, or the reason `why` not."""
 
     token: Token
     relay: PeerInfo | None = None
@@ -1068,7 +1068,7 @@ class Available(Struct, array_like=True, frozen=True, tag=101):
 class Source(Struct, array_like=True, frozen=True, tag=102):
     """A client that seeks this package fetches it from `holder`, where it has that `slot`.
 
-    By the `nonce` the holder admits its stream.
+    The holder admits its stream by the `nonce`.
     """
 
     version: U64
@@ -1089,7 +1089,7 @@ class Serve(Struct, array_like=True, frozen=True, tag=103):
 
 
 class Served(Struct, array_like=True, frozen=True, tag=104):
-    """The client `receiver` fetches nothing from this one any more."""
+    """The client `receiver` no longer fetches from this one."""
 
     receiver: U64
 
