@@ -60,6 +60,17 @@ def test_a_peer_that_is_lost_while_it_waits_does_not_count() -> None:
     assert run.master.run.number == 7
 
 
+def test_a_run_of_which_nobody_may_stay_does_not_go_on_and_its_number_is_not_used_again() -> None:
+    """Its peers' and collectives' numbers would be given twice."""
+    run = RestartedRun()
+    own = run.master.run.number
+    half = m.PeerInfo(1, 0, "10.0.0.1", 1, "", "x", team=9, team_size=2)
+    run.back(b"1", 1, 7, info=half)
+    run.wait(WAIT_S + 0.1)
+    assert "given up" in run.refused(b"1").why
+    assert run.master.run.number == own != 7 and not run.master.peers
+
+
 def test_one_number_comes_back_once() -> None:
     run = RestartedRun()
     run.back(b"1", 1, 7, 1, 2)

@@ -112,6 +112,7 @@ class SimPeer:
     walled: bool = False  # nobody can open a stream to it
     caged: bool = False  # it can open a stream to nobody
     cut_from: set[int] = field(default_factory=set)  # names of those that it cannot open one to
+    posthumous: set[int] = field(default_factory=set)  # calls made after it was out of the run
     dialled: str | None = ""  # what comes of the master's dial to it
     # whether nobody can open a stream to it, and it says so; whether two of these can meet at it
     nat: tuple[bool, bool] = (False, False)
@@ -215,6 +216,8 @@ class SimPeer:
     ) -> int:
         self.run.say(f"peer {self.name} calls {what}", f"tag {tag}" if work else "")
         self.standing[call] = (what, tag, work)
+        if self.machine.over is not None:
+            self.posthumous.add(call)
         patience = self.run.random.choice(self.run.patience)
         if patience:
             self.deadlines[call] = self.run.steps + patience
@@ -227,7 +230,8 @@ class SimPeer:
         end = self.answers.pop(call)
         if self.machine.over is not None and isinstance(end, Fail):
             self.run.check_over(self, self.machine.over.why)
-            self.run.check_verdict(end, self.machine.over)
+            if call not in self.posthumous:
+                self.run.check_verdict(end, self.machine.over)
             raise Ended
         return end
 

@@ -401,8 +401,6 @@ class Master:
     def _go_on(self, recovery: Recovery) -> None:
         """Ends the recovery, and continues from what the peers that are back have said."""
         self._recovery, back = None, recovery.back
-        if recovery.run is not None:
-            self.run.number = recovery.run
         for conn, _, resume in recovery.outnumbered:
             self._outbox.note(f"{resume.info} comes back to another run than most")
             self._refuse(conn, *OUTNUMBERED)
@@ -415,6 +413,8 @@ class Master:
             self._outbox.do(Forget(number))
             self._refuse(back.pop(number).conn, *GIVEN_UP)
         if back:
+            assert recovery.run is not None
+            self.run.number = recovery.run  # else a run of its own: numbers begin anew
             resumes = {number: one.resume for number, one in back.items()}
             restore(self.run, reconstruct(resumes), back, self.now_s)
         else:
