@@ -48,7 +48,7 @@ def all_classes(root: Path, path: str) -> str:
 @cache
 def _found(root: Path) -> dict[str, Class]:
     found = {}
-    folders = ("", "calls", "data", "diloco", "torch", "weights")  # in which public classes lie
+    folders = ("", "data", "diloco", "torch", "weights")  # in which public classes lie
     for path in sorted(p for folder in folders for p in (root / "pccl" / folder).glob("*.py")):
         text = path.read_text(encoding="utf-8")
         for node in ast.parse(text).body:
@@ -67,7 +67,8 @@ def _class(root: Path, name: str) -> str:
                 if any(ast.unparse(d).endswith(".setter") for d in member.decorator_list):
                     continue
                 parts += [f"#### {name}.{member.name}", _fenced(_signature(member, base.text))]
-                parts.append(_prose(ast.get_docstring(member) or ""))
+                if text := ast.get_docstring(member):
+                    parts.append(_prose(text))
     return "\n\n".join(filter(None, parts))
 
 
