@@ -357,11 +357,12 @@ class Facade:
             self.play.disown(peer)
         peer.content = (revision + advance, text)
         wanted = 2 + call.tag % 2 if call.what == "begin" else 0
+        self.play.begun |= wanted > 0
         end = yield from peer.sync("y" if call.variant == 2 else "x", min_peers=wanted)
         if isinstance(end, Fail):
             peer.content = (revision, text)
             if self.lawful and not self.play.split:  # only with what another run has left
-                assert wanted or end.result is not Result.TOO_FEW_PEERS, end
+                assert self.play.begun or end.result is not Result.TOO_FEW_PEERS, end
                 assert end.result is not Result.INVALID_ARGUMENT or revision >= CHECKPOINT, end
         self._check(end)
 
@@ -388,6 +389,7 @@ class ProgramRun(HostileRun):
         if scenario.graces:
             self.graces = [None, *(Grace(n, s) for n in (1, 2) for s in (0.0, 0.05, 2.0))]
         self.given_up = False  # whether any caller has ever given up
+        self.begun = False  # whether any has wanted some peers to begin with; all in it are told
         self.positions: dict[tuple[int, int], int] = {}  # in lawful calls, after an admission
         self._of: dict[int, SimPeer] = {}  # peers by their number in the scenario
         self._events = list(reversed(scenario.events))

@@ -73,7 +73,7 @@ class SimulatedRun:
         self.odd: set[int] = set()  # who had to go because it stood alone
         self.splits = 0  # disputes in which nobody had a majority
         # whose calls have failed for that: why, and what they were; and who has heard of these
-        self.condemned: dict[tuple[int, int], tuple[object, ...]] = {}
+        self.condemned: dict[tuple[int, int], list[tuple[object, ...]]] = {}
         self.heard: dict[tuple[object, ...], list[SimPeer]] = {}
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
@@ -118,16 +118,21 @@ class SimulatedRun:
         self.splits += 1
         for number, call, round_ in votes:
             what = CALLED[round_.kind], round_.tag or 0, round_.pair or ()
-            self.condemned[number, call] = plain(why), *what
+            self.condemned.setdefault((number, call), []).append((plain(why), *what))
 
     def check_condemned(self, peer: SimPeer, call: int, end: Answer | Fail) -> None:
         """A call that was refused has failed for that, also if its master could not say so; unless
-        nobody is left who has heard of it."""
-        verdict = self.condemned.pop((peer.machine.number, call), None)
-        if verdict is not None and peer.machine.over is None and call not in peer.given_up:
-            others = [p for p in self.heard.get(verdict, ()) if p is not peer and p.present]
+        nobody is left who has heard of it. The next master may refuse it again, or tell first of
+        an earlier refusal of the same call of others.
+        """
+        verdicts = self.condemned.pop((peer.machine.number, call), [])
+        if verdicts and peer.machine.over is None and call not in peer.given_up:
+            heard = [p for verdict in verdicts for p in self.heard.get(verdict, ())]
+            others = [p for p in heard if p is not peer and p.present]
             known = any(not self.given_up_by_master(other) for other in others)
-            same = isinstance(end, Fail) and end.why == verdict[0]
+            same = isinstance(end, Fail) and any(
+                end.why == why or (end.why, *what) in self.heard for why, *what in verdicts
+            )
             assert same or not known, f"peer {peer.name} in {call}: {end}"
 
     def _begin_history(self, of: int | None) -> None:
