@@ -5,6 +5,7 @@ docs/internals/diloco.md has their equations, and says what happens when a peer 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from pccl.diloco.pace import Pace
 from pccl.diloco.stats import Outcome
 
 
-class Schedule:
+class Schedule(ABC):
     """The interface of a mode to the trainer."""
 
     def __init__(self) -> None:
@@ -31,9 +32,9 @@ class Schedule:
         reached = max(int(self._reached), self._position(inner_step))
         return min(1.0, reached / self._rounds(outer_steps))
 
+    @abstractmethod
     def _position(self, inner_step: int) -> float:
         """In rounds, by what all peers have in common."""
-        raise NotImplementedError
 
     def _rounds(self, outer_steps: int) -> int:
         return outer_steps
@@ -46,16 +47,16 @@ class Schedule:
         """The shared state has been received. Returns at which inner step this peer goes on."""
         return 0
 
+    @abstractmethod
     def due(self, inner_step: int) -> bool:
         """True if `round` is to be called after this inner step; the first step is 1."""
-        raise NotImplementedError
 
     def poll(self) -> None:
         """Cares for what runs in the background; called after each other inner step."""
 
+    @abstractmethod
     def round(self, group: Group, inner_step: int) -> Outcome | None:
         """An outer round, or a part of it: None before the last one."""
-        raise NotImplementedError
 
     def rescue(self) -> bool:
         """The run has gone on without this peer, and nothing is under way any more.

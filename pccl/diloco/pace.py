@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ _LEAST_PART = 0.1
 _log = logging.getLogger("pccl.diloco")
 
 
-class Pace:
+class Pace(ABC):
     """Is asked after each inner step.
 
     Attributes:
@@ -32,9 +33,9 @@ class Pace:
         self.late = False
         self.waits_for_all = waits_for_all
 
+    @abstractmethod
     def due(self, inner_step: int) -> bool:
         """True if the outer round comes after this inner step; the first step is 1."""
-        raise NotImplementedError
 
     def fraction(self, inner_step: int) -> float:
         """The part of a round that so many inner steps are; the same on all peers, or 0."""

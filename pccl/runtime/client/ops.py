@@ -1,7 +1,6 @@
-"""The engine's ops: what the state machine orders is given to the engine, and what the engine tells
-is given back.
+"""Carries out a state machine's effects on the engine, and feeds the engine's events back to it.
 
-Only the control thread uses it, until that has ended.
+Only the control thread uses it, until that thread has ended.
 """
 
 from __future__ import annotations
@@ -137,6 +136,8 @@ class PendingCalls:
 class Driver:
     """Performs the effects of a state machine in their order, and reads the engine's events.
 
+    A peer and a client of weights add to its two tables what only they have.
+
     Args:
         machine: the state machine.
         engine: moves bulk data.
@@ -182,7 +183,6 @@ class Driver:
             SETTLED: lambda one: machine.engine_settled(one.op, one.tx_bytes, one.rx_bytes),
             LEAF: self._leaf,
             STREAM_UP: self._stream_up,
-            STREAM_LOST: self._stream_lost,
         }
 
     def perform(self, todo: list[Any]) -> None:
@@ -231,10 +231,6 @@ class Driver:
     def _stream_up(self, event: Event) -> list[Any]:
         self._streams.up(event.stream)
         return []
-
-    def _stream_lost(self, event: Event) -> list[Any]:
-        """A stream is lost, for the reason that the event gives."""
-        raise NotImplementedError
 
     def _register(self, effect: effects.RegisterOp) -> None:
         """Registers an op, whose memory belongs to the engine until it is settled."""
@@ -312,6 +308,7 @@ class PeerDriver(Driver):
             effects.MembersChanged: self._members_changed,
         }
         self.events |= {
+            STREAM_LOST: self._stream_lost,
             PROGRESS: lambda event: peer.engine_progress(event.op, event.done),
             WRITTEN: self._written,
         }
