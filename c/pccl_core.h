@@ -93,13 +93,14 @@
  *
  * MEETING POINTS
  *
- * A neighbour to whom nobody can connect, because it is behind NAT, connects itself: PUSH and PULL
- * both connect to a meeting point, which joins the two connections of each lane and then knows
- * nothing but bytes. It speaks SOCKS 5 (RFC 1928), as libzmq does (ZMQ_SOCKS_PROXY); the endpoint
- * of the command is the destination that they ask for, by which it knows who belongs together. It
- * has the form of an IPv6 address: libzmq would look up a name, and let the engine wait. Who may
- * connect is decided as ever, for the handshakes are those of PUSH and PULL. Such a neighbour
- * counts as distant, and a stream to it has 8 lanes unless the command says otherwise.
+ * A neighbour behind NAT cannot be connected to, so it connects itself: PUSH and PULL both connect
+ * to a meeting point, which joins the two connections of each lane and from then on copies bytes.
+ * The meeting point speaks SOCKS 5 (RFC 1928), as libzmq does (ZMQ_SOCKS_PROXY). Both sides request
+ * the endpoint of the command as their destination, and connections that request the same one are
+ * joined. The endpoint has the form of an IPv6 address, because libzmq would look up a name and
+ * block the engine meanwhile. Authentication is unchanged: the handshakes are those of PUSH and
+ * PULL. Such a neighbour counts as distant, and a stream to it has 8 lanes unless the command says
+ * otherwise.
  *
  * COLLECTIVES AND THEIR OFFSETS
  *
@@ -215,12 +216,12 @@
  * piece, those of a row bytes of the rows for its receiver, and the offset a multiple of Q. The seq
  * of a chunk that was sent before START is its sender's op number, its nonce that of the epoch.
  *
- * Messages of another run, of an unknown op, with a sequence number that the op cannot have, or
- * with another nonce than that of its START are stale or foreign: they are dropped and counted. A
- * message that comes before START fixes sequence number and nonce; if START contradicts, a
- * collective fails, and requests are void. A message for a known op whose position, size or
- * alignment is impossible, or that repeats a chunk, fails that op; an impossible request is
- * dropped, because the others are to be served. */
+ * A message is stale or foreign if it belongs to another run or an unknown op, or if its sequence
+ * number or nonce differs from those in the op's START. Such a message is dropped and counted.
+ * The first message that arrives before START fixes the sequence number and nonce; if START has
+ * others, a collective fails, and requests are discarded. A message for a known op fails that op if
+ * its position, size or alignment is impossible, or if it repeats a chunk. An impossible request is
+ * only dropped, so that the other requesters are still served. */
 #ifndef PCCL_CORE_H
 #define PCCL_CORE_H
 

@@ -314,7 +314,7 @@ void exchange_take(struct op *op, const struct wire_header *header, struct packe
     if (ours)
         store(exchange, header, rank, *packet);
     else if (route->flow.stream == NULL)
-        op_fail(op, PCCL_EPROTO, "a row is for somebody to whom no stream leads");
+        op_fail(op, PCCL_EPROTO, "a row is for a member that no stream leads to");
     else
         op_forward(op, route->flow.stream, NULL, packet);
 }
@@ -361,7 +361,7 @@ static const char *check_own(const struct exchange *exchange)
     uint32_t rank = exchange->rank, i;
     const uint64_t *sends = exchange->send_at, *recvs = exchange->recv_at;
     if (sends[rank + 1] - sends[rank] != recvs[rank + 1] - recvs[rank])
-        return "it gives itself another number of rows than it takes";
+        return "it sends itself a different number of rows than it receives";
     for (i = 0; i < exchange->n_rows; i++)
         if (!lie_apart(exchange, &exchange->rows[i]))
             return "the buffers overlap";

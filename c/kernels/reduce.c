@@ -16,8 +16,9 @@
 /* ---- two elements ---- */
 
 /* Integers. Sums and products are taken modulo 2^bits. The mean divides in `wide` and truncates. A
- * float type with more digits than the dividend has bits serves, and vectorises: a quotient that
- * is no integer is at least 1/divisor away from one, and rounding moves it by less than that. */
+ * float type whose significand has more bits than the dividend is exact enough, and vectorises: a
+ * quotient that is not an integer differs from the nearest integer by at least 1/divisor, and
+ * rounding changes it by less. */
 #define DEFINE_INTEGER(type, storage, wide)                                                        \
     static inline storage sum_##type(storage x, storage y)                                         \
     {                                                                                              \

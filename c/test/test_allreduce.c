@@ -149,7 +149,7 @@ static void test_oneshot_early(void)
     }
 }
 
-/* Who cannot be one-shot, and members of whom only one is. */
+/* One-shot is refused where it is impossible, and fails if only one of the members uses it. */
 static void test_oneshot_contradictions(void)
 {
     static struct peers peers;
