@@ -5,7 +5,7 @@
     python examples/checkpoint.py /tmp/second &
 
 Kill both of them and start them again: they go on from the later of the two files, whichever of
-them has it, because the highest revision wins the first synchronisation of a run.
+them has it, because the highest revision wins the first synchronization of a run.
 """
 
 from __future__ import annotations

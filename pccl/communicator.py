@@ -326,7 +326,7 @@ class Communicator(Closing):
         `update_topology` and `sync_shared_state` if there are newcomers.
 
         Args:
-            shared_state: is synchronised when somebody has joined, this peer included. None: none.
+            shared_state: is synchronized when somebody has joined, this peer included. None: none.
             timeout: seconds to wait for the others.
             min_peers: with which a run begins, as in `sync_shared_state`.
 
@@ -342,11 +342,11 @@ class Communicator(Closing):
     def _admit(
         self, state: SharedState | None, min_peers: int, timeout: float | None, patience_s: float
     ) -> bool:
-        def synchronise(deadline: Deadline) -> None:
+        def synchronize(deadline: Deadline) -> None:
             if state is not None:
                 self.sync_shared_state(state, timeout=deadline.left_s, min_peers=min_peers)
 
-        return self._membership.admit(synchronise, Deadline(timeout), patience_s)
+        return self._membership.admit(synchronize, Deadline(timeout), patience_s)
 
     def run(
         self,
@@ -466,7 +466,7 @@ class Communicator(Closing):
             timeout: seconds to wait for the others, and for `min_peers`.
             progress: called in this thread, up to ten times a second, while this peer receives.
             raise_on_divergence: raise on all peers if contents differ at the same revision.
-            min_peers: the first synchronisation needs this many peers; if the peers of the group
+            min_peers: the first synchronization needs this many peers; if the peers of the group
                 give different numbers, the largest one. While they are fewer, all of them admit
                 newcomers. A run that has begun goes on with any number.
 
@@ -489,14 +489,14 @@ class Communicator(Closing):
             raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
         options = SyncOptions(strategy.value, raise_on_divergence, progress, deadline, min_peers)
 
-        def synchronised() -> SharedStateSyncInfo:
+        def synchronized() -> SharedStateSyncInfo:
             return sync_shared_state(self._membership, shared_state, options)
 
-        return self._membership.repeat_until_enough(synchronised, min_peers, timeout)
+        return self._membership.repeat_until_enough(synchronized, min_peers, timeout)
 
     @property
     def revision(self) -> int:
-        """The shared state's revision after the last synchronisation; 0 before the first."""
+        """The shared state's revision after the last synchronization; 0 before the first."""
         return self._membership.revision
 
     # ---- collectives ----

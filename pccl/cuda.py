@@ -53,7 +53,7 @@ class Cuda:
         return Pipe(self._torch, memory)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Pinned memory, uninitialised."""
+        """Pinned memory, uninitialized."""
         made: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
         return made
 

@@ -100,7 +100,7 @@ class RanksChangedError(PeerLostError):
 class TooFewPeersError(PCCLError):
     """This peer is alone in its group, and a collective needs two. Buffers are untouched.
 
-    Also raised when the first synchronisation of shared state needs `min_peers` and fewer are
+    Also raised when the first synchronization of shared state needs `min_peers` and fewer are
     present.
 
     The communicator is usable. Continue alone, and admit others when they arrive:

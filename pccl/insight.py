@@ -40,7 +40,7 @@ class Stats:
         moving_seconds: from then until this peer held the result;
         finishing_seconds: from then until all had it. A small one has only the first: its data
             travels with the votes.
-        syncs: synchronisations of the shared state that have succeeded.
+        syncs: synchronizations of the shared state that have succeeded.
         sync_seconds: how long they took.
         recoveries: how many times collectives went on after one had failed because of others.
         recovery_seconds: from such failures to the starts of the next ones.

@@ -151,8 +151,8 @@ class Membership:
     Attributes:
         calls: those in progress.
         ranks: the ranks that the program knows.
-        revision: the shared state's revision after the last synchronisation; 0 before the first.
-        synced: whether this peer has synchronised shared state since it joined.
+        revision: the shared state's revision after the last synchronization; 0 before the first.
+        synced: whether this peer has synchronized shared state since it joined.
         has_admitted: whether this peer has made a call of `admit` since it joined.
     """
 
@@ -396,14 +396,14 @@ class Membership:
 
     def admit(
         self,
-        synchronise: Callable[[Deadline], object],
+        synchronize: Callable[[Deadline], object],
         deadline: Deadline,
         patience_s: float = 0.0,
     ) -> bool:
-        """Admits newcomers, and synchronises with them; whether there are any.
+        """Admits newcomers, and synchronizes with them; whether there are any.
 
         A newcomer's `connect` returns while the others are in this call. So its first `admit` does
-        not ask for further newcomers, but goes on where the others are: at the synchronisation.
+        not ask for further newcomers, but goes on where the others are: at the synchronization.
         """
         fresh = self.is_fresh
         if not fresh and self.ask(deadline, patience_s):
@@ -412,7 +412,7 @@ class Membership:
             return False
         self.client("admit")
         if not (fresh and self.synced):
-            synchronise(deadline)
+            synchronize(deadline)
         self.has_admitted = True
         return True
 

@@ -1,6 +1,6 @@
 """The shared state: named memory that all peers of a group hold bit-identically.
 
-`Communicator.sync_shared_state` synchronises it; it can be written to a file and read again.
+`Communicator.sync_shared_state` synchronizes it; it can be written to a file and read again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pccl.runtime import checkpoint
 from pccl.runtime.client.call import Call, error_of
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.memory import HostView
-from pccl.runtime.client.sync import Outcome, Region, SyncOptions, synchronise
+from pccl.runtime.client.sync import Outcome, Region, SyncOptions, synchronize
 from pccl.tensors.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
 from pccl.types import (
     DataType,
@@ -248,7 +248,7 @@ class SharedState:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Reads the entries and the revision from a file that `save` has written.
 
-        The highest revision wins the first synchronisation of a run, so only one peer needs the
+        The highest revision wins the first synchronization of a run, so only one peer needs the
         latest file. The whole file is checked before memory is touched.
 
         Raises:
@@ -327,7 +327,7 @@ def sync_shared_state(
     call = client.call()
     try:
         membership.calls.enter("sync_shared_state", call)
-        outcome, regions = _synchronise(membership, client, call, shared_state, options)
+        outcome, regions = _synchronize(membership, client, call, shared_state, options)
         membership.calls.leave(call)
     except BaseException as error:
         membership.cancel(client, call)
@@ -353,7 +353,7 @@ def sync_shared_state(
     )
 
 
-def _synchronise(
+def _synchronize(
     membership: Membership,
     client: Client,
     call: Call,
@@ -365,7 +365,7 @@ def _synchronise(
     owner = shared_state, view
     memory = _Memory(membership, shared_state, view)
     revision = shared_state.revision
-    return synchronise(client, call, regions, revision, options, owner, memory), regions
+    return synchronize(client, call, regions, revision, options, owner, memory), regions
 
 
 def _note(error: BaseException, shared_state: SharedState) -> None:
@@ -374,7 +374,7 @@ def _note(error: BaseException, shared_state: SharedState) -> None:
 
 
 class _Memory:
-    """A shared state during a synchronisation."""
+    """A shared state during a synchronization."""
 
     def __init__(self, membership: Membership, shared_state: SharedState, view: HostView) -> None:
         self._membership, self._shared_state, self._view = membership, shared_state, view

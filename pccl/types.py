@@ -55,7 +55,7 @@ class Attribute(Enum):
 
 
 class SharedStateSyncStrategy(Enum):
-    """A peer's role in a synchronisation of the shared state.
+    """A peer's role in a synchronization of the shared state.
 
     ENFORCE_POPULAR: the content that most peers have wins. RECEIVE_ONLY: this peer's content is not
     offered and may be overwritten. SEND_ONLY: it is offered and must not be overwritten.
@@ -319,7 +319,7 @@ class EntryDivergence:
 
 @dataclass(frozen=True, slots=True)
 class SharedStateSyncInfo:
-    """The cost and the findings of a synchronisation of the shared state.
+    """The cost and the findings of a synchronization of the shared state.
 
     Two are equal if `tx_bytes` and `rx_bytes` are.
 

@@ -103,7 +103,7 @@ class Workers:
         copy.process.say("leave")
 
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
-        """Who has synchronised, a while after the last thing that befell it, holds the state."""
+        """Who has synchronized, a while after the last thing that befell it, holds the state."""
         for copy in copies:
             for entry in self._entries(copy.number):
                 if isinstance(entry, diary.Joined | diary.Out):

@@ -134,7 +134,7 @@ class Eras:
     def _begins_anew(self, begin: Begin, end: End, era: _Era) -> bool:
         """Whether this first sync of a member cannot be part of the era.
 
-        Nobody reaches a revision before all have begun to synchronise the one before. And who
+        Nobody reaches a revision before all have begun to synchronize the one before. And who
         begins when all holders are gone can have received nothing from them.
         """
         later = [at_s for revision, at_s in era.reached.items() if revision > end.revision]
@@ -198,7 +198,7 @@ class Call:
     stayed: bool = False  # whether the worker has ended a later call of the same membership
 
     @property
-    def synchronised(self) -> bool:
+    def synchronized(self) -> bool:
         """Whether its worker has held a shared state since."""
         return self.begin.what == "sync" and self.end is not None and self.end.outcome == "done"
 
@@ -295,7 +295,7 @@ class Checker:
                         self._broken(f"worker {worker}: a call ends that has not begun: {entry}")
                         continue
                     call.end = entry
-                    if call.synchronised:
+                    if call.synchronized:
                         member.syncs.append((call.begin, entry))
                     for one in ended:
                         assert one.end is not None
@@ -358,7 +358,7 @@ class Checker:
     def _check_revisions(self, worker: int, life: Life) -> None:
         known, era = -1, (-1, -1)
         for call in life.calls:
-            if call.synchronised and call.end is not None:
+            if call.synchronized and call.end is not None:
                 known, era = (known if call.era == era else -1), call.era
                 if call.end.revision < known:
                     self._broken(
@@ -387,7 +387,7 @@ class Checker:
         for worker, life in self._lives.items():
             for call in life.calls:
                 end = call.end
-                if not call.synchronised or end is None:
+                if not call.synchronized or end is None:
                     continue
                 digests = found[call.era]
                 digest, first = digests.setdefault(end.revision, (end.digest, worker))
@@ -486,7 +486,7 @@ class Checker:
         for life in self._lives.values():
             for call in life.calls:
                 end = call.end
-                if call.synchronised and end is not None:
+                if call.synchronized and end is not None:
                     key = *call.era, end.revision
                     reached[key] = min(reached.get(key, end.at_s), end.at_s)
         moments = sorted(reached.values())

@@ -91,7 +91,7 @@ class Membership:
 
 
 class Loop:
-    """Synchronises, reduces, takes a step: as DiLoCo does, without overlap."""
+    """Synchronizes, reduces, takes a step: as DiLoCo does, without overlap."""
 
     def __init__(self, membership: Membership) -> None:
         self._member = membership

@@ -1,6 +1,6 @@
 """The handles that C programs hold instead of objects: pointers to nothing, never reused.
 
-So a handle that was destroyed, or never was one, is recognised, and not followed.
+So a handle that was destroyed, or never was one, is recognized, and not followed.
 """
 
 from __future__ import annotations

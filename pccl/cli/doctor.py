@@ -208,7 +208,7 @@ def _master(host: str, port: int, security: pccl.Security | None) -> Iterator[Fi
         yield Finding("kernels", fact, Verdict.OK if same else Verdict.BAD, cure)
     fact = f"{found.clock_s:+.3f} s from the master's"
     near = abs(found.clock_s) < CLOCK_MAX_S
-    yield _check("clock", fact, near, "synchronise it by NTP, or logs are hard to compare")
+    yield _check("clock", fact, near, "synchronize it by NTP, or logs are hard to compare")
 
 
 _KEYS = "compare PCCL_CURVE_DIR here with the master's --curve-dir; `pccl keys` makes both"

@@ -51,7 +51,7 @@ class Ledger:
         shared = pccl.SharedState([*others, *ledger.entries()])
         ...
         comm.sync_shared_state(shared)       # a newcomer's first call
-        ledger.claim(comm)                   # all peers, after each synchronisation
+        ledger.claim(comm)                   # all peers, after each synchronization
         while not ledger.finished:
             gradients = of(ledger.share)
             vote = ledger.vote()
@@ -114,7 +114,7 @@ class Ledger:
     def claim(self, comm: Communicator, wanted: int | None = None) -> tuple[range, ...]:
         """Claims samples for the next round, and returns those of the dead to those who live.
 
-        All peers of the group call it, each after the synchronisation of the shared state in which
+        All peers of the group call it, each after the synchronization of the shared state in which
         they have received the ledger. It is a collective of few bytes.
 
         Args:

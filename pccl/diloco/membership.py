@@ -27,10 +27,10 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class Group:
-    """Admits peers, and synchronises the shared state.
+    """Admits peers, and synchronizes the shared state.
 
     Attributes:
-        shared: the state that every round synchronises.
+        shared: the state that every round synchronizes.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Group:
         meter: Meter,
         replica: Replica,
     ) -> None:
-        """`complete` is the state that a round synchronises that has admitted newcomers."""
+        """`complete` is the state that a round synchronizes that has admitted newcomers."""
         self.shared = shared
         self._comm = comm
         self._complete = complete
@@ -149,7 +149,7 @@ class Group:
     def _begin(self, what: SharedState, min_peers: int) -> SharedStateSyncInfo:
         """Begins a run in all processes of this replica, or in none.
 
-        A replica may be lost between the synchronisations of two shards, the first of which has
+        A replica may be lost between the synchronizations of two shards, the first of which has
         still found enough.
         """
 

@@ -246,13 +246,13 @@ class Frozen:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Updates the copies from the model, before a synchronisation."""
+        """Updates the copies from the model, before a synchronization."""
         for name, kept in self._copies.items():
             kept.copy_(local(self._parameters[name]))
 
     @torch.no_grad()
     def put(self) -> None:
-        """Updates the model from the copies, after a synchronisation."""
+        """Updates the model from the copies, after a synchronization."""
         for name, kept in self._copies.items():
             local(self._parameters[name]).copy_(kept)
 

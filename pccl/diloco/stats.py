@@ -80,9 +80,9 @@ class OuterRound:
         reduce_s: seconds in the all-reduce, including the wait for the slowest peer; with
             mode="delayed" without the time in the background.
         admit_s: seconds to admit newcomers; with alone="wait" also the wait for them.
-        sync_s: seconds in the synchronisation of the shared state.
+        sync_s: seconds in the synchronization of the shared state.
         total_s: seconds in the whole round, without compute_s.
-        tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronisation.
+        tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronization.
         rx_bytes: payload bytes that this peer received in them.
         algorithm: how this round's progress was, or is being, averaged: "gather" if it was
             quantized and gathered, "two-stage" if owners of parts have added it up and quantized

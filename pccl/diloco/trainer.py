@@ -415,7 +415,7 @@ class DiLoCo:
         """All processes of this replica have taken over what one other replica has.
 
         They have not if that one was lost when the first of them had its part, and the others then
-        took over what another one has; but only in the first synchronisation of a run.
+        took over what another one has; but only in the first synchronization of a run.
         """
         own = [*self._outer.clock.tolist(), self._group.shared.revision]
         if any(said != own for said in self._replica.exchange(own)):
@@ -464,7 +464,7 @@ class DiLoCo:
     def shared_state(self) -> SharedState:
         """theta, v, k, the settings, and buffers unless they are local.
 
-        Its revision counts the synchronisations of the run.
+        Its revision counts the synchronizations of the run.
         """
         return self._group.shared
 
@@ -475,7 +475,7 @@ class DiLoCo:
 
     @property
     def tx_bytes(self) -> int:
-        """Payload bytes that this peer has sent in committed all-reduces and synchronisations."""
+        """Payload bytes that this peer has sent in committed all-reduces and synchronizations."""
         return self._meter.tx_bytes
 
     @property

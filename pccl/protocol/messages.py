@@ -6,7 +6,7 @@ appended field has a default. `Hello` carries the protocol version and is the fi
 peer.
 
 A `call` is the number that a peer gives to one of its API calls; answers repeat it. A `seq` is the
-number that the master gives to one committed collective or synchronisation, or to one that fails
+number that the master gives to one committed collective or synchronization, or to one that fails
 for all before it begins; it never repeats within a run. A `nonce` is a number that nobody else can
 guess; bulk data carries that of its call.
 """
@@ -439,8 +439,8 @@ class Done(Struct, array_like=True, frozen=True):
     were_pending: bool = False
     sync: U64 = 0
     revision: U64 = 0
-    plan: U64 = 0  # seq of the last plan of that synchronisation, if it had any
-    holds: bool = False  # it took part in synchronisation number `sync`, and holds its content
+    plan: U64 = 0  # seq of the last plan of that synchronization, if it had any
+    holds: bool = False  # it took part in synchronization number `sync`, and holds its content
     optimized: U64 = 0
     short: U64 = 0  # as in the last SyncResult
     finished: bool = False  # the run is finished
@@ -592,7 +592,7 @@ class Progress(Struct, array_like=True, frozen=True, tag=18):
 class SyncVote(Struct, array_like=True, frozen=True, tag=6):
     """Enters `sync_shared_state`; the peer's engine already serves the offered content.
 
-    `holds`: as in Done, of the latest synchronisation of its group. A caller that left before the
+    `holds`: as in Done, of the latest synchronization of its group. A caller that left before the
     result came holds nothing, whatever the master has answered.
     """
 
@@ -697,7 +697,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
     known outcome (the latest ones: all peers know the older ones), `small` the results that others
     may lack, `rings` those of the last Plan, `failed` the latest failures that others may lack.
-    `veteran`: it has completed a collective or synchronisation in this run.
+    `veteran`: it has completed a collective or synchronization in this run.
     """
 
     protocol: U32
@@ -908,10 +908,10 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
 class SyncResult(Struct, array_like=True, frozen=True, tag=75):
     """All receivers have the elected content and may keep it; the shared state is at `revision`.
 
-    This was the run's `round`-th synchronisation; `plan` is the seq of its last plan, if any. A
+    This was the run's `round`-th synchronization; `plan` is the seq of its last plan, if any. A
     peer that has offered a higher revision was refused, and took no part.
 
-    If `short` is not 0, nothing was synchronised: the shared state must begin with that many peers,
+    If `short` is not 0, nothing was synchronized: the shared state must begin with that many peers,
     and the group has fewer.
     """
 

@@ -177,7 +177,7 @@ class Phase:
         """
         if self._pending is not None and self._pending.result():
             self._group.admit()
-            self.synchronise()
+            self.synchronize()
         self.steps += 1
         self._pending = in_pool(self._ask)
 
@@ -189,7 +189,7 @@ class Phase:
             except PeerLostError:
                 continue
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Gives all replicas the same state: that of the run, or, when it begins, of rank 0.
 
         Raises:
@@ -198,10 +198,10 @@ class Phase:
         """
         while True:
             try:
-                plan = self._synchronise()
+                plan = self._synchronize()
                 break
             except PeerLostError as error:
-                _log.info("the replicas synchronise again: %s", error)
+                _log.info("the replicas synchronize again: %s", error)
         received = [plan.steps, 0 if plan.begun else plan.origin]
         if any(said != received for said in self._group.shards(received)):
             self._group.abort()
@@ -211,7 +211,7 @@ class Phase:
             )
             raise PeerLostError(Result.RANK_CONNECTION_LOST, "sync_shared_state", why)
 
-    def _synchronise(self) -> _Plan:
+    def _synchronize(self) -> _Plan:
         own = {name: each.state_dict() for name, each in self._states.items()}
         model = self._tensors()
         layout = [(name, list(t.shape), str(t.dtype)) for name, t in model.items()]
@@ -342,7 +342,7 @@ class DistributedDataParallel(Base):
         else:
             self.register_comm_hook(hooks.Quantized(wire, group), hooks.quantized)
         self._phase = Phase(group, module, states or {})
-        self._phase.synchronise()
+        self._phase.synchronize()
 
     @property
     def steps(self) -> int:
@@ -417,7 +417,7 @@ class Replicas:
             for module in modules:
                 module.set_all_reduce_hook(lambda gradient: average(self._group, gradient))
             self._phase = Phase(self._group, model, states or {})
-            self._phase.synchronise()
+            self._phase.synchronize()
         except BaseException:
             comm.close()
             raise

@@ -66,7 +66,7 @@ class Peers:
                 state.push_revision()
 
     def at_the_end(self, name: str, until: int, wait_for: int = 1) -> np.ndarray:
-        """Synchronises before the loop, and admits on its last line."""
+        """Synchronizes before the loop, and admits on its last line."""
         weights, state = state_of(self.elements)
         with pccl.Communicator(self.address) as comm:
             self.comms[name] = comm

@@ -138,7 +138,7 @@ def differ(peer: Peer) -> None:
     peer.array[:] = peer.state.revision if peer.index == 0 else -1.0
 
 
-def synchronise(peer: Peer, limit: float) -> None:
+def synchronize(peer: Peer, limit: float) -> None:
     assert peer.state is not None
     peer.comm.sync_shared_state(peer.state, timeout=limit)
 
@@ -169,7 +169,7 @@ SCENARIOS = {
     "are_peers_pending": Scenario(
         nothing, lambda p, s: p.comm.are_peers_pending(timeout=s), nothing
     ),
-    "sync_shared_state": Scenario(differ, synchronise, is_whole),
+    "sync_shared_state": Scenario(differ, synchronize, is_whole),
 }
 
 

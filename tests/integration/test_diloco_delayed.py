@@ -118,7 +118,7 @@ def test_a_peer_may_be_lost_at_any_point_of_a_delayed_round(
 
     ours, theirs, _ = together(survivor, survivor, deserter)
     assert ours == theirs
-    # The second synchronisation is in the third round, the first of which has none.
+    # The second synchronization is in the third round, the first of which has none.
     means_of_three = {"all_reduce_async": nth - 1, "are_peers_pending": 1, "sync_shared_state": 2}
     contributors = [0, *[3] * means_of_three[name]]
     assert [count for count, _ in ours] == contributors + [2] * (6 - len(contributors))

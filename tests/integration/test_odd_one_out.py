@@ -60,7 +60,7 @@ def odd(comm: pccl.Communicator, call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def synchronise(comm: pccl.Communicator, revision: int, *names: str) -> None:
+def synchronize(comm: pccl.Communicator, revision: int, *names: str) -> None:
     entries = [pccl.TensorInfo.from_numpy(ones(10), name) for name in names]
     state = pccl.SharedState(entries)
     state.revision = revision
@@ -94,16 +94,16 @@ def test_one_of_three_that_reduces_something_else_is_dropped(case: str, who: str
 def test_one_of_three_with_other_keys_of_the_shared_state_is_dropped(who: str) -> None:
     with Cluster(2 if who == "newcomer" else 3) as cluster:
         if who != "fresh":
-            cluster.each(lambda _, comm: synchronise(comm, 0, "a", "b"))
+            cluster.each(lambda _, comm: synchronize(comm, 0, "a", "b"))
         if who == "newcomer":
             cluster.join()
         *most, one = cluster.comms
 
         def alone() -> None:
             with pytest.raises(pccl.KickedError, match=r"entry 1 \('b'\) is missing here"):
-                synchronise(one, 1, "a", "c")
+                synchronize(one, 1, "a", "c")
 
-        in_threads([alone, *(lambda c=c: synchronise(c, 1, "a", "b") for c in most)])  # type: ignore[misc]
+        in_threads([alone, *(lambda c=c: synchronize(c, 1, "a", "b") for c in most)])  # type: ignore[misc]
         again = in_threads([lambda c=c: reduced(c, ones()) for c in most])  # type: ignore[misc]
         assert again == [2.0, 2.0]
 
@@ -113,7 +113,7 @@ def test_a_newcomer_that_makes_another_call_than_those_who_were_there_is_dropped
     veterans: int,
 ) -> None:
     with Cluster(veterans) as cluster:
-        cluster.each(lambda _, comm: synchronise(comm, 0, "a"))
+        cluster.each(lambda _, comm: synchronize(comm, 0, "a"))
         one = cluster.join()
         most = cluster.comms[:-1]
 

@@ -51,7 +51,7 @@ def reduced(comm: pccl.Communicator, index: int, size: int) -> bool:
     return bool((data == size * (size - 1) // 2).all())
 
 
-def synchronised(comm: pccl.Communicator, index: int) -> bool:
+def synchronized(comm: pccl.Communicator, index: int) -> bool:
     state = np.full(50_000, 7 if index == 0 else 0, np.float32)
     shared = pccl.SharedState([pccl.TensorInfo.from_numpy(state, "x")])
     shared.revision = int(index == 0)
@@ -64,7 +64,7 @@ def test_peers_behind_nat_take_part_in_everything() -> None:
     with Mixed([False, False, True, True]) as cluster:
 
         def work(index: int, comm: pccl.Communicator) -> bool:
-            done = reduced(comm, index, 4) and synchronised(comm, index)
+            done = reduced(comm, index, 4) and synchronized(comm, index)
             word = np.zeros(3, np.float32)
             if comm.rank == 0:
                 comm.send(word + 5, 1)
@@ -85,7 +85,7 @@ def test_two_behind_nat_get_an_error_that_names_both() -> None:
             with pytest.raises(pccl.PCCLError, match="only dial out") as caught:
                 reduced(comm, index, 2)
             with pytest.raises(pccl.PCCLError, match="only dial out"):
-                synchronised(comm, index)
+                synchronized(comm, index)
             return str(caught.value)
 
         for text in cluster.each(work):
@@ -107,7 +107,7 @@ def test_a_peer_that_wants_to_relays_between_two(
         monkeypatch.setenv("PCCL_RELAY", "1")
         cluster.add(False, group=1)  # it has no other part in it
         assert all(cluster.each(lambda i, comm: i == 2 or reduced(comm, i, 2)))
-        assert all(cluster.each(lambda i, comm: i == 2 or synchronised(comm, i)))
+        assert all(cluster.each(lambda i, comm: i == 2 or synchronized(comm, i)))
     assert "this peer relays from peer 1" in caplog.text
     assert "goes by way of peer 3" in caplog.text
 

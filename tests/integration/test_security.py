@@ -59,7 +59,7 @@ def reduce(run: Cluster, count: int = 100_000) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_allowed_peers_reduce_and_synchronise(
+def test_allowed_peers_reduce_and_synchronize(
     backend: str, keys: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PCCL_TRANSPORT", transport)

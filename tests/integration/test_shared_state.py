@@ -346,7 +346,7 @@ def test_a_newcomer_that_is_gone_again_costs_the_others_nothing() -> None:
             cluster.each(lambda i, comm: comm.sync_shared_state(held[i]))
 
 
-def test_a_first_synchronisation_waits_for_enough_peers() -> None:
+def test_a_first_synchronization_waits_for_enough_peers() -> None:
     with Cluster(2) as cluster:
         arrays = [np.full(10, float(i)) for i in range(3)]
 
@@ -382,7 +382,7 @@ def test_a_first_synchronisation_waits_for_enough_peers() -> None:
             cluster.comms[0].sync_shared_state(state(arrays[0]), min_peers=0)
 
 
-def test_memory_that_rots_between_two_synchronisations_is_seen(backend: str) -> None:
+def test_memory_that_rots_between_two_synchronizations_is_seen(backend: str) -> None:
     """Content that was verified is hashed again each time."""
     with Cluster(3) as cluster:
 

@@ -43,13 +43,13 @@ def reference(shard: int, first: float, of: Callable[[int], list[int]]) -> torch
 
 
 class Gate:
-    """Something whose state is asked for whenever the replicas synchronise."""
+    """Something whose state is asked for whenever the replicas synchronize."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
 
     def state_dict(self) -> dict[str, Any]:
-        self._process.synchronisations += 1
+        self._process.synchronizations += 1
         self._process.replica.before_state(self._process)
         return {}
 
@@ -65,7 +65,7 @@ class Process:
     shard: int
     comm: pccl.Communicator
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
-    synchronisations: int = 0
+    synchronizations: int = 0
     exchanges: int = 0
     first_step: int = -1
     began_with: float = 0.0
@@ -84,7 +84,7 @@ class Process:
         optimizer = torch.optim.SGD(layers.parameters(), 0.5, momentum=0.5)
         group = ProcessGroup(self.comm, size=begin, shards=self.exchange)
         phase = Phase(group, layers, {"optimizer": optimizer, "gate": Gate(self)})
-        phase.synchronise()
+        phase.synchronize()
         self.first_step, self.began_with = phase.steps, float(layers[0].detach()[0])
         while phase.steps < LAST:
             self.step = phase.steps
@@ -161,7 +161,7 @@ class Replica:
         """They have done so."""
 
     def before_state(self, process: Process) -> None:
-        """The replicas synchronise."""
+        """The replicas synchronize."""
 
 
 def alike(*replicas: Replica) -> None:
@@ -311,7 +311,7 @@ class Vanishing(Waiting):
         self.has_given = threading.Event()
 
     def before_state(self, process: Process) -> None:
-        if process.synchronisations == 2 and process.shard == 1:
+        if process.synchronizations == 2 and process.shard == 1:
             assert self.has_given.wait(DEADLINE_S)
             process.leave()
 

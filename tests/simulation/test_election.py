@@ -1,4 +1,4 @@
-"""Elections of a synchronisation: the winner, the receivers, and the legal revisions."""
+"""Elections of a synchronization: the winner, the receivers, and the legal revisions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import pytest
 from msgspec import structs
 
-from pccl.protocol.master.synchronisations import Rejection, elect
+from pccl.protocol.master.synchronizations import Rejection, elect
 from pccl.protocol.messages import Entry, Manifest
 from pccl.types import Result
 from pccl.types import SharedStateSyncStrategy as Strategy
@@ -104,7 +104,7 @@ def test_unequal_content_that_is_allowed_stays_but_newcomers_get_it() -> None:
     assert decision.transfers[3].digests == (b"a",)
 
 
-def test_unequal_content_that_is_allowed_stays_in_the_first_synchronisation() -> None:
+def test_unequal_content_that_is_allowed_stays_in_the_first_synchronization() -> None:
     manifests = {1: manifest(7, "a", any_content=True), 2: manifest(7, "b", any_content=True)}
     assert elect(manifests, None, everybody(manifests)).transfers == {}
     manifests[3] = manifest(6, "c", any_content=True)  # it is behind
@@ -311,7 +311,7 @@ def test_a_newcomer_with_another_strategy_is_dropped_alone() -> None:
     assert list(decision.kicks) == [2, 3]
 
 
-def test_in_a_first_synchronisation_the_most_common_form_is_right() -> None:
+def test_in_a_first_synchronization_the_most_common_form_is_right() -> None:
     manifests = {1: manifest(9, "a", "b"), 2: manifest(2, "a"), 3: manifest(1, "c")}
     assert list(elect(manifests, None, everybody(manifests)).kicks) == [1]
     two = {1: manifest(1, "a", "b"), 2: manifest(2, "a")}  # of two, the one with the latest state

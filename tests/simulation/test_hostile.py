@@ -183,7 +183,7 @@ def test_epochs_are_not_used_twice_by_a_group_that_comes_again() -> None:
     assert len(set(epochs)) == 3
 
 
-def test_who_stands_in_a_synchronisation_enters_no_other() -> None:
+def test_who_stands_in_a_synchronization_enters_no_other() -> None:
     run = ManualRun()
     run.say(b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
     run.say(b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))

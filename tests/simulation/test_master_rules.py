@@ -7,7 +7,7 @@ from manual_run import ENTRY, OTHER, RUN, WORK, ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
-from pccl.protocol.master.synchronisations import STALLS_MAX
+from pccl.protocol.master.synchronizations import STALLS_MAX
 from pccl.protocol.master.topology import ATTEMPTS
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault, Send
@@ -72,7 +72,7 @@ def test_what_the_master_finds_in_a_private_network_of_others_does_not_count() -
     assert sorted(run.master.peers) == [1, 2]
 
 
-def test_a_synchronisation_that_stalls_is_planned_anew_so_many_times() -> None:
+def test_a_synchronization_that_stalls_is_planned_anew_so_many_times() -> None:
     run = ManualRun(3)
     for conn, content in ((b"1", b"old"), (b"2", b"new"), (b"3", b"new")):
         manifest = m.Manifest(int(content == b"new"), 0, (m.Entry("x", 10, 4, False, content),))
@@ -91,7 +91,7 @@ def test_a_synchronisation_that_stalls_is_planned_anew_so_many_times() -> None:
     run.say(b"2", m.Stalled(1, plan.seq, "a lane was disconnected"))
     error = run.last(b"1")
     assert isinstance(error, m.CallError)
-    assert "8 times in one synchronisation data was lost; the last time peer 2" in error.why
+    assert "8 times in one synchronization data was lost; the last time peer 2" in error.why
     assert error.result == Result.RANK_CONNECTION_LOST.value
     assert error.cause == m.Cause.OTHER
     assert sorted(run.master.peers) == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Rules of synchronisations that random runs rarely reach: starting, and refusing one peer."""
+"""Rules of synchronizations that random runs rarely reach: starting, and refusing one peer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def manifest(
 
 
 class Sync(ManualRun):
-    """Peers that synchronise, each with an offer of its own."""
+    """Peers that synchronize, each with an offer of its own."""
 
     def __init__(self, peers: int = 2) -> None:
         super().__init__(peers)
@@ -90,7 +90,7 @@ def test_who_was_refused_holds_nothing() -> None:
     told = run.sync(manifest(6), manifest(6), manifest(9, b"x"))
     assert told == [run.result(6, 2)] * 3, "the third one concludes that it was refused"
     assert run.master.run.history.of(0).holders == {1, 2}
-    assert any("was synchronised without peer 3" in note for note in run.notes)
+    assert any("was synchronized without peer 3" in note for note in run.notes)
     run.say(b"1", m.Leave())
     told = run.sync(manifest(6), manifest(7, b"x"))
     assert told[0] == run.result(6, 3), "it cannot take the run over"
@@ -127,7 +127,7 @@ def with_ranks_of_before(run: Sync) -> None:
 
 @pytest.mark.parametrize("what", [lost, given_up, not_completed, with_ranks_of_before])
 def test_an_unchanged_revision_is_legal_once_after_a_loss(what: Callable[[Sync], None]) -> None:
-    """A program may catch a loss, and go back to the top of its loop, where it synchronises."""
+    """A program may catch a loss, and go back to the top of its loop, where it synchronizes."""
     run = Sync(3)
     run.sync(*[manifest(5)] * 3)
     what(run)
@@ -203,7 +203,7 @@ def test_a_peer_whose_caller_left_says_that_it_holds_nothing() -> None:
 
 
 def standing(one: m.Manifest) -> Peer:
-    """A peer that stands in a synchronisation, call 2."""
+    """A peer that stands in a synchronization, call 2."""
     machine = Peer()
     machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))

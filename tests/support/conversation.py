@@ -114,7 +114,7 @@ COLLECTIVE: Table = {
     },
 }
 
-SYNCHRONISATION: Table = {
+SYNCHRONIZATION: Table = {
     "outside": {"> SyncVote": "voting"},
     "voting": {
         "> SyncVote": "voting",  # anew, after Resumed
@@ -161,7 +161,7 @@ TABLES = {
     "membership": MEMBERSHIP,
     "round": ROUND,
     "collective": COLLECTIVE,
-    "synchronisation": SYNCHRONISATION,
+    "synchronization": SYNCHRONIZATION,
     "optimization": OPTIMISATION,
 }
 Line: TypeAlias = tuple[str, str, str]  # table, state, what is said
@@ -188,7 +188,7 @@ class Talk:
 
 def _is_of(talk: Talk, failure: m.Failure) -> bool:
     """Whether a failure is that of this call."""
-    tables = {m.Called.SYNC: "synchronisation", m.Called.OPTIMIZE: "optimization"}
+    tables = {m.Called.SYNC: "synchronization", m.Called.OPTIMIZE: "optimization"}
     if failure.called in tables:
         return talk.table == tables[m.Called(failure.called)] and talk.state != OVER
     if failure.called != m.Called.COLLECTIVE:
@@ -224,7 +224,7 @@ class Conversation:
                 talk = self.calls.setdefault(call, Talk("collective", "outside", place))
                 self._go(talk, "> StartVote")
             case m.SyncVote(call):
-                talk = self.calls.setdefault(call, Talk("synchronisation", "outside"))
+                talk = self.calls.setdefault(call, Talk("synchronization", "outside"))
                 self._go(talk, "> SyncVote")
             case m.OptimizeVote(call):
                 talk = self.calls.setdefault(call, Talk("optimization", "outside"))

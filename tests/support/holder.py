@@ -2,7 +2,7 @@
 
     python holder.py MASTER PEERS MIB
 
-Waits until the run has PEERS peers, synchronises MIB of ones as revision 1, says so, and leaves.
+Waits until the run has PEERS peers, synchronizes MIB of ones as revision 1, says so, and leaves.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None
         pass
 
 
-def synchronise(peer: SimPeer) -> Generator[int, None, None]:
+def synchronize(peer: SimPeer) -> Generator[int, None, None]:
     """Likewise; who was receiving from somebody who is gone begins with a checkpoint."""
     while not isinstance(end := (yield from peer.sync()), Answer):
         if end.result is Result.NO_SHARED_STATE_AVAILABLE:
@@ -288,7 +288,7 @@ def survivor(steps: int) -> Program:
     """A trainer that tries each call until it succeeds, as all others do for the same call."""
 
     def program(peer: SimPeer) -> Thread:
-        yield from synchronise(peer)
+        yield from synchronize(peer)
         while peer.content[0] < steps:
             if peer.content[0] % 3 == 0:
                 yield from insist(peer.optimize_topology)
@@ -301,7 +301,7 @@ def survivor(steps: int) -> Program:
                 pending = yield from peer.are_peers_pending()
             if pending.value:
                 yield from insist(peer.update_topology)
-            yield from synchronise(peer)
+            yield from synchronize(peer)
         peer.leave()
 
     return program

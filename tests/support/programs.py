@@ -276,8 +276,8 @@ class Facade:
 
     def _perform(self, call: Call, handles: list[Handle]) -> Generator[int, None, None]:
         peer = self.peer
-        synchronise = "sync_shared_state"
-        exclusive = {"sync": synchronise, "begin": synchronise}.get(call.what, call.what)
+        synchronize = "sync_shared_state"
+        exclusive = {"sync": synchronize, "begin": synchronize}.get(call.what, call.what)
         stands_in = {what for what, _ in peer.stands_in}
         if stands_in & (EXCLUSIVE | {exclusive}) - {"all_reduce"}:
             return  # INVALID_USAGE: another thread stands there

@@ -121,7 +121,7 @@ class SimPeer:
     plan: m.SyncPlan | None = None
     probe: int = 0  # the seq of the one under way
     staged: str | None = None  # content fetched by that plan
-    torn: bool = False  # a synchronisation that failed may have overwritten the content
+    torn: bool = False  # a synchronization that failed may have overwritten the content
     failed_fetches: int = 0
     tries: Counter[int] = field(default_factory=Counter)  # to reach peers that it cannot
     conversation: Conversation = field(default_factory=Conversation)
@@ -327,7 +327,7 @@ class SimPeer:
         if isinstance(end, Answer):
             assert isinstance(end.value, Synced)
             if self.plan is not None and self.plan.fetch:
-                assert self.staged is not None, "synchronised without what was to be fetched"
+                assert self.staged is not None, "synchronized without what was to be fetched"
                 text = self.staged
             elif self.torn:
                 text = "torn"

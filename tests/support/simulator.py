@@ -68,7 +68,7 @@ class SimulatedRun:
         self.combined: set[bytes] = set()  # results of small collectives
         self.small_max = self.random.choice([0, 1, 128])
         # who had to go for it could not reach or be reached: its group's size then, and whether
-        # that was synchronising
+        # that was synchronizing
         self.convictions: dict[int, tuple[int, bool]] = {}
         self.odd: set[int] = set()  # who had to go because it stood alone
         self.splits = 0  # disputes in which nobody had a majority
@@ -446,8 +446,8 @@ class SimulatedRun:
         misled = any(p.walled and p.dialled == "" for p in faulty)
         if peer.machine.number not in self.convictions:
             return False  # it goes with another one of its team
-        size, synchronised = self.convictions[peer.machine.number]
-        return bool(faulty) and (undecided or misled) and (size < 3 or synchronised)
+        size, synchronized = self.convictions[peer.machine.number]
+        return bool(faulty) and (undecided or misled) and (size < 3 or synchronized)
 
     def check_content(self, peer: SimPeer) -> None:
         """Whoever is at a revision holds the same content."""

@@ -22,8 +22,8 @@ def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None
         assert end.fault is effects.Fault.TIMEOUT or "data was lost" in end.why, end
 
 
-def synchronise(peer: SimPeer) -> Generator[int, None, None]:
-    """Synchronises; who was receiving from somebody who is gone begins with a checkpoint."""
+def synchronize(peer: SimPeer) -> Generator[int, None, None]:
+    """Synchronizes; who was receiving from somebody who is gone begins with a checkpoint."""
 
     def call() -> Generator[int, None, End]:
         while True:
@@ -53,10 +53,10 @@ def reduce(peer: SimPeer) -> Generator[int, None, bool]:
 
 
 def trainer(steps: int, leaves: bool = True) -> Program:
-    """The calls of a DiLoCo script: reduce with retry, let newcomers in, synchronise."""
+    """The calls of a DiLoCo script: reduce with retry, let newcomers in, synchronize."""
 
     def program(peer: SimPeer) -> Thread:
-        yield from synchronise(peer)
+        yield from synchronize(peer)
         while peer.content[0] < steps:
             if peer.content[0] % 3 == 2:
                 yield from insist(peer.optimize_topology)
@@ -67,7 +67,7 @@ def trainer(steps: int, leaves: bool = True) -> Program:
             pending = yield from insist(peer.are_peers_pending)
             if pending.value:
                 yield from insist(peer.update_topology)
-            yield from synchronise(peer)
+            yield from synchronize(peer)
         if leaves:
             peer.leave()
 
@@ -75,12 +75,12 @@ def trainer(steps: int, leaves: bool = True) -> Program:
 
 
 def natural(steps: int) -> Program:
-    """A loop as one writes it at first: after a loss, back to its top, where it synchronises."""
+    """A loop as one writes it at first: after a loss, back to its top, where it synchronizes."""
 
     def program(peer: SimPeer) -> Thread:
         held = 0
         while True:
-            yield from synchronise(peer)
+            yield from synchronize(peer)
             revision, text = peer.content
             assert revision >= held, f"peer {peer.name} went back from {held} to {revision}"
             if revision >= steps:
@@ -187,7 +187,7 @@ def story_of_an_odd_one(seed: int) -> tuple[SimulatedRun, SimPeer]:
 
 
 def story_of_newcomers_alone(seed: int) -> SimulatedRun:
-    """All who were there before die about when newcomers synchronise for the first time: these must
+    """All who were there before die about when newcomers synchronize for the first time: these must
     go on."""
     run = SimulatedRun(seed, journaled=random.Random(f"journal of {seed}").random() < 0.7)
     draw = run.random

@@ -17,7 +17,7 @@ class Watched(Master):
     """A master that lets itself be watched when it judges, and when shared state is gone.
 
     Attributes:
-        convicted: told of a peer that has to go, its group's size, and whether that synchronises.
+        convicted: told of a peer that has to go, its group's size, and whether that synchronizes.
         bereft: told of a group whose shared state is gone; None: all groups have lost theirs.
         odd: told of a peer that is dropped because it stands alone.
         parted: told that nobody has a majority in a dispute: whose calls fail, and why.
@@ -40,8 +40,8 @@ class Watched(Master):
         voting._end, voting._drop = self._watch_end, self._watch_drop
 
     def _watch_convict(self, group: int, verdict: Verdict) -> None:
-        size, synchronises = self.run.membership.size(group), self.run.synchronisations.under_way
-        self.convicted(verdict.guilty, (size, synchronises(group)))
+        size, synchronizes = self.run.membership.size(group), self.run.synchronizations.under_way
+        self.convicted(verdict.guilty, (size, synchronizes(group)))
         self._convict(group, verdict)
 
     def _watch_lose(self, group: int, numbers: Set[int]) -> bool:

@@ -14,7 +14,7 @@ from pccl.protocol.master.collectives import Accusations, Collectives, Collectiv
 from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Send
 from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.synchronisations import Synchronisations
+from pccl.protocol.master.synchronizations import Synchronizations
 from pccl.protocol.master.tally import Tally
 from pccl.protocol.master.topology import Dismissals, Groups, Optimizations, Rendezvous
 from pccl.protocol.master.voting import Voting
@@ -88,8 +88,8 @@ class Table:
     def voting(self, committed: list[Round[object]]) -> Voting:
         return Voting(self.membership, self.running, self.outbox, self.dismissals, committed.append)
 
-    def synchronisations(self) -> Synchronisations:
-        return Synchronisations(
+    def synchronizations(self) -> Synchronizations:
+        return Synchronizations(
             self.membership,
             self.numbers,
             self.history,
@@ -253,9 +253,9 @@ def test_a_small_collective_is_final_at_once() -> None:
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_a_synchronisation_ends_when_all_have_fetched(ok: bool) -> None:
+def test_a_synchronization_ends_when_all_have_fetched(ok: bool) -> None:
     table = Table(2)
-    syncs = table.synchronisations()
+    syncs = table.synchronizations()
     manifests = [m.Manifest(0, 0, (m.Entry("x", 10, 4, False, digest),)) for digest in (b"1", b"2")]
     round_ = Round(RoundId(Kind.SYNC, 0), {n + 1: Vote(n, o) for n, o in enumerate(manifests)})
     syncs.begin(round_)

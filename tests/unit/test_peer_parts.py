@@ -37,7 +37,7 @@ from pccl.protocol.peer.effects import (
 )
 from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.peer.transfers import Optimizations, Synchronisations, Transfer, Transfers
+from pccl.protocol.peer.transfers import Optimizations, Synchronizations, Transfer, Transfers
 from pccl.protocol.weights import WeightsMachine
 from pccl.runtime.client.call import _ERRORS
 from pccl.types import Result
@@ -61,7 +61,7 @@ class Bench:
         self.collectives = Collectives(*around, lambda *one: self.missed.append(one))
         self.transfers = Transfers(*around)
         known = self.knowledge, self.outbox, self.abandoned, self.transfers
-        self.syncs, self.optimizations = Synchronisations(*known), Optimizations(*known)
+        self.syncs, self.optimizations = Synchronizations(*known), Optimizations(*known)
 
     @property
     def done(self) -> list[Effect]:

@@ -1,7 +1,7 @@
-"""Measures the synchronisation of shared state over processes of this machine, and verifies it.
+"""Measures the synchronization of shared state over processes of this machine, and verifies it.
 
 In each iteration a peer joins the run (untimed), receives everything from the holders, and then all
-synchronise the same content once more. What that can be compared with takes its turn in the same
+synchronize the same content once more. What that can be compared with takes its turn in the same
 iteration: the lanes, in a broadcast of the same bytes from one holder to all; on the newcomer alone
 the hashing of its state, a copy of it in memory, and beforehand a first touch of as much memory as
 it is about to receive into. That is the operating system's work, and much of it on a virtual
@@ -55,7 +55,7 @@ class Measured:
 
     Attributes:
         times_s: seconds of each timed iteration, by way.
-        wrong: bytes that were not those of the holders, after all synchronisations.
+        wrong: bytes that were not those of the holders, after all synchronizations.
     """
 
     times_s: dict[str, list[float]] = field(default_factory=dict)

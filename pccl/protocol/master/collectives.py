@@ -516,7 +516,7 @@ class Accusations:
     """Collects reports of streams that could not be opened, and acts on the verdicts.
 
     Args:
-        synchronises: whether a group has a synchronisation in progress. Its plan belongs to the
+        synchronizes: whether a group has a synchronization in progress. Its plan belongs to the
             group's epoch, but has its own streams.
     """
 
@@ -528,12 +528,12 @@ class Accusations:
         collectives: Collectives,
         outbox: Outbox,
         dismissals: Dismissals,
-        synchronises: Callable[[int], bool],
+        synchronizes: Callable[[int], bool],
     ) -> None:
         self._membership, self._groups = membership, groups
         self._table, self._collectives = table, collectives
         self._outbox, self._dismissals = outbox, dismissals
-        self._synchronises = synchronises
+        self._synchronizes = synchronizes
 
     def unreached(self, number: int, unreached: m.Unreached) -> None:
         """No stream from one peer to another could be opened."""
@@ -586,7 +586,7 @@ class Accusations:
             if uses(self._groups.plan(group_number), blame.blocked):
                 return False
         used = [link for link in blame.blocked if uses(group.planned, (link,))]
-        if used and not self._synchronises(group_number):
+        if used and not self._synchronizes(group_number):
             a, b = used[0]
             why = f"{self._membership.info(a)} could not reach {self._membership.info(b)}"
             self._outbox.note(f"{why} ({blame.blocked[a, b]}): the rings go another way")

@@ -116,11 +116,11 @@ class StateHistory:
     """The history of a group's shared state."""
 
     revision: int | None = None
-    syncs: int = 0  # number of its last synchronisation, counted over all groups
-    last_plan: int = 0  # seq of the last plan of the last synchronisation
+    syncs: int = 0  # number of its last synchronization, counted over all groups
+    last_plan: int = 0  # seq of the last plan of the last synchronization
     holders: set[int] = field(default_factory=set)
-    short: int = 0  # peers that the last synchronisation lacked to begin with
-    # whether the last revision may be synchronised again: a peer joined or was lost, or a
+    short: int = 0  # peers that the last synchronization lacked to begin with
+    # whether the last revision may be synchronized again: a peer joined or was lost, or a
     # collective failed, since then
     repeatable: bool = False
 
@@ -157,7 +157,7 @@ class History:
         return self._groups[group]
 
     def count_sync(self, group: int) -> StateHistory:
-        """Numbers a synchronisation that has a result."""
+        """Numbers a synchronization that has a result."""
         self._syncs += 1
         state = self.of(group)
         state.syncs = self._syncs

@@ -16,7 +16,7 @@ longer than one vote:
   member is lost or votes that it cannot complete, the group's *epoch* ends: every running
   collective of the group is interrupted, that is, members that have not voted yet stop and say
   whether they hold the result. So a collective that all survivors completed still commits.
-- A *synchronisation* (synchronisations.py) begins when its round commits and the election has found
+- A *synchronization* (synchronizations.py) begins when its round commits and the election has found
   who receives what. It ends when all receivers have verified what they fetched. When a member is
   lost, or a fetch fails, the election is repeated over the manifests of the survivors: nothing has
   been overwritten yet, so these still hold.
@@ -34,7 +34,7 @@ How it is made
 
 `Master` knows which event is legal when, and hands each message to the part that it concerns. The
 parts are objects that know only those they are given, in this order: `Membership`, `Numbers`,
-`History`, `Outbox`, `Groups`, `Dismissals`, `CollectiveTable`, `Collectives`, `Synchronisations`,
+`History`, `Outbox`, `Groups`, `Dismissals`, `CollectiveTable`, `Collectives`, `Synchronizations`,
 `Optimizations`, `Accusations`, `Voting`. `Run` makes them, and has the steps that concern several:
 a peer is admitted, or leaves. A part that finds that a peer must be dropped tells `Dismissals`.
 
@@ -114,7 +114,7 @@ class Master:
             m.Hurry: lambda number, hurry: self.run.voting.hurry(number, hurry.call),
             m.FinishVote: self.run.collectives.finish,
             m.Progress: self._progress,
-            m.FetchedVote: self.run.synchronisations.fetched,
+            m.FetchedVote: self.run.synchronizations.fetched,
             m.Measured: self.run.optimizations.measured,
             m.Unreached: self.run.accusations.unreached,
             m.RendezvousRequest: self.run.clients.rendezvous.request,
@@ -472,7 +472,7 @@ class Master:
         self.run.voting.enter(number, round_id, entered)
 
     def _vote_sync(self, number: int, vote: m.SyncVote) -> None:
-        if self.run.synchronisations.of(number) is not None:
+        if self.run.synchronizations.of(number) is not None:
             self._out_of_turn(number, vote)
             return
         round_id = RoundId(Kind.SYNC, self._members.group_of(number))
@@ -485,12 +485,12 @@ class Master:
 
     def _stalled(self, number: int, stalled: m.Stalled) -> None:
         if not self.run.collectives.stalled(number, stalled):
-            self.run.synchronisations.stalled(number, stalled)
+            self.run.synchronizations.stalled(number, stalled)
 
     def _progress(self, number: int, progress: m.Progress) -> None:
         """For `status`; reports of ops that have ended are ignored."""
         known = self.run.collectives.progress(number, progress)
-        known = known or self.run.synchronisations.progress(number, progress)
+        known = known or self.run.synchronizations.progress(number, progress)
         if not known and self.run.numbers.is_unknown(progress.seq):
             self._out_of_turn(number, progress)
 

@@ -140,7 +140,7 @@ class PeerRecord:
     accepted: bool = False
     heard: int = 0  # the greatest seq that it is known to have heard of
     proven: bool = False  # a collective with it has gone around the rings
-    veteran: bool = False  # it has completed a collective or synchronisation in this run
+    veteran: bool = False  # it has completed a collective or synchronization in this run
     seen: str = ""  # its host as the master sees it
     dial: str = ""  # the password with which to dial it
     since_s: float = 0.0  # when it registered

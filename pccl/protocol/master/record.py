@@ -184,14 +184,14 @@ class Told(Struct, frozen=True, omit_defaults=True):
         say: the type of the message.
         to: the numbers of the peers; 0 for a process that is none.
         calls: of each of these, the number of its call, if the message answers calls.
-        seq: of a collective or a synchronisation.
+        seq: of a collective or a synchronization.
         final: whether a collective is over that has just started.
         ok: whether it was a success.
         epoch: of a plan.
         rings: of a plan.
         holders: of a transfer: who has what is fetched.
         fetches: how many entries of a transfer are fetched.
-        revision: of the shared state, after a synchronisation.
+        revision: of the shared state, after a synchronization.
         why: the reason, or who is probed, in words.
     """
 

@@ -10,7 +10,7 @@ cannot matter to any survivor:
   in it has only missed that.
 - A round whose result some peer knows is over: a peer that waits in it has only missed the result
   (each result carries the number of its round). A round whose result no peer knows begins anew.
-- The group's revision is that of the latest synchronisation whose result some peer knows.
+- The group's revision is that of the latest synchronization whose result some peer knows.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Before:
     history: History
     next_peer: int
     incarnation: int
-    veterans: set[int]  # that have completed a collective or synchronisation, or are told so now
+    veterans: set[int]  # that have completed a collective or synchronization, or are told so now
 
 
 def plausible(resume: m.Resume) -> bool:

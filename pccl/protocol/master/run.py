@@ -17,7 +17,7 @@ from pccl.protocol.master.history import (
     Numbers,
 )
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.synchronisations import Synchronisations
+from pccl.protocol.master.synchronizations import Synchronizations
 from pccl.protocol.master.tally import Loss, Tally
 from pccl.protocol.master.topology import Dismissals, Groups, Optimizations, Rendezvous
 from pccl.protocol.master.voting import Voting
@@ -76,7 +76,7 @@ class Run:
             self.outbox,
             self.dismissals,
         )
-        self.synchronisations = Synchronisations(*lasting, self.tally)
+        self.synchronizations = Synchronizations(*lasting, self.tally)
         self.optimizations = Optimizations(*lasting)
         self.accusations = Accusations(
             self.membership,
@@ -85,7 +85,7 @@ class Run:
             self.collectives,
             self.outbox,
             self.dismissals,
-            self.synchronisations.under_way,
+            self.synchronizations.under_way,
         )
         self.clients = Clients(self.numbers, rendezvous, self.outbox)
         self.voting = Voting(
@@ -97,7 +97,7 @@ class Run:
             Kind.PENDING: self._commit_pending,
             Kind.START: self.collectives.start,
             Kind.PAIR: self.collectives.pair,
-            Kind.SYNC: self.synchronisations.begin,
+            Kind.SYNC: self.synchronizations.begin,
             Kind.OPTIMIZE: self.optimizations.begin,
         }
 
@@ -221,7 +221,7 @@ class Run:
         self.history.of(group).repeatable = True
         self.groups.renew(group, gone)
         self.collectives.lose(group, lost)
-        self.synchronisations.lose(group, lost)
+        self.synchronizations.lose(group, lost)
         if not self.membership.size(group):
             self.groups.forget(group)
             self.history.forget(group)
@@ -281,7 +281,7 @@ class Run:
         """A caller withdraws. Nothing happens if its answer is on the way already."""
         if not (
             self.collectives.withdraw(number, seq)
-            or self.synchronisations.withdraw(number, call)
+            or self.synchronizations.withdraw(number, call)
             or self.optimizations.withdraw(number, call)
         ):
             self.voting.withdraw(number, call)

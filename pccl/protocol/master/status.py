@@ -20,7 +20,7 @@ from pccl.protocol.master.clients import FIRST, Clients
 from pccl.protocol.master.collectives import Running
 from pccl.protocol.master.effects import plain
 from pccl.protocol.master.run import Run
-from pccl.protocol.master.synchronisations import Sync
+from pccl.protocol.master.synchronizations import Sync
 from pccl.protocol.master.tally import Counts, stuck_since_s
 from pccl.protocol.master.topology import Optimization
 from pccl.protocol.messages import Ring
@@ -51,7 +51,7 @@ def explain(run: Run, number: int, call: int, seq: int) -> str:
     running = run.table.get(seq)
     if running is not None:
         return f"in {running.title}, which has started: {finishing(run, running)}"
-    sync = run.synchronisations.of(number)
+    sync = run.synchronizations.of(number)
     if sync is not None and sync.members[number].call == call:
         return f"in sync_shared_state(): {receiving(run, sync)}"
     measured = run.optimizations.current
@@ -116,7 +116,7 @@ class Phase(StrEnum):
     ADMISSION = "admission"  # of a newcomer
     ENTERING = "entering"  # not all have entered it
     RUNNING = "running"  # a collective: not all have finished it
-    RECEIVING = "receiving"  # a synchronisation: not all have the content
+    RECEIVING = "receiving"  # a synchronization: not all have the content
     MEASURING = "measuring"  # links
 
 
@@ -144,7 +144,7 @@ class PeerStatus(Struct, frozen=True):
         accepted: or pending.
         here_s: since it came, or since the master was restarted.
         silent_s: since its last message. It sends none while it computes.
-        synchronised: whether it took part in its group's last synchronisation.
+        synchronised: whether it took part in its group's last synchronization.
         calls: in which it stands; of many the first ones.
         heartbeat_s: since anything came over its connection, heartbeats included: they go on while
             it computes, and end when its process or network stands still. null: the system of the
@@ -336,7 +336,7 @@ class _Waits:
         for running in islice(run.table, WAITS_MAX):
             self._running(running)
         for group in run.groups:
-            if (sync := run.synchronisations.of_group(group)) is not None:
+            if (sync := run.synchronizations.of_group(group)) is not None:
                 self._sync(sync)
         if run.optimizations.current is not None:
             self._optimization(run.optimizations.current)
@@ -467,7 +467,7 @@ def _groups(run: Run, now_s: float) -> Iterator[GroupStatus]:
             running[number],
             state.revision,
             len(state.holders),
-            run.synchronisations.under_way(number),
+            run.synchronizations.under_way(number),
             course.bus_rate,
             course.goodput(now_s, _stuck_since_s(run, number)),
         )

@@ -72,9 +72,9 @@ class Counts(Struct):
         collectives: those that committed: how long they took once all had entered them.
         carried: bytes that each member gave to these, before quantization, by the encoding.
         retries: collectives that were aborted.
-        syncs: synchronisations: how long they took once all had entered them.
+        syncs: synchronizations: how long they took once all had entered them.
         synced_bytes: payload that peers lacked and received.
-        resynced_bytes: of which those who had taken part in the synchronisation before.
+        resynced_bytes: of which those who had taken part in the synchronization before.
         parity_failures: peers that had other content at the elected revision.
         recoveries: how long a group had no collective after one was interrupted.
     """
@@ -229,8 +229,8 @@ class Tally:
         self.counts.retries[reason] += 1
         self.course(group).aborted(since_s, interrupted_s)
 
-    def synchronised(self, since_s: float, nbytes: Iterable[tuple[int, bool]]) -> None:
-        """A synchronisation has succeeded: what each receiver lacked, and whether it had taken part
+    def synchronized(self, since_s: float, nbytes: Iterable[tuple[int, bool]]) -> None:
+        """A synchronization has succeeded: what each receiver lacked, and whether it had taken part
         in the one before."""
         counts = self.counts
         counts.syncs.add(self.now_s - since_s)

@@ -4,7 +4,7 @@ Who waits in a PAIR waits for one peer, and not for all: it is in the way only o
 it, directly or by way of others.
 
 If votes differ, or peers stand in calls that exclude each other, the odd ones pay. Veterans decide
-(peers that have completed a collective or synchronisation), or all if there are none. Who does not
+(peers that have completed a collective or synchronization), or all if there are none. Who does not
 agree with a strict majority of them gets the error and is dropped, and the others go on as after a
 loss. If no majority is possible any more, all get the error, and nobody is dropped. As long as that
 is open, the dispute waits for those that have not voted yet.

@@ -165,7 +165,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """A synchronisation has a new plan, which voids what was fetched before.
+    """A synchronization has a new plan, which voids what was fetched before.
 
     If the plan lists entries to fetch, the caller fetches them and votes with `fetched`. If it is
     `resumed`, the current fetch continues, and what it has fetched stays valid.
@@ -259,7 +259,7 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """The answer to a synchronisation: the elected revision, payload bytes, diverged peers."""
+    """The answer to a synchronization: the elected revision, payload bytes, diverged peers."""
 
     revision: int
     tx_bytes: int

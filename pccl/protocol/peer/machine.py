@@ -20,7 +20,7 @@ How it is made
 
 `Peer` hands each event to the part that it concerns. The parts are objects that know only those
 they are given, in this order: `Outbox`, `Knowledge`, `AbandonedCalls` and `Withdrawals`, `Streams`;
-`Votes` for calls that are one round, `Collectives`, and `Transfers` with `Synchronisations` and
+`Votes` for calls that are one round, `Collectives`, and `Transfers` with `Synchronizations` and
 `Optimizations`, which say what plans and results mean for a transfer.
 """
 
@@ -61,7 +61,7 @@ from pccl.protocol.peer.effects import (
 )
 from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.peer.transfers import Optimizations, Synchronisations, Transfer, Transfers
+from pccl.protocol.peer.transfers import Optimizations, Synchronizations, Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.strategy import DEFAULTS, Settings
 from pccl.types import Result
@@ -93,7 +93,7 @@ class Peer:
             *known, self._streams, self._abandoned, self._withdrawals, self._succeeded_without
         )
         self.transfers = Transfers(*known, self._streams, self._abandoned, self._withdrawals)
-        self._syncs = Synchronisations(*known, self._abandoned, self.transfers)
+        self._syncs = Synchronizations(*known, self._abandoned, self.transfers)
         self._optimizations = Optimizations(*known, self._abandoned, self.transfers)
         self._hello: m.Hello | None = None
         self._joining: int | None = None

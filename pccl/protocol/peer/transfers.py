@@ -1,7 +1,7 @@
 """Transfers beside collectives: shared state, and the measurement of links.
 
 A member serves its content, from its vote on, and fetches what the current plan requires. A plan
-says which peers serve which, and may be replaced at any time. Synchronisations transfer the shared
+says which peers serve which, and may be replaced at any time. Synchronizations transfer the shared
 state, optimizations random bytes to measure links. A peer takes part in one of them at a time.
 
 The peer serves its content from its vote on. A plan says which entries to fetch from which holders.
@@ -303,8 +303,8 @@ def _slot(one: Transfer, receiver: int) -> int:
 RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 
 
-class Synchronisations:
-    """Handles plans and results of synchronisations."""
+class Synchronizations:
+    """Handles plans and results of synchronizations."""
 
     def __init__(
         self, knowledge: Knowledge, outbox: Outbox, abandoned: AbandonedCalls, transfers: Transfers
@@ -349,7 +349,7 @@ class Synchronisations:
     # ---- the end ----
 
     def synced(self, result: m.SyncResult) -> None:
-        """All receivers hold the elected content, or nothing was synchronised."""
+        """All receivers hold the elected content, or nothing was synchronized."""
         one = self._transfers.current
         ours = one is not None and one.call == result.call
         without = self._without_us(one, result) if one is not None and ours else None
@@ -366,7 +366,7 @@ class Synchronisations:
             self._transfers.end(one, without or result)
 
     def _without_us(self, one: Transfer, result: m.SyncResult) -> Fail | None:
-        """Why this peer had no part in a synchronisation that is over; None if it had.
+        """Why this peer had no part in a synchronization that is over; None if it had.
 
         Derived from its manifest and the result, so that a peer that missed the result and learns
         it from a restarted master concludes the same as one that was told.
@@ -383,21 +383,21 @@ class Synchronisations:
         if stood and manifest.revision > result.revision:
             why = (
                 f"this peer offers revision {manifest.revision}, and the others of its group are "
-                f"at {result.revision}, which they have synchronised without this peer: offer that "
+                f"at {result.revision}, which they have synchronized without this peer: offer that "
                 "one or a lower one to receive what they have, or start them from this peer's"
             )
             return Fail(one.call, Result.INVALID_ARGUMENT, why, phase=one.phase)
         return None
 
     def release(self, one: Transfer, fail: Fail) -> None:
-        """A caller leaves before its synchronisation has ended."""
+        """A caller leaves before its synchronization has ended."""
         result = WITHDRAWN[Kind.SYNC]
         self._transfers.release(one, replace(fail, result=result, phase=one.phase))
 
     # ---- a restarted master ----
 
     def missed(self, done: m.Done) -> None:
-        """The synchronisation that others have completed since, if this peer's caller has left."""
+        """The synchronization that others have completed since, if this peer's caller has left."""
         if self._knowledge.done.sync != done.sync:
             self._knowledge.learn(
                 sync=done.sync, revision=done.revision, plan=done.plan, holds=False

@@ -114,7 +114,7 @@ class Call:
     def __init__(self, number: int) -> None:
         self.number = number
         self.began_s = time.monotonic()
-        self.serve_op = 0  # of a synchronisation
+        self.serve_op = 0  # of a synchronization
         self.aim = ""
         self._quiet = Quiet()
         self.end: End | None = None

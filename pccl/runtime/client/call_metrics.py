@@ -42,7 +42,7 @@ class CallMetrics:
         failed: calls, by fault.
         tx_bytes: payload of what has succeeded.
         rx_bytes: likewise.
-        syncs: synchronisations of the shared state that have succeeded.
+        syncs: synchronizations of the shared state that have succeeded.
         sync_s: how long these took.
         entering_s: of the collectives that have succeeded, and so on.
         recoveries: collectives that started after another one had failed.

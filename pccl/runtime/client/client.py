@@ -180,7 +180,7 @@ class Client(ControlThread):
         self._inbox.post(lambda: self._engine.ready(call.number, offset, length))
 
     def sync(self, call: Call, manifest: m.Manifest, pieces: Pieces, owner: object) -> None:
-        """Enters a synchronisation. Notes before the answer: Plan, Leaf, Fetched, in any number."""
+        """Enters a synchronization. Notes before the answer: Plan, Leaf, Fetched, in any number."""
         pool = Pool(pieces, len(manifest.entries), owner, limit=self.serve_limit)
         self._serve(call, pool, lambda number, serve: self._peer.sync(number, serve, manifest))
 

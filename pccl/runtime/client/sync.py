@@ -1,4 +1,4 @@
-"""One synchronisation of shared state: what is hashed, fetched, verified leaf by leaf, and put in
+"""One synchronization of shared state: what is hashed, fetched, verified leaf by leaf, and put in
 place.
 
 That is the memory of the shared state itself if the plan says so, because the old content is worth
@@ -203,7 +203,7 @@ class Staging:
 
 
 def reserve(nbytes: int) -> Any:
-    """An uninitialised char array, in huge pages if possible.
+    """An uninitialized char array, in huge pages if possible.
 
     The first access to each small page would cost as much time as the transfer on a fast link.
     """
@@ -225,7 +225,7 @@ BATCH = 64  # results on small entries, sent to the engine together
 
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
-    """The options of a synchronisation.
+    """The options of a synchronization.
 
     Attributes:
         strategy: a pccl.SharedStateSyncStrategy value.
@@ -258,10 +258,10 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a synchronisation ended, and the cost of hashing this peer's shared state.
+    """How a synchronization ended, and the cost of hashing this peer's shared state.
 
     Attributes:
-        error: the exception of the caller's callback, if any. It ends the synchronisation, unless
+        error: the exception of the caller's callback, if any. It ends the synchronization, unless
             the result is already certain.
     """
 
@@ -271,7 +271,7 @@ class Outcome:
     hash_seconds: float
 
 
-def synchronise(
+def synchronize(
     client: Client,
     call: Call,
     regions: Sequence[Region],
@@ -280,7 +280,7 @@ def synchronise(
     owner: object,
     memory: Memory,
 ) -> Outcome:
-    """Takes part in a synchronisation until it ends.
+    """Takes part in a synchronization until it ends.
 
     After an exception the call is still in progress, and the caller must let go of it; the shared
     state is unchanged, torn (and `memory` knows it), or completely overwritten.
@@ -313,7 +313,7 @@ def synchronise(
 
 
 class _Receiver:
-    """Handles the notes of a synchronisation until it ends."""
+    """Handles the notes of a synchronization until it ends."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ class _Receiver:
         return self._progress.error
 
     def receive(self) -> effects.Synced | effects.Fail:
-        """Returns the end of the synchronisation; on success the caller's memory is overwritten."""
+        """Returns the end of the synchronization; on success the caller's memory is overwritten."""
         while True:
             match self._next():
                 case effects.Follow(_, plan, resumed):

@@ -99,7 +99,7 @@ def _groups(status: Status) -> Iterator[str]:
         ("epoch", "The epoch of a group's rings, which grows when they are renewed.", "epoch"),
         ("collectives_running", "Collectives that have started and not ended.", "running"),
         ("shared_state_revision", "The revision of a group's shared state.", "revision"),
-        ("shared_state_holders", "Peers that took part in its last synchronisation.", "holders"),
+        ("shared_state_holders", "Peers that took part in its last synchronization.", "holders"),
         ("goodput_ratio", "The share of the time that was not lost to aborts.", "goodput"),
     )
     for name, text, field in columns:
@@ -197,7 +197,7 @@ def _bytes(status: Status) -> Iterator[str]:
     yield from _metric("collective_bytes_total", "counter", text, counts.carried, label="wire")
     text = "Payload of shared state that peers lacked and received."
     yield from _metric("state_sync_bytes_total", "counter", text, {"": counts.synced_bytes})
-    text = "Of these, bytes of peers that took part in the synchronisation before."
+    text = "Of these, bytes of peers that took part in the synchronization before."
     yield from _metric("state_resync_bytes_total", "counter", text, {"": counts.resynced_bytes})
     text = "Peers whose content differed from that elected at the same revision."
     yield from _metric("parity_failures_total", "counter", text, {"": counts.parity_failures})
@@ -214,7 +214,7 @@ def _durations(status: Status) -> Iterator[str]:
     text = "How long committed collectives took, once all members had entered them."
     taken = {str(kind): durations for kind, durations in counts.collectives.items()}
     yield from _histogram("collective_seconds", text, taken, label="collective")
-    text = "How long synchronisations took, once all members had entered them."
+    text = "How long synchronizations took, once all members had entered them."
     yield from _histogram("state_sync_seconds", text, {"": counts.syncs})
     text = "From the interruption of a collective to the start of the next one of its group."
     yield from _histogram("recovery_seconds", text, {"": counts.recoveries})

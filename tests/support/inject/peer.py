@@ -138,7 +138,7 @@ class Peer:
     def _sync(
         self, comm: pccl.Communicator, shared: pccl.SharedState, step: np.ndarray, state: np.ndarray
     ) -> pccl.SharedState:
-        """Synchronises. Returns the shared state, which is a new one if the run begins anew."""
+        """Synchronizes. Returns the shared state, which is a new one if the run begins anew."""
         while True:
             try:
                 self._timed("sync_shared_state", partial(comm.sync_shared_state, shared))

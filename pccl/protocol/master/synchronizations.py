@@ -12,11 +12,11 @@ Among the candidates, the highest revision wins; among its holders, the most com
 equally common contents, that of the peer accepted first. So two fresh peers converge on the first
 one. A receiver gets exactly the entries that differ.
 
-The revision of a group's first synchronisation may be anything (a run that resumes from a
-checkpoint). After that each synchronisation is exactly one higher. The same one again is legal when
+The revision of a group's first synchronization may be anything (a run that resumes from a
+checkpoint). After that each synchronization is exactly one higher. The same one again is legal when
 a member joined or was lost, or a collective failed, since: a loop that begins again after a loss is
 right. Where newcomers are waiting for it, it may be any later one that all others agree on: a run
-may synchronise only when somebody has joined. A peer that offers a higher one is refused: its call
+may synchronize only when somebody has joined. A peer that offers a higher one is refused: its call
 fails, and the others continue without it.
 
 A receiver whose content nobody will ever want receives in place: into its own memory, without a
@@ -26,7 +26,7 @@ is never offered to others, and is received in place again.
 
 A newcomer that does not fit harms no other peer. Once a group has a shared state, its earlier
 members decide on its revision, form and strategy among themselves; newcomers are candidates only if
-none of those is. In a group's first synchronisation the most common form is the right one; among
+none of those is. In a group's first synchronization the most common form is the right one; among
 equally common ones, the one with the highest revision.
 """
 
@@ -51,7 +51,7 @@ from pccl.types import Result, SharedStateSyncStrategy
 ENFORCE_POPULAR = SharedStateSyncStrategy.ENFORCE_POPULAR.value
 RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 SEND_ONLY = SharedStateSyncStrategy.SEND_ONLY.value
-FRESH = (None, 0)  # nothing was synchronised, and no checkpoint resumed
+FRESH = (None, 0)  # nothing was synchronized, and no checkpoint resumed
 _STRATEGIES = {strategy.value: strategy.name for strategy in SharedStateSyncStrategy}
 
 
@@ -84,7 +84,7 @@ class Decision:
 
 
 class Rejection(Exception):
-    """No synchronisation is possible: the caller tells all peers why, and no peer is dropped.
+    """No synchronization is possible: the caller tells all peers why, and no peer is dropped.
 
     Attributes:
         result: of the call.
@@ -101,12 +101,12 @@ def elect(
     joined: frozenset[int],
     repeatable: bool = False,
 ) -> Decision:
-    """Decides a synchronisation. A decision that drops peers decides nothing else.
+    """Decides a synchronization. A decision that drops peers decides nothing else.
 
     Args:
         manifests: that of each member, in the order of acceptance.
-        last: the group's revision, None before the first synchronisation.
-        joined: the members that have not taken part in a synchronisation yet.
+        last: the group's revision, None before the first synchronization.
+        joined: the members that have not taken part in a synchronization yet.
         repeatable: whether, since the last one, a peer joined or was lost, or a collective failed.
 
     Raises:
@@ -229,13 +229,13 @@ def _revision(electors: Mapping[int, Manifest], last: int | None, again: bool, a
     if top > last:
         raise Rejection(
             f"peer {top_peer} offers revision {top}, but the group is at {last}: "
-            f"the next one is {last + 1} (push_revision() once for each synchronisation)"
+            f"the next one is {last + 1} (push_revision() once for each synchronization)"
         )
     if top == last:
         raise Rejection(
-            f"revision {last} was synchronised already and no peer joined or "
+            f"revision {last} was synchronized already and no peer joined or "
             "was lost, and no collective failed, since: call push_revision() once before each "
-            "synchronisation"
+            "synchronization"
         )
     raise Rejection(f"the highest revision offered is {top}, but the group is at {last} already")
 
@@ -318,13 +318,13 @@ def _title(entry: Entry) -> str:
     return repr(entry.name)
 
 
-STALLS_MAX = 8  # serving connections that break, in one synchronisation
-SYNC_ATTEMPTS_MAX = 3  # failed fetches of one synchronisation that may involve a peer
+STALLS_MAX = 8  # serving connections that break, in one synchronization
+SYNC_ATTEMPTS_MAX = 3  # failed fetches of one synchronization that may involve a peer
 
 
 @dataclass(slots=True)
 class Sync:
-    """A synchronisation between its election and its end."""
+    """A synchronization between its election and its end."""
 
     group: int
     members: dict[int, Vote[m.Manifest]]
@@ -341,7 +341,7 @@ class Sync:
     progress: dict[int, int] = field(default_factory=dict)  # thousandths, by receiver
 
 
-class Synchronisations:
+class Synchronizations:
     """Elects content and plans transfers; again if a member is lost or a fetch fails."""
 
     def __init__(
@@ -365,12 +365,12 @@ class Synchronisations:
         return group in self._current
 
     def of(self, number: int) -> Sync | None:
-        """The synchronisation of which a peer is a member, if there is one."""
+        """The synchronization of which a peer is a member, if there is one."""
         sync = self._current.get(self._membership.group_of(number))
         return sync if sync is not None and number in sync.members else None
 
     def of_group(self, group: int) -> Sync | None:
-        """The synchronisation of a group, if there is one."""
+        """The synchronization of a group, if there is one."""
         return self._current.get(group)
 
     def begin(self, round_: Round[object]) -> None:
@@ -388,7 +388,7 @@ class Synchronisations:
         self._elect(sync)
 
     def _fall_short(self, sync: Sync, needed: int) -> None:
-        """Ends a synchronisation for all members because more peers must join first."""
+        """Ends a synchronization for all members because more peers must join first."""
         state = self._history.count_sync(sync.group)
         state.last_plan, state.short = 0, needed
         for number, vote in sync.members.items():
@@ -480,7 +480,7 @@ class Synchronisations:
             self._blame(sync, number, vote.why)
 
     def progress(self, number: int, progress: m.Progress) -> bool:
-        """A receiver says how far it is. Whether it is about a synchronisation."""
+        """A receiver says how far it is. Whether it is about a synchronization."""
         sync = self.of(number)
         if sync is None or sync.seq != progress.seq or number not in sync.fetching:
             return False
@@ -523,7 +523,7 @@ class Synchronisations:
             self._outbox.note(why)
             self._elect(sync)
         else:
-            why = f"{sync.stalls} times in one synchronisation data was lost; the last time {why}"
+            why = f"{sync.stalls} times in one synchronization data was lost; the last time {why}"
             self._fail(sync, WITHDRAWN[Kind.SYNC], why)
 
     def withdraw(self, number: int, call: int) -> bool:
@@ -547,7 +547,7 @@ class Synchronisations:
     # ---- the end ----
 
     def _fail(self, sync: Sync, result: Result, why: str, cause: m.Cause = m.Cause.OTHER) -> None:
-        """Gives a synchronisation up for all; only memory of who was behind has changed."""
+        """Gives a synchronization up for all; only memory of who was behind has changed."""
         del self._current[sync.group]
         calls = {number: vote.call for number, vote in sync.members.items()}
         self._outbox.fail_all(calls, RoundId(Kind.SYNC, sync.group), result, why, cause)
@@ -573,7 +573,7 @@ class Synchronisations:
         if sync.refused:
             names = self._membership.names(sorted(sync.refused))
             self._outbox.note(
-                f"revision {sync.revision} was synchronised without {names}: theirs is higher"
+                f"revision {sync.revision} was synchronized without {names}: theirs is higher"
             )
         state = self._history.count_sync(sync.group)
         self._note_end(sync, state.holders)
@@ -594,7 +594,7 @@ class Synchronisations:
             number: sum(sizes[index] for index in transfer.entries)
             for number, transfer in sync.transfers.items()
         }
-        self._tally.synchronised(sync.since_s, [(n, who in before) for who, n in lacked.items()])
+        self._tally.synchronized(sync.since_s, [(n, who in before) for who, n in lacked.items()])
 
     def _describe(self, sync: Sync, divergence: tuple[m.Divergence, ...]) -> str:
         """The peers whose content was not elected, and where it differed, in words."""
