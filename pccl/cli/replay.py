@@ -23,7 +23,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.effects import plain
 from pccl.protocol.master.inputs import Began
-from pccl.protocol.master.record import Differs, Gap, Line, Reenactment, Told
+from pccl.protocol.master.eventlog import Differs, Gap, Line, Replay, Told
 from pccl.runtime.server.eventlog import VERSION, Damaged, Head, files, read
 
 
@@ -192,7 +192,7 @@ class Check:
     """The result of checking a log."""
 
     def __init__(self) -> None:
-        self._again = Reenactment()
+        self._again = Replay()
         self._fed = self._skipped = 0
         self._failures: list[str] = []
         self._differs = ""
@@ -231,7 +231,7 @@ class Check:
 BYTES_MAX = 8 << 20  # of a test that anybody would keep
 TEMPLATE = '''"""What a master did in the field; made by `pccl replay --to-test`."""
 
-from pccl.protocol.master.record import Reenactment, lines
+from pccl.protocol.master.eventlog import Replay, lines
 
 RECORD = r"""
 {record}
@@ -240,7 +240,7 @@ RECORD = r"""
 
 def test_the_master_does_what_is_right() -> None:
     """Each input but the last one has the effects that it had; the last one raises nothing."""
-    again = Reenactment()
+    again = Replay()
     *before, last = lines(RECORD)
     for line in before:
         assert again.feed(line)

@@ -23,7 +23,7 @@ from waiting import wait_until
 
 import pccl
 from pccl.protocol.master import Master, inputs
-from pccl.protocol.master.record import Gap, Line, Reenactment
+from pccl.protocol.master.eventlog import Gap, Line, Replay
 from pccl.runtime import limits
 from pccl.runtime.server import eventlog
 from pccl.runtime.server.eventlog import Damaged, EventLog, Head, files, read
@@ -113,7 +113,7 @@ def test_a_run_in_which_a_peer_is_killed_happens_again(path: Path) -> None:
     lines = [item for item in found if isinstance(item, Line)]
     assert isinstance(found[0], Head) and found[0].missing == found[0].line == 0
     assert len(found) == len(lines) + 1
-    again = Reenactment()
+    again = Replay()
     assert all(again.feed(line) for line in lines)
     assert lines == sorted(lines, key=lambda line: line.at_s)
     told = {(told.say, number) for line in lines for told in line.told for number in told.to}
@@ -138,7 +138,7 @@ def test_a_message_that_makes_the_master_fail_is_there(
             log.feed(master, EVENT)
     line = items(path)[-1]
     assert isinstance(line, Line) and line.failed == "ZeroDivisionError: never"
-    again = Reenactment()
+    again = Replay()
     assert all(again.feed(item) for item in items(path) if isinstance(item, Line))
 
 

@@ -10,7 +10,7 @@ from programs import ProgramRun, Scenario
 
 from pccl.protocol.master import Journal, Master, inputs
 from pccl.protocol.master.effects import Effect
-from pccl.protocol.master.record import Line, Recorder, exception_text
+from pccl.protocol.master.eventlog import Line, Recorder, exception_text
 
 STEPS_MAX = 20_000
 INPUTS: dict[str, Callable[..., inputs.Event]] = {

@@ -17,7 +17,7 @@ from pccl.cli.chaos.report import Metrics, Outcome, measure, page
 from pccl.cli.chaos.watch import Follower, Watch, moments
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
-from pccl.protocol.master.record import Line, Told
+from pccl.protocol.master.eventlog import Line, Told
 from pccl.runtime.server.eventlog import EventFile
 
 MOMENTS = sorted(watch.MOMENTS)

@@ -11,7 +11,7 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
-from pccl.protocol.master.record import Gap, Line, Told
+from pccl.protocol.master.eventlog import Gap, Line, Told
 from pccl.runtime.server.eventlog import Head
 
 READ_BYTES = 1 << 20

@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from pccl.protocol.master import Master, inputs
 from pccl.protocol.master.effects import Effect
-from pccl.protocol.master.record import Gap, Line, Recorder, exception_text
+from pccl.protocol.master.eventlog import Gap, Line, Recorder, exception_text
 from pccl.runtime import limits
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.version import __version__

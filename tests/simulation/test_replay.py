@@ -14,7 +14,7 @@ import recorded
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.effects import Adopt, Dial, Effect, Note, Remember, Send
-from pccl.protocol.master.record import Differs, Gap, Line, Recorder, Reenactment, refill
+from pccl.protocol.master.eventlog import Differs, Gap, Line, Recorder, Replay, refill
 from pccl.protocol.master.voting import Voting
 
 SEEDS = 40
@@ -22,7 +22,7 @@ CURVE = "k" * 40
 
 
 def feed(lines: Iterable[Line]) -> list[bool]:
-    again = Reenactment()
+    again = Replay()
     return [again.feed(line) for line in lines]
 
 

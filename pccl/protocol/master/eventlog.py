@@ -1,11 +1,10 @@
-"""A record of a run: each input of the master and what followed, without secrets; and how another
-master does the same again, to compare.
+"""The lines of an event log: each input of a master and its effects, without secrets; and their replay.
 
-A reader of a record cannot take part in the run, or read its data.
-Stand-ins are equal where what they stand for is, so that a master decides by them alike.
+The reader of a log cannot take part in the run, or read its data: `Redactor` replaces secrets by
+pseudonyms and leaves payloads out. Equal secrets get equal pseudonyms, so another master that is
+fed the log decides as the first one did. The digests of the effects prove that.
 
-A record is enough to have another master do the same again, which the digests of the effects prove,
-and to read what has happened. `Redactor` says what it does not tell.
+The file is runtime/server/eventlog.py.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ RUN_BYTES = 7  # any number of a run has 62 bits
 
 
 class Redactor:
-    """Replaces what is secret.
+    """Replaces secrets by pseudonyms.
 
     Args:
-        key: from which stand-ins are made; to be kept nowhere. None: everything has been replaced
-            already, and stand-ins stay as they are.
+        key: makes the pseudonyms; must not be stored. None: the input is redacted already, and
+            stays as it is.
     """
 
     def __init__(self, key: bytes | None) -> None:
         self._key = key
 
     def run(self, number: int) -> int:
-        """For the number of a run."""
+        """Redacts the number of a run."""
         if self._key is None:
             return number
         return int.from_bytes(self._hash(b"run %d" % number, RUN_BYTES))
 
     def event(self, event: inputs.Input) -> inputs.Input:
-        """For an input: without contributions and results, whose sizes `sizes` has."""
+        """Redacts an input, and leaves its payloads out; `sizes` gives their sizes."""
         match event:
             case inputs.Received(_, m.StartVote() as vote) if vote.data is not None:
                 return replace(event, message=replace(vote, data=b""))
@@ -79,7 +78,7 @@ class Redactor:
         return event
 
     def message(self, message: m.MasterMessage) -> m.MasterMessage:
-        """For what a master says: of data the size is left, in the place of the data."""
+        """Redacts a message of the master, and replaces data by its size."""
         match message:
             case m.Started(data=data):
                 size = None if data is None else b"%d" % len(data)
@@ -109,7 +108,7 @@ class Redactor:
         return message
 
     def effect(self, effect: effects.Effect) -> Any:
-        """For an effect, what is left of it, besides a message."""
+        """Redacts an effect, except for the message of a `Send`."""
         match effect:
             case effects.Remember(info):
                 return self._info(info)
@@ -133,7 +132,7 @@ class Redactor:
         return tuple(map(self._info, infos))
 
     def _curve(self, key: str) -> str:
-        """A pseudonym for a key. Other text stays, because the errors about it quote it."""
+        """A pseudonym for a key. Text that is no key stays, because errors quote it."""
         if self._key is None or not KEY.fullmatch(key):
             return key
         return self._hash(b"key " + key.encode(), len(key) // 2).hex()
@@ -182,17 +181,17 @@ class Told(Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         say: the type of the message.
-        to: the numbers of the peers; 0 for a process that is none.
-        calls: of each of these, the number of its call, if the message answers calls.
-        seq: of a collective or a synchronization.
-        final: whether a collective is over that has just started.
+        to: the numbers of the peers; 0: a process that is no peer.
+        calls: the number of each peer's call, if the message answers calls.
+        seq: the number of the collective or synchronization.
+        final: whether the start of a collective also brings its result.
         ok: whether it was a success.
-        epoch: of a plan.
-        rings: of a plan.
-        holders: of a transfer: who has what is fetched.
-        fetches: how many entries of a transfer are fetched.
-        revision: of the shared state, after a synchronization.
-        why: the reason, or who is probed, in words.
+        epoch: the epoch of a plan.
+        rings: the rings of a plan.
+        holders: the peers to fetch from, or to probe.
+        fetches: how many entries to fetch.
+        revision: the revision of the shared state after a synchronization.
+        why: the reason, in words.
     """
 
     say: str
@@ -210,18 +209,18 @@ class Told(Struct, frozen=True, omit_defaults=True):
 
 
 class Line(Struct, frozen=True, omit_defaults=True, tag="event"):
-    """One input of a master, and what followed.
+    """One input of a master, and its effects.
 
     Attributes:
-        at_s: when, by the master's clock.
-        input: without what is secret.
-        peer: that it comes from, or that it registers; 0: none.
+        at_s: the time, by the master's clock.
+        input: the input, without secrets.
+        peer: the peer that it comes from, or that it registers; 0: none.
         sizes: bytes of each payload that is left out.
-        notes: what the master's log says.
-        told: what it told whom.
-        gone: peers that it dropped, or that had left.
+        notes: the texts that the master logged.
+        told: the messages that it sent.
+        gone: the peers that it dropped, or that had left.
         effects: a digest of all effects, in hexadecimal.
-        failed: the exception that ended it.
+        failed: the exception that the input raised.
     """
 
     at_s: float
@@ -236,14 +235,14 @@ class Line(Struct, frozen=True, omit_defaults=True, tag="event"):
 
 
 class Gap(Struct, frozen=True, tag="gap"):
-    """Inputs that are not here, because they could not be written."""
+    """Stands for inputs that could not be written."""
 
     lost: int
     why: str
 
 
 class Recorder:
-    """Makes the lines of one master's record, in order.
+    """Makes the lines of one master's event log, in order.
 
     Args:
         key: see `Redactor`.
@@ -253,13 +252,13 @@ class Recorder:
         self._redactor = Redactor(key)
         self._numbers: dict[bytes, int] = {}  # of peers, by connection
         self._news = False  # since the last tick
-        self._timed = False  # whether anything depends on ticks, but for a recovery
+        self._timed = False  # whether anything but a recovery depends on ticks
 
     def matters(self, event: inputs.Input, recovering: bool, effects: Iterable[Effect]) -> bool:
         """True if an input must be recorded.
 
-        Of the ticks between two other inputs only the first one changes anything, if a time limit
-        runs, and the one that has effects.
+        Most ticks change nothing. Recorded are ticks with effects and, while a time limit runs, the
+        first tick after another input.
         """
         if not isinstance(event, inputs.Tick):
             self._news = True
@@ -298,7 +297,7 @@ class Recorder:
                 self._numbers[effect.conn] = effect.message.peer
 
     def _forget(self, event: inputs.Input, effects: Iterable[Effect]) -> tuple[int, ...]:
-        """Forgets the connections that are over; the numbers of their peers."""
+        """Forgets closed connections. Returns the numbers of their peers."""
         over = [effect.conn for effect in effects if isinstance(effect, Drop)]
         if isinstance(event, inputs.Disconnected):
             over += event.conns
@@ -315,7 +314,7 @@ class Recorder:
             left = self._redactor.effect(effect)
             digest.update(msgspec.msgpack.encode((type(effect).__name__, left)))
             if isinstance(effect, Send):
-                if effect.message is not last:  # many peers are told the same
+                if effect.message is not last:  # many peers get the same message
                     last, data = effect.message, m.encode(self._redactor.message(effect.message))
                 digest.update(data)
                 sent.append((self._numbers.get(effect.conn, 0), effect.message))
@@ -325,7 +324,7 @@ class Recorder:
 
 
 def _without_call(message: m.MasterMessage) -> Told:
-    """A message without what differs from peer to peer."""
+    """A message without the fields that differ from peer to peer."""
     name = type(message).__name__
     match message:
         case m.Started(_, seq, epoch, _, final):
@@ -354,21 +353,21 @@ def _without_call(message: m.MasterMessage) -> Told:
 
 
 def _told(say: Told, those: list[tuple[int, m.MasterMessage]]) -> Told:
-    """A message that several got, one after the other."""
+    """A message that several peers got, one after the other."""
     to = tuple(number for number, _ in those)
     calls: list[Any] = [getattr(message, "call", None) for _, message in those]
     return msgspec.structs.replace(say, to=to, calls=() if calls[0] is None else tuple(calls))
 
 
-SECRET = b"of a master without peers"
+SECRET = b"of a master without peers"  # its nonces reach nobody
 
 
 class Differs(Exception):
-    """The master did something else this time; the text says what."""
+    """A replayed master did not do what the log says; the text tells the difference."""
 
 
-class Reenactment:
-    """A master that is fed the lines of a record.
+class Replay:
+    """A master that is fed the lines of an event log.
 
     Attributes:
         master: None before the first `Began`, and after `lose`.
@@ -379,16 +378,16 @@ class Reenactment:
         self._recorder = Recorder(None)
 
     def lose(self) -> None:
-        """The next lines are missing: what follows cannot be fed until a master begins again."""
+        """Lines are missing: later ones cannot be fed until a master begins anew."""
         self.master = None
 
     def feed(self, line: Line) -> bool:
-        """Has one input happen again. False if it cannot, because earlier ones are missing.
+        """Feeds one input. Returns False if that is impossible because earlier ones are missing.
 
         Raises:
-            Differs: the effects are not those of the record.
+            Differs: the effects are not those in the log.
         """
-        # of a master that is not known, it is not known what it said last
+        # a Began with `why` has effects of the master before it, which is missing here
         comparable = self.master is not None or not getattr(line.input, "why", "")
         failed = ""
         effects: list[Effect] = []
@@ -400,21 +399,21 @@ class Reenactment:
             raise
         except Exception as error:
             failed = exception_text(error)
-        if line.failed == "MemoryError":  # which does not come again; a new master follows
+        if line.failed == "MemoryError":  # a replay has memory enough; a new master follows
             self.lose()
             return True
         event = refill(line.input, line.sizes)
-        again = self._recorder.line(line.at_s, event, effects, failed)  # its names change, too
+        again = self._recorder.line(line.at_s, event, effects, failed)  # also for its table of connections
         if comparable and (again.effects, again.failed) != (line.effects, line.failed):
             raise Differs(difference(line, again))
         return True
 
     def happen(self, line: Line) -> list[Effect]:
-        """Has one input happen again, whatever follows. Raises what that raises."""
+        """Feeds one input and checks nothing. Raises what the master raises."""
         event = refill(line.input, line.sizes)
         if isinstance(event, inputs.Began):
             return self._begin(event)
-        assert self.master is not None, "a record begins with a Began"
+        assert self.master is not None, "an event log begins with a Began"
         self.master.now_s = line.at_s
         return inputs.feed(self.master, event)
 
@@ -424,25 +423,25 @@ class Reenactment:
             journal, effects = self.master.reborn()
             if journal != began.journal:
                 raise Differs(f"the next master began with {began.journal}, and now with {journal}")
-        if not began.why:  # in a process of its own
+        if not began.why:  # a new process
             self._recorder = Recorder(None)
         self.master = inputs.begin(began, _zeros, SECRET)
         return effects
 
 
 def lines(text: str) -> list[Line]:
-    """Lines of a record, as an event log has them."""
+    """Decodes lines of an event log."""
     decoder = msgspec.json.Decoder(Line)
     return [decoder.decode(line) for line in text.split("\n") if line]
 
 
 def exception_text(error: BaseException) -> str:
-    """How a record names an exception."""
+    """An exception as an event log names it."""
     return "MemoryError" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
 
 
 def difference(line: Line, again: Line) -> str:
-    """Where two lines of the same input differ, in words."""
+    """The difference between two lines of one input, in words."""
     if line.failed != again.failed:
         return f"it failed with {line.failed or 'nothing'!r}, and now with {again.failed!r}"
     for what in ("notes", "told"):
@@ -456,5 +455,5 @@ def difference(line: Line, again: Line) -> str:
 
 
 def _zeros(work: m.Spec, parts: Sequence[bytes]) -> bytes:
-    """In place of the reduction: a record has the sizes of contributions only."""
+    """Replaces the reduction: a log has only the sizes of contributions."""
     return bytes(len(parts[0]))
