@@ -22,8 +22,8 @@ from pccl.cli.arguments import duration, option, output
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.effects import plain
-from pccl.protocol.master.inputs import Began
 from pccl.protocol.master.eventlog import Differs, Gap, Line, Replay, Told
+from pccl.protocol.master.inputs import Began
 from pccl.runtime.server.eventlog import VERSION, Damaged, Head, files, read
 
 

@@ -21,7 +21,7 @@ import pccl
 from pccl.protocol.master import inputs, recovery
 from pccl.runtime.config import Config
 from pccl.runtime.server import server as server_module
-from pccl.runtime.server.pulse import Pulse
+from pccl.runtime.server.pauses import Pauses
 from pccl.runtime.server.server import Server
 
 BEATS = {"PCCL_HEARTBEAT_MS": "200", "PCCL_HEARTBEAT_TIMEOUT_MS": "1000"}
@@ -37,21 +37,28 @@ class Clock:
         return self.now_s
 
 
-def test_a_pulse_tells_pauses_from_waiting() -> None:
-    pulse = Pulse(2.0, running := Clock(), elapsed := Clock())
+def test_pauses_are_told_from_waits(caplog: pytest.LogCaptureFixture) -> None:
+    pauses = Pauses(4.0, running := Clock(), elapsed := Clock())
 
-    def after(running_s: float, elapsed_s: float, waited_s: float) -> tuple[float, float]:
+    def after(running_s: float, elapsed_s: float, waited_s: float) -> tuple[float, str]:
+        """What a check adds to `total_s`, and the seconds that it logs."""
+        caplog.clear()
         running.now_s += running_s
         elapsed.now_s += elapsed_s
-        return pulse.beat(waited_s)
+        before_s = pauses.total_s
+        pauses.check(waited_s)
+        seconds = [f"{record.args[0]:.1f}" for record in caplog.records]  # type: ignore[index]
+        return pauses.total_s - before_s, "".join(seconds)
 
-    assert after(10.0, 10.0, 10.0) == (0.0, 0.0)
-    assert after(2.0, 2.0, 0.0) == (0.0, 0.0), "up to the limit"
-    assert after(2.5, 2.5, 0.0) == (2.5, 2.5), "stopped"
-    assert after(1.0, 15.0, 0.5) == (0.5, 14.5), "asleep: only part of it counted as waiting"
-    assert after(0.0, 3600.0, 1.0) == (0.0, 3599.0)
-    assert after(1.0, 1.0, 1.0) == (0.0, 0.0)
-    assert Pulse(60.0).beat(0.0) == (0.0, 0.0)
+    assert after(10.0, 10.0, 10.0) == (0.0, "")
+    assert after(2.0, 2.0, 0.0) == (0.0, ""), "up to the limit"
+    assert after(2.5, 2.5, 0.0) == (2.5, "2.5"), "stopped"
+    assert after(1.0, 15.0, 0.5) == (0.5, "14.5"), "asleep: only part of it counted as waiting"
+    assert after(0.0, 3600.0, 1.0) == (0.0, "3599.0")
+    assert after(1.0, 1.0, 1.0) == (0.0, "")
+    real = Pauses(60.0)
+    real.check()
+    assert real.total_s == 0.0
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
@@ -81,12 +88,12 @@ def test_a_step_of_the_wall_clock_delays_nothing(
 
 
 def test_sleep_of_the_machine_freezes_no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock that measures grace stands still meanwhile: nothing is to be taken off it."""
+    """The clock that measures graces stands still while the machine sleeps."""
     running, elapsed, ticks = Clock(), Clock(), list[inputs.Tick]()
     server = Server("127.0.0.1", 0, Config())
     monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=running))
     monkeypatch.setattr(server, "_feed", lambda event: ticks.append(event) or [])
-    server._pauses._pulse = Pulse(0.5, running, elapsed)
+    server._pauses = Pauses(1.0, running, elapsed)
     with contextlib.closing(server):
         for slept_s in (0.0, 3600.0, 0.0, 0.0):
             running.now_s += 0.1
@@ -145,12 +152,12 @@ def test_a_master_that_was_stopped_goes_on_with_all_its_peers(
 
 
 def test_a_pause_before_the_chores_makes_nobody_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes after what the loop has felt of its wait: while messages are handled, say."""
+    """The pause comes after the loop has checked its wait, for example in a message."""
     clock, ticks = Clock(), list[inputs.Tick]()
     server = Server("127.0.0.1", 0, Config())
     monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(server, "_feed", lambda event: ticks.append(event) or [])
-    server._pauses._pulse = Pulse(0.5, clock, clock)
+    server._pauses = Pauses(1.0, clock, clock)
     with contextlib.closing(server):
         for seconds in (0.0, 0.1, 100.0, 0.2):
             clock.now_s += seconds
@@ -160,10 +167,10 @@ def test_a_pause_before_the_chores_makes_nobody_late(monkeypatch: pytest.MonkeyP
 
 
 class Nap:
-    """Pauses of a server at one moment of its loop, in which connections break and peers come back.
+    """Pauses of a server at one place of its loop. Connections break and peers come back meanwhile.
 
     Args:
-        server: whose pauses are known by a clock that is set by hand from now on.
+        server: from now on, a clock that is set by hand tells it its pauses.
         moment: the method of the server that begins with a pause.
     """
 
@@ -172,7 +179,7 @@ class Nap:
         self._clock = Clock()
         self._pauses: list[list[int]] = []
         self._broken: set[bytes] = set()  # connections
-        server._pauses._pulse = Pulse(0.1, self._clock, self._clock)
+        server._pauses = Pauses(server._timeout_s, self._clock, self._clock)
         original = getattr(server, moment)
 
         def interrupted(*args: object) -> object:
@@ -183,12 +190,12 @@ class Nap:
         setattr(server, moment, interrupted)
 
     def plan(self, *pauses: list[int]) -> None:
-        """Of each pause: the peers whose connections break, when all of them are there."""
+        """Plans pauses, each by the peers whose connections break, once all of them are there."""
         self._pauses = [*pauses]
         self._server._wake()
 
     def over(self, peers: list[int]) -> bool:
-        """Whether there will be no other pause, and these peers are back after the last one."""
+        """True if all pauses are over, and these peers are back."""
         return not self._pauses and all(self._conn(n) not in (None, *self._broken) for n in peers)
 
     def _conn(self, peer: int) -> bytes | None:

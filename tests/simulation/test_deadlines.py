@@ -6,8 +6,8 @@ from manual_run import ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
-from pccl.protocol.master.inputs import Received, Tick
 from pccl.protocol.master.eventlog import Recorder
+from pccl.protocol.master.inputs import Received, Tick
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Send
 from pccl.protocol.rounds import Grace

@@ -1,4 +1,6 @@
-"""The lines of an event log: each input of a master and its effects, without secrets; and their replay.
+"""The lines of an event log, and their replay.
+
+A line has one input of a master and its effects, without secrets.
 
 The reader of a log cannot take part in the run, or read its data: `Redactor` replaces secrets by
 pseudonyms and leaves payloads out. Equal secrets get equal pseudonyms, so another master that is
@@ -403,7 +405,7 @@ class Replay:
             self.lose()
             return True
         event = refill(line.input, line.sizes)
-        again = self._recorder.line(line.at_s, event, effects, failed)  # also for its table of connections
+        again = self._recorder.line(line.at_s, event, effects, failed)  # it learns names, too
         if comparable and (again.effects, again.failed) != (line.effects, line.failed):
             raise Differs(difference(line, again))
         return True

@@ -36,7 +36,7 @@ from pccl.runtime.server.connections import Connections
 from pccl.runtime.server.dial import Dialler, Target, dial_hosts
 from pccl.runtime.server.eventlog import EventLog
 from pccl.runtime.server.journal import JournalError, OnError, Scribe
-from pccl.runtime.server.pulse import Pauses
+from pccl.runtime.server.pauses import Pauses
 from pccl.runtime.server.web import Web
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
@@ -227,7 +227,7 @@ class Server:
                 if reads != _ONLY_MESSAGES:
                     self._chores_due_s = now_s
                 if now_s >= self._chores_due_s:
-                    self._pauses.feel(wait_s)
+                    self._pauses.check(wait_s)
                 for read in reads:
                     read()
                 if self._connections.flooded:
@@ -326,7 +326,7 @@ class Server:
     def _awake_s(self) -> float:
         """The time for which this process has run, by a clock that never counts its pauses."""
         now_s = time.monotonic()
-        self._pauses.feel()
+        self._pauses.check()
         return now_s - self._pauses.total_s
 
     def _new_master(
@@ -507,7 +507,7 @@ class Server:
 
     def _receive_resume(self, conn: bytes, resume: m.Resume) -> list[effects.Effect]:
         """A peer comes back: its connection broke, which may be this master's fault."""
-        self._pauses.feel()
+        self._pauses.check()
         if self._master.deserted(resume):
             self._begin_anew("all peers were lost, and now they come back")
         elif self._pauses.woke_lately and self._master.misses(resume):
