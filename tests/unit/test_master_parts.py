@@ -1,4 +1,4 @@
-"""Each part of the master alone: it needs only those that it is given."""
+"""Each part of the master alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Se
 from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.synchronizations import Synchronizations
-from pccl.protocol.master.tally import Tally
-from pccl.protocol.master.topology import Dismissals, Groups, Optimizations, Rendezvous
+from pccl.protocol.master.topology import Common, Optimizations
 from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote
 from pccl.types import Result
@@ -50,19 +49,19 @@ def accepted(*groups: int) -> Membership:
     return membership
 
 
-class Table:
-    """What most parts are given, around some peers of group 0; it notes who has to go."""
+class Table(Common):
+    """Some accepted peers of group 0.
+
+    Attributes:
+        running: the running collectives.
+        gone: peers that were dropped, and why. They stay members.
+    """
 
     def __init__(self, peers: int) -> None:
-        self.membership = accepted(*[0] * peers)
-        self.numbers = Numbers(b"secret")
-        self.history = History()
-        self.outbox = Outbox(self.membership.peers, self.numbers.take_seq)
-        self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
-        self.rendezvous = Rendezvous(self.membership, self.outbox)
+        membership = accepted(*[0] * peers)
+        super().__init__(membership, Numbers(b"secret"), History(), self.remove_all)
         self.gone: dict[int, str] = {}
-        self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
-        self.running, self.tally = CollectiveTable(), Tally()
+        self.running = CollectiveTable()
         self.groups.renew(0)
         self.said()
 
@@ -72,36 +71,13 @@ class Table:
         self.gone |= whys
 
     def collectives(self) -> Collectives:
-        return Collectives(
-            self.membership,
-            self.numbers,
-            self.history,
-            self.groups,
-            self.rendezvous,
-            self.running,
-            self.outbox,
-            self.dismissals,
-            self.tally,
-            lambda work, parts: b"".join(parts),
-        )
+        return Collectives(self, self.running, lambda work, parts: b"".join(parts))
 
     def voting(self, committed: list[Round[object]]) -> Voting:
-        return Voting(self.membership, self.running, self.outbox, self.dismissals, committed.append)
-
-    def synchronizations(self) -> Synchronizations:
-        return Synchronizations(
-            self.membership,
-            self.numbers,
-            self.history,
-            self.groups,
-            self.rendezvous,
-            self.outbox,
-            self.dismissals,
-            self.tally,
-        )
+        return Voting(self, self.running, committed.append)
 
     def said(self) -> dict[int, list[m.MasterMessage]]:
-        """What was sent to whom since this was asked last."""
+        """Takes the messages that were sent, by receiver."""
         found: dict[int, list[m.MasterMessage]] = {}
         for effect in self.outbox.take():
             if isinstance(effect, Send):
@@ -255,7 +231,7 @@ def test_a_small_collective_is_final_at_once() -> None:
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_synchronization_ends_when_all_have_fetched(ok: bool) -> None:
     table = Table(2)
-    syncs = table.synchronizations()
+    syncs = Synchronizations(table)
     manifests = [m.Manifest(0, 0, (m.Entry("x", 10, 4, False, digest),)) for digest in (b"1", b"2")]
     round_ = Round(RoundId(Kind.SYNC, 0), {n + 1: Vote(n, o) for n, o in enumerate(manifests)})
     syncs.begin(round_)
@@ -271,15 +247,7 @@ def test_a_synchronization_ends_when_all_have_fetched(ok: bool) -> None:
 def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:
     table = Table(3)
     collectives = table.collectives()
-    accusations = Accusations(
-        table.membership,
-        table.groups,
-        table.running,
-        collectives,
-        table.outbox,
-        table.dismissals,
-        lambda group: False,
-    )
+    accusations = Accusations(table, table.running, collectives, lambda group: False)
     epoch = table.groups[0].epoch
     accusations.unreached(1, m.Unreached(2, epoch, "timed out"))
     dials = [effect for effect in table.outbox.take() if isinstance(effect, Dial)]
@@ -293,15 +261,7 @@ def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:
 
 def test_an_optimization_measures_links_and_installs_rings() -> None:
     table = Table(2)
-    optimizations = Optimizations(
-        table.membership,
-        table.numbers,
-        table.history,
-        table.groups,
-        table.rendezvous,
-        table.outbox,
-        table.dismissals,
-    )
+    optimizations = Optimizations(table)
     optimizations.begin(Round(RoundId(Kind.OPTIMIZE, None), {1: Vote(10, None), 2: Vote(20, None)}))
     probes = {number: told[0] for number, told in table.said().items()}
     assert {n: p.peers for n, p in probes.items() if isinstance(p, m.Probe)} == {1: (2,), 2: (1,)}

@@ -11,16 +11,14 @@ from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.master.effects import Dial, Outbox, plain
-from pccl.protocol.master.history import History, Numbers
-from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.tally import Reason, Tally
-from pccl.protocol.master.topology import Dismissals, Group, Groups, Rendezvous
+from pccl.protocol.master.effects import Dial, plain
+from pccl.protocol.master.tally import SIZES, Reason
+from pccl.protocol.master.topology import Common, Group, Part
 from pccl.protocol.messages import INLINE, CollectiveKind
 from pccl.protocol.ring import checksum, uses
 from pccl.protocol.rounds import Round, RoundId, Vote, described
 from pccl.protocol.topology import hops
-from pccl.types import DataType, ReduceOp, Result
+from pccl.types import ReduceOp, Result
 
 Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # for each rank, and from each
 
@@ -30,7 +28,6 @@ AROUND = {
     CollectiveKind.ALL_GATHER,
     CollectiveKind.ALL_TO_ALL,
 }
-_ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
 _REDOPS = {op.value for op in ReduceOp}
 
 
@@ -40,7 +37,7 @@ def fits(work: m.Spec, data: bytes) -> bool:
         work.what in INLINE
         and not work.parts
         and work.redop in _REDOPS
-        and len(data) == work.count * _ITEM_BYTES.get(work.dtype, -1)
+        and len(data) == work.count * SIZES.get(work.dtype, -1)
     )
 
 
@@ -223,10 +220,12 @@ CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # that a peer may give for not compl
 REASONS = {m.Cause.TIMEOUT: Reason.TIMEOUT, m.Cause.MEMORY: Reason.MEMORY}
 
 
-class Collectives:
+class Collectives(Part):
     """Starts collectives, interrupts them, and settles their outcome.
 
     Args:
+        common: what all parts use.
+        table: the running collectives.
         combine: reduces contributions of the work's size, in their order.
 
     Attributes:
@@ -235,23 +234,9 @@ class Collectives:
             then tell the next master, in one message: so there must not be too many.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        numbers: Numbers,
-        history: History,
-        groups: Groups,
-        rendezvous: Rendezvous,
-        table: CollectiveTable,
-        outbox: Outbox,
-        dismissals: Dismissals,
-        tally: Tally,
-        combine: Combine,
-    ) -> None:
-        self._membership, self._numbers, self._history = membership, numbers, history
-        self._groups, self._rendezvous, self._table = groups, rendezvous, table
-        self._outbox, self._dismissals = outbox, dismissals
-        self._tally, self._combine = tally, combine
+    def __init__(self, common: Common, table: CollectiveTable, combine: Combine) -> None:
+        super().__init__(common)
+        self._table, self._combine = table, combine
         # by group: seqs and sizes of results that some peer may lack
         self._small: dict[int, deque[tuple[int, int]]] = {}
         self.small_max = 128
@@ -512,27 +497,26 @@ class Collectives:
         self._small.pop(group, None)
 
 
-class Accusations:
+class Accusations(Part):
     """Collects reports of streams that could not be opened, and acts on the verdicts.
 
     Args:
+        common: what all parts use.
+        table: the running collectives.
+        collectives: interrupts them.
         synchronizes: whether a group has a synchronization in progress. Its plan belongs to the
             group's epoch, but has its own streams.
     """
 
     def __init__(
         self,
-        membership: Membership,
-        groups: Groups,
+        common: Common,
         table: CollectiveTable,
         collectives: Collectives,
-        outbox: Outbox,
-        dismissals: Dismissals,
         synchronizes: Callable[[int], bool],
     ) -> None:
-        self._membership, self._groups = membership, groups
+        super().__init__(common)
         self._table, self._collectives = table, collectives
-        self._outbox, self._dismissals = outbox, dismissals
         self._synchronizes = synchronizes
 
     def unreached(self, number: int, unreached: m.Unreached) -> None:

@@ -32,11 +32,11 @@ the same for the run that most of the returning peers name.
 How it is made
 --------------
 
-`Master` knows which event is legal when, and hands each message to the part that it concerns. The
-parts are objects that know only those they are given, in this order: `Membership`, `Numbers`,
-`History`, `Outbox`, `Groups`, `Dismissals`, `CollectiveTable`, `Collectives`, `Synchronizations`,
-`Optimizations`, `Accusations`, `Voting`. `Run` makes them, and has the steps that concern several:
-a peer is admitted, or leaves. A part that finds that a peer must be dropped tells `Dismissals`.
+`Master` checks whether an event is legal now, and hands each message to its part. The parts are
+`Collectives`, `Synchronizations`, `Optimizations`, `Accusations`, `Clients` and `Voting`. They
+share the objects in `Common` (topology.py). A part that finds that a peer must be dropped tells
+`Dismissals`. `Run` makes the parts, and has the steps that concern several of them, such as
+admitting and removing peers.
 
 Invariants
 ----------

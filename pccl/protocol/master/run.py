@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pccl.protocol import messages as m
 from pccl.protocol.master.clients import Clients
 from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Combine
-from pccl.protocol.master.effects import Drop, Forget, Outbox, Refusal, Remember, plain
+from pccl.protocol.master.effects import Drop, Forget, Refusal, Remember, plain
 from pccl.protocol.master.history import (
     FINISHED,
     REFUSED_MAX,
@@ -18,8 +18,8 @@ from pccl.protocol.master.history import (
 )
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.synchronizations import Synchronizations
-from pccl.protocol.master.tally import Loss, Tally
-from pccl.protocol.master.topology import Dismissals, Groups, Optimizations, Rendezvous
+from pccl.protocol.master.tally import Loss
+from pccl.protocol.master.topology import Common, Optimizations
 from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import Kind, Round
 from pccl.types import Result
@@ -49,48 +49,18 @@ class Run:
         self.numbers = Numbers(secret, 0 if journal is None else journal.incarnation)
         self.history = History()
         self.history.finished = WHOLE_RUN in self.refused
-        self.outbox = Outbox(self.membership.peers, self.numbers.take_seq)
-        self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
-        self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
-        rendezvous = Rendezvous(self.membership, self.outbox)
+        common = Common(self.membership, self.numbers, self.history, self.remove_all)
+        self.outbox, self.groups, self.tally = common.outbox, common.groups, common.tally
+        self.dismissals = common.dismissals
         self.table = CollectiveTable()
-        self.tally = Tally()
-        self.collectives = Collectives(
-            self.membership,
-            self.numbers,
-            self.history,
-            self.groups,
-            rendezvous,
-            self.table,
-            self.outbox,
-            self.dismissals,
-            self.tally,
-            combine,
-        )
-        lasting = (
-            self.membership,
-            self.numbers,
-            self.history,
-            self.groups,
-            rendezvous,
-            self.outbox,
-            self.dismissals,
-        )
-        self.synchronizations = Synchronizations(*lasting, self.tally)
-        self.optimizations = Optimizations(*lasting)
+        self.collectives = Collectives(common, self.table, combine)
+        self.synchronizations = Synchronizations(common)
+        self.optimizations = Optimizations(common)
         self.accusations = Accusations(
-            self.membership,
-            self.groups,
-            self.table,
-            self.collectives,
-            self.outbox,
-            self.dismissals,
-            self.synchronizations.under_way,
+            common, self.table, self.collectives, self.synchronizations.under_way
         )
-        self.clients = Clients(self.numbers, rendezvous, self.outbox)
-        self.voting = Voting(
-            self.membership, self.table, self.outbox, self.dismissals, self._commit
-        )
+        self.clients = Clients(self.numbers, common.rendezvous, self.outbox)
+        self.voting = Voting(common, self.table, self._commit)
         self._commits = {
             Kind.TOPOLOGY: self._commit_topology,
             Kind.FINISH: self._commit_finish,

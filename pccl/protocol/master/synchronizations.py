@@ -38,11 +38,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.effects import Outbox
-from pccl.protocol.master.history import History, Numbers
-from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.tally import SIZES, Tally
-from pccl.protocol.master.topology import Dismissals, Groups, Rendezvous
+from pccl.protocol.master.tally import SIZES
+from pccl.protocol.master.topology import Common, Part
 from pccl.protocol.messages import Entry, Manifest, dtype_name
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId, Vote
 from pccl.tensors.layout import described
@@ -341,24 +338,11 @@ class Sync:
     progress: dict[int, int] = field(default_factory=dict)  # thousandths, by receiver
 
 
-class Synchronizations:
+class Synchronizations(Part):
     """Elects content and plans transfers; again if a member is lost or a fetch fails."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        numbers: Numbers,
-        history: History,
-        groups: Groups,
-        rendezvous: Rendezvous,
-        outbox: Outbox,
-        dismissals: Dismissals,
-        tally: Tally,
-    ) -> None:
-        self._membership, self._numbers = membership, numbers
-        self._tally = tally
-        self._history, self._groups, self._rendezvous = history, groups, rendezvous
-        self._outbox, self._dismissals = outbox, dismissals
+    def __init__(self, common: Common) -> None:
+        super().__init__(common)
         self._current: dict[int, Sync] = {}  # by group
 
     def under_way(self, group: int) -> bool:

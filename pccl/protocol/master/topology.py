@@ -45,6 +45,7 @@ from pccl.protocol import reach
 from pccl.protocol.master.effects import Outbox
 from pccl.protocol.master.history import History, Numbers
 from pccl.protocol.master.membership import Membership
+from pccl.protocol.master.tally import Tally
 from pccl.protocol.messages import PeerInfo, Ring
 from pccl.protocol.ring import BARRED, plan_rings
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId
@@ -384,6 +385,37 @@ class Dismissals:
         self.dismiss(verdict.guilty, why, Result.RANK_CONNECTION_FAILED)
 
 
+class Common:
+    """The objects that all parts of a run use.
+
+    Args:
+        membership: the registered peers.
+        numbers: the numbers that this master gives.
+        history: the results of completed rounds.
+        remove_all: drops peers. When it returns, all others continue without them.
+    """
+
+    def __init__(
+        self, membership: Membership, numbers: Numbers, history: History, remove_all: RemoveAll
+    ) -> None:
+        self.membership, self.numbers, self.history = membership, numbers, history
+        self.tally = Tally()
+        self.outbox = Outbox(membership.peers, numbers.take_seq)
+        self.groups = Groups(membership, numbers, history, self.outbox)
+        self.rendezvous = Rendezvous(membership, self.outbox)
+        self.dismissals = Dismissals(membership, self.groups, remove_all)
+
+
+class Part:
+    """A part of a run; it has what is common to all parts."""
+
+    def __init__(self, common: Common) -> None:
+        self._membership, self._numbers = common.membership, common.numbers
+        self._history, self._tally = common.history, common.tally
+        self._outbox, self._groups = common.outbox, common.groups
+        self._rendezvous, self._dismissals = common.rendezvous, common.dismissals
+
+
 @dataclass(slots=True)
 class Optimization:
     """An optimization, from the vote of all accepted peers to the choice of the rings."""
@@ -397,26 +429,15 @@ class Optimization:
     since_s: float = 0.0  # when the last peer entered it
 
 
-class Optimizations:
+class Optimizations(Part):
     """Has links measured, and installs the best rings.
 
     Attributes:
         current: the optimization in progress, if any.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        numbers: Numbers,
-        history: History,
-        groups: Groups,
-        rendezvous: Rendezvous,
-        outbox: Outbox,
-        dismissals: Dismissals,
-    ) -> None:
-        self._membership, self._numbers = membership, numbers
-        self._history, self._groups, self._rendezvous = history, groups, rendezvous
-        self._outbox, self._dismissals = outbox, dismissals
+    def __init__(self, common: Common) -> None:
+        super().__init__(common)
         self.current: Optimization | None = None
 
     def begin(self, round_: Round[object]) -> None:

@@ -25,9 +25,8 @@ from pccl.protocol.master.collectives import (
     outdated,
     sees_others,
 )
-from pccl.protocol.master.effects import Outbox
-from pccl.protocol.master.membership import NAMES_MAX, Membership
-from pccl.protocol.master.topology import Dismissals
+from pccl.protocol.master.membership import NAMES_MAX
+from pccl.protocol.master.topology import Common, Part
 from pccl.protocol.rounds import (
     EXCLUSIVE,
     OPEN_MAX,
@@ -166,10 +165,11 @@ def _listed(parts: Sequence[m.Part] | Sequence[m.Entry]) -> int:
     return PART_BYTES * len(parts) + width * texts
 
 
-class Voting:
+class Voting(Part):
     """The rounds in which peers wait.
 
     Args:
+        common: what all parts use.
         table: the running collectives, which count like rounds in which a peer waits.
         commit: called with a round in which all members have voted; it has already ended.
 
@@ -177,17 +177,9 @@ class Voting:
         open: the rounds themselves.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        table: CollectiveTable,
-        outbox: Outbox,
-        dismissals: Dismissals,
-        commit: Commit,
-    ) -> None:
-        self._membership, self._table = membership, table
-        self._outbox, self._dismissals = outbox, dismissals
-        self._commit = commit
+    def __init__(self, common: Common, table: CollectiveTable, commit: Commit) -> None:
+        super().__init__(common)
+        self._table, self._commit = table, commit
         # by peer: failures of rounds that ended together; it gets one if it enters one of these
         self._rejections: dict[int, list[Mapping[RoundId, m.Failure]]] = {}
         # disputes that are not settled: rounds whose votes differ, and those that exclude others
