@@ -378,7 +378,7 @@ def test_torn_content_is_not_elected_however_common() -> None:
         decision = elect(manifests, 4, NOBODY)
         assert decision.revision == 5
         assert {peer: t.holders for peer, t in decision.transfers.items()} == {1: (3,), 2: (3,)}
-    with pytest.raises(Rejection, match="nobody is left who offers a whole shared state"):
+    with pytest.raises(Rejection, match="no peer is left that offers a whole shared state"):
         elect({1: torn(5, "a"), 2: torn(6, "a")}, 4, NOBODY)
 
 
@@ -387,7 +387,7 @@ def test_content_that_is_not_known_equals_nothing() -> None:
     overwritten = manifest(5, "a").overwritten([0])
     decision = elect({1: manifest(5, ""), 2: overwritten, 3: manifest(5, "c")}, 4, NOBODY)
     assert list(decision.transfers) == [1, 2]
-    with pytest.raises(Rejection, match="nobody is left who offers a whole shared state"):
+    with pytest.raises(Rejection, match="no peer is left that offers a whole shared state"):
         elect({1: manifest(5, ""), 2: overwritten}, 4, NOBODY)
 
 

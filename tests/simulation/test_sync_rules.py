@@ -280,7 +280,7 @@ def test_who_has_begun_to_receive_offers_nothing_when_the_holders_are_gone() -> 
     run.sync(manifest(6, b"b"), manifest(0, b"a"), manifest(0, b"a"))
     run.say(b"1", m.Leave())
     error = run.last(b"2")
-    assert isinstance(error, m.CallError) and "nobody is left who offers a whole" in error.why
+    assert isinstance(error, m.CallError) and "no peer is left that offers a whole" in error.why
     assert Result(error.result) is Result.NO_SHARED_STATE_AVAILABLE
 
 

@@ -1,13 +1,13 @@
-"""Processes that publish or follow weights beside the run, and what they hold.
+"""Clients: processes that publish or follow weights beside the run.
 
-They are no members: they vote in nothing, nobody waits for them, and they learn nothing by which
-they could speak to peers. The master knows which packages can be had, and from whom. Who seeks one
-is sent to a holder, which has few places, so that everybody who has it becomes a holder for others:
-a tree, which grows anew for each package. Faster ones come first, and of the
-free holders the one from which data comes fastest. Rates are those that receivers have measured.
+Clients are no members: they do not vote, no peer waits for them, and they learn nothing that would
+let them connect to peers. The master knows which packages are available, and who holds them. It
+sends a client that seeks a package to a holder. A holder serves few receivers at a time, and each
+receiver becomes a holder when it has the package, so each package spreads along a tree. Faster
+receivers come first, and get the fastest free holder. The rates are measured by receivers.
 
-A receiver that takes long gives its place back, so slow ones keep nobody waiting. If its holder is
-lost, or has no more of it, it is sent to another one, and goes on with what it has.
+A slow receiver gives its place at the holder back, so that it keeps no other client waiting. If its
+holder is lost, or no longer has the package, it is sent to another holder, and keeps what it has.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Catalogue:
     def __init__(self) -> None:
         self._packages: dict[Key, m.Package] = {}
         self._holders: dict[Key, dict[int, None]] = {}
-        self._held: dict[int, dict[Key, None]] = {}  # by whom
+        self._held: dict[int, dict[Key, None]] = {}  # by holder
         self.head = 0
 
     @property
     def packages(self) -> tuple[m.Package, ...]:
-        """All that can be had: the newest ones, as many as a message holds."""
+        """The available packages: the newest ones, as many as fit into a message."""
         newest = sorted(self._packages)[-m.PACKAGES_MAX :]
         return tuple(self._packages[key] for key in newest)
 
@@ -61,9 +61,8 @@ class Catalogue:
         return 0 if package is None else package.nbytes
 
     def set(self, number: int, packages: Iterable[m.Package]) -> Iterator[m.Package]:
-        """A client holds these, and no others. Yields those that contradict what others hold.
-
-        What comes first counts: the others have begun to build on it.
+        """Sets the packages of a client. Yields those that contradict packages of other clients,
+        which came first and stay.
         """
         old = self._held.pop(number, {})
         new: dict[Key, None] = {}
@@ -91,7 +90,7 @@ class Catalogue:
         return all(one.content == package.content for one in others)
 
     def add(self, number: int, packages: Iterable[m.Package]) -> None:
-        """A client holds these too; nobody else does."""
+        """Adds new packages to those of a client."""
         held = [self._packages[key] for key in self._held.get(number, {})]
         for _ in self.set(number, [*held, *packages]):
             raise AssertionError("a version is published once")
@@ -99,9 +98,9 @@ class Catalogue:
 
 FIRST = 1 << 40  # the number of the first client: none is that of a peer
 SLOTS = 1 << 16  # of a holder, as in c/pccl_core.h
-PLACES = 2  # of a holder: with one, its line would be idle between two receivers
-SMALL_BYTES = 1 << 20  # below it, a transfer is mostly round trips, and leaves its line idle
-PLACES_SMALL = 8  # of a holder, for packages that are that small
+PLACES = 2  # receivers of a holder at a time: with one, its line would be idle between two
+SMALL_BYTES = 1 << 20  # smaller transfers are mostly round trips, and leave the line idle
+PLACES_SMALL = 8  # receivers of a holder at a time, for such packages
 
 
 @dataclass(slots=True)
@@ -110,16 +109,16 @@ class Client:
 
     conn: bytes
     info: m.PeerInfo
-    nonce: int  # by which others are admitted to it
+    nonce: int  # admits other clients to its streams
     slot: int
     seek: m.Seek | None = None
-    holder: int = 0  # from which it fetches what it seeks; 0: it waits for one
+    holder: int = 0  # it fetches from this client; 0: it waits for a holder
     slow: bool = False  # it has given its place back
-    rate: int = 0  # bytes/s, at which it has fetched last
-    rates: dict[int, int] = field(default_factory=dict)  # likewise, by holder
-    given: int = 0  # the rate at which it has served last
+    rate: int = 0  # bytes/s of its last fetch
+    rates: dict[int, int] = field(default_factory=dict)  # bytes/s of its last fetch, by holder
+    given: int = 0  # bytes/s of the last fetch from it
     receivers: dict[int, None] = field(default_factory=dict)
-    version: int = 0  # of the weights that it has, as it last said
+    version: int = 0  # the version of its weights, as it last said
     published: int = 0  # the newest version that it has published; 0: none
 
     def __str__(self) -> str:
@@ -130,12 +129,12 @@ class Clients:
     """All processes that publish or follow weights at one master.
 
     Args:
-        numbers: make their nonces.
-        rendezvous: of peers, of which some relay for clients, too.
+        numbers: makes nonces.
+        rendezvous: knows the peers that relay, also for clients.
         outbox: collects effects.
 
     Attributes:
-        catalogue: what can be had.
+        catalogue: the available packages.
         rendezvous: as given.
     """
 
@@ -144,10 +143,10 @@ class Clients:
         self._outbox, self.catalogue = outbox, Catalogue()
         self._all: dict[int, Client] = {}
         self._by_conn: dict[bytes, int] = {}
-        self._seeking: dict[int, None] = {}  # those that wait for a holder
+        self._seeking: dict[int, None] = {}  # clients that wait for a holder
         self._next = FIRST + 1
         self._free_slots: list[int] = []
-        self._slots = 0  # that were ever taken
+        self._slots = 0  # slots in use or in `_free_slots`
 
     @property
     def all(self) -> Mapping[int, Client]:
@@ -157,7 +156,7 @@ class Clients:
     def has(self, conn: bytes) -> bool:
         return conn in self._by_conn
 
-    # ---- who comes and goes ----
+    # ---- joining and leaving ----
 
     def register(self, conn: bytes, info: m.PeerInfo, warning: str) -> None:
         """Registers a newcomer."""
@@ -175,7 +174,7 @@ class Clients:
         self._outbox.note(f"{one} registered")
 
     def lose(self, conns: Iterable[bytes], why: str) -> None:
-        """Connections are lost, some of which may be those of clients."""
+        """Handles lost connections; some may belong to clients."""
         lost = [self._all[self._by_conn[conn]] for conn in conns if conn in self._by_conn]
         before = self.catalogue.packages if lost else ()
         for one in lost:
@@ -185,12 +184,12 @@ class Clients:
             self._assign()
 
     def drop(self, conn: bytes, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
-        """A client is dropped, and told."""
+        """Drops a client, and tells it why."""
         self._outbox.do(Send(conn, m.Kicked(result.value, plain(why))), Drop(conn, plain(why)))
         self.lose([conn], why)
 
     def farewell(self, result: Result, why: str) -> None:
-        """The master ends for good."""
+        """Tells all clients that the master ends for good."""
         for one in self._all.values():
             self._send(one, m.Kicked(result.value, why))
 
@@ -208,13 +207,13 @@ class Clients:
         for other in self._all.values():
             other.rates.pop(number, None)
         for _ in self.catalogue.set(number, ()):
-            raise AssertionError("nothing contradicts nothing")
+            raise AssertionError("an empty set contradicts nothing")
         self._outbox.note(f"{one}: {why}; {len(self._all)} clients remain")
 
     # ---- messages ----
 
     def received(self, conn: bytes, message: m.PeerMessage) -> None:
-        """A message of a client."""
+        """Handles a message of a client."""
         one = self._all[self._by_conn[conn]]
         match message:
             case m.Publish():
@@ -239,7 +238,7 @@ class Clients:
     def _publish(self, one: Client, publish: m.Publish) -> None:
         number, packages = one.info.peer, publish.packages
         if all(self.catalogue.has(package, number) for package in packages):
-            self._send(one, m.Published(publish.call))  # again, as the first answer was lost
+            self._send(one, m.Published(publish.call))  # once more: the first answer was lost
             return
         why = self._objection(packages)
         if why:
@@ -310,10 +309,10 @@ class Clients:
             else:
                 self._outbox.send(to.peer, message)
 
-    # ---- who fetches from whom ----
+    # ---- assigning holders ----
 
     def _part(self, one: Client) -> None:
-        """A receiver and its holder have nothing to do with each other any more."""
+        """Ends the assignment of a receiver to its holder."""
         holder = self._all.get(one.holder)
         one.holder = 0
         if holder is not None:
@@ -326,7 +325,7 @@ class Clients:
             self._seeking[one.info.peer] = None
 
     def _assign(self) -> None:
-        """Sends those that wait to holders, as far as these have places."""
+        """Sends waiting clients to holders with free places."""
         free: dict[tuple[int, int], list[Client]] = {}
         waiting = (self._all[number] for number in self._seeking)
         for one in sorted(waiting, key=lambda one: (one.slow, -one.rate)):
@@ -336,13 +335,13 @@ class Clients:
                 free[key] = [*map(self._all.__getitem__, self.catalogue.holders(key))]
             places = self._places(key)
             free[key] = [holder for holder in free[key] if self._taken(holder) < places]
-            fit = [each for each in free[key] if self._fits(one, each)]
-            if fit:
-                best = max(fit, key=lambda holder: self._merit(one, holder))
+            usable = [each for each in free[key] if self._is_usable(one, each)]
+            if usable:
+                best = max(usable, key=lambda holder: self._merit(one, holder))
                 self._send_to(one, best, key)
 
-    def _fits(self, one: Client, holder: Client) -> bool:
-        """True if the holder is reachable for it, and is not one that it avoids."""
+    def _is_usable(self, one: Client, holder: Client) -> bool:
+        """True if the client can reach the holder, and does not avoid it."""
         assert one.seek is not None
         apart = reach.apart(one.info, holder.info) and not self.rendezvous.relays
         return not apart and holder.info.peer not in one.seek.avoid
@@ -356,22 +355,22 @@ class Clients:
         self._send(one, m.Source(*key, holder.info, holder.nonce, one.slot))
 
     def _merit(self, one: Client, holder: Client) -> tuple[int, int]:
-        """A sort key: the rate to expect from a holder; without one, the fewest receivers."""
+        """The sort key of holders: the expected rate, then the fewest receivers."""
         rate = one.rates.get(holder.info.peer, holder.given)
         return rate, -self._taken(holder)
 
     def _places(self, key: tuple[int, int]) -> int:
-        """How many may fetch a package from one holder."""
+        """How many clients may fetch a package from one holder at a time."""
         return PLACES_SMALL if self.catalogue.size(key) < SMALL_BYTES else PLACES
 
     def _taken(self, holder: Client) -> int:
-        """Its places that are taken: receivers that are slow have none."""
+        """How many places of a holder are taken. Slow receivers take none."""
         return sum(not self._all[number].slow for number in holder.receivers)
 
-    # ---- messages to them ----
+    # ---- messages to clients ----
 
     def _notify_if_changed(self, before: tuple[m.Package, ...]) -> None:
-        """Sends all what can be had, unless it is as before."""
+        """Sends all clients the available packages, if they have changed."""
         now = self.catalogue.packages
         if now != before:
             message = m.Available(now, self.catalogue.head)

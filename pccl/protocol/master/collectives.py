@@ -20,7 +20,7 @@ from pccl.protocol.rounds import Round, RoundId, Vote, described
 from pccl.protocol.topology import hops
 from pccl.types import ReduceOp, Result
 
-Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # for each rank, and from each
+Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # to each rank, and from each
 
 AROUND = {
     CollectiveKind.ALL_REDUCE,
@@ -45,26 +45,28 @@ def goes_around(work: m.Spec) -> bool:
     """True if the collective's data uses every hop of its rings."""
     carries = work.count or any(part.count for part in work.parts)
     if work.rows and sum(rows > 0 for rows in work.rows) < 2:
-        return False  # nothing goes to the only member that gives any
+        return False  # the only member that gives rows receives nothing
     return bool(carries) and work.what in AROUND
 
 
 def are_rows(work: m.Spec, rows: Rows) -> bool:
-    """True if these are numbers of rows to and from each member."""
+    """True if these can be the numbers of rows to and from each member of the collective."""
     gives, takes = rows
     return work.what == CollectiveKind.ALL_TO_ALL and len(gives) == len(takes) == work.members
 
 
 def is_pair(number: int, vote: m.StartVote) -> bool:
-    """True if a vote for a send names this peer and another, and any other vote names nobody."""
+    """True if a vote for a send names this peer and another one, and a vote for another collective
+    names no peers."""
     if vote.work.what != CollectiveKind.SEND:
         return not vote.pair
     return len(vote.pair) == 2 and len({*vote.pair}) == 2 and number in vote.pair
 
 
-def misfit(rows: Sequence[Rows]) -> tuple[int, int] | None:
-    """Two ranks of which the second takes another number of rows than the first gives it."""
-    taken = list(zip(*(takes for _, takes in rows), strict=True))  # from whom, by whom
+def mismatch(rows: Sequence[Rows]) -> tuple[int, int] | None:
+    """The first rank that gives another one a number of rows that this one does not take, and the
+    other rank."""
+    taken = list(zip(*(takes for _, takes in rows), strict=True))  # by giver and taker
     for rank, (gives, _) in enumerate(rows):
         if gives != taken[rank]:
             pairs = enumerate(zip(gives, taken[rank], strict=True))
@@ -87,14 +89,14 @@ def form(vote: Vote[object]) -> object:
 
 
 def sees_others(one: Vote[object], other: Vote[object]) -> bool:
-    """True if the votes are for one call, by peers that disagree on the ranks or the members."""
+    """True if the votes are for the same call, but by peers that disagree on ranks or members."""
     asked, mine = one.payload, other.payload
     assert isinstance(asked, m.Spec) and isinstance(mine, m.Spec)
     return asked.sees_others_than(mine)
 
 
 def difference(round_: Round[object], one: int, other: int, who: str) -> str:
-    """How the votes of two peers differ, in words; `who` says which peer called what."""
+    """The difference between the votes of two peers, in words; `who` names the peers' calls."""
     asked, mine = round_.votes[one].payload, round_.votes[other].payload
     assert isinstance(asked, m.Spec) and isinstance(mine, m.Spec)
     alike = (round_.votes[one].data is None) == (round_.votes[other].data is None)
@@ -106,9 +108,9 @@ def difference(round_: Round[object], one: int, other: int, who: str) -> str:
 
 
 def outdated(round_: Round[object], size: int) -> str:
-    """Why a start round fails whose peers do not all know the current ranks.
+    """The error of a start round whose peers do not all know the current ranks.
 
-    `size` is that of the group.
+    `size` is the size of the group.
     """
     lost = "".join(f"; {title}" for title in round_.lost)
     return f"the group has {size} peers by now, and ranks have changed: call again{lost}"
@@ -122,16 +124,16 @@ class Running:
     group: int
     members: set[int]
     votes: dict[int, bool] = field(default_factory=dict)
-    began_as: RoundId | None = None  # the round; unknown of one from before a restart
-    around: tuple[int, tuple[m.Ring, ...]] | None = None  # its epoch and rings
+    began_as: RoundId | None = None  # its start round; None if it began before a restart
+    around: tuple[int, tuple[m.Ring, ...]] | None = None  # its epoch and rings, if it uses all hops
     why: str = ""
     cause: m.Cause = m.Cause.OTHER
     since_s: float = 0.0  # when the last peer entered it
     paired: bool = False  # a send: the loss of other peers does not matter
-    work: m.Spec | None = None  # unknown of one from before a restart
-    size: int = 0  # its members, at its start
-    reason: Reason = Reason.LINK  # if it is interrupted
-    interrupted_s: float = 0.0  # and when
+    work: m.Spec | None = None  # None if it began before a restart
+    size: int = 0  # its members at its start
+    reason: Reason = Reason.LINK  # why it was interrupted
+    interrupted_s: float = 0.0  # when it was interrupted
     progress: dict[int, int] = field(default_factory=dict)  # thousandths, by member
 
     @property
@@ -153,7 +155,7 @@ class CollectiveTable:
 
     def __init__(self) -> None:
         self._running: dict[int, Running] = {}
-        self._counts: dict[int, int] = {}  # by peer: of how many it is a member
+        self._counts: dict[int, int] = {}  # by peer: how many collectives it is a member of
 
     def __iter__(self) -> Iterator[Running]:
         return iter(self._running.values())
@@ -166,7 +168,7 @@ class CollectiveTable:
         return self._running.get(seq)
 
     def of_group(self, group: int) -> list[Running]:
-        """The collectives of all peers of a group, in the order of their starts."""
+        """The collectives of a group, without sends, in the order of their starts."""
         return [
             running
             for running in self._running.values()
@@ -174,7 +176,7 @@ class CollectiveTable:
         ]
 
     def running(self, number: int) -> int:
-        """Of how many running collectives a peer is a member."""
+        """How many running collectives a peer is a member of."""
         return self._counts.get(number, 0)
 
     def add(self, running: Running) -> None:
@@ -195,7 +197,7 @@ class CollectiveTable:
                 counts[number] -= 1
 
     def lose(self, group: int, lost: Collection[int]) -> list[Running]:
-        """Peers of a group are lost: removes them. Returns the collectives that they were in."""
+        """Removes lost peers of a group. Returns the collectives that this affects."""
         lost = set(lost)
         running = self.of_group(group)
         running += [one for one in self._running.values() if one.paired and one.members & lost]
@@ -215,8 +217,8 @@ class CollectiveTable:
 
 
 Combine: TypeAlias = Callable[[m.Spec, Sequence[bytes]], bytes]
-SMALL_BYTES_MAX = 3 << 20  # of all results that peers may lack
-CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # that a peer may give for not completing
+SMALL_BYTES_MAX = 3 << 20  # bytes of all results that peers may lack
+CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # why a peer may say that it could not complete
 REASONS = {m.Cause.TIMEOUT: Reason.TIMEOUT, m.Cause.MEMORY: Reason.MEMORY}
 
 
@@ -229,15 +231,15 @@ class Collectives(Part):
         combine: reduces contributions of the work's size, in their order.
 
     Attributes:
-        small_max: the most results that peers may lack at a time. A result is final when it is
-            sent, because only the master's death can keep it from a living peer. Peers that have it
-            then tell the next master, in one message: so there must not be too many.
+        small_max: the most small results that peers may lack at a time. A small result is final
+            when it is sent: only the master's death can keep it from a living peer, and then
+            another peer tells the next master. All such results must fit into one message.
     """
 
     def __init__(self, common: Common, table: CollectiveTable, combine: Combine) -> None:
         super().__init__(common)
         self._table, self._combine = table, combine
-        # by group: seqs and sizes of results that some peer may lack
+        # by group: seqs and sizes of small results that some peer may lack
         self._small: dict[int, deque[tuple[int, int]]] = {}
         self.small_max = 128
 
@@ -247,7 +249,7 @@ class Collectives(Part):
         """All members of a group have voted to start a collective."""
         group_number = round_.id.group
         assert group_number is not None
-        # peers that know they are alone do not vote: the others have just left
+        # a peer that knows that it is alone does not vote, so the others have just left
         if len(round_.votes) == 1:
             lost = "; ".join(round_.lost) or "the others left before it voted"
             why = f"this peer is alone in its group: {lost}"
@@ -267,7 +269,7 @@ class Collectives(Part):
             why = outdated(round_, len(round_.votes))
             self._refuse(round_, Result.RANK_CONNECTION_LOST, why, m.Cause.REORDERED)
             return
-        why = self._misfit(round_, group.planned)
+        why = self._mismatch(round_, group.planned)
         if why:
             self._refuse(round_, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)
             return
@@ -291,13 +293,13 @@ class Collectives(Part):
             self._tally.ended(group_number, work, len(round_.votes), since_s)
             for number in round_.votes:
                 self._membership.peers[number].veteran = True
-        # without a part for the engine, no nonce is needed
+        # the nonce is for engines, which have nothing to do if the data came with the votes
         nonce = self._numbers.nonce_of_call(seq) if data is None else 0
         calls = predecessors(round_, group.planned) if data is None else {}
         started: m.Started | None = None
         for number, vote in round_.votes.items():
             before = tuple(calls.get(number, ()))
-            # most often all make the same calls: then all get the same message
+            # usually the calls of all peers have the same number: then all get the same message
             if started is None or (started.call, started.calls) != (vote.call, before):
                 started = m.Started(vote.call, seq, epoch, data, final, stable, nonce, before)
             self._outbox.send(number, started)
@@ -322,19 +324,19 @@ class Collectives(Part):
     def _refuse(
         self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
-        """All members have voted, in vain."""
+        """Fails a round after all members have voted."""
         assert round_.id.group is not None
         self._history.of(round_.id.group).repeatable = True
         self._outbox.fail_all(round_.calls, round_.id, result, why, cause)
 
-    def _misfit(self, round_: Round[object], rings: tuple[m.Ring, ...]) -> str:
-        """Why the rows that members give do not fit those that others take; empty if they do."""
+    def _mismatch(self, round_: Round[object], rings: tuple[m.Ring, ...]) -> str:
+        """Where members give more or fewer rows than others take, in words; empty: nowhere."""
         votes = round_.votes
         order = [number for number in rings[0].order if votes[number].rows is not None]
         if not order:
             return ""
         rows = [vote.rows for vote in map(votes.__getitem__, order) if vote.rows is not None]
-        found = misfit(rows)
+        found = mismatch(rows)
         if found is None:
             return ""
         giver, taker = (order[rank] for rank in found)
@@ -345,7 +347,7 @@ class Collectives(Part):
         )
 
     def _combined(self, work: m.Spec, round_: Round[object]) -> bytes | None:
-        """The result, if the contributions came with the votes."""
+        """The result if the contributions came with the votes, else None."""
         parts = [round_.votes[number].data for number in sorted(round_.votes)]
         given = [part for part in parts if part is not None]
         return self._combine(work, given) if given else None
@@ -353,8 +355,7 @@ class Collectives(Part):
     def _deliver(
         self, group: int, seq: int, nbytes: int, round_: Round[object]
     ) -> tuple[int, bool]:
-        """The seq up to which all peers have all small results, by their votes; and whether this
-        result is final."""
+        """The seq up to which all peers have all small results; whether this result is final."""
         peers = self._membership.peers
         stable = min(peers[number].heard for number in round_.votes)
         small = self._small.setdefault(group, deque())
@@ -369,7 +370,7 @@ class Collectives(Part):
     # ---- the end ----
 
     def finish(self, number: int, vote: m.FinishVote) -> None:
-        """A member reports whether it holds the whole result."""
+        """Handles a member's vote on whether it holds the whole result."""
         seq, ok = vote.seq, vote.ok
         running = self._table.get(seq)
         if running is None and self._numbers.is_old(seq):
@@ -387,7 +388,7 @@ class Collectives(Part):
             self.interrupt(self._broken(running), why, cause)
 
     def progress(self, number: int, progress: m.Progress) -> bool:
-        """A member says how far it is. Whether it is about a collective."""
+        """Notes a member's progress. False if it is not about a running collective."""
         running = self._table.get(progress.seq)
         if running is None or number not in running.members:
             return False
@@ -423,7 +424,7 @@ class Collectives(Part):
         """Decides the outcome when all surviving members have voted."""
         if len(running.votes) < len(running.members):  # only members vote
             return
-        # of a send, nobody else may have what one of the two had, or lacked
+        # when one of the two peers of a send is lost, nobody knows whether it had the result
         ok = all(running.votes.values()) and not (running.paired and len(running.members) < 2)
         self._table.remove(running)
         self._note_end(running, ok)
@@ -454,14 +455,16 @@ class Collectives(Part):
     # ---- failures ----
 
     def lose(self, group: int, lost: dict[int, str]) -> None:
-        """Members of a group are lost; each with its name and the reason."""
+        """Handles the loss of members of a group; `lost` has the name and reason of each."""
         running = self._table.lose(group, lost)
         why = "lost " + "; ".join(lost.values())
         self.interrupt(running, why, reason=Reason.PEER_LOST)
 
     def stalled(self, number: int, stalled: m.Stalled) -> bool:
-        """A member that holds the result cannot forward data that others may need; in a send, which
-        it names, that it has lost what it sent. Whether it is about a collective."""
+        """Handles a member that holds the result, but cannot forward data that others may need.
+
+        A stalled send is named by its seq. Returns False if the message is about a synchronization.
+        """
         group = self._membership.group_of(number)
         if stalled.seq:
             running = self._table.get(stalled.seq)
@@ -478,7 +481,7 @@ class Collectives(Part):
         return True
 
     def withdraw(self, number: int, seq: int) -> bool:
-        """A caller withdraws from the collective with this number. Whether it was running."""
+        """Withdraws a caller from the collective with this number. False if it does not run."""
         running = self._table.get(seq)
         if running is None or number not in running.members:
             return False
@@ -488,7 +491,7 @@ class Collectives(Part):
         return True
 
     def resolve(self, running: Running, why: str) -> None:
-        """Continues, after a restart, a collective without a known outcome: interrupts it."""
+        """Interrupts a collective from before a restart whose outcome no peer knows."""
         self._table.add(running)
         self.interrupt([running], why, reason=Reason.MASTER_LOST)
 
@@ -504,8 +507,8 @@ class Accusations(Part):
         common: what all parts use.
         table: the running collectives.
         collectives: interrupts them.
-        synchronizes: whether a group has a synchronization in progress. Its plan belongs to the
-            group's epoch, but has its own streams.
+        synchronizes: tells whether a group has a synchronization in progress, which belongs to
+            the group's epoch but has its own streams.
     """
 
     def __init__(
@@ -520,7 +523,7 @@ class Accusations(Part):
         self._synchronizes = synchronizes
 
     def unreached(self, number: int, unreached: m.Unreached) -> None:
-        """No stream from one peer to another could be opened."""
+        """Handles a peer's report that it could not open a stream to another one."""
         peers, accused = self._membership.peers, unreached.peer
         group_number = peers[number].info.group
         group = self._groups[group_number]
@@ -530,14 +533,14 @@ class Accusations(Part):
         if accused == number or unreached.epoch > group.epoch:
             return
         if group.blame.accuse(number, accused, unreached.epoch, plain(unreached.why)):
-            if other.info.outgoing:  # which no dial can reach
+            if other.info.outgoing:  # no dial can reach it
                 group.blame.dialled(accused, None)
             else:
                 self._outbox.do(Dial(other.info, other.dial))
         self._judge(group_number)
 
     def dialled(self, number: int, why: str | None) -> None:
-        """A dial has ended: "": the peer was reached; None: no dial was made."""
+        """Handles the end of a dial: "" if it reached the peer, else why not; None: not made."""
         peer = self._membership.peers.get(number)
         if peer is None or peer.info.group not in self._groups:
             return  # it has gone meanwhile
@@ -549,7 +552,7 @@ class Accusations(Part):
         self._judge(peer.info.group)
 
     def _judge(self, group_number: int) -> None:
-        """Drops the peer that is at fault, or has the rings avoid the link."""
+        """Drops the peer that is at fault, or plans rings that avoid the link."""
         while group_number in self._groups:
             group = self._groups[group_number]
             if not group.blame.blocked:
@@ -562,8 +565,11 @@ class Accusations(Part):
             self._dismissals.convict(group_number, verdict)
 
     def _go_around(self, group_number: int, group: Group) -> bool:
-        """Has the rings avoid the blocked links, if possible; if necessary, links that were blocked
-        before the last success are used again."""
+        """Plans rings that avoid the blocked links.
+
+        If there are none, links that were blocked before the last success may be used again.
+        Returns False if that does not help either.
+        """
         blame = group.blame
         if uses(self._groups.plan(group_number), blame.blocked):
             blame.forgive()

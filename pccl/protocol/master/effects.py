@@ -1,4 +1,4 @@
-"""Effects of the master's state machine, to be performed in order, and what collects them."""
+"""Effects of the master's state machine, and the outbox that collects them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pccl.types import Result
 
 
 class Refusal(NamedTuple):
-    """Why a peer is out of the run, or cannot come back; the result of its calls, and the cause."""
+    """Why a peer was dropped or cannot come back, and the result and cause for its calls."""
 
     why: str
     result: Result = Result.RANK_CONNECTION_FAILED
@@ -53,7 +53,7 @@ class Remember:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Write to the journal that a peer is gone; and why, if it was told so."""
+    """Write to the journal that a peer is gone, and why if it was dropped."""
 
     number: int
     why: Refusal | None = None
@@ -61,7 +61,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Dial a peer at its address, and call `dialled` with the result."""
+    """Dial a peer at its address, then call `Master.dialled` with the result."""
 
     info: m.PeerInfo
     password: str
@@ -101,7 +101,7 @@ class Outbox:
 
     Args:
         peers: the registered peers, by number.
-        take_seq: takes a number for what all members are told.
+        take_seq: takes the number of a failure that all members are told.
     """
 
     def __init__(self, peers: Mapping[int, PeerRecord], take_seq: Callable[[], int]) -> None:
@@ -126,7 +126,7 @@ class Outbox:
     def fail_voters(
         self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
-        """Fails the calls of all that have voted so far; others may vote anew."""
+        """Fails the calls of all peers that have voted so far. The others may vote anew."""
         for number, call in round_.calls.items():
             self.fail(number, call, result, why, cause)
 
@@ -138,7 +138,8 @@ class Outbox:
         why: str,
         cause: m.Cause = m.Cause.OTHER,
     ) -> None:
-        """Tells all members, by their calls, that a round in which all had voted has failed."""
+        """Tells the members of a round that it has failed after all had voted; `calls` has
+        their calls."""
         failure = self.failure(round_, result, why, cause)
         for number, call in calls.items():
             self.refuse(number, call, failure)
@@ -146,17 +147,17 @@ class Outbox:
     def failure(
         self, round_: RoundId, result: Result, why: str, cause: m.Cause = m.Cause.OTHER
     ) -> m.Failure:
-        """The failure of a round, of which all who have voted are to be told.
+        """The failure of a round, to be sent to all its voters.
 
-        It is an outcome, and has a number: those that have heard of it tell a restarted master,
-        which tells the others. Else these would wait for those that have gone on.
+        It has a seq because it is an outcome. Peers that received it tell a restarted master, which
+        tells the others; these would otherwise wait for peers that have gone on.
         """
         seq, called = self._take_seq(), CALLED[round_.kind]
         place = round_.tag or 0, round_.pair or ()
         return m.Failure(seq, called, *place, result.value, plain(why), cause)
 
     def refuse(self, number: int, call: int, failure: m.Failure) -> None:
-        """Tells a peer that its call has failed with others."""
+        """Tells a peer that its call has failed, together with those of other peers."""
         what = failure.seq, failure.called, failure.tag, failure.pair
         self.send(number, m.CallError(call, failure.result, failure.why, failure.cause, *what))
 

@@ -1,7 +1,7 @@
-"""Everything that can happen to a master, as data.
+"""The inputs of a master, as data.
 
-A master's state follows from its inputs alone: another one that is given these in order, from a
-`Began` on, does the same again.
+A master's state depends only on its inputs. Another master that gets the same inputs, from a
+`Began` on, does the same.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from pccl.protocol.master.machine import Master
 
 
 class Began(Struct, frozen=True, tag="began"):
-    """A master begins; its arguments. `why`: instead of another one, which has lost its peers."""
+    """A master begins, with these arguments.
+
+    `why` is the reason if it replaces a master of the same process, which has lost its peers.
+    """
 
     run: int
     straggler_s: float | None
     journal: Journal | None
     why: str = ""
-    small_max: int | None = None  # None: as ever
+    small_max: int | None = None  # None: the default
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -98,7 +101,7 @@ Input: TypeAlias = Began | Event
 
 
 def begin(began: Began, combine: Combine, secret: bytes) -> Master:
-    """A master that begins so."""
+    """Makes the master that begins with this input."""
     master = Master(began.run, combine, began.straggler_s, began.journal, secret=secret)
     if began.small_max is not None:
         master.run.collectives.small_max = began.small_max
@@ -106,9 +109,9 @@ def begin(began: Began, combine: Combine, secret: bytes) -> Master:
 
 
 def feed(master: Master, event: Event) -> list[Effect]:
-    """Has something happen to a master. Returns the effects, to be performed in order."""
+    """Feeds an event to a master. Returns the effects, to be performed in order."""
     match event:
-        case Received():  # almost all are
+        case Received():  # by far the most
             return master.received(event.conn, event.message)
         case Tick():
             return master.tick(event.now_s)

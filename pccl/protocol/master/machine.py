@@ -3,34 +3,33 @@
 Theory of operation
 -------------------
 
-The caller feeds events, `hello`, `received`, `disconnected` and others, each of which names a
-connection, and performs the returned effects in order. A connection belongs to one peer forever: a
-peer that connects again is a new peer, except after a restart of the master.
+The caller feeds events (`hello`, `received`, `disconnected` and others) and performs the returned
+effects in order. Most events name a connection. A connection belongs to one peer forever: a peer
+that connects again is a new peer, except after a restart of the master.
 
-A peer is *pending* from its Hello until the accepted peers admit it, then *accepted* until it
+A peer is *pending* from its Hello until the accepted peers admit it. Then it is *accepted* until it
 leaves, is dropped or lost. Accepted peers vote in rounds (voting.py). Three kinds of agreement last
 longer than one vote:
 
 - A *running collective* (collectives.py) begins when its start round commits and ends with one
   outcome for all. It commits if and only if every surviving member holds the whole result. When a
-  member is lost or votes that it cannot complete, the group's *epoch* ends: every running
-  collective of the group is interrupted, that is, members that have not voted yet stop and say
-  whether they hold the result. So a collective that all survivors completed still commits.
-- A *synchronization* (synchronizations.py) begins when its round commits and the election has found
-  who receives what. It ends when all receivers have verified what they fetched. When a member is
-  lost, or a fetch fails, the election is repeated over the manifests of the survivors: nothing has
-  been overwritten yet, so these still hold.
-- An *optimization* (topology.py) begins when its round commits. Peers measure the links
-  between them, slot by slot; then the rings are chosen anew. A peer that is lost meanwhile is no
+  member is lost or votes that it cannot complete, the group's *epoch* ends, and every running
+  collective of the group is interrupted: members that have not voted yet stop and say whether they
+  hold the result. So a collective that all survivors have completed still commits.
+- A *synchronization* (synchronizations.py) begins when its round commits and the election has
+  decided which peer receives what. It ends when all receivers have verified what they fetched. When
+  a member is lost, or a fetch fails, the election is repeated over the manifests of the survivors.
+- An *optimization* (topology.py) begins when its round commits. Peers measure the links between
+  them, slot by slot; then the master chooses the rings anew. A peer that is lost meanwhile is no
   longer measured.
 
-A restarted master knows only its journal: the accepted peers. It waits until these have come back
-and said what they know (`resume`), or until a time limit; then it continues from what recovery.py
-concludes. Other messages that arrive meanwhile are kept for later. A master without a journal does
-the same for the run that most of the returning peers name.
+A restarted master knows only its journal: the accepted peers. It waits until they have come back
+and told what they know (`resume`), or until a time limit. Then it continues from the conclusions of
+recovery.py. Other messages that arrive meanwhile are kept for later. A master without a journal
+does the same for the run that most of the returning peers name.
 
-How it is made
---------------
+Structure
+---------
 
 `Master` checks whether an event is legal now, and hands each message to its part. The parts are
 `Collectives`, `Synchronizations`, `Optimizations`, `Accusations`, `Clients` and `Voting`. They
@@ -41,8 +40,8 @@ admitting and removing peers.
 Invariants
 ----------
 
-One outcome for each seq; sequence numbers, peer numbers and epochs never repeat; revisions never go
-back while a holder lives; an illegal message costs its sender the membership, and no other peer.
+Each seq has one outcome. Sequence numbers, peer numbers and epochs never repeat. Revisions never go
+back while a holder lives. An illegal message costs only its sender the membership.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ from pccl.protocol.rounds import PENDING, Grace, Kind, RoundId, Vote
 from pccl.types import Result
 from pccl.version import __version__
 
-GONE = Result.MASTER_CONNECTION_FAILED  # for which peers raise MasterLostError
+GONE = Result.MASTER_CONNECTION_FAILED  # peers raise MasterLostError for it
 TOPOLOGY, OPTIMIZE = RoundId(Kind.TOPOLOGY, None), RoundId(Kind.OPTIMIZE, None)
 FINISH = RoundId(Kind.FINISH, None)
 
@@ -79,7 +78,7 @@ class Master:
         run: the run's number, which distinguishes its bulk data from that of other runs.
         combine: reduces contributions of the work's size, in their order.
         straggler_s: peers that keep others waiting for this long are dropped (`tick`).
-        journal: of the previous master, if there was one.
+        journal: the journal of the previous master, if there was one.
         secret: random bytes, unique to this master, from which nonces are made.
 
     Attributes:
@@ -124,7 +123,7 @@ class Master:
 
     @property
     def now_s(self) -> float:
-        """The time, set by the caller. It is only for `status`: no decision depends on it."""
+        """The time, set by the caller. Only `status` uses it: no decision depends on it."""
         return self.run.tally.now_s
 
     @now_s.setter
@@ -139,9 +138,10 @@ class Master:
     # ---- events ----
 
     def hello(self, conn: bytes, hello: m.Hello, host: str, unreached: str = "") -> list[Effect]:
-        """A peer's first message; `host` is the address that the master sees.
+        """Handles a peer's first message; `host` is the address that the master sees.
 
-        `unreached` says why a dial has not reached the peer; empty if it has, or was not made.
+        `unreached` says why a dial did not reach the peer. It is empty if the dial succeeded, or if
+        none was made.
         """
         if self._postponed(conn, lambda: self.hello(conn, hello, host, unreached)):
             return self._outbox.take()
@@ -167,7 +167,7 @@ class Master:
         return self._outbox.take()
 
     def objection(self, hello: m.Hello, host: str) -> str:
-        """Why a `hello` is refused, whatever a dial says; empty if it is not."""
+        """Why a `hello` is refused whatever its dial says; empty if it is not."""
         info = newcomer(hello, host)
         if hello.client:
             return refusal(hello, info, None)
@@ -175,9 +175,10 @@ class Master:
         return why or self._members.teams.objection(info)
 
     def examine(self, conn: bytes, host: str, unreached: str | None, unix_s: float) -> list[Effect]:
-        """A process asks what a `hello` would lead to; arguments as there, and the time of day.
+        """Answers a process that asks what its `hello` would lead to.
 
-        `unreached` is None if no dial was made.
+        The arguments are those of `hello`, and the time of day. `unreached` is None if no dial was
+        made.
         """
         if not self._known(conn, "it asked to be examined"):
             report = m.Report(
@@ -194,12 +195,12 @@ class Master:
         return self._outbox.take()
 
     def received(self, conn: bytes, message: m.PeerMessage) -> list[Effect]:
-        """Any later message of a peer."""
+        """Handles any later message of a peer."""
         if self.run.clients.has(conn):
             self.run.clients.received(conn, message)
             return self._outbox.take()
         if self._recovery is not None and not isinstance(message, m.Leave):
-            return self.rejected(conn, "it spoke before it was welcome")  # nobody has been told
+            return self.rejected(conn, "it spoke before it was welcome")  # no Welcome was sent
         if self._recovery is not None and self._postponed(
             conn, lambda: self.received(conn, message)
         ):
@@ -230,11 +231,11 @@ class Master:
         return self._outbox.take()
 
     def disconnected(self, conn: bytes, why: str) -> list[Effect]:
-        """A connection is lost, which is the only evidence of a peer's death."""
+        """Handles the loss of a connection, the only evidence of a peer's death."""
         return self.all_disconnected([conn], why)
 
     def all_disconnected(self, conns: list[bytes], why: str) -> list[Effect]:
-        """Several connections are lost; the other peers are told once."""
+        """Handles the loss of several connections, and tells the other peers once."""
         self.run.clients.lose(conns, why)
         if self._recovery is not None:
             self._recovery.gone(conns)
@@ -248,7 +249,7 @@ class Master:
         return self._outbox.take()
 
     def farewell(self) -> list[Effect]:
-        """The master ends for good: tells the peers not to wait for it."""
+        """Tells the peers that the master ends for good, so that they do not wait for it."""
         for number in self.peers:
             why = "the master was stopped"
             self._outbox.send(number, m.Kicked(GONE.value, why))
@@ -256,7 +257,7 @@ class Master:
         return self._outbox.take()
 
     def rejected(self, conn: bytes, why: str) -> list[Effect]:
-        """A connection sent bytes that are no message."""
+        """Handles bytes that are no message."""
         if self._postponed(conn, lambda: self.rejected(conn, why)):
             return self._outbox.take()
         if not self._known(conn, why):
@@ -264,12 +265,12 @@ class Master:
         return self._outbox.take()
 
     def dialled(self, number: int, why: str | None) -> list[Effect]:
-        """A dial has ended: "": the peer was reached; None: no dial was made."""
+        """Handles the end of a dial: "" if it reached the peer, else why not; None: not made."""
         self.run.accusations.dialled(number, why)
         return self._outbox.take()
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Time has passed: ends a recovery; drops stragglers, if there is a limit, and the late."""
+        """Handles the passing of time: ends a recovery, and drops stragglers and late peers."""
         if self._recovery is not None:
             if self._recovery.over(now_s):
                 self._go_on(self._recovery)
@@ -290,7 +291,7 @@ class Master:
 
     @property
     def watches_time(self) -> bool:
-        """True if `tick` must be called after each message, not only now and then."""
+        """True if `tick` must be called after each message."""
         return self._recovery is not None or self.run.voting.open.get(PENDING) is not None
 
     def _postponed(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
@@ -325,10 +326,10 @@ class Master:
         return self._recovery is not None
 
     def deserted(self, resume: m.Resume) -> bool:
-        """True if the peer returns to a run that has lost all its peers, this one among the last.
+        """True if the run has lost all its peers, and the returning peer was among the last.
 
-        If so, nothing has happened without it, and no other peer could continue: the master was
-        cut off, not the peers.
+        Then nothing has happened without it, and no other peer could continue: the master was cut
+        off, not the peers.
         """
         known = self._recovery is None and resume.run == self.run.number
         return known and self._members.deserted_by(resume.info.peer)
@@ -339,12 +340,15 @@ class Master:
         return peer is not None and peer.accepted and resume.run == self.run.number
 
     def back_on(self, resume: m.Resume) -> bytes | None:
-        """The connection on which a peer that comes back has come back already, in a recovery."""
+        """The connection on which this peer has come back already, if a recovery is going on."""
         return None if self._recovery is None else self._recovery.conn_of(resume)
 
     def reborn(self) -> tuple[Journal | None, list[Effect]]:
         """The journal for a new master when all connections of this one are lost, and effects to
-        perform first. None: no run is known."""
+        perform first.
+
+        The journal is None if no run is known.
+        """
         infos, run = self._members.last_seen, self.run.number
         incarnation, next_peer = self.run.numbers.incarnation + 1, self._members.next_number
         if self._recovery is not None:  # its peers have not come back yet
@@ -362,7 +366,7 @@ class Master:
         return known or (self._recovery is not None and self._recovery.has_heard(conn))
 
     def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Effect]:
-        """A peer comes back after a restart; `host` is the address that the master sees."""
+        """Handles a peer that comes back after a restart; `host` is its address as seen here."""
         if self._known(conn, "it came back twice"):
             return self._outbox.take()
         info = msgspec.structs.replace(resume.info, host=resume.info.host or host)
@@ -399,7 +403,7 @@ class Master:
         self._outbox.do(Send(conn, m.Refused(result.value, why, cause)), Drop(conn, why))
 
     def _go_on(self, recovery: Recovery) -> None:
-        """Ends the recovery, and continues from what the peers that are back have said."""
+        """Ends the recovery, and continues from what the returned peers have told."""
         self._recovery, back = None, recovery.back
         for conn, _, resume in recovery.outnumbered:
             self._outbox.note(f"{resume.info} comes back to another run than most")
@@ -414,7 +418,7 @@ class Master:
             self._refuse(back.pop(number).conn, *GIVEN_UP)
         if back:
             assert recovery.run is not None
-            self.run.number = recovery.run  # else a run of its own: numbers begin anew
+            self.run.number = recovery.run  # without them, it is a new run
             resumes = {number: one.resume for number, one in back.items()}
             restore(self.run, reconstruct(resumes), back, self.now_s)
         else:

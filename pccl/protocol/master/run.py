@@ -1,4 +1,4 @@
-"""A run as its master sees it: its parts, and the steps that concern all of them."""
+"""A run: its parts, and the steps that concern several of them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ LATENESS_WEIGHT = 0.1  # of the latest call, in the moving average of a peer
 
 
 class Run:
-    """Admits and removes peers, and tells all parts.
+    """Admits and removes peers, and tells all parts about it.
 
     Args:
         number: the run's number, which distinguishes its bulk data from that of other runs.
         combine: reduces contributions of the work's size, in their order.
-        journal: of the previous master, if there was one.
+        journal: the journal of the previous master, if there was one.
         secret: random bytes, unique to this master, from which nonces are made.
 
     Attributes:
-        refused: the latest peers that were dropped for a reason, which they may not have heard.
+        refused: why the latest peers were dropped. They may not have received the reason.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Run:
             self.voting.newcomer()
 
     def admit(self) -> None:
-        """Accepts all pending peers, but for those whose team is not there as a whole."""
+        """Accepts all pending peers, except those with an incomplete team."""
         fresh = self.membership.admissible
         if not fresh:
             return
@@ -128,12 +128,13 @@ class Run:
         cause: m.Cause = m.Cause.OTHER,
         how: Loss = Loss.DISMISSED,
     ) -> None:
-        """Removes peers, each for a reason, and their teams; with `kick` they are told.
+        """Removes peers, each for a reason, and their teams.
 
-        Peers that have gone already, with their team, are ignored.
+        If `kick` is given, they are told that result and the reason. Peers that are gone already,
+        with their team, are ignored.
         """
-        lost: dict[int, dict[int, str]] = {}  # their names and reasons, by group and number
-        gone: dict[int, list[m.Gone]] = {}  # of each group: what the others are told
+        lost: dict[int, dict[int, str]] = {}  # by group and number: their names and reasons
+        gone: dict[int, list[m.Gone]] = {}  # by group: the losses that the others are told
         whys = {number: why for number, why in whys.items() if number in self.membership.peers}
         kicks = dict.fromkeys(whys, kick)
         partners = self.membership.partners(whys)
@@ -163,7 +164,7 @@ class Run:
             self._go_on_without(lost, gone)
 
     def _note_loss(self, number: int, refusal: Refusal | None) -> None:
-        """An accepted peer is gone. If it has not heard why, it is told when it comes back."""
+        """Notes that an accepted peer is gone. It is told `refusal` if it tries to come back."""
         self.outbox.do(Forget(number, refusal))
         if refusal is not None:
             self.refused[number] = refusal
@@ -199,7 +200,7 @@ class Run:
             self.tally.forget(group)
 
     def bereave(self, group: int, numbers: Set[int]) -> None:
-        """Peers are lost, or do not hold the shared state of their group: it may begin anew."""
+        """Notes that peers do not hold their group's shared state, which may begin anew then."""
         if self.history.lose(group, numbers):
             self.outbox.note(f"the last holder of group {group}'s shared state is gone")
 
@@ -212,7 +213,7 @@ class Run:
         self._commits[round_.id.kind](round_)
 
     def _note_lateness(self, round_: Round[object]) -> None:
-        """For whoever watches the run: how long the first voter waited for each of the others."""
+        """Notes for `status` how long the first voter waited for each of the others."""
         self.tally.committed(round_)
         peers, votes = self.membership.peers, round_.votes
         first_s = next(iter(votes.values())).since_s
@@ -232,7 +233,7 @@ class Run:
         self.finish()
 
     def finish(self) -> None:
-        """The run is finished: no peer is admitted any more, also by another master."""
+        """Finishes the run: neither this master nor a later one admits peers."""
         if not self.history.finished:
             self.outbox.note("the run is finished")
         self.history.finished = True
@@ -248,7 +249,7 @@ class Run:
     # ---- patience ----
 
     def withdraw(self, number: int, call: int, seq: int) -> None:
-        """A caller withdraws. Nothing happens if its answer is on the way already."""
+        """Withdraws a peer's call. Does nothing if its answer is on the way already."""
         if not (
             self.collectives.withdraw(number, seq)
             or self.synchronizations.withdraw(number, call)

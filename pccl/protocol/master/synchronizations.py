@@ -1,33 +1,34 @@
-"""The shared state: whose content is elected, its revision, and the transfers until all have it.
+"""The shared state: the election of its content and revision, and the transfers.
 
 The strategies of the peers decide which of them are candidates, and which may be overwritten:
 
-- ENFORCE_POPULAR: every peer is a candidate, and peers with other than the elected content receive
-  it. If one member has this strategy all must have it; the others are dropped.
-- SEND_ONLY peers are candidates, and receive nothing: one with other than the elected content is
-  dropped. RECEIVE_ONLY peers receive, and are no candidates with either content or revision. If all
-  are RECEIVE_ONLY there is no content, and no peer is dropped.
+- ENFORCE_POPULAR: every peer is a candidate. Peers with other content than the elected one receive
+  it. If one member has this strategy, all must have it; the others are dropped.
+- SEND_ONLY: the peer is a candidate and receives nothing. If its content is not elected, it is
+  dropped.
+- RECEIVE_ONLY: the peer receives. Neither its content nor its revision is a candidate. If all peers
+  are RECEIVE_ONLY, the call fails, and no peer is dropped.
 
 Among the candidates, the highest revision wins; among its holders, the most common content; among
 equally common contents, that of the peer accepted first. So two fresh peers converge on the first
 one. A receiver gets exactly the entries that differ.
 
-The revision of a group's first synchronization may be anything (a run that resumes from a
-checkpoint). After that each synchronization is exactly one higher. The same one again is legal when
-a member joined or was lost, or a collective failed, since: a loop that begins again after a loss is
-right. Where newcomers are waiting for it, it may be any later one that all others agree on: a run
-may synchronize only when somebody has joined. A peer that offers a higher one is refused: its call
-fails, and the others continue without it.
+The revision of a group's first synchronization may be anything, because a run may resume from a
+checkpoint. Each later synchronization is exactly one higher, with two exceptions. The last revision
+may be synchronized again if, since then, a member joined or was lost or a collective failed: a loop
+may begin again after a loss. And if newcomers take part, the revision may be any later one that all
+others agree on: a run may synchronize only when a peer has joined. A peer that offers a higher
+revision is refused: its call fails, and the others continue without it.
 
-A receiver whose content nobody will ever want receives in place: into its own memory, without a
-second copy. That is every newcomer, who is behind in revision, and who has no revision yet when a
-run resumes. If the transfer does not end, its shared state is torn; torn content is no candidate,
-is never offered to others, and is received in place again.
+A receiver receives in place, into its own memory without a second copy, if its content can never be
+elected. That holds for newcomers, for peers that are behind in revision, and for peers without a
+revision when a run resumes. If the transfer does not end, its shared state is torn. Torn content is
+no candidate, is never offered to others, and is received in place again.
 
-A newcomer that does not fit harms no other peer. Once a group has a shared state, its earlier
-members decide on its revision, form and strategy among themselves; newcomers are candidates only if
-none of those is. In a group's first synchronization the most common form is the right one; among
-equally common ones, the one with the highest revision.
+An incompatible newcomer harms no other peer. Once a group has a shared state, its earlier members
+decide on its revision, form and strategy among themselves; newcomers are candidates only if no
+earlier member is. In a group's first synchronization the most common form wins; among equally
+common forms, the one with the highest revision.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from pccl.types import Result, SharedStateSyncStrategy
 ENFORCE_POPULAR = SharedStateSyncStrategy.ENFORCE_POPULAR.value
 RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 SEND_ONLY = SharedStateSyncStrategy.SEND_ONLY.value
-FRESH = (None, 0)  # nothing was synchronized, and no checkpoint resumed
+FRESH = (None, 0)  # last and elected revision of a run that has synchronized nothing yet
 _STRATEGIES = {strategy.value: strategy.name for strategy in SharedStateSyncStrategy}
 
 
@@ -56,8 +57,8 @@ _STRATEGIES = {strategy.value: strategy.name for strategy in SharedStateSyncStra
 class Transfer:
     """The fetches of one receiver: entries by index, their elected digests, and the holders.
 
-    `diverged`: it should have had the elected content already. `in_place`: its own content is worth
-    nothing any more.
+    `diverged`: it should have had the elected content already. `in_place`: its own content is no
+    longer needed.
     """
 
     entries: tuple[int, ...]
@@ -71,7 +72,7 @@ class Transfer:
 class Decision:
     """The elected revision, what each receiver fetches, and which peers are dropped and why.
 
-    `refused` are peers that offer a higher revision than the elected one: their calls fail alone.
+    `refused` are peers that offer a higher revision than the elected one. Only their calls fail.
     """
 
     revision: int
@@ -81,10 +82,10 @@ class Decision:
 
 
 class Rejection(Exception):
-    """No synchronization is possible: the caller tells all peers why, and no peer is dropped.
+    """No synchronization is possible. All calls fail, and no peer is dropped.
 
     Attributes:
-        result: of the call.
+        result: the result of the calls.
     """
 
     def __init__(self, why: str, result: Result = Result.INVALID_ARGUMENT) -> None:
@@ -101,10 +102,10 @@ def elect(
     """Decides a synchronization. A decision that drops peers decides nothing else.
 
     Args:
-        manifests: that of each member, in the order of acceptance.
+        manifests: the members' manifests, in the order of acceptance.
         last: the group's revision, None before the first synchronization.
         joined: the members that have not taken part in a synchronization yet.
-        repeatable: whether, since the last one, a peer joined or was lost, or a collective failed.
+        repeatable: whether a peer joined or was lost, or a collective failed, since the last one.
 
     Raises:
         Rejection: the offered revisions break the rules, or there is no candidate.
@@ -117,7 +118,7 @@ def elect(
     if not standing:
         raise Rejection(_nobody_offers(manifests), Result.NO_SHARED_STATE_AVAILABLE)
     veterans = {peer: manifest for peer, manifest in standing.items() if peer not in newcomers}
-    # at a revision that the group already had, only earlier members know the content
+    # only earlier members know the content at a revision that the group already had
     again = bool(veterans) and (bool(joined) or repeatable)
     electors = (veterans or standing) if last is not None else _of_common_form(standing)
     revision = _revision(electors, last, again, bool(veterans) and bool(joined))
@@ -158,7 +159,7 @@ def _stands(manifest: Manifest) -> bool:
 def _worthless(manifest: Manifest, revision: int, last: int | None, newcomer: bool) -> bool:
     """True if its content could not be elected even if all holders of the elected one were lost.
 
-    So one who offers a revision and does not serve it harms only those who had nothing.
+    A peer that offers a revision and does not serve it then harms no peer with useful content.
     """
     if newcomer:
         return last is not None and manifest.revision <= last
@@ -167,17 +168,17 @@ def _worthless(manifest: Manifest, revision: int, last: int | None, newcomer: bo
 
 def _nobody_offers(manifests: Mapping[int, Manifest]) -> str:
     if all(manifest.whole for manifest in manifests.values()):
-        return "all peers of the group are RECEIVE_ONLY: nobody offers a shared state"
+        return "all peers of the group are RECEIVE_ONLY: none offers a shared state"
     return (
-        "nobody is left who offers a whole shared state: those who are left are torn (from whom "
-        "they were receiving it is gone), or RECEIVE_ONLY"
+        "no peer is left that offers a whole shared state: the remaining peers are torn (the peer "
+        "that they were receiving from is gone), or RECEIVE_ONLY"
     )
 
 
 def _impossible_strategies(
     manifests: Mapping[int, Manifest], newcomers: frozenset[int]
 ) -> dict[int, str]:
-    """Peers whose strategy is invalid, or does not fit those of the others, and why."""
+    """Peers with an invalid strategy, or one that excludes those of the others, and why."""
     valid = [peer for peer, manifest in manifests.items() if manifest.strategy in _STRATEGIES]
     veterans = [peer for peer in valid if peer not in newcomers]
     leaders = [peer for peer in valid if manifests[peer].strategy == ENFORCE_POPULAR]
@@ -186,7 +187,7 @@ def _impossible_strategies(
     if leader is None and leaders:
         other = f"peer {veterans[0]} with {_STRATEGIES[manifests[veterans[0]].strategy]}"
         why = (
-            "it called sync_shared_state with ENFORCE_POPULAR, and who was there before does not: "
+            "it called sync_shared_state with ENFORCE_POPULAR, and earlier members did not: "
             f"{other}"
         )
         kicks = dict.fromkeys(leaders, why)
@@ -211,8 +212,11 @@ def _of_common_form(standing: Mapping[int, Manifest]) -> dict[int, Manifest]:
 
 
 def _revision(electors: Mapping[int, Manifest], last: int | None, again: bool, ahead: bool) -> int:
-    """The elected revision. `again`: it may equal the group's last one; `ahead`: it may be any
-    later one, if all agree."""
+    """The elected revision.
+
+    If `again`, it may equal the group's last one. If `ahead`, it may be any later one that all
+    agree on.
+    """
     offered = {manifest.revision for manifest in electors.values()}
     top_peer = max(electors, key=lambda peer: electors[peer].revision)
     top = electors[top_peer].revision
@@ -315,8 +319,8 @@ def _title(entry: Entry) -> str:
     return repr(entry.name)
 
 
-STALLS_MAX = 8  # serving connections that break, in one synchronization
-SYNC_ATTEMPTS_MAX = 3  # failed fetches of one synchronization that may involve a peer
+STALLS_MAX = 8  # broken connections of holders in one synchronization
+SYNC_ATTEMPTS_MAX = 3  # failed fetches in one synchronization that may involve one peer
 
 
 @dataclass(slots=True)
@@ -331,9 +335,9 @@ class Sync:
     transfers: Mapping[int, Transfer] = field(default_factory=dict)
     differences: dict[int, tuple[m.Difference, ...]] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)  # failed fetches, by involved peer
-    overwritten: dict[int, set[int]] = field(default_factory=dict)  # entries, by who receives them
+    overwritten: dict[int, set[int]] = field(default_factory=dict)  # entries, by receiver
     stalls: int = 0  # how often it was planned anew because a holder could not serve
-    refused: frozenset[int] = frozenset()  # peers that offer too high a revision, and take no part
+    refused: frozenset[int] = frozenset()  # peers without a part: their revision is too high
     since_s: float = 0.0  # when the last peer entered it
     progress: dict[int, int] = field(default_factory=dict)  # thousandths, by receiver
 
@@ -349,7 +353,7 @@ class Synchronizations(Part):
         return group in self._current
 
     def of(self, number: int) -> Sync | None:
-        """The synchronization of which a peer is a member, if there is one."""
+        """The synchronization that a peer takes part in, if there is one."""
         sync = self._current.get(self._membership.group_of(number))
         return sync if sync is not None and number in sync.members else None
 
@@ -358,7 +362,7 @@ class Synchronizations(Part):
         return self._current.get(group)
 
     def begin(self, round_: Round[object]) -> None:
-        """All members of a group have sent their manifests."""
+        """Begins a synchronization: all members of a group have sent their manifests."""
         group = round_.id.group
         assert group is not None
         members = {n: round_.votes[n] for n in self._membership.accepted(group)}
@@ -413,8 +417,8 @@ class Synchronizations(Part):
             self._end(sync)
 
     def _possible(self, planned: Mapping[int, Transfer]) -> tuple[Mapping[int, Transfer], str]:
-        """The transfers without holders from which a receiver cannot fetch; and why one has none
-        left, if so."""
+        """Removes holders that a receiver cannot reach. If a receiver has none left, also returns
+        why."""
         transfers = {}
         for number, transfer in planned.items():
             whys = {one: self._rendezvous.severed([(one, number)]) for one in transfer.holders}
@@ -445,14 +449,14 @@ class Synchronizations(Part):
             self._outbox.send(number, plan)
 
     def fetched(self, number: int, vote: m.FetchedVote) -> None:
-        """A receiver has fetched everything, or has failed."""
+        """Handles a receiver that has fetched everything, or failed."""
         seq = vote.seq
         sync = self.of(number)
         if sync is None or sync.seq != seq or number not in sync.fetching:
             if self._numbers.is_unknown(seq):
                 why = f"it voted on transfer {seq} out of turn"
                 self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
-            return  # about a transfer that a newer plan has replaced
+            return  # a newer plan has replaced that transfer
         if vote.ok:
             sync.differences[number] = vote.differences
             sync.fetching.discard(number)
@@ -464,7 +468,7 @@ class Synchronizations(Part):
             self._blame(sync, number, vote.why)
 
     def progress(self, number: int, progress: m.Progress) -> bool:
-        """A receiver says how far it is. Whether it is about a synchronization."""
+        """Notes a receiver's progress. False if it is not about a current synchronization."""
         sync = self.of(number)
         if sync is None or sync.seq != progress.seq or number not in sync.fetching:
             return False
@@ -472,7 +476,7 @@ class Synchronizations(Part):
         return True
 
     def _blame(self, sync: Sync, number: int, why: str) -> None:
-        """A fetch has failed: drops a peer involved in too many failures, or plans anew."""
+        """After a failed fetch, drops a peer that took part in too many of them, or plans anew."""
         holders = sync.transfers[number].holders
         # a receiver that fails with several holders is itself suspect
         suspects = (number, *holders) if len(holders) == 1 else (number,)
@@ -485,21 +489,21 @@ class Synchronizations(Part):
             verdict = self._groups[sync.group].blame.between(number, holders[0], proven)
         if verdict is not None:
             self._dismissals.convict(sync.group, verdict)
-        elif guilty:  # of two that only accuse each other, the later one
+        elif guilty:  # of two that accuse only each other, drop the one that came later
             why = f"it took part in {SYNC_ATTEMPTS_MAX} failed transfers of shared state: {why}"
             self._dismissals.dismiss(max(guilty), why, Result.RANK_CONNECTION_FAILED)
         else:
             self._elect(sync)
 
     def stalled(self, number: int, stalled: m.Stalled) -> None:
-        """A holder's data may have been lost: plans anew, over new streams.
+        """Handles a holder whose data may have been lost: plans anew, over new streams.
 
-        Receivers keep what they have. No peer is blamed for a broken connection; if connections
-        break again and again, all members get an error.
+        Receivers keep what they have. No peer is blamed for a broken connection. If too many break,
+        all members get an error.
         """
         sync = self.of(number)
         if sync is None or sync.seq != stalled.seq:
-            return  # a newer plan has replaced that one, or all is done
+            return  # a newer plan has replaced that one, or the synchronization has ended
         sync.stalls += 1
         info = self._membership.info(number)
         why = f"{info} could not send the shared state: {stalled.why}"
@@ -511,7 +515,7 @@ class Synchronizations(Part):
             self._fail(sync, WITHDRAWN[Kind.SYNC], why)
 
     def withdraw(self, number: int, call: int) -> bool:
-        """A caller withdraws, which ends it for all. Whether that call was part of one."""
+        """Withdraws a caller, which ends the synchronization for all. False if it is in none."""
         sync = self.of(number)
         if sync is None or sync.members[number].call != call:
             return False
@@ -520,7 +524,7 @@ class Synchronizations(Part):
         return True
 
     def lose(self, group: int, lost: Iterable[int]) -> None:
-        """Members of a group are lost: elects among the others."""
+        """After the loss of members of a group, elects among the others."""
         sync = self._current.get(group)
         if sync is None:
             return
@@ -531,13 +535,13 @@ class Synchronizations(Part):
     # ---- the end ----
 
     def _fail(self, sync: Sync, result: Result, why: str, cause: m.Cause = m.Cause.OTHER) -> None:
-        """Gives a synchronization up for all; only memory of who was behind has changed."""
+        """Fails a synchronization for all members. Only receivers in place have changed memory."""
         del self._current[sync.group]
         calls = {number: vote.call for number, vote in sync.members.items()}
         self._outbox.fail_all(calls, RoundId(Kind.SYNC, sync.group), result, why, cause)
 
     def _end(self, sync: Sync) -> None:
-        """All receivers have what they were to fetch."""
+        """Ends a synchronization: all receivers have what they were to fetch."""
         divergence = tuple(
             m.Divergence(number, len(transfer.entries), sync.differences[number])
             for number, transfer in sync.transfers.items()
@@ -571,7 +575,7 @@ class Synchronizations(Part):
             self._outbox.send(number, result)
 
     def _note_end(self, sync: Sync, before: Set[int]) -> None:
-        """For `tally`; `before` are the earlier holders of the state."""
+        """Counts it in `tally`; `before` are the earlier holders of the state."""
         entries = next(iter(sync.members.values())).payload.entries
         sizes = [SIZES.get(entry.dtype, 0) * entry.count for entry in entries]
         lacked = {

@@ -1,35 +1,36 @@
-"""Each group's epoch and rings, the evidence about the links between its peers, and who is dropped
-for it.
+"""Each group's epoch and rings, and the peers that are dropped because others cannot reach them.
 
 A peer that cannot open a stream to another one reports it. One report proves little: the fault may
 lie with the accused (a firewall, a wrong address), with the accuser (it can connect to no peer), or
 between the two. So the master dials the accused itself, and meanwhile the rings avoid the link. No
-peer is dropped yet, because a peer that is really at fault fails in the other rings too. The
-evidence: which peer could not reach which since the last collective that went around the rings,
-which links that collective used, and how the master's dials ended. The rules, in order:
+peer is dropped yet, because a peer that is really at fault fails in the other rings too.
+
+The evidence is: which peer could not reach which since the last collective that went around the
+rings, which links that collective used, and how the master's dials ended. The rules, in order:
 
 1. If the master cannot reach the accused either, and its view counts, the accused is dropped.
-2. If several could not reach a peer, and more than it could not reach itself, it is dropped. Two
-   are enough, or three (or all others) if the master reaches it; one more for each that did reach
-   it.
-3. If a peer could not reach several, each of which the master reaches or no one else accuses, that
-   peer is dropped. Two are enough, and one more for each that it did reach.
+2. If several peers accuse a peer, and more than it accuses itself, it is dropped. Two accusers are
+   enough; three (or all others) if the master reaches the peer; one more for each peer that did
+   reach it.
+3. If a peer accuses several others, each of which the master reaches or no other peer accuses, the
+   accuser is dropped. Two are enough, and one more for each peer that it did reach.
 4. If there are rings without any blocked link, no peer is dropped.
 5. If there are such rings once links that were blocked before the last success may be used again,
    no peer is dropped.
-6. Otherwise one must be dropped: the peer that has trouble with most others; then an accuser before
-   a peer that the master reaches; then one with which nothing has ever succeeded; then the latest.
-   A peer that has just died is accused too, and is dropped when its connection is seen to break. So
-   this waits for some attempts, unless nothing has ever succeeded with the accused.
+6. Otherwise one peer must be dropped: the one that has trouble with most others; then an accuser
+   before a peer that the master reaches; then a peer with which nothing has ever succeeded; then
+   the latest. A peer that has just died is accused too, and is dropped when its connection breaks.
+   So this rule waits for some attempts, unless nothing has ever succeeded with the accused.
 
-A blocked link is not used again while both its peers stay, unless it is measured to work, or by 5.
+A blocked link is not used again while both its peers stay, except by rule 5, or when a measurement
+shows that it works.
 
-Such a peer connects itself, to a rendezvous point that reach.py chooses; the master says where. Two
-that are apart need a third peer that relays. If there is none, the rings do without their
-link, and where that is impossible their calls fail, before anything has begun.
+A peer that only dials out (`outgoing`) connects to a rendezvous point that reach.py chooses, and
+that the master tells it. Two such peers need a third one that relays. If there is none, the rings
+avoid their link. Where that is impossible, their calls fail before anything has begun.
 
 `Optimizations` have the links measured, several pairs at once, and install the best rings. Only
-links within groups matter, and of those only links between machines.
+links within groups and between machines are measured.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from pccl.protocol.topology import Hop, Link, Links, best_rings, hops, seconds, 
 from pccl.types import Result
 
 ATTEMPTS = 3  # to open a stream to a peer that was reached before, if all rings need it
-ACCUSED_MAX = 8  # that one peer may accuse at the same time: two are enough to judge it
+ACCUSED_MAX = 8  # peers that one peer may accuse at a time: two are enough to judge it
 SEVERAL = 2
 SEVERAL_AGAINST_DIAL = 3
 WHY_MAX = 200  # characters of what one peer says of one link
@@ -72,9 +73,9 @@ class Blame:
     """The evidence of one group."""
 
     def __init__(self) -> None:
-        self.blocked: dict[Hop, str] = {}  # and why
-        self.dials: dict[int, str] = {}  # their results: "" reached, or why not
-        # links tried since the last success: in how many epochs, and the latest of these
+        self.blocked: dict[Hop, str] = {}  # blocked links, and why
+        self.dials: dict[int, str] = {}  # results of dials: "" if reached, else why not
+        # links tried since the last success: the number of epochs, and the latest epoch
         self._current: dict[Hop, tuple[int, int]] = {}
         self._dialling: set[int] = set()
         self._dialled: set[int] = set()
@@ -84,7 +85,7 @@ class Blame:
     # ---- evidence ----
 
     def accuse(self, accuser: int, accused: int, epoch: int, why: str) -> bool:
-        """A peer could not open a stream to another. Returns whether to dial the accused."""
+        """Notes that a peer could not open a stream to another. True: dial the accused."""
         link = accuser, accused
         others = sum(one == accuser for one, _ in self._current.keys() - {link})
         if epoch < self._worked_epoch or others >= ACCUSED_MAX:
@@ -98,14 +99,14 @@ class Blame:
         return first
 
     def dialled(self, number: int, why: str | None) -> None:
-        """The dial of an accused has ended: "": it was reached; None: no dial was made, or it does
-        not count."""
+        """Notes the end of a dial: "" if it reached the accused, else why not; None: it does not
+        count, or was not made."""
         if number in self._dialling and why is not None:
             self.dials[number] = why
         self._dialling.discard(number)
 
     def worked(self, rings: Sequence[Ring], epoch: int) -> None:
-        """A collective went around these rings, which ends the trouble."""
+        """Notes that a collective went around these rings, which clears all accusations."""
         self._worked, self._worked_epoch = tuple(rings), epoch
         self._current.clear()
         self._dialled.clear()
@@ -113,13 +114,13 @@ class Blame:
         self.dials.clear()
 
     def measured(self, one: int, other: int) -> None:
-        """Data arrived from one peer at another, which requires streams in both directions."""
+        """Notes that data arrived between two peers, which needs streams in both directions."""
         for link in ((one, other), (other, one)):
             self.blocked.pop(link, None)
             self._current.pop(link, None)
 
     def forget(self, number: int) -> None:
-        """A peer is gone."""
+        """Forgets a peer that is gone."""
         self.blocked = {link: why for link, why in self.blocked.items() if number not in link}
         self._current = {link: at for link, at in self._current.items() if link in self.blocked}
         self._dialled.discard(number)
@@ -127,17 +128,17 @@ class Blame:
         self.dials.pop(number, None)
 
     def forgive(self) -> None:
-        """Links that were blocked before the last success may be tried again."""
+        """Unblocks the links that were blocked before the last success."""
         self.blocked = {link: why for link, why in self.blocked.items() if link in self._current}
 
-    # ---- what follows ----
+    # ---- conclusions ----
 
     def cost(self) -> Callable[[Hop], int]:
         """The cost for a ring to use a link.
 
-        A blocked link is not used at all. Links that have worked are best; a suspect is tried
-        next to peers that are not suspected, because what an accuser says of an accused peer
-        proves least.
+        A blocked link is never used. Links that have worked are best. A suspect is best placed
+        between peers that are not suspected, because an accuser's word about an accused peer proves
+        least.
         """
         blocked, worked = self.blocked, self._links_that_worked()
         accusers, accused = ({link[end] for link in self._current} for end in (0, 1))
@@ -152,7 +153,7 @@ class Blame:
         return cost
 
     def verdict(self, size: int) -> Verdict | None:
-        """The peer to drop whatever the rings are, by rule 1, 2 or 3; `size` is the group's."""
+        """The peer to drop by rule 1, 2 or 3, whatever the rings are. `size` is the group's."""
         of, by = self._accusations()
         for number in sorted(of):
             if self.dials.get(number):
@@ -173,20 +174,18 @@ class Blame:
         return None
 
     def last_resort(self, proven: Collection[int]) -> Verdict | None:
-        """The peer to drop because no ring is possible, by rule 6; None while more reports may
-        come."""
+        """The peer to drop by rule 6: no ring is possible. None while more reports may come."""
         attempts = max((tried for tried, _ in self._current.values()), default=0)
         if attempts < ATTEMPTS and any(accused in proven for _, accused in self._current):
             return None
         return self._worst({*self._current}, proven)
 
     def between(self, one: int, other: int, proven: Collection[int]) -> Verdict | None:
-        """Which of two peers that must reach each other to drop, by rule 6; None: there is no
-        evidence."""
+        """The peer to drop by rule 6, of two that must reach each other. None without evidence."""
         return self._worst({(one, other), (other, one)} & self._current.keys(), proven)
 
     def sentence(self, verdict: Verdict, info: Callable[[int], PeerInfo]) -> str:
-        """Why a peer is dropped: the evidence, and the remedy. `info` knows peers by number."""
+        """Why a peer is dropped: the evidence, and the remedy. `info` gives peers by number."""
         guilty = info(verdict.guilty)
         links = verdict.links[:NAMES_MAX]
         foreign = all(reach.foreign(info(one), info(other)) for one, other in links)
@@ -243,9 +242,9 @@ class Group:
     """The state that the peers of one group share."""
 
     epoch: int = 0
-    rings: tuple[m.Ring, ...] = ()  # as optimized
-    planned: tuple[m.Ring, ...] = ()  # as in force in this epoch
-    broken: bool = False  # whether a collective has failed in this epoch: its streams are void
+    rings: tuple[m.Ring, ...] = ()  # the optimized rings
+    planned: tuple[m.Ring, ...] = ()  # the rings of this epoch
+    broken: bool = False  # whether a collective has failed in this epoch, so that streams are void
     blame: Blame = field(default_factory=Blame)
     rates: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes/s, when last measured
 
@@ -275,21 +274,21 @@ class Groups:
     def repair(self, number: int) -> None:
         """Gives a group new streams, if a collective has failed since it got the current ones.
 
-        This is not done at the failure itself: usually a peer has died, which is about to be
-        noticed, and the survivors then get new streams anyway.
+        This is not done at the failure itself. Usually a peer has died; its loss is noticed soon,
+        and gives the survivors new streams anyway.
         """
         if self._groups[number].broken:
             self.renew(number)
 
     def renew(self, number: int, gone: Sequence[m.Gone] = ()) -> None:
-        """Gives a group new streams: its membership has changed, or a collective has failed."""
+        """Gives a group new streams: its members have changed, or a collective has failed."""
         group = self._groups.setdefault(number, Group())
         group.epoch, group.broken = self._numbers.take_epoch(), False
         group.planned = self.plan(number)
         peers = tuple(map(self._membership.info, self._membership.accepted(number)))
         nonce = self._numbers.nonce_of_epoch(group.epoch)
-        told = group.epoch, peers, group.planned, self._history.topology, nonce
-        plan = m.Plan(*told, tuple(gone[: m.GONE_MAX]))
+        count, lost = self._history.topology, tuple(gone[: m.GONE_MAX])
+        plan = m.Plan(group.epoch, peers, group.planned, count, nonce, lost)
         for peer in peers:
             self._outbox.send(peer.peer, plan)
 
@@ -314,10 +313,10 @@ class Groups:
 
 
 class Rendezvous:
-    """Tells peers where they meet.
+    """Tells peers that cannot connect to each other where they meet.
 
     Args:
-        membership: the peers.
+        membership: the registered peers.
         outbox: collects effects.
     """
 
@@ -331,16 +330,16 @@ class Rendezvous:
         return [info for info in infos if info.relay]
 
     def request(self, number: int, request: m.RendezvousRequest) -> None:
-        """A peer has something to send to one to which it cannot connect."""
+        """Arranges a meeting for a peer that must send to one that it cannot connect to."""
         sender = self._membership.info(number)
         if not self._membership.has(request.peer, sender.group):
-            return  # it has gone meanwhile
+            return  # the receiver has gone meanwhile
         receiver = self._membership.info(request.peer)
         for to, message in reach.rendezvous(sender, receiver, request, self.relays):
             self._outbox.send(to.peer, message)
 
     def severed(self, pairs: Iterable[tuple[int, int]]) -> str:
-        """Why some peers cannot send to others, by pairs of which one must; empty if all can."""
+        """Why the first pair that cannot send to each other cannot; empty if all pairs can."""
         for pair in pairs:
             one, other = map(self._membership.info, pair)
             if reach.apart(one, other) and not self.relays:
@@ -352,7 +351,7 @@ class Rendezvous:
         return self.severed(hop for ring in rings for hop in hops(ring.order))
 
 
-# Drops peers from the run, each for a reason; if there is a result, they are told, with its cause.
+# Drops peers from the run, each for a reason. If a result is given, they are told it and the cause.
 RemoveAll: TypeAlias = Callable[[Mapping[int, str], Result | None, m.Cause], None]
 
 
@@ -420,12 +419,12 @@ class Part:
 class Optimization:
     """An optimization, from the vote of all accepted peers to the choice of the rings."""
 
-    calls: dict[int, int]  # of its members
-    schedules: dict[int, Schedule]  # of each group: what is to be measured
+    calls: dict[int, int]  # the members' calls
+    schedules: dict[int, Schedule]  # by group: the links to measure
     seq: int = 0
     measuring: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the current measurements
-    links: dict[tuple[int, int], Link] = field(default_factory=dict)  # from whom to whom
-    inflow: dict[int, int] = field(default_factory=dict)  # bytes per second from all at once
+    links: dict[tuple[int, int], Link] = field(default_factory=dict)  # by sender and receiver
+    inflow: dict[int, int] = field(default_factory=dict)  # bytes per second from all others at once
     since_s: float = 0.0  # when the last peer entered it
 
 
@@ -441,7 +440,7 @@ class Optimizations(Part):
         self.current: Optimization | None = None
 
     def begin(self, round_: Round[object]) -> None:
-        """All accepted peers have voted for an optimization."""
+        """Begins an optimization: all accepted peers have voted for it."""
         groups = dict.fromkeys(map(self._membership.group_of, round_.votes))
         schedules = {group: self._schedule(self._membership.accepted(group)) for group in groups}
         calls = {number: vote.call for number, vote in round_.votes.items()}
@@ -450,8 +449,7 @@ class Optimizations(Part):
         self._probe(self.current)
 
     def _schedule(self, numbers: list[int]) -> Schedule:
-        """The links of a group to measure: all of them, or for many peers those that reveal the
-        sites."""
+        """The links of a group to measure: all, or for many peers those that reveal the sites."""
         infos = {number: self._membership.info(number) for number in numbers}
         if len(numbers) <= ALL_MAX:
             relayed = bool(self._rendezvous.relays)
@@ -497,10 +495,10 @@ class Optimizations(Part):
             if self._numbers.is_unknown(measured.seq):
                 why = f"it measured in probe {measured.seq} out of turn"
                 self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
-            return  # of a probe that has ended meanwhile
+            return  # that probe has ended meanwhile
         senders = optimization.measuring.pop(number)
         hop = senders[0], number
-        if hop in optimization.links:  # measured before: this time with all others at once
+        if hop in optimization.links:  # it was measured before: this was with all others at once
             optimization.inflow[number] = measured.rate
         else:
             optimization.links[hop] = Link(measured.rate, measured.delay_us)
@@ -511,7 +509,7 @@ class Optimizations(Part):
         return self.current is not None and number in self.current.calls
 
     def lose(self, lost: Set[int]) -> None:
-        """Peers are lost: their links are not measured any more."""
+        """Stops measuring the links of lost peers."""
         optimization = self.current
         if optimization is None or not optimization.calls.keys() & lost:
             return
@@ -528,7 +526,7 @@ class Optimizations(Part):
             self._probe(optimization)
 
     def withdraw(self, number: int, call: int) -> bool:
-        """A caller withdraws, which ends it for all. Whether that call was part of it.
+        """Withdraws a caller, which ends the optimization for all. False if it is in none.
 
         The rings stay as they are.
         """
@@ -547,12 +545,12 @@ class Optimizations(Part):
         self._history.optimized += 1
         for group in dict.fromkeys(map(self._membership.group_of, optimization.calls)):
             self._choose_rings(group, optimization)
-            self._history.of(group).repeatable = True  # a collective may have failed for old ranks
+            self._history.of(group).repeatable = True  # a collective may have failed: ranks change
         for number, call in optimization.calls.items():
             self._outbox.send(number, m.OptimizeResult(call, self._history.optimized))
 
     def _choose_rings(self, group_number: int, optimization: Optimization) -> None:
-        """Installs the best rings for a group, if they are clearly better than its current ones."""
+        """Installs the best rings for a group, if they are clearly better than the current ones."""
         group, numbers = self._groups[group_number], self._membership.accepted(group_number)
         infos = {number: self._membership.info(number) for number in numbers}
         measured = {hop: link for hop, link in optimization.links.items() if infos.keys() >= {*hop}}
