@@ -1,5 +1,4 @@
-"""The results and counters of a run: what its master sends to a peer that comes back, and what a
-journal keeps for the next master."""
+"""The numbers and results of a run, and what a journal keeps of it for the next master."""
 
 from __future__ import annotations
 
@@ -15,28 +14,28 @@ OTHER_RUN = Refusal(
     "the master has started another run: connect again", Result.MASTER_CONNECTION_FAILED
 )
 OUTNUMBERED = Refusal(
-    "a master without a journal goes on with the run that most peers name who come back to it, and "
+    "a master without a journal goes on with the run that most of the returning peers name, and "
     "this is another one: connect again",
     Result.MASTER_CONNECTION_FAILED,
 )
 GIVEN_UP = Refusal("it was given up as lost, or did not come back in time: connect again")
-CROWDED = Refusal("too much was said already by others who want to come back")
+CROWDED = Refusal("the messages of other returning peers take too much memory already")
 FINISHED = Refusal(
     "the run is finished: its peers have said so. For another run, start the master anew, without "
     "the journal of this one",
     Result.INVALID_USAGE,
     m.Cause.FINISHED,
 )
-WHOLE_RUN = 0  # in place of a peer's number
-REFUSED_MAX = 256  # peers of which it is known why they were dropped: the latest ones
+WHOLE_RUN = 0  # a key of `Journal.refused`, in place of a peer's number: the run is finished
+REFUSED_MAX = 256  # the reasons for dropping peers are kept for the latest ones
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """The run, the number of restarts, the accepted peers, and why others were dropped, as a
-    restarted master knows them.
+    """What a restarted master knows: the run, the number of restarts, the accepted peers, and why
+    others were dropped.
 
-    It may be incomplete, if it could not be written in the end; returning peers know more.
+    It is incomplete if the last writes failed; returning peers know the rest.
     """
 
     run: int
@@ -48,19 +47,21 @@ class Journal:
 
 
 NONCE_BYTES = 8
-INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number,
-EPOCH_SHIFT = 16  # and epochs too: no returning peer may know the last ones
+# seqs and epochs begin with the number of the master's incarnation, because a restarted master may
+# not know the last ones
+INCARNATION_SHIFT = 32
+EPOCH_SHIFT = 16
 
 
 class Numbers:
-    """The numbers that one master gives, and the nonces that belong to them.
+    """The numbers that one master gives, and their nonces.
 
     Args:
-        secret: known to this master alone and never used by another one; at most 64 bytes.
+        secret: random bytes that only this master knows and uses; at most 64 bytes.
         incarnation: how often the run's master was restarted; all numbers begin with it.
 
     Attributes:
-        next_seq: the next sequence number, which is not taken.
+        next_seq: the next sequence number.
         epoch: the latest epoch of any group.
     """
 
@@ -96,15 +97,15 @@ class Numbers:
         return seq >= self.next_seq
 
     def nonce_of_call(self, seq: int) -> int:
-        """Identifies the bulk data of a sequence number."""
+        """The nonce of the bulk data of a sequence number."""
         return self._nonce(b"call %d" % seq)
 
     def nonce_of_epoch(self, epoch: int) -> int:
-        """The password of streams between an epoch's peers."""
+        """The nonce of the streams between an epoch's peers."""
         return self._nonce(b"epoch %d" % epoch)
 
     def nonce_of_client(self, number: int) -> int:
-        """The password of all streams to a client."""
+        """The nonce of all streams to a client."""
         return self._nonce(b"client %d" % number)
 
     def _nonce(self, what: bytes) -> int:
@@ -119,8 +120,8 @@ class StateHistory:
     syncs: int = 0  # number of its last synchronization, counted over all groups
     last_plan: int = 0  # seq of the last plan of the last synchronization
     holders: set[int] = field(default_factory=set)
-    short: int = 0  # peers that the last synchronization lacked to begin with
-    # whether the last revision may be synchronized again: a peer joined or was lost, or a
+    short: int = 0  # as in the last SyncResult
+    # whether the last revision may be synchronized again, because a peer joined or was lost, or a
     # collective failed, since then
     repeatable: bool = False
 
@@ -131,7 +132,7 @@ class History:
     Attributes:
         topology: rounds of `update_topology`.
         pending: rounds of `are_peers_pending`.
-        were_pending: the result of the latest of these.
+        were_pending: the result of the latest `are_peers_pending`.
         optimized: rounds of `optimize_topology`.
         finished: whether the run is finished.
     """
@@ -140,10 +141,10 @@ class History:
         self.topology = self.pending = self.optimized = 0
         self.were_pending = self.finished = False
         self._groups: dict[int, StateHistory] = {}
-        self._syncs = 0  # over all groups, so that a group that begins again repeats no number
+        self._syncs = 0  # over all groups, so that a group that empties and returns repeats none
 
     def restore(self, before: History) -> None:
-        """Goes on from the history before a restart."""
+        """Continues from the history before a restart."""
         self.topology, self.pending = before.topology, before.pending
         self.were_pending, self.optimized = before.were_pending, before.optimized
         self.finished |= before.finished
@@ -157,14 +158,14 @@ class History:
         return self._groups[group]
 
     def count_sync(self, group: int) -> StateHistory:
-        """Numbers a synchronization that has a result."""
+        """Gives a number to a synchronization that has a result."""
         self._syncs += 1
         state = self.of(group)
         state.syncs = self._syncs
         return state
 
     def lose(self, group: int, numbers: Set[int]) -> bool:
-        """Peers are lost. Whether the group's shared state is lost with them."""
+        """Removes lost holders. True if the group's shared state is lost with them."""
         state = self.of(group)
         state.holders -= numbers
         if state.holders or state.revision is None:
@@ -177,8 +178,10 @@ class History:
         self._groups.pop(group, None)
 
     def done(self, group: int) -> m.Done:
-        """The results that a peer of a group may have missed. The group of a pending peer may not
-        exist."""
+        """The results that a peer of a group may have missed.
+
+        The group may not exist yet, if the peer is pending.
+        """
         state = self._groups.get(group) or StateHistory()
         return m.Done(
             self.topology,

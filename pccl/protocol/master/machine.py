@@ -56,7 +56,13 @@ from pccl.protocol import reach
 from pccl.protocol.master.collectives import Combine, are_rows, fits, is_pair
 from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Refusal, Remember, Send, plain
 from pccl.protocol.master.history import FINISHED, GIVEN_UP, OTHER_RUN, OUTNUMBERED, Journal
-from pccl.protocol.master.membership import Deadlines, PeerRecord, halves, newcomer, refusal
+from pccl.protocol.master.membership import (
+    Deadlines,
+    PeerRecord,
+    newcomer,
+    refusal,
+    without_whole_team,
+)
 from pccl.protocol.master.recovery import Recovery, outdated, plausible, reconstruct, restore
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.status import Status, explain, snapshot
@@ -413,7 +419,7 @@ class Master:
             self._outbox.note(f"peer {number} did not come back")
         for number in outdated({number: one.resume for number, one in back.items()}):
             self._refuse(back.pop(number).conn, *GIVEN_UP)
-        for number in halves({number: one.resume.info for number, one in back.items()}):
+        for number in without_whole_team({number: one.resume.info for number, one in back.items()}):
             self._outbox.do(Forget(number))
             self._refuse(back.pop(number).conn, *GIVEN_UP)
         if back:

@@ -17,9 +17,9 @@ from pccl.version import __version__
 class Teams:
     """The registered members of each team.
 
-    A team is a replica of a model whose shards lie in several processes, each of which is a peer of
-    another group. Its members are admitted when all are registered, in one
-    place of the order of all groups; and when one is lost, no other is of any use.
+    A team is one replica of a model that is sharded over several processes. Each process is a peer
+    of a different group. The members of a team are admitted together, when all are registered, and
+    take the same place in the order of their groups. When one is lost, all are dropped.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class Teams:
         return ""
 
     def add(self, info: m.PeerInfo) -> None:
-        """A peer is registered."""
+        """Adds a registered peer."""
         if info.team:
             self._members.setdefault(info.team, {})[info.peer] = info
 
     def remove(self, info: m.PeerInfo) -> None:
-        """A peer is gone."""
+        """Removes a peer that is gone."""
         if info.team:
             del self._members[info.team][info.peer]
             if not self._members[info.team]:
@@ -53,7 +53,7 @@ class Teams:
         return not info.team or len(self._members[info.team]) == info.team_size
 
     def partners(self, infos: Iterable[m.PeerInfo]) -> Iterator[tuple[int, m.PeerInfo]]:
-        """The other members of the teams of some peers, each with that one of them."""
+        """The other members of the teams of these peers, each with its team's peer among these."""
         lost = {info.peer: info for info in infos}
         for info in lost.values():
             for number in self._members.get(info.team, ()):
@@ -61,8 +61,8 @@ class Teams:
                     yield number, info
 
 
-def halves(infos: Mapping[int, m.PeerInfo]) -> set[int]:
-    """Which of some peers are of teams that are not among them as a whole."""
+def without_whole_team(infos: Mapping[int, m.PeerInfo]) -> set[int]:
+    """Those of these peers whose team is incomplete among them."""
     sizes: dict[int, int] = {}
     for info in infos.values():
         sizes[info.team] = sizes.get(info.team, 0) + 1
@@ -70,7 +70,7 @@ def halves(infos: Mapping[int, m.PeerInfo]) -> set[int]:
 
 
 def in_order(infos: Mapping[int, m.PeerInfo]) -> dict[int, m.PeerInfo]:
-    """Sorts peers team by team; a team stands where its first member has registered."""
+    """Sorts peers by registration, but keeps each team together, at its first member."""
     first: dict[int, int] = {}
     for number in sorted(infos):
         first.setdefault(infos[number].team or -number, number)
@@ -91,7 +91,7 @@ def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
 
 
 def hosts(said: m.Hello | m.Examine, seen: str) -> tuple[str, ...]:
-    """Where a peer may be reached: that is where the master sees it, unless it names a host."""
+    """The hosts of a peer; the first is the address that the master sees, unless it names one."""
     return tuple(dict.fromkeys((said.host or seen, *said.others)))
 
 
@@ -101,7 +101,7 @@ def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None
     Args:
         said: its first message.
         info: its addresses.
-        arithmetic: that of the run's peers, if there are any.
+        arithmetic: the arithmetic of the run's peers; None: there are none.
     """
     if said.protocol != m.PROTOCOL_VERSION:
         return (
@@ -139,33 +139,33 @@ class PeerRecord:
     info: m.PeerInfo
     accepted: bool = False
     heard: int = 0  # the greatest seq that it is known to have heard of
-    proven: bool = False  # a collective with it has gone around the rings
+    proven: bool = False  # a collective that it took part in has gone around the rings
     veteran: bool = False  # it has completed a collective or synchronization in this run
     seen: str = ""  # its host as the master sees it
     dial: str = ""  # the password with which to dial it
     since_s: float = 0.0  # when it registered
     spoke_s: float = 0.0  # when it sent its latest message
     late_s: float = 0.0  # how long others waited for it to enter a call: a moving average
-    late_total_s: float = 0.0  # and in all
+    late_total_s: float = 0.0  # how long others waited for it, in all its calls
 
 
 class Membership:
     """The peers of a run. A peer is pending from `register` to `accept`; then it is accepted.
 
-    Attributes:
-        peers: all registered peers by number, in the order of registration.
-        teams: which peers join and are lost together.
-
     Args:
         next_number: the number of the next peer; numbers never repeat.
+
+    Attributes:
+        peers: all registered peers by number, in the order of registration.
+        teams: the registered members of each team.
     """
 
     def __init__(self, next_number: int = 1) -> None:
         self._peers: dict[int, PeerRecord] = {}
         self.peers: Mapping[int, PeerRecord] = self._peers
         self._numbers: dict[bytes, int] = {}  # by connection
-        self._accepted: dict[int | None, dict[int, None]] = {}  # by group; None: all, in order
-        # accepted peers whose connections broke since any accepted peer was last heard
+        self._accepted: dict[int | None, dict[int, None]] = {}  # by group, in order; None: all
+        # accepted peers whose connections broke after the last message of any accepted peer
         self._lost: dict[int, m.PeerInfo] = {}
         self._arithmetic = b""
         self.teams = Teams()
@@ -182,17 +182,17 @@ class Membership:
         return self._peers[number].info
 
     def group_of(self, number: int) -> int:
-        """The group that a peer belongs to."""
+        """The group of a peer."""
         return self._peers[number].info.group
 
     @property
     def arithmetic(self) -> bytes | None:
-        """The arithmetic of all registered peers; None: there is no peer."""
+        """The arithmetic of the registered peers; None: there is no peer."""
         return self._arithmetic if self._peers else None
 
     @property
     def pending(self) -> list[int]:
-        """Peers that are not accepted yet."""
+        """The peers that are not accepted yet."""
         return [number for number, peer in self._peers.items() if not peer.accepted]
 
     @property
@@ -202,7 +202,7 @@ class Membership:
 
     @property
     def admissible(self) -> list[int]:
-        """Pending peers whose team is there as a whole, team after team."""
+        """The pending peers that are in no team or in a complete one, sorted by team."""
         infos = {number: self.info(number) for number in self.pending}
         whole = {number: info for number, info in infos.items() if self.teams.is_whole(info)}
         return [*in_order(whole)]
@@ -219,23 +219,23 @@ class Membership:
         return number in self._accepted.get(group, ())
 
     def electors(self, numbers: Iterable[int]) -> Set[int]:
-        """Those of some peers who decide if these do not agree: veterans, or all without any."""
+        """Those of these peers that decide a dispute: the veterans, or all if there are none."""
         all_ = {*numbers}
         return {number for number in all_ if self._peers[number].veteran} or all_
 
     def partners(self, numbers: Collection[int]) -> dict[int, m.PeerInfo]:
-        """The others that are lost when some peers are, each with the one that it is lost with."""
+        """The other team members that are lost with these peers, each with its peer among these."""
         return dict(self.teams.partners(map(self.info, numbers)))
 
     def names(self, numbers: list[int]) -> str:
-        """Peers by name; only the first ones of many."""
+        """The names of peers; of many only the first ones."""
         names = [str(self.info(number)) for number in numbers[:NAMES_MAX]]
         if len(numbers) > NAMES_MAX:
             names.append(f"{len(numbers) - NAMES_MAX} more")
         return ", ".join(names) or "nobody"
 
     def worlds(self) -> Iterator[tuple[Iterable[int], m.World]]:
-        """Of each group: its peers, and the world's sizes as they see them."""
+        """For each group, its peers and the world sizes to tell them."""
         groups = [group for group in self._accepted if group is not None]
         largest = max(map(self.size, groups), default=0)
         for group in groups:
@@ -245,7 +245,7 @@ class Membership:
     # ---- changes ----
 
     def register(self, conn: bytes, info: m.PeerInfo, seen: str, hello: m.Hello) -> PeerRecord:
-        """Registers a newcomer, which is pending, and gives it a number."""
+        """Registers a newcomer as pending, and gives it a number."""
         number = self.next_number
         self.next_number += 1
         info = msgspec.structs.replace(info, peer=number)
@@ -258,7 +258,7 @@ class Membership:
         return peer
 
     def accept(self, number: int, heard: int) -> PeerRecord:
-        """Accepts a pending peer; collectives up to `heard` do not concern it."""
+        """Accepts a pending peer; it takes no part in collectives up to the seq `heard`."""
         peer = self._peers[number]
         peer.heard = heard
         self._count_in(peer)
@@ -288,25 +288,25 @@ class Membership:
         for scope in (peer.info.group, None):
             self._accepted.setdefault(scope, {})[peer.info.peer] = None
 
-    # ---- peers that may have been cut off together with all others ----
+    # ---- losing all peers at once: the master may have been cut off ----
 
     def lose(self, numbers: Collection[int]) -> None:
-        """Notes peers whose connections broke; they are about to be removed, with their teams."""
+        """Notes peers whose connections broke. The caller then removes them and their teams."""
         lost = (self._peers[number] for number in [*numbers, *self.partners(numbers)])
         self._lost |= {peer.info.peer: peer.info for peer in lost if peer.accepted}
 
     def forget_lost_groups(self) -> None:
-        """Forgets groups without members: none of them can say whether it heard of the losses."""
+        """Forgets the lost peers of empty groups, unless all groups are empty."""
         if self.size():
             self._lost = {n: i for n, i in self._lost.items() if i.group in self._accepted}
 
     def go_on(self) -> None:
-        """An accepted peer was heard, or a round has ended: the run has continued without the
-        lost peers."""
+        """Forgets the lost peers, because a message or a committed round shows that the run has
+        continued without them."""
         self._lost.clear()
 
     def deserted_by(self, number: int) -> bool:
-        """True if no peer is left, and this one was among the last."""
+        """True if no peer is left, and this one was among the last ones lost."""
         return not self.size() and number in self._lost
 
     @property
@@ -316,13 +316,13 @@ class Membership:
 
 
 class Deadlines:
-    """Finds the members that are too late for a round in which others wait only for a grace.
+    """Finds the members that are late for a round in which others wait for a limited time.
 
     In `are_peers_pending`, a vote may have a `Grace`. The grace of a group begins when enough of
-    its members have entered with one, and is over so many seconds later; who is still absent then
-    is late. If the votes of a group differ, the most patient one counts. Votes without a grace do
-    not count as entered: a group of which too few have one waits for all its members, and no group
-    decides about the members of another.
+    its members have entered with one. Members that are still absent when it is over are late. If
+    the votes of a group differ, the most patient one counts. Votes without a grace do not count, so
+    a group with too few graces waits for all its members. Each group decides only about its own
+    members.
 
     Attributes:
         left_s: seconds until the next grace is over, at the time of the last `late`; None: none has
@@ -336,7 +336,7 @@ class Deadlines:
         self._began_s: dict[int, float] = {}  # by group
 
     def late(self, now_s: float, round_: Round[object] | None) -> dict[int, str]:
-        """The members that are late for the open round, each with the reason to drop it."""
+        """The members that are late for the open round, and why to drop each."""
         self.left_s = None
         if round_ is not self._round:
             self._round, self._began_s = round_, {}
@@ -361,7 +361,7 @@ class Deadlines:
         return whys
 
     def _graces(self, round_: Round[object]) -> dict[int, list[Grace]]:
-        """Of the votes of each group."""
+        """The graces in the votes, by group."""
         found: dict[int, list[Grace]] = {}
         for number, vote in round_.votes.items():
             if vote.grace is not None:

@@ -1,16 +1,16 @@
-"""The recovery of a restarted master: its conclusions from the peers that come back.
+"""The recovery of a restarted master from what returning peers tell.
 
-The journal only names the accepted peers. Only the peers know the rest, and what no survivor knows
-cannot matter to any survivor:
+The journal only names the accepted peers. The peers know the rest, and facts that no survivor knows
+cannot matter to a survivor:
 
-- A collective whose outcome some peer knows has that outcome. In any other, members that hold the
-  result have voted yes, members that gave up or never heard of its start have voted no, and members
-  that are still working are interrupted.
-- A call that all had made, and that some peer knows to have failed, has failed: a peer that waits
-  in it has only missed that.
-- A round whose result some peer knows is over: a peer that waits in it has only missed the result
-  (each result carries the number of its round). A round whose result no peer knows begins anew.
-- The group's revision is that of the latest synchronization whose result some peer knows.
+- If a peer knows the outcome of a collective, that is its outcome. In any other collective, members
+  that hold the result have voted yes, members that gave up or never heard of its start have voted
+  no, and members that are still working are interrupted.
+- If a peer knows that a call has failed for all, it has failed. A peer that waits in it has only
+  missed the error.
+- If a peer knows the result of a round, the round is over. A peer that waits in it has only missed
+  the result; each result carries the number of its round. Any other round begins anew.
+- The group's revision is that of the latest synchronization whose result a peer knows.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from pccl.types import Result
 WAIT_S = 5.0  # for peers to come back; they try several times a second
 UNJOURNALED_WAIT_S = 1.0  # without a journal other groups are unknown, and may be slower
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; peers send two
-NUMBER_MAX = 1 << 62  # of peers and rounds: more than can ever occur
-INCARNATION_MAX = 1 << 15  # of the master: epochs, which begin with it, have 32 bits
+NUMBER_MAX = 1 << 62  # numbers of peers and rounds: more than can ever occur
+INCARNATION_MAX = 1 << 15  # incarnations of the master: epochs begin with them and have 32 bits
 WEIGHTS_MAX = 1 << 31
 ALL_HELD_MAX = 1 << 31  # bytes, about, of all returning peers' messages
-HELD_MAX = 1 << 28  # bytes, about, of the messages that name other runs than most do
+HELD_MAX = 1 << 28  # bytes, about, of the messages that name a run of the minority
 RESTARTED = "the master was restarted"
 _RESULTS = frozenset(result.value for result in Result)
 _CALLED = frozenset(m.Called)
@@ -57,31 +57,31 @@ class Unresolved:
 
     group: int
     tag: int
-    pair: tuple[int, int] | None  # of a send: who sends to whom
-    members: set[int]  # that have come back
-    open: set[int]  # those that do not know the outcome
-    unheard: set[int] = field(default_factory=set)  # that never heard of its start
+    pair: tuple[int, int] | None  # sender and receiver of a send
+    members: set[int]  # the members that have come back
+    open: set[int]  # members that do not know the outcome
+    unheard: set[int] = field(default_factory=set)  # members that never heard of its start
     votes: dict[int, bool] = field(default_factory=dict)
     outcome: bool | None = None
 
 
 @dataclass(slots=True)
 class Before:
-    """The run before the restart, as far as any survivor knows."""
+    """The run before the restart, as the survivors know it."""
 
     accepted: dict[int, m.PeerInfo]
-    rings: dict[int, m.Rings]  # of each group
+    rings: dict[int, m.Rings]  # by group
     collectives: dict[int, Unresolved]
     missed: list[tuple[int, m.Small]]
     failed: list[tuple[int, m.Failure]]
     history: History
     next_peer: int
     incarnation: int
-    veterans: set[int]  # that have completed a collective or synchronization, or are told so now
+    veterans: set[int]  # peers that have completed a collective or synchronization
 
 
 def plausible(resume: m.Resume) -> bool:
-    """True if later numbers, including those of plans, will still fit into messages."""
+    """True if the numbers are consistent, and later numbers will still fit into messages."""
     known = {info.peer for info in resume.known}
     numbers = [
         *msgspec.structs.astuple(msgspec.structs.replace(resume.done, revision=0)),
@@ -89,7 +89,7 @@ def plausible(resume: m.Resume) -> bool:
         *known,
         *(small.seq for small in resume.small),
     ]
-    weights = sum(ring.weight for ring in resume.rings)  # of rings that may become one
+    weights = sum(ring.weight for ring in resume.rings)  # the rings may become one
     return (
         max(numbers) < NUMBER_MAX
         and resume.last_seq < INCARNATION_MAX << INCARNATION_SHIFT
@@ -128,7 +128,7 @@ class Recovery:
 
     A master with a journal knows its run and peers, and trusts no others. One without a journal
     continues the run that most of the returning peers name, so that a stranger that comes first
-    cannot take over; if only one peer comes back, the master waits longer.
+    cannot take over. If only one peer comes back, it waits longer.
 
     Args:
         run: the journal's run; None: there is no journal.
@@ -137,7 +137,7 @@ class Recovery:
         refused: peers that were dropped, and why.
 
     Attributes:
-        backlog: messages of others that arrive meanwhile, to be handled afterwards.
+        backlog: other events that arrive meanwhile, to be handled afterwards.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Recovery:
         self.backlog: list[Callable[[], list[Effect]]] = []
         self._back: dict[int, dict[int, Back]] = {}  # by run and number, in order
         self._conns: dict[bytes, tuple[int, int]] = {}
-        self._held: Counter[int] = Counter()  # by run
+        self._held: Counter[int] = Counter()  # bytes of messages, by run
         self._began_s: float | None = None
         self._said: Counter[bytes] = Counter()  # messages in the backlog, by connection
 
@@ -195,14 +195,14 @@ class Recovery:
         return CROWDED if crowded or full else None
 
     def add(self, conn: bytes, host: str, resume: m.Resume) -> None:
-        """A peer has come back."""
+        """Adds a peer that has come back."""
         number = resume.info.peer
         self._held[resume.run] += weight(resume)
         self._conns[conn] = resume.run, number
         self._back.setdefault(resume.run, {})[number] = Back(conn, host, resume)
 
     def gone(self, conns: Iterable[bytes]) -> None:
-        """Connections are lost: peers that came back on them must come back again."""
+        """Removes peers whose connections are lost. They must come back again."""
         for conn in conns:
             if conn in self._conns:
                 run, number = self._conns.pop(conn)
@@ -212,15 +212,18 @@ class Recovery:
 
     @property
     def run(self) -> int | None:
-        """The run to continue; None if no run is known. Among equals, the one named last, because
-        an attacker that waits for a restart comes first."""
+        """The run to continue; None if no run is known.
+
+        Among runs with equally many peers, it is the one named last, because an attacker that waits
+        for a restart comes first.
+        """
         if self._run is not None or not self._back:
             return self._run
         return max(reversed(self._back), key=lambda run: len(self._back[run]))
 
     @property
     def back(self) -> dict[int, Back]:
-        """The peers of this run that have come back."""
+        """The peers of the run to continue that have come back."""
         return self._back.get(self.run or 0, {})
 
     @property
@@ -237,7 +240,7 @@ class Recovery:
 
     @property
     def certain(self) -> bool:
-        """True if all peers are back, and no other can come."""
+        """True if all peers are back, and no others can come."""
         return self._complete and not self.missing
 
     def over(self, now_s: float) -> bool:
@@ -285,7 +288,7 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
 
 
 def _missed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Small]]:
-    """Small results that some peers have and others lack: which to send to whom, in order."""
+    """Small results that some peers have and others lack: receivers and results, in order."""
     found: dict[int, tuple[int, m.Small]] = {}
     for number in sorted(resumes):
         for small in resumes[number].small:
@@ -300,7 +303,7 @@ def _missed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Small]]:
 
 
 def _failed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Failure]]:
-    """Failures that some peers know and others lack: which to tell whom, in order."""
+    """Failures that some peers know and others do not: receivers and failures, in order."""
     found: dict[int, tuple[int, m.Failure]] = {}
     for resume in resumes.values():
         for failure in resume.failed:
@@ -315,7 +318,7 @@ def _failed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Failure]]:
 
 
 def outdated(resumes: Mapping[int, m.Resume]) -> set[int]:
-    """Peers without which the run has continued: the latest plan of their group lacks them."""
+    """The peers that the run has continued without: the latest plan of their group lacks them."""
     latest: dict[int, m.Resume] = {}
     for resume in resumes.values():
         group = resume.info.group
@@ -347,11 +350,11 @@ def _history(resumes: Mapping[int, m.Resume]) -> tuple[History, dict[int, m.Ring
         done, state = resume.done, history.of(resume.info.group)
         if done.sync == state.syncs and state.syncs:
             state.revision, state.last_plan, state.short = done.revision, done.plan, done.short
-        # A peer that does not know the last one waits in it: it missed the result.
+        # a peer that does not know the last synchronization waits in it and missed the result
         if done.holds or done.sync < state.syncs:
             state.holders.add(number)
     for state in map(history.of, rings):
-        state.repeatable = True  # if in doubt
+        state.repeatable = True  # it is unknown, and refusing would be worse
         if state.short:
             state.holders.clear()
         if not state.holders:
@@ -387,7 +390,7 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
 
 
 def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) -> None:
-    """Has a run go on as it was, with those who are back; at this time, as is shown."""
+    """Restores a run and its returned peers, and tells them. `now_s` is only for `status`."""
     membership = run.membership
     membership.next_number = max(membership.next_number, before.next_peer)
     incarnation = max(run.numbers.incarnation, before.incarnation + 1)
@@ -420,9 +423,10 @@ def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) ->
 
 
 def _lacked(before: Before) -> Iterator[tuple[int, int, m.MasterMessage]]:
-    """For each result that some peers lack: its seq, the peer to tell, and the message.
+    """For each result that a peer lacks: its seq, the peer, and the message.
 
-    Who hears of a seq must have heard of all before it: the next restart relies on that.
+    The caller sends them by seq. The next restart relies on that: a peer that knows a seq knows all
+    before it.
     """
     for number, small in before.missed:
         yield small.seq, number, m.Missed(small)
@@ -431,7 +435,7 @@ def _lacked(before: Before) -> Iterator[tuple[int, int, m.MasterMessage]]:
     lost = Result.RANK_CONNECTION_LOST.value
     for seq, was in before.collectives.items():
         called = m.Called.COLLECTIVE, was.tag, was.pair or ()
-        for number in was.unheard:  # its vote to start is void, as it is for the others
+        for number in was.unheard:  # the collective fails, so their votes to start it are void
             failure = m.Failure(seq, *called, lost, RESTARTED, m.Cause.OTHER)
             yield seq, number, m.Failed(failure)
 

@@ -1,8 +1,8 @@
 """A snapshot of a run: its peers and groups, and what each call waits for.
 
-It has nothing by which its reader could take part in the run: no number of the run, no nonce, no
-password, no key. Texts that quote peers are printable. What it costs does not depend on how much
-the peers ask for at the same time: of many waits it has the oldest.
+It contains no secrets, so its reader cannot take part in the run: no run number, nonce, password or
+key. Texts that quote peers are printable. Of many waits it has only the oldest, so that its cost is
+limited whatever the peers call.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def explain(run: Run, number: int, call: int, seq: int) -> str:
 
     Args:
         run: the state of the run.
-        number: of the peer.
-        call: its number.
-        seq: of a collective that has started; 0 otherwise.
+        number: the number of the peer.
+        call: the number of the call.
+        seq: the seq of a collective that has started; 0 otherwise.
     """
     peer = run.membership.peers[number]
     if not peer.accepted and not run.membership.teams.is_whole(peer.info):
@@ -89,13 +89,13 @@ def measuring(run: Run, optimization: Optimization) -> str:
 
 
 def _done(late: list[int], progress: Mapping[int, int]) -> str:
-    """How far the awaited peers are that are behind all others; empty if none has said so."""
+    """The progress of the slowest awaited peers, in words; empty if no peer has reported any."""
     told = sorted((progress[number], number) for number in late if number in progress)
     return "".join(f"; peer {number} has {done / 10:g} % of it" for done, number in told[:3])
 
 
 def _elsewhere(run: Run, late: list[int]) -> str:
-    """In which other calls the awaited peers are; for some of them."""
+    """The other calls that awaited peers are in, in words, for some of them."""
     stand = [
         f"; {run.membership.info(number)} stands in {round_.describe(number)}"
         for number in late[:3]
@@ -104,27 +104,31 @@ def _elsewhere(run: Run, late: list[int]) -> str:
     return "".join(stand[:3])
 
 
-WAITS_MAX = 32  # rounds that are shown, and collectives that run
-CALLS_MAX = 4  # of one peer
-MISSING_MAX = 32  # peers that are named where many are waited for
-CLIENTS_MAX = 256  # that are shown
+WAITS_MAX = 32  # rounds shown, and running collectives shown
+CALLS_MAX = 4  # calls shown for each peer
+MISSING_MAX = 32  # missing peers shown for each wait
+CLIENTS_MAX = 256  # clients shown
 
 
 class Phase(StrEnum):
-    """How far a call is."""
+    """The phase of a call."""
 
-    ADMISSION = "admission"  # of a newcomer
-    ENTERING = "entering"  # not all have entered it
-    RUNNING = "running"  # a collective: not all have finished it
-    RECEIVING = "receiving"  # a synchronization: not all have the content
-    MEASURING = "measuring"  # links
+    ADMISSION = "admission"  # a newcomer waits to be admitted
+    ENTERING = "entering"  # not all have entered the call
+    RUNNING = "running"  # not all have finished the collective
+    RECEIVING = "receiving"  # not all have received the shared state
+    MEASURING = "measuring"  # links are being measured
 
 
 class CallStatus(Struct, frozen=True):
-    """A call that a peer stands in, and for how long it, or of a RUNNING one all, have.
+    """A call that a peer is in.
 
-    `done` is the share of a RUNNING or RECEIVING one that the peer has, as it last said: it says so
-    every few seconds of one that takes long. null: it has not said.
+    Attributes:
+        call: the call, with its arguments.
+        phase: its phase.
+        waited_s: how long the peer has been in it; if it is RUNNING, how long all have.
+        done: the share of a RUNNING or RECEIVING call that the peer has finished, as it last
+            reported. Peers report every few seconds in calls that take long. null: no report.
     """
 
     call: str
@@ -138,22 +142,22 @@ class PeerStatus(Struct, frozen=True):
 
     Attributes:
         peer: its number.
-        host: where others reach it.
-        port: likewise.
-        group: its number.
-        accepted: or pending.
-        here_s: since it came, or since the master was restarted.
-        silent_s: since its last message. It sends none while it computes.
+        host: the host where others reach it.
+        port: the port where others reach it.
+        group: the number of its group.
+        accepted: whether it is accepted; if not, it is pending.
+        here_s: seconds since it joined, or since the master was restarted.
+        silent_s: seconds since its last message. It sends none while it computes.
         synchronised: whether it took part in its group's last synchronization.
-        calls: in which it stands; of many the first ones.
-        heartbeat_s: since anything came over its connection, heartbeats included: they go on while
-            it computes, and end when its process or network stands still. null: the system of the
-            master does not tell.
-        name: as it calls itself.
+        calls: the calls that it is in; of many the first ones.
+        heartbeat_s: seconds since anything came over its connection, including heartbeats. They
+            continue while it computes, and stop when its process or network does. null: the
+            master's system does not tell.
+        name: the name that it gave itself.
         late_s: how long the first of the others waited for it to enter a call: a moving average
-            over its last calls, some ten of them.
-        late_total_s: the sum over all its calls.
-        awaited_s: how long others have been waiting for it just now; 0: nobody waits for it.
+            over its last calls, about ten of them.
+        late_total_s: the sum of these times over all its calls.
+        awaited_s: how long others have been waiting for it now; 0: no peer waits for it.
     """
 
     peer: int
@@ -173,19 +177,19 @@ class PeerStatus(Struct, frozen=True):
 
 
 class WaitStatus(Struct, frozen=True):
-    """A call that some peers stand in, and for whom they wait.
+    """A call that some peers are in and that waits for others.
 
     Attributes:
-        call: with its arguments.
-        group: of a call of one group.
-        phase: how far it is.
-        waited_s: how long the first one has stood in it; of a RUNNING one, how long all have.
-        entered: how many peers stand in it.
-        missing: who is waited for; of many the first ones.
-        missing_count: how many are waited for.
-        why: for whom it waits, where those stand, and how far they are, in words.
-        done: of a RUNNING or RECEIVING one the least share that one of those has who have said
-            how far they are; null: nobody has.
+        call: the call, with its arguments.
+        group: the group that makes it; null: all peers do.
+        phase: its phase.
+        waited_s: how long the first peer has been in it; if it is RUNNING, how long all have.
+        entered: the number of peers in it.
+        missing: the peers that it waits for; of many the first ones.
+        missing_count: the number of peers that it waits for.
+        why: which peers it waits for, where these are, and their progress, in words.
+        done: the least share of a RUNNING or RECEIVING call that a missing peer has reported;
+            null: none has reported any.
     """
 
     call: str
@@ -203,10 +207,10 @@ class RingStatus(Struct, frozen=True):
     """A ring: the peers in order, each sending to the next.
 
     Attributes:
-        order: their numbers.
-        weight: the ring's share of the data, beside those of the group's other rings.
-        rates: bytes per second from each to the next, as the last optimize_topology has measured;
-            null where it has not, as between peers on one machine.
+        order: the numbers of the peers.
+        weight: the ring's share of the data, relative to the group's other rings.
+        rates: bytes per second from each peer to the next, as the last optimize_topology measured
+            them; null where it did not, for example between peers on one machine.
     """
 
     order: tuple[int, ...]
@@ -215,12 +219,22 @@ class RingStatus(Struct, frozen=True):
 
 
 class GroupStatus(Struct, frozen=True):
-    """A group: its accepted peers, its ring, and its shared state, where it has one.
+    """A group: its accepted peers, its rings, and its shared state if it has one.
 
-    `bus_rate` is the bytes per second that each link carried in the last collective around the
-    ring, and `goodput` the share of the time since the first collective that was not lost: to
-    collectives that were aborted, until the next one started after these, and to waiting in calls
-    for peers that entered them later.
+    Attributes:
+        group: its number.
+        size: the number of its accepted peers.
+        epoch: the epoch of its rings.
+        rings: its rings.
+        running: the number of its running collectives.
+        revision: the revision of its shared state; null: it has none.
+        holders: the number of peers that took part in its last synchronization.
+        synchronising: whether a synchronization is in progress.
+        bus_rate: bytes per second that each link carried in the last collective around the ring;
+            null before the first.
+        goodput: the share of the time since the first collective that was not lost. Time is lost by
+            collectives that are aborted, until the next one starts, and by waiting for peers to
+            enter calls.
     """
 
     group: int
@@ -236,27 +250,27 @@ class GroupStatus(Struct, frozen=True):
 
 
 class EventStatus(Struct, frozen=True):
-    """Something that has happened, in words, and how long ago."""
+    """An event in words, and how long ago it was."""
 
     ago_s: float
     text: str
 
 
 class ClientStatus(Struct, frozen=True):
-    """A process that publishes or follows weights, as the master last heard of it.
+    """A client: a process that publishes or follows weights.
 
     Attributes:
         client: its number.
-        host: where others reach it.
-        port: likewise.
-        version: of the weights that it has; 0: it has none.
+        host: the host where others reach it.
+        port: the port where others reach it.
+        version: the version of its weights; 0: it has none.
         published: the newest version that it has published to this master; null: none.
-        seeks: the version that it fetches, or waits for somebody to fetch from; null: none.
-        source: the number of the one from which it fetches; null: from nobody.
-        slow: whether it has taken so long that its source serves another one in its place.
+        seeks: the version that it fetches or waits to fetch; null: none.
+        source: the number of the client that it fetches from; null: none.
+        slow: whether it has taken so long that its source serves another client in its place.
         rate: bytes per second of its last fetch; null: it has fetched nothing.
-        receivers: the numbers of those that fetch from it.
-        name: as it calls itself.
+        receivers: the numbers of the clients that fetch from it.
+        name: the name that it gave itself.
     """
 
     client: int
@@ -276,10 +290,10 @@ class WeightsStatus(Struct, frozen=True):
     """The weights that are published beside the run.
 
     Attributes:
-        version: the newest one that was ever published; 0: none was.
-        followers: by the version that they have, how many processes have published nothing.
-        clients: all that publish or follow; of many the first ones.
-        clients_left_out: how many more there are.
+        version: the newest version that was ever published; 0: none.
+        followers: the number of clients that have published nothing, by their version.
+        clients: the clients; of many the first ones.
+        clients_left_out: the number of further clients.
     """
 
     version: int
@@ -292,17 +306,17 @@ class Status(Struct, frozen=True):
     """A run, as its master knows it.
 
     Attributes:
-        version: of pccl.
-        recovering: whether a restarted master waits for the peers of before.
-        awaited: their numbers, as far as it knows them.
-        peers: all that are registered.
-        groups: all that have accepted peers.
-        waits: the oldest rounds in which somebody waits, then what goes on after one.
-        waits_left_out: how many more there are.
-        counts: of what has happened.
-        events: what has happened lately, the latest last: peers that came and went, and why, rings
+        version: the version of pccl.
+        recovering: whether a restarted master waits for its earlier peers.
+        awaited: the numbers of these peers, as far as it knows them.
+        peers: the registered peers.
+        groups: the groups that have accepted peers.
+        waits: the calls that wait: first the oldest rounds, then calls in later phases.
+        waits_left_out: the number of further waits.
+        counts: counters of events.
+        events: the latest events, the last one last: peers that joined and left, and why, rings
             that were chosen, calls that could never meet.
-        weights: that are published beside the run; null: nobody publishes or follows any.
+        weights: the published weights; null: none, and there are no clients.
     """
 
     version: str
@@ -318,11 +332,11 @@ class Status(Struct, frozen=True):
 
 
 class _Waits:
-    """All that somebody waits for, and with it what each peer stands in.
+    """Collects the waits of a run, and the calls that each peer is in.
 
     Attributes:
         found: the waits.
-        calls: of peers, by number.
+        calls: the calls of peers, by number.
         awaited_s: how long others have waited for a peer, by number.
     """
 
@@ -384,8 +398,8 @@ class _Waits:
         why: str,
         progress: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """One wait: `since_s` is who stands in it, the first one first, and since when;
-        `progress` are thousandths, by peer."""
+        """Adds a wait. `since_s` has the time at which each peer entered it, and `progress` the
+        thousandths that each has finished."""
         call, missing = plain(call), set(late)
         for number, its_s in since_s.items():
             calls = self.calls.setdefault(number, [])
@@ -416,9 +430,9 @@ def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
     """The status of a run.
 
     Args:
-        run: all that the master knows.
+        run: the state of the run.
         now_s: the time.
-        awaited: peers of before that a restarted master waits for; None: it waits for nobody.
+        awaited: the earlier peers that a restarted master waits for; None: it is not recovering.
     """
     waits = _Waits(run, now_s)
     return Status(
@@ -474,7 +488,7 @@ def _groups(run: Run, now_s: float) -> Iterator[GroupStatus]:
 
 
 def _stuck_since_s(run: Run, group: int) -> float | None:
-    """Since when a member of a group has stood in a call that waits for others to enter it."""
+    """The time since which a member of a group has waited for others to enter a call."""
     since_s = (
         stuck_since_s(round_)
         for round_ in islice(run.voting.open, WAITS_MAX)

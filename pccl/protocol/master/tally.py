@@ -1,4 +1,4 @@
-"""Counts of what has happened, for `status` and metrics. No decision depends on them."""
+"""Counters and durations for `status` and metrics. No decision depends on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pccl.protocol.rounds import EXCLUSIVE, PENDING, Kind, Round
 from pccl.types import DataType, QuantizationAlgorithm
 
 K = TypeVar("K")
-# seconds: from what a round takes on one machine to what makes an operator look
+# bounds of histograms, from a round on one machine to a wait that an operator must look at
 BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 
 
@@ -26,7 +26,7 @@ ENCODINGS = {kind.value: kind.name.lower() for kind in QuantizationAlgorithm}
 
 
 class Loss(StrEnum):
-    """How an accepted peer went."""
+    """How the run lost an accepted peer."""
 
     LEFT = "left"
     DISCONNECTED = "disconnected"
@@ -37,21 +37,20 @@ class Reason(StrEnum):
     """Why a collective was aborted."""
 
     PEER_LOST = "peer_lost"
-    LINK = "link"  # a peer could not complete it, or not pass on its data
-    TIMEOUT = "timeout"  # a caller did not wait longer
-    MEMORY = "memory"  # a peer ran out of it
-    MASTER_LOST = "master_lost"  # it was restarted meanwhile
+    LINK = "link"  # a peer could not complete it, or could not forward data
+    TIMEOUT = "timeout"  # a caller's time was up
+    MEMORY = "memory"  # a peer ran out of memory
+    MASTER_LOST = "master_lost"  # the master was restarted meanwhile
 
 
 class Histogram(Struct):
-    """Durations: how many were at most as long as each of BOUNDS_S but longer than the one before,
-    and last those that were longer than all; and their sum."""
+    """Durations: the count between each two of BOUNDS_S, last the count above all, and the sum."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_s: float = 0.0
 
     def add(self, duration_s: float) -> None:
-        """One more."""
+        """Adds a duration."""
         self.counts[bisect_left(BOUNDS_S, duration_s)] += 1
         self.total_s += duration_s
 
@@ -61,20 +60,20 @@ def _histograms(kinds: Iterable[K]) -> dict[K, Histogram]:
 
 
 class Counts(Struct):
-    """Since the master began. Durations are histograms in the bounds of tally.BOUNDS_S.
+    """Counters since the master began. Durations are histograms with the bounds tally.BOUNDS_S.
 
     Attributes:
         joined: peers that were accepted.
-        lost: peers that have gone, by how.
-        committed: collectives.
-        aborted: collectives, as `retries` has them by the reason.
-        votes: by what was voted on, how long the first peer waited for the last one.
-        collectives: those that committed: how long they took once all had entered them.
-        carried: bytes that each member gave to these, before quantization, by the encoding.
-        retries: collectives that were aborted.
-        syncs: synchronizations: how long they took once all had entered them.
-        synced_bytes: payload that peers lacked and received.
-        resynced_bytes: of which those who had taken part in the synchronization before.
+        lost: accepted peers that were lost, by how.
+        committed: collectives that committed.
+        aborted: collectives that were aborted.
+        votes: how long the first peer waited for the last one to vote, by the kind of the vote.
+        collectives: how long committed collectives took once all had entered them, by kind.
+        carried: bytes that each member gave to these, before quantization, by encoding.
+        retries: collectives that were aborted, by reason.
+        syncs: how long synchronizations took once all had entered them.
+        synced_bytes: bytes of shared state that peers lacked and received.
+        resynced_bytes: the part of these that went to peers of the previous synchronization.
         parity_failures: peers that had other content at the elected revision.
         recoveries: how long a group had no collective after one was interrupted.
     """
@@ -97,11 +96,10 @@ class Counts(Struct):
 
 
 class Course:
-    """How the collectives of a group went.
+    """The bandwidth and goodput of a group's collectives.
 
-    A collective that is aborted has cost the time since its start; then nothing of the group goes
-    on until another one starts, in most cases the same once more. That is a recovery. Time is lost
-    too while a member stands in a call, and waits for others to enter it.
+    An aborted collective loses the time since its start, and the time until the next collective
+    starts: the recovery. Time is also lost while a member waits for others to enter a call.
 
     Attributes:
         bus_rate: bytes per second that each link of the ring carried in the last collective around
@@ -112,12 +110,12 @@ class Course:
         self.bus_rate: float | None = None
         self._began_s: float | None = None  # when the first collective started
         self._lost_s = 0.0
-        self._lost_until_s = 0.0  # what was lost before is counted
-        self._lost_since_s: float | None = None  # when the first of those now aborted started
+        self._lost_until_s = 0.0  # time lost before this is counted in `_lost_s`
+        self._lost_since_s: float | None = None  # in a recovery: the start of what was aborted
         self._interrupted_s = 0.0
 
     def started(self, now_s: float) -> float | None:
-        """A collective has started. Returns how long a recovery has lasted that ends with this."""
+        """Notes that a collective starts. Returns the duration of the recovery that it ends."""
         if self._began_s is None:
             self._began_s = now_s
         if self._lost_since_s is None:
@@ -127,22 +125,21 @@ class Course:
         return now_s - self._interrupted_s
 
     def lost(self, since_s: float, until_s: float) -> None:
-        """Time was lost, of which a part may have been counted already."""
+        """Counts lost time. A part of it may have been counted already."""
         if self._began_s is not None:
             since_s = max(since_s, self._began_s, self._lost_until_s)
             self._lost_s += max(0.0, until_s - since_s)
             self._lost_until_s = max(self._lost_until_s, until_s)
 
     def aborted(self, since_s: float, interrupted_s: float) -> None:
-        """A collective that had started at `since_s` was aborted."""
+        """Notes that a collective that had started at `since_s` was aborted."""
         if self._lost_since_s is None:
             self._lost_since_s, self._interrupted_s = since_s, interrupted_s
         else:
             self._lost_since_s = min(self._lost_since_s, since_s)
 
     def goodput(self, now_s: float, stuck_since_s: float | None = None) -> float | None:
-        """The share of the time since the first collective in which nothing was lost; None before
-        that one, or at once.
+        """The share of the time since the first collective that was not lost; None before that.
 
         Args:
             now_s: the time.
@@ -156,27 +153,26 @@ class Course:
         return max(0.0, 1.0 - lost_s / (now_s - self._began_s))
 
 
-LAUNCHED_S = 10.0  # a caller that has only launched a call may well compute for so long
+LAUNCHED_S = 10.0  # a caller that has launched a call is taken to compute for so long
 
 
 def stuck_since_s(round_: Round[object]) -> float | None:
-    """Since when a member has stood in a round, and done nothing else; None: none does yet."""
+    """The time since which a member has waited in a round and done nothing else; None: none has."""
     first = next(iter(round_.votes.values()))
     if first.stuck or round_.id.kind in EXCLUSIVE:
         return first.since_s
     if round_.id == PENDING:
-        return None  # who asks in a thread of its own waits for newcomers
+        return None  # a separate thread waits for newcomers
     stuck = (vote.since_s for vote in round_.votes.values() if vote.stuck)
     return min(next(stuck, math.inf), first.since_s + LAUNCHED_S)
 
 
 class Tally:
-    """Counts of all that a master has seen since it began, and the state of each group's
-    collectives.
+    """The counters of a master, and the course of each group's collectives.
 
     Attributes:
-        now_s: the time.
-        counts: what it has seen.
+        now_s: the time, set by the caller.
+        counts: the counters.
     """
 
     def __init__(self) -> None:
@@ -185,7 +181,7 @@ class Tally:
         self._courses: dict[int, Course] = {}
 
     def committed(self, round_: Round[object]) -> None:
-        """All have voted."""
+        """Counts a round in which all have voted."""
         first, last = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
         self.counts.votes[round_.id.kind].add(last.since_s - first.since_s)
         if last.since_s <= first.since_s or (since_s := stuck_since_s(round_)) is None:
@@ -195,24 +191,24 @@ class Tally:
             self._courses[number].lost(since_s, last.since_s)
 
     def course(self, group: int) -> Course:
-        """How the collectives of a group went."""
+        """The course of a group's collectives."""
         course = self._courses.get(group)
         if course is None:
             course = self._courses[group] = Course()
         return course
 
     def forget(self, group: int) -> None:
-        """A group is empty."""
+        """Forgets a group that is empty."""
         self._courses.pop(group, None)
 
     def started(self, group: int) -> None:
-        """A collective has started."""
+        """Counts the start of a collective."""
         recovery_s = self.course(group).started(self.now_s)
         if recovery_s is not None:
             self.counts.recoveries.add(recovery_s)
 
     def ended(self, group: int, work: m.Spec, members: int, since_s: float) -> None:
-        """A collective, which all had entered at `since_s`, has committed."""
+        """Counts the commit of a collective that all had entered at `since_s`."""
         taken_s = self.now_s - since_s
         counts, given = self.counts, size(work)
         counts.committed += 1
@@ -224,14 +220,14 @@ class Tally:
             self.course(group).bus_rate = around * given / taken_s
 
     def aborted(self, group: int, reason: Reason, since_s: float, interrupted_s: float) -> None:
-        """A collective has been aborted."""
+        """Counts an aborted collective."""
         self.counts.aborted += 1
         self.counts.retries[reason] += 1
         self.course(group).aborted(since_s, interrupted_s)
 
     def synchronized(self, since_s: float, nbytes: Iterable[tuple[int, bool]]) -> None:
-        """A synchronization has succeeded: what each receiver lacked, and whether it had taken part
-        in the one before."""
+        """Counts a synchronization. `nbytes` has, for each receiver, the bytes that it lacked, and
+        whether it had taken part in the previous one."""
         counts = self.counts
         counts.syncs.add(self.now_s - since_s)
         for number, again in nbytes:
@@ -240,15 +236,15 @@ class Tally:
 
 
 def size(work: m.Spec) -> int:
-    """Bytes that each member gives, before quantization; of some collectives, receives."""
+    """Bytes that each member gives before quantization; in reduce_scatter and scatter, receives."""
     if not work.parts:
         return SIZES.get(work.dtype, 0) * work.count
     return sum(SIZES.get(part.dtype, 0) * part.count for part in work.parts)
 
 
 def factor(what: CollectiveKind, members: int) -> float:
-    """Bytes that a link of the ring carries for each that a member gives, as nccl-tests counts
-    them; 0 for what does not go around the ring."""
+    """Bytes that a link of the ring carries for each byte that a member gives, as nccl-tests counts
+    them; 0 for collectives that do not use the ring."""
     match what:
         case CollectiveKind.ALL_REDUCE:
             return 2 * (members - 1) / members

@@ -1,13 +1,14 @@
-"""Rounds: peers enter them, and they commit, or fail because votes can never meet.
+"""Rounds: peers enter them, and they commit, or fail because their votes can never match.
 
-Who waits in a PAIR waits for one peer, and not for all: it is in the way only of those who wait for
-it, directly or by way of others.
+A peer in a PAIR (send and recv) waits for one other peer only. So it blocks only the peers that
+wait for it, directly or through others.
 
-If votes differ, or peers stand in calls that exclude each other, the odd ones pay. Veterans decide
-(peers that have completed a collective or synchronization), or all if there are none. Who does not
-agree with a strict majority of them gets the error and is dropped, and the others go on as after a
-loss. If no majority is possible any more, all get the error, and nobody is dropped. As long as that
-is open, the dispute waits for those that have not voted yet.
+If votes differ, or peers wait in calls that exclude each other, a majority of the electors decides.
+The electors are the veterans (peers that have completed a collective or synchronization), or all
+peers if there are no veterans. A peer that disagrees with a strict majority gets an error and is
+dropped, and the others continue as after a loss. If a majority is no longer possible, all get the
+error, and no peer is dropped. While a majority is still possible, the dispute waits for peers that
+have not voted yet.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ Absent = Callable[[Round[object]], list[int]]  # the members that have not voted
 def deadlock(
     peer: int, rounds: OpenRounds, absent: Absent
 ) -> tuple[Round[object], Round[object]] | tuple[()]:
-    """Two rounds that wait for each other's voters: that of `peer`, which has just voted, and the
-    last one that closes the cycle; empty if there is none.
+    """Two rounds in a cycle of rounds that wait for each other's voters; empty if there is none.
 
-    A peer is held by a round if it makes no other call before that returns. A send or recv that was
-    launched, and not awaited, holds its peer from the exclusive calls alone.
+    The first is a round of `peer`, which has just voted; the second closes the cycle.
+
+    A round holds a peer that makes no other call before the round returns. A send or recv that was
+    launched, and is not awaited, keeps its peer only from exclusive calls.
     """
     for first in rounds.of(peer).values():
         are_held = _holds(first, peer)
@@ -72,7 +74,7 @@ def deadlock(
 def _next(
     round_: Round[object], peer: int, rounds: OpenRounds, absent: Absent
 ) -> Iterator[Round[object]]:
-    """The rounds that hold those for whom a round waits."""
+    """The rounds that hold the peers that a round waits for."""
     exclusive = round_.id.kind in EXCLUSIVE
     for awaited in absent(round_):
         for each in rounds.of(awaited).values() if awaited != peer else ():
@@ -87,8 +89,8 @@ def _holds(round_: Round[object], peer: int) -> bool:
 def are_held(rounds: OpenRounds, absent: Absent) -> set[int]:
     """Peers that may wait for each other, and so may make no other call.
 
-    Not those that wait in no round, or only ask in another thread whether peers are pending; nor
-    those that have launched collectives or sends for which only such peers are missing.
+    A peer is free if it waits in no round, or only in an `are_peers_pending` of another thread, or
+    only in launched collectives and sends that wait for free peers alone.
     """
     missing = {each.id: absent(each) for each in rounds if each.id.kind in (Kind.START, Kind.PAIR)}
     found = {number for round_ in rounds for number in round_.votes}
@@ -116,12 +118,11 @@ class Stragglers:
     def late(
         self, now_s: float, waits: Iterable[tuple[object, Iterable[int], str]]
     ) -> Iterator[tuple[int, str]]:
-        """The peers that are too late, each with the title of what others wait for.
+        """The peers that are too late, each with the title of the call that waits for it.
 
         Args:
             now_s: the time.
-            waits: everything that peers wait for: its name, which does not change meanwhile, the
-                missing peers, and a title.
+            waits: the calls that wait: a key that does not change, the missing peers, and a title.
         """
         if self.limit_s is None:
             return
@@ -133,23 +134,23 @@ class Stragglers:
                     yield number, title
 
 
-PART_BYTES = 256  # memory that one tensor in a vote takes, about, without its texts
-ROW_BYTES = 40  # and one number of rows
+PART_BYTES = 256  # memory of one tensor in a vote, about, without its texts
+ROW_BYTES = 40  # memory of one number of rows
 Commit: TypeAlias = Callable[[Round[object]], None]
 _Pair: TypeAlias = tuple[RoundId, RoundId]
 MISMATCH = m.Cause.MISMATCH
-TOLD_MAX = 8  # rounds that fail together, of which all who were in any of them know
+TOLD_MAX = 8  # if no more rounds fail together, the voters of each hear of the others
 NEVER_MEET = "the peers stand in calls that can never meet: "
 ODD = "is the odd one out: it is dropped, and the others go on without it"
 
 
 def _scope(one: Round[object], other: Round[object]) -> int | None:
-    """The group whose peers both rounds wait for; None: all peers."""
+    """The group that both rounds wait for; None: all peers."""
     return other.id.group if one.id.group is None else one.id.group
 
 
 def held(payload: m.Spec | m.Manifest, rows: Rows | None = None, data: bytes | None = None) -> int:
-    """The bytes, about, that a vote takes in memory: many times its size in a message."""
+    """The bytes that a vote takes in memory, about. That is many times its size in a message."""
     parts = payload.parts if isinstance(payload, m.Spec) else payload.entries
     own = len(payload.rows) if isinstance(payload, m.Spec) else 0
     numbers = own + sum(map(len, rows)) if rows else own
@@ -170,25 +171,25 @@ class Voting(Part):
 
     Args:
         common: what all parts use.
-        table: the running collectives, which count like rounds in which a peer waits.
-        commit: called with a round in which all members have voted; it has already ended.
+        table: the running collectives; each counts like a round for the limits of a peer.
+        commit: called with a round when all members have voted and it is closed.
 
     Attributes:
-        open: the rounds themselves.
+        open: the open rounds.
     """
 
     def __init__(self, common: Common, table: CollectiveTable, commit: Commit) -> None:
         super().__init__(common)
         self._table, self._commit = table, commit
-        # by peer: failures of rounds that ended together; it gets one if it enters one of these
+        # by peer: failures of rounds that ended together; the peer gets one if it enters its round
         self._rejections: dict[int, list[Mapping[RoundId, m.Failure]]] = {}
-        # disputes that are not settled: rounds whose votes differ, and those that exclude others
+        # unsettled disputes: rounds whose votes differ, and pairs of rounds that exclude each other
         self._mixed: dict[RoundId, None] = {}
         self._barred: dict[_Pair, None] = {}
         self.open = OpenRounds()
 
     def enter(self, number: int, round_id: RoundId, vote: Vote[object]) -> None:
-        """A peer votes."""
+        """Enters a peer's vote."""
         if number in self._rejections and self._reject(number, round_id, vote):
             return
         stands_in = self.open.of(number)
@@ -213,7 +214,7 @@ class Voting(Part):
         self._settle()
 
     def evaluate(self, round_: Round[object] | None) -> None:
-        """Commits a round if all members have voted alike, unless they wait for a newcomer."""
+        """Commits a round if all members have voted alike and wait for no newcomer."""
         if (
             round_ is not None
             and len(round_.votes) == self._size(round_)
@@ -224,22 +225,22 @@ class Voting(Part):
             self._commit(round_)
 
     def hurry(self, number: int, call: int) -> None:
-        """A caller is no longer patient."""
+        """Handles a caller that is no longer patient."""
         self.evaluate(self.open.hurry(number, call))
 
     def newcomer(self) -> None:
-        """A peer has registered, for which patient callers wait."""
+        """Handles a newcomer, which patient callers wait for."""
         self.evaluate(self.open.get(PENDING))
 
     def withdraw(self, number: int, call: int) -> None:
-        """A caller withdraws. Nothing happens if its answer is on the way already."""
+        """Withdraws a peer's vote. Does nothing if its answer is on the way already."""
         for round_ in list(self.open.of(number).values()):
             if round_.votes[number].call == call:
                 why = f"waited for {self._membership.names(self.absent(round_))}"
                 self.open.take_back(number, round_)
                 self._outbox.fail(number, call, WITHDRAWN[round_.id.kind], why, m.Cause.TIMEOUT)
                 for own in list(self.open.of(number).values()):
-                    self._dispute(number, own)  # in which this one may have been awaited
+                    self._dispute(number, own)  # it may have waited for this peer
                 self._settle()
 
     def absent(self, round_: Round[object]) -> list[int]:
@@ -253,25 +254,27 @@ class Voting(Part):
         return 2 if round_.id.pair else self._membership.size(round_.id.group)
 
     def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
-        """Everything that peers wait for: its name, the missing peers, and a title."""
+        """The rounds that wait: a key, the missing peers, and a title."""
         for round_ in self.open:
             yield round_.id, self.absent(round_), round_.describe(next(iter(round_.votes)))
 
     # ---- peers that leave ----
 
     def forget(self, number: int) -> None:
-        """A peer has left: forgets the errors meant for it."""
+        """Forgets the errors meant for a peer that has left."""
         self._rejections.pop(number, None)
 
     def take_back(self, numbers: Iterable[int]) -> None:
-        """Peers are lost: their votes do not count."""
+        """Takes back the votes of lost peers."""
         for number in numbers:
             for round_ in list(self.open.of(number).values()):
                 self.open.take_back(number, round_)
 
     def go_on_without(self, lost: Mapping[int, Mapping[int, str]]) -> None:
-        """Peers are lost, by group and number, each with its name and reason: commits the rounds
-        that waited only for them."""
+        """Commits the rounds that waited only for lost peers.
+
+        `lost` has the name and reason of each, by group and number.
+        """
         for round_ in self.open:
             groups = lost if round_.id.group is None else {round_.id.group} & lost.keys()
             if round_.id.pair is not None:
@@ -291,10 +294,10 @@ class Voting(Part):
             why = "lost " + "; ".join(titles)
             self._outbox.fail_voters(round_, Result.RANK_CONNECTION_LOST, why)
 
-    # ---- disputes: votes that can never meet ----
+    # ---- disputes: votes that can never match ----
 
     def _compare(self, number: int, round_: Round[object]) -> None:
-        """A peer has voted: notes what its vote cannot agree with."""
+        """Notes the disputes that a peer's new vote begins."""
         if round_.id.kind in (Kind.START, Kind.PAIR) and len(round_.votes) > 1:
             mine, first = round_.votes[number], next(iter(round_.votes.values()))
             others = round_.votes.values() if round_.id in self._mixed else (first,)
@@ -312,22 +315,22 @@ class Voting(Part):
                 self._never_meet(ends)
 
     def _dispute(self, number: int, round_: Round[object]) -> None:
-        """Notes the rounds that wait for this voter of a round, who cannot come to them."""
+        """Notes the rounds that wait for a voter of this round, which cannot enter them now."""
         for other in self.open.in_the_way(number, round_):
             self._barred[round_.id, other.id] = None
 
     def _settle(self) -> None:
         """Ends the disputes whose outcome is certain, and forgets those that are over.
 
-        The others wait for members that have not voted, and can: they decide who is in the right.
+        The other disputes wait for members that can still vote.
         """
-        while self._mixed or self._barred:  # the end of one may decide others
+        while self._mixed or self._barred:  # the end of one dispute may decide others
             mixed, barred = list(self._mixed), list(self._barred)
             if not (any(map(self._settle_mixed, mixed)) or any(map(self._settle_barred, barred))):
                 return
 
     def _settle_mixed(self, round_id: RoundId) -> bool:
-        """Ends a dispute about what a collective is, if possible. Whether it was ended here."""
+        """Ends the dispute of a round whose votes differ, if possible. True if it did."""
         round_ = self.open.get(round_id)
         votes = {} if round_ is None else round_.votes
         forms = {number: form(vote) for number, vote in votes.items()}
@@ -354,8 +357,8 @@ class Voting(Part):
         return True
 
     def _settle_barred(self, pair: _Pair) -> bool:
-        """Ends a dispute of two rounds that wait for each other's voters, if possible. Whether it
-        was ended here."""
+        """Ends the dispute of two rounds that wait for each other's voters, if possible. True if it
+        did."""
         rounds = self._opponents(pair)
         if not rounds:
             self._barred.pop(pair, None)
@@ -380,18 +383,18 @@ class Voting(Part):
         return True
 
     def _opponents(self, pair: _Pair) -> tuple[Round[object], ...]:
-        """Two rounds that wait for each other's voters; empty if they do not, any more."""
+        """Two rounds if they still wait for each other's voters; else empty."""
         one, other = map(self.open.get, pair)
         if one is None or other is None:
             return ()
         return (one, other) if self._bound(one, other) and self._bound(other, one) else ()
 
     def _electors_between(self, one: Round[object], other: Round[object]) -> Set[int]:
-        """The members whose votes decide between two rounds."""
+        """The peers that decide between two rounds."""
         return self._membership.electors(self._membership.accepted(_scope(one, other)))
 
     def _is_open(self, one: Round[object], other: Round[object]) -> bool:
-        """True if most deciding peers may still be in one of the two rounds, and not in both."""
+        """True if a majority of the electors may still agree on one of two rounds."""
         electors = self._electors_between(one, other)
         for mine, theirs in ((one, other), (other, one)):
             agreed = self._agreed(mine, theirs, electors)
@@ -400,21 +403,21 @@ class Voting(Part):
         return False
 
     def _coming(self, round_: Round[object], electors: Set[int]) -> int:
-        """How many of those who decide may be on their way to a round."""
+        """How many electors may still enter a round."""
         beside = round_.id.kind in (Kind.START, Kind.PAIR)
         free = electors - round_.votes.keys() - are_held(self.open, self.absent)
         return sum(beside or PENDING not in self.open.of(number) for number in free)
 
     def _agreed(self, mine: Round[object], theirs: Round[object], electors: Set[int]) -> int:
-        """How many of those who decide, at most, ask for the same in one round, and not in two."""
+        """The most electors that ask for the same in one round and are not in the other."""
         there = (electors & mine.votes.keys()) - theirs.votes.keys()
         if mine.id not in self._mixed:
             return len(there)
         return max(Counter(form(mine.votes[n]) for n in there).values(), default=0)
 
     def _bound(self, mine: Round[object], theirs: Round[object]) -> list[int]:
-        """The voters of a round that another one waits for, and that cannot come before this one
-        returns."""
+        """The voters of a round that another round waits for, and that cannot enter it before this
+        one returns."""
         group = _scope(mine, theirs)
         return [
             number
@@ -425,21 +428,21 @@ class Voting(Part):
         ]
 
     def _never_meet(self, rounds: Sequence[Round[object]]) -> None:
-        """Fails rounds that wait for each other's voters, and so can never commit."""
+        """Fails rounds that can never commit because they wait for each other's voters."""
         self._end(rounds, Result.INVALID_USAGE, NEVER_MEET + self._who(rounds))
 
     def _drop(self, whys: Mapping[int, str], result: Result) -> None:
-        """Drops peers that stand alone against others; their rounds go on without them."""
+        """Drops the odd ones out; their rounds go on without them."""
         info = self._membership.info
         texts = {number: f"{why}; {info(number)} {ODD}" for number, why in whys.items()}
         self._dismissals.dismiss_all(texts, result, MISMATCH)
 
     def _who(self, rounds: Iterable[Round[object]]) -> str:
-        """Which peer called what: the first and the last voter of each round."""
+        """The calls of the first and the last voter of each round, in words."""
         return "; ".join(self._calls(round_, list(round_.votes)) for round_ in rounds)
 
     def _calls(self, round_: Round[object], voters: Sequence[int]) -> str:
-        """The calls of some voters of a round, in words; the last voter is always named."""
+        """The calls of voters of a round, in words; of many, the first ones and the last."""
         named = voters if len(voters) <= NAMES_MAX else [*voters[: NAMES_MAX - 1], voters[-1]]
         calls = [f"{self._membership.info(n)} called {round_.describe(n)}" for n in named]
         if len(voters) > len(named):
@@ -447,9 +450,10 @@ class Voting(Part):
         return "; ".join(calls)
 
     def _end(self, rounds: Sequence[Round[object]], result: Result, why: str) -> None:
-        """Ends rounds with an error: for all voters now, for other members when they enter.
+        """Fails rounds: voters get the error now, other members when they enter.
 
-        All voters of one hear of the others too, so that they can tell a restarted master.
+        The voters of each round hear of the other rounds too, so that they can tell a restarted
+        master.
         """
         self._outbox.note(why)
         failures = {one.id: self._outbox.failure(one.id, result, why, MISMATCH) for one in rounds}
@@ -468,13 +472,13 @@ class Voting(Part):
                     self.reject_later(number, failures)
 
     def reject_later(self, number: int, failures: Mapping[RoundId, m.Failure]) -> None:
-        """A peer gets one of these errors, once, if it enters its round."""
+        """Keeps errors for a peer. It gets one of them, once, if it enters its round."""
         pending = self._rejections.setdefault(number, [])
         pending[:] = [old for old in pending if old.keys() != failures.keys()][-OPEN_MAX:]
         pending.append(failures)
 
     def _reject(self, number: int, round_id: RoundId, vote: Vote[object]) -> bool:
-        """True if the round ended before this peer entered it; then sends the error."""
+        """If the round failed before this peer entered it, sends the error and returns True."""
         pending = self._rejections[number]
         found = next((one for one in pending if round_id in one), None)
         if found is not None:
