@@ -122,6 +122,38 @@ def test_a_hosted_master_that_has_ended_is_not_waited_for() -> None:
     master.end()
 
 
+FIRST = """
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pccl.torch.creation import by_store
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+group = by_store(store, 0, 2, timedelta(seconds=30))
+group.barrier().wait()
+sys.stdin.read()
+"""
+
+
+def test_the_master_of_a_killed_process_is_given_up_after_2_seconds() -> None:
+    """By default, a peer waits a minute for its master, which may be started again elsewhere."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = [sys.executable, "-c", FIRST, str(store.port)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as first:
+        try:
+            group = creation.by_store(store, 1, 2, timedelta(seconds=30))
+            group.barrier().wait()
+        finally:
+            first.kill()
+        began_s = time.monotonic()
+        with pytest.raises(pccl.MasterLostError, match="did not come back within 2 s"):
+            group.barrier().wait()
+        assert time.monotonic() - began_s < 20
+        group.shutdown()
+
+
 def test_all_hosted_masters_of_a_program_have_one_time_to_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -78,6 +78,11 @@ def test_compiled_functions_and_models() -> None:
     by_torchrun(SUPPORT / "torch_compiled.py", 2, "pccl")
 
 
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+def test_calls_that_do_not_match_are_named_at_every_debug_level(debug: str) -> None:
+    by_torchrun(SUPPORT / "torch_mismatched.py", 2, TORCH_DISTRIBUTED_DEBUG=debug)
+
+
 def test_a_run_gives_ranks_and_size(address: str) -> None:
     words = [sys.executable, str(TOUR), f"pccl://{address}", "2"]
     processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
