@@ -1,7 +1,7 @@
-"""Tells torch of pccl's backend whenever torch is imported: its entry point in torch.backends.
+"""Registers pccl's backend when torch is imported: the entry point in the group torch.backends.
 
-So `backend="pccl"` needs no `import pccl.torch`. That import is made when the name is first used:
-it takes a second, and any module of pccl some tenths of one, so this one is outside of it.
+So `backend="pccl"` needs no `import pccl.torch`, which takes a second and is made when the name is
+first used. This module is outside of the package because importing that takes some tenths.
 """
 
 import importlib
@@ -15,13 +15,11 @@ from types import ModuleType
 from typing import Any
 
 NAME = "pccl"
-ACCELERATE = (
-    "PCCL_ACCELERATE"  # 1: `pccl.torch.use_with_accelerate` for a script that calls nothing
-)
+ACCELERATE = "PCCL_ACCELERATE"  # 1: calls `pccl.torch.use_with_accelerate` for the script
 
 
 def register() -> None:
-    """Registers the backend and pccl:// addresses. Idempotent; what fails here is only logged."""
+    """Registers the backend and pccl:// addresses. Idempotent; errors are only logged."""
     try:
         import torch.distributed as dist
         from torch.distributed.rendezvous import register_rendezvous_handler
@@ -34,7 +32,7 @@ def register() -> None:
         if os.environ.get(ACCELERATE) == "1":
             sys.meta_path.insert(0, _AfterAccelerate())
     except Exception:
-        logging.getLogger("pccl.torch").warning("pccl is no backend of torch", exc_info=True)
+        logging.getLogger("pccl.torch").warning("torch has not got pccl's backend", exc_info=True)
 
 
 def _create(*options: Any) -> Any:

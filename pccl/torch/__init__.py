@@ -2,9 +2,9 @@
 
     dist.init_process_group("pccl", init_method="pccl://host:48148", world_size=2)
 
-joins the run of a master (`pccl master`): `world_size` is with how many it begins, and ranks are
-given in the order of joining. Under torchrun (`env://`) the ranks are those of torchrun; the master
-is that of PCCL_MASTER, or else one in the process of rank 0.
+joins the run of a master (`pccl master`). The run begins with `world_size` members, whose ranks
+follow the order of joining. Under torchrun (`env://`) the ranks are those of torchrun, and the
+master is the one that PCCL_MASTER names, or else runs in the process of rank 0.
 """
 
 import _pccl_torch
@@ -18,7 +18,7 @@ from pccl.torch.ddp import DistributedDataParallel, Replicas
 from pccl.torch.group import ProcessGroup
 from pccl.torch.members import communicator
 
-_pccl_torch.register()  # torch may have been told not to look for entry points
+_pccl_torch.register()  # if TORCH_DEVICE_BACKEND_AUTOLOAD=0, no entry point has done it
 if not is_possible():
     replace_monitored_barrier()
 

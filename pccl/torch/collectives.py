@@ -1,8 +1,8 @@
 """The collectives of a torch process group.
 
-A method that `_collective` decorates is one call of torch: it says which flat tensors are sent and
-received in which order, and which operands of pccl these make. All else is alike for all of them:
-torch's two forms of arguments, the launch, a group of one, profiling.
+Each method that `_collective` decorates is one call of torch. It defines which flat tensors are
+sent and received, in which order, and the operands of pccl that they become. The decorator and
+`_task` do the rest: torch's two forms of arguments, the launch, a group of one, profiling.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from pccl.torch.p2p import Sends, monitored_barrier
 from pccl.torch.tensors import Reduction, flat, movable, moved_size, put, reducible
 from pccl.torch.work import CoalescedWork, Handle, Operation, Task, Work, eager
 
-FIRST_TAG = 1 << 32  # those below are for what the integration itself does, and for the user
+FIRST_TAG = 1 << 32  # lower ones are for the user and for this integration's own calls
 
 Tensors: TypeAlias = Sequence[Tensor]
 Order: TypeAlias = Sequence[int]  # torch's ranks, by the position in the ring
-# the flat tensors that are sent, and those that receive
+# returns the flat tensors that are sent, and those that receive
 Arrange: TypeAlias = Callable[[Order], tuple[Tensors, Tensors]]
-# from these, each of which is None, one or a list
+# takes both, each as None, one tensor or a list
 Compose: TypeAlias = Callable[[Any, Any, Order, Ranks], Operands]
 Settle: TypeAlias = Callable[[Order, Tensors], None]
 
 
 class Options(NamedTuple):
-    """The arguments of a collective beside its tensors."""
+    """The arguments of a collective except its tensors."""
 
     root: int = 0
     op: Any = ReduceOp.SUM
@@ -64,7 +64,7 @@ class Options(NamedTuple):
 
 
 def _collective(build: Callable[..., Task]) -> Callable[..., Work]:
-    """The call of torch whose task a method makes of tensors and `Options`."""
+    """Makes a call of torch from a method that returns its task for tensors and `Options`."""
     *names, last = list(inspect.signature(build).parameters)[1:]
     assert last == "options"
 
@@ -80,8 +80,9 @@ def _collective(build: Callable[..., Task]) -> Callable[..., Work]:
 
 
 class Collectives:
-    """The calls of a process group. All members make the same ones in the same order; several may
-    be under way.
+    """The calls of a process group.
+
+    All members make the same calls in the same order. Several may be under way at a time.
     """
 
     _comm: Communicator
@@ -98,18 +99,18 @@ class Collectives:
         self._under_way: set[Operation] = set()
 
     def _drain(self) -> None:
-        """Returns when all collectives have ended, however they do."""
+        """Waits until all collectives have succeeded or failed."""
         for operation in list(self._under_way):
             operation.drive()
         self._sends.give_up()
 
     def _restart(self) -> None:
-        """All members have nothing under way: their next calls match."""
+        """Resets the tags, so that the members' next calls match; nothing may be under way."""
         with self._launching:
             self._next_tag = FIRST_TAG
 
     def run(self, task: Task, options: Options = Options()) -> Work:  # noqa: B008 - immutable
-        """Launches a task; one that its caller does not wait for at once ends by itself."""
+        """Launches a task. If it is asynchronous, it ends without its caller, too."""
         if profiler._is_profiler_enabled:
             with profiler.record_function(f"pccl:{task.name}") as span:
                 work = self._launch(task, options)
@@ -136,7 +137,7 @@ class Collectives:
         return self._next_tag - FIRST_TAG
 
     def _set_sequence_number_for_group(self) -> None:
-        """They are counted already."""
+        """Nothing to set: calls are counted from the start."""
 
     # ---- tasks ----
 
@@ -156,10 +157,11 @@ class Collectives:
         Args:
             name: for messages and profiles.
             result: what its future yields.
-            arrange: what is sent and received. In a group of one, the one is copied to the other.
-            compose: the operands.
-            settle: puts what was received where the caller wants it.
-            again: whether it is launched again without a peer that is lost in it.
+            arrange: returns what is sent and received. A group of one copies the first to the
+                second.
+            compose: makes the operands.
+            settle: copies what was received to the caller's tensors.
+            again: whether it is launched again if a peer is lost in it.
             prepare: is called with the tag before each launch.
         """
         known = self.members.order
@@ -192,7 +194,7 @@ class Collectives:
         combine: Callable[[Tensors], object],
         prepare: Callable[[int], object] = lambda tag: None,
     ) -> Task:
-        """Gathers what all members give, in any order, and combines it on each of them."""
+        """Gathers the tensors of all members in any order, and combines them on each member."""
 
         def arrange(order: Order) -> tuple[Tensors, Tensors]:
             sent = give()
@@ -240,12 +242,12 @@ class Collectives:
         )
 
     def _sparse_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Task:
-        """Gathers sparse tensors (COO), and adds them up.
+        """Gathers sparse tensors (COO) and sums them.
 
-        The members first agree upon the largest number of elements, to which all fill up.
+        The members first find the largest number of elements, to which all pad theirs.
         """
         if reduction.op not in (Op.SUM, Op.AVG):
-            raise ValueError("sparse tensors can be summed or averaged, and nothing else")
+            raise ValueError("sparse tensors can only be summed or averaged")
         mine = tensor.detach().coalesce()
         places, values = mine.indices().t().contiguous(), mine.values().contiguous()
         values, room = reduction.scaled(values, values.dtype), len(values)
@@ -304,14 +306,14 @@ class Collectives:
         return self._all_gather(by_input, input_list)
 
     def _all_gather(self, outputs: Sequence[Tensors], inputs: Any) -> Task:
-        """`outputs[i][r]` gets the i-th input of rank r, which may differ in size between ranks."""
+        """`outputs[i][r]` gets the i-th input of rank r; sizes may differ between ranks."""
         for group in outputs:
             self._one_each("output", group)
         pieces = [movable(tensor) for tensor in _list(inputs)]
         sizes = [[moved_size(output) for output in group] for group in outputs]
         rows = sizes[0] if len(set(sizes[0])) > 1 else None  # by rank, if they differ
         if rows is not None and any(each != rows for each in sizes):
-            raise ValueError("tensors that differ in size between ranks must do so alike")
+            raise ValueError("if sizes differ between ranks, each list must have the same sizes")
 
         def compose(sent: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
             counts = None if rows is None else [rows[rank] for rank in order]
@@ -334,7 +336,7 @@ class Collectives:
 
     @_collective
     def all_gather_single(self, output: Any, input: Any, options: Options) -> Task:
-        """In one tensor; or of several inputs, each in one, as one collective."""
+        """Gathers into one tensor; of several inputs, each into one, by one collective."""
         outputs, inputs = _list(output), _list(input)
         size = self.members.size
         _check_parts("output", outputs, "input", inputs, size)
@@ -343,7 +345,7 @@ class Collectives:
         def arrange(order: Order) -> tuple[Tensors, Tensors]:
             if list(order) == sorted(order):
                 return pieces, wholes
-            # a piece that is its rank's part of the output already is not the part of its position
+            # an in-place input is at its rank's part of the output, not at its position's
             return [piece.clone() for piece in pieces], wholes
 
         def settle(order: Order, received: Tensors) -> None:
@@ -363,7 +365,7 @@ class Collectives:
 
     @_collective
     def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> Task:
-        """Of one tensor; or of several, as one collective."""
+        """Reduces and scatters one tensor; or several, by one collective."""
         outputs, inputs = _list(output), _list(input)
         size = self.members.size
         _check_parts("input", inputs, "output", outputs, size)
@@ -373,9 +375,9 @@ class Collectives:
     def _reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], options: Options
     ) -> Task:
-        """`outputs[i]` gets the sum of all members' `inputs[i][r]`, on rank r.
+        """On rank r, `outputs[i]` gets the sum of all members' `inputs[i][r]`.
 
-        Parts may differ in size between ranks: pccl's are as large as the largest.
+        Parts may differ in size between ranks: all are padded to the largest.
         """
         for group, output in zip(inputs, outputs, strict=True):
             self._one_each("input", group)
@@ -425,7 +427,7 @@ class Collectives:
     def _reduce_scatter_bitwise(
         self, outputs: Tensors, inputs: Sequence[Tensors], reduction: Reduction
     ) -> Task:
-        """By an all-to-all: pccl has no such operation."""
+        """An all-to-all, whose result each member combines: pccl has no bitwise operations."""
         if len(outputs) != 1:
             raise ValueError("a bitwise reduce_scatter has one output: make several calls")
         _bits(outputs)
@@ -481,7 +483,7 @@ class Collectives:
     def _gather(
         self, name: str, result: Any, piece: Tensor, root: int, take: Callable[[Tensors], None]
     ) -> Task:
-        """Gathers one piece of each member on the root, which takes them by rank."""
+        """Gathers one piece of each member on the root; `take` gets them by rank."""
         mine = self._check_root(root)
 
         def arrange(order: Order) -> tuple[Tensors, Tensors]:
@@ -546,7 +548,7 @@ class Collectives:
         then: Callable[[], object] = lambda: None,
         result: Any = None,
     ) -> Task:
-        """Gives each member one of `inputs`, and takes one of `outputs` from each, by rank.
+        """Sends one of `inputs` to each member, and receives one of `outputs`, by rank.
 
         They may differ in size, and be empty.
         """
@@ -592,9 +594,9 @@ class Collectives:
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Waits for all. After `timeout`, an error on rank 0 names the first that is missing.
+        """Waits for all members. After `timeout`, rank 0 raises an error with a missing rank.
 
-        With `wait_all_ranks`, it names all of them.
+        With `wait_all_ranks`, it names all missing ranks.
         """
         limit = self.timeout if timeout is None else timeout
 
@@ -641,7 +643,7 @@ def _inner(tensors: Any) -> Any:
 
 
 def _none_one_or_list(pieces: Tensors) -> Any:
-    """A single tensor alone: small ones then travel with the votes."""
+    """Unwraps a single tensor: small ones then travel with the votes."""
     return None if not pieces else pieces[0] if len(pieces) == 1 else list(pieces)
 
 
@@ -656,7 +658,7 @@ def _put_parts(tensors: Tensors, whole: Tensor) -> None:
 
 def _bits(tensors: Tensors) -> list[Tensor]:
     if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
-        raise ValueError("bitwise operations are for integers and truth values")
+        raise ValueError("bitwise operations are for integers and bools")
     return [movable(tensor) for tensor in tensors]
 
 

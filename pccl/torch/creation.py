@@ -1,7 +1,7 @@
-"""Makes a process group where torch asks for one: init_process_group, new_group, pccl:// addresses.
+"""Makes a process group when torch asks for one: init_process_group, new_group, pccl:// addresses.
 
-With `?reconfigure=1`, or `enable_reconfigure` of torch 2.14, joining begins, and the group when its
-`reconfigure` names this process.
+With `?reconfigure=1`, or `enable_reconfigure` of torch 2.14, the process joins in the background,
+and is in the group once `reconfigure` names it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pccl.torch.group import TIMEOUT, DeviceBackend, ProcessGroup
 from pccl.torch.hosted import KEY, HostedMaster
 
 VARIABLE = "PCCL_MASTER"
-PATIENCE_S = 1.0  # with a hosted master that does not answer; twice as long with each time
-HOSTED_PATIENCE_S = 2.0  # with the connection to one: it does not come back without its process
+PATIENCE_S = 1.0  # for a first answer of a hosted master; doubles with each attempt
+HOSTED_PATIENCE_S = 2.0  # for a lost hosted master, which never comes back without its process
 _READ_AGAIN_S = 0.05
 _NOWHERE = "127.0.0.1:1"
-HINT_S = 10.0  # after which who waits to be admitted is told why that may be
+HINT_S = 10.0  # after this time, a process that waits to be admitted logs a possible reason
 _HINT = (
     "if the group has begun without it, its members must admit it. torch's own "
     "DistributedDataParallel admits nobody: start all its processes again, or use "
@@ -48,7 +48,7 @@ def is_possible() -> bool:
     """True if this version of torch calls the methods of a Backend written in Python."""
     try:
         type("Probe", (Backend,), {})(0, 1)
-    except TypeError:  # it has no constructor
+    except TypeError:  # Backend has no constructor
         return False
     return True
 
@@ -56,7 +56,7 @@ def is_possible() -> bool:
 def is_one_of_several() -> bool:
     """True if torch is calling this to make one of several backends of a group.
 
-    It does not tell those whom it asks for a backend, so its own variables are looked at.
+    torch passes no argument that tells this, so its local variables are read.
     """
     config = _variable("_new_process_group_helper", "backend_config")
     return config is not None and len(set(config.get_device_backend_map().values())) > 1
@@ -68,7 +68,7 @@ def is_to_be_reconfigured() -> bool:
 
 
 def _variable(function: str, name: str) -> Any:
-    """Of a function of torch that has called us; None: it has none, or has not called us."""
+    """A local variable of a function of torch that is calling this; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
@@ -76,7 +76,7 @@ def _variable(function: str, name: str) -> Any:
 
 
 class Joined:
-    """The communicator that `pccl://` has just connected, until its group is made."""
+    """Keeps the group that a pccl:// address has joined, until torch asks for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class Joined:
             before.shutdown()
 
     def take(self) -> ProcessGroup | None:
-        """The group that was put here; None: the default group comes by another way."""
+        """The group that was put here; None: the default group has no pccl:// address."""
         with self._lock:
             group, self._group = self._group, None
         return group
@@ -111,10 +111,10 @@ def join(
 
     Args:
         address: of the master.
-        size: with how many members the group begins.
-        timeout: for each of the steps, and of the group.
-        patience_s: how long the master may not answer; None: `timeout`.
-        hosted: whether the master ends with the process of the first rank.
+        size: the number of members that the group begins with.
+        timeout: of each step, and of the group's collectives.
+        patience_s: how long the master may take for its first answer; None: `timeout`.
+        hosted: whether the master runs in the process of the first rank, and ends with it.
         more: arguments of the group.
 
     Raises:
@@ -158,10 +158,10 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup | Devic
 
 
 def _group(options: Any) -> ProcessGroup:
-    """The group that torch wants, on this member of it.
+    """The group that torch wants, as this member of it.
 
     The default group joins the run at PCCL_MASTER, if that is set. Otherwise, and for every other
-    group, the process of its first rank hosts a master, and says where by the group's store.
+    group, the process of its first rank hosts a master, whose address is in the group's store.
     """
     store, rank, size = options.store, options.group_rank, options.group_size
     is_default = not options.global_ranks_in_group
@@ -193,9 +193,9 @@ def by_store(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGro
 def _join_the_first(store: Any, size: int, *, timeout: timedelta, rank: int) -> ProcessGroup:
     """Joins the run whose master is in the process of the group's first rank.
 
-    Processes that are started again find in the store what those before them have written, and one
-    that makes its group anew may be faster than the first rank. So an address where nobody answers,
-    or where the master ends, is read again: the first rank will write its new one.
+    The store may still have the address of an earlier master: after a restart of all processes, or
+    if this process makes its group anew before the first rank does. So if nobody answers there, or
+    the master ends, the address is read again until the first rank has written its new one.
     """
     until_s = time.monotonic() + timeout.total_seconds()
     before, patience_s = "", PATIENCE_S
@@ -264,7 +264,7 @@ def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Sto
 
 
 def replace_monitored_barrier() -> None:
-    """torch before 2.14 has monitored barriers of gloo only; groups of pccl have their own."""
+    """torch before 2.14 serves only gloo: replaces its function by one that serves pccl, too."""
     before = c10d.monitored_barrier
 
     @functools.wraps(before)
@@ -282,13 +282,13 @@ def replace_monitored_barrier() -> None:
 
 
 def use_with_accelerate() -> None:
-    """Has Accelerate, and the Trainer of transformers, take pccl where they would take gloo.
+    """Makes Accelerate and the Trainer of transformers use pccl where they would use gloo.
 
-    Accelerate knows the backends that it may use on a CPU, and refuses all others. This replaces
-    its method `PartialState._prepare_backend`, which chooses one, by one that puts pccl in the
-    place of gloo if the script names pccl or no backend. On a GPU Accelerate takes the name as it
-    is. Call it before an Accelerator or TrainingArguments is made; PCCL_ACCELERATE=1 in the
-    environment does it for a script that cannot be changed.
+    On a CPU, Accelerate refuses backends that it does not know. This replaces its method
+    `PartialState._prepare_backend`, which chooses the backend, by one that returns pccl instead of
+    gloo if the script names pccl or no backend. On a GPU Accelerate accepts the name unchanged.
+    Call it before an Accelerator or TrainingArguments is made; PCCL_ACCELERATE=1 in the environment
+    does it for a script that cannot be changed.
     """
     from accelerate.state import PartialState  # type: ignore[import-not-found]
 

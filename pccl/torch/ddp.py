@@ -32,19 +32,19 @@ from pccl.torch.work import in_pool
 _log = logging.getLogger("pccl.torch")
 
 
-# whether replicas take the buffers of rank 0 in each step; its name since torch 2.13, and before
+# the argument by which replicas take rank 0's buffers in each step: since torch 2.13, and before
 _NAMES = inspect.signature(Base.__init__).parameters
 _BUFFERS = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _NAMES)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that is in this process; any other tensor itself."""
+    """This process's part of a sharded tensor; any other tensor itself."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def sharded_again(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer of sharded parameters, from the local parts of its tensors."""
+    """Rebuilds the state of an optimizer of sharded parameters from local parts."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def like(parameter: Tensor, part: Tensor) -> Tensor:
@@ -89,26 +89,26 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def packed(tree: Any) -> bytes:
-    """A tree whose tensors have no content, as bytes."""
+    """The structure of a tree as bytes, without the content of its tensors."""
     file = io.BytesIO()
     torch.save(mapped(tree, lambda tensor: local(tensor).to("meta")), file)
     return file.getvalue()
 
 
 def unpacked(data: bytes) -> Any:
-    """A tree of `packed`, whose tensors have any content, on the CPU.
+    """The inverse of `packed`; the tensors are on the CPU and uninitialized.
 
-    Only plain values and tensors are read: the bytes come from another peer.
+    The bytes come from another peer, so only plain values and tensors are read.
     """
     tree = torch.load(io.BytesIO(data), weights_only=True)
     return mapped(tree, lambda tensor: torch.empty_like(tensor, device="cpu"))
 
 
 class Staged:
-    """Tensors as the entries of a shared state; those that cannot be one themselves, as copies."""
+    """A shared state of tensors; of a tensor that cannot be an entry itself, it has a copy."""
 
     def __init__(self, tensors: Mapping[str, Tensor], own: Collection[str] = ()) -> None:
-        """The content of those that `own` names may differ; a newcomer receives it all the same."""
+        """The content of the tensors in `own` may differ between peers; newcomers receive it."""
         self._tensors = dict(tensors)
         self._copies: dict[str, Tensor] = {}
         entries = []
@@ -145,15 +145,15 @@ class _Plan:
 
 
 class Phase:
-    """The state that all replicas of a model share, and the number of the step they are in.
+    """Keeps the replicas of a model in phase: in the same step, with the same state.
 
     Attributes:
-        steps: steps that have begun since the run did; the same on all replicas.
+        steps: number of steps that the run has begun; the same on all replicas.
 
     Args:
         group: the replicas.
         module: its parameters and persistent buffers are shared.
-        states: what else a newcomer receives, by name.
+        states: other states that a newcomer receives, by name.
     """
 
     def __init__(
@@ -171,9 +171,9 @@ class Phase:
         self._pending: Future[bool] | None = None
 
     def step(self) -> None:
-        """The next step begins: newcomers that have come since the last one are in it.
+        """Begins the next step, and admits newcomers that have come since the last one.
 
-        All replicas call this equally often. It makes no collective unless somebody has come.
+        All replicas call this equally often. It makes no collective unless there are newcomers.
         """
         if self._pending is not None and self._pending.result():
             self._group.admit()
@@ -182,7 +182,7 @@ class Phase:
         self._pending = in_pool(self._ask)
 
     def _ask(self) -> bool:
-        """True if newcomers wait; asked while the step is computed."""
+        """True if newcomers wait; runs in the background while the step is computed."""
         while True:
             try:
                 return extension.are_peers_pending(self._group.communicator)
@@ -190,11 +190,11 @@ class Phase:
                 continue
 
     def synchronize(self) -> None:
-        """Gives all replicas the same state: that of the run, or, when it begins, of rank 0.
+        """Gives all replicas the state of the run; when it begins, the state of rank 0.
 
         Raises:
-            PeerLostError: the shards of this replica have received states that do not fit: the only
-                replica that had one, or the first of those that begin together, was lost meanwhile.
+            PeerLostError: the shards of this replica have received states of different replicas,
+                because the first sender was lost meanwhile.
         """
         while True:
             try:
@@ -206,8 +206,8 @@ class Phase:
         if any(said != received for said in self._group.shards(received)):
             self._group.abort()
             why = (
-                "the replica that sent the state was lost when some shards of this one had it, and "
-                "others had not: start this replica again"
+                "the replica that sent the state was lost when only some shards of this one had "
+                "received it: start this replica again"
             )
             raise PeerLostError(Result.RANK_CONNECTION_LOST, "sync_shared_state", why)
 
@@ -279,7 +279,7 @@ class Phase:
 
 
 def _check(run: list[tuple[str, list[int], str]], own: list[tuple[str, list[int], str]]) -> None:
-    """Raises ValueError where the own model is not that of the run."""
+    """Raises ValueError if this process's model is not that of the run."""
     for ours, theirs in zip(own, run, strict=False):
         if list(ours) != list(theirs):
             raise ValueError(f"the run trains another model: it has {theirs}, this process {ours}")
@@ -296,21 +296,21 @@ class DistributedDataParallel(Base):
             optimizer.step()
             optimizer.zero_grad()
 
-    A replica that is lost in a backward pass costs a retry: gradients are averaged over those that
-    have contributed. A newcomer is admitted between two steps. Where it constructs this object, it
-    receives parameters, buffers, the states and the number of steps from the others; after
-    `init_process_group`, it must make no other collective before that.
+    A replica that is lost in a backward pass costs a retry: gradients are averaged over the
+    remaining ones. A newcomer is admitted between two steps. Its constructor receives parameters,
+    buffers, the states and the number of steps from the others; between `init_process_group` and
+    that it must make no other collective.
 
     All replicas make equally many forward passes for training; those without gradients, and those
-    in `no_sync()`, do not count. At the construction, rank 0 gives its model to all.
+    in `no_sync()`, do not count. When the run begins, all replicas receive the model of rank 0.
 
     Args:
         module: the model.
-        states: what a newcomer receives beside it, by name: the optimizer, a scheduler, and
-            whatever has `state_dict` and `load_state_dict`.
+        states: what else a newcomer receives, by name: the optimizer, a scheduler, or anything with
+            `state_dict` and `load_state_dict`.
         process_group: None: the default group.
-        wire: how gradients travel: "fp32" as they are, or quantized with error feedback.
-        arguments: others of torch's class.
+        wire: how gradients are sent: "fp32", or quantized with error feedback.
+        arguments: other arguments of torch's class.
 
     Raises:
         ValueError: the group is not one of pccl, or an argument contradicts the elasticity.
@@ -330,8 +330,8 @@ class DistributedDataParallel(Base):
             raise ValueError('the group is not one of pccl: init_process_group("pccl", ...)')
         if arguments.get("static_graph"):
             raise ValueError("static_graph is not possible: a newcomer would be in another step")
-        # What its construction and its second step exchange with the other replicas would find no
-        # partner, where they are in the middle of the training: so it is left out.
+        # These avoid collectives in torch's constructor and in its second step, which other
+        # replicas in the middle of the training would not match.
         fixed = {"init_sync": False, "find_unused_parameters": True, _BUFFERS: False}
         for name, value in fixed.items():
             if arguments.setdefault(name, value) != value:
@@ -346,11 +346,11 @@ class DistributedDataParallel(Base):
 
     @property
     def steps(self) -> int:
-        """Training steps that have begun since the run did; the same on all replicas."""
+        """Number of training steps that the run has begun; the same on all replicas."""
         return self._phase.steps
 
     def forward(self, *inputs: Any, **more: Any) -> Any:
-        """The forward pass of the model; the first of a training step admits newcomers."""
+        """The forward pass of the model; in training it begins a step, and admits newcomers."""
         if self.training and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._phase.step()
         return super().forward(*inputs, **more)  # type: ignore[no-untyped-call]
@@ -368,26 +368,26 @@ class Replicas:
             optimizer.step()
             optimizer.zero_grad()
 
-    The processes of a replica are started together (by torchrun), and end together: they are a team
-    of peers, and when one of them is lost, the run goes on without the others, whose calls raise
-    `KickedError`. Shard s of all replicas is peer group s of one run. A replica that is lost costs
-    the others a retry; all shards of a gradient are averaged over the same replicas. A newcomer is
-    admitted between two steps, when all its processes are there, and receives the shards of
+    The processes of a replica are started together (by torchrun) and end together. They are a team
+    of peers: if one of them is lost, the run goes on without the others, too, whose calls raise
+    `KickedError`. Shard s of all replicas is peer group s of one run. A lost replica costs the
+    others a retry; all shards of a gradient are averaged over the same replicas. A newcomer is
+    admitted between two steps, once all its processes are there, and receives its shards of
     parameters, buffers and states, and the number of steps.
 
     Args:
         address: `host:port` of the master.
         model: after `fully_shard`.
-        states: what a newcomer receives beside the model, by name.
-        begin: replicas that a run begins with.
+        states: what else a newcomer receives, by name.
+        begin: the number of replicas that a run begins with.
         shards: the group of the processes of this replica; None: the default group.
         timeout: how long a collective may take.
 
     Raises:
         ValueError: the model is not sharded by FSDP2, or a replica's model differs from the run's.
         PCCLError: as `Communicator.connect`.
-        PeerLostError: the replica that sent this one the state was lost meanwhile, and nobody else
-            has it: this replica must be started again.
+        PeerLostError: the replica that sent this one the state was lost meanwhile; start this
+            replica again.
     """
 
     def __init__(
@@ -424,7 +424,7 @@ class Replicas:
 
     @property
     def steps(self) -> int:
-        """Steps that have begun since the run did; the same on all processes of all replicas."""
+        """Number of steps that the run has begun; the same on all processes of all replicas."""
         return self._phase.steps
 
     @property
@@ -433,7 +433,7 @@ class Replicas:
         return self._group.getSize()
 
     def step(self) -> None:
-        """The next step begins: replicas that have come since the last one are in it."""
+        """Begins the next step, and admits replicas that have come since the last one."""
         self._phase.step()
 
     def close(self) -> None:
@@ -444,10 +444,10 @@ class Replicas:
 def average(group: ProcessGroup, gradient: torch.Tensor) -> None:
     """Averages a shard of a gradient over the replicas, in place.
 
-    Each process averages its shard with those of the same shard only, so a replica that is lost
-    meanwhile may be in the mean of one shard and not in that of another. It is lost as a whole, and
-    nobody joins in the middle of a step: means of equally many replicas are means of the same ones.
-    Otherwise all of them are made once more. All replicas find the same.
+    Each process averages its shard only with the same shard of other replicas. If a replica is lost
+    meanwhile, it may be in the mean of one shard but not in that of another. So the shards compare
+    the numbers of contributors, and if these differ, all are averaged again. Equal numbers mean the
+    same replicas, because replicas are lost as a whole, and none joins within a step.
     """
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)

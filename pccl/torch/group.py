@@ -35,15 +35,15 @@ _ENCRYPTED = (
 
 
 class ProcessGroup(Collectives, BaseGroup):
-    """A group of a run: all members of one communicator.
+    """A process group of torch: all members of one communicator's group.
 
-    A collective whose result does not depend on ranks (all_reduce, barrier) goes on without those
-    who are lost in it. Every other one fails on all members with `PeerLostError` then; afterwards
-    `size()` and `rank()` are those without the lost.
+    If a member is lost, a collective whose result does not depend on ranks (all_reduce, barrier)
+    goes on without it. Every other one fails on all members with `PeerLostError`. Afterwards
+    `size()` and `rank()` do not count the lost member.
 
     Attributes:
-        communicator: by which it communicates.
-        shards: asks the other processes of this one's replica, which are in other groups.
+        communicator: communicates.
+        shards: gathers numbers from all processes of this one's replica, which are in other groups.
     """
 
     def __init__(
@@ -58,24 +58,24 @@ class ProcessGroup(Collectives, BaseGroup):
         waits: bool = False,
         shards: Shards = no_shards,
     ) -> None:
-        """Returns when the group has begun, in which this peer is a member.
+        """Returns when the group has begun, with this peer as a member.
 
-        All members make this call; where it has begun, they admit this peer by `admit`.
+        All members make this call. If the group has begun before, its members call `admit`.
 
         Args:
             comm: is connected, unless the group waits.
-            rank: which torch's rank this peer was started with; -1: the order of joining decides.
-            size: with how many members the group begins.
+            rank: torch's rank that this peer was started with; -1: the order of joining decides.
+            size: the number of members that the group begins with.
             timeout: how long a collective may take.
-            store: what torch was given for the group; None: a store of its own.
-            master: that this process hosts for the group.
-            waits: whether it joins in the background, and the group is this process alone until
+            store: the group's store, as given to torch; None: the members serve one themselves.
+            master: the group's master, if this process hosts it.
+            waits: whether this process joins in the background, and is the only member until
                 `reconfigure` names it among others.
-            shards: what all processes of this one's replica say. They are a team of peers, each in
-                another group of the run, and all groups go through the same steps.
+            shards: gathers numbers from all processes of this one's replica. They are a team of
+                peers, each in another group of the run, and all groups go through the same steps.
 
         Raises:
-            PCCLTimeoutError: so many members were not there in time.
+            PCCLTimeoutError: fewer members than `size` came in time.
         """
         members = Members(comm)
         BaseGroup.__init__(self, 0, 1)  # type: ignore[call-arg]
@@ -88,7 +88,7 @@ class ProcessGroup(Collectives, BaseGroup):
             master.own = comm
         encrypted = Security.of(None) is not None
         self._offer = Offer(shards, rank, size=size, wants_store=store is None and not encrypted)
-        self._no_store = _ENCRYPTED if encrypted else "the one who served it is lost"
+        self._no_store = _ENCRYPTED if encrypted else "the process that served it is lost"
         self._own_store = RunStore() if store is None else None
         self._store = store if self._own_store is None else self._own_store
         self._served: Store | None = None
@@ -105,7 +105,7 @@ class ProcessGroup(Collectives, BaseGroup):
         members.changed = lambda: _number_anew(this())
 
     def agree(self) -> None:
-        """All members, and newcomers who have just been admitted, agree upon ranks."""
+        """All members, and newcomers that have just been admitted, agree on ranks."""
         again = True
         while again:
             agreed = agree(self._comm, self.members, self._offer)
@@ -120,10 +120,10 @@ class ProcessGroup(Collectives, BaseGroup):
         self._restart()
 
     def _begin(self, deadline: Deadline) -> None:
-        """Lets in others until the group can begin; all who are there agree after each of them.
+        """Admits others until the group can begin; all members agree after each of them.
 
-        So one that joins a group which has begun learns it by the first agreement, and does not
-        wait for others, which those that have begun would not do.
+        A process that joins a group which has begun learns that from the first agreement, and waits
+        for nobody: the members would not wait with it.
         """
         while not self._offer.begun:
             try:
@@ -132,12 +132,12 @@ class ProcessGroup(Collectives, BaseGroup):
                 pass
             except PCCLTimeoutError as error:
                 why = f"{self.getSize()} of {self._offer.size} members are there in time"
-                why += ": the others have not come, or had ended before this one began"
+                why += ": the others have not come, or have ended already"
                 raise PCCLTimeoutError(error.result, "init_process_group", why) from None
             self.agree()
 
     def admit(self) -> int:
-        """Lets in those who wait, when all that is under way has ended. All members call it.
+        """Admits waiting processes once all collectives have ended. All members call it.
 
         Returns the number of members, the same on all.
         """
@@ -148,13 +148,13 @@ class ProcessGroup(Collectives, BaseGroup):
 
     @property
     def origin(self) -> int:
-        """The least number, in the run, of the processes of this one's replica."""
+        """The smallest peer number among the processes of this one's replica."""
         return self._offer.origin
 
     def _serve(self) -> None:
         self._served, self._offer.store = serve(extension.member(self._comm).host)
 
-    # what torch asks of a group
+    # ---- torch's ProcessGroup ----
 
     def getRank(self) -> int:
         return self.members.rank
@@ -170,25 +170,25 @@ class ProcessGroup(Collectives, BaseGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Whose tensors it takes: torch chooses by it where it puts tensors of its own."""
+        """The devices of tensors that it takes; torch puts its own tensors on one of them."""
         devices = [torch.device("cpu")]
         return [*devices, torch.device("cuda")] if torch.cuda.is_available() else devices
 
     def _get_backend(  # type: ignore[override]
         self, device: torch.device
     ) -> ProcessGroup:
-        """The backend of a device, which answers `supports_...`: this group itself."""
+        """The backend of a device: this group itself, which has torch's `supports_...`."""
         if device.type not in {each.type for each in self._device_types}:
             raise RuntimeError(f"a group of pccl has no backend for {device}")
         return self
 
-    # torch keeps no names for groups of Python, and asks them
+    # torch stores no names for groups written in Python
 
     def setGroupName(self, name: str) -> None:
         self._name = name
 
     def getGroupName(self) -> str:
-        """torch's name for the group; empty: it has none yet."""
+        """torch's name for the group; empty until torch has set it."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
@@ -206,7 +206,7 @@ class ProcessGroup(Collectives, BaseGroup):
 
     _set_default_timeout = set_timeout
 
-    # what torch asks of a backend
+    # ---- torch's Backend ----
 
     supports_splitting = supports_shrinking = False
     supports_coalescing = True
@@ -215,7 +215,7 @@ class ProcessGroup(Collectives, BaseGroup):
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
 
-    # torch's reconfiguration, as its ProcessGroup has it since 2.14
+    # ---- torch's reconfiguration, as in its ProcessGroup since 2.14 ----
 
     @property
     def supports_reconfigure(self) -> bool:
@@ -226,11 +226,11 @@ class ProcessGroup(Collectives, BaseGroup):
         return self._reconfigurer.handle
 
     def reconfigure(self, opts: Any) -> Work:
-        """Those whom `opts.handles` names are the group, with ranks in that order.
+        """Makes the processes that `opts.handles` names the group, with ranks in that order.
 
-        All of them call it, with the same `opts.uuid`: members, and newcomers who wait, whom the
-        members admit by it. If it fails, the group is as before, and the call can be made again,
-        with another uuid.
+        All of them call it with the same `opts.uuid`: members, and waiting newcomers, which the
+        members admit. If it fails, the group is as before, and the call can be repeated with
+        another uuid.
         """
         timeout_s = (opts.timeout or self.timeout).total_seconds()
         self._drain()
@@ -242,14 +242,14 @@ class ProcessGroup(Collectives, BaseGroup):
             self.members.arrange(order)
             self._offer.begun = True
             self.agree()
-            return AsyncReduceHandle(None, None)  # it is over
+            return AsyncReduceHandle(None, None)  # it has ended
 
         operation = Operation(Task("reconfigure", launch, [], counts=False), 0, self.members, None)
         operation.begin(self._under_way)
         return Work(operation)
 
     def _enter(self, deadline: Deadline) -> None:
-        """Returns when this process has been admitted, if it waits for that."""
+        """Waits until this process has been admitted, if it has not been yet."""
         if self._joining is None:
             return
         try:
@@ -268,7 +268,7 @@ class ProcessGroup(Collectives, BaseGroup):
         self._sends.give_up()
 
     def abort(self) -> None:
-        """Leaves the group; what is under way fails. If this process hosts its master, it ends."""
+        """Leaves the group; collectives under way fail. A master in this process ends, too."""
         if self._master is not None:
             self._master.abort()
         self._comm.close()
@@ -278,7 +278,7 @@ class ProcessGroup(Collectives, BaseGroup):
 
 
 def _number_anew(group: ProcessGroup | None) -> None:
-    """Tells torch's tables of ranks about the members of the default group."""
+    """Updates torch's table of ranks after a change of the default group's members."""
     if group is not None and c10d.GroupMember.WORLD is group:
         c10d._world.pg_group_ranks[group] = {i: i for i in range(group.getSize())}
 
@@ -287,7 +287,7 @@ class DeviceBackend(Collectives, Backend):
     """pccl as one of several backends of a group, each for its own device; torch 2.14 and later.
 
     `init_process_group("cpu:pccl,cuda:nccl")` makes one group of both. Its rank and size are
-    torch's, and fixed: what a loss or a newcomer changes, only a group of pccl alone shows.
+    torch's, and fixed: only a group of pccl alone shows losses and newcomers.
 
     Attributes:
         group: does the work.

@@ -1,12 +1,12 @@
-"""How DistributedDataParallel averages a bucket of gradients: hooks for `register_comm_hook`.
+"""Hooks for `register_comm_hook` of DistributedDataParallel, which average a bucket of gradients.
 
-All of them divide by the true contributors: a peer that is lost in a backward pass is not counted.
+All of them divide by the number of contributors: a peer that is lost in the call is not counted.
 
     ddp.register_comm_hook(None, pccl.torch.hooks.avg)
     ddp.register_comm_hook(hooks.Quantized("int8"), hooks.quantized)
 """
 
-# torch reads the annotations of a hook, and must find types there: so they are not postponed
+# no `from __future__ import annotations`: torch needs types in the annotations of a hook
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,26 +41,26 @@ def avg(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 
 class Quantized:
-    """The state of the hook `quantized`: how gradients are quantized, and the error of that.
+    """The state of the hook `quantized`: how gradients are quantized, and the errors of that.
 
     A contribution is quantized once, gathered, and summed in float32 in the same order on all
-    peers: their means have the same bits. What quantization takes from a gradient is added to that
-    of the next step (error feedback).
+    peers: their means have the same bits. The error of quantizing a gradient is added to the
+    gradient of the next step (error feedback).
 
     Args:
         format: "int8", "int4", "e3m0", "2bit" or "sparse"; see `pccl.kernels.quantize`.
         group: None: the default group.
-        error_feedback: whether what is lost is added to the next step.
+        error_feedback: whether errors are added to the next gradients.
     """
 
     def __init__(
         self, format: kernels.Format, group: Any = None, *, error_feedback: bool = True
     ) -> None:
-        kernels.quantized_size(format, 1)  # is it one?
+        kernels.quantized_size(format, 1)  # raises if there is no such format
         self.format: kernels.Format = format
         self._group = group
-        # by the parameters of a bucket, what quantization has added to their gradients: the error,
-        # with its sign changed. DistributedDataParallel builds its buckets anew after a step.
+        # by the parameters of a bucket: the quantized gradients minus the true ones.
+        # DistributedDataParallel builds new buckets after the first step.
         self._errors: dict[tuple[torch.Tensor, ...], torch.Tensor] | None = None
         if error_feedback:
             self._errors = {}
@@ -79,7 +79,7 @@ class Quantized:
         def combine(gathered: Sequence[torch.Tensor]) -> None:
             whole = flat(gradient)
             straight = whole.is_cpu and whole.dtype == torch.float32
-            straight &= self.format != "sparse"  # it may turn out to be invalid: no change then
+            straight &= self.format != "sparse"  # may be invalid, and must change nothing then
             mean = whole if straight else torch.empty(whole.numel(), dtype=torch.float32)
             kernels.mean(mean, list(gathered[0]), self.format)
             put(gradient, mean if straight else mean.to(gradient.device, gradient.dtype))
@@ -95,7 +95,7 @@ class Quantized:
         parameters: tuple[torch.Tensor, ...],
         given: torch.Tensor,
     ) -> torch.Tensor:
-        """The error of a bucket; of a new one, what its parameters have in earlier buckets."""
+        """The error of a bucket; a new bucket takes over those of its parameters."""
         if parameters not in errors:
             error, at = torch.zeros_like(given), 0
             known: dict[torch.Tensor, torch.Tensor] = {}

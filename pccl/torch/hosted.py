@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from pccl import Communicator, MasterNode, PCCLError
 from pccl.support.text import address_text, parse_address
 
-KEY = "pccl/master"  # in the store of a group: where its master is; empty: it has ended
-FAREWELL_S = 30.0  # how long others may take to leave
+KEY = "pccl/master"  # in the store of a group: the address of its master; empty: it has ended
+FAREWELL_S = 30.0  # how long the other members may take to leave
 _ASK_S = 2.0
 _LOOK_S = 0.02
 _STORE_PATIENCE = timedelta(seconds=300)
@@ -28,12 +28,12 @@ _hosted: list[HostedMaster] = []
 class HostedMaster:
     """A master in this process, for one group.
 
-    The group ends with this process, as torch's own store does; a run that must outlive each of its
-    peers has a master of its own (`pccl master`, PCCL_MASTER).
+    The group ends with this process, as torch's own store does. A run that must outlive each of its
+    peers needs a separate master (`pccl master`, PCCL_MASTER).
 
     Attributes:
         address: where other members reach it.
-        own: by which this process is a member itself.
+        own: this process's own communicator in the group.
     """
 
     def __init__(self, host: str, store: Any) -> None:
@@ -59,7 +59,7 @@ class HostedMaster:
     def _withdraw(self) -> None:
         """Takes back the group's address, so that a remade group does not join this one."""
         if self in _hosted:
-            with contextlib.suppress(RuntimeError):  # the store has ended: it tells nobody anything
+            with contextlib.suppress(RuntimeError):  # the store has ended, and the address with it
                 self._store.compare_set(KEY, self.address, "")
 
     def stop(self, until_s: float) -> None:
@@ -67,7 +67,7 @@ class HostedMaster:
         if self not in _hosted:
             return
         _hosted.remove(self)
-        members = self._members()  # who joins when all have left makes the group anew
+        members = self._members()  # later ones belong to a remade group
         if self.own is not None:
             self.own.close()
         while (here := members & self._members()) and time.monotonic() < until_s:
@@ -88,7 +88,7 @@ class HostedMaster:
             return set()
 
 
-@atexit.register  # later than pccl.master_node, and so called earlier than it, which serves on
+@atexit.register  # registered after that of pccl.master_node, so it runs before it
 def end_all() -> None:
     logging.raiseExceptions = False  # streams may be closed already
     until_s = time.monotonic() + FAREWELL_S
@@ -97,7 +97,7 @@ def end_all() -> None:
 
 
 def serve(host: str) -> tuple[TCPStore, str]:
-    """Serves a store in this process; the store, and the address at which `host` offers it."""
+    """Serves a store in this process; returns it, and its address on `host`."""
     served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     return served, address_text(host, served.port)
 
@@ -105,8 +105,8 @@ def serve(host: str) -> tuple[TCPStore, str]:
 class RunStore(Store):
     """A store of the run's members, which torch's rank 0 serves.
 
-    It is connected to when it is first used: most programs never do. It is lost with the process
-    that serves it, and with it what was in it; collectives go on.
+    It connects when it is first used, which most programs never do. The store and its content are
+    lost with the process that serves it; collectives go on.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class RunStore(Store):
         self._patience = _STORE_PATIENCE
 
     def use(self, address: str, served: Store | None, reason: str) -> None:
-        """Where it is, if this process does not serve it; without an address, why there is none."""
+        """Sets the store's address, or the reason for having none, and the store if served here."""
         with self._lock:
             if address != self._address:
                 self._store = None

@@ -1,4 +1,4 @@
-"""The members of a group in the order of torch's ranks, and how they agree on it."""
+"""The members of a group in the order of torch's ranks, and their agreement on that order."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Members:
     """The members of a communicator's group, as the program knows them.
 
     pccl's rank is a position in the ring, which `optimize_topology` may change. torch's rank is a
-    position in the order in which peers have joined (or in the order that they were started with),
-    so it changes only if a peer with a lower rank is lost: the ranks of those that stay close up,
-    and newcomers come last. The program learns of a loss by the first collective that notices it,
-    which is the same one on all members.
+    position in the order of joining, or in the order of the ranks that peers were started with. It
+    changes only if a peer with a lower rank is lost: the higher ranks move down, and newcomers come
+    last. The program learns of a loss by the first collective that notices it, which is the same
+    one on all members.
 
     Attributes:
         own: the number of this peer in its run; 0 before it has joined.
@@ -69,19 +69,19 @@ class Members:
             self.changed()
 
     def refresh(self) -> None:
-        """Forgets those that are lost; newcomers, whom `arrange` adds, stay unknown."""
+        """Removes lost members from the order; only `arrange` adds newcomers."""
         present = set(self.ring())
         self.arrange([number for number in self.order if number in present])
 
     def ring(self) -> tuple[int, ...]:
-        """The peers of the group by their position in the ring, as the master says just now."""
+        """The peers of the group by their position in the ring, as the master says now."""
         return extension.ring(self._comm)
 
     def known_ring(self) -> tuple[int, ...]:
         """The known members by their position in the ring.
 
-        If one of them is lost, their number is out of date, and so a collective that depends on
-        ranks fails on all members alike. Their order does not matter then.
+        If one of them is lost, a collective that depends on ranks fails on all members, so the
+        order does not matter.
         """
         ring = self.ring()
         return ring if set(ring) == set(self.order) else self.order
@@ -99,14 +99,14 @@ def _exchange(comm: Communicator, row: R, tag: int, timeout_s: float | None = No
     """The rows of all members, in any order.
 
     Raises:
-        PeerLostError: one was lost meanwhile.
-        PCCLTimeoutError: not all have called this in time.
+        PeerLostError: a member was lost meanwhile.
+        PCCLTimeoutError: not all members have called this in time.
     """
     text = msgspec.json.encode(row)
     assert len(text) <= ROW_BYTES
     mine = np.zeros(ROW_BYTES, np.uint8)
     mine[: len(text)] = np.frombuffer(text, np.uint8)
-    comm.world_size  # noqa: B018 - this thread has seen who is there
+    comm.world_size  # noqa: B018 - this thread has seen the present members
     try:
         rows = comm.all_gather(mine, tag=tag, timeout=timeout_s)
     except TooFewPeersError:
@@ -116,7 +116,7 @@ def _exchange(comm: Communicator, row: R, tag: int, timeout_s: float | None = No
 
 # ---- ranks, when members have come or gone ----
 
-# What all processes of a replica say, in their order; all of them make this call.
+# gathers the numbers of all processes of a replica, in their order; all of them call it
 Shards = Callable[[list[int]], list[list[int]]]
 
 
@@ -127,24 +127,24 @@ def no_shards(numbers: list[int]) -> list[list[int]]:
 
 class _Row(msgspec.Struct, frozen=True):
     number: int
-    origin: int  # the least number of its replica's processes
+    origin: int  # the smallest number of its replica's processes
     begun: bool  # whether it has a rank already
-    size: int  # with how many members the group begins
-    rank: int  # that one, or which it was started with; -1: none
-    store: str  # where its store is; empty: it has none
+    size: int  # the number of members that the group begins with
+    rank: int  # its rank, or the one that it was started with; -1: none
+    store: str  # the address of its store; empty: it has none
     wants_store: bool
 
 
 @dataclass(slots=True)
 class Offer:
-    """The contribution of this peer.
+    """What this peer tells the others in an agreement.
 
     Attributes:
-        shards: asks the other processes of its replica.
-        origin: what orders replicas that come together, alike in all their groups.
+        shards: gathers numbers from the processes of its replica.
+        origin: the smallest number of these; orders replicas alike in all their groups.
         rank: the rank that it was started with; -1: none.
-        begun: whether it has a rank of this group.
-        size: with how many members the group begins.
+        begun: whether it has a rank in this group.
+        size: the number of members that the group begins with.
         store: `host:port` of the store that it serves; empty: none.
         wants_store: whether it came without a store.
     """
@@ -160,14 +160,14 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The result that the members have agreed upon.
+    """The result of an agreement.
 
     Attributes:
         order: the numbers of the peers, by torch's rank.
-        begun: whether the group has begun: it had before, or as many as it needs are there.
+        begun: whether the group has begun, before or now that it has enough members.
         store: `host:port` of the first member's store; empty: none.
-        must_serve: whether this peer is to serve a store, after which all agree anew.
-        again: whether all agree anew.
+        must_serve: whether this peer must serve a store before all agree again.
+        again: whether all must agree again.
     """
 
     order: tuple[int, ...]
@@ -178,12 +178,11 @@ class Agreement:
 
 
 def agree(comm: Communicator, members: Members, offer: Offer) -> Agreement:
-    """Asks all members; nobody may have a collective under way.
+    """Agrees with all members on their order; no collective may be under way.
 
-    Members keep the order that they have. Those that begin together are ordered by the ranks that
-    they were started with, or else as they have joined; newcomers come last. Where a replica is
-    several processes, each of which is a member of another group, the groups have the same replicas
-    in the same order.
+    Members keep their order, and newcomers come last. Peers that begin together are ordered by the
+    ranks that they were started with, or else by joining. If a replica is several processes, each
+    in another group, all these groups have the same replicas in the same order.
     """
     rank = members.rank if offer.begun else offer.rank
     if not offer.origin:
@@ -229,12 +228,12 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
 class Reconfigurer:
     """One process's part in the reconfigurations of a group.
 
-    A handle names a process, and where its run's master is. Newcomers have one before they are
-    admitted; the members admit them when a reconfiguration names more than there are. Those that it
-    does not name must have left, or be lost.
+    A handle names a process and the address of its run's master. Newcomers have one before they are
+    admitted; the members admit them if a reconfiguration names more processes than they are. All
+    members that it does not name must have left, or be lost.
 
     Attributes:
-        handle: what names this process, for as long as it has this object.
+        handle: names this process, during the life of this object.
     """
 
     def __init__(self, comm: Communicator, members: Members) -> None:
@@ -244,15 +243,15 @@ class Reconfigurer:
         self.handle = f"{self._token}@{comm.address}"
 
     def settle(self, uuid: int, handles: Collection[str], timeout_s: float) -> list[int]:
-        """Returns when those that the handles name are the group: their numbers, by rank.
+        """Waits until the group is the named processes. Returns their numbers, by rank.
 
         The order is that of a list; of a set, that of joining.
 
         Raises:
             ValueError: one is not a handle of a process of this run, or two are equal.
-            PCCLTimeoutError: others are in the group after that time, or some are not.
-            PCCLError: INVALID_ARGUMENT: the members do not ask for the same, or one that the
-                handles do not name is in the group instead of another one.
+            PCCLTimeoutError: after that time, other processes are in the group, or some are not.
+            PCCLError: INVALID_ARGUMENT: the members have given different arguments, or a process
+                that the handles do not name is in the group instead of another one.
         """
         tokens = self._tokens(handles)
         deadline = Deadline(timeout_s)
@@ -261,7 +260,7 @@ class Reconfigurer:
                 if not self._are_as_many(len(tokens), deadline):
                     continue
                 rows = self._asked(uuid, tokens, deadline)
-            except PeerLostError:  # who is there is looked at again
+            except PeerLostError:  # counts the members again
                 continue
             except PCCLTimeoutError as error:
                 found = f"{len(self._members.ring())} peers are in the group"
@@ -282,7 +281,7 @@ class Reconfigurer:
         return tokens if isinstance(handles, Sequence) else sorted(tokens)
 
     def _are_as_many(self, wanted: int, deadline: Deadline) -> bool:
-        """True if that many members are there; else waits a while and admits those who wait."""
+        """True if there are `wanted` members; else waits a while, and admits newcomers."""
         there = len(self._members.ring())
         if there == wanted:
             return True
@@ -305,7 +304,7 @@ class Reconfigurer:
 
 
 def _order(rows: list[_Asked], tokens: list[str], by_rank: bool) -> list[int]:
-    """The numbers of the processes that the tokens name; all rows are of them, or it is refused."""
+    """The numbers of the named processes, by rank; raises PCCLError if the rows are of others."""
     numbers = {row.token: row.number for row in rows}
     if numbers.keys() != set(tokens):
         why = "a process that the handles do not name is in the group instead of another one"
@@ -317,7 +316,7 @@ def _order(rows: list[_Asked], tokens: list[str], by_rank: bool) -> list[int]:
 def communicator(
     address: str, shards: dist.ProcessGroup | None = None, **more: Any
 ) -> Communicator:
-    """A communicator for each process of a replica whose model is sharded; all make this call.
+    """The communicator of this process of a sharded replica; all its processes make this call.
 
         dist.init_process_group("nccl")  # or gloo: the processes of this replica
         fully_shard(model)
@@ -334,7 +333,7 @@ def communicator(
         more: other arguments of `Communicator`.
 
     Returns:
-        One that is not connected yet.
+        A communicator that is not connected yet.
     """
     drawn = [secrets.randbits(62) + 1]
     dist.broadcast_object_list(drawn, group_src=0, group=shards)
@@ -343,7 +342,7 @@ def communicator(
 
 
 def exchange(shards: dist.ProcessGroup | None, device: torch.device) -> Shards:
-    """An all-gather among the processes of a replica, by torch, with memory of that device."""
+    """A function that gathers numbers from the processes of a replica, by torch on `device`."""
 
     def said(numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, device=device)

@@ -1,10 +1,10 @@
-"""Point-to-point: send, recv, and monitored_barrier, which is made of them.
+"""Point-to-point calls: send, recv, and monitored_barrier, which is made of them.
 
 Messages with one tag from one member to another arrive in the order in which they are sent: the
-n-th send and the n-th receive meet by their number. A number is taken at the launch and given back
-if the message fails, which it does on both sides, so that the next two meet again.
+n-th send and the n-th receive match by their number. A number is taken at the launch. If a message
+fails, it fails on both sides, and both give the number back, so that the next two match.
 
-What the errors say begins as gloo's errors do: programs look for these words.
+Error messages begin as those of gloo, because programs look for these words.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class _Numbers:
 
 @dataclass(eq=False)
 class _Posted:
-    """A receive under way, for a request or for the next one.
+    """A receive under way, for a request of now or later.
 
     Attributes:
-        piece: what it fills.
-        number: of the message.
-        handle: of its collective.
-        ended: whether it waits no more.
+        piece: the memory that it fills.
+        number: the number of the message.
+        handle: the handle of its collective.
+        ended: whether it has succeeded or failed.
     """
 
     piece: Tensor
@@ -73,10 +73,10 @@ class _Source:
 
 
 class _Request:
-    """A receive that is served by the first message that fits, and its handle.
+    """The handle of a receive that takes the first message of any sender, or of one.
 
     Attributes:
-        other: the number of the sender; of a request to all, once a message has come.
+        other: the number of the sender; None: any, until a message has come.
         error: why it has failed.
         piece: the message.
     """
@@ -98,7 +98,7 @@ class _Request:
         callback()
 
     def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]:
-        """Waits for its message. After a time-out, that message is for the next request."""
+        """Waits for a message. After a time-out, the message is for the next request."""
         if not self._ended.wait(timeout):
             self._mailbox.forget(self, timeout or 0.0)
         if self.error is None:
@@ -112,11 +112,10 @@ class _Request:
 
 
 class _Mailbox:
-    """The receives of one tag that began with one from anyone.
+    """All receives of one tag, since the first one from any sender.
 
-    From each member that a request would accept a message of, as many receives are under way as
-    there are such requests. Requests are served in the order in which they were made, and what then
-    is left of receives and messages is for later ones.
+    For each request, a receive is under way from each member whose message it would accept.
+    Requests are served in order; receives and messages that are left over are for later requests.
 
     Attributes:
         lock: held while any of it changes.
@@ -125,21 +124,21 @@ class _Mailbox:
     def __init__(self, post: Callable[[Tensor, int], tuple[int, Handle]], free: Any) -> None:
         self.lock = threading.RLock()
         self._post = post
-        self._free = free  # gives back a number: of whom, which
+        self._free = free  # gives back a member's number of a message
         self._requests: list[_Request] = []
         self._sources: defaultdict[int, _Source] = defaultdict(_Source)
 
     def holds(self, other: int) -> bool:
-        """True if a receive from that member must come after others here."""
+        """True if a receive from that member must queue behind others here."""
         source = self._sources.get(other)
         return source is not None and bool(source.posted or source.arrived)
 
     def request(self, tensor: Tensor, others: list[int], other: int | None) -> _Request:
-        """Asks one member, or the first of several, for a message as large as a tensor.
+        """Requests a message of a tensor's size, from `other` or from the first of `others`.
 
         Raises:
             TooFewPeersError: there is no other peer.
-            PeerLostError: the one who is asked is lost.
+            PeerLostError: a member that is asked is lost.
         """
         with self.lock:
             request = _Request(self, other, tensor.nbytes)
@@ -168,11 +167,11 @@ class _Mailbox:
                 posted.ended = True
                 self._settle(other)
 
-        # not in the thread that tells it, which must not wait
+        # not in the thread that calls back, which must not wait
         handle.add_done_callback(lambda: POOL.run(ended))
 
     def _settle(self, other: int) -> None:
-        """Takes what has ended of the receives from one member, in order."""
+        """Takes the ended receives from one member, in order."""
         source = self._sources[other]
         while source.posted and source.posted[0].ended:
             posted = source.posted.popleft()
@@ -192,7 +191,7 @@ class _Mailbox:
             self._requests.remove(request)
             if arrived[0].nbytes != request.nbytes:
                 request.error = ValueError(
-                    f"a receive of {request.nbytes} bytes: an earlier receive from anyone has "
+                    f"a receive of {request.nbytes} bytes: an earlier receive from any sender has "
                     f"asked the same member for {arrived[0].nbytes}"
                 )
             else:
@@ -200,9 +199,9 @@ class _Mailbox:
             request.end()
 
     def _fail(self, other: int, error: Exception | None) -> None:
-        """A receive from that member has failed: so does the request that was to have it.
+        """A receive from that member has failed, and so has the request that it was for.
 
-        One from anyone goes on while others may send; the loss of one of them is no answer to it.
+        If a member is lost, a request to all goes on as long as another one may send.
         """
         for request in list(self._requests):
             if request.other not in (None, other):
@@ -216,7 +215,7 @@ class _Mailbox:
             return
 
     def forget(self, request: _Request, seconds: float) -> None:
-        """The caller no longer waits for that request."""
+        """Ends a request whose caller has stopped waiting."""
         with self.lock:
             if request not in self._requests:
                 return
@@ -227,14 +226,14 @@ class _Mailbox:
             request.end()
 
     def give_up(self) -> None:
-        """Ends the receives that nobody has asked for."""
+        """Ends the receives that no request is waiting for."""
         for source in list(self._sources.values()):
             for posted in list(source.posted):
                 posted.handle.wait(timeout=0)
 
 
 class Sends:
-    """Makes the tasks of one group. Ranks are torch's."""
+    """Makes the point-to-point tasks of one group. Ranks are torch's."""
 
     def __init__(self, comm: Communicator, members: Members) -> None:
         self._comm = comm
@@ -249,8 +248,8 @@ class Sends:
         order = self._members.order
         if not 0 <= rank < len(order) or order[rank] == self._members.own:
             raise ValueError(
-                f"rank {rank} is not another member's: they are 0 to {len(order) - 1}, this one's "
-                f"is {self._members.rank}"
+                f"rank {rank} is not that of another member: ranks are 0 to {len(order) - 1}, and "
+                f"this member has {self._members.rank}"
             )
         return order[rank]
 
@@ -261,7 +260,7 @@ class Sends:
 
     @contextlib.contextmanager
     def _number(self, numbers: _Numbers) -> Iterator[int]:
-        """The next number of a message, unless its launch raises."""
+        """Takes the next number of a message; gives it back if the launch raises."""
         with self._lock:
             number = numbers.take()
         try:
@@ -277,7 +276,7 @@ class Sends:
     def _message(
         self, name: str, tensor: Tensor, piece: Tensor, work: Any, numbers: _Numbers, tag: int
     ) -> Task:
-        """A message from or into memory of its own."""
+        """The task of a message with a fixed sender and receiver."""
         taken: list[int] = []
 
         def launch(_: int) -> Handle:
@@ -314,9 +313,9 @@ class Sends:
         return self._message("recv", tensor, piece, work, self._received[other, tag], tag)
 
     def recv_any(self, tensor: Tensor, tag: int) -> Task:
-        """Receives a tensor from the first peer that sends one.
+        """Receives a tensor from the first member that sends one.
 
-        It is asked for from all; what others send is kept for the next receives.
+        It posts a receive from each member; messages of the others are for later receives.
         """
         self._check(tag)
         mailbox = self._mailboxes.get(tag)
@@ -342,7 +341,7 @@ class Sends:
         def launch(_: int) -> Handle:
             others = [each for each in self._members.order if each != self._members.own]
             if not others:
-                raise ValueError("a receive from anyone: nobody else is in the group")
+                raise ValueError("a receive from any sender: the group has no other member")
             requests.append(mailbox.request(tensor, others, other))
             return requests[0]
 
@@ -357,13 +356,13 @@ class Sends:
         return Task("recv", launch, [tensor], settle=settle, source=source, counts=False)
 
     def give_up(self) -> None:
-        """Ends the receives that nobody has asked for."""
+        """Ends the receives that no request is waiting for."""
         for mailbox in self._mailboxes.values():
             with contextlib.suppress(PCCLError):
                 mailbox.give_up()
 
 
-_LEAST_S = 0.001  # for what has ended by now, or nearly so
+_LEAST_S = 0.001  # the least time limit, for messages that have arrived already
 
 
 def monitored_barrier(
@@ -373,17 +372,17 @@ def monitored_barrier(
     timeout: timedelta,
     wait_all_ranks: bool,
 ) -> None:
-    """Returns when all members are here.
+    """Waits for all members.
 
     Args:
         members: of the group.
         sends: of the group.
         start: launches a task, with a time limit.
-        timeout: for all of it.
-        wait_all_ranks: whether rank 0 waits for all, to name all that are missing.
+        timeout: for the whole barrier.
+        wait_all_ranks: whether rank 0 names all missing ranks, and not only the first.
 
     Raises:
-        RuntimeError: on rank 0, others have not come; on others, rank 0 has not let them pass.
+        RuntimeError: on rank 0, others have not come; on others, rank 0 has not answered.
     """
     deadline = Deadline(timeout.total_seconds())
     limit = f"{timeout.total_seconds() * 1000:.0f} ms"

@@ -1,4 +1,4 @@
-"""Tensors of torch as pccl moves and reduces them."""
+"""Converts tensors and reductions of torch to what pccl can move and reduce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pccl.types import DataType
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements in one dimension; a view if they lie in C's order, or else a copy."""
+    """All elements in one dimension: a view of a contiguous tensor, a copy of any other."""
     lying = tensor.detach()
     if lying.layout != torch.strided:
         raise ValueError(f"a tensor of layout {lying.layout} cannot be sent: pass a dense one")
@@ -25,7 +25,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Like `flat`; elements of a type that pccl does not compute with are bytes."""
+    """Like `flat`; elements of a dtype that pccl cannot reduce become bytes."""
     lying = flat(tensor)
     try:
         DataType.from_torch_dtype(lying.dtype)
@@ -35,17 +35,17 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 def moved_size(tensor: Tensor) -> int:
-    """The number of elements of what `movable` makes of a tensor."""
+    """The number of elements of `movable(tensor)`."""
     return movable(tensor.new_empty(1)).numel() * tensor.numel()
 
 
 def reducible(tensor: Tensor) -> Tensor:
-    """Like `flat`; truth values are bytes."""
+    """Like `flat`; bools become bytes."""
     return movable(tensor) if tensor.dtype == torch.bool else flat(tensor)
 
 
 def put(tensor: Tensor, piece: Tensor) -> None:
-    """Gives a tensor the elements of what `flat` or `movable` has made of it, if that is a copy."""
+    """Copies `piece`, which `flat` or `movable` has made of `tensor`, back; nothing if a view."""
     target = tensor.detach()
     if target.data_ptr() == piece.data_ptr():
         return
@@ -65,7 +65,7 @@ _BITWISE: dict[object, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-# of truth values, which are bytes of 0 and 1
+# of bools, which are bytes of 0 and 1
 _OF_BOOL = {
     pccl.ReduceOp.SUM: pccl.ReduceOp.MAX,
     pccl.ReduceOp.PROD: pccl.ReduceOp.MIN,
@@ -76,12 +76,12 @@ _OF_BOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The treatment of the contributions.
+    """A reduction of torch.
 
     Attributes:
-        op: pccl's operation; None: it has none.
-        factor: by which each member multiplies what it gives; None: by nothing.
-        bitwise: what combines two contributions where pccl has no operation.
+        op: pccl's operation; None: pccl has none.
+        factor: the factor of each member's contribution; None: 1.
+        bitwise: combines two contributions, where pccl has no operation.
     """
 
     op: pccl.ReduceOp | None
@@ -90,10 +90,10 @@ class Reduction:
 
     @classmethod
     def of(cls, op: object) -> Reduction:
-        """The one of torch's ReduceOp, or of a member of its enumeration.
+        """The reduction of torch's ReduceOp, or of a member of its enumeration.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the argument is not a reduction.
         """
         kind = getattr(op, "op", op)
         if kind in _SAME:
@@ -109,7 +109,7 @@ class Reduction:
         raise ValueError(f"{op} is not a reduction that torch.distributed defines")
 
     def for_dtype(self, dtype: torch.dtype) -> pccl.ReduceOp:
-        """pccl's operation on elements of a type.
+        """pccl's operation on elements of a dtype.
 
         Raises:
             ValueError: there is none.
@@ -131,11 +131,11 @@ class Reduction:
         """
         ops = {self.for_dtype(tensor.dtype) for tensor in tensors}
         if len(ops) > 1:
-            raise ValueError("truth values and numbers cannot be reduced by one call")
+            raise ValueError("bools and numbers cannot be reduced by one call")
         return ops.pop()
 
     def given(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
-        """The member's input to a reduction: the tensor's own memory, if possible."""
+        """This member's contribution: the tensor's own memory, if possible and not `copied`."""
         piece = reducible(tensor)
         return self.scaled(piece.clone() if copied else piece, tensor.dtype)
 
@@ -144,14 +144,14 @@ class Reduction:
         return reduce(self.bitwise, contributions)
 
     def scaled(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
-        """`piece`, the elements of a tensor of `dtype`, times the factor.
+        """The elements of a tensor of `dtype`, times the factor.
 
         Raises:
-            ValueError: the type cannot hold the products, or cannot be added.
+            ValueError: the dtype cannot hold the products, or cannot be added.
         """
         if self.factor is None:
             return piece
-        DataType.from_torch_dtype(piece.dtype)  # which pccl can add
+        DataType.from_torch_dtype(piece.dtype)  # raises if pccl cannot add it
         factor = torch.as_tensor(self.factor)
         whole = not dtype.is_floating_point and not dtype.is_complex
         if dtype == torch.bool or factor.is_complex() or (whole and factor.is_floating_point()):
@@ -163,5 +163,5 @@ class Reduction:
         if not whole:
             return (piece * factor).to(piece.dtype)
         wide = piece.view(torch.int64) if dtype == torch.uint64 else piece.to(torch.int64)
-        products = wide * factor.to(torch.int64)  # modulo 2**64, and so right in every type
+        products = wide * factor.to(torch.int64)  # modulo 2**64, which is right for every dtype
         return products.view(dtype) if dtype == torch.uint64 else products.to(dtype)

@@ -1,9 +1,9 @@
-"""pccl for torchft's Manager; torchft is imported here only.
+"""pccl for torchft's Manager. Only this module imports torchft.
 
     manager = torchft.Manager(pg=ProcessGroupPCCL(timeout=timedelta(seconds=30)), ...)
 
 torchft's own mechanism applies: a loss fails the collective, the step is not committed, and the
-next quorum makes a new group. `pccl.torch.DistributedDataParallel` needs none of it.
+next quorum makes a new group. `pccl.torch.DistributedDataParallel` does not need torchft.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A collective under way, as torch wants to see it: a Work, futures of its result, and threads for
-what follows.
+"""A collective under way, as torch sees it: a Work, futures of its result, and threads for their
+callbacks.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from pccl.types import Result
 T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Any])
 
-IDLE_S = 5.0  # how long a thread without work stays
+IDLE_S = 5.0  # a thread without work ends after this time
 
 _log = logging.getLogger("pccl.torch")
 
 
 def eager(function: C) -> C:
-    """A function that torch.compile calls as it is, with all that it calls.
+    """Makes torch.compile call a function, and everything that it calls, uncompiled.
 
-    torch.compiler.disable would do it by a wrapper, and import torch._dynamo, which takes a second.
+    torch.compiler.disable uses a wrapper, and imports torch._dynamo, which takes a second.
     """
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)
@@ -53,11 +53,11 @@ def eager(function: C) -> C:
 
 
 class CallbackPool:
-    """Runs jobs at once, in a thread that waits for one or else in a new one.
+    """Runs each job at once, in an idle thread or a new one.
 
-    A callback of a future may wait for another collective, whose own end needs a thread here: a
-    bound on their number, or running callbacks where collectives end, could make them wait for each
-    other for ever. Threads without work end.
+    A callback of a future may wait for another collective, whose end needs a thread here. So with a
+    limit on the threads, or with callbacks in the thread that ends collectives, they could wait for
+    each other for ever. Idle threads end after a while.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class CallbackPool:
                 return
             try:
                 job()
-            except Exception:  # a callback's; its future has it as well
+            except Exception:  # of a callback; its future has it, too
                 _log.exception("a callback of a collective has failed")
             del job
             with self._lock:
@@ -100,7 +100,7 @@ POOL = CallbackPool()
 
 
 def in_pool(job: Callable[[], T]) -> futures.Future[T]:
-    """Runs a job soon; its result, or what it raises."""
+    """Runs a job in the pool; a future of its result, or of what it raises."""
     future: futures.Future[T] = futures.Future()
 
     def work() -> None:
@@ -114,7 +114,7 @@ def in_pool(job: Callable[[], T]) -> futures.Future[T]:
 
 
 class Handle(Protocol):
-    """One launched collective, as `pccl.AsyncReduceHandle`, or several as one."""
+    """A launched collective, like `pccl.AsyncReduceHandle`."""
 
     def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]: ...
 
@@ -130,18 +130,18 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The description of a collective.
+    """The description of a call.
 
     Attributes:
         name: for messages.
-        launch: launches it with a tag; TooFewPeersError if this peer is alone.
+        launch: launches it with a tag; raises TooFewPeersError if this peer is alone.
         result: what its future yields.
-        alone: does the same for a group of one.
-        settle: puts the result where the caller wants it; called once, after success.
+        alone: does the work of a group of one.
+        settle: copies the result to the caller's tensors; called once, after success.
         failed: called once, after a failure.
-        again: whether it is right to launch it again when a peer is lost in it.
-        source: torch's rank of the sender that a receive has matched.
-        counts: whether all members launch it: then it has a tag of their own sequence.
+        again: whether it may be launched again if a peer is lost in it.
+        source: torch's rank of the sender whose message a receive has taken.
+        counts: whether all members launch it, so that it has a tag of their sequence.
     """
 
     name: str
@@ -156,12 +156,12 @@ class Task:
 
 
 class Operation:
-    """A task under way. The thread that waits for it drives it, or the callback pool.
+    """A task under way. A thread that waits for it drives it, or one of the callback pool.
 
     Attributes:
-        task: what it does.
+        task: its description.
         error: why it has failed; None: it has not, or not yet.
-        contributors: members whose parts are in the result, which is the same on all of them.
+        contributors: number of members whose parts are in the result; the same on all of them.
     """
 
     def __init__(self, task: Task, tag: int, members: Members, timeout_s: float | None) -> None:
@@ -187,8 +187,8 @@ class Operation:
     def begin(self, under_way: set[Operation]) -> None:
         """Launches it; it is in `under_way` until it ends.
 
-        A failure is told by the future and the Work: C++ does not survive a call that raises, for
-        example in the middle of a backward pass. Wrong arguments do raise.
+        A failure is reported by the future and the Work, because C++ does not survive a call that
+        raises, for example in the middle of a backward pass. Wrong arguments do raise.
         """
         try:
             self._launch()
@@ -203,14 +203,14 @@ class Operation:
             self.drive()
 
     def follow(self) -> None:
-        """Has the pool end it when its collective has ended, whether anybody waits or not."""
+        """Lets the pool end it once its collective has ended, even if nobody waits for it."""
         handle = self._handle
         if handle is not None and not self._is_followed:
             self._is_followed = True
             handle.add_done_callback(lambda: POOL.run(self._drive_and_tell))
 
     def future(self) -> Future[None]:
-        """A future that is complete when it has ended, also if it has failed."""
+        """A future that is complete when it has ended, whether it has succeeded or failed."""
         with self._lock:
             if self._future is None:
                 self._future = self._untold = Future()
@@ -220,12 +220,12 @@ class Operation:
         return future
 
     def _launch(self) -> None:
-        """Launches it, or does the work of a group of one."""
+        """Launches it, or does its work alone in a group of one."""
         self._handle = None
         while self._handle is None:
             try:
                 self._handle = self.task.launch(self._tag)
-            except PeerLostError:  # in what it does before its collective
+            except PeerLostError:  # in a call that it makes before its collective
                 self._members.refresh()
                 if not self.task.again:
                     raise
@@ -242,27 +242,27 @@ class Operation:
         self.task.alone()
 
     def drive(self, timeout_s: float | None = None) -> None:
-        """Brings it to its end; afterwards `error` says how."""
+        """Waits for its end and settles it; `error` is set afterwards if it has failed."""
         try:
             self._end(timeout_s)
-        finally:  # callbacks of the future may wait for others, and the caller does not
+        finally:  # in the pool, because callbacks of the future may wait, and the caller must not
             if self._ended.is_set() and self._untold is not None:
                 POOL.run(self._tell)
 
     def _drive_and_tell(self) -> None:
-        """`_drive`, in a thread of the pool, which the callbacks may keep."""
+        """Like `drive`, in a thread of the pool, which callbacks may occupy."""
         self._end(None)
         self._tell()
 
     def _tell(self) -> None:
-        """Completes the future, if there is one and nobody has."""
+        """Completes the future, if there is one that is not complete."""
         with self._lock:
             future, self._untold = self._untold, None
         if future is not None:
             future.set_result(None)
 
     def _end(self, timeout_s: float | None) -> None:
-        """Brings it to its end, unless another thread has."""
+        """Waits for its end and settles it, unless another thread has."""
         if self._ended.is_set():
             return
         with self._lock:
@@ -272,7 +272,7 @@ class Operation:
                 self._conclude(timeout_s)
             except Exception as error:
                 self.error = _in_words_of_torch(error)
-            except BaseException as error:  # of this thread: the collective is abandoned
+            except BaseException as error:  # raised into this thread, which abandons the collective
                 why = f"{type(error).__name__} in the thread that waited for it"
                 self.error = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
                 raise
@@ -307,7 +307,7 @@ class Operation:
         return self._deadline_s is not None and time.monotonic() >= self._deadline_s
 
     def _timed_out(self, error: PCCLTimeoutError) -> PCCLTimeoutError:
-        """By the limit that torch has set, in the words that programs of torch look for."""
+        """The error for torch's time limit, with the words that programs of torch look for."""
         why = f"Timed out waiting {self._timeout_s:g} s, the limit of this call or of its group"
         return PCCLTimeoutError(error.result, self.task.name, f"{why}: {error.message}")
 
@@ -319,7 +319,7 @@ class Operation:
 
 
 def _in_words_of_torch(error: Exception) -> Exception:
-    """Programs look for what gloo says when it has lost a peer."""
+    """Adds gloo's words for a lost peer, which programs look for."""
     if not isinstance(error, PeerLostError):
         return error
     why = f"Connection closed by peer: {error.message}"
@@ -342,7 +342,7 @@ class Work(BaseWork):
 
     @eager
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the end; zero means no limit. Raises what has gone wrong."""
+        """Waits for the end; a timeout of zero is no limit. Raises the error if it has failed."""
         seconds = None if timeout is None else timeout.total_seconds()
         self.operation.drive(seconds if seconds and seconds > 0 else None)
         if self.operation.error is not None:
@@ -353,8 +353,8 @@ class Work(BaseWork):
     def get_future(self) -> Future[Any]:
         """A future of the result.
 
-        It fails by a callback that raises: of a future that is given an exception by its methods,
-        C++ takes that exception for the result.
+        To fail, it raises in a callback: C++ would take an exception that is set by the future's
+        own methods for the result.
         """
         if self._future is None:
             operation = self.operation
@@ -391,7 +391,7 @@ class Work(BaseWork):
 
 
 class CoalescedWork(BaseWork):
-    """Several Works as one; of none, it has ended.
+    """Several Works as one; without any, it has ended.
 
     Attributes:
         works: in the order of their calls.
@@ -403,7 +403,7 @@ class CoalescedWork(BaseWork):
 
     @eager
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for all, for `timeout` in all; zero means no limit. Raises the first failure."""
+        """Waits for all within `timeout`; zero is no limit. Raises the first error."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         deadline_s = time.monotonic() + seconds if seconds > 0 else None
         for work in self.works:
@@ -420,7 +420,7 @@ class CoalescedWork(BaseWork):
         collected: Future[Any] = collect_all([work.get_future() for work in self.works])
 
         def results(done: Future[list[Future[Any]]]) -> list[Any]:
-            return [each.value() for each in done.value()]  # raises what it has failed by
+            return [each.value() for each in done.value()]  # raises the error of a failed one
 
         return collected.then(results)
 
