@@ -1,7 +1,4 @@
-"""Data that peers divide among themselves: every sample once, while peers come and go.
-
-`ledger` says how. It needs numpy, and torch only for those who use it.
-"""
+"""Divides samples among peers that come and go, each exactly once: see `ledger`. Needs no torch."""
 
 from pccl.data.ledger import Ledger, LedgerSampler
 

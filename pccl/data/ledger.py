@@ -1,24 +1,24 @@
 """Every sample exactly once, although peers come and go at any moment.
 
 The ledger is an entry of the shared state, so all peers hold the same bytes of it, newcomers
-receive it, and a checkpoint has it together with the weights. It says which samples have been given
-out, and to whom. A sample is
+receive it, and a checkpoint has it together with the weights. It records which peer has which
+samples. A sample is
 
-    fresh       nobody has claimed it yet
+    fresh       no peer has claimed it yet
     claimed     a peer trains on it
-    under way   a collective has begun that has this peer's progress with it
-    consumed    that collective has committed, and what it brought is applied
+    under way   a collective with this peer's progress has started
+    consumed    that collective has committed, and its result is applied
 
-A sample of a peer that is lost before its progress is in a collective that commits is given to
-others, and one of a peer that is lost after that is not. So a sample is consumed together with what
-has been learnt from it: that the collective commits for all or for none decides both.
+If a peer is lost before a collective with its progress commits, its samples are given to others; if
+it is lost later, they are not. A collective commits on all peers or on none, so a sample is
+consumed exactly if what was learnt from it is applied.
 
-Contributors must be told from those who were lost before. So `vote` gives a small array that
-travels in the same collective as the gradients: each peer has set a cell of its own, and the others
-are 0. In the sum or the mean, the cells of the contributors are not 0.
+The peers must know who has contributed to a collective. So `vote` gives a small array that travels
+in the same collective as the gradients. Each peer sets a cell of its own, and leaves the others 0.
+In the sum or the mean, the cells of the contributors are not 0.
 
 The size is bounded: the ledger has a row for each range of samples that are claimed or returned,
-and none for what is consumed or fresh. Returned samples are given out first. Should the rows not
+and none for what is consumed or fresh. Returned samples are given out first. If the rows do not
 suffice, peers get fewer samples in a round.
 """
 
@@ -41,11 +41,11 @@ _HEAD = 4  # samples, end, fresh, rows
 _ROWS_EACH = 8
 _ENDLESS = 1 << 62
 Vote = NDArray[np.uint8] | NDArray[np.int64]
-_SET = 255  # a cell of a vote: the mean over at most so many peers is not 0
+_SET = 255  # a cell of a vote: the mean of one such cell over up to 255 peers is at least 1
 
 
 class Ledger:
-    """Which samples have been given out, to whom, and which are consumed.
+    """Records which peer has which samples, and which samples are consumed.
 
         ledger = Ledger(len(dataset), share=1024)
         shared = pccl.SharedState([*others, *ledger.entries()])
@@ -67,15 +67,15 @@ class Ledger:
     A ledger belongs to one membership: a peer that joins again makes a new one.
 
     Args:
-        samples: in an epoch; the same on all peers.
+        samples: number of samples of an epoch; the same on all peers.
         share: samples that this peer wants in a round. Peers may want different numbers. The last
             rounds of a run have fewer.
-        epochs: after which the run is finished; None: never. The same on all peers.
-        peers_max: as many as the run may ever have at a time, up to 255. The same on all peers.
+        epochs: number of epochs of the run; None: it never ends. The same on all peers.
+        peers_max: the largest number of peers at a time, up to 255. The same on all peers.
 
     Attributes:
         peers_max: as the argument.
-        share: the samples that this peer has got for the present round, as ranges.
+        share: this peer's samples for the present round, as ranges.
         wanted: samples that it asks for in a round; may be changed.
 
     Raises:
@@ -100,10 +100,10 @@ class Ledger:
         self._state = np.zeros(_HEAD + 4 * self._rows_max, np.int64)
         self._state[:2] = self._settings
         self._me = secrets.randbits(62) | 1
-        self._living: set[int] = set()  # at the last claim: the same on all peers
-        self._counted = False  # whether votes are
-        self._trained = 0  # of the samples that this peer holds, which are the first ones
-        self._sent = 0  # of these, those that its last vote has told of
+        self._living: set[int] = set()  # the peers of the last claim: the same on all peers
+        self._counted = False  # whether votes are counts
+        self._trained = 0  # of this peer's samples, it has trained on the first so many
+        self._sent = 0  # of these, those in its last vote
 
     def entries(self) -> list[TensorInfo]:
         """The entries of the shared state."""
@@ -112,14 +112,14 @@ class Ledger:
     # ---- a round ----
 
     def claim(self, comm: Communicator, wanted: int | None = None) -> tuple[range, ...]:
-        """Claims samples for the next round, and returns those of the dead to those who live.
+        """Claims samples for the next round, among them those of peers that are lost.
 
-        All peers of the group call it, each after the synchronization of the shared state in which
-        they have received the ledger. It is a collective of few bytes.
+        All peers of the group call it after each synchronization of the shared state with the
+        ledger. It is a collective of few bytes.
 
         Args:
             comm: the communicator of the group.
-            wanted: how many; None: `self.wanted`. It may be 0.
+            wanted: number of samples, which may be 0; None: `self.wanted`.
 
         Returns:
             `share`.
@@ -148,7 +148,7 @@ class Ledger:
         return self.share
 
     def _want(self, wanted: int) -> rows.Want:
-        """The samples of the share that were not trained on come first, then the new ones."""
+        """This peer's request: new samples, less those of its share that it has not trained on."""
         held = rows.owned(self._content(), self._me)
         if not self._counted or not held:
             return rows.Want(self._me, wanted)
@@ -156,29 +156,30 @@ class Ledger:
         return rows.Want(self._me, max(0, wanted - left), held[-1].stop)
 
     def train(self, samples: int) -> None:
-        """This peer has trained on so many more samples of its share, in order.
+        """This peer has trained on the next `samples` samples of its share, in order.
 
-        For rounds in which peers may not come to the end of their share: see `vote`.
+        For rounds in which peers may not reach the end of their share: see `vote`.
 
         Raises:
-            ValueError: it has no more so many.
+            ValueError: its share has fewer samples left.
         """
         left = sum(map(len, rows.owned(self._content(), self._me))) - self._trained
         if not 0 <= samples <= left:
-            raise ValueError(f"samples={samples}, and of the share {left} are left to train on")
+            raise ValueError(f"samples={samples} must be in 0 to {left}, what is left of the share")
         self._trained += samples
 
     def vote(self, *, counted: bool = False, late: bool = False) -> Vote:
-        """The array that must be in the collective with this peer's progress, as it is.
+        """The array that must be in the same collective as this peer's progress, unchanged.
 
-        From here on everything that has been claimed is under way. All peers call it before the
-        same collective; it may be called again for a repetition.
+        From here on all claimed samples are under way. All peers call it before the same
+        collective, and may call it again before they repeat that.
 
         Args:
-            counted: this peer has trained on as much as `train` was told, and what is left of its
-                share will be a part of the next one. The same on all peers. The collective must
-                add the arrays up, and no mean is enough. Otherwise it has trained on all.
-            late: the collective does not have this peer's progress, which a later one will have.
+            counted: True: this peer has trained on the samples that `train` has counted, the rest
+                of its share will be in the next one, and the collective must be a sum. False: it
+                has trained on its whole share, and the collective may be a mean. The same on all
+                peers.
+            late: this peer's progress is not in this collective, but will be in a later one.
         """
         content = rows.departed(self._content(), self._living)
         self._write(content)
@@ -193,9 +194,9 @@ class Ledger:
         return np.array(cells, np.int64) if counted else np.array(cells, np.uint8)
 
     def settle(self, votes: Vote | None) -> None:
-        """The collective has ended: `votes` is what it has made of the array.
+        """Ends the collective: `votes` is the sum or the mean of the arrays.
 
-        None: it has brought nothing, so what was under way is claimed as before.
+        None: it has failed, so the samples under way are claimed as before.
         """
         content = self._content()
         cells = [] if votes is None else [int(vote) for vote in votes]
@@ -208,24 +209,21 @@ class Ledger:
         self._sent = 0
 
     def renew(self) -> None:
-        """This peer joins the run once more, without the progress that it has made.
-
-        What it had claimed is given to others.
-        """
+        """This peer joins the run again, without its progress; others get its samples."""
         self._me = secrets.randbits(62) | 1
         self._trained = self._sent = 0
         self.share = ()
 
-    # ---- what it says ----
+    # ---- reports ----
 
     @property
     def samples(self) -> int:
-        """In an epoch."""
+        """Number of samples of an epoch."""
         return self._settings[0]
 
     @property
     def consumed(self) -> int:
-        """Samples of all epochs that have been consumed."""
+        """Number of consumed samples, of all epochs."""
         content = self._content()
         return content.fresh - sum(row.end - row.first for row in content.rows)
 
@@ -234,14 +232,14 @@ class Ledger:
         """True if all samples of all epochs are consumed; the same on all peers."""
         return self.consumed == self._settings[1]
 
-    # ---- checkpoints of those that keep it elsewhere than in a SharedState ----
+    # ---- checkpoints, where they do not save the SharedState ----
 
     def dump(self) -> NDArray[np.int64]:
-        """A copy of all that peers have in common."""
+        """A copy of everything that peers have in common."""
         return self._state.copy()
 
     def check(self, dumped: NDArray[np.int64]) -> None:
-        """Raises ValueError for a copy of a ledger of other samples or another `peers_max`."""
+        """Raises ValueError if a copy is of other samples or another `peers_max`."""
         own = self.peers_max, *self._settings
         theirs = (len(dumped) - _HEAD) // (4 * _ROWS_EACH), *map(int, dumped[:2])
         if own != theirs:
@@ -251,7 +249,7 @@ class Ledger:
             )
 
     def restore(self, dumped: NDArray[np.int64]) -> None:
-        """Takes over a copy that has been checked."""
+        """Loads a copy that has been checked."""
         self._state[:] = dumped
 
     # ---- its memory ----
@@ -269,7 +267,7 @@ class Ledger:
         self._state[_HEAD : _HEAD + len(flat)] = flat
 
     def _gained(self, before: rows.Content, after: rows.Content) -> tuple[range, ...]:
-        """The samples that this peer has newly claimed."""
+        """The samples that this peer has just claimed."""
         had = [range(row.first, row.end) for row in before.rows if row.owner == self._me]
         gained = []
         for row in after.rows:
@@ -279,7 +277,7 @@ class Ledger:
 
 
 def _without(samples: range, others: list[range]) -> list[range]:
-    """Parts of `samples` that are in none of `others`, which are in order."""
+    """The parts of `samples` that are in none of `others`, which are sorted."""
     parts, first = [], samples.start
     for other in others:
         if other.start < samples.stop and other.stop > samples.start:
@@ -310,20 +308,20 @@ def _count(samples: int, end: int) -> str:
 
 
 class LedgerSampler:
-    """Indices of the samples that a ledger has given to this peer for the present round.
+    """Yields the indices of this peer's samples of the present round, for a DataLoader.
 
         loader = torch.utils.data.DataLoader(dataset, 16, sampler=LedgerSampler(ledger))
         while not ledger.finished:
             for batch in loader:
                 ...
 
-    One pass of the loader is one round. It asks no other peer, so the workers of a DataLoader may
-    be ahead within it.
+    One pass of the loader is one round. It does not communicate, so the workers of a DataLoader may
+    read ahead within a round.
 
     Args:
         ledger: of the dataset.
-        shuffle: whether each epoch has an order of its own. The order takes 8 bytes a sample.
-        seed: of the order; the same on all peers.
+        shuffle: whether each epoch has a random order, which takes 8 bytes per sample in memory.
+        seed: of the orders; the same on all peers.
     """
 
     def __init__(self, ledger: Ledger, *, shuffle: bool = True, seed: int = 0) -> None:
@@ -342,11 +340,11 @@ class LedgerSampler:
                     yield place
 
     def __len__(self) -> int:
-        """Samples in the round."""
+        """Number of this peer's samples in the round."""
         return sum(map(len, self._ledger.share))
 
 
 @lru_cache(maxsize=2)  # a round may begin in one epoch and end in the next
 def _order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # This generator is the one of numpy that gives the same numbers in all versions.
+    # numpy promises the same numbers in all versions only for this generator
     return np.random.RandomState((seed, epoch)).permutation(samples)

@@ -1,4 +1,4 @@
-"""The content of a ledger: which samples are whose. Pure functions; every peer applies the same."""
+"""The content of a ledger: which peer has which samples. All functions are pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ NOBODY = 0
 
 
 class Row(NamedTuple):
-    """Samples from `first` to below `end` that have been given out and are not consumed.
+    """Samples from `first` to below `end` that have been claimed and are not consumed.
 
     Attributes:
-        owner: the peer that has claimed them; NOBODY: they wait for one.
+        owner: the peer that has claimed them; NOBODY: that peer was lost, and they are free.
         under_way: 1 if a collective under way has the owner's progress with them, else 0.
     """
 
@@ -23,11 +23,11 @@ class Row(NamedTuple):
 
 
 class Content(NamedTuple):
-    """All of a ledger: what lies below `fresh` is consumed, unless a row has it.
+    """The whole ledger: samples below `fresh` that are in no row are consumed.
 
     Attributes:
-        fresh: the first sample that nobody has claimed yet.
-        rows: by `first`; none overlap.
+        fresh: the first sample that no peer has claimed yet.
+        rows: sorted by `first`, without overlap.
     """
 
     fresh: int
@@ -39,8 +39,8 @@ class Want(NamedTuple):
 
     Attributes:
         owner: the peer.
-        samples: so many.
-        first: it takes none below this one.
+        samples: number of samples that it wants.
+        first: the lowest sample that it takes.
     """
 
     owner: int
@@ -49,15 +49,15 @@ class Want(NamedTuple):
 
 
 def claimed(content: Content, wants: Sequence[Want], end: int, rows_max: int) -> Content:
-    """Gives samples to those who want some.
+    """Gives samples to all peers that are left.
 
-    What was claimed by others, and is not under way, is nobody's again: they are gone.
+    Samples of lost peers become free, unless they are under way.
 
     Args:
-        content: as it is.
-        wants: of all peers.
-        end: the first sample that there is not.
-        rows_max: a claim that would take more rows than that gets less.
+        content: before.
+        wants: of all peers that are left.
+        end: the number of samples of all epochs.
+        rows_max: the most rows; a claim that needs more gets fewer samples.
     """
     living = {want.owner for want in wants}
     rows = [
@@ -76,19 +76,19 @@ def claimed(content: Content, wants: Sequence[Want], end: int, rows_max: int) ->
 
 
 def departed(content: Content, living: Collection[int]) -> Content:
-    """A collective begins that has the progress of all who live, with all that they have claimed.
+    """Starts a collective: all samples claimed by `living` are under way.
 
-    `living` are those who took part in the last claim: more than those can contribute.
+    `living` are the peers of the last claim. Some of them may be lost before they contribute.
     """
     rows = [row._replace(under_way=int(row.owner in living)) for row in content.rows]
     return Content(content.fresh, _merged(rows))
 
 
 def settled(content: Content, trained: Mapping[int, int | None]) -> Content:
-    """It has ended. Of what each contributor had claimed, it has `trained` on the first so many
-    samples, or on all (None): these are consumed.
+    """Ends a collective. `trained` has its contributors: the first so many samples of each are
+    consumed; None: all of them.
 
-    The others are gone, or it has brought nothing: the next claim tells.
+    Samples of other peers stay claimed; the next claim frees those of lost peers.
     """
     rows = []
     left = {owner: count for owner, count in trained.items() if count is not None}
@@ -104,12 +104,12 @@ def settled(content: Content, trained: Mapping[int, int | None]) -> Content:
 
 
 def owned(content: Content, owner: int) -> list[range]:
-    """The samples that a peer has claimed, in order."""
+    """The samples that a peer has claimed, sorted."""
     return [range(row.first, row.end) for row in content.rows if row.owner == owner]
 
 
 def rest(samples: Sequence[range], count: int) -> tuple[range, ...]:
-    """All but the first so many."""
+    """All samples except the first `count`."""
     parts = []
     for part in samples:
         parts.append(part[min(count, len(part)) :])
@@ -118,12 +118,12 @@ def rest(samples: Sequence[range], count: int) -> tuple[range, ...]:
 
 
 def owners_under_way(content: Content) -> list[int]:
-    """The peers whose progress may be in the collective under way, in the same order on all."""
+    """The peers whose progress may be in the collective under way, sorted."""
     return sorted({row.owner for row in content.rows if row.under_way})
 
 
 def _fair(wants: Sequence[Want], free: int) -> list[Want]:
-    """Gives each as much as it wants; if that is too much, in proportion."""
+    """Scales all wants down in proportion, if they exceed the free samples."""
     total = sum(want.samples for want in wants)
     if total <= free:
         return list(wants)
@@ -135,7 +135,7 @@ def _fair(wants: Sequence[Want], free: int) -> list[Want]:
 
 
 def _take(rows: list[Row], want: Want, rows_max: int) -> tuple[list[Row], int]:
-    """Gives samples that are nobody's. Returns the rows, and how many are still missing."""
+    """Gives free samples of `rows` to one peer. Returns the rows, and how many it still wants."""
     owner, count, first = want
     taken = []
     splits = rows_max - len(rows)
@@ -154,7 +154,7 @@ def _take(rows: list[Row], want: Want, rows_max: int) -> tuple[list[Row], int]:
 
 
 def _merged(rows: list[Row]) -> tuple[Row, ...]:
-    """In order, with neighbours of one kind as one."""
+    """The rows, sorted; adjacent rows with equal attributes become one."""
     merged: list[Row] = []
     for row in sorted(rows):
         last = merged[-1] if merged else None

@@ -230,7 +230,7 @@ def test_nobody_trains_on_more_than_it_was_given() -> None:
     ledger = Ledger(10, share=4)
     ledger.claim(Gathered([Want(ledger._me, 4)]))  # type: ignore[arg-type]
     ledger.train(3)
-    with pytest.raises(ValueError, match="samples=2, and of the share 1 are left"):
+    with pytest.raises(ValueError, match="samples=2 must be in 0 to 1, what is left"):
         ledger.train(2)
 
 
