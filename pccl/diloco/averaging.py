@@ -1,4 +1,4 @@
-"""How pseudo-gradients are averaged: around the ring as they are, or quantized and gathered."""
+"""Averages pseudo-gradients: in fp32 around the ring; or quantized, by a gather or two stages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from pccl.kernels import Wire
 Algorithm = Literal["gather", "two-stage", "ring"]
 Tensors = list[torch.Tensor]
 
-_WEIGHTS_MAX = 1 << 32  # the divisor of a mean
-_BLOCK = 1024  # numbers: whole blocks of every format of which a mean may be quantized again
+_WEIGHTS_MAX = 1 << 32  # the sum of all weights, which divides a mean, is less
+_BLOCK = 1024  # numbers; a multiple of the blocks of every format that allows two stages
 
 _log = logging.getLogger("pccl.diloco")
 
 
 class Selector:
-    """Chooses by what a peer receives, so that no wire costs more than an fp32 all-reduce.
+    """Chooses the algorithm by the bytes that a peer receives.
 
     Of R peers, with q bytes of a quantized pseudo-gradient and p in fp32, each receives
 
@@ -40,12 +40,13 @@ class Selector:
         two-stage    (R - 1) (1 / 2 + 1 / R) q    parts go to their owners along the ring, and back
         ring         (R - 1) 2 / R p
 
-    Two stages quantize twice, so they are chosen where they save a fifth, which is from 4 peers.
+    The ring is chosen where it receives the least, so no wire costs more than an fp32 all-reduce.
+    Two stages quantize twice, so they must save a fifth of a gather's bytes: from 4 peers on.
 
-    All peers must choose the same, and which peers there are is no ground for that: one of them has
-    heard of a loss, another has not yet. So R is the number of contributors of the mean that was
-    last applied, on which they have agreed and which newcomers receive; it may be out of date by a
-    round. And a choice stands until the round has its mean, whoever is lost meanwhile.
+    All peers must choose the same algorithm. The current world size cannot decide: one peer may
+    have heard of a loss that another has not. So R is the number of peers in the last applied mean,
+    which all peers know and newcomers receive. It may be one round old. A choice holds until the
+    round has its mean, even if peers are lost meanwhile.
     """
 
     def __init__(self) -> None:
@@ -55,8 +56,8 @@ class Selector:
         """The entries of the shared state."""
         return [TensorInfo.from_torch(self._peers, "diloco.contributors")]
 
-    def choose(self, sizes: Sizes, before: Algorithm) -> Algorithm:
-        """The algorithm of a round. If it is not that of the round before, the log says why."""
+    def choose(self, sizes: Sizes, before: Algorithm) -> tuple[Algorithm, str]:
+        """The algorithm of a round, and the reason, which is logged if it has changed."""
         peers = int(self._peers[0])
         received = sizes.received(peers)
         chosen: Algorithm = "gather"
@@ -65,35 +66,25 @@ class Selector:
             chosen = "two-stage"
         if received["ring"] < received[chosen]:
             chosen = "ring"
+        counts = ", ".join(f"{count} bytes by {name!r}" for name, count in received.items())
+        reason = f"{chosen!r}: of {peers} peers, each receives {counts}"
         if chosen != before:
-            _log.info(
-                "from now on pseudo-gradients are averaged by %s: of %d peers, each receives %s",
-                _NAMES[chosen],
-                peers,
-                ", ".join(f"{count} bytes by {_NAMES[name]}" for name, count in received.items()),
-            )
-        return chosen
+            _log.info("from now on pseudo-gradients are averaged by %s", reason)
+        return chosen, reason
 
     def applied(self, peers: int) -> None:
-        """A mean of `peers` peers is going to be applied, on all of them."""
+        """All peers are about to apply a mean of `peers` peers."""
         self._peers[0] = peers
-
-
-_NAMES: dict[Algorithm, str] = {
-    "gather": "gathering them quantized",
-    "two-stage": "a mean in two stages",
-    "ring": "an fp32 all-reduce",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of what each peer has for a round.
+    """Bytes that one peer contributes to a round.
 
     Attributes:
-        quantized: its pseudo-gradient.
-        plain: that in fp32.
-        beside: what goes with it as it is.
+        quantized: the quantized pseudo-gradient.
+        plain: the pseudo-gradient in fp32.
+        beside: tensors that are sent with it and never quantized.
         two_stage: whether the mean may be quantized again.
     """
 
@@ -103,7 +94,7 @@ class Sizes:
     two_stage: bool = False
 
     def received(self, peers: int) -> dict[Algorithm, int]:
-        """The bytes that a peer receives, by algorithm."""
+        """Bytes that each of `peers` peers receives, by algorithm."""
         others = max(0, peers - 1)
         found: dict[Algorithm, int] = {"gather": others * (self.quantized + self.beside)}
         if self.two_stage:
@@ -115,12 +106,12 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """The values that travel beside the progress; weights do not change them.
+    """Values that are averaged with the progress, but not multiplied by weights.
 
     Attributes:
-        sent: of this peer.
-        received: what they are added up in; or their mean, if all peers weigh the same.
-        late: whether this peer's progress weighs nothing because it came too late.
+        sent: this peer's values.
+        received: buffers for their sums; for their means, if all peers weigh the same.
+        late: whether this peer's progress has weight 0 because it came too late.
     """
 
     sent: Tensors
@@ -129,10 +120,10 @@ class Votes:
 
 
 class Total:
-    """The sum of all weights, how many are not 0, how many peers are late, and the votes.
+    """Sums over all peers: weights, contributors (weights above 0), late peers, and votes.
 
     Attributes:
-        own: this peer's part of these sums; None: all weigh the same, and nothing is added up.
+        own: this peer's share of the first three; None: all peers weigh the same.
     """
 
     def __init__(self) -> None:
@@ -141,7 +132,7 @@ class Total:
         self._votes = Votes([], [])
 
     def load(self, weight: int | None, votes: Votes) -> None:
-        """The weight of this peer; None: all weigh the same, and weights are not added up."""
+        """Sets this peer's weight and votes; None: all peers weigh the same."""
         self.own = None
         if weight is not None:
             self.own = torch.tensor([weight, int(weight > 0), int(votes.late)])
@@ -149,7 +140,7 @@ class Total:
 
     @property
     def weight(self) -> int:
-        """By which this peer has multiplied its progress."""
+        """The factor of this peer's progress."""
         return 1 if self.own is None else int(self.own[0])
 
     @property
@@ -162,22 +153,22 @@ class Total:
 
     @property
     def received(self) -> Tensors:
-        """Where an all-reduce adds it up."""
+        """The buffers into which an all-reduce sums what is sent."""
         return [*self._votes.received, *([] if self.own is None else [self._sum])]
 
     def add_up(self, rows: Sequence[torch.Tensor]) -> None:
-        """Adds up what a gather has brought."""
+        """Sums the rows of a gather."""
         for row, sum in zip(rows, self.received, strict=True):
             torch.sum(row, 0, dtype=sum.dtype, out=sum)
 
     @property
     def contributors(self) -> int | None:
-        """Peers whose progress weighs anything; None if that of all weighs the same."""
+        """Peers whose weight is above 0; None if all peers weigh the same."""
         return None if self.own is None else int(self._sum[1])
 
     @property
     def late(self) -> int:
-        """Peers whose progress weighs nothing because they came too late."""
+        """Peers whose weight is 0 because they came too late."""
         return 0 if self.own is None else int(self._sum[2])
 
     def divisor(self, peers: int) -> int:
@@ -194,24 +185,26 @@ class Total:
 def _divisor(weights: int) -> int:
     if weights >= _WEIGHTS_MAX:
         raise ValueError(
-            f"all peers together trained on {weights} samples in one round, and {_WEIGHTS_MAX} "
-            "cannot be counted: give `samples` in a larger unit"
+            f"all peers together trained on {weights} samples in one round, and the sum must be "
+            f"less than {_WEIGHTS_MAX}: give `samples` in a larger unit"
         )
     return max(1, weights)
 
 
 class Averager:
-    """Averages a round's progress in fp32 around the ring: this peer's pseudo-gradient, and then
-    what goes as it is.
+    """Averages the progress of a round in fp32 around the ring.
 
-    With weights, each peer sends its progress times its weight, and the weight; the sum of the one
-    is divided by that of the other.
+    Progress is a list: the pseudo-gradient, and then tensors that are never quantized. With
+    weights, each peer sends its weight and its progress times that weight; the sum of the products
+    is divided by the sum of the weights.
 
     Attributes:
-        algorithm: by which the progress is averaged that was last loaded.
+        algorithm: how the progress that was loaded last is averaged.
+        reason: that algorithm, and why it was chosen.
     """
 
     algorithm: Algorithm = "ring"
+    reason = "'ring': wire='fp32' has no other"
 
     def __init__(self) -> None:
         self._progress: Tensors = []
@@ -223,25 +216,25 @@ class Averager:
         return self._total
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
-        """Prepares what is sent; it stays the same for all attempts.
+        """Prepares what is sent, which is the same in all attempts.
 
-        `weight`: of this peer's progress in the means; None: that of all peers is the same.
+        `weight`: of this peer's progress in the means; None: all peers weigh the same.
         """
         self._total.load(weight, votes)
         self._progress = progress if weight is None else [each * weight for each in progress]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
-        """One attempt to write the means over all peers."""
+        """Makes one attempt to write the means over all peers."""
         info = comm.all_reduce(*self._operands(means), op=self._op)
         self.store(means)
         return info
 
     def launch(self, comm: Communicator, means: Tensors, tag: int) -> Handle:
-        """Averages in the background; `store` must follow when it has succeeded."""
+        """Starts one attempt in the background; after its success, `store` writes the means."""
         return comm.all_reduce_async(*self._operands(means), op=self._op, tag=tag)
 
     def store(self, means: Tensors) -> None:
-        """Writes the means that a launched attempt has brought."""
+        """Writes the means of a launched attempt that has succeeded."""
         if self._total.weighs:
             divisor = self._total.divisor(1)
             kernels.divide(means[0], divisor)
@@ -249,18 +242,18 @@ class Averager:
                 kernels.add(mean, mean, torch.zeros_like(mean), divisor=divisor)
 
     def sent(self) -> torch.Tensor:
-        """The input of the mean, from a peer whose weight is not 0."""
+        """This peer's input to the mean, without its weight, which must not be 0."""
         return self._progress[0] / self._total.weight
 
     def commit(self, peers: int, own: bool) -> None:
-        """The means of `peers` peers are going to be applied; `own`: this peer is one of them."""
+        """All peers are about to apply the means of `peers` peers; `own`: this peer is in them."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this peer between two rounds."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over such a state, if it is of the same wire."""
+        """Loads such a state, if it is of the same wire."""
 
     @property
     def _op(self) -> ReduceOp:
@@ -274,11 +267,11 @@ class Averager:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How a pseudo-gradient is quantized, and its residual.
+    """A quantization with error feedback.
 
     Attributes:
         format: of what is sent.
-        decay: by which a residual is multiplied before it is added to the next pseudo-gradient.
+        decay: the factor of a residual that is added to the next pseudo-gradient.
         two_stage: whether a mean may be quantized again.
     """
 
@@ -288,19 +281,19 @@ class Codec:
 
 
 class TwoStageMean:
-    """One attempt at a mean in two stages, as the handle of one collective.
+    """One attempt at a mean in two stages; it is waited for like the handle of one collective.
 
-    The numbers are cut into a part for each rank, in whole blocks of the format. First each peer
-    gives its quantized part r to the peer of rank r, which adds them in the order of the ranks,
-    divides, and quantizes the mean. Then all gather these, and what goes beside.
+    The numbers are cut into one part for each rank, in whole blocks of the format. In the first
+    stage, an all-to-all, each peer sends its quantized part r to rank r, which sums the parts in
+    rank order, divides, and quantizes the mean. In the second stage all peers gather these means,
+    and the tensors `beside`.
 
-    Both stages are among the ranks of the first, so if a peer is lost in between, the second fails
-    on all of them.
+    Both stages use the ranks of the first: if a peer is lost in between, the second fails on all.
 
     Attributes:
-        codes: the quantized mean of each part, once it has committed.
-        rows: of each tensor beside, what all ranks have given.
-        error: why it has failed.
+        codes: the quantized mean of each part, after a success.
+        rows: of each tensor beside, the values of all ranks, after a success.
+        error: why it has failed; None: it has not, or not yet.
     """
 
     def __init__(
@@ -338,7 +331,7 @@ class TwoStageMean:
         self._first = extension.launch(comm, "all_to_all", work, tag)
 
     def done(self) -> bool:
-        """True if it has ended; begins the second stage when the first has."""
+        """True if it has ended; starts the second stage when the first has ended."""
         if self._second is None and self.error is None:
             if not self._first.done():
                 return False
@@ -367,7 +360,7 @@ class TwoStageMean:
             self.error = handle.error
 
     def _reduce(self) -> None:
-        """The end of the first stage, and the begin of the second."""
+        """Ends the first stage, and starts the second."""
         self._end(self._first)
         if self.error is not None:
             return
@@ -400,10 +393,10 @@ class TwoStageMean:
             self.error = error
 
     def _unpack(self, gathered: Any) -> None:
-        beside = sum(each.nbytes for each in self._beside)
+        lengths = [each.nbytes for each in self._beside]
+        beside = sum(lengths)
         pieces = gathered.split([size + beside for size in self._sizes])
         self.codes = [piece[: len(piece) - beside] for piece in pieces]
-        lengths = [each.nbytes for each in self._beside]
         cut = [piece[len(piece) - beside :].split(lengths) for piece in pieces]
         self.rows = [
             torch.stack([row[i].clone().view(each.dtype).view(each.shape) for row in cut])
@@ -412,7 +405,7 @@ class TwoStageMean:
 
     @property
     def own_part(self) -> range:
-        """The numbers that this peer has added up."""
+        """The part whose mean this peer computes."""
         return self.parts[self._ranks.rank]
 
 
@@ -428,36 +421,36 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Quantized(Averager):
-    """Quantizes the pseudo-gradient once, and sums those of all peers up in fp32 in the order of
-    the ranks, after a gather or in two stages: see docs/internals/diloco.md.
+    """Quantizes the pseudo-gradient, and sums those of all peers in fp32 in rank order, after a
+    gather or in two stages: see docs/internals/diloco.md.
 
-    With e this peer's residual, a = decay e + d and a weight w, Q(w a) is sent, and a - Q(w a) / w
-    is the residual once the mean is going to be applied; with w = 0 the old one stands. In two
-    stages the owner of a part adds what the mean has lost there. Where the selector finds that the
-    ring receives less, a itself goes around it, and e is 0 then.
+    With the residual e, the weight w and a = decay e + d, a peer sends Q(w a). When the mean is
+    applied, e becomes a - Q(w a) / w; with w = 0 it stays. In two stages, the owner of a part adds
+    the error of quantizing its mean. If the selector chooses the ring, a peer sends a itself, and e
+    becomes 0.
     """
 
     def __init__(self, codec: Codec, count: int, selector: Selector) -> None:
         super().__init__()
-        self.algorithm = "gather"
+        self.algorithm, self.reason = "gather", "'gather': there was no round yet"
         self._codec = codec
         self._selector = selector
         self._residual = torch.zeros(count)
-        self._next = torch.zeros(count)  # the residual, once the round commits
+        self._next = torch.zeros(count)  # the residual after this round
         self._room = torch.empty(count)
         size = kernels.quantized_size(codec.format, count)
         self._payload = torch.empty(size, dtype=torch.uint8)
         self._beside: Tensors = []
         self._gathered: Any = []  # tensors
         self._attempt: TwoStageMean | None = None
-        self._second: tuple[range, torch.Tensor] | None = None  # what the mean has lost here
+        # a part, and what is added to its residual: the errors of its mean
+        self._second: tuple[range, torch.Tensor] | None = None
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
         delta, *others = progress
         beside = sum(each.nbytes for each in [*others, *votes.sent])
-        self.algorithm = self._selector.choose(
-            Sizes(self._payload.nbytes, delta.nbytes, beside, self._codec.two_stage), self.algorithm
-        )
+        sizes = Sizes(self._payload.nbytes, delta.nbytes, beside, self._codec.two_stage)
+        self.algorithm, self.reason = self._selector.choose(sizes, self.algorithm)
         self._attempt, self._second = None, None
         torch.mul(self._residual, self._codec.decay, out=self._room)
         kernels.add(self._room, self._room, delta)
@@ -528,8 +521,7 @@ class Quantized(Averager):
                 read(mean, payload, self._codec.format)
             except ValueError as error:
                 raise ValueError(
-                    f"the peer of rank {rank}, of {len(payloads)}, has sent a pseudo-gradient that "
-                    f"is none: {error}"
+                    f"rank {rank} of {len(payloads)} has sent an invalid pseudo-gradient: {error}"
                 ) from error
         kernels.divide(mean, divisor)
 
@@ -538,10 +530,10 @@ class Quantized(Averager):
             if part:
                 kernels.dequantize(mean[part.start : part.stop], codes, self._codec.format)
         self._total.add_up(attempt.rows[len(self._beside) - len(self._total.sent) :])
-        # The sum of all contributions has lost so much; it returns in that of this peer, by its
-        # weight, or a usual one if it is late for this mean and has none.
-        usual = attempt.divisor / max(1, self._total.contributors or len(attempt.parts))
-        by = attempt.divisor / (self._total.weight or usual)
+        # The sum over all peers has lost the error of the mean times the divisor. This peer's next
+        # contribution returns that. A late peer has weight 0 here, and returns it by the average.
+        average = attempt.divisor / max(1, self._total.contributors or len(attempt.parts))
+        by = attempt.divisor / (self._total.weight or average)
         self._second = attempt.own_part, attempt.second_error * by
         return attempt.rows, attempt.divisor
 
@@ -549,7 +541,7 @@ class Quantized(Averager):
         return super().sent() if self.algorithm == "ring" else self._room - self._next
 
     def commit(self, peers: int, own: bool) -> None:
-        """The new residual becomes real."""
+        """Replaces the residual by that after this round."""
         if own:
             self._residual, self._next = self._next, self._residual
         if self._second is not None:
@@ -562,7 +554,7 @@ class Quantized(Averager):
         return {"residual": self._residual.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the residual, if the state has one; else it begins at 0."""
+        """Loads the residual, if the state has one."""
         if "residual" in state:
             self._residual.copy_(state["residual"])
 

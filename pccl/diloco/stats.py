@@ -1,4 +1,4 @@
-"""The report of a round: its outcome, its time and bytes, and the share of each peer."""
+"""The report of a round: its outcome, time, bytes, and the work of each peer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class PeerShare:
     """The work of one peer in a round.
 
     Attributes:
-        inner_steps: that it has taken.
-        samples: that it has trained on, as `DiLoCo.step` was told.
-        compute_s: seconds in which it has trained.
-        utilisation: these, as a part of the time from the end of its last round to this one's.
-        late: whether it came late to a deadline round, so that its progress is in the next one.
+        inner_steps: inner steps that it has taken.
+        samples: samples that it has trained on, as passed to `DiLoCo.step`.
+        compute_s: seconds of training.
+        utilisation: `compute_s` divided by the time from the end of its last round to this one's.
+        late: whether it came late to a deadline round; its progress is in the next one then.
     """
 
     inner_steps: int
@@ -36,7 +36,7 @@ class PeerShare:
 def gather_shares(comm: Communicator, own: PeerShare) -> tuple[PeerShare, ...]:
     """The shares of all peers, in the order of their ranks.
 
-    It is called again whenever a peer is lost: some may have entered before that, others not.
+    If a peer is lost, the gather is repeated without it.
     """
     row = [own.inner_steps, own.samples, own.compute_s, own.utilisation, own.late]
     sent = torch.tensor(row, dtype=torch.float64)
@@ -69,27 +69,27 @@ class OuterRound:
     Attributes:
         outer_step: k after the round.
         contributors: peers whose pseudo-gradients were averaged. 1 means that this peer was alone:
-            no outer step was taken, unless `alone` is "step". With mode="delayed", of the mean that
-            was applied in this round; 0: there was none to apply. "eager" is like it in all this.
+            no outer step was taken, unless `alone` is "step". With mode="delayed" or "eager", it is
+            about the mean that was applied in this round; 0: there was none to apply.
         retries: attempts of that all-reduce that failed because a peer was lost.
         admitted: whether newcomers were admitted.
-        rejoined: whether the run went on without this peer, which was late or not heard of; it has
-            joined the run once more, and its progress is in the next round. No mean was applied.
+        rejoined: whether the run went on without this peer, because it was late or silent, and it
+            has joined again. No mean was applied; its progress is in the next round.
         fragment: with mode="streaming", which fragment of the model was averaged.
         compute_s: seconds of the inner steps, since the last round or the constructor.
-        reduce_s: seconds in the all-reduce, including the wait for the slowest peer; with
-            mode="delayed" without the time in the background.
+        reduce_s: seconds in the averaging, including the wait for the slowest peer, but not the
+            time in the background.
         admit_s: seconds to admit newcomers; with alone="wait" also the wait for them.
         sync_s: seconds in the synchronization of the shared state.
         total_s: seconds in the whole round, without compute_s.
         tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronization.
         rx_bytes: payload bytes that this peer received in them.
-        algorithm: how this round's progress was, or is being, averaged: "gather" if it was
-            quantized and gathered, "two-stage" if owners of parts have added it up and quantized
-            the mean, "ring" if it went around the ring in fp32. See `wire`.
-        peers: what each peer did in this round, in the order of their ranks, if they may differ
-            (inner_seconds, deadline_peers, or weight="samples"); else, and in a round that has
-            admitted newcomers, what this peer did.
+        algorithm: how this round's progress was, or is being, averaged: "gather": quantized and
+            gathered; "two-stage": quantized, averaged part by part, and quantized again; "ring":
+            an fp32 all-reduce. See `wire`, and `DiLoCo.explain`.
+        peers: the work of each peer in this round, in the order of their ranks, if peers may differ
+            (inner_seconds, deadline_peers, or weight="samples"). Otherwise, and in a round that has
+            admitted newcomers, only that of this peer.
     """
 
     outer_step: int
@@ -113,8 +113,8 @@ class OuterRound:
 
             wandb.log(outer.flat(), step=outer.outer_step)
 
-        `utilisation` is the least of all peers, and `late` how many were late, as far as is known;
-        `gathered` says whether `algorithm` is "gather".
+        `utilisation` is the least in `peers`, `late` the number of late ones in it, and `gathered`
+        is 1 if `algorithm` is "gather".
         """
         names = [name for name in self.__slots__ if name not in ("algorithm", "peers")]
         found = {f"{prefix}{name}": float(getattr(self, name)) for name in names}
@@ -126,14 +126,14 @@ class OuterRound:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The report of a round: the contributors of the mean that it has applied, retries, admission.
+    """What a mode reports of a round.
 
     Attributes:
         contributors: peers in the mean that was applied; 0 if there was none.
         retries: failed attempts to average it.
         admitted: whether newcomers were admitted.
-        fragment: which part of the model the mean is of.
-        rejoined: whether the run has gone on without this peer, which has joined it once more.
+        fragment: the fragment of the model that was averaged.
+        rejoined: whether the run has gone on without this peer, and it has joined again.
     """
 
     contributors: int
@@ -144,7 +144,7 @@ class Outcome:
 
 
 class Meter:
-    """Counts the bytes of all rounds, and the seconds of the present one by what they went into.
+    """Counts the bytes of all rounds, and the seconds of the present one by activity.
 
     Attributes:
         tx_bytes: payload bytes that this peer has sent.
@@ -180,7 +180,7 @@ class Meter:
 
 
 class Stopwatch:
-    """Finds where the time of a round goes. It may have several parts, with training between."""
+    """Measures training and rounds; a round may have several parts, with training between them."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -196,7 +196,7 @@ class Stopwatch:
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """The block is the round, or a part of it."""
+        """Measures the block as the round, or as a part of it."""
         began_s = time.monotonic()
         yield
         self._inside_s += time.monotonic() - began_s
@@ -214,12 +214,12 @@ class Stopwatch:
     def _utilisation(self) -> float:
         compute_s = self.compute_s
         whole_s = compute_s + self._inside_s
-        return compute_s / whole_s if whole_s else 0.0  # of less time than the clock can show
+        return compute_s / whole_s if whole_s else 0.0  # the clock did not advance
 
     def report(
         self, outer_step: int, outcome: Outcome, algorithm: Algorithm, peers: tuple[PeerShare, ...]
     ) -> OuterRound:
-        """Of the round that has ended."""
+        """The report of the round that has ended; starts the next one."""
         meter = self._meter
         tx_before, rx_before = self._bytes
         report = OuterRound(

@@ -1,6 +1,6 @@
 """DiLoCo, distributed low-communication training (arXiv 2311.08105), for peers that come and go.
 
-docs/internals/diloco.md has the equations of all modes, and what happens when peers come and go.
+docs/internals/diloco.md has the equations of all modes, and what happens when a peer is lost.
 Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
 never on the current world size, which two peers may see differently.
 """
@@ -66,7 +66,7 @@ class DiLoCo:
                 loss.backward()
                 diloco.step()
 
-    Or around a loop as it is, which steps the optimizer itself:
+    Or around an existing loop, which steps the optimizer itself:
 
         with DiLoCo(comm, model, optimizer, inner_steps=50):
             for batch in batches:
@@ -100,17 +100,17 @@ class DiLoCo:
         never from a counter of the script, which would be zero on a newcomer.
 
     Sharded models:
-        Of a model that torch's FSDP2 (`fully_shard`) shards over several processes, each process
-        makes this object, with its own of `pccl.torch.communicator`, and all make the same calls.
-        theta and v are the shards of this process. The mesh has one dimension. Not with
-        deadline_peers or a ledger. With weight="samples", a replica weighs what its processes have
-        trained on together; with inner_seconds, the first of them has the clock.
+        If torch's FSDP2 (`fully_shard`) shards the model over several processes, each of them makes
+        this object, with its own `pccl.torch.communicator`, and all make the same calls. theta and
+        v are the shards of this process. The mesh must have one dimension. Not with deadline_peers
+        or a ledger. With weight="samples", the weight of a replica is the sum over its processes;
+        with inner_seconds, its first process has the clock.
 
     Clip and accumulate gradients before `step`, as with any optimizer. The model's parameters must
     not be replaced by other tensors afterwards.
 
     A peer that has lost all others takes no outer step, so `while diloco.outer_step < steps` does
-    not end until another peer joins. If it should end, pass `alone="step"`.
+    not end until another peer joins. With `alone="step"` it does.
 
     Build the model and the optimizer first and connect last: as soon as `connect` has returned, the
     others wait for this constructor.
@@ -126,15 +126,15 @@ class DiLoCo:
             which it is linear in the outer step k, rounded down, and beyond which constant:
             [(0, 30), (500, 30), (1000, 100)]. See also `quadratic_steps`. Not points with
             mode="streaming".
-        inner_seconds: instead of that, the seconds between outer steps: each peer takes the inner
-            steps that it can. Not with mode="streaming".
+        inner_seconds: instead of `inner_steps`, the seconds between outer steps, in which each peer
+            takes the inner steps that it can. Not with mode="streaming".
         outer_lr: eta. A number; or points (k, value), between which it is linear in the outer step
             k, and beyond which constant: [(0, 1.0), (900, 1.0), (901, 0.65)]. None: 0.4 for a mean
             of one peer, 0.6 of 2 to 4, up to 0.8 of 8 or more (arXiv 2503.09799); without momentum
             0.7 with mode="delayed", 1 with "eager"; 1 with wire="sparse".
-        outer_momentum: mu, likewise. None: 0.9; 0.5 with fewer than 20 inner steps, else 0.6 if the
-            inner optimizer is Muon; 0 with mode="delayed", "eager" or wire="sparse". With 0 the
-            outer step is plain averaging.
+        outer_momentum: mu, a number or points, too. None: 0.9; 0.5 with fewer than 20 inner steps,
+            else 0.6 if the inner optimizer is Muon; 0 with mode="delayed", "eager" or
+            wire="sparse". With 0 the outer step is plain averaging.
             eta, mu and the effective gain eta / (1 - mu) are logged at INFO whenever they change.
         nesterov: whether the outer momentum is Nesterov's.
         min_peers: number of peers that a run needs to start, or to resume from `state`; the
@@ -159,12 +159,12 @@ class DiLoCo:
             "eager": the same, but each peer applies its own part at once. Memory: three more fp32
             copies of the trained parameters. "streaming": one part of the model after the other is
             averaged while all of it trains, and applied some inner steps later.
-        wire: how pseudo-gradients are sent. "fp32": as they are, around the ring. "int8", "int4",
+        wire: how pseudo-gradients are sent. "fp32": unchanged, around the ring. "int8", "int4",
             "e3m0" (4 bits: a sign and a power of two), "2bit" (four levels from the statistics of
-            each block), "sparse" (the 64 largest of each 4,096, with 2 bits): quantized once by
-            each peer; what that takes away is added to the next one (error feedback). They are
-            gathered, or averaged in two stages, or go around the ring in fp32, by what receives the
-            fewest bytes: see `OuterRound.algorithm`, and the log at INFO. Memory: three more fp32
+            each block), "sparse" (the 64 largest of each 4,096, with 2 bits): quantized by each
+            peer, which adds the error to its next pseudo-gradient (error feedback). The number of
+            received bytes decides whether they are gathered, averaged in two stages, or sent around
+            the ring in fp32: see `OuterRound.algorithm` and `explain`. Memory: three more fp32
             copies of the trained parameters.
         fragments: P, with mode="streaming": the parts of the model, at most H. The layers of the
             model stay whole if there are enough of them.
@@ -174,19 +174,19 @@ class DiLoCo:
             application, less than floor(H / P). 0: training pauses for it.
         alpha: with mode="streaming", the part that a peer keeps of its own parameters when it takes
             over theta, in [0, 1).
-        weight: "peers": all pseudo-gradients weigh the same in a mean. "samples": each weighs as
-            many samples as `step` was told that it is of. Not with mode="eager".
-        deadline_peers: K, not with mode="streaming": a round does not wait for all, but for K peers
-            and the grace. When K must have taken their inner steps, by what all have told of the
-            round before, and the grace is over, a peer that has not comes to the round as it is,
-            late. Its progress weighs nothing there, and is in the next round, in which it is not
-            late. Who does not come is dropped when K are there and the grace is over, and joins
-            again by itself, with its progress. None: a round waits for all.
-        grace: seconds. With deadline_peers: see there; None: as much as the time in which K peers
-            were ready has varied in the last 8 rounds, and at least one inner step or a tenth of
-            that time. With inner_seconds: a peer begins no step that would end so much later; None
-            is 0 there, and not with deadline_peers.
-        late_decay: what a late peer keeps of its progress, from 0 to 1.
+        weight: "peers": all pseudo-gradients weigh the same in a mean. "samples": the weight of
+            each is the number of its samples, as passed to `step`. Not with mode="eager".
+        deadline_peers: K, not with mode="streaming": a round waits for K peers, and then for the
+            others no longer than `grace`. Each peer predicts from the last round when K peers will
+            have taken their inner steps. A peer that would need longer than that and the grace
+            comes to the round late: its progress has weight 0 there, and counts in the next round,
+            in which it is not late. A peer that has not come when K are there and the grace is over
+            is dropped; it joins again by itself, with its progress. None: a round waits for all.
+        grace: seconds. With deadline_peers: see there; None: how much the time until K peers were
+            ready has varied in the last 8 rounds, and at least one inner step and a tenth of that
+            time. With inner_seconds: a peer begins no step that would end more than this too late;
+            None is 0, and not allowed together with deadline_peers.
+        late_decay: the part of its progress that a late peer keeps, from 0 to 1.
         ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. Not
             with mode="streaming".
 
@@ -273,13 +273,13 @@ class DiLoCo:
         self._group.join(self._config, settings.min_peers)
         self._check_whole()
         self._inner_step = self._begin()
-        self._trained = _Trained()
+        self._work = _Work()
         self._stopwatch = Stopwatch(self._meter)
         self._watch(model)
         self._pace.begin()
 
     def _watch(self, model: torch.nn.Module) -> None:
-        """Is told of the optimizer's steps, and tells of the script's mistakes."""
+        """Watches the optimizer's steps, and for mistakes of the script."""
         self._misuse = Misuse(model, self._settings)
         own = weakref.ref(self)
 
@@ -304,9 +304,9 @@ class DiLoCo:
     # ---- its parts ----
 
     def _build(self, model: torch.nn.Module) -> None:
-        """Makes the parts, from below."""
+        """Makes the parts, each of which uses those before it."""
         settings, replica = self._settings, self._replica
-        named = _trained(model)
+        named = _trained_parameters(model)
         self._meter = Meter()
         self._frozen = Frozen(model, replica)
         self._buffers = Buffers(model, settings.buffers)
@@ -345,7 +345,7 @@ class DiLoCo:
     def _exchanges_of(self) -> list[Exchange]:
         """One for each fragment; the buffers are averaged with the last one."""
         settings = self._settings
-        # means are sums where one who is late weighs nothing, or where counts are added up
+        # weights are needed where late peers have weight 0, or where counts are summed
         always = settings.deadline_peers is not None or self._ledger.counted
         fragments = self._outer.fragments
         none = Buffers(torch.nn.Module(), settings.buffers)
@@ -405,30 +405,30 @@ class DiLoCo:
         )
 
     def _begin(self) -> int:
-        """Trains from the shared state. Returns at which inner step this peer goes on."""
+        """Gives the model the shared state. Returns the inner step that this peer goes on at."""
         position = self._schedule.begin()
         self._outer.adopt()
         self._buffers.put()
         return position
 
     def _check_whole(self) -> None:
-        """All processes of this replica have taken over what one other replica has.
+        """Checks that all processes of this replica have received the state of one replica.
 
-        They have not if that one was lost when the first of them had its part, and the others then
-        took over what another one has; but only in the first synchronization of a run.
+        In the first synchronization of a run, the sender may be lost after the first of them has
+        received its shard; the others then receive theirs from another replica.
         """
         own = [*self._outer.clock.tolist(), self._group.shared.revision]
         if any(said != own for said in self._replica.exchange(own)):
             raise RuntimeError(
                 "a replica was lost at the moment when the run began, and only some of its shards "
-                "were taken over: start all replicas again"
+                "were received: start all replicas again"
             )
 
-    # ---- what a script reads ----
+    # ---- reports ----
 
     @property
     def outer_step(self) -> int:
-        """k, the outer steps that the run has taken: equal on all peers, made for schedules."""
+        """k, the outer steps that the run has taken: equal on all peers, for use in schedules."""
         return self._outer.outer_step
 
     @property
@@ -437,11 +437,11 @@ class DiLoCo:
         return self._inner_step
 
     def progress(self, outer_steps: int) -> float:
-        """How far a run of `outer_steps` outer steps has come: from 0 to 1, made for schedules.
+        """How far a run of `outer_steps` outer steps has come, from 0 to 1, for use in schedules.
 
-        It never falls, and is the same on all peers after the same inner step, whatever the mode. A
-        round that has taken no outer step moves it no further than one that has. With
-        inner_seconds it stands still within a round.
+        It never falls, and in every mode it is the same on all peers after the same inner step. A
+        round without an outer step moves it by at most one round. With inner_seconds it changes
+        only between rounds.
 
         Raises:
             ValueError: `outer_steps` is not positive.
@@ -454,6 +454,17 @@ class DiLoCo:
     def last_round(self) -> OuterRound | None:
         """The result of the last outer round; None before the first."""
         return self._last_round
+
+    def explain(self) -> str:
+        """How pseudo-gradients are averaged and why, and what limits this peer's collectives.
+
+        The first line names the algorithm (see `OuterRound.algorithm`) and the bytes that decide;
+        with mode="streaming" there is one for each fragment that differs. The rest is what
+        `Communicator.explain` finds. It makes no calls to other peers.
+        """
+        reasons = dict.fromkeys(exchange.averager.reason for exchange in self._exchanges)
+        lines = [f"pseudo-gradients are averaged by {reason}" for reason in reasons]
+        return "\n".join([*lines, str(self._comm.explain())])
 
     @property
     def world_size(self) -> int:
@@ -470,12 +481,12 @@ class DiLoCo:
 
     @property
     def last_reduce(self) -> ReduceInfo | None:
-        """Info of the last all-reduce that committed; None before the first."""
+        """Info of the last averaging that has committed; None before the first."""
         return self._meter.last_reduce
 
     @property
     def tx_bytes(self) -> int:
-        """Payload bytes that this peer has sent in committed all-reduces and synchronizations."""
+        """Payload bytes that this peer has sent in committed averagings and synchronizations."""
         return self._meter.tx_bytes
 
     @property
@@ -485,14 +496,14 @@ class DiLoCo:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of theta, which is what one all-reduce averages."""
+        """Bytes of theta."""
         return self._outer.nbytes
 
     def state_digest(self) -> str:
         """The XXH3-128, in hex, of everything that peers have in common between outer rounds.
 
-        That is theta, v, k, the frozen parameters as they are in the model now, and the buffers as
-        of the last round, unless they are local.
+        It covers theta, v, k, the current frozen parameters, and the buffers as of the last round,
+        unless they are local.
         """
         digest = xxhash.xxh3_128()
         for tensor in self._outer.tensors():
@@ -514,10 +525,10 @@ class DiLoCo:
         neither a mean under way nor other progress since a fragment's last step is in it, nor that
         of a late peer.
 
-        Of a model that is sharded, all processes of the replica make this call. Each gets the whole
-        state, which another number of processes can resume from, or one; or, with `sharded`, the
-        same with DTensors for `torch.distributed.checkpoint`, of which each has its part, and theta
-        and v by the names of the parameters. The buffers are those of this process.
+        If the model is sharded, all processes of the replica make this call. Each gets the whole
+        state, from which any number of processes can resume. With `sharded`, it has DTensors for
+        `torch.distributed.checkpoint`, and theta and v by the names of the parameters. The buffers
+        are those of this process.
         """
         return {
             **self._checkpoint.state_dict(sharded),
@@ -528,7 +539,7 @@ class DiLoCo:
         """Writes `state_dict` to a file for the `state` of a later constructor, atomically.
 
         The file is complete and on disk when this returns. If it fails, or the process dies
-        meanwhile, the previous file is unchanged. Of a model that is sharded, all processes of the
+        meanwhile, the previous file is unchanged. If the model is sharded, all processes of the
         replica make this call, and the first one writes.
 
         Raises:
@@ -547,18 +558,18 @@ class DiLoCo:
         """Takes one inner step and clears the gradients; every H-th call runs the outer round too.
 
         Args:
-            samples: with weight="samples", how many (or tokens) the gradients are of. None: one.
-                Required with a `ledger` and inner_seconds or deadline_peers, where it is samples of
-                the ledger. A step in a `with` block, taken by the optimizer itself, has None.
-            scaler: steps the inner optimizer, and is updated then. A step that it skips counts as
-                one all the same, so that the peers stay together.
+            samples: with weight="samples", the samples (or tokens) of the gradients. None: one.
+                Required with a `ledger` and inner_seconds or deadline_peers, where it counts
+                samples of the ledger. Steps of the optimizer in a `with` block count as None.
+            scaler: steps the inner optimizer, and is updated. A step that it skips counts, too, so
+                that the peers stay together.
 
         Returns:
-            What happened in the outer round, or None if this call did not come to one. After a
-            round the model's parameters equal theta (rounded to their dtype), unless this peer was
-            alone and took no outer step, or with mode="delayed" has just become alone. With
-            mode="eager" they equal theta_m. With mode="streaming" that holds for the parameters of
-            the fragment, and alpha = 0.
+            The result of the outer round; None if this call had none. After a round the model's
+            parameters equal theta (rounded to their dtype), unless this peer was alone and took no
+            outer step, or with mode="delayed" has just become alone. With mode="eager" they equal
+            theta_m. With mode="streaming" only the parameters of the fragment do, and only if
+            alpha is 0.
 
         Raises:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
@@ -579,7 +590,7 @@ class DiLoCo:
         return self._after_inner_step(samples)
 
     def _count(self, samples: int | None) -> None:
-        """This peer has trained on `samples` more; None: unknown, which counts as one step."""
+        """This peer has trained on `samples` more; None: unknown, which counts as one."""
         if samples is None and self._ledger.counted:
             raise ValueError(
                 "a ledger whose rounds may end early must know how many samples a step has trained "
@@ -591,7 +602,7 @@ class DiLoCo:
         self._ledger.train(samples)
 
     def _after_inner_step(self, samples: int | None) -> OuterRound | None:
-        self._trained.count(1 if samples is None else samples)
+        self._work.count(1 if samples is None else samples)
         self._inner_step += 1
         at = self._inner_step
         due = self._schedule.due(at)
@@ -605,12 +616,12 @@ class DiLoCo:
         return self._round(at)
 
     def _round(self, at: int) -> OuterRound | None:
-        self._misuse.unfinished = False  # if it fails, something else is
+        self._misuse.unfinished = False  # if it raises, that is what the user should see
         try:
             with self._stopwatch.round():
                 outcome = self._schedule.round(self._group, at)
                 self._group.claim()
-                self._replica.all(True)  # one that left now would take the others along
+                self._replica.all(True)  # if one process left now, the others would be dropped
             if outcome is None:
                 return None
             self._last_round = self._report(outcome)
@@ -624,10 +635,10 @@ class DiLoCo:
             self._schedule.poll()
         except KickedError:
             if self._settings.deadline_peers is None:
-                raise  # else the round that comes will find it, too, and join again
+                raise  # with deadlines, the next round finds this, too, and joins again
 
     def _rejoin(self, error: KickedError) -> Outcome:
-        """The run has gone on without this peer, which joins it once more."""
+        """Joins the run again, after it has gone on without this peer."""
         while True:
             self._rejoins += 1
             given_up = error.result is Result.RANK_CONNECTION_FAILED
@@ -649,7 +660,7 @@ class DiLoCo:
         if not self._ledger.rejoin():
             exchange.weight.drop()
             rescued = False
-        self._outer.rename()  # all others may have ended
+        self._outer.rename()  # if all others have ended, this is a new run
         self._group.rejoin(self._config)
         self._begin()
         exchange.adopt()
@@ -658,8 +669,8 @@ class DiLoCo:
         self._pace.rejoin()
 
     def _report(self, outcome: Outcome) -> OuterRound:
-        trained, self._trained = self._trained, _Trained()
-        own = self._stopwatch.share(trained.steps, trained.samples, self._pace.late)
+        work, self._work = self._work, _Work()
+        own = self._stopwatch.share(work.steps, work.samples, self._pace.late)
         shares: tuple[PeerShare, ...] = (own,)
         if self._settings.unlike and not outcome.admitted:  # newcomers are not at this place
             with self._stopwatch.round():
@@ -672,10 +683,10 @@ class DiLoCo:
         return report
 
     def round_of(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches of one round, which ends after them, however many they are.
+        """Yields the batches of one round, and ends the round after the last of them.
 
-        For a `ledger`, which in the last rounds has fewer samples. With inner_seconds or
-        deadline_peers a round may end before all batches: the next one begins with the others.
+        For a `ledger`, whose last rounds have fewer samples. With inner_seconds or deadline_peers a
+        round may end before all batches; the next round begins with the remaining ones.
 
             while not ledger.finished:
                 for batch in diloco.round_of(loader):
@@ -716,7 +727,7 @@ class DiLoCo:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Up to here; then `finish`, unless an exception has ended the block."""
+        """Calls `finish`, unless an exception has ended the block."""
         self._entered = False
         if kind is None:
             self.finish()
@@ -749,7 +760,7 @@ class DiLoCo:
         return template
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Loads a state that matches, or raises and changes nothing."""
+        """Loads a state; raises and changes nothing if it does not match."""
         self._checkpoint.check(state)
         optimizer = state.get("optimizer")
         if optimizer is not None:
@@ -758,8 +769,8 @@ class DiLoCo:
 
 
 @dataclass(slots=True)
-class _Trained:
-    """Of this peer, since the last round."""
+class _Work:
+    """Work of this peer since the last round."""
 
     steps: int = 0
     samples: int = 0
@@ -769,7 +780,7 @@ class _Trained:
         self.samples += samples
 
 
-def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+def _trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("the model has no parameter that requires a gradient")

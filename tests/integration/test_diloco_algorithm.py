@@ -67,7 +67,8 @@ def test_the_algorithm_is_that_of_fewer_received_bytes(
     selector = Selector()
     selector.applied(peers)
     sizes = Sizes(quantized, 4000, two_stage=two_stage)
-    assert selector.choose(sizes, "gather") == algorithm
+    chosen, reason = selector.choose(sizes, "gather")
+    assert chosen == algorithm and reason.startswith(f"'{algorithm}': of {peers} peers")
     if peers > 1:
         received = {
             "gather": (peers - 1) * quantized,
@@ -84,15 +85,33 @@ def test_a_change_of_the_algorithm_is_logged(caplog: pytest.LogCaptureFixture) -
         chosen: Algorithm = "gather"
         for peers in (2, 3, 3, 2):
             selector.applied(peers)
-            chosen = selector.choose(Sizes(6, 8), chosen)
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "from now on pseudo-gradients are averaged by an fp32 all-reduce",
-        "from now on pseudo-gradients are averaged by gathering them quantized",
+            chosen, _ = selector.choose(Sizes(6, 8), chosen)
+    begin = "from now on pseudo-gradients are averaged by"
+    assert caplog.messages == [
+        f"{begin} 'ring': of 3 peers, each receives 12 bytes by 'gather', 10 bytes by 'ring'",
+        f"{begin} 'gather': of 2 peers, each receives 6 bytes by 'gather', 8 bytes by 'ring'",
     ]
-    assert caplog.messages[0].endswith(
-        "of 3 peers, each receives 12 bytes by gathering them quantized, "
-        "10 bytes by an fp32 all-reduce"
-    )
+
+
+def test_a_peer_explains_its_algorithm(address: str) -> None:
+    def peer() -> tuple[str, str]:
+        with pccl.Communicator(address) as comm:
+            model = Pair()
+            diloco = make(comm, model, min_peers=2)
+            before = diloco.explain()
+            for _ in range(2):
+                model.move(1.0)
+                diloco.step()
+            return before, diloco.explain()
+
+    for before, after in together(peer, peer):
+        assert before.startswith("pseudo-gradients are averaged by 'gather': there was no round")
+        first, second, *_ = after.splitlines()
+        assert first == (
+            "pseudo-gradients are averaged by 'gather': of 2 peers, each receives 6 bytes by "
+            "'gather', 6 bytes by 'two-stage', 8 bytes by 'ring'"
+        )
+        assert "took" in second
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "eager", "streaming"])
