@@ -1,4 +1,4 @@
-"""A checkpoint of a training: its content, its checks, and its file."""
+"""The checkpoint of a training: its content, its checks, and its file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class Checkpoint:
-    """Copies all that a training has, but for the inner optimizer, and takes such a copy over."""
+    """Saves and loads the state of a training, except that of the inner optimizer."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class Checkpoint:
         self._group = group
 
     def state_dict(self, sharded: bool) -> dict[str, Any]:
-        """A copy of all, but for the inner optimizer."""
+        """A copy of the state, except that of the inner optimizer."""
         if self._buffers.mode == "local":
             self._buffers.gather()
         schedule = self._schedule.state_dict(self._group)
-        if "means" in schedule:  # of a mode without fragments; one who fills in a form needs all
+        if "means" in schedule:  # of a mode without fragments; dcp.load fills in a sharded state
             means = schedule["means"] or (self._exchanges[0].means if sharded else [])
             schedule["means"] = [self._outer.join([mean], sharded) for mean in means[:1]]
             schedule["means"] += [mean.clone() for mean in means[1:]]
@@ -68,20 +68,20 @@ class Checkpoint:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state that is of something else, or no state at all."""
+        """Raises ValueError unless this training can load the state."""
         try:
             self._check(state)
         except (TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
             kind = type(error).__name__
             raise ValueError(
-                f"the state is none that DiLoCo.state_dict() has made ({kind}: {error})"
+                f"the state was not made by DiLoCo.state_dict() ({kind}: {error})"
             ) from error
 
     def _check(self, state: Mapping[str, Any]) -> None:
         missing = _SAVED - {*state}
         if missing:
             raise ValueError(
-                f"the state is none that DiLoCo.state_dict() has made: it has no {min(missing)!r}"
+                f"the state was not made by DiLoCo.state_dict(): it has no {min(missing)!r}"
             )
         own, saved = decode(self._config), decode(state["config"])
         check_shapes("parameter", self._outer.shapes(), json.loads(state["parameters"]))
@@ -117,7 +117,7 @@ class Checkpoint:
             self._outer.cut(kept)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state that has been checked."""
+        """Loads a state that has been checked."""
         self._frozen.load(state["frozen"])
         self._buffers.load(state["buffers"])
         self._outer.load(state)
@@ -145,12 +145,12 @@ class Checkpoint:
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state in a file, checked as a whole: torch itself ignores the file's checksums."""
+    """Reads the state in a file, and checks the file's checksums, which torch ignores."""
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
         if damaged is not None:
-            raise ValueError(f"{damaged!r} in it is not what was written")
+            raise ValueError(f"{damaged!r} in it has a wrong checksum")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (
         ValueError,
@@ -160,6 +160,6 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
         pickle.UnpicklingError,
     ) as error:
         raise ValueError(
-            f"{os.fspath(path)} is damaged, or no file that DiLoCo.save() has written: {error}"
+            f"{os.fspath(path)} is damaged, or was not written by DiLoCo.save(): {error}"
         ) from error
     return state

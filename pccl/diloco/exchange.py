@@ -1,4 +1,4 @@
-"""The exchange of a round: taken from the model, averaged until that commits, and given back."""
+"""The exchange of a round: measures the model's progress, averages it, and updates the model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _log = logging.getLogger("pccl.diloco")
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """How an averaging has ended.
+    """The outcome of an averaging.
 
     Attributes:
         info: of the attempt that has committed; None if this peer was alone.
         retries: attempts that failed because a peer was lost.
-        weighty: peers whose pseudo-gradients weigh anything; None: all of them.
-        late: peers whose pseudo-gradients weigh nothing because they came too late.
+        weighty: peers whose weight is above 0; None: all of them.
+        late: peers whose weight is 0 because they came too late.
     """
 
     info: ReduceInfo | None
@@ -66,7 +66,7 @@ class AsyncAverage:
         self._error: PCCLError | None = None
 
     def poll(self) -> None:
-        """Launches again if a peer was lost; waits for nobody."""
+        """Launches again if a peer was lost; does not wait."""
         while self._handle is not None and self._handle.done():
             self._end_attempt(self._handle)
 
@@ -79,9 +79,9 @@ class AsyncAverage:
         return Average(self._info, self._retries)
 
     def drain(self) -> bool:
-        """Waits until it uses the memory no more, however it ends.
+        """Waits until it no longer uses the memory, whether it succeeds or fails.
 
-        Returns whether others may have the mean: False only if it has certainly failed for all.
+        Returns False only if it has certainly failed on all peers: then nobody has the mean.
         """
         handle, self._handle = self._handle, None
         if handle is None:
@@ -103,7 +103,7 @@ class AsyncAverage:
         if error.result is not Result.RANK_CONNECTION_LOST:
             self._error = error
             raise error
-        _log.warning("a peer was lost, once more with the others: %s", error)
+        _log.warning("a peer was lost, retrying with the others: %s", error)
         self._retries += 1
         try:
             self._handle = self._launch()
@@ -114,17 +114,18 @@ class AsyncAverage:
 
 
 class ConsistencyCheck:
-    """Checks that all processes of a replica have a mean of the same contributors.
+    """Checks that all processes of a replica have means of the same contributors.
 
-    Each process averages its shard with those of the same shard only, so a replica that is lost
-    meanwhile may be in the mean of one shard and not in that of another. Numbers that each replica
-    draws at random are averaged with its progress, and tell of whom a mean is. The processes of
-    each replica compare them: if one of them is alone, all are, because replicas are lost as a
-    whole; if the means differ, they are made once more. All replicas find the same.
+    Each process averages its shard only with the same shard of other replicas. If a replica is lost
+    meanwhile, it may be in the mean of one shard but not in that of another. So each replica draws
+    random numbers, which are averaged with its progress: equal means of them show equal
+    contributors. The processes of each replica compare these means. If they differ, all shards are
+    averaged again. If one process is alone, all are, because replicas are lost as a whole. All
+    replicas decide the same.
 
     Attributes:
-        sent: what is averaged together with the progress; nothing for a replica of one process.
-        received: what the mean is written to.
+        sent: the random numbers; empty for a replica of one process.
+        received: the buffer for their mean.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -137,7 +138,7 @@ class ConsistencyCheck:
             self.received = [torch.zeros_like(self.sent[0])]
 
     def verify(self, average: Average, again: Callable[[], Average]) -> Average:
-        """The mean that all processes have."""
+        """Repeats the averaging until all processes have means of the same contributors."""
         if self._replica.size == 1:
             return average
         retries = average.retries
@@ -148,20 +149,20 @@ class ConsistencyCheck:
                 return Average(None, retries)
             if all(row == own for row in said):
                 return replace(average, retries=retries)
-            _log.warning("a replica was lost, and is in the means of some shards: once more")
+            _log.warning("a replica was lost, and is in the means of some shards only: retrying")
             average = again()
             retries += 1 + average.retries
 
     def all_launched(self, running: AsyncAverage | None) -> AsyncAverage:
-        """It is under way for all of them, or for none.
+        """Makes sure that all processes of the replica have launched it, or none.
 
         Raises:
-            TooFewPeersError: this replica is alone, as one of its processes has found.
+            TooFewPeersError: one of the processes has found that this replica is alone.
         """
         if self._replica.all(running is not None) and running is not None:
             return running
         if running is not None:
-            running.wait()  # nobody else is left to take part in it
+            running.wait()  # which ends soon, because all others are lost
         raise TooFewPeersError(Result.TOO_FEW_PEERS, "launch", "this replica is alone")
 
 
@@ -169,12 +170,12 @@ class LedgerHooks:
     """Votes, settles and claims for a ledger.
 
     Args:
-        ledger: None: there is none, and nothing happens.
+        ledger: None: all methods do nothing.
         counted: whether a round may end before a peer has trained on all of its share.
 
     Attributes:
-        counted: the same, if there is a ledger.
-        votes: what the votes of all peers are added up in.
+        counted: as the argument; False without a ledger.
+        votes: the buffer for the sum of all votes.
     """
 
     def __init__(self, ledger: Ledger | None, counted: bool) -> None:
@@ -196,35 +197,35 @@ class LedgerHooks:
             self._ledger.train(samples)
 
     def vote(self, late: bool) -> list[torch.Tensor]:
-        """The progress is about to be averaged; what travels with it.
+        """This peer's votes, which are averaged with its progress.
 
-        `late`: that of this peer is not in the mean.
+        `late`: this peer's progress is not in the mean.
         """
         if self._ledger is not None:
             self._own = [torch.from_numpy(self._ledger.vote(counted=self.counted, late=late))]
         return self._own
 
     def count_alone(self) -> None:
-        """The mean is the progress of this peer, also if it came too late for one of others."""
+        """The mean is this peer's progress alone, even if it came too late for a mean of others."""
         self.vote(late=False)
         for votes, own in zip(self.votes, self._own, strict=True):
             votes.copy_(own)
 
     def settle(self, applied: bool) -> None:
-        """The mean is applied; or there is none, and the progress is the peer's own again."""
+        """Ends the vote: the mean is applied, or has failed and the peer keeps its progress."""
         if self._ledger is not None:
             votes: Any = self.votes[0].numpy()
             self._ledger.settle(votes if applied else None)
 
     def claim(self, comm: Communicator, wanted: int | None = None) -> None:
-        """A round begins; all peers of the group are about to train."""
+        """Claims samples for the next round; all peers of the group call it."""
         if self._ledger is not None:
             self._ledger.claim(comm, wanted)
 
     def rejoin(self) -> bool:
-        """The run has gone on without this peer; whether it may keep its progress.
+        """Returns whether this peer, which the run has gone on without, may keep its progress.
 
-        With a ledger others train on its samples, so it may not.
+        With a ledger it may not, because others train on its samples.
         """
         if self._ledger is not None:
             self._ledger.renew()
@@ -239,7 +240,7 @@ class LedgerHooks:
         return {} if self._ledger is None else {"ledger": torch.from_numpy(self._ledger.dump())}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of a DiLoCo whose ledger this one cannot take over."""
+        """Raises ValueError if the state has a ledger that this one cannot load."""
         if "ledger" not in state:
             return
         if self._ledger is None:
@@ -247,26 +248,26 @@ class LedgerHooks:
         self._ledger.check(state["ledger"].numpy())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over such a state. If it has none, the ledger stays as it is."""
+        """Loads such a state; one without a ledger changes nothing."""
         if self._ledger is not None and "ledger" in state:
             self._ledger.restore(state["ledger"].numpy())
 
 
 class Weight:
-    """Counts the samples that are in a pseudo-gradient: those of all processes of its replica.
+    """Counts the samples in a pseudo-gradient, over all processes of the replica.
 
     Attributes:
-        late: whether this peer came late to a deadline round: its progress weighs nothing in it.
+        late: whether this peer came late to a deadline round, in which its weight is 0 then.
     """
 
     def __init__(self, by: WeightBy, always: bool, replica: Replica) -> None:
-        """`always`: there are weights even if all are the same, because a late peer has none."""
+        """`always`: use weights even if `by` gives all peers the same, for late peers have 0."""
         self.late = False
         self._by = by
         self._always = always
-        self._trained = 0  # since the base
+        self._trained = 0  # samples that no applied mean has
         self._measured = 0  # of these, those in the pseudo-gradient
-        self._weight = 0  # that, and what the replica's other processes say
+        self._weight = 0  # the sum of that over the replica's processes
         self._replica = replica
 
     def count(self, samples: int) -> None:
@@ -280,23 +281,23 @@ class Weight:
         self._trained += samples
 
     def measure(self) -> None:
-        """The pseudo-gradient has all until now."""
+        """The pseudo-gradient holds all samples until now."""
         self._measured = self._weight = self._trained
         if self._by == "samples":
             self._weight = sum(said for (said,) in self._replica.exchange([self._measured]))
 
     def applied(self) -> None:
-        """It is in a mean that is going to be applied."""
+        """A mean with the pseudo-gradient is about to be applied."""
         if not self.late:
             self._trained -= self._measured
 
     def drop(self) -> None:
-        """The progress is gone."""
+        """The progress is lost."""
         self._trained = 0
 
     @property
     def value(self) -> int | None:
-        """Of the pseudo-gradient; None: that of all peers is the same."""
+        """The weight of the pseudo-gradient; None: all peers weigh the same."""
         if self.late:
             return 0
         if self._by == "samples":
@@ -304,23 +305,24 @@ class Weight:
         return 1 if self._always else None
 
 
-_ALIKE = 0.01  # a distance relative to the norm; that of two independent ones is 0.7 and more
-TAG = 0xD110C0  # of what runs while the script trains, and may take collectives of its own
+# the distance of a pseudo-gradient from the mean, relative to its norm; of independent ones: >= 0.7
+_ALIKE = 0.01
+TAG = 0xD110C0  # of averaging in the background; the script's own collectives have other tags
 
 
 class Exchange:
-    """The transfer from the model to the peers and back, in each outer round.
+    """Moves progress from the model to the peers, and their mean back, in each outer round.
 
-    d, with buffers="mean" the changes of the buffers, and with a ledger the votes are averaged by
-    one collective of the averager, so that either everything is averaged or nothing. They do not
-    change before its outcome is known, so that it can be repeated with the survivors.
+    One collective averages d, the changes of the buffers (with buffers="mean") and the votes of a
+    ledger, so either all of them are averaged or none. They do not change until the outcome is
+    known, so the survivors of a loss can repeat it.
 
     Attributes:
-        averager: what averages.
-        weight: what this peer's progress weighs.
-        alike: whether all peers have sent the same; None until the first mean of several.
-        measured: whether d was measured since the model was given theta.
-        sent: whether a collective has begun with it since then.
+        averager: averages.
+        weight: of this peer's progress.
+        alike: whether all peers have sent the same; None before the first mean of several.
+        measured: whether d was measured since the model last received theta.
+        sent: whether a collective with d has started since then.
     """
 
     def __init__(
@@ -346,7 +348,7 @@ class Exchange:
         self._moves: list[torch.Tensor] = []  # of the buffers
         self.measured = self.sent = False
         self.alike: bool | None = None
-        self._loaded = False  # what the averager has, and no mean was applied that has it
+        self._loaded = False  # whether the averager has progress that no applied mean has
 
     # ---- the model ----
 
@@ -358,10 +360,10 @@ class Exchange:
         self.measured, self.sent = True, False
 
     def rescue(self) -> bool:
-        """The run has gone on without this peer; whether d is progress that nobody else has.
+        """Returns whether d is progress that this peer, which was dropped, may add again.
 
-        If a collective has begun with it, nobody can tell any more, and it counts as applied; but
-        who was late has given nothing.
+        If a collective with it has started, its outcome is unknown, and it counts as applied;
+        except that of a late peer, whose weight was 0.
         """
         if self.sent and not self.weight.late:
             self.discard()
@@ -371,14 +373,14 @@ class Exchange:
         return True
 
     def discard(self) -> None:
-        """Others may have applied the mean that was last loaded: none of it is sent again."""
+        """Gives up the progress that was loaded last: others may have applied it."""
         if self._loaded:
             self._loaded = False
             self.weight.applied()
             self.averager.commit(0, own=self.weight.value != 0)
 
     def reclaim(self, keep: float = 1.0) -> None:
-        """Gives it back to the model, or `keep` of it, because no mean will hold it."""
+        """Adds the progress, times `keep`, to the model again, because no mean will have it."""
         self._state.reclaim(keep)
         self._buffers.reclaim(self._moves)
         self._ledger.settle(applied=False)
@@ -395,7 +397,7 @@ class Exchange:
                 self._until_committed(lambda: self._comm.broadcast(shared, root="first"))
 
     def adopt(self, keep: float = 0.0) -> None:
-        """Gives the model what the peers have agreed on, and leaves it `keep` of its parameters."""
+        """Gives the model theta and the shared buffers; it keeps `keep` of its parameters."""
         self._replica.reshard()
         self._state.adopt(keep)
         self._buffers.adopt()
@@ -404,7 +406,7 @@ class Exchange:
     # ---- the peers ----
 
     def run(self) -> Average:
-        """Averages the progress, and waits for the end."""
+        """Averages the progress and waits for it."""
         self._load()
         with self._meter.timed("reduce"):
             average = self._check.verify(self._attempt(), self._attempt)
@@ -412,7 +414,7 @@ class Exchange:
         return self._counted(average)
 
     def launch(self) -> AsyncAverage:
-        """Begins to average the progress in the background.
+        """Starts to average the progress in the background.
 
         Raises:
             PCCLError: TOO_FEW_PEERS: this peer is alone.
@@ -442,7 +444,7 @@ class Exchange:
         return self.averager.launch(self._comm, self._averaged, TAG)
 
     def wait(self, running: AsyncAverage) -> Average:
-        """Waits for the end of what was launched."""
+        """Waits for the averaging that `launch` has started."""
         with self._meter.timed("reduce"):
             average = self._check.verify(self._store(running), self._attempt)
         self._meter.last_reduce = average.info or self._meter.last_reduce
@@ -468,7 +470,7 @@ class Exchange:
         return average
 
     def accept(self, average: Average) -> None:
-        """The mean is going to be applied: that of a peer that was alone is its own progress."""
+        """The mean is about to be applied; of a peer that is alone, it is its own progress."""
         self._loaded = False
         self.weight.applied()
         if average.info is not None:
@@ -485,7 +487,7 @@ class Exchange:
 
     @property
     def means(self) -> list[torch.Tensor]:
-        """The destinations of an average, with the votes."""
+        """The buffers for the means, and for the sum of the votes."""
         return [self._state.mean, *self._ledger.votes, *self._buffers.means]
 
     @property
@@ -503,7 +505,7 @@ class Exchange:
                     return Average(None, retries)
                 if error.result is not Result.RANK_CONNECTION_LOST:
                     raise
-                _log.warning("a peer was lost, once more with the others: %s", error)
+                _log.warning("a peer was lost, retrying with the others: %s", error)
                 retries += 1
             else:
                 self._meter.count(info)

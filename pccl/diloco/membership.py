@@ -1,6 +1,4 @@
-"""The peers of a run: who joins, that all hold the same state, and that the processes of a replica
-go together.
-"""
+"""The peers of a run: admits newcomers, and checks that all peers hold the same state."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ class Group:
         meter: Meter,
         replica: Replica,
     ) -> None:
-        """`complete` is the state that a round synchronizes that has admitted newcomers."""
+        """`complete` is the state that is synchronized when newcomers were admitted."""
         self.shared = shared
         self._comm = comm
         self._complete = complete
@@ -59,7 +57,7 @@ class Group:
         self._reminder = Reminder(_log)
 
     def join(self, config: torch.Tensor, min_peers: int) -> None:
-        """Joins the run, or begins one with others; `config` is an entry of the shared state."""
+        """Joins the run, or starts one with others; `config` is an entry of the shared state."""
         own_config = config.clone()
         self._sync(self._complete, min_peers)
         if not torch.equal(own_config, config):
@@ -67,26 +65,26 @@ class Group:
         self.claim()
 
     def rejoin(self, config: torch.Tensor) -> None:
-        """Joins the run once more, which has gone on without this peer."""
+        """Joins the run again, after it has gone on without this peer."""
         with self._meter.timed("admit"):
             self._comm.connect()
-        # The others may have begun another run, at an earlier revision than this peer's; but who
-        # has trained offers more than one who comes for the first time, with revision 0.
+        # The others may have started another run, whose revision is lower than this peer's. So this
+        # peer offers revision 1, which is still above that of a first-time newcomer, 0.
         self.shared.revision = min(self.shared.revision, 1)
         self.join(config, min_peers=1)
 
     def arrive(self, pace: Pace) -> None:
-        """Waits for the others, at the begin of a round; not for who is too late, by the pace.
+        """Waits for the others at the beginning of a round, at most as long as the pace allows.
 
         Raises:
-            KickedError: that is this peer.
+            KickedError: the others did not wait for this peer.
         """
         self._pace = pace
         if not pace.waits_for_all:
             self.are_pending()
 
     def are_pending(self) -> bool:
-        """True if newcomers wait; the same answer for all."""
+        """True if newcomers wait; the same answer on all peers."""
         with self._meter.timed("admit"):
             grace = self._pace.grace if self._pace is not None else None
             if grace is None:
@@ -94,41 +92,41 @@ class Group:
             return extension.are_peers_pending(self._comm, grace)
 
     def admit(self) -> None:
-        """Admits the newcomers that wait; `agree` must follow."""
+        """Admits the waiting newcomers; call `agree` afterwards."""
         with self._meter.timed("admit"):
             self._comm.update_topology()
 
     def wait_for_others(self, outer_step: int, peers: int) -> None:
-        """Admits newcomers once; all peers of the group know that they are too few."""
+        """Waits for newcomers and admits them once; all peers of the group call it."""
         while True:
             self._remind(
                 outer_step,
                 "waits for others before the next outer step: "
-                f"{self._settings.least_peers} are wanted, {peers} here",
+                f"it has {peers} peers and needs {self._settings.least_peers}",
             )
             if self._await_newcomers(extension.FOREVER_S):
                 self.agree(admitted=True)
-                self.claim(0)  # newcomers need samples; the others still have those of the round
+                self.claim(0)  # for newcomers; the others still have the samples of this round
                 return
 
     def _await_newcomers(self, patience_s: float) -> bool:
-        """Admits newcomers when they come; False: none came, or another peer stopped waiting."""
+        """Admits newcomers when they come; False if none came or another peer stopped waiting."""
         with self._meter.timed("admit"):
             return extension.await_newcomers(self._comm, patience_s) > 0
 
     def agree(self, admitted: bool, changed: SharedState | None = None) -> None:
         """Checks that all peers hold the same state, and sends it to admitted newcomers.
 
-        Without newcomers it is enough to check what has `changed`; None: all.
+        Without newcomers, checks only `changed`; None: the whole shared state.
         """
         if admitted and self._buffers.mode == "local":
             self._buffers.gather()
         self.shared.push_revision()
         if self._sync(self._complete if admitted else changed or self.shared).rx_bytes:
-            _log.error("the outer state of this peer had other bits than the run's; replaced")
+            _log.error("the outer state of this peer differed from the run's, and was replaced")
 
     def claim(self, wanted: int | None = None) -> None:
-        """Gives each peer the samples of its next round; None: as many as each wants."""
+        """Gives each peer samples for its next round; None: as many as it wants."""
         self._ledger.claim(self._comm, wanted)
 
     def _sync(self, what: SharedState, min_peers: int = 1) -> SharedStateSyncInfo:
@@ -147,10 +145,10 @@ class Group:
         return info
 
     def _begin(self, what: SharedState, min_peers: int) -> SharedStateSyncInfo:
-        """Begins a run in all processes of this replica, or in none.
+        """Starts a run in all processes of this replica, or in none.
 
-        A replica may be lost between the synchronizations of two shards, the first of which has
-        still found enough.
+        If another replica is lost between the synchronizations of two shards, only the first of
+        these finds enough peers.
         """
 
         def together() -> SharedStateSyncInfo:
@@ -166,7 +164,7 @@ class Group:
         return extension.repeat_until_enough(self._comm, together, min_peers)
 
     def lacks_the_late(self, average: Average) -> bool:
-        """True if a mean is of fewer than `deadline_peers` because others came too late for it."""
+        """True if a mean has fewer than `deadline_peers` contributors because peers were late."""
         return average.late > 0 and average.contributors < min(
             self._settings.deadline_peers or 1, average.peers
         )
@@ -188,11 +186,11 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Peers at this moment, which not all of them may see alike."""
+        """Number of peers now; another peer may see another number."""
         return self._comm.world_size
 
     def waits(self, peers: int) -> bool:
-        """True if `peers` is too few, and the round waits for others."""
+        """True if a round of `peers` peers waits for others."""
         return self._settings.alone == "wait" and peers < self._settings.least_peers
 
     def _remind(self, outer_step: int, what_it_does: str) -> None:

@@ -1,4 +1,4 @@
-"""Warnings of what a script may do wrong and nobody would notice: each once, with what to do."""
+"""Warnings about silent mistakes of a script: each is logged once, and says what to do."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class Misuse:
-    """Is told what a script does, and looks at the model at the end of each round.
+    """Follows what a script does, and checks the model at the end of each round.
 
     Attributes:
-        unfinished: whether the end of the training would lose what `finish` applies.
+        unfinished: whether a mean is lost if the training ends without `finish`.
     """
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
@@ -39,7 +39,7 @@ class Misuse:
             _log.warning("%s", text)
 
     def optimizer_stepped(self) -> None:
-        """The script has stepped the inner optimizer, not within a `with` block."""
+        """The script has stepped the inner optimizer outside of a `with` block."""
         if not self._ended:
             self._warn(
                 "the script has called optimizer.step(), and diloco.step() calls it too: leave "
@@ -64,7 +64,7 @@ class Misuse:
         self._steps, self._gradients = 0, False
         for name in self._replaced():
             self._warn(
-                f"parameter {name!r} is not the tensor any more that it was when DiLoCo was made, "
+                f"parameter {name!r} has been replaced by another tensor since DiLoCo was made, "
                 "and DiLoCo averages the old one: copy into a parameter, as "
                 "load_state_dict(..., assign=False) does, and make DiLoCo after all changes of the "
                 "model"
@@ -78,9 +78,9 @@ class Misuse:
         enough = self._settings.deadline_peers
         if enough is not None and 0 < outcome.contributors < enough:
             self._warn(
-                f"the mean of a round is of fewer peers than deadline_peers={enough}: it had "
-                f"{outcome.contributors}, and a round waits for all as long as so few are there; "
-                "start more peers, or give a smaller deadline_peers"
+                f"the mean of a round has fewer contributors than deadline_peers={enough}: it had "
+                f"{outcome.contributors}, and with so few peers a round waits for all of them; "
+                "start more peers, or pass a smaller deadline_peers"
             )
 
     def _replaced(self) -> Iterator[str]:
@@ -90,12 +90,12 @@ class Misuse:
             yield from (name for name, p in self._trained if now.get(name) is not p)
 
     def finished(self) -> None:
-        """`finish` has applied what was under way, and the script may do what it likes."""
+        """`finish` has applied the mean under way: the script may step the optimizer again."""
         self.unfinished, self._ended = False, True
 
 
 def warn_unfinished(misuse: Misuse) -> None:
-    """The DiLoCo is no more."""
+    """Is called when the DiLoCo has been collected as garbage, or the program ends."""
     if misuse.unfinished:
         _log.warning(
             "the training has ended without diloco.finish(), so the model lacks the mean that was "

@@ -1,5 +1,5 @@
-"""A model and its inner optimizer: the processes that have it, and what it has beside the trained
-parameters. Nothing here calls other replicas.
+"""A model and its inner optimizer: the processes it is sharded over, frozen parameters, buffers,
+and the optimizer's state. Nothing here communicates with other replicas.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 class Replica:
-    """A replica that is this process alone; `Sharded` is one of several.
+    """A replica of one process; `Sharded` is a replica of several.
 
     Each process of a sharded replica is a peer of another group, and trains and averages its own
-    shard. What a process does next depends on what calls have brought; where two of them may have
-    brought different things, because a peer was lost in between, the processes tell each other.
+    shard. If a peer is lost, the groups may see that in different calls. Wherever the next step
+    depends on it, the processes of a replica compare their results.
 
     Attributes:
-        size: its processes.
-        index: of this one among them.
+        size: its number of processes.
+        index: the number of this process among them.
         is_sharded: whether the model's parameters are DTensors.
     """
 
@@ -55,7 +55,7 @@ class Replica:
     index = 0
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all processes, in their order; all make this call."""
+        """Gathers the numbers of all processes, in their order; all processes call it."""
         return [list(numbers)]
 
     def all(self, mine: bool) -> bool:
@@ -67,18 +67,18 @@ class Replica:
         return self.exchange([number])[0][0]
 
     def reshard(self) -> None:
-        """The model's parameters are the shards, whatever was computed with them."""
+        """Frees gathered parameters, so that the model's parameters are the shards."""
 
     def whole(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """A tensor `like` this one, of which each process has given its `part`; on the CPU."""
+        """Joins the `part` of each process to a whole tensor `like` this one, on the CPU."""
         return part.detach().cpu()
 
     def joint(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """A tensor that is sharded `like` this one, with a copy of the part."""
+        """A tensor that is sharded `like` this one, with a copy of this process's `part`."""
         return part.detach().clone()
 
     def part(self, like: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-        """Of a whole tensor, or a sharded one, what of one `like` this is in this process."""
+        """This process's part of a saved tensor, whole or sharded, of a parameter `like` this."""
         return local(saved)
 
 
@@ -104,7 +104,7 @@ class Sharded(Replica):
         if any(one != mesh for one in meshes) or mesh.ndim != 1:
             raise ValueError(
                 f"the parameters are on {mesh} and may be on others: DiLoCo needs one mesh of one "
-                "dimension, which shards; what replicates it is the run"
+                "dimension, over which they are sharded; the run itself replicates them"
             )
         for name, parameter in named:
             (placement,) = parameter.placements  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ class Sharded(Replica):
         return [row.tolist() for row in said]
 
     def reshard(self) -> None:
-        """Frees gathered parameters, which an evaluation leaves behind and which are old now."""
+        """Frees gathered parameters, which an evaluation leaves behind and which are outdated."""
         for module in self._modules:
             module.reshard()
 
@@ -146,7 +146,7 @@ class Sharded(Replica):
         )
 
     def part(self, like: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-        """Cuts a whole tensor as `like` is cut, without asking the other processes."""
+        """Cuts a whole tensor as `like` is cut, without communication."""
         if is_sharded(saved):
             return local(saved)
         from torch.distributed.tensor import DTensor, distribute_tensor
@@ -158,27 +158,31 @@ class Sharded(Replica):
 
 
 def replica_of(model: torch.nn.Module) -> Replica:
-    """Raises ValueError: the model is sharded in a way that `DiLoCo` cannot average."""
+    """The replica of a model.
+
+    Raises:
+        ValueError: the model is sharded in a way that `DiLoCo` cannot average.
+    """
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     return Sharded(model) if sharded else Replica()
 
 
 class Layout:
-    """Parameters as they are saved: flat in the order of the model, or sharded and by name."""
+    """The form of saved parameters: flat in the order of the model, or sharded and by name."""
 
     def __init__(self, named: Named, replica: Replica) -> None:
         self._named = named
         self._replica = replica
 
     def save(self, parts: Iterable[torch.Tensor], sharded: bool) -> Saved:
-        """Tensors of the form of this process's parameters; all processes of a replica call it."""
+        """Saves tensors that are shaped as the parameters; all processes of a replica call it."""
         pairs = list(zip(self._named, parts, strict=True))
         if sharded and self._replica.is_sharded:
             return {name: self._replica.joint(p, part) for (name, p), part in pairs}
         return torch.cat([self._replica.whole(p, part).flatten() for (_, p), part in pairs])
 
     def load(self, saved: Saved) -> list[torch.Tensor]:
-        """The inverse; of a whole tensor, each process takes its part."""
+        """The inverse of `save`; each process takes its part of a whole tensor."""
         if isinstance(saved, torch.Tensor):
             pieces = torch.split(saved, [p.numel() for _, p in self._named])
             given = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
@@ -192,9 +196,9 @@ class Layout:
 def check_team(comm: Communicator, replica: Replica) -> None:
     """Raises ValueError unless the communicators of a replica's processes belong together."""
     own = extension.member(comm)
-    # one that is in no team says so at once: the others may wait for it to admit them
-    fits = own.team_size == replica.size
-    said = replica.exchange([own.team, own.group]) if fits else []
+    # a process that is in no team raises at once: the others may be waiting for it to be admitted
+    in_team = own.team_size == replica.size
+    said = replica.exchange([own.team, own.group]) if in_team else []
     groups = {group for _, group in said}
     if len({team for team, _ in said}) != 1 or len(groups) < replica.size:
         raise ValueError(
@@ -204,7 +208,7 @@ def check_team(comm: Communicator, replica: Replica) -> None:
 
 
 _NAMED_MAX = 5  # differences in a message
-_KINDS = (torch.float32, torch.float64, torch.int64)  # in which buffers are kept between rounds
+_KINDS = (torch.float32, torch.float64, torch.int64)  # dtypes of buffers between rounds
 _TYPES_OF_ENTRIES = {
     torch.uint8,
     torch.int8,
@@ -219,15 +223,15 @@ _TYPES_OF_ENTRIES = {
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, as a view that keeps it alive."""
+    """A view of the bytes of a contiguous CPU tensor; it keeps the tensor alive."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 class Frozen:
     """The parameters that did not require a gradient when this object was constructed.
 
-    They never change, so they are compared only when a peer joins. Their memory is used directly
-    where possible; otherwise a copy is kept.
+    They never change, so they are compared only when a peer joins. The shared state uses their
+    memory directly where possible, and copies elsewhere.
     """
 
     def __init__(self, model: torch.nn.Module, replica: Replica) -> None:
@@ -281,7 +285,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a buffer. No tensor is kept, because a script may replace it at any time."""
+    """The place of a buffer in the model; the script may replace the tensor at any time."""
 
     name: str
     module: torch.nn.Module
@@ -301,15 +305,15 @@ class _Place:
 
 
 class Buffers:
-    """The persistent buffers of a model (those in its `state_dict`), flat on the CPU by kind.
+    """The persistent buffers of a model (those in its `state_dict`), in flat CPU tensors by dtype.
 
     The flat tensors hold the content that the peers last agreed on: floating-point buffers in fp32
-    (fp64 if they have that; complex ones as real and imaginary parts), all others as int64. So
-    peers whose models differ in dtype are compatible.
+    (fp64 ones in fp64; complex ones as real and imaginary parts), all others as int64. So the
+    models of two peers may differ in dtype.
 
     Attributes:
         mode: how they are shared.
-        means: with mode "mean", what the means of all peers' changes are written to; else nothing.
+        means: with mode "mean", the targets for the means of all peers' changes; else empty.
     """
 
     def __init__(self, model: torch.nn.Module, mode: BufferMode) -> None:
@@ -359,11 +363,10 @@ class Buffers:
 
     @torch.no_grad()
     def measure(self) -> list[torch.Tensor]:
-        """The changes of the model's buffers since the last agreement, if they are averaged.
+        """The changes of the model's buffers since the last agreement; with mode "mean" only.
 
-        Differences are averaged so that a constant keeps its exact bits. A value that was not
-        finite, such as the initial -inf of a running maximum, has no difference: the new value
-        itself is averaged.
+        Averaging differences keeps the exact bits of a constant. For a value that was not finite,
+        such as the initial -inf of a running maximum, the new value itself is averaged.
         """
         if self.mode != "mean":
             return []
@@ -382,7 +385,7 @@ class Buffers:
 
     @torch.no_grad()
     def reclaim(self, moves: list[torch.Tensor]) -> None:
-        """Adds changes that nobody has averaged to the model's buffers."""
+        """Adds changes that are in no mean to the model's buffers."""
         if self.mode != "mean":
             return
         for (kind, _), move in zip(self._flat.items(), moves, strict=True):
@@ -412,7 +415,7 @@ class Buffers:
         check_shapes("flat buffer", own, {name: saved.shape for name, saved in state.items()})
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over a state that has been checked; `put` gives it to the model."""
+        """Loads a state that has been checked; `put` gives it to the model."""
         for kind, flat in self._flat.items():
             flat.copy_(state[_name_of(kind)])
 
@@ -444,7 +447,7 @@ def _name_of(kind: torch.dtype) -> str:
 def check_shapes(
     what: str, own: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raises ValueError that names what differs in a state."""
+    """Raises ValueError that names the differences between a state and this model."""
     differences = [
         f"{what} {name!r} is only {'here' if name in own else 'in the state'}"
         for name in [*own, *saved]
@@ -464,14 +467,14 @@ def check_shapes(
 
 
 class InnerState:
-    """Saves and loads an inner optimizer, whose tensors may be sharded as its parameters are."""
+    """Saves and loads the state of an inner optimizer, which may be sharded as its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
         self._optimizer = optimizer
         self._replica = replica
 
     def fill(self) -> None:
-        """Makes the state that an optimizer has after its first step, so that it can be loaded."""
+        """Makes the state that an optimizer has only after its first step, as a load target."""
         if self._optimizer.state:
             return
         rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -486,7 +489,7 @@ class InnerState:
         self._optimizer.zero_grad()
 
     def state_dict(self, sharded: bool) -> dict[str, Any]:
-        """A copy: whole, or with DTensors, whose keys are text as those of checkpoints are."""
+        """A copy: whole; or sharded, with DTensors and the text keys that dcp needs."""
         state = copy.deepcopy(self._optimizer.state_dict())
         if self._replica.is_sharded:
             self._check_kind(state)
@@ -512,21 +515,21 @@ class InnerState:
         return {name: saved(value) for name, value in values.items()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Takes over such a state.
+        """Loads such a state.
 
         Raises:
             ValueError: it is of another optimizer.
         """
-        anew = 'give it without "optimizer" to begin with a fresh one'
+        anew = 'remove "optimizer" from the state to begin with a fresh one'
         if not isinstance(saved, Mapping) or not {"type", "state"} <= {*saved}:
-            raise ValueError(f"the state of the inner optimizer is none: {anew}")
+            raise ValueError(f"the state of the inner optimizer is invalid: {anew}")
         kind, own = saved["type"], type(self._optimizer).__name__
         if kind != own:
             raise ValueError(
                 f"the state is of the inner optimizer {kind}, and this peer's is {own}: {anew}"
             )
         if not isinstance(saved["state"], Mapping):
-            raise ValueError(f"the state of the inner optimizer is none: {anew}")
+            raise ValueError(f"the state of the inner optimizer is invalid: {anew}")
         state = copy.deepcopy(dict(saved["state"]))
         if self._replica.is_sharded:
             self._check_kind(state)
@@ -546,7 +549,7 @@ class InnerState:
             ) from error
 
     def _parts(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Of what is of the size of a sharded parameter, the part that is here."""
+        """Cuts values of a sharded parameter's shape to this process's part."""
 
         def part(value: Any) -> Any:
             if not is_sharded(parameter) or not torch.is_tensor(value):

@@ -1,4 +1,4 @@
-"""When a round averages, and when what it has averaged is applied: one class for each mode.
+"""The modes, one class each: when a round averages, and when its mean is applied.
 
 docs/internals/diloco.md has their equations, and says what happens when a peer is lost.
 """
@@ -24,7 +24,7 @@ class Schedule(ABC):
     """The interface of a mode to the trainer."""
 
     def __init__(self) -> None:
-        # of rounds: below which no progress falls, although one may have taken no outer step
+        # in rounds: the least `progress`, which a round without an outer step raises too
         self._reached = torch.zeros(1, dtype=torch.int64)
 
     def progress(self, inner_step: int, outer_steps: int) -> float:
@@ -34,42 +34,42 @@ class Schedule(ABC):
 
     @abstractmethod
     def _position(self, inner_step: int) -> float:
-        """In rounds, by what all peers have in common."""
+        """The progress in rounds, computed only from what all peers have in common."""
 
     def _rounds(self, outer_steps: int) -> int:
         return outer_steps
 
     def _begin_round(self) -> None:
-        """All peers of the group do: the next inner steps are after the end of this round."""
+        """Raises the least progress to the end of this round; all peers of the group do."""
         self._reached[0] = max(int(self._reached), int(self._position(0)) + 1)
 
     def begin(self) -> int:
-        """The shared state has been received. Returns at which inner step this peer goes on."""
+        """Starts from the received shared state. Returns the inner step this peer goes on at."""
         return 0
 
     @abstractmethod
     def due(self, inner_step: int) -> bool:
-        """True if `round` is to be called after this inner step; the first step is 1."""
+        """True if `round` must be called after this inner step; the first step is 1."""
 
     def poll(self) -> None:
-        """Cares for what runs in the background; called after each other inner step."""
+        """Keeps background work going; called after inner steps at which no round is due."""
 
     @abstractmethod
     def round(self, group: Group, inner_step: int) -> Outcome | None:
-        """An outer round, or a part of it: None before the last one."""
+        """Runs an outer round, or one of its parts: all but the last return None."""
 
     def rescue(self) -> bool:
-        """The run has gone on without this peer, and nothing is under way any more.
+        """Ends background work after the run has gone on without this peer.
 
-        Whether the exchange has the progress since the last round, for the next one.
+        Returns whether the exchange holds progress for the next round.
         """
         return False
 
     def finish(self, group: Group) -> None:
-        """Applies what is still under way, at the end of the training."""
+        """Applies the mean that is under way, at the end of the training."""
 
     def entries(self) -> list[TensorInfo]:
-        """The entries that a newcomer needs to be in phase, beside theta, v and k."""
+        """Shared-state entries beside theta, v and k that a newcomer needs to be in phase."""
         return [TensorInfo.from_torch(self._reached, "diloco.reached")]
 
     def state_dict(self, group: Group) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Schedule(ABC):
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over such a state."""
+        """Loads such a state."""
 
 
 class Synchronous(Schedule):
@@ -105,7 +105,7 @@ class Synchronous(Schedule):
         while True:
             average = exchange.run()
             retries += average.retries
-            if group.lacks_the_late(average):  # all have found the same: once more, of all
+            if group.lacks_the_late(average):  # as all peers find: averages again, with the late
                 self._pace.late = exchange.weight.late = False
                 average = exchange.run()
                 retries += average.retries
@@ -114,7 +114,7 @@ class Synchronous(Schedule):
                 break
             group.wait_for_others(exchange.outer_step, average.peers)
         if average.info is None:
-            self._pace.late = exchange.weight.late = False  # for nobody
+            self._pace.late = exchange.weight.late = False  # this peer was alone: nobody waited
         if stepped:
             exchange.accept(average)
             exchange.step(average.contributors)
@@ -138,7 +138,7 @@ class Synchronous(Schedule):
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """The result of an averaging, whether it is applied, and whether the group waits."""
+    """The result of an averaging, whether it is applied, and whether the group waits for peers."""
 
     average: Average
     suffices: bool
@@ -154,11 +154,10 @@ class Delayed(Schedule):
 
     With the view `Eager` this is mode "eager".
 
-    A newcomer has no part in the mean under way, and would be out of phase without it. So a round
-    in which peers are pending does not launch: its members average at once, then admit, and the
-    newcomer receives that mean. All peers have one sequence of calls in every round, and what
-    decides about it is the outcome of one of them: are peers pending? did a mean commit, of how
-    many?
+    A newcomer is not in the mean under way, and without it would be out of phase. So when peers are
+    pending, a round averages in the foreground, then admits them, and they receive that mean. All
+    peers make the same sequence of calls in every round: only outcomes that are equal on all of
+    them decide it (are peers pending? did a mean commit, of how many?).
     """
 
     def __init__(self, exchange: Exchange, pace: Pace, view: View, late_decay: float) -> None:
@@ -169,8 +168,8 @@ class Delayed(Schedule):
         self._late_decay = late_decay
         self._running: AsyncAverage | None = None
         self._mean: _Mean | None = None
-        self._alone = False  # when there was something to launch
-        # Contributors of the mean that newcomers receive; 0: there is none.
+        self._alone = False  # whether the last launch found no other peer
+        # contributors of the mean that newcomers receive; 0: there is none
         self._contributors = torch.zeros(1, dtype=torch.int64)
 
     def _position(self, inner_step: int) -> float:
@@ -192,7 +191,7 @@ class Delayed(Schedule):
             self._running.poll()
 
     def round(self, group: Group, inner_step: int) -> Outcome:
-        """Applies the mean of the round before, and launches that of this one."""
+        """Applies the mean of the last round, and launches that of this round."""
         self._begin_round()
         group.arrive(self._pace)
         mean = self._take(group)
@@ -227,7 +226,7 @@ class Delayed(Schedule):
         return self._exchange.rescue()
 
     def finish(self, group: Group) -> None:
-        """Applies the mean of the last round; or keeps this peer's progress, if there is none."""
+        """Applies the mean of the last round; if there is none, this peer keeps its progress."""
         mean = self._take(group)
         if mean is not None and mean.suffices:
             self._exchange.step(mean.contributors)
@@ -237,7 +236,7 @@ class Delayed(Schedule):
             self._give_back()
 
     def _take(self, group: Group) -> _Mean | None:
-        """The mean to apply; None if the round before launched nothing."""
+        """The mean to apply; None if the last round launched nothing."""
         self._wait(group)
         mean, self._mean = self._mean, None
         if mean is None and self._contributors[0]:  # this is a newcomer's first round
@@ -252,14 +251,14 @@ class Delayed(Schedule):
             self._mean = self._assess(group, self._exchange.wait(running))
 
     def _assess(self, group: Group, average: Average) -> _Mean:
-        of_nobody = average.info is None and self._exchange.weight.late
-        suffices = group.suffices(average, self._exchange.outer_step) and not of_nobody
+        is_empty = average.info is None and self._exchange.weight.late  # alone, with weight 0
+        suffices = group.suffices(average, self._exchange.outer_step) and not is_empty
         if suffices:
             self._exchange.accept(average)
         return _Mean(average, suffices, group.waits(average.peers))
 
     def _depart(self, group: Group, stepped: bool) -> bool:
-        """Launches the mean of this round, or admits newcomers; whether any were admitted."""
+        """Launches the mean of this round, or admits newcomers; returns whether it admitted any."""
         if not group.are_pending():
             if stepped:
                 group.agree(admitted=False)
@@ -283,7 +282,7 @@ class Delayed(Schedule):
         except PCCLError as error:
             if error.result is not Result.TOO_FEW_PEERS:
                 raise
-            self._pace.late = self._exchange.weight.late = False  # for nobody
+            self._pace.late = self._exchange.weight.late = False  # nobody waited for it
             self._mean = self._assess(group, Average(None, 0))
             if not self._mean.suffices:
                 self._alone = True
@@ -293,25 +292,25 @@ class Delayed(Schedule):
         self._adopt()
 
     def _adopt(self) -> None:
-        """The model begins from theta, and who is late has its progress beside it."""
+        """The model becomes theta; that of a late peer also keeps its progress."""
         self._exchange.adopt()
         if self._exchange.weight.late:
             self._exchange.reclaim(self._late_decay)
 
     def _give_back(self) -> None:
-        """The model gets back the progress of the mean that has failed."""
-        if not self._exchange.weight.late:  # it has it
+        """Gives the progress of a failed mean back to the model."""
+        if not self._exchange.weight.late:  # a late peer's model has it
             self._exchange.reclaim()
         self._view.rebase()
 
     def _keep_progress(self) -> None:
-        """The model is theta and this peer's own progress."""
+        """The model becomes theta with this peer's own progress."""
         self._view.reset()
         self._exchange.adopt()
         self._exchange.reclaim()
 
     def _announce(self, mean: _Mean | None) -> None:
-        """Writes what newcomers receive."""
+        """Writes the mean that newcomers receive."""
         self._contributors[0] = mean.contributors if mean is not None else 0
         if mean is None:
             for tensor in self._exchange.means:
@@ -340,7 +339,7 @@ class Delayed(Schedule):
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._contributors[0] = state.get("contributors", 0)
-        # That run may have shared its buffers in another way, and so have had more or fewer means.
+        # the saved run may have had another `buffers`, and so more or fewer means
         for tensor, saved in zip(self._exchange.means, state.get("means", []), strict=False):
             tensor.copy_(saved)
 
@@ -351,7 +350,7 @@ class Fragment:
 
     Attributes:
         exchange: of its parameters.
-        shared: what all peers hold alike of it.
+        shared: the state of it that all peers share.
     """
 
     exchange: Exchange
@@ -361,9 +360,9 @@ class Fragment:
 class Streaming(Schedule):
     """Averages each fragment once in H inner steps, and applies its mean tau inner steps later.
 
-    One mean at most is under way, because tau < floor(H / P). A newcomer is admitted where a
-    fragment is about to be launched, which then is averaged and applied at once: nothing is under
-    way, and all come to the next fragment together.
+    At most one mean is under way, because tau < floor(H / P). Newcomers are admitted where a
+    fragment is due: it is averaged and applied in the foreground, so nothing is under way then, and
+    all peers reach the next fragment together.
     """
 
     def __init__(
@@ -376,7 +375,7 @@ class Streaming(Schedule):
         count = len(fragments)
         self._launches = {(p + 1) * inner_steps // count: p for p in range(count)}
         self._arrivals = {(at - 1 + overlap) % inner_steps + 1 for at in self._launches}
-        self._first = min(self._launches) + overlap  # arrival of all
+        self._first = min(self._launches) + overlap  # the first arrival
         self._inner_step = torch.zeros(1, dtype=torch.int64)
         self._inner_steps = inner_steps
         self._current = fragments[-1]  # of the last launch
@@ -408,7 +407,7 @@ class Streaming(Schedule):
             self._running.poll()
 
     def round(self, group: Group, inner_step: int) -> Outcome | None:
-        """Launches a fragment, or applies its mean; None as long as that is under way."""
+        """Launches a fragment and returns None, or applies its mean."""
         self._inner_step[0] = inner_step % self._inner_steps
         average = self._wait()
         if average is not None:
@@ -465,7 +464,7 @@ class Streaming(Schedule):
         return True
 
     def finish(self, group: Group) -> None:
-        """Applies what is under way. The model is theta then, unless this peer had no mean."""
+        """Applies the mean under way. The model becomes theta, unless this peer had no mean."""
         average = self._wait()
         if average is not None:
             self._average = None
@@ -482,6 +481,6 @@ class Streaming(Schedule):
         return {"position": int(self._inner_step), "inner_steps": self._inner_steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over the position, if the run had as many inner steps."""
+        """Loads the position, if the saved run had the same `inner_steps`."""
         same = state.get("inner_steps") == self._inner_steps
         self._inner_step[0] = state["position"] if same else 0

@@ -18,7 +18,7 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class OuterOptimizer:
-    """SGD of learning rate eta with momentum mu, which may be Nesterov's, or 0: plain averaging."""
+    """SGD with learning rate eta and momentum mu, plain or Nesterov's; mu = 0 only averages."""
 
     def __init__(self, rates: Rates, nesterov: bool) -> None:
         self._rates = rates
@@ -34,9 +34,9 @@ class OuterOptimizer:
         outer_step: int,
         peers: int,
     ) -> None:
-        """Changes theta and the velocity, with the same bits on every machine.
+        """Updates theta and the velocity, to the same bits on every machine.
 
-        `gradient` is a mean of `peers`, and the step is the one after `outer_step` others.
+        `gradient` is a mean of `peers` peers; `outer_step` is the number of steps before this one.
         """
         lr, momentum = self._rates.at(outer_step, peers)
         kernels.outer_sgd(
@@ -44,7 +44,7 @@ class OuterOptimizer:
         )
 
     def log(self, outer_step: int, peers: int) -> None:
-        """Logs what such a step has, if that has changed."""
+        """Logs the rates of such a step, if they have changed."""
         lr, momentum = rates = self._rates.at(outer_step, peers)
         if rates != self._logged:
             self._logged = rates
@@ -60,12 +60,12 @@ class OuterOptimizer:
 
 
 class OuterState:
-    """theta, v and k of parameters that are averaged together, which may be all of the model's.
+    """theta, v and k of parameters that are averaged together: one fragment, or the whole model.
 
-    Of sharded parameters it has the shards of this process.
+    Of sharded parameters, it has the shards of this process.
 
-    Beside them are d, a pseudo-gradient, and D, a mean of those of all peers. All are fp32 on the
-    CPU. Only this class changes theta and v, by pccl's own kernels, because torch rounds
+    It also has d, this peer's pseudo-gradient, and D, the mean of those of all peers. All are fp32
+    on the CPU. Only this class changes theta and v, by pccl's own kernels, because torch rounds
     differently from one CPU to the next.
 
     Attributes:
@@ -73,9 +73,9 @@ class OuterState:
         velocity: v, their momentum.
         steps: k, one int64.
         delta: d, this peer's pseudo-gradient.
-        mean: D, what an outer step takes.
-        base: from what the model trains; theta, unless a mode has another.
-        optimizer: what an outer step is.
+        mean: D, the gradient of an outer step.
+        base: where the model's training starts: theta, except in mode "eager".
+        optimizer: takes the outer steps.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class OuterState:
     @torch.no_grad()
     def measure(self) -> None:
         """d = base - w."""
-        # Local training began at the base as rounded to the parameter's dtype. Measured from the
-        # unrounded one, the delta of a bf16 model would hold the rounding error too, and so pull
-        # theta back onto the bf16 grid.
+        # Local training began at the base rounded to the parameter's dtype. Measured from the
+        # unrounded base, the delta of a bf16 model would also hold the rounding error, and would
+        # pull theta back to the bf16 grid.
         for (parameter, base), end in zip(
             self._pairs(self.base), self.views(self.delta), strict=True
         ):
@@ -121,7 +121,7 @@ class OuterState:
 
     @torch.no_grad()
     def adopt(self, keep: float = 0.0) -> None:
-        """w = keep w + (1 - keep) base; just the base with 0."""
+        """w = keep w + (1 - keep) base."""
         for parameter, base in self._pairs(self.base):
             if keep:
                 begin = base.to(parameter.device)
@@ -130,7 +130,7 @@ class OuterState:
                 parameter.copy_(base)
 
     def reclaim(self, keep: float = 1.0) -> None:
-        """w = w - keep d: gives the model the progress that no mean will hold."""
+        """w = w - keep d: gives the model progress that no mean will have."""
         self.move(-keep * self.delta)
 
     @torch.no_grad()
@@ -153,26 +153,27 @@ class OuterState:
 
 
 class View:
-    """From what a peer trains, which is `OuterState.base`: theta, unless a mode guesses ahead."""
+    """Chooses where a peer's training starts, `OuterState.base`: here theta."""
 
     def reset(self) -> None:
-        """The base is theta."""
+        """Sets the base to theta."""
 
     def rebase(self) -> None:
-        """The base is theta, and the model keeps its progress since then."""
+        """Sets the base to theta; the model keeps its progress since the old base."""
 
     def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
-        """The progress of a round was measured; `applied`: theta has taken a step by the mean.
+        """Moves the base, after the progress of a round was measured.
 
-        `late`: this peer's progress will not be in the mean that is launched next.
+        `applied`: theta has just taken an outer step. `late`: this peer's progress will not be in
+        the mean that is launched next.
         """
 
 
 class Eager(View):
     """The base is theta_m: see docs/internals/diloco.md, "Eager".
 
-    `_share` is s(k-1) = d(k-1) / M, what this peer has applied of its own a round ago. It is taken
-    back when the mean that holds it comes, so what M was does not matter in the long run.
+    `_share` is d(k-1) / M, the own progress that this peer applied a round ago. It is taken back
+    when the mean with it arrives, so in the long run M does not matter.
     """
 
     def __init__(self, state: OuterState) -> None:
@@ -203,11 +204,11 @@ class Eager(View):
 
 
 def split(named: Named, count: int, pattern: Pattern) -> list[list[int]]:
-    """Which parameters each of `count` fragments has, by their places in `named`.
+    """The parameters of each of `count` fragments, by their places in `named`.
 
     The parameters of one layer stay together, where the model has enough layers. A layer is an
     element of the first list of modules in a parameter's name ("blocks.3" of "blocks.3.norm.bias"),
-    or else the module that has it. "strided": layer i is in fragment i mod count. "sequential": a
+    or else the parameter's module. "strided": layer i is in fragment i mod count. "sequential": a
     fragment is a run of layers, and fragments are of nearly equal size.
 
     Raises:
@@ -235,7 +236,7 @@ def _layer(name: str) -> str:
 
 
 def _runs(units: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Runs of units; one ends when it has its part of what is left, or each rest needs a unit."""
+    """Runs of units of nearly equal size; each has at least one unit."""
     runs: list[list[int]] = [[] for _ in range(count)]
     left = sum(sizes)
     run = size = 0
@@ -251,11 +252,11 @@ def _runs(units: list[list[int]], sizes: list[int], count: int) -> list[list[int
 
 
 class Outer:
-    """theta, v and k of a model in fragments, each of which has its own.
+    """The outer state of a model: theta, v and k of each fragment.
 
     Attributes:
-        fragments: of the model; one, unless it is cut.
-        clock: k of each fragment, and the run's name.
+        fragments: of the model; one, except in mode "streaming".
+        clock: k of each fragment, and then the run's name.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class Outer:
         self._named = named
         self._layout = Layout(named, replica)
         self._replica = replica
-        # Fresh peers differ in the run's name, so that the first one's state is elected.
+        # the last number is the run's name; fresh peers differ in it, so the first one's is elected
         self.clock = torch.tensor([0] * len(groups) + [0], dtype=torch.int64)
         self.rename()
         self.fragments = [
@@ -278,7 +279,7 @@ class Outer:
         ]
 
     def rename(self) -> None:
-        """It is another run, if there is none that this peer joins."""
+        """Draws a new name, for the case that this peer starts another run."""
         self.clock[-1] = self._replica.first(secrets.randbits(62))
 
     @property
@@ -287,7 +288,7 @@ class Outer:
         return int(self.clock[:-1].min())
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of the parameters, by name."""
+        """The shapes of the parameters, by name."""
         return {name: list(p.shape) for name, p in self._named}
 
     @property
@@ -296,7 +297,7 @@ class Outer:
         return sum(fragment.theta.nbytes for fragment in self.fragments)
 
     def entries(self) -> list[list[TensorInfo]]:
-        """Of the shared state, by fragment."""
+        """The entries of the shared state, by fragment."""
         suffixes = (
             [f".{p}" for p in range(len(self.fragments))] if len(self.fragments) > 1 else [""]
         )
@@ -309,7 +310,7 @@ class Outer:
         ]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that peers have in common but the run's name."""
+        """Everything that peers have in common, except the run's name."""
         for fragment in self.fragments:
             yield fragment.theta
             yield fragment.velocity
@@ -321,7 +322,7 @@ class Outer:
             fragment.adopt()
 
     def state_dict(self, sharded: bool) -> dict[str, Saved]:
-        """Copies; theta and v are in the order of the model, however it is cut into fragments."""
+        """Copies; theta and v are in the order of the model, whatever its fragments are."""
         return {
             "clock": self.clock.clone(),
             "theta": self.join([fragment.theta for fragment in self.fragments], sharded),
@@ -329,7 +330,7 @@ class Outer:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where a state does not fit; other exceptions if it is none."""
+        """Raises ValueError if the state is of another model, others if it is malformed."""
         self.cut(state["theta"])
         self.cut(state["velocity"])
         clock = state["clock"]
@@ -337,7 +338,7 @@ class Outer:
             raise ValueError(f"the clock of the state is {clock}: it must be counts of steps")
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over such a state, of a run that may have had other fragments."""
+        """Loads such a state; the saved run may have had other fragments."""
         for fragment, theta in zip(self.fragments, self.cut(state["theta"]), strict=True):
             fragment.theta.copy_(theta)
         for fragment, velocity in zip(self.fragments, self.cut(state["velocity"]), strict=True):
@@ -348,7 +349,7 @@ class Outer:
         self.clock[:-1] = clock[:-1] if same else clock[:-1].min()
 
     def _pieces(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of the parameters' places, in the order of the model."""
+        """Views of the parameters in the fragments' flat tensors, in the order of the model."""
         found = {
             place: view
             for fragment, group, flat in zip(self.fragments, self._groups, flats, strict=True)

@@ -1,4 +1,4 @@
-"""When a peer has trained enough for an outer round, in modes without fragments."""
+"""Decides when a peer has trained enough for an outer round, in modes without fragments."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pccl.diloco.settings import Settings
 from pccl.extension import Grace
 from pccl.support.logs import Reminder
 
-_REMEMBERED = 8  # rounds
-_LEAST_PART = 0.1
+_REMEMBERED = 8  # rounds whose times are known
+_LEAST_PART = 0.1  # of the last of these times, as a measured grace
 
 _log = logging.getLogger("pccl.diloco")
 
 
 class Pace(ABC):
-    """Is asked after each inner step.
+    """Is asked after each inner step whether an outer round is due.
 
     Attributes:
-        late: whether this peer, for which a round is due, has not trained enough.
+        late: whether this peer comes to a round without having taken all its inner steps.
         waits_for_all: whether rounds wait for all peers, however late they are.
     """
 
@@ -38,12 +38,12 @@ class Pace(ABC):
         """True if the outer round comes after this inner step; the first step is 1."""
 
     def fraction(self, inner_step: int) -> float:
-        """The part of a round that so many inner steps are; the same on all peers, or 0."""
+        """The part of a round after that many inner steps; 0 if it may differ between peers."""
         return 0.0
 
     @property
     def grace(self) -> Grace | None:
-        """How long this peer, for which a round is due, waits for others; None: without end."""
+        """How long this peer waits for others when a round is due; None: without limit."""
         return None
 
     def entries(self) -> list[TensorInfo]:
@@ -51,21 +51,21 @@ class Pace(ABC):
         return []
 
     def begin(self) -> None:
-        """A round has ended, or this peer has joined: it trains."""
+        """Starts a round: the last one has ended, or this peer has joined."""
 
     def rejoin(self) -> None:
-        """A round has ended without this peer, and its progress is in the next one."""
+        """A round has ended without this peer, whose progress goes into the next one."""
 
     def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
-        """Takes the values of all peers: seconds that they have trained, and steps."""
+        """Takes the training seconds and inner steps of all peers in the last round."""
 
 
 class Steps(Pace):
-    """So many inner steps."""
+    """A round is due after a number of inner steps."""
 
     def __init__(self, inner_steps: Callable[[], int]) -> None:
         super().__init__()
-        self._inner_steps = inner_steps  # of this round
+        self._inner_steps = inner_steps  # of the current round
 
     def fraction(self, inner_step: int) -> float:
         return min(1.0, inner_step / self._inner_steps())
@@ -75,7 +75,7 @@ class Steps(Pace):
 
 
 class _Clock:
-    """Foresees when the next inner step would end: no peer lets the others wait for one."""
+    """Measures inner steps, and predicts when the next one would end at the latest."""
 
     def __init__(self) -> None:
         self.begin()
@@ -95,15 +95,15 @@ class _Clock:
 
     @property
     def next_s(self) -> float:
-        """At most so long after the begin."""
+        """The end of the next step in seconds since `begin`, if it takes as long as the longest."""
         return self.elapsed_s + self._longest_s
 
 
 class Seconds(Pace):
-    """So many seconds: each peer takes the inner steps that it can.
+    """A round is due after a number of seconds, in which each peer takes the steps that it can.
 
-    It stops earlier if one more step would end more than the grace too late. With `enough`, a round
-    waits for others no longer than the grace once so many have come.
+    A peer stops earlier if one more step would end more than `grace` seconds too late. If `enough`
+    is given, a round waits for the other peers for at most `grace` once that many have come.
     """
 
     def __init__(self, seconds: float, grace: float, enough: int | None = None) -> None:
@@ -133,17 +133,17 @@ class Seconds(Pace):
 
 
 class Deadline(Pace):
-    """So many inner steps, unless `enough` peers would have to wait for this one.
+    """A round is due after a number of inner steps, or when `enough` peers would wait for this one.
 
-    From what the peers tell each other in a round, each knows how long the steps of all take. When
-    `enough` of them must have taken theirs, the grace begins; a peer that would take longer ends
-    there, late. It goes on in the next round, and is not late in that one.
+    In each round the peers tell each other how long their steps take. So each can predict when
+    `enough` of them will be ready. The grace begins then, and a peer that would need longer stops
+    there: it is late. It goes on in the next round, in which it is not late.
 
-    That is a forecast, which saves a peer from being dropped: once `enough` have come, those that
-    are ready wait for the others no longer than the grace.
+    This forecast saves a slow peer from being dropped: once `enough` peers have come, they wait for
+    the others for at most the grace.
 
-    Unless the grace is given, it is measured: as much as that time has varied in the last rounds,
-    and at least one inner step or a tenth of it.
+    If no grace is given, it is measured: the range of the predicted times of the last rounds, but
+    at least one inner step, and a tenth of the last time.
     """
 
     def __init__(self, inner_steps: Callable[[], int], enough: int, grace: float | None) -> None:
@@ -152,10 +152,10 @@ class Deadline(Pace):
         self._enough = enough
         self._given_s = grace
         self._clock = _Clock()
-        # in which enough have been ready, the last one last; 0: not known
+        # until enough peers were ready, in the last rounds, the newest last; 0: unknown
         self._times_s = np.zeros(_REMEMBERED)
-        self._taken = 0  # inner steps, in rounds for which this peer was late
-        self._owes = False  # whether it was late for the last one
+        self._taken = 0  # inner steps in the preceding rounds for which this peer was late
+        self._owes = False  # whether it was late for the last round
         self._step = 0
 
     def entries(self) -> list[TensorInfo]:
@@ -168,7 +168,7 @@ class Deadline(Pace):
         self._clock.begin()
 
     def rejoin(self) -> None:
-        """It does not go on with the same inner steps: others have begun with all of theirs."""
+        """Counts inner steps from 0 again, as the others do."""
         self.late, self._taken, self._step = True, 0, 0
 
     def fraction(self, inner_step: int) -> float:
@@ -196,7 +196,7 @@ class Deadline(Pace):
 
     @property
     def grace(self) -> Grace | None:
-        """None if it is to be measured and was not yet, or if this peer is late itself."""
+        """None if it is not measured yet, or if this peer is late itself."""
         seconds = self._grace_s
         return None if seconds is None or self.late else Grace(self._enough, seconds)
 
@@ -212,7 +212,7 @@ class Deadline(Pace):
 
 
 class LeaderClock(Pace):
-    """The pace of the replica's first process, which the others ask after each inner step."""
+    """The pace of the replica's first process; the others ask it after each inner step."""
 
     def __init__(self, pace: Pace, replica: Replica) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The settings of a DiLoCo run, which its peers compare, and their defaults."""
+"""The settings of a DiLoCo run and their defaults; its peers compare them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rate = float | Sequence[tuple[int, float]]
 """A number; or points (k, value) between which it is linear in k, and beyond which constant."""
 
 InnerSteps = int | Sequence[tuple[int, int]]
-"""Likewise, of whole numbers."""
+"""A whole number; or points (k, value), as for `Rate`."""
 
 _CONFIG_BYTES = 1024
 
@@ -33,24 +33,24 @@ _LR_OF_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 _MOMENTUM = 0.9
 _MOMENTUM_OF_FEW_STEPS, _FEW_STEPS = 0.5, 20
 _MOMENTUM_WITH_MUON = 0.6  # arXiv 2505.23725, at one peer
-# A mean that is a round old and a momentum together go too far (docs/internals/experiment.md).
+# With a mean that is a round old, momentum costs much loss (docs/internals/experiment.md).
 _LR_OF_LATE_MEANS: Mapping[Mode, float] = {"delayed": 0.7, "eager": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """eta and mu, equal on all peers, for they depend on nothing but what peers agree on.
+    """eta and mu, which are equal on all peers: they depend only on what the peers agree on.
 
     Attributes:
         lr: eta by the outer step; None: by the number of contributors to a mean.
-        momentum: mu, by the outer step.
+        momentum: mu by the outer step.
     """
 
     lr: Rate | None
     momentum: Rate
 
     def at(self, outer_step: int, peers: int) -> tuple[float, float]:
-        """eta and mu of the step after `outer_step` others, with a mean of `peers` peers."""
+        """eta and mu for a mean of `peers` peers, after `outer_step` outer steps."""
         lr = _at(_LR_OF_PEERS, peers) if self.lr is None else _at(self.lr, outer_step)
         return lr, _at(self.momentum, outer_step)
 
@@ -66,10 +66,10 @@ def rates(
 ) -> Rates:
     """The given rates, or the defaults.
 
-    With sparse payloads these are eta 1 without momentum, which their error feedback replaces
-    (arXiv 2508.15706). Where a mean is applied a round late there is no momentum either, and eta is
-    0.7 (delayed) or 1 (eager); with a momentum that is given, and in the other modes, it goes by
-    the number of peers. The momentum is 0.9 there, or less with few inner steps or with Muon.
+    With sparse payloads, eta is 1 and the momentum 0, because error feedback replaces it
+    (arXiv 2508.15706). If a mean is applied a round late, the momentum is 0, too, and eta is 0.7
+    (delayed) or 1 (eager). In all other cases the momentum is 0.9, or less with few inner steps or
+    with Muon. Then, and with any momentum that is given, eta depends on the number of peers.
 
     Raises:
         ValueError: a number is out of range, or points are not in ascending order of k.
@@ -93,7 +93,7 @@ def rates(
 
 
 def checked_steps(inner_steps: InnerSteps) -> InnerSteps:
-    """The inner steps in the form that is compared with other peers'.
+    """The inner steps in the form in which peers compare them.
 
     Raises:
         ValueError: points are not in ascending order of k.
@@ -121,10 +121,10 @@ def quadratic_steps(
     Args:
         lr: the inner learning rate after the warm-up, by `DiLoCo.progress`, from 0 to 1.
         outer_steps: of the whole run.
-        alpha: a learning rate divided by the root of the inner steps that go with it.
-        least: inner steps of a round, where the rule has fewer.
-        most: likewise, where it has more.
-        points: at which the rule is evaluated; between them, H is linear.
+        alpha: at a learning rate of alpha / sqrt(H), a round has H inner steps.
+        least: the least inner steps of a round.
+        most: the most inner steps of a round.
+        points: how many points are computed; between them, H is linear.
     """
     steps = sorted({outer_steps * i // (points - 1) for i in range(points)})
     wanted = [(alpha / lr(k / outer_steps)) ** 2 for k in steps]
@@ -146,7 +146,7 @@ def _checked(name: str, rate: Rate) -> Rate:
 
 
 def _at(rate: Rate, place: int) -> float:
-    """By operations that round alike on every machine."""
+    """The rate at an outer step, computed with the same bits on every machine."""
     if not isinstance(rate, Sequence):
         return rate
     (begin, value), *rest = rate
@@ -160,9 +160,7 @@ def _at(rate: Rate, place: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of `DiLoCo`, which describes each; all but `min_peers` and `alone` must be the
-    same on all peers.
-    """
+    """The arguments of `DiLoCo`; all except `min_peers` and `alone` must be equal on all peers."""
 
     inner_steps: InnerSteps | None
     inner_seconds: float | None
@@ -183,7 +181,7 @@ class Settings:
     alone: AlonePolicy
 
     def check(self, ledger: bool) -> None:
-        """Raises ValueError for what is out of range, or does not go with a ledger."""
+        """Raises ValueError if a setting is out of range, or cannot be used with a ledger."""
         words = {
             "alone": AlonePolicy,
             "buffers": BufferMode,
@@ -206,17 +204,17 @@ class Settings:
         self._check_streaming()
         if ledger and self.mode == "streaming":
             raise ValueError(
-                'a ledger needs rounds that are applied as a whole, and with mode="streaming" each '
-                "fragment is applied by itself: of who is lost between two, one part of the model "
-                "has learnt from samples and another has not"
+                'a ledger cannot be used with mode="streaming", which applies each fragment by '
+                "itself: if a peer is lost between two of them, one part of the model has learnt "
+                "from its samples and another has not"
             )
 
     def check_sharded(self, ledger: bool) -> None:
-        """Raises ValueError for what does not go with a model that is sharded."""
+        """Raises ValueError for a setting that cannot be used with a sharded model."""
         if self.deadline_peers is not None or ledger:
             what = "a ledger" if ledger else "deadline_peers"
             raise ValueError(
-                f"{what} does not go with a sharded model: it is for peers of one process each"
+                f"{what} cannot be used with a sharded model: it is for peers of one process each"
             )
 
     def _check_times(self) -> None:
@@ -269,7 +267,7 @@ class Settings:
 
     @property
     def unlike(self) -> bool:
-        """True if peers may train on more or less than others."""
+        """True if peers may train on different numbers of samples."""
         return self.ends_early or self.weight != "peers"
 
     @property
@@ -283,7 +281,7 @@ class Settings:
 
     @property
     def least_peers(self) -> int:
-        """Peers that an outer step is taken by."""
+        """The least number of peers for an outer step."""
         return max(2, self.min_peers) if self.alone == "wait" else 1
 
     def config(self) -> dict[str, Any]:
@@ -317,7 +315,7 @@ def decode(encoded: torch.Tensor) -> dict[str, Any]:
 
 
 def describe_mismatch(*, run: torch.Tensor, own: torch.Tensor) -> str:
-    """Says which settings of this peer are not those of the run."""
+    """A message that names the settings of this peer that differ from those of the run."""
     theirs, ours = decode(run), decode(own)
     differences = ", ".join(
         f"{key} is {theirs.get(key)!r} in the run and {ours.get(key)!r} here"

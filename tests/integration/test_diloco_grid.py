@@ -254,5 +254,5 @@ def test_what_is_for_peers_of_one_process_is_refused(address: str) -> None:
     model.part = Part(Meeting(2), 0)
     with pccl.Communicator(address) as comm:
         for refused in ({"inner_steps": 2, "deadline_peers": 1}, {"ledger": Ledger(10, share=1)}):
-            with pytest.raises(ValueError, match="does not go with a sharded model"):
+            with pytest.raises(ValueError, match="cannot be used with a sharded model"):
                 make(comm, model, **refused)

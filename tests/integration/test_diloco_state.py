@@ -370,7 +370,7 @@ def test_a_group_that_waits_takes_no_step_with_fewer(address: str, warnings: lis
     assert ours == theirs and ours[0] == [3, 3, 3]
     assert newcomers == ([3, 3], ours[1])
     said = [text for text in warnings if "waits for others before" in text]
-    assert said and "3 are wanted, 2 here" in said[0]
+    assert said and "it has 2 peers and needs 3" in said[0]
 
 
 def test_whoever_waits_for_others_waits_for_events(
@@ -538,7 +538,7 @@ def test_a_damaged_file_is_refused_whatever_is_wrong_with_it(
     with pccl.Communicator(address) as comm:
         for content in (b"", whole[: len(whole) // 2], b"no file of ours" * 9, bytes(flipped)):
             path.write_bytes(content)
-            with pytest.raises(ValueError, match="state is damaged, or no file that"):
+            with pytest.raises(ValueError, match="state is damaged, or was not written by"):
                 join(comm, Net(1), state=path)
         with pytest.raises(FileNotFoundError):
             join(comm, Net(1), state=tmp_path / "nothing")
