@@ -220,7 +220,7 @@ def test_sparse_tensors_are_summed(three: Groups) -> None:
             assert summed.is_sparse and torch.allclose(summed.to_dense(), wanted / divisor)
         by_rows = torch.sparse_coo_tensor([[rank]], [[1.0, 2.0]], (3, 2), check_invariants=True)
         assert reduced(group, dist.ReduceOp.SUM, by_rows)[0].to_dense().tolist() == [[1, 2]] * 3
-        with pytest.raises(ValueError, match="sparse tensors can be summed or averaged"):
+        with pytest.raises(ValueError, match="sparse tensors can only be summed or averaged"):
             reduced(group, dist.ReduceOp.MAX, by_rows)
 
     three.each(job)
