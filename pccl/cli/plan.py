@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -16,29 +16,30 @@ from pccl import kernels
 from pccl.cli.arguments import http_port, option, whole_number
 from pccl.cli.status import ask
 
-LINK_SHARE: Final = 0.9  # of a link's rate, which the payload of an all-reduce gets
-FREQUENT: Final = 0.1  # of a step: gradients may be averaged in each step if it takes no longer
-BUSY: Final = 0.8  # of a round, which an exchange beside it may take
+RTT_S, STEP_S = 0.05, 1.0  # assumed, unless --rtt and --step are given
+LINK_SHARE: Final = 0.9  # the payload of an all-reduce gets this share of a link's rate
+FREQUENT: Final = 0.1  # gradients are averaged in each step if that takes up to this share of it
+BUSY: Final = 0.8  # an exchange beside training takes up to this share of a round
 FEW_STEPS, MANY_STEPS, MOST_STEPS = 30, 100, 500  # inner steps: see docs/howto/diloco.md
 DAY_S: Final = 86_400
 FP32: Final = 4  # bytes
-_SAMPLE: Final = 1 << 20  # elements, of which the size of a payload is taken
+_SAMPLE: Final = 1 << 20  # elements: their payload gives the bytes of one element
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-WIRES: Final = ("int8", "int4", "2bit", "sparse")  # of DiLoCo, beside fp32
-TWO_STAGE: Final = ("int8", "int4")  # where a mean may be made in two stages
+WIRES: Final = ("int8", "int4", "2bit", "sparse")  # DiLoCo's, besides fp32
+TWO_STAGE: Final = ("int8", "int4")  # the wires that can average in two stages
 PAUSING: Final = {"fp32": MANY_STEPS, "int4": MOST_STEPS, "2bit": MOST_STEPS, "sparse": MANY_STEPS}
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A model, and what it is to train on."""
+    """A model, and the peers and links to train it on."""
 
     params: float  # of the model, or of a peer's shard of it
     peers: int  # that hold these parameters
-    uplink: float  # of the slowest peer, in bit/s; its downlink is taken to be no slower
-    rtt_s: float = 0.05  # between two neighbours in the ring, and between a peer and the master
-    step_s: float = 1.0  # an inner step, on one peer
-    share: float = 0.05  # of the training time, which exchanges may take
+    uplink: float  # of the slowest peer, in bit/s; the downlink is assumed to be no slower
+    rtt_s: float = RTT_S  # between two neighbours in the ring, and between a peer and the master
+    step_s: float = STEP_S  # an inner step, on one peer
+    share: float = 0.05  # exchanges may take this share of the training time
 
     def all_reduce(self, form: str = "fp32") -> Exchange:
         """Gradients, or pseudo-gradients in fp32, around the ring."""
@@ -61,7 +62,7 @@ class Cluster:
         return Exchange(name, self.params * sent, moving_s + (hops / 2 + 2) * self.rtt_s)
 
     def steps(self, exchange: Exchange) -> int:
-        """Inner steps for which an exchange takes the wanted share of the training time."""
+        """The inner steps between two exchanges, so that these take the wanted share of time."""
         return math.ceil(exchange.seconds / (self.share * self.step_s))
 
     @property
@@ -109,7 +110,7 @@ class Advice:
 
 
 def advise(cluster: Cluster) -> Advice | None:
-    """The settings that lose least and fit; None: not even the smallest exchange does."""
+    """The settings that fit at the least cost in loss; None if no exchange is short enough."""
     if cluster.all_reduce().seconds <= FREQUENT * cluster.step_s:
         return Advice(cluster.all_reduce())
     if cluster.all_reduce("int8").seconds <= FREQUENT * cluster.step_s:
@@ -124,7 +125,7 @@ def advise(cluster: Cluster) -> Advice | None:
         if steps <= MOST_STEPS:
             return Advice(exchange, max(MANY_STEPS, steps), "eager")
     smallest = cluster.diloco("sparse")
-    if smallest.seconds <= MOST_STEPS * cluster.step_s:  # at most half of the time
+    if smallest.seconds <= MOST_STEPS * cluster.step_s:  # it takes at most half of the time
         return Advice(smallest, min(MOST_STEPS, cluster.steps(smallest)))
     return None
 
@@ -136,25 +137,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=quantity,
         required=True,
         metavar="NUMBER",
-        help="parameters of the model, as 7e9 or 7B; of a shard, where machines shard it",
+        help="parameters of the model, such as 7e9 or 7B; of one shard, if machines shard it",
     )
-    option(parser, "--peers", "N", whole_number(2), "that hold them (with --links: as there)")
+    option(
+        parser,
+        "--peers",
+        "N",
+        whole_number(2),
+        "peers that hold them (with --links: all of that run)",
+    )
     option(
         parser,
         "--uplink",
         "RATE",
         quantity,
-        "bit/s of the slowest peer, as 200M (with --links: of the slowest link)",
+        "bit/s of the slowest peer, such as 200M (with --links: of the slowest link)",
     )
-    option(parser, "--rtt", "MS", quantity, "round trip", 50)
-    option(parser, "--step", "S", quantity, "an inner step", 1)
+    option(parser, "--rtt", "MS", quantity, f"round trip (default: {1e3 * RTT_S:g})")
+    option(parser, "--step", "S", quantity, f"an inner step (default: {STEP_S:g})")
     option(parser, "--share", "PERCENT", quantity, "of the training time, for exchanges", 5)
     option(
         parser,
         "--links",
         "[HOST:]PORT",
         http_port,
-        "take peers and uplink from a run: what its master's --http says",
+        "take peers and uplink from the run whose master has this --http address",
     )
 
 
@@ -170,20 +177,26 @@ def run(args: argparse.Namespace) -> int:
         uplink = uplink or min(rates)
     if not peers or peers < 2 or uplink is None:
         raise OSError("give --peers of at least 2 and --uplink, or --links of a run that has both")
-    cluster = Cluster(args.params, peers, uplink, args.rtt / 1e3, args.step, args.share / 100)
+    rtt_s = RTT_S if args.rtt is None else args.rtt / 1e3
+    step_s = STEP_S if args.step is None else args.step
+    cluster = Cluster(args.params, peers, uplink, rtt_s, step_s, args.share / 100)
     advice = advise(cluster)
-    for line in lines(cluster, advice):
+    options = {"the round trip (--rtt)": args.rtt, "the time of an inner step (--step)": args.step}
+    assumed = [name for name, given in options.items() if given is None]
+    for line in lines(cluster, advice, assumed):
         print(line)
     return int(advice is None)
 
 
-def lines(cluster: Cluster, advice: Advice | None) -> Iterator[str]:
-    """The table of all exchanges, and what to use."""
+def lines(cluster: Cluster, advice: Advice | None, assumed: Sequence[str] = ()) -> Iterator[str]:
+    """The table of all exchanges, and what to use. `assumed` names what the user has not given."""
     yield (
         f"{_short(cluster.params)} parameters, {cluster.peers} peers, "
-        f"{_short(cluster.uplink)}bit/s, {1e3 * cluster.rtt_s:g} ms (--rtt), "
-        f"{cluster.step_s:g} s a step (--step)"
+        f"{_short(cluster.uplink)}bit/s, a round trip of {1e3 * cluster.rtt_s:g} ms, "
+        f"{cluster.step_s:g} s an inner step"
     )
+    if assumed:
+        yield f"assumed, not given: {' and '.join(assumed)}"
     yield ""
     yield f"{'one exchange':<22}{'sends':>10}{'takes':>12}{'H':>9}"
     yield _row("gradients, fp32", cluster.all_reduce())
@@ -193,7 +206,7 @@ def lines(cluster: Cluster, advice: Advice | None) -> Iterator[str]:
         yield _row(f"DiLoCo, {wire}", one, f"{cluster.steps(one):,}")
     yield ""
     share = f"{100 * cluster.share:g} %"
-    yield f"H: inner steps for which an exchange takes {share} of the training time"
+    yield f"H: inner steps between two exchanges, which then take {share} of the training time"
     yield f"a newcomer receives {_short(cluster.params * 2 * FP32)}B in {_time(cluster.joining_s)}"
     yield ""
     if advice is None:
