@@ -1,1 +1,1 @@
-"""The command line: `pccl master`, `pccl demo`, `pccl bench`, `pccl doctor`."""
+"""The `pccl` command and its sub-commands."""

@@ -1,5 +1,5 @@
-"""Arguments that several commands have: their types, which reject invalid values early, and the
-program that a command runs, the words after `--`."""
+"""Arguments of several commands: their types, which reject invalid values before anything starts,
+and the program that a command runs, which is all words after `--`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def option(
     text: str,
     default: object = None,
 ) -> None:
-    """Adds an argument, "-n --iters" or so, whose help says its default."""
+    """Adds an argument with one or more flags, such as "-n --iters". Its help has the default."""
     text = text if default is None else f"{text} (default: %(default)s)"
     names = flags.split()
     parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=text)
@@ -29,23 +29,23 @@ def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < lowest or (highest and int(text) > highest):
             limits = f"at least {lowest}" + (f" and at most {highest}" if highest else "")
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {limits}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {limits}")
         return int(text)
 
     return number
 
 
 def positive(text: str) -> float:
-    """Numbers above 0."""
+    """A number above 0."""
     if not (number := _finite(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return number
 
 
 def duration(text: str) -> float:
-    """Seconds; 0 is some."""
+    """Seconds: a number of at least 0."""
     if not (number := _finite(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return number
 
 
@@ -65,7 +65,7 @@ def size(text: str) -> int:
     unit = _SUFFIXES.get(text[-1:].upper(), 1)
     number = text[:-1] if unit > 1 else text
     if not number.isdecimal() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: say 4096, 4K, 256M or 1G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: say 4096, 4K, 256M or 1G")
     return int(number) * unit
 
 
@@ -86,11 +86,11 @@ def http_port(text: str) -> tuple[str, int]:
 
 
 def output(text: str) -> Path:
-    """A file that can be written. What is in it stays there until then."""
+    """A file that can be written. Its content stays until it is written."""
     path = Path(text)
     exists = path.exists()
     if exists and not (path.is_file() or path.is_dir()):
-        return path  # a pipe, a terminal: to open it might wait, or be seen
+        return path  # opening a pipe might block, and the other end would see it
     try:
         with path.open("ab"):
             pass
@@ -102,7 +102,7 @@ def output(text: str) -> Path:
 
 
 def add_program(parser: argparse.ArgumentParser, name: str, epilog: str) -> None:
-    """Adds the program to the arguments of the command `name`, and keeps the lines of `epilog`."""
+    """Adds the program to the arguments of the command `name`. The help shows `epilog` as it is."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"{name} [options] -- COMMAND [ARGUMENT ...]"
     parser.epilog = epilog
@@ -110,7 +110,7 @@ def add_program(parser: argparse.ArgumentParser, name: str, epilog: str) -> None
 
 
 def program(args: argparse.Namespace, name: str) -> list[str]:
-    """The program and its arguments; none, after a message, if it is missing."""
+    """The program and its arguments. If they are missing: an empty list, after a message."""
     found: list[str] = args.command_line[args.command_line[:1] == ["--"] :]
     if not found:
         print(f"{name}: which program? {name} [options] -- COMMAND ...", file=sys.stderr)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pccl.cli.arguments import output
 
-SHELLS = {  # what makes it complete, now or always
+SHELLS = {  # what turns completion on
     "bash": 'eval "$(pccl completion bash)"                     # in ~/.bashrc',
     "zsh": "pccl completion zsh > DIRECTORY-OF-fpath/_pccl     # before compinit in ~/.zshrc",
     "fish": "pccl completion fish > ~/.config/fish/completions/pccl.fish",
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _complete_files(parser: argparse.ArgumentParser, files: object) -> None:
-    """Has file names completed where one is asked for, and for the program of `pccl run`."""
+    """Completes file names for options that take one, and for the program of `pccl run`."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():

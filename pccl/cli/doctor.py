@@ -38,14 +38,14 @@ from pccl.runtime.config import Config
 from pccl.support.text import duration_text, parse_address
 
 PACKAGES = ("pyzmq", "numpy", "cffi", "msgspec", "xxhash", "torch")
-CLOCK_MAX_S = 1.0  # so that the logs of several machines can be read together
+CLOCK_MAX_S = 1.0  # with more, the logs of several machines cannot be read together
 FILES_MIN = 1024
-SEND_BUFFER_MIN = 4 << 20  # what fills 1 Gbit/s over 100 ms with the lanes there are
+SEND_BUFFER_MIN = 4 << 20  # enough for 1 Gbit/s over 100 ms with the usual lanes
 RECEIVE_BUFFER_MIN = 6 << 20
 SYSCTLS = (  # title, name, what it should be, why
-    ("window scaling", "tcp_window_scaling", "1", "or long links stay empty"),
-    ("slow after idle", "tcp_slow_start_after_idle", "0", "or each call begins slowly"),
-    ("congestion", "tcp_congestion_control", "bbr", "it is better where links lose packets"),
+    ("window scaling", "tcp_window_scaling", "1", "without it, long links stay idle"),
+    ("slow after idle", "tcp_slow_start_after_idle", "0", "otherwise each call begins slowly"),
+    ("congestion", "tcp_congestion_control", "bbr", "it is faster on links that lose packets"),
 )
 
 
@@ -60,7 +60,7 @@ STYLES: dict[Verdict, Style] = {Verdict.OK: "green", Verdict.HINT: "yellow", Ver
 
 
 class Finding(NamedTuple):
-    """One line: a fact, and what to change where it is not as it should be."""
+    """One line of output: a fact, and what to change if it should be otherwise."""
 
     title: str
     fact: str
@@ -70,14 +70,18 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "master", type=master, nargs="?", metavar="HOST[:PORT]", help="of a master, to ask it too"
+        "master",
+        type=master,
+        nargs="?",
+        metavar="HOST[:PORT]",
+        help="a master, whose connection is checked too",
     )
     option(
         parser,
         "--explain",
         "[HOST:]PORT",
         http_port,
-        "say instead what limits the collectives of the run that a master shows there",
+        "only explain what limits the collectives of the run whose master has this --http address",
     )
 
 
@@ -89,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     address = None if args.master is None else parse_address(args.master)
     security = pccl.Security.of(None)
-    os.environ.pop("PCCL_CURVE_DIR", None)  # the master of this test needs none
+    os.environ.pop("PCCL_CURVE_DIR", None)  # the master of _all_reduce has no keys
     bad = False
     of_master = () if address is None else _master(*address, security)
     for finding in chain(_software(), _system(), _all_reduce(), of_master):
@@ -138,7 +142,7 @@ def _system() -> Iterator[Finding]:
         return
     for name, least in (("tcp_wmem", SEND_BUFFER_MIN), ("tcp_rmem", RECEIVE_BUFFER_MIN)):
         low, default, most = (ipv4 / name).read_text().split()
-        cure = f'sysctl -w net.ipv4.{name}="{low} {default} {least}": or long links stay empty'
+        cure = f'sysctl -w net.ipv4.{name}="{low} {default} {least}": less leaves long links idle'
         yield _check(name, most, int(most) >= least, cure)
     for title, name, good, why in SYSCTLS:
         file = ipv4 / name
@@ -148,7 +152,7 @@ def _system() -> Iterator[Finding]:
 
 
 def _all_reduce() -> Iterator[Finding]:
-    """An all-reduce between two communicators of this process, whose result is known."""
+    """An all-reduce with a known result, between two communicators of this process."""
     values = [array("f", [float(i + 1)] * 100_000) for i in range(2)]
     with pccl.MasterNode("127.0.0.1:0") as master:
         first, second = (
@@ -175,7 +179,7 @@ def _all_reduce() -> Iterator[Finding]:
 
 
 def _sum(comm: pccl.Communicator, values: array[float]) -> None:
-    """Without numpy and torch, of which one may be missing."""
+    """Sums without numpy and torch, which may be missing."""
     address, count = values.buffer_info()
     operand = pccl.ReduceOperandDescriptor(pccl.DataType.FLOAT)
     work = pccl.ReduceDescriptor(count, pccl.ReduceOp.SUM, 0, operand, None)
@@ -225,7 +229,7 @@ def _versions(found: Examination) -> Finding:
 
 def _reached(found: Examination) -> Finding:
     if not found.report.dialled:
-        why = "it resolves no names, dials seldom, or not at all (--no-dial-back)"
+        why = "it does not resolve names, limits its dials, or has --no-dial-back"
         fact = f"the master has not tried {found.address}: {why}"
         cure = "set PCCL_ADVERTISE to an address, or ask again in a minute"
         return Finding("own port", fact, Verdict.HINT, cure)
@@ -241,9 +245,9 @@ def _reached(found: Examination) -> Finding:
 
 # ---- --explain: what limits the collectives of a run, as its master sees it ----
 
-# A peer knows more of its own: `Communicator.explain()`.
+# `Communicator.explain()` says more about one peer.
 
-NEAR = 0.7  # of what a link has carried when it was measured alone: it has little left
+NEAR = 0.7  # a link that carries this share of its measured rate is the limit
 
 
 def explanation(status: Status) -> Iterator[str]:
@@ -274,7 +278,7 @@ def explanation(status: Status) -> Iterator[str]:
 
 
 def _latest(status: Status) -> Iterator[str]:
-    """The peer for which others wait just now, or else have waited longest per call of late."""
+    """The peer that others are waiting for, or else the one that they recently waited for most."""
     late = max(status.peers, key=lambda peer: (peer.awaited_s, peer.late_s), default=None)
     if late is None or len(status.peers) < 2:
         return
@@ -283,8 +287,8 @@ def _latest(status: Status) -> Iterator[str]:
         yield f"others have been waiting for {name} for {duration_text(late.awaited_s)} by now"
     elif late.late_s:
         yield (
-            f"the latest is {name}: others waited for it for {duration_text(late.late_s)} per call "
-            f"of late, and for {duration_text(late.late_total_s)} in all"
+            f"the latest is {name}: others recently waited {duration_text(late.late_s)} for it in "
+            f"each call, and {duration_text(late.late_total_s)} in all"
         )
 
 

@@ -1,4 +1,4 @@
-"""`pccl cflags` and `pccl libs`: what it takes to compile and to link programs in C."""
+"""`pccl cflags` and `pccl libs`: the flags to compile and link programs in C."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cflags() -> list[str]:
-    """Where <pccl.h> is."""
+    """The flag that finds <pccl.h>."""
     return [f"-I{PACKAGE / 'include'}"]
 
 
 def libs() -> list[str]:
-    """The library, the Python that it runs in, and where programs find both."""
+    """The flags for the library and its Python, and for where programs find both."""
     if sys.platform == "win32":
         why = "C programs link with pccl on Linux and macOS only; WSL is a Linux"
         raise UnsupportedError(Result.INVALID_USAGE, "pccl libs", why)
@@ -44,7 +44,7 @@ def libs() -> list[str]:
         raise UnsupportedError(Result.INVALID_USAGE, "pccl libs", why)
     library, python = Path(spec.origin), _python()
     flags = [str(library)]
-    if sys.platform != "darwin":  # whose linker finds no .so by -l
+    if sys.platform != "darwin":  # its linker finds no .so by -l
         flags = [f"-L{library.parent}", f"-l{library.stem.removeprefix('lib')}"]
     flags += [f"-L{python.parent}", f"-l{python.name.removeprefix('lib').rpartition('.')[0]}"]
     return flags + [f"-Wl,-rpath,{home}" for home in (library.parent, python.parent)]

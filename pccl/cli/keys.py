@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes what does not exist yet, and says what to do with it."""
+    """Makes the keys that do not exist yet, and says what to do with them."""
     require_curve()
     master: Path = args.dir
     _say("the master's key pair", int(_make_pair(master, MASTER_SECRET)), 1)
@@ -61,7 +61,7 @@ def _say(what: str, made: int, wanted: int) -> None:
 
 
 def _make_pair(directory: Path, name: str) -> bool:
-    """Writes a fresh key pair that only this user can read; whether there was none."""
+    """Writes a new key pair that only this user can read; False if there is one already."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / name
     if path.exists():

@@ -1,6 +1,6 @@
 """The `pccl` command: one module for each sub-command, imported only when it is used.
 
-So a master starts quickly, and also on a machine without numpy.
+So a master starts quickly, even on a machine without numpy.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
         "pccl.cli.demo",
     ),
     "bench": ("measure collectives, in the manner of nccl-tests", "pccl.cli.bench"),
-    "status": ("print what a master shows of its run", "pccl.cli.status"),
+    "status": ("print the state of a run, as its master sees it", "pccl.cli.status"),
     "top": ("show a run in the terminal, refreshed every second", "pccl.cli.top"),
     "replay": ("tell from a master's event log who waited for whom", "pccl.cli.replay"),
     "cflags": ("print what a C compiler needs for programs that use pccl", "pccl.cli.flags"),
     "libs": ("print what a linker needs for C programs that use pccl", "pccl.cli.flags"),
-    "plan": ("say which settings fit a model, its machines and their links", "pccl.cli.plan"),
-    "doctor": ("check this machine, and the way to and from a master", "pccl.cli.doctor"),
+    "plan": ("recommend settings for a model, its machines and their links", "pccl.cli.plan"),
+    "doctor": ("check this machine, and its connection to a master", "pccl.cli.doctor"),
     "completion": ("print a script that completes these commands", "pccl.cli.completion"),
 }
 

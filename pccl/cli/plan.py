@@ -238,7 +238,7 @@ def quantity(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number, such as 200M or 7e9")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number, such as 200M or 7e9")
     return number
 
 

@@ -1,8 +1,8 @@
 """Processes that commands start: their groups, their output, and their ends.
 
-A `Process` leads a process group of its own, which ends with it: what it has started keeps no GPU,
-no port and no pipe. A group gets signals only while its number is surely its own, that is, before
-its leader has been reaped.
+A `Process` leads its own process group. When it ends, the rest of the group is killed, so nothing
+that it has started keeps a GPU, a port or a pipe. A group is signalled only before its leader is
+reaped: afterwards its number may belong to another group.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import IO, Any
 from pccl.errors import PCCLError
 from pccl.support.closing import Closing
 
-QUIET_S = 0.5  # output that brings nothing for so long is shown, and at the end not waited for
-OUTPUT_BYTES = 1 << 16  # that are read at once, and the longest line
-TAIL_BYTES, TAIL_LINES = 4000, 15  # of a file that has what a failed process has printed
-MARK = "LOCAL_RUN_COPY"  # in the environment of a process, and so of whatever it starts
+QUIET_S = 0.5  # without output: then part of a line is shown, and the end is not awaited
+OUTPUT_BYTES = 1 << 16  # read at once; also the longest line
+TAIL_BYTES, TAIL_LINES = 4000, 15  # of the output of a failed process
+MARK = "LOCAL_RUN_COPY"  # environment variable, which all that a process starts inherit
 POLL_S = 0.02
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # TerminateProcess on Windows
-_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, also those that are overwritten
+_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, and of lines that are overwritten
 
 
 class Process(Closing):
-    """A program that was started, and leads its own process group.
+    """A started program, which leads its own process group.
 
-    `status` is None before `poll` or `wait` have seen its end.
+    `status` is None until `poll` or `wait` has seen its end.
 
     Raises:
         OSError: it cannot be started.
@@ -52,10 +52,10 @@ class Process(Closing):
         *,
         stdin: bool = False,  # whether `say` writes to it; otherwise it reads nothing
         stdout: IO[Any] | int = subprocess.DEVNULL,  # a file, or PIPE
-        stderr: IO[Any] | int = subprocess.DEVNULL,  # likewise
+        stderr: IO[Any] | int = subprocess.DEVNULL,  # a file, or PIPE
     ) -> None:
         self._mark = f"/{secrets.token_hex(8)}"
-        self._lock = threading.RLock()  # a handler of signals may come while one is passed on
+        self._lock = threading.RLock()  # a signal handler may interrupt `signal` and call it
         self._popen = subprocess.Popen(
             command,
             bufsize=0,
@@ -63,7 +63,7 @@ class Process(Closing):
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            start_new_session=os.name == "posix",  # Ctrl-C reaches it by way of us
+            start_new_session=os.name == "posix",  # Ctrl-C reaches only us; we pass it on
         )
         self.pid = self._popen.pid
         self.stdout: IO[bytes] | None = self._popen.stdout
@@ -71,13 +71,13 @@ class Process(Closing):
         self.status: int | None = None
 
     def say(self, line: str) -> None:
-        """Writes a line to its stdin. If it is gone, `poll` and `wait` tell."""
+        """Writes a line to its stdin. Does nothing if the process has ended."""
         if self._popen.stdin is not None:
             with suppress(OSError, ValueError):
                 self._popen.stdin.write(f"{line}\n".encode())
 
     def signal(self, number: int) -> None:
-        """Signals it and what it has started, as a terminal does; nobody once it has ended."""
+        """Signals its group, as a terminal does. Does nothing if the process has ended."""
         with self._lock:
             if self.status is None:
                 self._signal_group(number)
@@ -86,8 +86,8 @@ class Process(Closing):
         self.signal(KILL)
 
     def kill_strays(self) -> None:
-        """Kills what it has started and what has left its group, known by its environment; on Linux
-        only."""
+        """Kills the processes that it has started and that have left its group. They are known
+        by their environment; on Linux only."""
         left = True
         for _ in range(3):  # they may start others meanwhile
             if not left:
@@ -100,13 +100,13 @@ class Process(Closing):
                         left = True
 
     def poll(self) -> int | None:
-        """Its status, if it has ended; then its group has, too."""
+        """Its status; None while it runs. After its end, kills the rest of its group."""
         if self.status is None and self._has_ended(wait=False):
             self._reap()
         return self.status
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Its status when it has ended, and its group with it; None when the time is over."""
+        """Waits for its end, and kills the rest of its group. None: the time was over first."""
         if timeout_s is None:
             if self.status is None:
                 self._has_ended(wait=True)
@@ -123,8 +123,8 @@ class Process(Closing):
         self.wait()
 
     def _has_ended(self, *, wait: bool) -> bool:
-        """True if the process has ended; waits for that if asked to. Its number stays taken
-        meanwhile, except on systems without waitid."""
+        """True if the process has ended; waits for that if asked. It is not reaped, so its number
+        stays taken, except on systems without waitid."""
         if hasattr(os, "waitid"):
             options = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
             with suppress(ChildProcessError):  # another thread has reaped it
@@ -144,7 +144,7 @@ class Process(Closing):
                         self._popen.stdin.close()
 
     def _signal_group(self, number: int) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # none is left, as macOS has it
+        with suppress(ProcessLookupError, PermissionError):  # none is left
             if sys.platform == "win32":
                 self._popen.terminate()
             else:
@@ -152,9 +152,10 @@ class Process(Closing):
 
 
 class Output(threading.Thread):
-    """Reads lines from a pipe until all have closed its other end.
+    """Reads lines from a pipe until its other end is closed.
 
-    `heard` gets complete lines, with their ends; or one part of a line that lingers or is too long.
+    `heard` gets complete lines, with their ends, or part of a line that is too long, or has stayed
+    incomplete for some time.
     """
 
     def __init__(self, pipe: IO[bytes], heard: Callable[[Sequence[bytes]], None]) -> None:
@@ -178,14 +179,14 @@ class Output(threading.Thread):
         self.flush(0.0)
 
     def flush(self, after_s: float = QUIET_S) -> None:
-        """Hands on a line that nobody has completed for so long: a question, a bar of progress."""
+        """Passes on a line that is still incomplete, such as a question or a progress bar."""
         with self._lock:
             if self._rest and time.monotonic() - self._moved_s >= after_s:
                 self._heard([self._rest])
                 self._rest = b""
 
     def finish(self, until_s: float) -> None:
-        """Waits while more comes. A process that lives on may hold the pipe: it is left to it."""
+        """Waits while output comes. Does not wait for a surviving process that holds the pipe."""
         self._moved_s = max(self._moved_s, time.monotonic())
         while (left_s := min(until_s, self._moved_s + QUIET_S) - time.monotonic()) > 0:
             self.join(left_s)
@@ -195,14 +196,14 @@ class Output(threading.Thread):
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> str:
-    """The end of what a process has printed into a file."""
+    """The last lines of a file with the output of a process."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
 def held(pid: int) -> tuple[int, int, int] | None:
-    """A process's descriptors, threads, and MiB of memory; on Linux only."""
+    """The descriptors, threads and MiB of memory that a process holds; on Linux only."""
     if sys.platform != "linux":
         return None
     try:
@@ -214,16 +215,16 @@ def held(pid: int) -> tuple[int, int, int] | None:
 
 
 class Fleet(Closing):
-    """Python modules that run as processes, told by lines what to do, and heard by lines.
+    """Processes that run a Python module, and exchange lines with this process.
 
-    Each has a pipe as its stdin and should end when that closes, so that all end even if this
-    process is killed. `heard` has (number of the process, line of its stdout), and (number, status)
-    when it has ended. The module is looked for in `path` first.
+    Each should end when its stdin closes, so that all end even if this process is killed. `heard`
+    has (number of the process, line of its stdout), and (number, status) when it has ended. The
+    module is searched in `path` first.
     """
 
     def __init__(self, module: str, path: str = "") -> None:
         paths = [each for each in (path, os.environ.get("PYTHONPATH")) if each]
-        self._command = [sys.executable, "-P", "-m", module]  # -P: not what lies in this directory
+        self._command = [sys.executable, "-P", "-m", module]  # -P: no modules from this directory
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self.heard: queue.Queue[tuple[int, str | int]] = queue.Queue()
         self._directory = tempfile.TemporaryDirectory(prefix="pccl-", ignore_cleanup_errors=True)
@@ -260,15 +261,15 @@ class Fleet(Closing):
         reader.start()
 
     def say(self, number: int, line: str) -> None:
-        """Writes a line to the stdin of one. If it is gone, that will be heard."""
+        """Writes a line to the stdin of one process."""
         self._processes[number].say(line)
 
     def kill(self, number: int) -> None:
-        """Ends one as a power cut would."""
+        """Kills one process."""
         self._processes[number].kill()
 
     def errors(self, number: int) -> str:
-        """The end of what one has written to stderr."""
+        """The last lines that one process has written to stderr."""
         return tail(self._errors(number))
 
     def _errors(self, number: int) -> Path:
@@ -292,7 +293,7 @@ class WorkerError(Exception):
 def workers(
     number: int, work: Callable[..., Iterator[object]], *arguments: object
 ) -> Iterator[list[Connection]]:
-    """Starts processes that send what work(i, *arguments) yields, or why it fails, as text."""
+    """Starts processes that send what work(i, *arguments) yields or, as text, why it failed."""
     context = multiprocessing.get_context("spawn")
     started = []
     results = []
@@ -302,7 +303,7 @@ def workers(
             job = (work, index, arguments, sender)
             process = context.Process(target=_work, args=job, daemon=True)
             process.start()
-            sender.close()  # the process has its own, so that its end is the end of the pipe
+            sender.close()  # so that the pipe ends with the process, which has its own
             started.append(process)
             results.append(receiver)
         yield results

@@ -1,8 +1,8 @@
 """`pccl replay`: tells from a master's event log who waited for whom, checks it, and exports it.
 
-In a trace each peer is a process. Its calls are slices, in which the time until all had entered,
-and the one until all had finished, are slices too; calls at the same time are on threads of their
-own. What befalls a peer is a mark on it, what befalls the run one on the master.
+In a trace each peer is a process, and each of its calls a slice. Within it are slices for the time
+until all had entered, and until all had finished. Concurrent calls are on different threads. Events
+of a peer are marks on its process, those of the run marks on the master's.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from pccl.runtime.server.eventlog import VERSION, Damaged, Head, files, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, metavar="LOG", help="what the master's --event-log says")
     parser.add_argument(
+        "log", type=Path, metavar="LOG", help="the file of the master's --event-log"
+    )
+    option(
+        parser,
         "--longer-than",
-        type=duration,
-        default=0.1,
-        metavar="SECONDS",
-        help="leave out calls in which nobody waited for longer, unless they failed (default: "
-        "%(default)s)",
+        "SECONDS",
+        duration,
+        "leave out calls in which no peer waited for longer, unless they failed",
+        0.1,
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="feed the log to the master's state machine, and compare what it does",
+        help="feed the log to the master's state machine, and compare its decisions",
     )
     option(
         parser,
@@ -102,7 +104,7 @@ class Entry(NamedTuple):
     where: str  # file and line
     unix_s: float  # when
     line: Line  # what it says
-    whole: bool  # whether no line is missing since the one before
+    whole: bool  # whether no line before it is missing
 
 
 class Source:
@@ -112,7 +114,7 @@ class Source:
         self._path = path
         self._files = files(path)
         self.problems: list[str] = []  # what is missing or damaged; complete after `lines`
-        self.damaged = False  # whether what a master has written cannot be read
+        self.damaged = False  # whether a line cannot be read
         self.last_unix_s = 0.0
         self._undated = False
         if not self._files:
@@ -121,7 +123,7 @@ class Source:
     def lines(self) -> Iterator[Entry]:
         """All lines, the oldest first. Raises OSError: a file is no event log."""
         head: Head | None = None
-        number = 0  # of the next line, of its master's
+        number = 0  # of the next line, as its master counts
         began_s = 0.0
         whole = True
         for file in self._files:
@@ -146,7 +148,7 @@ class Source:
                     number, whole = number + 1, True
 
     def _dated(self, unix_s: float, otherwise: float, where: str) -> float:
-        """A time, or what to take in its place if it is none."""
+        """`unix_s`, or `otherwise` if that is no time that can be."""
         if 0 <= unix_s < _LAST_UNIX_S:
             return unix_s
         if not self._undated:
@@ -189,7 +191,7 @@ class Source:
 
 
 class Check:
-    """The result of checking a log."""
+    """Feeds a log to the state machine, and compares its decisions."""
 
     def __init__(self) -> None:
         self._again = Replay()
@@ -228,7 +230,7 @@ class Check:
         return "\n".join(lines)
 
 
-BYTES_MAX = 8 << 20  # of a test that anybody would keep
+BYTES_MAX = 8 << 20  # of a generated test
 TEMPLATE = '''"""What a master did in the field; made by `pccl replay --to-test`."""
 
 from pccl.protocol.master.eventlog import Replay, lines
@@ -297,25 +299,25 @@ class Call:
     ended_s: float | None = None  # when all had
     seq: int = 0  # of a collective
     failed: str = ""  # why it failed; empty if it did not
-    awaited: tuple[int, ...] = ()  # whom it waited for to enter it, or to finish it
+    awaited: tuple[int, ...] = ()  # the peers that it waited for
 
 
 @dataclass(frozen=True)
 class Round:
-    """All have entered a call, or have finished it, or it has failed: one of these for several."""
+    """The end of a phase of a call: all its peers have entered, all have finished, or it failed."""
 
     calls: tuple[Call, ...]  # of the peers in it
-    phase: str  # "entered" or "finished"; empty of a failure
-    awaited: tuple[int, ...]  # who came last, or was lost
-    waited_s: tuple[float, ...]  # of each call, how long it waited for these
+    phase: str  # "entered" or "finished"; empty after a failure
+    awaited: tuple[int, ...]  # the peers that came last, or were lost
+    waited_s: tuple[float, ...]  # how long each call waited for these
     failed: str = ""  # why the calls failed
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that took no time, in words; of a peer, or of the whole run.
+    """An event without a duration, of a peer or of the whole run (0).
 
-    `noted`: the master's own words, which are a mark of the run, say it too.
+    `noted`: the master's log reports it too, as a mark of the run.
     """
 
     text: str
@@ -331,7 +333,7 @@ class Happened:
 
 
 class Story:
-    """Follows the calls of all peers from line to line."""
+    """Follows the calls of all peers, line by line."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[int, int], Call] = {}  # open, by peer and call
@@ -499,7 +501,7 @@ SUMS_MAX = 20  # peers named at the end
 
 @dataclass
 class Waited:
-    """For one peer: how often others waited for it, for how long together, and at most."""
+    """How often others waited for one peer, how long in all, and how long at most."""
 
     times: int = 0
     total_s: float = 0.0
@@ -507,7 +509,7 @@ class Waited:
 
 
 class Teller:
-    """Says what happened; not of calls in which nobody waited for longer, unless they failed."""
+    """Puts events into words. Leaves out calls without longer waits, unless they failed."""
 
     def __init__(self, longer_than_s: float) -> None:
         self._longer_than_s = longer_than_s
@@ -539,12 +541,12 @@ class Teller:
         ]
         if self._left_out:
             lines.append(
-                f"calls in which nobody waited for {self._longer_than_s:g} s are left out: "
+                f"calls in which no peer waited for {self._longer_than_s:g} s are left out: "
                 f"{self._left_out}"
             )
         sums = sorted(self._waited.items(), key=lambda item: -item[1].total_s)[:SUMS_MAX]
         if sums:
-            lines.append("others waited, together and at most at a time:")
+            lines.append("how long others waited, in all and at most:")
         lines += [
             f"  for peer {number}: {one.total_s:.3f} s, {one.longest_s:.3f} s; "
             f"{one.times} times it came last"

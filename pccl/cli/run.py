@@ -1,13 +1,14 @@
 """`pccl run`: several copies of a program on this machine, restarted when they die.
 
-Each copy is a peer for itself: it joins the run of the master that PCCL_MASTER names. One that dies
-is started again, and joins again; the others go on meanwhile. A copy is not started again once
-another one has ended with 0 (the training is over), nor if all fail alike at once (it is the
-program).
+Each copy is a peer of its own: it joins the run of the master that PCCL_MASTER names. A copy that
+dies is started again and joins again, while the others continue. No copy is started again once
+another one has ended with 0, because the training is over, or if all copies fail alike at once,
+because the program is wrong.
 
-Signals go to all copies: SIGINT, SIGTERM, SIGHUP and SIGQUIT end them, and a second one kills them;
+Signals go to all copies: SIGINT, SIGTERM, SIGHUP and SIGQUIT end them, and a second one kills them.
 SIGUSR1 and SIGUSR2 are only passed on, for programs that save a checkpoint then. When a copy fails
-or is to end, whatever it has started ends with it; nothing that holds its output delays that.
+or is told to end, all that it has started is killed. A process that survives this and holds the
+copy's output delays nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from pccl.master_node import MasterNode
 from pccl.runtime.signals import Handler, ended_by, handled
 
 GRACE_S = 10.0  # from a signal until a copy that has not ended is killed
-PAUSE_S, PAUSE_MAX_S = 1.0, 30.0  # before a restart; twice as long each time, up to this
-STEADY_S = 60.0  # a copy that has run for so long has recovered from what failed before
+PAUSE_S, PAUSE_MAX_S = 1.0, 30.0  # before a restart; doubled each time, up to the second
+STEADY_S = 60.0  # after running this long, a copy has no earlier failures counted against it
 KILLED = 128 + 9  # status of a program that SIGKILL has ended
 NOT_STARTED = 127  # status of a program that cannot be started, as shells have it
-ALIKE_S = 20.0  # all copies that fail within so long of their start, and alike: it is the program
+ALIKE_S = 20.0  # if all copies fail alike within this time of their start, the program is wrong
 LOOPBACK = "127.0.0.1:0"
 
 
@@ -71,9 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restarts",
         "N",
         whole_number(0),
-        "how often in a row a copy that fails is started again; one that has run for "
-        f"{STEADY_S:.0f} s counts from the beginning; none is once another one has ended with 0, "
-        "or if all fail alike at once",
+        "how often in a row a failing copy is started again; the count begins anew when it has run "
+        f"for {STEADY_S:.0f} s. No copy is started again once another one has ended with 0, or if "
+        "all fail alike at once",
         3,
     )
 
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         if address is None:
             try:
                 node = stack.enter_context(MasterNode(args.with_master or LOOPBACK))
-            except (PCCLError, ValueError) as error:  # the latter: malformed
+            except (PCCLError, ValueError) as error:  # ValueError: the address is malformed
                 complain("run", error)
                 return 1
             address = node.address
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _more_signals(copies: Copies) -> dict[int, Handler]:
-    """Handlers of what other commands do not expect, or end by without a word."""
+    """Handlers of signals that other commands do not handle."""
     handlers: dict[str, Handler] = {
         "SIGQUIT": lambda number, _: copies.stop(number),
         "SIGUSR1": lambda number, _: copies.signal(number),
@@ -126,11 +127,11 @@ class Printer:
 
     def __init__(self) -> None:
         self._printing = threading.Lock()
-        self._begun: tuple[int, TextIO] | None = None  # whose line is not ended, and where
-        self._returned = False  # whether that line is to be overwritten
+        self._begun: tuple[int, TextIO] | None = None  # whose line is incomplete, and its stream
+        self._returned = False  # whether that line ends with \r, to be overwritten
 
     def print(self, number: int, lines: Sequence[bytes], to: TextIO) -> None:
-        """Prints lines with their ends; the last one may have none yet."""
+        """Prints lines, with their ends; the last one may be incomplete."""
         mark, text = painted(f"[{number}]", "cyan", to).encode() + b" ", bytearray()
         with self._printing:
             if self._begun is not None and self._begun != (number, to):
@@ -151,7 +152,7 @@ class Printer:
     @staticmethod
     def _write(data: bytes | bytearray, to: TextIO) -> None:
         raw: BinaryIO | None = getattr(to, "buffer", None)
-        with suppress(OSError, ValueError):  # nobody reads any more, or it is closed
+        with suppress(OSError, ValueError):  # its reader has ended, or it is closed
             if raw is None:
                 to.write(data.decode(errors="replace"))
             else:
@@ -178,10 +179,10 @@ class Copy(threading.Thread):
         self._copies = copies
         self._process: Process | None = None
         self._outputs: list[Output] = []
-        self._starting = threading.RLock()  # a signal may come while one is passed on
+        self._starting = threading.RLock()  # a signal handler may interrupt `signal` and call it
 
     def run(self) -> None:
-        """Runs the program until it succeeds, has failed too often, or is to end."""
+        """Runs the program until it succeeds, has failed too often, or was told to end."""
         failures, copies = 0, self._copies
         while True:
             began_s = time.monotonic()
@@ -209,7 +210,7 @@ class Copy(threading.Thread):
                 return
 
     def signal(self, number: int) -> None:
-        """Passes a signal on, as a terminal would: to the program and the processes it has made."""
+        """Signals the program and its process group, as a terminal would."""
         with self._starting:
             if self._process is not None:
                 self._process.signal(number)
@@ -220,7 +221,7 @@ class Copy(threading.Thread):
             output.flush()
 
     def kill(self) -> None:
-        """Kills the program and whatever it has started."""
+        """Kills the program and all that it has started."""
         with self._starting:
             if self._process is not None and self._process.status is None:
                 self._process.kill()
@@ -262,7 +263,7 @@ class Copy(threading.Thread):
 
 
 class Copies:
-    """All copies of the program, each of which may fail so often in a row and be started again."""
+    """All copies of the program."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], n: int, restarts: int
@@ -271,7 +272,7 @@ class Copies:
         self.stopping = threading.Event()  # set when they are to end
         self.succeeded = False  # whether one of them has ended with 0
         self._stopped_s = 0.0
-        self._number = 0  # of the signal that ends it all
+        self._number = 0  # of the signal that ends all copies; 0: none has come
         self._all = [Copy(i, command, environment, restarts, self) for i in range(n)]
 
     def start(self) -> None:
@@ -285,7 +286,7 @@ class Copies:
         return soon and len(self._all) > 1 and len(statuses) == 1 and statuses != {KILLED}
 
     def wait(self) -> int:
-        """Returns when all have ended, with the status for this program."""
+        """Waits until all have ended; the exit status of `pccl run`."""
         while running := [copy for copy in self._all if copy.is_alive()]:
             running[0].join(0.2)
             for copy in running:
@@ -301,7 +302,7 @@ class Copies:
             copy.signal(number)
 
     def stop(self, number: int) -> None:
-        """Passes a signal on, and starts nothing again. A second one kills."""
+        """Passes a signal on, and starts no copy again. A second call kills all copies."""
         again = self.stopping.is_set()
         self.stopping.set()
         if again:

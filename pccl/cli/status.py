@@ -1,7 +1,7 @@
-"""`pccl status`: prints once what the master of a run shows at its HTTP port.
+"""`pccl status`: prints the state of a run once, from its master's HTTP port.
 
-For whom each call waits comes first; then come the groups, the peers with the calls that they stand
-in, and the weights that are published, with who follows them.
+First come the calls that wait, and the peers that they wait for; then the groups, the peers with
+their calls, and the published weights with their followers.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def add_address(parser: argparse.ArgumentParser) -> None:
         "address",
         "[HOST:]PORT",
         http_port,
-        "where the master shows its run: what its --http says",
+        "the address of the master's --http",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Asks and prints; the exit code is 1 where no answer comes."""
+    """Asks and prints; the exit code is 1 if no answer comes."""
     answer = ask(*args.address)
     if args.json:
         print(answer.body.decode())
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 
 
 def ask(host: str, port: int) -> Answer:
-    """Asks a master for its status. Raises OSError with a sentence where none comes."""
+    """Asks a master for its status. Raises OSError, whose text says why none comes."""
     body = _fetch(host, port)
     try:
         return Answer(body, msgspec.json.decode(body, type=Status))
@@ -78,12 +78,12 @@ def ask(host: str, port: int) -> Answer:
 
 
 def lines(status: Status) -> Iterator[str]:
-    """A status in words, fit for a terminal."""
+    """A status in words, with printable characters only."""
     return map(printable, _lines(status))
 
 
 def _fetch(host: str, port: int) -> bytes:
-    """The answer to a request for the status. Raises OSError with a sentence where none comes."""
+    """The answer to a request for the status. Raises OSError, whose text says why none comes."""
     where = address_text(host, port)
     connection = HTTPConnection(host, port, timeout=PATIENCE_S)
     try:
@@ -96,7 +96,7 @@ def _fetch(host: str, port: int) -> bytes:
             f"no status from {where}: {why}. Has the master been started with --http there?"
         ) from None
     except HTTPException as error:
-        why = f"what answers at {where} speaks no HTTP: {type(error).__name__} {error}"
+        why = f"what answers at {where} does not speak HTTP: {type(error).__name__} {error}"
         raise OSError(printable(f"{why}. Is that the port of the master's --http?")) from None
     finally:
         connection.close()
@@ -139,7 +139,7 @@ def _lines(status: Status) -> Iterator[str]:
 
 
 def _weights(weights: WeightsStatus) -> Iterator[str]:
-    """How far those are that follow, and who fetches from whom."""
+    """How many followers have which version, and from which process each one fetches."""
     have = (
         f"{count} with {f'version {version}' if version else 'none'}"
         for version, count in sorted(weights.followers.items(), reverse=True)
@@ -184,7 +184,7 @@ def _group(group: GroupStatus) -> Sequence[str]:
 
 
 def _ring(ring: RingStatus) -> str:
-    """From whom to whom, back to the first one, with what is known of the links between them."""
+    """The peers in order, back to the first one, with the measured rates of the links."""
     links = ("->" if rate is None else f"-({rate * 8e-6:.0f} Mbit/s)->" for rate in ring.rates)
     steps = (f"{number} {link}" for number, link in zip(ring.order, links, strict=True))
     return f"{' '.join(steps)} {ring.order[0]}, weight {ring.weight}"

@@ -13,7 +13,7 @@ from pccl.support.closing import Closing
 Style: TypeAlias = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
 _CODES: dict[Style, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
 
-BEGIN, END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # without a cursor
+BEGIN, END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen
 HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
@@ -35,7 +35,7 @@ def painted(text: str, style: Style, stream: TextIO | None = None) -> str:
 
 
 class Styled(str):
-    """A line, and the style that all of it is shown in."""
+    """A line that is shown in one style."""
 
     style: Style
 
@@ -46,28 +46,28 @@ class Styled(str):
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere, made fit for a terminal."""
-    fit = "".join(c if c.isprintable() else "?" for c in text)
-    return Styled(fit, text.style) if isinstance(text, Styled) else fit
+    """Text from elsewhere, with "?" for each character that a terminal might obey."""
+    safe = "".join(c if c.isprintable() else "?" for c in text)
+    return Styled(safe, text.style) if isinstance(text, Styled) else safe
 
 
 def shown(line: str, columns: int | None = None) -> str:
-    """A line as it is shown, or as much of it as fits."""
+    """A line in its style, cut to the number of columns."""
     return painted(line[:columns], line.style) if isinstance(line, Styled) else line[:columns]
 
 
 class Screen(Closing):
-    """A screen of its own in the terminal, on which lines take the place of those before."""
+    """The terminal's alternate screen, on which lines replace those shown before."""
 
     def __init__(self) -> None:
         sys.stdout.write(BEGIN)
 
     def show(self, lines: Sequence[str]) -> None:
-        """Cuts lines, and their number, to what fits."""
+        """Shows lines, cut to the width and height of the terminal."""
         columns, rows = shutil.get_terminal_size()
         if len(lines) > rows:
             lines = [*lines[: rows - 1], f"and {len(lines) - rows + 1} more lines"]
-        # at the last column, some terminals would clear what was written there
+        # some terminals would clear the character in the last column
         text = "\n".join(shown(line, columns - 1) + REST_OF_LINE for line in lines)
         sys.stdout.write(HOME + text + REST_OF_SCREEN)
         sys.stdout.flush()
@@ -78,7 +78,7 @@ class Screen(Closing):
 
 
 def screen() -> Screen | None:
-    """Where stdout is a terminal that has another screen."""
+    """A screen; None if stdout is not a terminal that has an alternate one."""
     return Screen() if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else None
 
 
@@ -88,7 +88,7 @@ def complain(command: str, text: object) -> None:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Lines with columns as wide as what is in them; the last one as it is."""
+    """Lines with aligned columns."""
     cells = [heads, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:

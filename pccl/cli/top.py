@@ -1,4 +1,4 @@
-"""`pccl top`: refreshes in a terminal what `pccl status` prints."""
+"""`pccl top`: shows in a terminal what `pccl status` prints, and refreshes it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pccl.cli.terminal import Screen
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
     kind = whole_number(1, 3600)
-    option(parser, "--interval", "SECONDS", kind, "from one look to the next", 1)
+    option(parser, "--interval", "SECONDS", kind, "time between two refreshes", 1)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows it until Ctrl-C; the exit code is 1 where the first answer does not come."""
+    """Shows the run until Ctrl-C; the exit code is 1 if the first answer does not come."""
     if not sys.stdout.isatty():
         raise OSError("it needs a terminal; pccl status prints the same once")
     shown = list(lines(ask(*args.address).status))
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
                 time.sleep(args.interval)
                 try:
                     shown, state = list(lines(ask(*args.address).status)), ""
-                except OSError as error:  # what was shown last stays there
+                except OSError as error:  # the last answer stays on the screen
                     since = state.partition(": ")[0] or f"since {time.strftime('%H:%M:%S')}"
                     state = f"{since}: {error}"
     except KeyboardInterrupt:

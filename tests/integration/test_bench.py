@@ -321,7 +321,7 @@ def test_far_elements_are_counted() -> None:
         (["--quantize", "int8", "-o", "max"], "sums and means"),
         (["--quantize", "int4", "-d", "int32"], "sums and means"),
         (["-b", "8K", "-e", "4K"], "-b no more than -e"),
-        (["-b", "4X"], "is no size"),
+        (["-b", "4X"], "is not a size"),
         (["--peers", "1"], "at least 2"),
     ],
 )

@@ -16,7 +16,7 @@ from pccl.cli.terminal import painted
 
 
 def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """The exit status of `pccl WORDS`, and what it prints, to whom it prints it."""
+    """The exit status of `pccl WORDS`, and what it prints to stdout and stderr."""
     try:
         status = cli.main(words)
     except SystemExit as end:  # argparse
@@ -51,8 +51,8 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         ("bench state -J /nonexistent/file", "cannot write /nonexistent/file"),
         ("bench all_gather -J .", "cannot write .: Is a directory"),
         ("keys /proc/nope", "/proc/nope"),
-        ("keys here --peers 0", "'0' is no whole number of at least 1"),
-        ("keys here --peers -3", "expected one argument|no whole number"),
+        ("keys here --peers 0", "'0' is not a whole number of at least 1"),
+        ("keys here --peers -3", "expected one argument|not a whole number"),
         ("keys here --peers 99999999", "at most 65536"),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_file_for_results_keeps_what_is_in_it_until_there_are_any(
     file = tmp_path / "results"
     file.write_text("of before")
     status, _, err = said(["bench", "all_reduce", "-e", "nonsense", "-J", str(file)], capsys)
-    assert status == 2 and "is no size" in err
+    assert status == 2 and "is not a size" in err
     assert file.read_text() == "of before"
 
 

@@ -230,7 +230,7 @@ MISTAKES = {
     "master --listen-address 127.0.0.1:0 --state {directory}": "{directory}",
     "doctor localhost:1": "nothing answers at localhost:1",
     "keys /proc/nope": "/proc/nope",
-    "keys {directory} --peers 0": "no whole number of at least 1",
+    "keys {directory} --peers 0": "not a whole number of at least 1",
     "bench all_reduce -J /proc/nope": "cannot write /proc/nope",
     "demo --output /proc/nope.png": "cannot write /proc/nope.png",
     "demo --peers 100000": "too many for this machine",

@@ -186,7 +186,7 @@ def test_a_master_with_very_much_or_nothing_to_show() -> None:
     ("answer", "why"),
     [
         (b"", ": Remote end closed connection without response"),
-        (b"\xff\0\0\0\0\0\0\0\1\x7f\3\0\r\n", "speaks no HTTP: BadStatusLine"),
+        (b"\xff\0\0\0\0\0\0\0\1\x7f\3\0\r\n", "does not speak HTTP: BadStatusLine"),
         (http(b"it is\n", "503 Service Unavailable"), "answers 503 Service Unavailable: it is"),
         (http(b"<html>"), "is no master of this version of pccl: JSON is malformed"),
         (http(b'{"version": "9"}'), "is no master of this version of pccl: Object missing"),

@@ -47,8 +47,8 @@ def test_where_the_time_goes() -> None:
     assert lines[2].startswith(" 25 %, 250 ms: from then until all have finished")
     assert "no link is measured: call optimize_topology()" in lines[3]
     (late,) = lines[4:]
-    assert late.startswith("the latest is peer 3: others waited for it for ")
-    assert late.endswith("per call of late, and for 3 s in all")
+    assert late.startswith("the latest is peer 3: others recently waited ")
+    assert late.endswith(" for it in each call, and 3 s in all")
 
 
 def test_the_slowest_link_and_what_there_would_be_without_it() -> None:

@@ -1,6 +1,6 @@
 """`pccl bench`: measures collectives, training, shared state and kernels.
 
-Collectives in the manner of nccl-tests.
+The options and the table of collectives are those of nccl-tests.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from pccl.cli.bench import collectives, ddp, kernels, master, recovery, state
 
-OTHERS: dict[str, tuple[str, Any]] = {  # than collectives: help, and the module
+OTHERS: dict[str, tuple[str, Any]] = {  # measurements other than collectives: help, module
     "ddp": ("torch's DistributedDataParallel over pccl and over gloo", ddp),
-    "state": ("shared state to a newcomer, and already equal", state),
+    "state": ("synchronizing shared state, with a newcomer and without", state),
     "recovery": (
         "how long a run stands still when a peer dies, freezes or joins, or the master dies",
         recovery,

@@ -1,13 +1,16 @@
 """Measures a collective over processes of one or several machines, and verifies every result.
 
-Prints the table of nccl-tests: time is the median over the iterations of the mean over the peers,
-algbw is the size over the time, and busbw = algbw * 2 (n-1) / n for all-reduce, (n-1) / n for
-all-gather and reduce-scatter, whose size is that of the larger buffer, and all-to-all, which is
-never in place, and algbw for broadcast, which always is; wire is the bytes that a peer sends.
-`--against` alternates with torch.distributed over gloo or nccl, with pccl without `--quantize`, or
-with the same all-reduce as 16 smaller ones that are under way at once (`pieces`), or as one list of
-148 tensors like those of a GPT in `all_reduce_multiple_with_retry` (`tensors`), iteration by
-iteration, in the same processes on the same memory, and prints the ratio of the speeds.
+Prints the table of nccl-tests. `time` is the median over the iterations of the mean over the peers,
+and `size` the bytes of the larger buffer. algbw is size / time. busbw is algbw * 2 (n-1) / n for
+all-reduce, algbw * (n-1) / n for all-gather, reduce-scatter and all-to-all, and algbw for
+broadcast. An all-to-all is never in place, a broadcast always. `wire` is the bytes that a peer
+sends.
+
+`--against` measures something else in turns with it, iteration by iteration, in the same processes
+on the same memory, and prints the ratio of the speeds: torch.distributed over `gloo` or `nccl`;
+pccl without `--quantize` (`unquantized`); the same all-reduce as 16 smaller concurrent ones
+(`pieces`), or as one `all_reduce_multiple_with_retry` of 148 tensors like those of a GPT
+(`tensors`).
 
 `--device cuda` measures tensors in GPU memory: process i has GPU i of its machine, or shares one.
 
@@ -98,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         parser.add_argument(
             "--quantize",
             choices=["int8", "int4", "uint8"],
-            help="quantize: elements are verified to be as near as they must",
+            help="quantize; results are verified within the error bound of the format",
         )
     else:
         parser.set_defaults(op="none", quantize=None)
@@ -116,16 +119,18 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         type=whole_number(1, 256),
         default=0,
         metavar="N",
-        help="connections to the next peer (one on this machine, else by the round trip)",
+        help="connections to the next peer (default: one on this machine, else by the round trip)",
     )
     parser.add_argument(
-        "--against", choices=OTHERS, help="measure this in turns with it, on this machine"
+        "--against",
+        choices=OTHERS,
+        help="measure this in turns with it, by processes of this machine",
     )
     parser.add_argument(
         "--device",
         choices=trials.DEVICES,
         default="cpu",
-        help="where the arrays lie; cuda: tensors of torch (default: %(default)s)",
+        help="where the arrays are; cuda: torch tensors (default: %(default)s)",
     )
     options.add_json(parser)
     parser.add_argument(

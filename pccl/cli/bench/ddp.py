@@ -1,10 +1,10 @@
 """Measures torch's DistributedDataParallel: a small GPT over pccl, and over gloo, in turns.
 
-The step of one way follows that of another one, in an order that is reversed in every second
-iteration, each after an untimed all-reduce of one element over the same group: so all peers begin
-together, and other load on the machine affects all alike.
+Each iteration has one step of each way; every second iteration has them in reverse order. So other
+load on the machine affects all ways alike. Before each step, an untimed all-reduce of one element
+over the same group lets all peers begin together.
 
-The program is the same for both but for the group that it is given. A step is timed as a whole:
+The ways differ only in their process group. A step is timed as a whole:
 forward, backward with the all-reduce of the gradients, optimizer. Times are those of the slowest
 peer in each step; the table has medians over the steps (and minima), and steps a second as a ratio
 to gloo's. Afterwards all peers must have the same weights, to the bit.
@@ -40,7 +40,7 @@ GLOO, PCCL = "gloo", "pccl"
 
 
 class Job(NamedTuple):
-    """What all processes do, by the names of the options."""
+    """The options of all processes, by name."""
 
     peers: int
     wire: list[str]
@@ -87,7 +87,7 @@ class Trainee:
         self.loss = 0.0
 
     def meet(self) -> None:
-        """Returns when all peers are here."""
+        """Returns when all peers have entered it."""
         import torch.distributed as dist
 
         dist.all_reduce(self._one, group=self._group)
@@ -143,7 +143,7 @@ def _measure(job: Job, gloo: Any) -> Measured:
     for iteration in range(job.warmup_iters + job.iters):
         size = job.batch, job.length + 1
         tokens = torch.randint(VOCABULARY, size, generator=generator).sort(1).values
-        back = iteration % 2 == 1  # no way always follows the same one, and what that leaves
+        back = iteration % 2 == 1  # so that no way always runs after the same other one
         for name, way in sorted(ways.items(), reverse=back):
             way.meet()
             began = time.perf_counter()
@@ -162,7 +162,7 @@ def _measure(job: Job, gloo: Any) -> Measured:
 _WIRES = get_args(Format)
 _NUMBERS = (  # name, default, meaning
     ("--layers", 4, "layers of the model"),
-    ("--width", 256, "its width"),
+    ("--width", 256, "width of the model"),
     ("--length", 64, "tokens of a sequence"),
     ("--batch", 4, "sequences of each process in each step"),
     ("--bucket-mib", 25, "most MiB of gradients that are reduced together"),
@@ -177,22 +177,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=_WIRES,
         default=[],
-        help="measure pccl with gradients quantized so, too",
+        help="also measure pccl with gradients in these formats",
     )
     for name, default, meaning in _NUMBERS:
-        parser.add_argument(
-            name,
-            type=whole_number(1),
-            default=default,
-            metavar="N",
-            help=f"{meaning} (default: %(default)s)",
-        )
+        option(parser, name, "N", whole_number(1), meaning, default)
     option(
         parser,
         "--threads",
         "N",
         whole_number(1),
-        "torch's, in each process (this machine's cores divided among its processes)",
+        "torch's threads in each process (default: the cores divided among the processes)",
     )
     options.add_json(parser)
 

@@ -2,7 +2,7 @@
 
 GB/s count all that is read and written: an addition reads two arrays and writes one. The kernel and
 numpy take turns, iteration by iteration; the table shows medians and, in brackets, the fastest.
-Sizes are those of the arrays that are not quantized; "int8->" dequantizes, and "int8+" is a step of
+Sizes are those of the unquantized arrays; "int8->" dequantizes, and "int8+" is a step of
 a ring: dequantize, add, quantize.
 """
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One row."""
+    """One row of the table."""
 
     name: str
     call: Callable[[], object]  # what is timed
@@ -120,7 +120,7 @@ def _quantized(name: QuantizationName, nbytes: int) -> list[Kernel]:
         step()
         return far(to_total, 2)
 
-    quantize()  # for who dequantizes, and so that the sums below stay finite
+    quantize()  # the input of `dequantize`; and the sums below stay finite
     lib.pccl_quantize(*how, to_total, to_a, a.size)
     return [
         Kernel(name, quantize, nbytes + size, lambda: far(to_codes, 1)),
@@ -134,7 +134,7 @@ def _cell(rates: tuple[float, float]) -> str:
 
 
 def _pointers(*arrays: trials.Bits) -> list[CData]:
-    """The memory of arrays, which it keeps alive."""
+    """Pointers to the memory of arrays, which keep them alive."""
     return [ffi.from_buffer("unsigned char[]", array) for array in arrays]
 
 

@@ -22,7 +22,7 @@ from pccl.protocol.master.effects import Drop, Send
 from pccl.runtime.inline import combine
 
 VOTE_US_MAX = 25.0
-GROWTH_MAX = 2.0  # a vote may cost so much more in the largest run than in the smallest
+GROWTH_MAX = 2.0  # the cost of a vote in the largest run, as a multiple of that in the smallest
 WORK = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 1 << 20)
 ENTRIES = tuple(m.Entry(f"layer.{i}", 10, 4096, False, bytes(16)) for i in range(20))
 
@@ -110,9 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[10, 100, 1000],
         metavar="N",
-        help="sizes of the runs (10 100 1000)",
+        help="sizes of the runs (default: 10 100 1000)",
     )
-    option(parser, "--groups", "N", whole_number(1), "of peers", 8)
+    option(parser, "--groups", "N", whole_number(1), "groups of peers", 8)
     option(parser, "-n --iters", "N", whole_number(1), "rounds of each kind", 20)
 
 
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     for name in runs[0]:
         costs = [run[name].us for run in runs]
         flat = costs[-1] <= GROWTH_MAX * costs[0]
-        fast = costs[-1] <= VOTE_US_MAX or name == "sync"  # it costs as much as it has entries
+        fast = costs[-1] <= VOTE_US_MAX or name == "sync"  # its cost grows with its entries
         good = good and flat and fast
         verdict = "" if flat and fast else "GROWS" if not flat else f"over {VOTE_US_MAX:g} us"
         cells = "".join(f"{cost:15.1f}" for cost in costs)

@@ -12,9 +12,11 @@ PEERS_MAX = 64
 
 
 def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str, factor: int) -> None:
-    option(parser, "-b --minbytes", "SIZE", size, "smallest", begin)
-    option(parser, "-e --maxbytes", "SIZE", size, "largest", end)
-    option(parser, "-f --stepfactor", "N", whole_number(2), "from one size to the next", factor)
+    option(parser, "-b --minbytes", "SIZE", size, "smallest size", begin)
+    option(parser, "-e --maxbytes", "SIZE", size, "largest size", end)
+    option(
+        parser, "-f --stepfactor", "N", whole_number(2), "factor from one size to the next", factor
+    )
 
 
 def add_iterations(parser: argparse.ArgumentParser, iterations: int, warmups: int) -> None:
@@ -44,12 +46,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         "--master",
         "HOST[:PORT]",
         master,
-        "be one of the peers of a run on several machines, whose master is there",
+        "run as one peer of a run on several machines, with the master at this address",
     )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    option(parser, "-J --json", "FILE", output, "write the results here too")
+    option(parser, "-J --json", "FILE", output, "write the results to this file, too")
 
 
 def write_json(args: argparse.Namespace, found: dict[str, object]) -> None:

@@ -2,7 +2,7 @@
 
 The peers reduce all the time, each in a process of its own over loopback; the master is another
 process, with a journal. Times are until the last survivor has completed a collective that began
-after the event, of a freeze without the heartbeats' timeout. POSIX only.
+after the event; those of a freeze do not include the heartbeat timeout. POSIX only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BEGAN, ENDED, WORLD, CONNECTED_S, FIRST_S, FIELDS = range(6)
 
 
 def _peer(address: str, nbytes: int, board: SynchronizedArray[float], stop: int) -> None:
-    """Life of a peer: reduces, admits newcomers, and writes down when its last collective was."""
+    """The life of a peer: reduces, admits newcomers, and notes when its last collective was."""
     follow_parent()
     x = np.ones(nbytes // 4, np.float32)
     began = time.monotonic()
@@ -102,7 +102,7 @@ class _Run:
         return float(max(p.board[ENDED] for p in self.peers))
 
     def settle(self) -> None:
-        """Until all reduce together; then some random time, so that the event comes anywhere."""
+        """Waits until all reduce together, then for a random time, so the event comes anywhere."""
         _wait_until(self.reduced_since(time.monotonic(), len(self.peers)), "all reduce together")
         time.sleep(random.uniform(0.0, 0.2))
 
@@ -113,9 +113,9 @@ class _Run:
         self.master.close()
 
 
-def _wait_until(so: Callable[[], bool], what: str) -> None:
+def _wait_until(condition: Callable[[], bool], what: str) -> None:
     give_up_at = time.monotonic() + PATIENCE_S
-    while not so():
+    while not condition():
         if time.monotonic() > give_up_at:
             raise TimeoutError(f"waited {PATIENCE_S:g} s until {what}")
         time.sleep(0.001)
@@ -164,8 +164,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         15,
     )
     option(parser, "--peers", "N", whole_number(3, PEERS_MAX), "processes", 3)
-    option(parser, "--bytes", "SIZE", size, "that they reduce", "4M")
-    option(parser, "--heartbeat-ms", "MS", whole_number(100), "timeout of the heartbeats", 2000)
+    option(parser, "--bytes", "SIZE", size, "bytes that the peers reduce", "4M")
+    option(parser, "--heartbeat-ms", "MS", whole_number(100), "heartbeat timeout", 2000)
     parser.add_argument(
         "--only", nargs="+", choices=EVENTS, default=EVENTS, help="leave out the other events"
     )

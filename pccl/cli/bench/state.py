@@ -1,13 +1,18 @@
 """Measures the synchronization of shared state over processes of this machine, and verifies it.
 
-In each iteration a peer joins the run (untimed), receives everything from the holders, and then all
-synchronize the same content once more. What that can be compared with takes its turn in the same
-iteration: the lanes, in a broadcast of the same bytes from one holder to all; on the newcomer alone
-the hashing of its state, a copy of it in memory, and beforehand a first touch of as much memory as
-it is about to receive into. That is the operating system's work, and much of it on a virtual
-machine whose host takes back what is not in use: so a newcomer that finds such memory cold waits
-for the sum of the two. Times are medians, of the newcomer, and where nothing moves of the slowest
-peer; GB/s are of the state's bytes.
+In each iteration a peer joins the run (untimed) and receives everything from the holders
+(`newcomer`). Then all synchronize the same content once more (`equal`). For comparison, the same
+iteration also measures
+
+lanes   a broadcast of the same bytes from one holder to all;
+hash    the hashing of the newcomer's state;
+copy    a copy of that state in memory;
+memory  the first touch of as much memory, before the newcomer receives. The operating system does
+        this work, which is slow on a virtual machine whose host has reclaimed the memory. Without
+        the memory from this touch, a newcomer would wait for the sum of the two.
+
+Times are medians: those of the newcomer, and for `equal` those of the slowest peer. GB/s count the
+bytes of the state.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ _RATIOS = {"new/lanes": ("lanes", "newcomer"), "hash/copy": ("copy", "hash")}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of all processes: sizes in bytes, one after the other, of so many entries."""
+    """What all processes do; sizes are in bytes."""
 
     sizes: tuple[int, ...]
     entries: int
@@ -75,9 +80,9 @@ class Measured:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_sizes(parser, "256M", "256M", 2)
     options.add_iterations(parser, 7, 2)
-    option(parser, "--entries", "N", whole_number(1), "into which the state is cut", 16)
+    option(parser, "--entries", "N", whole_number(1), "entries of the state", 16)
     holders = whole_number(1, PEERS_MAX)
-    option(parser, "--holders", "N", holders, "peers that have what the newcomer lacks", 2)
+    option(parser, "--holders", "N", holders, "peers that hold the state", 2)
     options.add_json(parser)
 
 
@@ -169,7 +174,7 @@ def _iterate(
     shared.push_revision()
     _meet(comm)
     measured.time("equal", lambda: comm.sync_shared_state(shared))
-    comm.broadcast(content, tag=1)  # the first one on new lanes needs memory for what it overwrites
+    comm.broadcast(content, tag=1)  # untimed: the first one on new lanes allocates memory
     _meet(comm)
     measured.time("lanes", lambda: comm.broadcast(content, tag=1))
 
@@ -181,10 +186,10 @@ def _gather(comm: pccl.Communicator, job: Job) -> None:
 
 
 def _let_in(comm: pccl.Communicator) -> None:
-    """Of the holders: admits the next newcomer, when the last one has left.
+    """A holder admits the next newcomer, when the last one has left.
 
-    By what all have agreed on alone: one may hear earlier than the other that somebody has left. A
-    peer that has not left yet is waited for in the round, so it is never still there afterwards.
+    Decides only by what all holders have agreed on, because one may hear earlier than another that
+    a peer has left. The round waits for a peer that has not left yet, so it has left afterwards.
     """
     while not comm.are_peers_pending():
         pass

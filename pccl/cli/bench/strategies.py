@@ -1,4 +1,4 @@
-"""How the sizes that are measured travel, as `pccl.protocol.strategy` chooses it."""
+"""How collectives of the measured sizes travel, as `pccl.protocol.strategy` chooses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chosen(
     quantization: QuantizationName | None = None,
     settings: Settings | None = None,
 ) -> Strategy:
-    """How a collective of so many bytes travels in a group of peers on one machine, or several."""
+    """How a collective of `nbytes` travels among peers on one machine, or on several."""
     kind = CollectiveKind(what)
     options = QuantizationOptions.of(quantization) if quantization else None
     count = nbytes // dtype.itemsize // blocks(what, peers)

@@ -1,4 +1,4 @@
-"""One process that measures a collective: its data, its arrays, the ways that take turns.
+"""What one process does to measure a collective: data, arrays, and the ways that take turns.
 
 Each peer's contribution repeats a table of small whole numbers, so every partial result is exact in
 every element type. The length of the table is a prime, so a chunk in the wrong place is detected.
@@ -30,13 +30,13 @@ from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
 PERIOD = 8191
 EXACT_MAX = 256  # the largest sum that every element type has exactly: bfloat16 has 8 bits
-VALUE_MAX = 15  # of what a peer brings to a sum, where there are few peers
+VALUE_MAX = 15  # the largest value of a contribution, if there are few peers
 
 Bits = NDArray[Any]  # elements as numpy knows them; bfloat16 as the upper halves of float32
 
 
 def value_max(peers: int) -> int:
-    """The largest value that one of so many peers brings."""
+    """The largest value of a contribution, with that many peers."""
     return min(VALUE_MAX, EXACT_MAX // peers)
 
 
@@ -125,7 +125,7 @@ def _store(values: NDArray[Any], dtype: DataType) -> Bits:
 
 
 def blocks(what: str, peers: int) -> int:
-    """How many times as large the larger buffer of a collective is."""
+    """The size of a collective's larger buffer, as a multiple of the smaller one."""
     return peers if what in ("all_gather", "reduce_scatter", "all_to_all") else 1
 
 
@@ -133,25 +133,25 @@ DEVICES = ("cpu", "cuda")
 
 
 class Host:
-    """Arrays of numpy, or, of bfloat16, torch's on the CPU."""
+    """Numpy arrays; for bfloat16, torch tensors on the CPU."""
 
     def put(self, bits: Bits, dtype: DataType) -> Array:
         """An array of these elements."""
         return as_array(bits.copy(), dtype)
 
     def bits(self, array: Any) -> Bits:
-        """Its elements, as numpy knows them."""
+        """Its elements as a numpy array."""
         return array if isinstance(array, np.ndarray) else _words(array)
 
     def fill(self, array: Array, bits: Bits) -> None:
         self.bits(array)[:] = bits
 
     def finish(self) -> None:
-        """Returns when what this process has queued there is done; here nothing ever is."""
+        """Waits for queued work; the host has none."""
 
 
 class Device:
-    """Tensors of torch on the device of that name, which is this process's."""
+    """Torch tensors on the device of that name."""
 
     def __init__(self, name: str) -> None:
         self._torch: Any = importlib.import_module("torch")
@@ -182,7 +182,7 @@ class Device:
         return self._torch.as_tensor(as_array(bits, dtype))
 
 
-Place = Host | Device  # where arrays lie
+Place = Host | Device  # where arrays are
 
 
 def of_process(device: str, number: int) -> Place:
@@ -195,7 +195,7 @@ def of_process(device: str, number: int) -> Place:
 
 
 def missing(device: str) -> str:
-    """Why this machine cannot measure on that device, and what to do; or nothing."""
+    """Why this machine cannot measure on that device, and what to do; empty if it can."""
     if device == "cpu":
         return ""
     if importlib.util.find_spec("torch") is None:
@@ -248,11 +248,11 @@ _TAG = 1  # of what is timed; the meetings before it have tag 0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to do it."""
+    """One way to run a collective."""
 
-    meet: Callable[[], object]  # lets all peers begin together
+    meet: Callable[[], object]  # returns on all peers at about the same time
     run: Callable[[], object]  # what is timed
-    sent: Callable[[], int]  # does it once more; the bytes that this peer sent
+    sent: Callable[[], int]  # runs it once more; the bytes that this peer sent
     reset: Callable[[], None]  # gives the buffers known contents
     result: Callable[[], Bits]  # the result, on the host
     quantization: QuantizationName | None = None  # of the result; None: it is exact
@@ -269,7 +269,7 @@ class Trial:
         op: ReduceOp,  # if it reduces
         count: int,  # elements of the smaller buffer
         quantization: QuantizationName | None = None,  # as `Communicator.all_reduce` takes it
-        place: Place | None = None,  # where its arrays lie; None: in host memory
+        place: Place | None = None,  # where its arrays are; None: in host memory
     ) -> None:
         self._quantization, self._place = quantization, place or Host()
         self._comm, self._what, self._dtype, self._op = comm, what, dtype, op
@@ -281,7 +281,7 @@ class Trial:
         self._recv: Any = self._place.put(np.zeros(recv, self._content.dtype), dtype)
 
     def ways(self, against: str | None) -> dict[str, Way]:
-        """All of them by name, and one of OTHERS."""
+        """All ways of this collective by name, and the one of OTHERS that is asked for."""
         found = {}
         if self._what != "broadcast":
             found[OUT_OF_PLACE] = self._way(self._send, self._recv, self._quantization)
@@ -298,14 +298,14 @@ class Trial:
         return found
 
     def check(self, way: Way) -> int:
-        """Does it once more, from known contents, and counts the wrong elements."""
+        """Runs it once more, from known contents, and counts the wrong elements."""
         way.reset()
         way.run()
         result, count, size = way.result(), self._count, self._peers
         if self._what == "all_gather":
             rows = result.reshape(size, count)
             return sum(count_wrong(rows[r], self._brought(r)) for r in range(size))
-        if self._what == "all_to_all":  # what others have for us begins somewhere in their table
+        if self._what == "all_to_all":  # their rows for us begin somewhere in their tables
             rows, at = result.reshape(size, count), -(self._rank * count % PERIOD)
             brought = (np.roll(self._brought(r), at) for r in range(size))
             return sum(count_wrong(*each) for each in zip(rows, brought, strict=True))
@@ -430,10 +430,10 @@ class Job:
     iterations: int
     warmups: int  # iterations that are not timed
     check: bool  # whether to verify every element of one more call of each way
-    against: str | None = None  # what takes its turns too, of `ways.OTHERS`
+    against: str | None = None  # one of OTHERS, which takes turns with it
     quantization: QuantizationName | None = None  # as `Communicator.all_reduce` takes it
     lanes: int = 0  # connections to the next peer; 0: as pccl chooses
-    device: str = "cpu"  # where the arrays lie, of `places.DEVICES`
+    device: str = "cpu"  # where the arrays are: one of DEVICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +446,7 @@ class Measured:
 
 
 def serve(number: int, job: Job, address: str, store: str) -> Iterator[Measured]:
-    """What process `number` measures, size after size. `store` is where torch's find each other."""
+    """Yields what process `number` measures, size by size. torch's processes meet at `store`."""
     place = of_process(job.device, number)
     with _torch(job, number, store), join(address, job) as comm:
         for count in job.counts:
@@ -478,7 +478,7 @@ def _torch(job: Job, number: int, store: str) -> Iterator[None]:
 
 
 def measure(comm: pccl.Communicator, job: Job, count: int, place: Place) -> Measured:
-    """One size, of `count` elements, whose arrays lie there."""
+    """Measures one size, of `count` elements, with arrays at that place."""
     trial = Trial(comm, job.what, job.dtype, job.op, count, job.quantization, place)
     found = trial.ways(job.against)
     times_s: dict[str, list[float]] = {name: [] for name in found}

@@ -37,23 +37,22 @@ class Program(NamedTuple):
     """A program to run under faults."""
 
     title: str
-    copies: int  # at most so many at once
-    command: tuple[
-        list[str], list[str]
-    ]  # that makes the run: what is before the options, and after
+    copies: int  # the most that run at once
+    # the words of the command line before the options of a run, and after them
+    command: tuple[list[str], list[str]]
     crew: Callable[[Path], Crew]  # of a run, given the directory of its files
-    # of a run that is over: what was violated, and how fast it was
+    # of a run that is over: the violations, and how fast it was
     judge: Callable[[Path, Director], tuple[list[str], Metrics]]
-    environment: Mapping[str, str] = MappingProxyType({})  # of all processes, beside this one's
-    settings: Mapping[str, str] = MappingProxyType({})  # what else the schedule must say
+    environment: Mapping[str, str] = MappingProxyType({})  # of all processes, besides this one's
+    settings: Mapping[str, str] = MappingProxyType({})  # of the program, saved in the schedule
     steered: bool = False  # whether copies read orders from their stdin
-    more: Mapping[str, Kind] = MappingProxyType({})  # what copies do to themselves if told to
+    more: Mapping[str, Kind] = MappingProxyType({})  # faults that copies inflict on themselves
     grace_s: float | None = None  # for copies to end by themselves after the faults
     curve_dir: str = ""  # keys, for an encrypted run
 
 
 def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
-    """The options of all that make runs under faults. `copies` is what a copy is called."""
+    """Adds the options of a run under faults. `copies` is what the help calls a copy."""
     option(parser, "--minutes", "MINUTES", positive, "how long faults come", 2)
     option(parser, "--seed", "SEED", whole_number(0), "decides all faults", 0)
     option(parser, "--calm", "SECONDS", positive, "from one fault to the next, on average", 1)
@@ -66,28 +65,29 @@ def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
         "--restart",
         "SECONDS",
         positive,
-        f"start another {copies} so long after one has ended (default: when a fault says so)",
+        f"start another {copies} this long after one has ended (default: when a fault says so)",
     )
     parser.add_argument(
         "--network",
         action="store_true",
-        help=f"give each {copies} a host of its own, and disturb the network too; Linux, as root",
+        help=f"run each {copies} in its own network namespace, and disturb the network too; Linux, "
+        "as root",
     )
     parser.add_argument(
         "--replay",
         metavar="SEED|FILE",
-        help="play again what a run that failed has left in chaos-SEED.json, or draw SEED again",
+        help="repeat the faults of a failed run, from chaos-SEED.json, or those drawn from SEED",
     )
     option(
         parser,
         "--shrink",
         "MINUTES",
         positive,
-        "if the run fails, look for so long for fewer faults with which it fails, too",
+        "if the run fails, search this long for fewer faults with which it still fails",
     )
-    option(parser, "--report", "FILE", output, "write a report there, as one HTML file")
-    option(parser, "--keep", "DIR", Path, "keep there all that the processes write")
-    parser.add_argument("--plain", action="store_true", help="lines, also on a terminal")
+    option(parser, "--report", "FILE", output, "write a report, as one HTML file")
+    option(parser, "--keep", "DIR", Path, "keep all that the processes write, in this directory")
+    parser.add_argument("--plain", action="store_true", help="print lines, even on a terminal")
 
 
 class Harness:
@@ -99,7 +99,7 @@ class Harness:
         self._network: Network | None = None
 
     def run(self) -> int:
-        """Makes the run, says what came of it; the exit code."""
+        """Makes the run and prints its outcome; the exit code."""
         args = self._args
         with ExitStack() as stack:
             if args.network:
@@ -136,7 +136,7 @@ class Harness:
             return 1
 
     def _options(self, seed: int, *, saved: bool) -> list[str]:
-        """The options with which the same faults come again, which a file has if it was saved."""
+        """The options that repeat the same faults: from the file, if they were saved."""
         args = self._args
         more = ["--network"] * args.network
         if args.restart is not None:
@@ -244,15 +244,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for name, kind in kinds.KINDS.items()
     )
     add_program(parser, "pccl chaos", epilog)
-    option(parser, "-n", "COPIES", whole_number(2, 200), "at most so many copies at once", 4)
+    option(parser, "-n", "COPIES", whole_number(2, 200), "the most copies that run at once", 4)
     add_options(parser, "copy")
     option(
         parser,
         "--finish",
         "SECONDS",
         whole_number(1),
-        "after the faults, let the copies end by themselves, and at most for so long "
-        "(default: they are asked to end, by SIGTERM)",
+        "after the faults, wait this long for the copies to end by themselves (default: they are "
+        "asked to end, by SIGTERM)",
     )
 
 
@@ -272,12 +272,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         return Harness(args, what).run()
     except NetworkError as error:
-        complain("chaos", f"no hosts of their own: {error}")
+        complain("chaos", f"--network is not possible here: {error}")
         return 1
 
 
 def judge(directory: Path, director: Director) -> tuple[list[str], Metrics]:
-    """A step is a collective, as the master has seen it."""
+    """Counts each collective that the master has seen as a step."""
     faults = [
         done.at_s
         for done in director.chronicle.done

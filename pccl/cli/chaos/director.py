@@ -19,19 +19,19 @@ from pccl.cli.processes import held
 
 TICK_S = 0.005
 MOMENT_MAX_S = 1.0  # a fault waits no longer for its moment
-SIZES_S = 1.0  # from one look at what the master holds to the next
-NOBODY = "it could befall nobody"
+SIZES_S = 1.0  # between two looks at the memory and descriptors of the master
+NOBODY = "there was no copy for it"
 
 
 @dataclass
 class Done:
-    """A fault that has happened."""
+    """A fault that has happened, or was skipped."""
 
     fault: Fault  # as it was drawn
     at_s: float  # when it was
     over_s: float | None = None  # when it was taken back
-    copy: int = -1  # whom it befell; -1: the master, or all
-    moment: str = ""  # for which it had waited, if that came
+    copy: int = -1  # that it hit; -1: the master, or all copies
+    moment: str = ""  # that it had waited for, if that came
     skipped: str = ""  # why it did not happen
 
 
@@ -48,27 +48,27 @@ class Chronicle:
     sizes: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-SETTLE_S = 3.0  # a master knows in less whether a copy is still there
+SETTLE_S = 3.0  # after this time the master knows whether a copy is still there
 
 
 class Crew(Protocol):
-    """The director's knowledge of the program whose copies it disturbs."""
+    """What the director knows of the program whose copies it disturbs."""
 
     def command(self, number: int, alive: Sequence[Copy]) -> Sequence[str]:
-        """How the copy of that number is started, beside those that live."""
+        """The command line of a new copy; `alive` are the others."""
 
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
         """Marks the copies that could go on alone: they are in the run, and have its state."""
 
     def group(self, copy: Copy) -> int:
-        """Which copies share a state."""
+        """The group of a copy: copies of one group share a state."""
 
     def leave(self, copy: Copy) -> None:
         """Asks a copy to end."""
 
 
 class Strangers:
-    """Copies of a program of which nothing is known but what their master sees."""
+    """Copies of any program, known only by the event log of their master."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -79,7 +79,7 @@ class Strangers:
         return self._command
 
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
-        """All that live are in the run if it has as many peers for a while, and goes on."""
+        """All copies are in the run once it has as many peers for a while, and makes progress."""
         now_s = time.monotonic()
         alive = {copy.number for copy in copies if copy.ended_s is None}
         disturbed = any(copy.stopped for copy in copies)
@@ -109,7 +109,9 @@ class Director:
         crew: Crew,
         bound_s: float,  # the run must not stand still for longer
         restart_s: float | None,  # until another copy takes the place of one that has ended
-        told: Callable[[Director, Done | None], None],  # of each fault, and every moment
+        told: Callable[
+            [Director, Done | None], None
+        ],  # called after each fault, and with None at each tick
     ) -> None:
         self.watch = Watch()  # what the master's event log says
         self.chronicle = Chronicle()  # what has happened
@@ -119,7 +121,7 @@ class Director:
         self._crew = crew
         self._bound_s = bound_s
         self._restart_s = restart_s
-        self._replaced = 0  # copies that have ended, and whose place was taken
+        self._replaced = 0  # copies that have ended and were replaced
         self._told = told
         self._follower = Follower(stage.event_log)
         self._undos: list[tuple[float, Done, Undo]] = []
@@ -196,10 +198,12 @@ class Director:
         self._told(self, None)
         time.sleep(TICK_S)
 
-    def _until(self, so: Callable[[], bool], what: str = "", seconds: float = math.inf) -> bool:
-        """Ticks until something is so; or the run is over, which it is if that takes too long."""
+    def _until(
+        self, condition: Callable[[], bool], what: str = "", seconds: float = math.inf
+    ) -> bool:
+        """Ticks until the condition holds; False if the run is over first, as after a timeout."""
         give_up_s = time.monotonic() + seconds
-        while not so():
+        while not condition():
             if self.over():
                 return False
             if time.monotonic() > give_up_s:
@@ -233,7 +237,7 @@ class Director:
         return True
 
     def _calm(self) -> None:
-        """Takes all back; then all that live must be in the run together, and go on."""
+        """Ends all faults; then all living copies must be in the run together, and continue."""
         self._undo_all()
         if not self.stage.alive() and not self.over():
             self.stage.start()
@@ -278,7 +282,7 @@ class Director:
         return self.stage.harm(done.fault.what, copy)
 
     def _harm_master(self, done: Done) -> Undo:
-        """Skips what comes before the master has recovered: otherwise the run would never go on."""
+        """Skips a fault before the master has recovered: otherwise the run might never go on."""
         busy = any(self._table[one.fault.what].target is Target.MASTER for _, one, _ in self._undos)
         busy |= self.watch.masters < self.stage.master_starts  # it is about to begin
         if busy or (done.fault.what == kinds.RESTART and self.watch.rounds == self._restarted_at):
@@ -290,7 +294,7 @@ class Director:
         return self.stage.harm_master(done.fault.what)
 
     def _kill_most(self, done: Done) -> None:
-        """Of each group one stays that could go on alone."""
+        """Spares one copy of each group, which could go on alone."""
         spared: dict[int, Copy] = {}
         for copy in self._awake():
             if copy.settled:
@@ -343,7 +347,7 @@ class Director:
             self.stage.start()
         self._replaced += max(late, 0)
 
-    # ---- what must not be ----
+    # ---- violations ----
 
     def _note_end(self, copy: Copy) -> None:
         status = copy.process.status

@@ -1,7 +1,8 @@
-"""The kinds of faults, schedules of them from a seed, and the search for those that matter.
+"""The kinds of faults, schedules drawn from a seed, and the search for the faults that matter.
 
-A schedule says nothing of what happens: whom a fault befalls is a fraction, which is applied to
-those that it can befall when the time has come. So any part of a schedule is a schedule, too.
+A schedule does not depend on the course of the run. It names the target of a fault by a fraction,
+which selects one of the possible targets when the fault is due. So any subset of a schedule is a
+schedule, too.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class Kind(NamedTuple):
     """A kind of fault."""
 
     text: str  # what is done
-    target: Target  # to whom
-    weight: int  # how often it is drawn, beside others
-    lasts_s: tuple[float, float] = (0.0, 0.0)  # at least and at most; (0, 0): it is not taken back
+    target: Target  # what it hits
+    weight: int  # how often it is drawn, relative to others
+    lasts_s: tuple[float, float] = (0.0, 0.0)  # at least and at most; (0, 0): it is not undone
     fatal: bool = False  # whether it ends its copy, or may end the copy's membership
-    network: bool = False  # whether it needs hosts of their own (network.py)
+    network: bool = False  # whether it needs --network
 
 
 def of_network(
@@ -77,7 +78,7 @@ KINDS = {
 
 
 def possible() -> tuple[dict[str, Kind], dict[str, str]]:
-    """The kinds that this system can do without hosts of their own; why it cannot do the others."""
+    """The kinds that are possible here without --network, and why the others are not."""
     why = dict.fromkeys((n for n, kind in KINDS.items() if kind.network), "without --network")
     if not hasattr(signal, "SIGSTOP"):
         stopping = (FREEZE, STARVE, FREEZE_MASTER)
@@ -90,7 +91,7 @@ def possible() -> tuple[dict[str, Kind], dict[str, str]]:
     return {name: kind for name, kind in KINDS.items() if name not in why}, why
 
 
-MOMENT_SHARE = 0.4  # of the faults wait for a named moment, not for a time alone
+MOMENT_SHARE = 0.4  # this share of the faults waits for a named moment, too
 
 
 class Fault(Struct, frozen=True, omit_defaults=True):
@@ -98,22 +99,22 @@ class Fault(Struct, frozen=True, omit_defaults=True):
 
     at_s: float  # when it is due, in seconds since the faults began
     what: str  # the name of its kind
-    whom: float = 0.0  # in [0, 1): which of those that it can befall
-    lasts_s: float = 0.0  # until it is taken back
-    moment: str = ""  # what it waits for then; empty: nothing
+    whom: float = 0.0  # in [0, 1): selects one of the possible targets
+    lasts_s: float = 0.0  # until it is undone
+    moment: str = ""  # the moment that it waits for then; empty: none
 
 
 class Schedule(Struct, frozen=True):
     """The faults of a run, and what else a repetition needs."""
 
     seed: int  # from which they were drawn
-    copies: int  # at most so many at once
+    copies: int  # the most that run at once
     seconds: float  # how long faults come
     faults: tuple[Fault, ...]  # in order
     settings: dict[str, str] = {}  # of the run
 
     def only(self, faults: Sequence[Fault], seconds: float | None = None) -> Schedule:
-        """With these faults, for so many seconds."""
+        """With these faults, for that many seconds."""
         seconds = self.seconds if seconds is None else seconds
         return msgspec.structs.replace(self, faults=tuple(faults), seconds=seconds)
 
@@ -133,7 +134,7 @@ def load(path: Path) -> Schedule:
 def draw(
     seed: int, seconds: float, calm_s: float, kinds: Mapping[str, Kind], moments: Sequence[str]
 ) -> tuple[Fault, ...]:
-    """Draws faults, for so many seconds, of kinds that are possible here. The seed decides all."""
+    """Draws faults of these kinds, for that many seconds. The seed decides all."""
     rng = random.Random(seed)
     names = sorted(kinds)
     weights = [kinds[name].weight for name in names]
@@ -157,9 +158,10 @@ T = TypeVar("T")
 
 
 def shrink(items: Sequence[T], fails: Callable[[list[T]], bool], until_s: float) -> list[T]:
-    """A part of the items that still fails, and of which, if time suffices, each is needed.
+    """A subset of the items that still fails; if time suffices, each item of it is needed.
 
-    `fails` need not answer the same each time. It ends at `until_s` of the monotonic clock.
+    This is delta debugging (ddmin, Zeller and Hildebrandt, 2002). `fails` need not be
+    deterministic. It ends at `until_s` of the monotonic clock.
     """
     found, pieces = list(items), 2
     while found and time.monotonic() < until_s:

@@ -1,7 +1,7 @@
-"""Hosts of their own for the copies, and what disturbs their network. Linux, as root.
+"""Hosts for the copies, which are network namespaces, and faults of their network. Linux, as root.
 
-What is cut is cut silently: a host sends to a hardware address that nobody has. So nothing is
-needed but bridges, and for `slow-link`, `delay` and `loss` the kernel's tbf and netem.
+A cut is silent: the host sends to a hardware address that no interface has. So cuts need only a
+bridge; `slow-link`, `delay` and `loss` need the kernel's tbf and netem.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Undo = Callable[[], None]
 
 
 class NetworkError(Exception):
-    """This machine cannot have hosts of their own; the text says why."""
+    """This machine cannot have such hosts; the text says why."""
 
 
 class Network(Closing):
@@ -72,7 +72,7 @@ class Network(Closing):
         return found, why
 
     def harm(self, what: str, host: int) -> Undo:
-        """Disturbs the network of a host. Returns what ends that."""
+        """Disturbs the network of a host. Returns a function that ends that."""
         if what == kinds.CUT:
             return self._cut(self._ways_out(host) + self._ways_in(host))
         if what == kinds.CUT_OUT:
@@ -131,12 +131,12 @@ class Network(Closing):
         run("ip", "-n", self.name(source), "neigh", "replace", self.addresses[target], *where)
 
     def qdisc(self, host: int, qdisc: str) -> Undo:
-        """Puts what the host sends in such a queue."""
+        """Sets the queueing discipline of what a host sends. Returns a function that removes it."""
         where = ("tc", "-n", self.name(host), "qdisc")
         run(*where, "replace", "dev", DEVICE, "root", *qdisc.split())
 
         def undo() -> None:
-            with contextlib.suppress(NetworkError):  # another one has taken its place, and ended
+            with contextlib.suppress(NetworkError):  # another fault has replaced it, and ended
                 run(*where, "del", "dev", DEVICE, "root")
 
         return undo

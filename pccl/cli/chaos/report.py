@@ -36,7 +36,7 @@ class Metrics(NamedTuple):
 
 
 def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Metrics:
-    """The numbers of a run: of its steps, and of faults for which all might have to wait."""
+    """The metrics of a run, from the times of its steps and of faults that may stop all peers."""
     moments = sorted(steps_s)
     recoveries = []
     for at_s in faults_s:
@@ -65,14 +65,14 @@ PICTURES_S = 0.25  # from one to the next
 
 
 class View(Closing):
-    """Shows a run: pictures on a terminal, else, or where it is to be plain, lines."""
+    """Shows a run: as a live picture on a terminal, or as lines if `plain` or elsewhere."""
 
     def __init__(self, plain: bool) -> None:
         self._screen = None if plain else screen()
         self._pictured_s = 0.0
 
     def told(self, director: Director, done: Done | None) -> None:
-        """A fault has come; or nothing has, but time has passed."""
+        """Shows a fault; with None, shows that time has passed."""
         if self._screen is None:
             if done is not None:
                 print(line_of(done, director), flush=True)
@@ -290,7 +290,7 @@ SIZES_MIN = 20  # of one master, to be compared
 
 
 def master_violations(event_log: Path, director: Director) -> Iterator[str]:
-    """Another master must do the same again, and this one must not have grown."""
+    """A second master must decide the same, and this one must not have grown."""
     try:
         source = Source(event_log)
         check = Check()
@@ -307,7 +307,7 @@ def master_violations(event_log: Path, director: Director) -> Iterator[str]:
 
 
 def growth(sizes: list[tuple[int, int, int]]) -> Iterator[str]:
-    """Yields what a process holds more of at the end than in the middle of its life."""
+    """Yields a violation if a process holds more at the end than in the middle of its life."""
     if len(sizes) < SIZES_MIN:
         return
     half, last = len(sizes) // 2, len(sizes) // 4

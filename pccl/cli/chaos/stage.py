@@ -20,11 +20,13 @@ if sys.platform == "linux":
     import resource
 
 TERMINATED_S = 10.0  # after SIGTERM until the master is killed
-STARVED_S = 0.09, 0.01  # stopped, running: again and again
+STARVED_S = 0.09, 0.01  # stopped and running, in turns
 FREE_FILES = 2  # descriptors that are left
-FULL_BYTES = 1  # to which files may grow when the disk is full
+FULL_BYTES = 1  # the size to which files can grow on a full disk
 SPIN = "while True: pass"
-Command = Callable[[int, Sequence["Copy"]], Sequence[str]]  # of a copy: its number, who lives
+Command = Callable[
+    [int, Sequence["Copy"]], Sequence[str]
+]  # of a copy, given its number and the living copies
 
 
 def nothing() -> None:
@@ -36,11 +38,11 @@ class Copy:
     """One copy of the program."""
 
     number: int  # in the order of their starts
-    host: int  # of those of the network, if there is one
+    host: int  # its number among those of the network, if there is one
     process: Process  # that runs it
     log: Path  # the file that has what it prints
     began_s: float  # when it was started
-    befell: list[tuple[float, str]] = field(default_factory=list)  # when what befell it
+    befell: list[tuple[float, str]] = field(default_factory=list)  # when each fault hit it
     stopped: bool = False  # whether it is frozen at this moment
     settled: bool = False  # whether it has been in the run together with all others
     ended_s: float | None = None  # when it had ended
@@ -153,7 +155,7 @@ class Stage:
     # ---- harm; each returns what takes it back ----
 
     def harm(self, what: str, copy: Copy) -> Undo:
-        """Does to a copy what a fault says that it does not do to itself."""
+        """Inflicts a fault on a copy. Faults of the program's own are left to the copy."""
         match what:
             case kinds.FREEZE:
                 return self._freeze(copy)
@@ -171,7 +173,7 @@ class Stage:
                 except NetworkError:
                     return nothing  # two faults of one host at once
             case _:
-                copy.process.say(what)  # what it does to itself
+                copy.process.say(what)  # one of the program's own faults
         return nothing
 
     def harm_master(self, what: str) -> Undo:
@@ -248,7 +250,7 @@ def _starve(copy: Copy) -> Undo:
 
 
 def _exhaust(copy: Copy) -> Undo:
-    """Lets a process open no more descriptors than it has, but for a few."""
+    """Limits a process to a few more descriptors than it has open."""
     if sys.platform != "linux":
         return nothing
     pid, which = copy.process.pid, resource.RLIMIT_NOFILE

@@ -2,8 +2,8 @@
 
     python -m pccl.cli.chaos.steered MASTER'S OPTIONS
 
-"fsize N" and "nofile N" set a limit, without N lift it: so a disk is full, or there are no more
-descriptors. Another process can do that only on Linux.
+"fsize N" and "nofile N" set a limit, as if the disk were full or no descriptors were left; without
+N they lift it. The master sets its own limits, because only Linux lets another process do that.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ else:
 
 
 def obey() -> None:
-    """Sets limits as it is told to, until nobody speaks any more."""
+    """Sets limits as the lines on stdin say, until stdin ends."""
     rest = b""
-    while data := os.read(0, 4096):  # sys.stdin has a lock that would be in the way at the end
+    while data := os.read(0, 4096):  # not sys.stdin, whose lock could block the exit
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             name, *numbers = line.decode().split()

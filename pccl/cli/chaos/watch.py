@@ -36,7 +36,7 @@ MOMENTS = {
 
 
 class Follower:
-    """Reads an event log, which need not be there yet, as it grows, over all its files."""
+    """Reads an event log as it grows, through all its files. It need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -30,10 +30,10 @@ _REQUIRED = ("torch", "matplotlib")
 MODES = ("sync", "delayed", "eager", "streaming")  # of pccl.diloco, which needs torch
 WIRES = get_args(Wire)
 
-PASSED_ON = ("steps", "inner_steps", "mode", "wire", "seed")  # options of the peers, too
+PASSED_ON = ("steps", "inner_steps", "mode", "wire", "seed")  # options that the peers get, too
 _PEERS = 3
 _PEERS_PER_CORE = 4
-_PEER_BYTES = 512 << 20  # of memory that a peer needs, and some to spare
+_PEER_BYTES = 512 << 20  # memory that a peer needs, with a margin
 _REFRESH_S = 0.25
 _SILENCE_S = 120.0
 
@@ -49,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = f"{text} (default: {choices[0]})"
         parser.add_argument(name, choices=choices, default=choices[0], help=text)
     parser.add_argument(
-        "--no-chaos", action="store_true", help="kill nobody, and let nobody join half-way"
+        "--no-chaos", action="store_true", help="kill no peer, and let none join half-way"
     )
-    option(parser, "--seed", "SEED", int, "of weights and order of the text", 0)
-    option(parser, "--output", "OUTPUT", Path, "the chart", Path("pccl-demo.png"))
+    option(parser, "--seed", "SEED", int, "seed of the weights and of the order of the text", 0)
+    option(parser, "--output", "OUTPUT", Path, "where to write the chart", Path("pccl-demo.png"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +91,7 @@ def _problem(args: argparse.Namespace) -> str | None:
 
 
 def _peers_max() -> int:
-    """Processes of torch that find room in this machine's memory, and some time on its cores."""
+    """The number of torch processes for which this machine has enough memory and cores."""
     most = _PEERS_PER_CORE * (os.cpu_count() or 1)
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

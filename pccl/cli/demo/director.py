@@ -71,8 +71,8 @@ def decode(line: str) -> Report:
 
 
 STEPS_MIN = 6  # with fewer outer steps there is no room for a kill and a join
-_FALL = 0.9  # the validation loss must end below this part of what it was,
-_FALL_STEPS = 40  # after so many inner steps
+_FALL = 0.9  # the validation loss must fall below this fraction of its start,
+_FALL_STEPS = 40  # if there are at least this many inner steps
 
 
 class State(Enum):
@@ -167,7 +167,7 @@ class Director:
 
     @property
     def algbw_bytes_s(self) -> float:
-        """Of the last outer round: the time of the slowest peer, which waits for nobody, counts."""
+        """Of the last outer round, by its shortest time: the slowest peer waits for no other."""
         last = self._reduce_s.get(self.outer_step)
         return self.reduce_bytes / min(last) if last else 0.0
 

@@ -26,7 +26,7 @@ _STYLES: dict[State, Style] = {
 
 
 class Display(Closing):
-    """Says what happens; a terminal shows the peers meanwhile."""
+    """Prints what happens; a terminal also shows the peers, live."""
 
     def __init__(self, director: Director) -> None:
         self._director = director
@@ -112,7 +112,7 @@ _GREY = "#555555"
 
 def save(director: Director, path: Path) -> None:
     """Writes the chart of a finished run."""
-    # here, because to import it takes a second or more: nothing would be said meanwhile
+    # imported late, because that takes a second or more without any output
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator
@@ -161,7 +161,7 @@ def _draw_peer(axes: Axes, peer: Peer) -> None:
 
 
 def _mark(axes: Axes, time_s: float, text: str, align: Literal["left", "right"]) -> None:
-    """A line with its text on that side where the text of the other line is not."""
+    """A vertical line with its text on one side."""
     axes.axvline(time_s, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     axes.annotate(
         text, (time_s, 0.6), xycoords=("data", "axes fraction"), textcoords="offset points",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-_HELD_OUT_EVERY = 20  # one file in so many is for validation
+_HELD_OUT_EVERY = 20  # one file in this many is for validation
 _SHARD_BYTES_MAX = 4 << 20
 
 

@@ -37,8 +37,7 @@ def main() -> int:
     go = threading.Event()
     threading.Thread(target=_obey, args=(go,), daemon=True).start()
     torch.set_num_threads(1)
-    # Different weights on every peer, on purpose: the first synchronization gives all the same
-    # ones.
+    # Different weights on every peer, on purpose: the first synchronization makes them equal.
     torch.manual_seed(args.seed + args.number)
     model = GPT()
     optimizer = torch.optim.AdamW(
