@@ -1,14 +1,14 @@
 """The messages between peers and the master, and their encoding.
 
-Every message is a frozen structure, sent as one MessagePack array that begins with its tag. Rules
-that keep old and new versions talking: tags are never reused, fields are only ever appended, an
-appended field has a default. `Hello` carries the protocol version and is the first message of every
-peer.
+Every message is a frozen structure, sent as one MessagePack array that begins with its tag. Three
+rules keep old and new versions compatible: tags are never reused, fields are only ever appended,
+and an appended field has a default. `Hello` carries the protocol version and is the first message
+of every peer.
 
 A `call` is the number that a peer gives to one of its API calls; answers repeat it. A `seq` is the
 number that the master gives to one committed collective or synchronization, or to one that fails
-for all before it begins; it never repeats within a run. A `nonce` is a number that nobody else can
-guess; bulk data carries that of its call.
+for all before it begins; it never repeats within a run. A `nonce` is a secret random number; bulk
+data carries the nonce of its call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 class CollectiveKind(StrEnum):
     """The kind of a collective; the value is the API call's name."""
 
-    __hash__ = str.__hash__  # that of the text to which it is equal; Enum hashes names, in Python
+    __hash__ = str.__hash__  # it equals its text; the hash of Enum runs in Python, and is slow
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -39,17 +39,17 @@ class CollectiveKind(StrEnum):
     GATHER = "gather"
     SCATTER = "scatter"
     ALL_TO_ALL = "all_to_all"
-    SEND = "send"  # of one member to one other one, which calls recv
+    SEND = "send"  # from one member to another one, which calls recv
     BARRIER = "barrier"
 
 
-# Contributions to these may travel with the votes, for the master to reduce.
+# The master may reduce these: contributions travel with the votes.
 INLINE = frozenset((CollectiveKind.ALL_REDUCE, CollectiveKind.BARRIER))
-# These reduce,
+# These apply a reduction.
 REDUCING = frozenset(
     (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)
 )
-# one member of these has what all get, or gets what all have,
+# These have a root.
 ROOTED = frozenset(
     (
         CollectiveKind.BROADCAST,
@@ -58,7 +58,7 @@ ROOTED = frozenset(
         CollectiveKind.SCATTER,
     )
 )
-# and these move rows from member to member.
+# These move rows from member to member.
 EXCHANGES = frozenset(
     (
         CollectiveKind.GATHER,
@@ -81,7 +81,7 @@ _REORDER = (
 
 
 def _named(names: Mapping[int, str], value: int, what: str) -> str:
-    """The name of a value, if it has one: a peer may send any number."""
+    """The name of a value; a peer may send numbers that have none."""
     return names.get(value, f"{what} {value}")
 
 
@@ -91,52 +91,9 @@ def dtype_name(dtype: int) -> str:
 
 
 def elements(count: int, dtype: int, layout: str = "") -> str:
-    """A number of elements, in words; with the memory order if it is not C's."""
+    """A number of elements in words, with the memory order unless it is C order."""
     order = f" ({described(layout)})" if layout else ""
     return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}{order}"
-
-
-def call(work: Spec) -> str:
-    """The API call for this work, with its arguments."""
-    if work.what == CollectiveKind.BARRIER:
-        return "barrier()"
-    if work.parts:
-        total = sum(part.count for part in work.parts)
-        words = [f"{len(work.parts)} tensors of {total} elements"]
-    else:
-        words = [elements(work.count, work.dtype, work.layout)]
-    if work.rows:
-        more = ", ..." if len(work.rows) > _ROWS_SHOWN else ""
-        words.append(f"times {', '.join(map(str, work.rows[:_ROWS_SHOWN]))}{more} rows")
-    if work.what in REDUCING:
-        words.append(_named(_OP_NAMES, work.redop, "op"))
-    if work.what in ROOTED:
-        words.append(f"root {work.root}")
-    if work.algorithm:
-        quantized = "quantized by " + _named(_ALGORITHM_NAMES, work.algorithm, "algorithm")
-        if work.algorithm in _WITH_DTYPE:
-            quantized += " to " + dtype_name(work.quantized)
-        words.append(quantized)
-    return f"{work.what}({', '.join(words)})"
-
-
-def difference(one: Spec, other: Spec) -> str:
-    """The differences that the texts of two calls do not show: the first tensors that differ in two
-    lists, the first rank with other rows, and what to do about different memory orders."""
-    pairs = list(zip(one.parts, other.parts, strict=False))
-    words = ""
-    if len(one.parts) == len(other.parts):
-        unlike = (f"; tensor {i} is {a}, and {b}" for i, (a, b) in enumerate(pairs) if a != b)
-        words = next(unlike, "")
-    if len(one.rows) == len(other.rows):
-        pairs_of_rows = enumerate(zip(one.rows, other.rows, strict=True))
-        unlike = (
-            f"; rank {rank} gives {a} rows, and {b}" for rank, (a, b) in pairs_of_rows if a != b
-        )
-        words += next(unlike, "")
-    if one.layout != other.layout or any(a.layout != b.layout for a, b in pairs):
-        words += _REORDER
-    return words
 
 
 PROTOCOL_VERSION = 12  # of the control protocol, as in Hello
@@ -148,7 +105,7 @@ INLINE_BYTES_MAX = 262144  # bytes of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # bytes of a message: a manifest of a hundred thousand entries
 ENTRY_BYTES_MAX = 40  # bytes of an Entry in a message, without its name and layout
 PART_BYTES_MAX = 19  # bytes of a Part in a message, without its name and layout
-# bytes of all entries or parts: the rest of a message is small, but for two numbers for each member
+# bytes of all entries or parts; the rest of a message is small, except two numbers per member
 LIST_BYTES_MAX = MESSAGE_BYTES_MAX - 1024 - 18 * MEMBERS_MAX
 NAME_CHARS_MAX = 256  # characters of a name
 PEER_NAME_CHARS_MAX = 64  # characters of a peer's name
@@ -178,12 +135,12 @@ class Cause(IntEnum):
     """The kind of failure in a CallError or Finished, if the result alone does not tell it."""
 
     OTHER = 0
-    MISMATCH = 1  # calls that can never meet
-    TIMEOUT = 2  # withdrawn
+    MISMATCH = 1  # the calls can never match
+    TIMEOUT = 2  # a caller has withdrawn
     DIVERGENCE = 3  # content had diverged, and a peer wanted an error in that case
-    MEMORY = 4  # a peer ran out of it
+    MEMORY = 4  # a peer ran out of memory
     FINISHED = 5  # the run is finished
-    REORDERED = 6  # ranks have changed, and nobody is lost
+    REORDERED = 6  # ranks have changed, and no peer is lost
 
 
 class Called(IntEnum):
@@ -200,11 +157,11 @@ class Called(IntEnum):
 class PeerInfo(Struct, array_like=True, frozen=True):
     """A peer and its addresses: `host`:`port`, and `ipc` on the same `machine`.
 
-    `curve` is the public key by which they authenticate each other; empty without encryption.
-    `team` names the peers with which it joins, and `team_size` counts them and itself; 0: none.
-    `outgoing`: nobody can connect to it, as behind NAT, so it connects to others. `relay` is the
-    port at which it relays between two such peers; 0: it does not. `others` are further hosts at
-    which it may be reached, at the same port. `name` is for people.
+    `curve` is its public key, which authenticates it; empty without encryption. `team` is the team
+    that it joins with, and `team_size` the number of its members; 0: none. `outgoing`: others
+    cannot connect to it, for example because of NAT, so it connects to them. `relay` is the port
+    where it relays between two such peers; 0: it does not. `others` are further hosts where it may
+    be reached, at the same port. `name` is for people.
     """
 
     peer: U64
@@ -223,7 +180,7 @@ class PeerInfo(Struct, array_like=True, frozen=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All hosts at which it may be reached."""
+        """All hosts where it may be reached."""
         return self.host, *self.others
 
     @property
@@ -237,13 +194,13 @@ class PeerInfo(Struct, array_like=True, frozen=True):
 
 
 def personal(text: str, number: int) -> str:
-    """A text of the master about peers, as the peer with that number reads it."""
+    """A text of the master about peers, with "you" at the name of the peer that reads it."""
     title = f"peer {number} ("
     return text if f"{title}you, " in text else text.replace(title, f"{title}you, ")
 
 
 class Gone(Struct, array_like=True, frozen=True):
-    """A lost peer, and the reason; `left`: it left by itself."""
+    """A lost peer, and the reason. `left`: it left by itself."""
 
     peer: U64
     why: Annotated[str, Meta(max_length=GONE_CHARS_MAX)]
@@ -268,7 +225,7 @@ class Package(Struct, array_like=True, frozen=True):
 
     @property
     def key(self) -> tuple[int, int]:
-        """By which it is told from all others."""
+        """Identifies the package."""
         return self.version, self.base
 
     @property
@@ -288,12 +245,13 @@ class Ring(Struct, array_like=True, frozen=True):
     weight: Weight
 
 
-Calls = Annotated[tuple[U64, ...], Meta(max_length=RINGS_MAX)]  # of each ring one
+Calls = Annotated[tuple[U64, ...], Meta(max_length=RINGS_MAX)]  # one for each ring
 Rings = Annotated[tuple[Ring, ...], Meta(max_length=RINGS_MAX)]
 
 
 class World(Struct, array_like=True, frozen=True):
-    """World sizes: accepted peers of the run and of the group, groups, peers of the largest."""
+    """World sizes: accepted peers of the run and of the group, groups, peers of the largest
+    group."""
 
     global_size: U32
     local_size: U32
@@ -320,14 +278,14 @@ class Part(Struct, array_like=True, frozen=True):
 class Spec(Struct, array_like=True, frozen=True):
     """The description of a collective, the same on all peers.
 
-    `algorithm` and `quantized` are values of QuantizationAlgorithm and, if that leaves a choice, of
-    DataType. `count`: elements that each member gives; in a reduce_scatter or scatter, receives; in
-    an all_to_all, those of a row. `root` is a rank. `members` is the size of the group as the
-    caller knows it if ranks matter, or if it decides how the data travels (protocol/strategy.py),
-    else 0. `parts` describe a list or dict of tensors; `count` and `dtype` are 0 then. `layout`: as
-    in Part. `rows`: in an all_gather with different numbers of rows, these numbers by rank; counts
-    are then those of a row. `ring`: where ranks matter, the checksum of the order from which the
-    caller took them; 0: unknown.
+    `algorithm` is a QuantizationAlgorithm, and `quantized` the DataType that it quantizes to, if it
+    leaves a choice. `count` is the number of elements that each member gives; in a reduce_scatter
+    or scatter, that it receives; in an all_to_all, of a row. `root` is a rank. `members` is the
+    group's size as the caller knows it, if ranks matter or if the size decides how the data travels
+    (protocol/strategy.py); else 0. `parts` describe a list or dict of tensors; then `count` and
+    `dtype` are 0. `layout`: as in Part. `rows`: the numbers of rows by rank in an all_gather where
+    they differ; counts are then those of a row. `ring`: if ranks matter, the checksum of the order
+    that the caller took them from; 0: unknown.
     """
 
     what: CollectiveKind
@@ -344,17 +302,54 @@ class Spec(Struct, array_like=True, frozen=True):
     ring: U32 = 0
 
     def __str__(self) -> str:
-        return call(self)
+        """The API call, with its arguments."""
+        if self.what == CollectiveKind.BARRIER:
+            return "barrier()"
+        if self.parts:
+            total = sum(part.count for part in self.parts)
+            words = [f"{len(self.parts)} tensors of {total} elements"]
+        else:
+            words = [elements(self.count, self.dtype, self.layout)]
+        if self.rows:
+            more = ", ..." if len(self.rows) > _ROWS_SHOWN else ""
+            words.append(f"times {', '.join(map(str, self.rows[:_ROWS_SHOWN]))}{more} rows")
+        if self.what in REDUCING:
+            words.append(_named(_OP_NAMES, self.redop, "op"))
+        if self.what in ROOTED:
+            words.append(f"root {self.root}")
+        if self.algorithm:
+            quantized = "quantized by " + _named(_ALGORITHM_NAMES, self.algorithm, "algorithm")
+            if self.algorithm in _WITH_DTYPE:
+                quantized += " to " + dtype_name(self.quantized)
+            words.append(quantized)
+        return f"{self.what}({', '.join(words)})"
 
     def sees_others_than(self, other: Spec) -> bool:
-        """True if both are the same call, by peers that disagree on the ranks or the members."""
+        """True if both are the same call, by peers that disagree on ranks or members."""
         mine, theirs = (self.members, self.ring), (other.members, other.ring)
         both = bool(self.members) == bool(other.members)
         return self.what == other.what and both and mine != theirs
 
     def difference(self, other: Spec) -> str:
-        """A difference that the texts of both calls do not show; empty if there is none."""
-        return difference(self, other)
+        """The difference that the texts of both calls do not show; empty if there is none.
+
+        That is the first different tensor of two lists, the first rank with other rows, and the remedy
+        for different memory orders.
+        """
+        pairs = list(zip(self.parts, other.parts, strict=False))
+        words = ""
+        if len(self.parts) == len(other.parts):
+            unlike = (f"; tensor {i} is {a}, and {b}" for i, (a, b) in enumerate(pairs) if a != b)
+            words = next(unlike, "")
+        if len(self.rows) == len(other.rows):
+            pairs_of_rows = enumerate(zip(self.rows, other.rows, strict=True))
+            unlike = (
+                f"; rank {rank} gives {a} rows, and {b}" for rank, (a, b) in pairs_of_rows if a != b
+            )
+            words += next(unlike, "")
+        if self.layout != other.layout or any(a.layout != b.layout for a, b in pairs):
+            words += _REORDER
+        return words
 
 
 class Entry(Struct, array_like=True, frozen=True):
@@ -391,7 +386,7 @@ class Manifest(Struct, array_like=True, frozen=True):
         return not self.torn and all(entry.digest for entry in self.entries)
 
     def overwritten(self, entries: Collection[int]) -> Manifest:
-        """The manifest of the same peer when these entries may have been overwritten since."""
+        """This manifest after a transfer that may have overwritten these entries."""
         if not entries:
             return self
         unknown = tuple(
@@ -461,8 +456,8 @@ class Open(Struct, array_like=True, frozen=True):
 
 class Failure(Struct, array_like=True, frozen=True):
     """A call that the master refused, with the same error for all members that had made it.
-    `called` is a `Called`; `tag` and `pair` are those of a collective; the rest as in
-    CallError.
+
+    `called` is a `Called`; `tag` and `pair` are those of a collective; the rest as in CallError.
     """
 
     seq: U64
@@ -493,7 +488,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     In a run with keys, `curve` is the public key of the peer's streams; without keys, `dial` is the
     password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
 
-    A `client` is no peer: it publishes or follows weights, and has no part in any round.
+    A `client` is no peer: it publishes or follows weights, and takes part in no round.
     `outgoing`, `relay`, `others` and `name`: as in `PeerInfo`.
     """
 
@@ -517,7 +512,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
 
 
 class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
-    """Enters `update_topology`, or `finish`, which admits nobody any more."""
+    """Enters `update_topology`, or `finish`, which ends admissions."""
 
     call: U64
     finish: bool = False
@@ -526,9 +521,9 @@ class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
 class PendingVote(Struct, array_like=True, frozen=True, tag=3):
     """Enters `are_peers_pending`. `stuck`: this peer cannot enter another call until it returns.
 
-    When all voters are `patient`, the answer waits until a peer is pending. When `enough` members
-    of the peer's group have entered and `grace_ms` have passed, those that have not are dropped;
-    with 0 `enough`, this peer waits for all, and does not count.
+    If all voters are `patient`, the answer waits until a peer is pending. When `enough` members of
+    the peer's group have entered and `grace_ms` have passed, the other members are dropped. If
+    `enough` is 0, this peer waits for all, and does not count.
     """
 
     call: U64
@@ -554,9 +549,9 @@ class Inquire(Struct, array_like=True, frozen=True, tag=17):
 class StartVote(Struct, array_like=True, frozen=True, tag=4):
     """Enters a collective: the peer's engine knows the buffers, or `data` is the contribution.
 
-    `heard` is the greatest seq that the peer knows; it has all results up to that one.
-    `stuck`: as in `PendingVote`. `gives` and `takes`: the numbers of rows of an all_to_all to each
-    rank, and from each; empty: one each. `pair`: the sender and the receiver of a send; else empty.
+    `heard` is the greatest seq that the peer knows; it has all results up to it. `stuck`: as in
+    `PendingVote`. `gives` and `takes` are the numbers of rows of an all_to_all to each rank, and
+    from each; empty: one each. `pair`: the sender and the receiver of a send; else empty.
     """
 
     call: U64
@@ -571,7 +566,8 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):
-    """Votes whether the peer holds a collective's whole result; if not, `why`, and the `Cause`."""
+    """Votes whether the peer holds a collective's whole result. If not, gives the reason (`why`)
+    and the `Cause`."""
 
     seq: U64
     ok: bool
@@ -582,7 +578,7 @@ class FinishVote(Struct, array_like=True, frozen=True, tag=5):
 class Progress(Struct, array_like=True, frozen=True, tag=18):
     """A peer's progress in a long collective, or in its fetch of shared state, in thousandths.
 
-    Only `status` shows it.
+    It is only for `status`.
     """
 
     seq: U64
@@ -592,8 +588,8 @@ class Progress(Struct, array_like=True, frozen=True, tag=18):
 class SyncVote(Struct, array_like=True, frozen=True, tag=6):
     """Enters `sync_shared_state`; the peer's engine already serves the offered content.
 
-    `holds`: as in Done, of the latest synchronization of its group. A caller that left before the
-    result came holds nothing, whatever the master has answered.
+    `holds`: as in Done, for the latest synchronization of its group. A caller that left before the
+    result came holds nothing, whatever the master answered.
     """
 
     call: U64
@@ -620,7 +616,7 @@ class Leave(Struct, array_like=True, frozen=True, tag=8):
 class Withdraw(Struct, array_like=True, frozen=True, tag=9):
     """The caller's time is up: withdraws the vote of `call`, if it has not ended yet.
 
-    `seq` is that of a collective which this peer has completed and others have not; 0 otherwise.
+    `seq` is that of a collective that this peer has completed and others have not; 0 otherwise.
     """
 
     call: U64
@@ -638,8 +634,8 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
 class RendezvousRequest(Struct, array_like=True, frozen=True, tag=19):
     """Asks that the `outgoing` peer `peer` connects to a stream from this peer, `lanes` times.
 
-    They meet at `port` of this peer; 0: it is `outgoing` itself. The `token` identifies connections
-    that belong together.
+    They meet at `port` of this peer; 0: it is `outgoing` itself. Connections with the same `token`
+    belong together.
     """
 
     peer: U64
@@ -649,11 +645,11 @@ class RendezvousRequest(Struct, array_like=True, frozen=True, tag=19):
 
 
 class Stalled(Struct, array_like=True, frozen=True, tag=15):
-    """The peer cannot forward data for which others may wait forever.
+    """The peer cannot forward data, and others may wait for it forever.
 
     In `epoch` it has lost the stream to a neighbour, or failed otherwise, after it held the whole
-    result of a collective. If `seq` is not 0, it cannot serve everything that the plan of that
-    number requires.
+    result of a collective. If `seq` is not 0, it is that of a plan that the peer cannot fully
+    serve, or of a send whose data is lost.
     """
 
     epoch: U32
@@ -719,7 +715,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Publish(Struct, array_like=True, frozen=True, tag=40):
-    """A client publishes a version of the weights, and serves it already."""
+    """A client publishes a version of the weights. It serves the version already."""
 
     call: U64
     packages: Annotated[tuple[Package, ...], Meta(min_length=1, max_length=2)]
@@ -784,7 +780,7 @@ PeerMessage: TypeAlias = (
 class Welcome(Struct, array_like=True, frozen=True, tag=64):
     """The peer is registered, and pending until `Admitted`. `warning` is for its user.
 
-    A client is never admitted. With the `nonce`, other clients connect to it.
+    A client is never admitted. Other clients connect to it with the `nonce`.
     """
 
     peer: U64
@@ -803,8 +799,8 @@ class Refused(Struct, array_like=True, frozen=True, tag=65):
 class Plan(Struct, array_like=True, frozen=True, tag=66):
     """The group's peers and rings from now on. A new epoch means new streams.
 
-    `topology` counts the rounds of `update_topology` so far. With the `nonce`, peers admit
-    each other's streams. `gone`: the reasons why peers of the previous plan are missing.
+    `topology` counts the rounds of `update_topology` so far. The `nonce` admits the peers to each
+    other's streams. `gone`: the reasons why peers of the previous plan are missing.
     """
 
     epoch: U32
@@ -822,11 +818,11 @@ class WorldSizes(Struct, array_like=True, frozen=True, tag=67):
 
 
 class Admitted(Struct, array_like=True, frozen=True, tag=68):
-    """A pending peer is accepted into `run`. `done` counts the rounds before its time, to which
-    everything up to the seq `heard` belongs.
+    """A pending peer is accepted into `run`. `done` describes the rounds before that, and `heard`
+    is their last seq.
 
-    The run's number distinguishes bulk data of other runs, and allows a peer to come back to a
-    restarted master. So only members of the run learn it.
+    The run's number distinguishes its bulk data from that of other runs, and allows a peer to come
+    back to a restarted master. So only members of the run learn it.
     """
 
     run: U64
@@ -835,14 +831,14 @@ class Admitted(Struct, array_like=True, frozen=True, tag=68):
 
 
 class TopologyResult(Struct, array_like=True, frozen=True, tag=69):
-    """`update_topology` or `finish` is done; it was the run's `round`-th of both."""
+    """`update_topology` or `finish` is done. It was the run's `round`-th of both together."""
 
     call: U64
     round: U64
 
 
 class PendingResult(Struct, array_like=True, frozen=True, tag=70):
-    """The answer to `are_peers_pending`, the same for all; it was the run's `round`-th."""
+    """The answer to `are_peers_pending`, the same for all. It was the run's `round`-th."""
 
     call: U64
     pending: bool
@@ -852,8 +848,8 @@ class PendingResult(Struct, array_like=True, frozen=True, tag=70):
 class Started(Struct, array_like=True, frozen=True, tag=71):
     """All members have entered the collective, which starts on the rings of `epoch`.
 
-    If the contributions came with the votes, `data` is the result; if it is `final`, the collective
-    has committed. All peers have all results up to `stable`.
+    If the contributions came with the votes, `data` is the result. If it is `final`, the collective
+    has committed. All peers have all results up to the seq `stable`.
 
     `calls`: for each ring, the call of this peer's predecessor, which may have sent data before the
     start.
@@ -886,12 +882,12 @@ class Finished(Struct, array_like=True, frozen=True, tag=73):
 
 
 class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
-    """Which peers send which entries to which.
+    """Tells a peer what to send and fetch in a synchronization.
 
-    Serve the peers `serve`; fetch the entries `fetch` from `holders` and verify `digests`.
-    Supersedes an earlier plan of the same call. `diverged`: this peer has other content at the same
-    revision, and must report how it differs. `in_place`: its own content is worthless, so the other
-    content overwrites it while it arrives.
+    The peer serves the peers `serve`, fetches the entries `fetch` from `holders`, and verifies
+    `digests`. Replaces an earlier plan of the same call. `diverged`: this peer has other content at
+    the same revision, and must report how it differs. `in_place`: its own content is no longer
+    needed, so the elected content may overwrite it as it arrives.
     """
 
     call: U64
@@ -908,8 +904,8 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
 class SyncResult(Struct, array_like=True, frozen=True, tag=75):
     """All receivers have the elected content and may keep it; the shared state is at `revision`.
 
-    This was the run's `round`-th synchronization; `plan` is the seq of its last plan, if any. A
-    peer that has offered a higher revision was refused, and took no part.
+    This was the run's `round`-th synchronization. `plan` is the seq of its last plan, if any. A
+    peer that offered a higher revision was refused, and took no part.
 
     If `short` is not 0, nothing was synchronized: the shared state must begin with that many peers,
     and the group has fewer.
@@ -924,10 +920,10 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
 
 
 class CallError(Struct, array_like=True, frozen=True, tag=76):
-    """A call failed before anything happened; `result` is a pccl.Result, `cause` a `Cause`.
+    """A call failed before anything happened. `result` is a pccl.Result, `cause` a `Cause`.
 
-    `seq` is not 0 if all members get this error that have made the call: a restarted master must
-    know of it. `called`, `tag` and `pair` are as in Failure.
+    `seq` is not 0 if all members that made the call get this error. A restarted master must know of
+    it then. `called`, `tag` and `pair` are as in Failure.
     """
 
     call: U64
@@ -941,25 +937,26 @@ class CallError(Struct, array_like=True, frozen=True, tag=76):
 
 
 class Resumed(Struct, array_like=True, frozen=True, tag=78):
-    """The master knows the run again; `done` describes the rounds that are over.
+    """The restarted master knows the run again. `done` describes the rounds that are over.
 
-    A peer that waits in one of these gets its result by this message. It votes again in all others.
+    A peer that waits in one of these gets its result from this message. In all other rounds it
+    votes again.
     """
 
     done: Done
 
 
 class Missed(Struct, array_like=True, frozen=True, tag=79):
-    """A small collective in which the peer waits has committed, but the result was lost."""
+    """A small collective that the peer waits in has committed, but the peer missed the result."""
 
     small: Small
 
 
 class Failed(Struct, array_like=True, frozen=True, tag=87):
-    """A call has failed for all who had made it.
+    """A call has failed for all peers that had made it.
 
-    If an earlier master failed it without an answer, the peer may still wait in it. Otherwise this
-    peer's own call is another one, which has failed for the same reason.
+    The peer may still wait in it, if an earlier master failed it and the answer was lost. Otherwise
+    the peer made another call, which failed for the same reason.
     """
 
     failure: Failure
@@ -968,9 +965,9 @@ class Failed(Struct, array_like=True, frozen=True, tag=87):
 class Report(Struct, array_like=True, frozen=True, tag=80):
     """The answer to Examine.
 
-    `host` is the address that the master sees; `unreached` says why it could not reach the peer
-    there, and is empty if it could, or has not `dialled`. `unix_s` is the master's clock.
-    `arithmetic` is that of the run's peers; `peers` is their number.
+    `host` is the address that the master sees. `unreached` says why it could not reach the peer
+    there; it is empty if it could, or if it has not `dialled`. `unix_s` is the master's clock.
+    `arithmetic` is that of the run's peers, and `peers` their number.
     """
 
     protocol: U32
@@ -984,9 +981,9 @@ class Report(Struct, array_like=True, frozen=True, tag=80):
 
 
 class Probe(Struct, array_like=True, frozen=True, tag=81):
-    """The peer must measure the rate from `peers`, which may do likewise, and send `Measured`.
+    """The peer must measure the rate from `peers`, and send `Measured`. They may measure too.
 
-    Supersedes an earlier probe of the same call.
+    Replaces an earlier probe of the same call.
     """
 
     call: U64
@@ -996,7 +993,7 @@ class Probe(Struct, array_like=True, frozen=True, tag=81):
 
 
 class OptimizeResult(Struct, array_like=True, frozen=True, tag=82):
-    """`optimize_topology` is done, and rings are chosen; it was the run's `round`-th."""
+    """`optimize_topology` is done, and rings are chosen. It was the run's `round`-th."""
 
     call: U64
     round: U64
@@ -1026,7 +1023,7 @@ class RendezvousJoin(Struct, array_like=True, frozen=True, tag=84):
 
 
 class RendezvousResult(Struct, array_like=True, frozen=True, tag=85):
-    """The answer to a request without a port: the two meet at `relay`, or the reason `why` not."""
+    """The answer to a request without a port: the two meet at `relay`; or `why` they cannot."""
 
     token: Token
     relay: PeerInfo | None = None
@@ -1034,7 +1031,7 @@ class RendezvousResult(Struct, array_like=True, frozen=True, tag=85):
 
 
 class RendezvousRelay(Struct, array_like=True, frozen=True, tag=86):
-    """The peer must join the connections of these two that name the token."""
+    """The peer must relay between the connections of these two that name the token."""
 
     token: Token
     sender: PeerInfo
@@ -1045,7 +1042,7 @@ Rendezvous = RendezvousJoin | RendezvousResult | RendezvousRelay  # what the mas
 
 
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
-    """The peer is dropped from the run; `cause` is the `Cause` for its calls that wait."""
+    """The peer is dropped from the run. `cause` is the `Cause` for its waiting calls."""
 
     result: U16
     why: Text
@@ -1053,22 +1050,22 @@ class Kicked(Struct, array_like=True, frozen=True, tag=77):
 
 
 class Published(Struct, array_like=True, frozen=True, tag=100):
-    """The version of a Publish can be had by others."""
+    """The version of a Publish is available to others."""
 
     call: U64
 
 
 class Available(Struct, array_like=True, frozen=True, tag=101):
-    """All packages of weights that can be had from now on; `head` is the newest version ever."""
+    """All available packages of weights. `head` is the newest version ever published."""
 
     packages: Packages
     head: U64
 
 
 class Source(Struct, array_like=True, frozen=True, tag=102):
-    """A client that seeks this package fetches it from `holder`, where it has that `slot`.
+    """The client fetches the package that it seeks from `holder`, in this `slot` of the holder.
 
-    The holder admits its stream by the `nonce`.
+    The `nonce` admits its stream there.
     """
 
     version: U64
@@ -1079,7 +1076,7 @@ class Source(Struct, array_like=True, frozen=True, tag=102):
 
 
 class Serve(Struct, array_like=True, frozen=True, tag=103):
-    """A client serves this package to `receiver`; otherwise as Source."""
+    """The client serves this package to `receiver`; the rest as in Source."""
 
     version: U64
     base: U64
@@ -1131,7 +1128,7 @@ T = TypeVar("T")
 
 
 class ProtocolError(ValueError):
-    """Bytes that are no message of this protocol."""
+    """The bytes are no message of this protocol."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -1145,12 +1142,12 @@ def encode(message: PeerMessage | MasterMessage) -> bytes:
 
 
 def decode_from_peer(data: bytes | memoryview) -> PeerMessage:
-    """The message a peer sent. Raises ProtocolError for anything else."""
+    """Decodes a message of a peer. Raises ProtocolError for anything else."""
     return _decode(_from_peer, data)
 
 
 def decode_from_master(data: bytes | memoryview) -> MasterMessage:
-    """The message the master sent. Raises ProtocolError for anything else."""
+    """Decodes a message of the master. Raises ProtocolError for anything else."""
     return _decode(_from_master, data)
 
 
@@ -1165,7 +1162,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
 
 SEVERAL = 0  # the tag of a frame with several messages
 FRAME_MESSAGES_MAX = 64  # messages of a frame
-FRAME_BYTES = 65536  # bytes of a frame; one with more holds one message
+FRAME_BYTES = 65536  # bytes of a frame; a larger message has a frame of its own
 
 _HEAD = bytes((0x92, SEVERAL))
 _Raws = Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=FRAME_MESSAGES_MAX)]
@@ -1174,7 +1171,7 @@ _several = msgspec.msgpack.Decoder(tuple[int, _Raws])
 
 
 def frames(messages: Sequence[bytes]) -> Sequence[bytes]:
-    """Encoded messages, in as few frames as they fit into."""
+    """Packs encoded messages into as few frames as possible."""
     if len(messages) == 1:
         return messages
     made: list[bytes] = []
@@ -1198,10 +1195,10 @@ def _frame(messages: Sequence[bytes]) -> bytes:
 
 
 def opened(frame: bytes) -> Sequence[bytes]:
-    """The encoded messages of a frame.
+    """Unpacks the encoded messages of a frame.
 
     Raises:
-        ProtocolError: it is no frame of this protocol. Its messages may still be none.
+        ProtocolError: it is no frame of this protocol. The messages themselves are not checked.
     """
     if not frame.startswith(_HEAD):
         return (frame,)
