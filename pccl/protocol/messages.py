@@ -333,8 +333,8 @@ class Spec(Struct, array_like=True, frozen=True):
     def difference(self, other: Spec) -> str:
         """The difference that the texts of both calls do not show; empty if there is none.
 
-        That is the first different tensor of two lists, the first rank with other rows, and the remedy
-        for different memory orders.
+        That is the first different tensor of two lists, the first rank with other rows, and the
+        remedy for different memory orders.
         """
         pairs = list(zip(self.parts, other.parts, strict=False))
         words = ""

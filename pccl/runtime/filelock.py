@@ -28,6 +28,15 @@ HELD = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
 WIDTH = 64  # bytes of the text: fixed, so that it is overwritten in place even on a full disk
 
 
+def identity(path: Path) -> tuple[int, int]:
+    """Device and inode of a file, which differ after it is removed or replaced; zeros: no file."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return (0, 0)
+    return found.st_dev, found.st_ino
+
+
 class Taken(Exception):
     """The lock is held already; `args[0]` is the text of its holder."""
 

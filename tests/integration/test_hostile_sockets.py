@@ -266,7 +266,7 @@ def test_random_bytes_end_as_a_log_line(caplog: pytest.LogCaptureFixture) -> Non
         wait_until(lambda: "no message" in caplog.text)
 
 
-@pytest.mark.parametrize("lacking", ["for a message", "for the work that a message made"])
+@pytest.mark.parametrize("lacking", ["for a message", "to handle a message"])
 def test_a_master_without_memory_throws_nobody_out(
     lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,7 +123,7 @@ def shuts_newcomers_out(fault: Fault, result: Result) -> bool:
     said, stood = result["stacks"].get("master", ""), result["stood"]
     lets_nobody_in = fault.at == "master" and fault.width == FOR_EVER and "accept" in fault.kinds
     waits = "first peers do not take steps" in stood or "newcomer takes no steps" in stood
-    served = "those that stand are served on" in said and "it did not run for" not in said
+    served = "existing ones are served" in said and "it did not run for" not in said
     return lets_nobody_in and waits and served
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.effects import Refusal
@@ -28,6 +29,12 @@ FINISHED = Refusal(
 )
 WHOLE_RUN = 0  # a key of `Journal.refused`, in place of a peer's number: the run is finished
 REFUSED_MAX = 256  # the reasons for dropping peers are kept for the latest ones
+
+
+def keep_latest(refused: MutableMapping[int, Any]) -> None:
+    """Forgets the oldest reason if there are more than `REFUSED_MAX`, but never `WHOLE_RUN`."""
+    if len(refused) > REFUSED_MAX:
+        del refused[min(refused.keys() - {WHOLE_RUN})]
 
 
 @dataclass(frozen=True, slots=True)

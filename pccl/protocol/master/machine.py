@@ -306,7 +306,7 @@ class Master:
             return False
         recovery = self._recovery
         if not recovery.postpone(conn, event):
-            why = "it said too much while the master waited for the peers of before"
+            why = "it said too much while the master waited for its earlier peers"
             self._outbox.do(Drop(conn, why))
             recovery.backlog.append(lambda: self.rejected(conn, why))
         return True

@@ -10,11 +10,11 @@ from pccl.protocol.master.collectives import Accusations, Collectives, Collectiv
 from pccl.protocol.master.effects import Drop, Forget, Refusal, Remember, plain
 from pccl.protocol.master.history import (
     FINISHED,
-    REFUSED_MAX,
     WHOLE_RUN,
     History,
     Journal,
     Numbers,
+    keep_latest,
 )
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.synchronizations import Synchronizations
@@ -168,8 +168,7 @@ class Run:
         self.outbox.do(Forget(number, refusal))
         if refusal is not None:
             self.refused[number] = refusal
-            if len(self.refused) > REFUSED_MAX:
-                del self.refused[min(self.refused.keys() - {WHOLE_RUN})]
+            keep_latest(self.refused)
 
     def _go_on_without(
         self, lost: Mapping[int, dict[int, str]], gone: Mapping[int, list[m.Gone]]

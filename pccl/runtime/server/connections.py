@@ -1,23 +1,23 @@
-"""The connections to a master: who may have them, and which are cut.
+"""The connections to a master: their limits, their identities, and their loss.
 
 libzmq limits the size of a frame, but neither the number of frames of a message nor the time until
 a connection's first message. Incomplete messages take libzmq's memory, which is not visible here.
 But the system counts the bytes that a connection has received. If they grow without a complete
-message, that is an attack, and the connection is cut.
+message, that is an attack, and the connection is cut. Systems that do not count (all except Linux)
+only have limits of time and number.
 
-An empty frame takes 2 bytes on the wire and 64 in memory. So strangers can take at most 32 times
-STRANGERS_BYTES of a master's memory, plus the data that arrives between two checks.
+An empty frame takes 2 bytes on the wire and 64 in memory. So strangers (connections that have not
+sent a message) can take at most 32 times STRANGERS_BYTES of a master's memory, plus the data that
+arrives between two checks.
 
-On systems that do not count (all except Linux), only time and number are limited.
-
-If a waiting connection cannot be accepted, libzmq retries in a busy loop, and it has no way to stop
-listening without closing the existing connections. So the reserve is used: waiting connections are
-accepted and closed at once, until there is room again.
+If the system has no descriptor for a new connection, libzmq retries in a busy loop, and it cannot
+stop listening without closing the existing connections. So `Reserve` keeps a few descriptors. It
+gives them up then, and new connections are accepted and closed at once until there is room again.
 
 A connection is identified by the routing id that the ROUTER gives it, which is never reused. The
-socket's monitor reports lost connections, but knows only file descriptors. A connection's
-descriptor is learnt from its first message. Messages and monitor events are two queues without a
-common order, and descriptors are reused, so:
+socket's monitor reports lost connections, but only by file descriptor. A connection's descriptor is
+learnt from its first message. Messages and monitor events are two queues without a common order,
+and descriptors are reused, so:
 
 - The monitor is read before a connection's first message. A connection is accepted before it can
   send, so by then all events of earlier users of its descriptor have been read.
@@ -26,11 +26,12 @@ common order, and descriptors are reused, so:
   lost at once, because the monitor will not report it again.
 - If the descriptor has another user by then, the loss goes unnoticed at first. But sending to a
   lost connection fails, which is evidence too.
-- All that a lost connection had sent is read before it is buried, so that a peer that leaves and
-  closes its connection is seen to leave.
-- Messages that are read even later are ignored: they must not look like a new connection.
+- A lost connection is *buried*, that is, its loss is handled, after all its messages were read. So
+  a peer that leaves and closes its connection is seen to leave.
+- Messages of a buried connection are ignored, so that they do not look like a new connection.
 
-Messages of a dropped connection are ignored. It has a moment to read the reason, then it is closed.
+Messages of a dropped connection are ignored. It is closed after a moment in which it can read the
+reason.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ from zmq.utils.monitor import parse_monitor_message
 from pccl.runtime import limits, room, tcp
 from pccl.runtime.room import Shutter, received
 
+log = logging.getLogger("pccl")
+
 PATIENCE = 3  # factor of the time limit while the master has unread messages
 SHARE = 50  # a pause between looks is at least this many times as long as a look
 
 
 class Cut(NamedTuple):
-    """A connection to cut, and why."""
+    """A connection to close, and why."""
 
     line: Line
     why: str
@@ -79,9 +82,9 @@ class Guard:
     """The connections of a server, as its monitor reports them.
 
     Args:
-        received: the number of bytes that a descriptor has received; None if unknown.
-        lines_max: the most connections. Further ones are cut; strangers may be half as many, and
-            the oldest beyond that are cut.
+        received: returns the number of bytes that a descriptor has received; None: unknown.
+        lines_max: the most connections; further ones are cut. Half of them may be strangers; the
+            oldest strangers beyond that are cut.
         clock: measures how long a look takes.
     """
 
@@ -100,7 +103,7 @@ class Guard:
         self._pause_s = limits.STRANGERS_LOOK_S
 
     def accepted(self, descriptor: int, now_s: float) -> Line:
-        """A connection was accepted."""
+        """Adds an accepted connection."""
         self._lines.pop(descriptor, None)
         line = self._lines[descriptor] = Line(descriptor, now_s)
         self._pause_s = limits.STRANGERS_LOOK_S
@@ -112,11 +115,11 @@ class Guard:
         return len(self._lines) > self._lines_max
 
     def gone(self, descriptor: int) -> None:
-        """The connection with this descriptor is closed."""
+        """Removes the closed connection with this descriptor."""
         self._lines.pop(descriptor, None)
 
     def heard(self, descriptor: int) -> None:
-        """A whole message of it was read."""
+        """Notes that a complete message of a connection was read."""
         line = self._lines.get(descriptor)
         if line is not None:
             line.heard = True
@@ -126,7 +129,7 @@ class Guard:
         return descriptor in self._lines
 
     def holds(self, line: Line) -> bool:
-        """True if its descriptor still belongs to that connection."""
+        """True if the descriptor still belongs to this connection."""
         return self._lines.get(line.descriptor) is line
 
     @property
@@ -138,7 +141,7 @@ class Guard:
         """Looks at all connections, if it is time to.
 
         Args:
-            now_s: of the monotonic clock.
+            now_s: the time by the monotonic clock.
             drained: whether all messages that have arrived have been read.
 
         Returns:
@@ -165,7 +168,7 @@ class Guard:
         return cuts
 
     def _see(self, line: Line, now_s: float, limit_s: float) -> str:
-        """Why to cut it; empty if not."""
+        """Why to cut a connection; empty if not."""
         if line.heard:
             line.heard, line.since_s = False, now_s
             line.counted = self._received(line.descriptor) or line.counted
@@ -184,7 +187,7 @@ class Guard:
         return 0 if total is None else total - line.counted
 
     def _crowd(self) -> list[Cut]:
-        """Strangers to cut because there are too many, or because they hold too much together."""
+        """The strangers to cut because they are too many, or take too much memory together."""
         strangers = [line for line in self._lines.values() if line.stranger and not line.cut]
         surplus = strangers[: max(0, len(strangers) - self._lines_max // 2)]
         cuts = [Cut(line, "too many connections say nothing") for line in surplus]
@@ -198,20 +201,18 @@ class Guard:
         return cuts
 
 
-log = logging.getLogger("pccl")
-
-KEPT = 8
+KEPT = 8  # descriptors in reserve
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Reserve:
-    """The descriptors, held from construction on.
+    """Descriptors in reserve, held from construction on.
 
     Attributes:
-        spent: whether the reserve is in use: new connections must be closed at once.
+        spent: whether the reserve is used up, so that new connections must be closed at once.
 
     Raises:
-        OSError: the system provides no descriptors even now.
+        OSError: the system provides no descriptors even at construction.
     """
 
     def __init__(self) -> None:
@@ -226,7 +227,7 @@ class Reserve:
             raise
 
     def failed(self, number: int, now_s: float) -> None:
-        """A connection could not be accepted; `number` is the errno."""
+        """Handles a connection that could not be accepted; `number` is the errno."""
         if number not in EXHAUSTED:
             return
         self.spent = True
@@ -235,8 +236,9 @@ class Reserve:
         if self._said_s is None or now_s - self._said_s >= limits.LOG_REPEAT_S:
             self._said_s = now_s
             log.error(
-                "master: new connections are closed, for the system lends no more descriptors "
-                "(%s); those that stand are served on. This process may have %d: see ulimit -n",
+                "master: new connections are closed, because the system provides no more "
+                "descriptors (%s); existing ones are served. This process may have %d: see "
+                "ulimit -n",
                 os.strerror(number),
                 room.limit(),
             )
@@ -259,7 +261,7 @@ class Reserve:
 
 
 class Sender(NamedTuple):
-    """A connection's descriptor, and the host at its other end, as libzmq knows them."""
+    """A connection's descriptor, and the host at its other end, as libzmq reports them."""
 
     fd: int
     host: str
@@ -269,11 +271,11 @@ class Connections:
     """The connections that the monitor has reported, and those that have sent a message.
 
     Args:
-        opened: will close what is opened here.
+        opened: closes what is opened here.
 
     Attributes:
         senders: connections that have sent a message and are not buried; read only.
-        flooded: whether the monitor may have more events, and must be read again.
+        flooded: whether the monitor may have more events and must be read again.
 
     Raises:
         OSError: the system provides no descriptors.
@@ -286,10 +288,10 @@ class Connections:
         self.flooded = False
         self._conn_of: dict[int, bytes] = {}
         self._lost: list[bytes] = []  # lost connections, to be buried
-        self._unreachable: set[bytes] = set()  # sending to them failed: they are lost, too
-        self._buried: dict[bytes, float] = {}  # and when; their late messages are ignored
-        self._dropped: dict[bytes, float] = {}  # and when; open, but their messages are ignored
-        self._surplus: list[Line] = []  # connections for which there is no room
+        self._unreachable: set[bytes] = set()  # sending to them failed, so they are lost too
+        self._buried: dict[bytes, float] = {}  # by connection, when; late messages are ignored
+        self._dropped: dict[bytes, float] = {}  # by connection, when; open, but ignored
+        self._surplus: list[Line] = []  # connections that there is no room for
         lines_max = max(limits.CONNECTIONS_MIN, room.limit() - limits.DESCRIPTORS_SPARE)
         self._guard = Guard(received, lines_max)
         self._shutter = Shutter()
@@ -298,7 +300,7 @@ class Connections:
         opened.callback(self._reserve.close)
 
     def watch(self, router: zmq.Socket[bytes], opened: contextlib.ExitStack) -> None:
-        """Begins to monitor the connections of this socket.
+        """Starts to monitor the connections of this socket.
 
         Raises:
             zmq.ZMQError: the monitor cannot be created.
@@ -309,10 +311,10 @@ class Connections:
         opened.callback(self.monitor.close, linger=0)
         opened.callback(router.disable_monitor)
 
-    # ---- what happens to them ----
+    # ---- events ----
 
     def read_monitor(self) -> None:
-        """Reads events: accepted, failed and lost connections; only some of a flood."""
+        """Reads the monitor: accepted, failed and lost connections. Stops early in a flood."""
         failures = 0
         while failures < limits.ACCEPT_FAILURES:
             try:
@@ -323,7 +325,7 @@ class Connections:
             kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_ACCEPT_FAILED:
                 self._reserve.failed(value, time.monotonic())
-                self._shed()  # now: libzmq retries, and reports failures faster than they are read
+                self._shed()  # at once: libzmq reports failures faster than they can be read
                 failures += 1
                 continue
             conn = self._conn_of.pop(value, None)  # the descriptor's earlier connection is lost
@@ -338,8 +340,10 @@ class Connections:
         self.flooded = True
 
     def learn(self, conn: bytes, origin: tuple[int, str] | None) -> bool:
-        """Identifies a connection by its first message, which came from this descriptor and
-        address. False if that is impossible."""
+        """Identifies a connection by its first message; `origin` is its descriptor and address.
+
+        Returns False if that is impossible.
+        """
         self.read_monitor()
         if origin is None:
             log.debug("master: connection %s is of no known kind", conn.hex())
@@ -357,16 +361,16 @@ class Connections:
         return True
 
     def heard(self, conn: bytes) -> None:
-        """A complete message of it was read."""
+        """Notes that a complete message of a connection was read."""
         if (sender := self.senders.get(conn)) is not None:
             self._guard.heard(sender.fd)
 
     def unreachable(self, conn: bytes) -> None:
-        """Sending to it has failed."""
+        """Notes that sending to a connection has failed."""
         self._unreachable.add(conn)
 
     def has_lost(self, conn: bytes) -> bool:
-        """True if it is lost, and not buried yet."""
+        """True if a connection is lost, and not buried yet."""
         return conn in self._lost or conn in self._unreachable
 
     def take_lost(self, drained: bool) -> list[bytes]:
@@ -382,39 +386,40 @@ class Connections:
         return lost
 
     def bury(self, lost: list[bytes], now_s: float) -> None:
-        """From now on, ignores messages of these."""
+        """Ignores messages of these connections from now on."""
         for conn in lost:
             self.senders.pop(conn, None)
             self._dropped.pop(conn, None)
             self._buried[conn] = now_s
 
     def forget_buried(self, now_s: float) -> None:
-        """Forgets connections buried so long ago that no message of them can arrive any more."""
+        """Forgets connections buried so long ago that no more messages of them can arrive."""
         self._buried = {c: at for c, at in self._buried.items() if now_s - at < limits.GRACE_S}
 
     def silent_s(self, conn: bytes) -> float | None:
-        """For how long nothing has come over it, not even a heartbeat; None: unknown."""
+        """How long nothing has come over a connection, not even a heartbeat; None: unknown."""
         sender = self.senders.get(conn)
         info = None if sender is None else tcp.of_descriptor(sender.fd)
         return None if info is None else info.silent_s
 
-    # ---- whom to hear ----
+    # ---- ignored connections ----
 
     def is_buried(self, conn: bytes) -> bool:
-        """True if it is lost, and its loss was handled."""
+        """True if a connection is lost, and its loss was handled."""
         return conn in self._buried
 
     def is_heard(self, conn: bytes) -> bool:
-        """True if its messages count."""
+        """True if the messages of a connection count."""
         return conn not in self._buried and conn not in self._dropped
 
     def drop(self, conn: bytes) -> None:
-        """Ignores its messages from now on, and closes it when it has had time to read why."""
+        """Ignores messages of a connection, and closes it when it has had time to read the
+        reason."""
         if conn in self.senders:
             self._dropped[conn] = time.monotonic()
 
     def drop_at_once(self, conn: bytes) -> None:
-        """Ignores its messages from now on, and closes it without delay."""
+        """Ignores messages of a connection, and closes it without delay."""
         self._dropped[conn] = -math.inf
 
     # ---- connections to close ----
@@ -423,7 +428,7 @@ class Connections:
         """Closes connections by their descriptors, because libzmq has no call for that.
 
         Args:
-            now_s: of the monotonic clock.
+            now_s: the time by the monotonic clock.
             drained: whether all messages that have arrived have been read.
         """
         self._shed()
@@ -437,8 +442,8 @@ class Connections:
             self._shut(fd, partial(self._is_of, fd, conn))
 
     @property
-    def mourns(self) -> bool:
-        """True if lost connections are to be buried."""
+    def must_bury(self) -> bool:
+        """True if there are lost connections to bury."""
         return bool(self._lost or self._unreachable)
 
     @property
@@ -457,10 +462,10 @@ class Connections:
         return self._guard.patience_s
 
     def _shed(self) -> None:
-        """Closes connections for which there is no room.
+        """Closes connections that there is no room for.
 
-        If one is lost already and another has its descriptor, that one is newer: it has no room
-        either.
+        If such a connection is lost already, a newer one may have its descriptor, and there is no
+        room for that one either.
         """
         while self._surplus:
             line = self._surplus.pop()

@@ -1,18 +1,18 @@
 """Dials peers back to check that they can be reached, without ever blocking.
 
-A peer may have several hosts. If it is not reached at the first one, the others are dialled, all at
+A peer may have several hosts. If a dial of the first one fails, the others are dialled, all at
 once.
 
-A dial has two steps. A ZeroMQ socket that accepts a connection sends its greeting first. So a dial
-connects, reads the first byte, and sends nothing to a service that does not greet. Then it does the
-handshake of a stream, with the peer's password or key, which only the peer itself knows. This
-proves that the peer was reached, and not another process behind a wrong port forwarding.
+A dial has two steps. First it connects and waits for the greeting that a ZeroMQ socket sends to a
+new connection. It sends nothing to other services. Then it does the handshake of a stream, with the
+peer's password or key, which only the peer itself knows. This proves that the peer was reached, and
+not another process behind a wrong port forwarding.
 
-Anyone may request a dial, but must not learn from it what else is in the master's network. So a
-dial to an address other than the requester's own reveals only whether the peer has proven itself:
-all failures read the same and take the same time. Names are resolved, in a thread, only for dials
-of the master's own, whose answers decide which of two peers is to blame. The number of dials is
-limited, for each requester and in total.
+Any process may request a dial, but must not learn from it what else is in the master's network. So
+a dial to an address other than the requester's own reveals only whether the peer has proven itself:
+all failures have the same text and take the same time. Names are resolved, in a thread, only for
+dials that the master itself makes, to find out which of two peers is to blame. The number of dials
+is limited, for each requester and in total.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from pccl.support.text import KEY, address_text
 NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)
 ANOTHER = "another process answers there: check the port forwarding"
 UNTOLD = "it has not proven that it is there"
-NAME = "dial"  # by which a peer knows the master, as c/pccl_core.h says
+NAME = "dial"  # the master's user name in a handshake, as in c/pccl_core.h
 TOKEN = re.compile(r"[0-9a-f]{16,64}")
 
-# What a dial costs its asker, which has an allowance of ASKER_MAX and regains 1 a second.
+# The cost of a dial for its asker, which has an allowance of ASKER_MAX and regains 1 a second.
 OWN_COST, OTHER_COST, ASKER_MAX = 1, 4, 64
 
 Then = Callable[[str | None], None]
@@ -65,20 +65,20 @@ class _Dial:
         self.told = told  # whether `then` learns why it fails
         self.failed = ""  # why it has failed, reported only when its time is up
         self.found: queue.SimpleQueue[list[str] | OSError] | None = None  # addresses of a name
-        self.certain = True  # whether a failure says something of the peer
+        self.certain = True  # whether a failure is evidence against the peer
         self.plain: socket.socket | None = None
         self.push: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
 
 
 class Dialler:
-    """The dials in progress, each of which ends with a call of its `then`.
+    """The dials in progress. Each ends with a call of its `then`.
 
     The argument of `then` is "" if the peer was reached, else why not; None if no dial was made.
 
     Args:
-        waiter: wakes the thread that uses this.
-        context: for handshakes.
+        waiter: the waiter of the thread that uses this.
+        context: makes the sockets of handshakes.
         keys: the master's keys, if the run has keys.
         allowed: whether any dial may be made.
     """
@@ -94,22 +94,21 @@ class Dialler:
         self._allowed = allowed
         self._waiter, self._context, self._keys = waiter, context, keys
         self._dials: set[_Dial] = set()
-        self._spent: dict[str, tuple[float, float]] = {}  # by asker: how much, as of when
+        self._spent: dict[str, tuple[float, float]] = {}  # by asker: the cost, and its time
 
     @property
     def busy(self) -> bool:
-        """True if `tick` must be called now and then."""
+        """True if dials are in progress, so that `tick` must be called."""
         return bool(self._dials)
 
     def dial(self, target: Target, now_s: float, then: Then, asker: str | None = None) -> None:
-        """Begins a dial; if it cannot be made, or a limit is reached, `then` is called at once.
+        """Begins a dial. If it cannot be made, or a limit is reached, calls `then` at once.
 
         Args:
-            target: the peer to dial.
-            now_s: of the monotonic clock.
+            target: the peer to dial. Its host may only be a name if the master itself asks.
+            now_s: the time by the monotonic clock.
             then: called with the result.
-            asker: the host that requests the dial, which then may not be a name; None: the master
-                itself.
+            asker: the host that requests the dial; None: the master itself.
         """
         told = asker in (None, target.host)
         if (
@@ -128,7 +127,7 @@ class Dialler:
             return
         try:
             dial.found = asked(target.host)
-        except OSError:  # no thread: says nothing of the peer
+        except OSError:  # no thread: no evidence against the peer
             self._give_up(dial)
 
     def _connect(self, dial: _Dial) -> None:
@@ -138,7 +137,7 @@ class Dialler:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
             family, kind, protocol, _, address = found[0]
             dial.plain = socket.socket(family, kind, protocol)
-        except OSError:  # no such address family, or no descriptors: says nothing of the peer
+        except OSError:  # no such address family, or no descriptors: no evidence against the peer
             self._give_up(dial)
             return
         dial.plain.setblocking(False)
@@ -162,8 +161,11 @@ class Dialler:
             dial.then((dial.failed or why) if dial.certain else None)
 
     def _resolved(self, dial: _Dial) -> None:
-        """A name has addresses, perhaps. That the master finds none says nothing of the peer; nor
-        does one address that does not answer, if there are others."""
+        """Continues a dial when its name is resolved.
+
+        If the master finds no address, that is no evidence against the peer. Nor is an address that
+        does not answer, if there are others.
+        """
         assert dial.found is not None
         dial.certain = False  # as long as the look-up lasts
         try:
@@ -178,7 +180,7 @@ class Dialler:
         self._connect(dial)
 
     def _give_up(self, dial: _Dial) -> None:
-        """The dial cannot be made."""
+        """Ends a dial that cannot be made."""
         self._forget(dial)
         dial.then(None)
 
@@ -187,7 +189,7 @@ class Dialler:
         for dial in list(self._dials):
             self._forget(dial)
 
-    # ---- who may ask ----
+    # ---- limits ----
 
     def _provable(self, target: Target) -> bool:
         """True if it has a key or password by which it can prove itself."""
@@ -228,7 +230,7 @@ class Dialler:
             self._hang_up(dial)
             try:
                 self._shake_hands(dial)
-            except zmq.ZMQError:  # for example no descriptors: says nothing of the peer
+            except zmq.ZMQError:  # for example no descriptors: no evidence against the peer
                 self._give_up(dial)
         elif said:
             self._end(dial, "something else than a pccl peer answers there")
@@ -300,15 +302,15 @@ def dial_hosts(
     then: Then,
     asker: str | None = None,
 ) -> None:
-    """Dials a peer at its first host; if that fails, at all others. `then` is called once.
+    """Dials a peer at its first host; if that fails, at all others. Calls `then` once.
 
     Args:
         dialler: makes the dials.
-        hosts: of the peer.
-        target: without its host.
+        hosts: the hosts of the peer.
+        target: the peer; its `host` is not used.
         clock: the monotonic clock, in seconds.
-        then: as of `Dialler.dial`.
-        asker: likewise.
+        then: as in `Dialler.dial`.
+        asker: as in `Dialler.dial`.
     """
     answers: dict[str, str | None] = dict.fromkeys(hosts)
     left = [*answers]

@@ -1,12 +1,12 @@
-"""The event log of a master.
+"""The files of a master's event log. Its lines are described in protocol/master/eventlog.py.
 
-FILE is written; FILE.1 is the one before it, and so on. Each part that one master has written into
-a file begins with a head, which says whether lines are missing before it or in it. It has a fixed
-width, so that it can be overwritten in place, which works on a full disk too.
+The current file is FILE; FILE.1 is the one before it, and so on. The part of a file that one master
+has written begins with a head, which says whether lines of this part are missing. The head has a
+fixed width, so that it can be overwritten in place, even on a full disk.
 
 The service thread makes the lines, and a separate thread writes them, so that a disk that hangs
-does not stop the service. If it cannot write, that is said once, and it tries again and again; if
-more lines wait than `EVENT_LOG_WAITING_BYTES`, the following ones are lost, and a line says so.
+does not stop the service. If writing fails, the thread logs that once and retries. If more than
+`EVENT_LOG_WAITING_BYTES` of lines wait, the following ones are lost, and a line says so.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from pccl.protocol.master import Master, inputs
 from pccl.protocol.master.effects import Effect
 from pccl.protocol.master.eventlog import Gap, Line, Recorder, exception_text
 from pccl.runtime import limits
-from pccl.runtime.filelock import FileLock, Taken
+from pccl.runtime.filelock import FileLock, Taken, identity
 from pccl.version import __version__
+
+log = logging.getLogger("pccl")
 
 VERSION = 2
 HEAD_BYTES = 256
@@ -40,16 +42,16 @@ HEAD_START = b'{"type":"pccl event log",'
 
 
 class Head(Struct, frozen=True, tag="pccl event log"):
-    """The first line of what one master has written into a file.
+    """The first line of a part that one master has written into a file.
 
     Attributes:
-        version: of this format.
-        pccl: the master's version.
-        process: its number.
-        unix_s: when the file was begun.
-        monotonic_s: the same moment by the clock of the lines.
-        line: the number of the next line, of all that this master was to write, from 0.
-        missing: lines before the next head that are missing; -1: some that are not counted yet.
+        version: the version of this format.
+        pccl: the master's version of pccl.
+        process: the master's process id.
+        unix_s: the time when the part was begun.
+        monotonic_s: the same time by the clock of the lines.
+        line: the number of the next line among all lines of this master, from 0.
+        missing: the number of lines missing before the next head; -1: some, not counted yet.
     """
 
     version: int
@@ -62,11 +64,11 @@ class Head(Struct, frozen=True, tag="pccl event log"):
 
 
 class EventLogError(Exception):
-    """An event log cannot be used; the text says which one and why."""
+    """An event log cannot be used. The text says which one and why."""
 
 
 class Damaged(NamedTuple):
-    """A line that is none; `torn`: its master has ended while it wrote it."""
+    """A line that cannot be read. `torn`: its master ended while it wrote the line."""
 
     why: str
     torn: bool
@@ -76,7 +78,7 @@ class EventFile:
     """An open event log, and its lock; to be used by one thread at a time.
 
     Args:
-        path: of the file; created if it does not exist, else continued.
+        path: the file; created if it does not exist, else continued.
 
     Raises:
         EventLogError: another master uses it, it cannot be opened, or it is some other file.
@@ -112,18 +114,18 @@ class EventFile:
             raise
 
     def write(self, data: bytes, number: int, missing: int) -> None:
-        """Appends lines, or nothing of them.
+        """Appends lines: all of them, or none.
 
         Args:
             data: whole lines.
-            number: of the first one, among all lines of this master.
+            number: the number of the first one, among all lines of this master.
             missing: how many lines are lost after these, as the last of these says.
 
         Raises:
-            OSError: they could not be written. They may be given again.
+            OSError: they could not be written. The caller may retry.
         """
-        if self._file is not None and _identity(self.path) != self._identity:
-            self._shut()  # it was removed or replaced: the lines of before are not there
+        if self._file is not None and identity(self.path) != self._identity:
+            self._shut()  # the file was removed or replaced, with the earlier lines
         if self._file is None:
             self._open(number)
         elif self._size + len(data) > limits.EVENT_LOG_BYTES and self._size > HEAD_BYTES:
@@ -140,7 +142,7 @@ class EventFile:
             self.mark(self._missing)
 
     def mark(self, missing: int) -> None:
-        """Says at the head how many lines are missing. Raises OSError."""
+        """Writes into the head how many lines are missing. Raises OSError."""
         if missing != self._head.missing and self._file is not None:
             head = msgspec.structs.replace(self._head, missing=missing)
             self._file.seek(self._head_at)
@@ -157,14 +159,14 @@ class EventFile:
         self._lock.close()
 
     def _open(self, number: int) -> None:
-        """Opens the file, and writes a head behind what an earlier master has written."""
+        """Opens the file, and appends a head after the lines of earlier masters."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
         self._file = FileIO(descriptor, "r+")
         try:
-            self._identity = _identity(self.path)
+            self._identity = identity(self.path)
             self._size = self._file.seek(0, os.SEEK_END)
             if self._size and self._last_byte() != b"\n":
-                self._append(b"\n")  # after a line that its master could not end
+                self._append(b"\n")  # ends the torn line of an earlier master
             self._head_at = self._size
             now = time.time(), time.monotonic()
             self._head = Head(VERSION, __version__, os.getpid(), *now, number, 0)
@@ -189,7 +191,7 @@ class EventFile:
         self._size += len(data)
 
     def _cut(self) -> None:
-        """Removes what was written of lines that did not fit."""
+        """Removes lines that were written only in part."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.truncate(self._size)
@@ -220,10 +222,10 @@ def files(path: Path) -> list[Path]:
 
 
 def read(file: Path) -> Iterator[tuple[int, Head | Line | Gap | Damaged]]:
-    """The lines of one file, with their numbers in it.
+    """The lines of one file, with their line numbers.
 
     Raises:
-        OSError: it cannot be read, or has a line that no event log has.
+        OSError: it cannot be read, or has a line that is too long for an event log.
     """
     decoder: msgspec.json.Decoder[Head | Line | Gap] = msgspec.json.Decoder(Head | Line | Gap)
     with file.open("rb") as lines:
@@ -263,25 +265,15 @@ def _is_log(path: Path) -> bool:
     return bool(head) and HEAD_START.startswith(head) and HEAD_START.startswith(begun)
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return (0, 0)
-    return found.st_dev, found.st_ino
-
-
-log = logging.getLogger("pccl")
-
 BATCH_BYTES = 1 << 20  # written at once
-UNKNOWN = -1  # lines are missing, and it is not known yet how many
+UNKNOWN = -1  # an unknown number of lines is missing
 
 
 class EventLog:
     """An event log, and the thread that writes it. To be used by one thread.
 
     Args:
-        path: of its file.
+        path: the file.
 
     Raises:
         EventLogError: it cannot be used.
@@ -293,11 +285,11 @@ class EventLog:
         self._encoder = msgspec.json.Encoder()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._missing = 0  # lines that are lost after those that wait
-        self._written = 0  # lines of this master, lost ones included
-        self._lost = 0  # of these since `_failed`
-        self._failed: tuple[float, str] | None = None  # since when, and why
-        self._broken = False  # whether a line could not even be made: that was said
+        self._missing = 0  # lines lost after those that wait
+        self._written = 0  # lines of this master, including lost ones
+        self._lost = 0  # lines lost since `_failed`
+        self._failed: tuple[float, str] | None = None  # since when writing fails, and why
+        self._broken = False  # whether making a line has failed, which is logged once
         self._ending = False
         self._news = threading.Condition()
         self._over = threading.Event()
@@ -311,11 +303,11 @@ class EventLog:
     # ---- the service ----
 
     def began(self, began: inputs.Began, at_s: float, effects: list[Effect]) -> None:
-        """A master begins, after these effects of the one before."""
+        """Records the beginning of a master, and the last effects of the one before."""
         self._note(at_s, began, effects)
 
     def feed(self, master: Master, event: inputs.Event) -> list[Effect]:
-        """Has an input happen to the master. Raises what that raises."""
+        """Feeds an event to the master, and records it. Raises what the master raises."""
         recovering = master.recovering
         try:
             effects = inputs.feed(master, event)
@@ -327,7 +319,7 @@ class EventLog:
         return effects
 
     def close(self) -> None:
-        """Writes what waits, if that is possible, and closes the file."""
+        """Writes waiting lines, if that is possible, and closes the file."""
         with self._news:
             self._ending = True
             self._news.notify_all()
@@ -341,7 +333,7 @@ class EventLog:
     def _note(
         self, at_s: float, event: inputs.Input, effects: list[Effect], failed: str = ""
     ) -> None:
-        """Hands a line to the thread. Whatever fails here must not fail the master."""
+        """Hands a line to the thread. An error here must not stop the master."""
         line: bytes | None = None
         try:
             made = self._recorder.line(at_s, event, effects, failed)
@@ -388,7 +380,7 @@ class EventLog:
         return batch
 
     def _write(self, batch: list[bytes], lost: int) -> bool:
-        """Writes lines, and how many are lost after them; whether that worked."""
+        """Writes lines, and how many are lost after them. Returns whether that worked."""
         why = self._failed[1] if self._failed is not None else "an error of the master"
         gap = [self._encoder.encode(Gap(lost, why)) + b"\n"] if lost else []
         try:
@@ -410,19 +402,19 @@ class EventLog:
         return True
 
     def _mark(self) -> None:
-        """Lines are lost if this master ends now: the head must say so already."""
+        """Notes in the head that lines are missing, as they will be if this master ends now."""
         try:
             self._file.mark(UNKNOWN)
         except OSError as error:
-            log.debug("master: nor can the head of %s say so: %s", self._file.path, error)
+            log.debug("master: the head of %s cannot be written either: %s", self._file.path, error)
 
     # ---- both, with the lock ----
 
     def _fail(self, why: str) -> None:
         if self._failed is None:
             log.error(
-                "master: the event log %s cannot be written: %s; the run goes on, and it is tried "
-                "again and again",
+                "master: the event log %s cannot be written: %s; the run goes on, and writing is "
+                "retried",
                 self._file.path,
                 why,
             )

@@ -1,18 +1,19 @@
 """The journal of a master, and the thread that writes it.
 
-A commit survives the death of the process, but not a power failure at that moment (synchronous is
-NORMAL): the journal may then lack the last newcomers, which are refused and join again.
+A commit survives the death of the process, but not a power failure at that moment, because
+`synchronous` is NORMAL. The journal may then lack the last newcomers, which are refused and join
+again.
 
-The master holds a lock on a second file as long as it lives. That file also says whether the
-journal is complete: a single word that is overwritten in place, which works on a full disk too.
+The master holds a lock on a second file while it lives. That file also says whether the journal is
+complete, by a single word that is overwritten in place, even on a full disk.
 
 A separate thread writes, so that a disk that hangs does not stop the service. Changes are written
 before the messages that depend on them are sent: the service waits for the thread, but only for
 `JOURNAL_PATIENCE_S`. If that time passes, or writing fails, the master continues without the
-journal: the journal is *behind*, the log says so, and the thread retries until it has written the
-whole current state. A master that is restarted before that trusts the peers that come back, as one
-without a journal does (protocol/master/recovery.py says how it knows). If configured so, the
-master ends instead.
+journal. The journal is *behind* then, the master logs that, and the thread retries until it has
+written the whole current state. A master that is restarted before that relies on the returning
+peers, as one without a journal does (protocol/master/recovery.py). With `OnError.STOP` the master
+ends instead.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
 from pccl.protocol.master.effects import Refusal
-from pccl.protocol.master.history import REFUSED_MAX, WHOLE_RUN
+from pccl.protocol.master.history import keep_latest
 from pccl.runtime import limits
-from pccl.runtime.filelock import FileLock, Taken
+from pccl.runtime.filelock import FileLock, Taken, identity
+
+log = logging.getLogger("pccl")
 
 APPLICATION = 0x7063636C  # "pccl"
 VERSION = 1
 HEADER = b"SQLite format 3\0"
-# earlier versions of pccl do without this table
+# journals of earlier versions lack this table
 REFUSED = "CREATE TABLE IF NOT EXISTS refused (number INTEGER PRIMARY KEY, why BLOB NOT NULL);"
 SCHEMA = f"""
     PRAGMA journal_mode = WAL;
@@ -60,7 +63,7 @@ SCHEMA = f"""
 
 
 class JournalError(Exception):
-    """A journal cannot be used; the text says which one and why."""
+    """A journal cannot be used. The text says which one and why."""
 
 
 @dataclass
@@ -86,7 +89,7 @@ class JournalFile:
     """An open journal, and its lock; to be used by one thread at a time.
 
     Args:
-        path: of the file; created if it does not exist.
+        path: the file; created if it does not exist.
         patience_s: how long to wait if another program, such as a backup, has locked the file.
 
     Raises:
@@ -153,7 +156,7 @@ class JournalFile:
         try:
             if self._db is None:
                 self._open()
-            elif self._identity() != self._file:
+            elif identity(self.path) != self._file:
                 raise OSError("the file was removed or replaced while it was in use")
             assert self._db is not None
             with self._db:
@@ -188,7 +191,7 @@ class JournalFile:
         if changed is None:
             db.execute("DELETE FROM peers")
             changed = state.peers
-        if None in changed.values() or changed is state.peers:  # only who is gone is refused
+        if None in changed.values() or changed is state.peers:  # only lost peers are refused
             db.execute("DELETE FROM refused")
             db.executemany("INSERT INTO refused VALUES (?, ?)", state.refused.items())
         row = (state.run, state.incarnation, state.next_peer)
@@ -209,7 +212,7 @@ class JournalFile:
         )
         try:
             self._check(self._db)
-            self._file = self._identity()
+            self._file = identity(self.path)
         except BaseException:
             self._shut()
             raise
@@ -229,17 +232,10 @@ class JournalFile:
         elif version != VERSION:
             raise JournalError(
                 f"{self.path} is a journal of version {version}, and this pccl writes version "
-                f"{VERSION}: start the pccl that it is of, or take another file for a new run"
+                f"{VERSION}: use the pccl that wrote it, or another file for a new run"
             )
         db.execute(REFUSED)
         db.execute("PRAGMA synchronous = NORMAL")
-
-    def _identity(self) -> tuple[int, int]:
-        try:
-            found = os.stat(self.path)
-        except FileNotFoundError:
-            return (0, 0)
-        return found.st_dev, found.st_ino
 
     def _shut(self) -> None:
         db, self._db = self._db, None
@@ -251,7 +247,6 @@ class JournalFile:
         return JournalError(f"the journal {self.path} cannot be used: {text}")
 
 
-log = logging.getLogger("pccl")
 _decode = msgspec.msgpack.Decoder(Refusal).decode
 
 
@@ -266,7 +261,7 @@ class Scribe:
     """A master's journal, and the thread that writes it. To be used by one thread.
 
     Args:
-        path: of the file; created if it does not exist.
+        path: the file; created if it does not exist.
         run: the number of a new run, if the journal is empty.
         on_error: what to do if it cannot be written.
 
@@ -300,10 +295,10 @@ class Scribe:
             refused,
         )
         self._state = state
-        self._whole = self._file.complete  # if not, only peers that come back know the rest
+        self._whole = self._file.complete  # if not, only returning peers know the rest
         self._changed: dict[int, bytes | None] = {}
         self._asked = self._written = 0  # numbers of changes: all, and those in the file
-        self._failed: tuple[float, str] | None = None  # since when, and why last
+        self._failed: tuple[float, str] | None = None  # since when it fails, and the last error
         self._said_s = 0.0
         self._ending = False
         self._news = threading.Condition()
@@ -317,34 +312,33 @@ class Scribe:
     # ---- the service ----
 
     def adopt(self, run: int, incarnation: int) -> None:
-        """The master continues a run, which it may not have known, in a new incarnation."""
+        """Notes that the master continues a run, perhaps another one, in a new incarnation."""
         with self._news:
             if run != self._state.run:
-                self._state.refused.clear()  # these were peers of another one
+                self._state.refused.clear()  # these were peers of the other run
             self._state.run, self._state.incarnation = run, incarnation
             self._asked += 1
 
     def remember(self, info: m.PeerInfo) -> None:
-        """A peer was accepted."""
+        """Notes that a peer was accepted."""
         with self._news:
             self._changed[info.peer] = self._state.peers[info.peer] = msgspec.msgpack.encode(info)
             self._state.next_peer = max(self._state.next_peer, info.peer + 1)
             self._asked += 1
 
     def forget(self, number: int, why: Refusal | None = None) -> None:
-        """A peer is gone; and why, if it was dropped."""
+        """Notes that a peer is gone, and why if it was dropped."""
         with self._news:
             self._changed[number] = None
             self._state.peers.pop(number, None)
             if why is not None:
                 refused = self._state.refused
                 refused[number] = msgspec.msgpack.encode(why)
-                if len(refused) > REFUSED_MAX:
-                    del refused[min(refused.keys() - {WHOLE_RUN})]
+                keep_latest(refused)
             self._asked += 1
 
     def recovered(self) -> None:
-        """The master knows everything again, even if the journal was behind."""
+        """Notes that the master knows the whole run again, even if the journal was behind."""
         if not self._whole:
             with self._news:
                 self._whole = True
@@ -418,7 +412,7 @@ class Scribe:
             try:
                 self._file.mark(behind=True)
             except OSError as another:
-                log.error("master: nor can %s.lock say so: %s", self._file.path, another)
+                log.error("master: %s.lock cannot be written either: %s", self._file.path, another)
             return
         with self._news:
             if self._failed is not None:
@@ -447,4 +441,4 @@ class Scribe:
         if self._stops:
             return text
         lasting = f", for {seconds:.0f} s by now" if seconds >= 1 else ""
-        return f"{text}{lasting}; the run goes on without it, and it is tried again and again"
+        return f"{text}{lasting}; the run goes on without it, and writing is retried"

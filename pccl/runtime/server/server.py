@@ -1,7 +1,8 @@
 """The master's loop, and the thread that it runs in.
 
-No connection can end the service for the others: if a message makes the state machine fail, that is
-logged, and its connection is dropped. connections.py says how connections are identified.
+No connection can end the service for the others: if a message makes the state machine fail, the
+error is logged and the connection is dropped. connections.py explains how connections are
+identified.
 """
 
 from __future__ import annotations
@@ -75,16 +76,16 @@ def _router(
 
 
 class Server:
-    """A master that listens from construction on and serves while a thread is in `serve`.
+    """A master. It listens from construction on, and serves while a thread is in `serve`.
 
     Args:
         host: to listen on; "0.0.0.0" or "::" for all interfaces.
         port: to listen on; 0: any free one.
         config: timings and limits.
         security: the master's keys and those of allowed peers; None: nothing is encrypted.
-        state: file of the journal; None: a restarted master depends on what the peers know.
+        state: the file of the journal; None: a restarted master asks the peers.
         on_journal_error: what to do if the journal cannot be written later.
-        event_log: file in which all inputs of the state machine are recorded; None: nowhere.
+        event_log: the file that records all inputs of the state machine; None: no file.
 
     Raises:
         OSError: it cannot listen at that address.
@@ -115,7 +116,7 @@ class Server:
         self._straggler_s = config.straggler_s
         self._timeout_s = config.heartbeat_timeout_ms / 1000
         self._pauses = Pauses(self._timeout_s)
-        self._faltered = ""  # why an event was not completely handled; treated like an absence
+        self._faltered = ""  # why an event was not completely handled; the master begins anew then
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
         # messages of connections whose first message waits for the end of a dial
         self._arriving: dict[bytes, list[bytes | None]] = {}
@@ -125,8 +126,8 @@ class Server:
         self._events: EventLog | None = None
         self._stop = False
         self._chores_due_s = 0.0
-        self._asked: deque[Future[Status]] = deque()  # by other threads
-        self._noted: deque[tuple[float, str]] = deque(maxlen=limits.HTTP_EVENTS)  # and when
+        self._asked: deque[Future[Status]] = deque()  # requests of other threads
+        self._noted: deque[tuple[float, str]] = deque(maxlen=limits.HTTP_EVENTS)  # times and texts
         self._sent = False  # since the router was last found empty
         self._unsent: dict[bytes, list[bytes]] = {}  # messages by connection, until `_flush`
         run = secrets.randbits(62)
@@ -151,7 +152,7 @@ class Server:
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _open(self, host: str, port: int, config: Config, keys: KeyPair | None) -> None:
-        """Opens everything that takes descriptors, which may run out."""
+        """Opens everything that needs descriptors, which may run out."""
         opened = self._opened
         self._waiter = Waiter()
         opened.callback(self._waiter.close)
@@ -180,7 +181,7 @@ class Server:
 
     @property
     def peers(self) -> int:
-        """How many peers are accepted or pending."""
+        """The number of accepted and pending peers."""
         return len(self._master.peers)
 
     def stop(self) -> None:
@@ -189,7 +190,7 @@ class Server:
         self._wake()
 
     def ask(self) -> Future[Status]:
-        """The status of the run, later given by `serve`; from any thread."""
+        """Asks `serve` for the status of the run; from any thread."""
         future: Future[Status] = Future()
         self._asked.append(future)
         self._wake()
@@ -207,11 +208,11 @@ class Server:
             self._events.forked()
 
     def close(self) -> None:
-        """Closes everything, if nobody serves: the port can be bound again at once."""
+        """Closes everything, if no thread serves. The port can be bound again at once."""
         self._opened.close()
 
     def serve(self) -> None:
-        """Serves until `stop`, then closes everything: the port can be bound again at once."""
+        """Serves until `stop`, then closes everything. The port can be bound again at once."""
         waiter = self._waiter
         waiter.add(self._wake_in, self._woken)
         waiter.add(self._router, _nothing)  # the loop reads it anyway
@@ -236,7 +237,7 @@ class Server:
                 if now_s >= self._chores_due_s or not (drained and self._may_put_off_chores):
                     self._do_chores(drained)
                     wait_s = self._patience_s(drained)
-            if self._journal is None:  # with a journal it is expected to come back
+            if self._journal is None:  # with a journal, peers wait for it to come back
                 self._perform(self._feed(inputs.Farewell()))
                 self._flush()
         except JournalError as error:
@@ -250,9 +251,10 @@ class Server:
             self.close()
 
     def _converse(self) -> bool:
-        """Reads messages, and sends what follows from each. Whether none is left.
+        """Reads messages and sends the answers. Returns True if no message is left.
 
-        Sending may consume the notice of the next one, so it comes before the next is looked for.
+        Sending may consume the socket's notice of the next message. So answers are sent before
+        looking for it.
         """
         read = 0
         while read < BATCH:
@@ -265,19 +267,21 @@ class Server:
 
     @property
     def _may_put_off_chores(self) -> bool:
-        """True if only votes are going on: they are most of the work of a master, and each would
-        pay for the chores, which cost as much as a vote. Then no limit of time is near."""
+        """True if no time limit is near, so that chores can wait.
+
+        Votes are most of a master's work, and the chores cost as much as a vote.
+        """
         connections = self._connections
         return not (
             self._faltered
-            or connections.mourns
+            or connections.must_bury
             or connections.busy
             or self._dialler.busy
             or self._master.watches_time
         )
 
     def _do_chores(self, drained: bool) -> None:
-        """Does whatever is due, besides messages."""
+        """Does all work that is due, except messages."""
         if self._faltered:
             why, self._faltered = self._faltered, ""
             self._begin_anew(why)
@@ -292,8 +296,8 @@ class Server:
             future = self._asked.popleft()
             try:
                 future.set_result(self._status())
-            except Exception as error:  # no question can end the service
-                log.exception("master: the status of the run cannot be told")
+            except Exception as error:  # a request for the status must not end the service
+                log.exception("master: the status of the run cannot be made")
                 future.set_exception(error)
 
     def _patience_s(self, drained: bool) -> float:
@@ -310,7 +314,7 @@ class Server:
         return min(wait_s for wait_s in waits_s if wait_s is not None)
 
     def _status(self) -> Status:
-        """The state of the run, with the kernel's facts about its connections."""
+        """The status of the run, with the kernel's data about its connections."""
         status = self._master.status()
         silent_s = {
             number: self._connections.silent_s(peer.conn)
@@ -324,7 +328,7 @@ class Server:
     # ---- pauses ----
 
     def _awake_s(self) -> float:
-        """The time for which this process has run, by a clock that never counts its pauses."""
+        """The time for which this process has run, without its pauses."""
         now_s = time.monotonic()
         self._pauses.check()
         return now_s - self._pauses.total_s
@@ -336,7 +340,7 @@ class Server:
         why: str = "",
         done: Sequence[effects.Effect] = (),
     ) -> Master:
-        """The first master, or another one, for a reason and after effects of the one before."""
+        """The first master, or one that replaces another: `why`, and the old one's last effects."""
         began = inputs.Began(run, self._straggler_s, journal, why)
         master = inputs.begin(began, combine, secrets.token_bytes(32))
         master.now_s = time.monotonic()
@@ -345,13 +349,13 @@ class Server:
         return master
 
     def _feed(self, event: inputs.Event) -> list[effects.Effect]:
-        """Has something happen to the master."""
+        """Feeds an event to the master."""
         if self._events is None:
             return inputs.feed(self._master, event)
         return self._events.feed(self._master, event)
 
     def _begin_anew(self, why: str) -> None:
-        """Continues as after a restart: the master was away, not its peers."""
+        """Continues as after a restart, because the master was away, not its peers."""
         old = self._master
         self._flush()
         log.warning("master: %s: it goes on as after a restart", why)
@@ -366,7 +370,7 @@ class Server:
     # ---- events ----
 
     def _allows(self, key: str) -> bool:
-        """True if a peer with this public key may join; the list may change at any time."""
+        """True if a peer with this public key may join. The list may change at any time."""
         assert self._security is not None
         try:
             return key in self._security.allowed()
@@ -391,7 +395,7 @@ class Server:
             self._connections.forget_buried(now_s)
 
     def _read_router(self) -> int:
-        """Reads a frame. Returns the number of its messages; 0: there is none."""
+        """Reads a frame and handles its messages. Returns their number; 0: there was no frame."""
         taken = self._mail.take()
         if taken is None:
             self._sent = False
@@ -414,7 +418,7 @@ class Server:
     def _deliver(self, conn: bytes, data: bytes | None) -> None:
         """Handles a message, unless its connection is dropped or still being dialled back.
 
-        `data` is None for what is not one frame of messages.
+        `data` is None if a message was not one frame.
         """
         if not self._connections.is_heard(conn):
             return
@@ -429,11 +433,11 @@ class Server:
             self._perform(self._feed(inputs.Rejected(conn, why)))
 
     def _guarded(self, conn: bytes, event: Callable[[], list[effects.Effect]]) -> None:
-        """Handles a message; an exception costs only the connection that sent it."""
+        """Handles a message. An exception costs only the connection that sent it."""
         try:
             todo = event()
         except MemoryError:
-            self._faltered = "it had no memory for the work that a message made"
+            self._faltered = "it had no memory to handle a message"
             return
         except Exception:
             log.exception("master: a message of connection %s caused an internal error", conn.hex())
@@ -500,13 +504,14 @@ class Server:
         """Dials a peer that may join; refuses others without a dial."""
         if self._master.knows(conn) or self._master.objection(hello, host):
             return self._feed(inputs.Hello(conn, hello, host))
-        if hello.outgoing:  # which no dial can reach
+        if hello.outgoing:  # no dial can reach it
             return self._feed(inputs.Hello(conn, hello, host))
         self._dial(conn, hello, lambda why: self._feed(inputs.Hello(conn, hello, host, why or "")))
         return []
 
     def _receive_resume(self, conn: bytes, resume: m.Resume) -> list[effects.Effect]:
-        """A peer comes back: its connection broke, which may be this master's fault."""
+        """Handles a peer that comes back. Its connection may have broken because this process had
+        a pause."""
         self._pauses.check()
         if self._master.deserted(resume):
             self._begin_anew("all peers were lost, and now they come back")
@@ -554,9 +559,9 @@ class Server:
             self._dial_peer(dial.info, dial.password)
 
     def _flush(self) -> None:
-        """Sends each connection what there is for it, in as few frames as possible.
+        """Sends each connection its messages, in as few frames as possible.
 
-        Changes to which that refers have been written to the journal by now.
+        The journal already has the changes that the messages depend on.
         """
         if not self._unsent:
             return
@@ -567,7 +572,7 @@ class Server:
 
     def _send(self, conn: bytes, data: bytes) -> None:
         if self._faltered:
-            return  # without the message that was not sent, later ones have no meaning
+            return  # an earlier message was not sent, so later ones make no sense
         self._sent = True
         try:
             self._mail.send(conn, data)
@@ -586,20 +591,20 @@ class Server:
 class Service:
     """A server in its own thread, from `start` to the end of the server.
 
-    Its end is awaited by a lock that the thread holds, and a flag that is set before the lock is
-    released. An exception such as KeyboardInterrupt may end a wait at any instruction: the next
-    wait then relies on the flag. (After that, `Thread.join` of CPython 3.11 considers the thread
-    dead, and the process would end before the thread has sent its last messages.)
+    The thread holds a lock until it ends, and sets a flag before it releases the lock. `wait` uses
+    both instead of `Thread.join`: if an exception such as KeyboardInterrupt ends a join, CPython
+    3.11 considers the thread dead, and the process could end before the thread has sent its last
+    messages.
 
     A forked child has no such thread: `stop` and `wait` do nothing there.
 
     Args:
         server: the server.
-        web: shows the run over HTTP; None: nothing does.
+        web: shows the run over HTTP; None: no HTTP.
 
     Attributes:
         server: the server.
-        failure: the exception that has ended it; None after `stop`.
+        failure: the exception that ended the server; None after `stop`.
     """
 
     def __init__(self, server: Server, web: Web | None = None) -> None:

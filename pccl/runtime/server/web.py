@@ -1,9 +1,10 @@
 """A master's HTTP: the page, the metrics, and the server.
 
-The service thread of the master never waits for a client: this thread asks it for a snapshot, at
-most one at a time, and what it answers serves all requests of the next moment. There are no files,
-no arguments and no state of a client. What a client can take is limited: connections (the oldest
-one goes), the size of a request, and the time from its connection to the end of its answer.
+The master's service thread never waits for an HTTP client. The HTTP thread asks it for a snapshot,
+one at a time, and answers all requests of the next moment with that snapshot. The server has no
+files, takes no arguments, and keeps no state about clients. It limits the number of connections
+(the oldest one is closed), the size of a request, and the time from the connection to the end of
+the answer.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from pccl.protocol.topology import hops
 from pccl.runtime import limits
 from pccl.support.text import address_text
 
+log = logging.getLogger("pccl")
+
 FILE = Path(__file__).with_name("page.html")
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
@@ -48,7 +51,7 @@ class Page(NamedTuple):
 
 
 def load() -> Page:
-    """Reads the page. Its own script and style are let in by their hashes, and no other is."""
+    """Reads the page. Its policy allows only its own script and style, by their hashes."""
     text = FILE.read_bytes().decode()
     allowed = {kind: _hash(content) for kind, content in INLINE.findall(text)}
     policy = (
@@ -68,7 +71,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(status: Status) -> str:
-    """All metrics of a run. Labels have few values: groups, phases, causes, outcomes."""
+    """All metrics of a run, in the text format of Prometheus."""
     return "".join(f"{line}\n" for line in _lines(status))
 
 
@@ -80,7 +83,7 @@ def _lines(status: Status) -> Iterator[str]:
     yield from _metric("world_size", "gauge", "Accepted peers.", {"": accepted})
     pending = len(status.peers) - accepted
     yield from _metric("peers_pending", "gauge", "Peers that wait for admission.", {"": pending})
-    text = "Whether a restarted master waits for the peers of before."
+    text = "Whether a restarted master waits for its earlier peers."
     yield from _metric("recovering", "gauge", text, {"": int(status.recovering)})
     yield from _groups(status)
     yield from _bandwidth(status)
@@ -145,7 +148,7 @@ def _waits(status: Status) -> Iterator[str]:
 
 
 def _lateness(status: Status) -> Iterator[str]:
-    """Of each peer: the only metrics that have a value for each."""
+    """The metrics of each peer. All others have labels with few values."""
     columns = (
         ("late_seconds", "gauge", "How long others waited for a peer per call, of late.", "late_s"),
         ("late_seconds_total", "counter", "How long others waited for a peer.", "late_total_s"),
@@ -223,7 +226,7 @@ def _durations(status: Status) -> Iterator[str]:
 def _histogram(
     name: str, text: str, values: Mapping[str, Histogram], label: str = ""
 ) -> Iterator[str]:
-    """One histogram, for each value of its label, where it has one."""
+    """A histogram, for each value of its label if it has one."""
     name = f"pccl_{name}"
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} histogram"
@@ -241,7 +244,7 @@ def _histogram(
 def _metric(
     name: str, kind: str, text: str, values: Mapping[str, float], label: str = ""
 ) -> Iterator[str]:
-    """One metric: its values, each for a value of its label, where it has one."""
+    """A metric, for each value of its label if it has one."""
     name = f"pccl_{name}"
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} {kind}"
@@ -249,13 +252,11 @@ def _metric(
         yield f'{name}{{{label}="{of}"}} {value}' if label else f"{name} {value}"
 
 
-log = logging.getLogger("pccl")
-
 REQUEST = re.compile(r"([A-Z]+) (/\S*) HTTP/1\.[01]")
 HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
 TEXT, HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
 PATHS = ("/", "/status.json", "/metrics", "/events", "/healthz")
-NOTHING = "default-src 'none'; frame-ancestors 'none'"  # that a browser may load or run
+NOTHING = "default-src 'none'; frame-ancestors 'none'"  # a policy: browsers load and run nothing
 SAFE = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -274,7 +275,7 @@ class Reply(NamedTuple):
 
 
 class Unanswered(Exception):
-    """A request that gets no more than a sentence that says why."""
+    """A request is refused. The text, which is the answer, says why."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -286,11 +287,12 @@ def target(head: bytes, loopback: bool) -> tuple[str, bool]:
 
     Args:
         head: its first line and its headers, with the empty line after them.
-        loopback: whether only this machine is served. A page from elsewhere may then make a browser
-            of this machine ask by a name of its own (DNS rebinding): no such name is answered.
+        loopback: whether only this machine is served. Then a foreign page could make a browser of
+            this machine send requests under the page's host name (DNS rebinding), so such names are
+            refused.
 
     Raises:
-        Unanswered: it asks for nothing that there can be.
+        Unanswered: the request is refused.
     """
     first, *lines = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     request = REQUEST.fullmatch(first)
@@ -304,7 +306,7 @@ def target(head: bytes, loopback: bool) -> tuple[str, bool]:
         why = "only this machine is served, by its address or as localhost"
         raise Unanswered(HTTPStatus.MISDIRECTED_REQUEST, why)
     if request[1] not in ("GET", "HEAD"):
-        raise Unanswered(HTTPStatus.METHOD_NOT_ALLOWED, "a run can be looked at, and nothing else")
+        raise Unanswered(HTTPStatus.METHOD_NOT_ALLOWED, "a run can only be read")
     return request[2].partition("?")[0], request[1] == "GET"
 
 
@@ -320,7 +322,7 @@ def _is_local(host: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises OSError where that cannot be."""
+    """A listening socket. Raises OSError if that is impossible."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=limits.HTTP_CONNECTIONS)
@@ -340,7 +342,7 @@ class Web:
         ask: asks the service thread for the status; from any thread.
 
     Raises:
-        OSError: the address cannot be listened on, or the system lends no descriptors.
+        OSError: it cannot listen on the address, or the system provides no descriptors.
     """
 
     def __init__(self, host: str, port: int, ask: Callable[[], Future[Status]]) -> None:
@@ -359,16 +361,16 @@ class Web:
         self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Future[Status] | None = None
-        self._made: dict[str, Reply] = {}  # of the last answer
-        self._stale_s = 0.0  # when it no longer serves
+        self._made: dict[str, Reply] = {}  # replies made from the last status, by path
+        self._stale_s = 0.0  # when the last status expires
         self._thread = threading.Thread(target=self._run, name="pccl-http", daemon=True)
 
     def start(self) -> None:
-        """Begins to answer. Raises RuntimeError where no thread can be had."""
+        """Begins to answer. Raises RuntimeError if no thread can be started."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it; the port is free when this returns. To be called once."""
+        """Stops the server. The port is free when this returns. To be called once."""
         if self._thread.ident is None:
             self._loop.close()
             self._socket.close()
@@ -378,7 +380,8 @@ class Web:
             self._thread.join()
 
     def forked(self) -> None:
-        """In a forked child: the parent's port is not kept in use."""
+        """Called in a forked child: closes the socket there, so that the parent can free the
+        port."""
         self._socket.close()
 
     # ---- its thread ----
@@ -418,7 +421,7 @@ class Web:
             async with asyncio.timeout(limits.HTTP_REQUEST_S):
                 await self._answer(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # it has gone, or has to
+            pass  # the client is gone, or its time is up
         except Exception:
             log.exception("master: a request over HTTP made it fail")
         finally:
@@ -432,8 +435,7 @@ class Web:
             path, wants_body = target(await reader.readuntil(b"\r\n\r\n"), self._loopback)
             reply = await self._reply(path)
         except asyncio.LimitOverrunError:
-            why = "it is too long"
-            reply = Reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"{why}\n".encode())
+            reply = Reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"the request is too long\n")
         except Unanswered as error:
             reply = Reply(error.status, f"{error}\n".encode())
         headers = SAFE | {
@@ -448,7 +450,7 @@ class Web:
         writer.write("\r\n".join([*lines, "", ""]).encode() + reply.body * wants_body)
         writer.write_eof()
         while await reader.read(limits.HTTP_REQUEST_BYTES):
-            pass  # what is left unread when a socket is closed takes the answer with it
+            pass  # closing a socket with unread data would discard the answer
         writer.close()
         await writer.wait_closed()
 
@@ -456,25 +458,25 @@ class Web:
         if path == "/":
             return Reply(HTTPStatus.OK, self._page.body, HTML, self._page.policy)
         if path not in PATHS:
-            raise Unanswered(HTTPStatus.NOT_FOUND, f"there are: {', '.join(PATHS)}")
+            raise Unanswered(HTTPStatus.NOT_FOUND, f"the paths are: {', '.join(PATHS)}")
         status = await self._status()
         if path not in self._made:
             self._made[path] = _made(path, status)
         return self._made[path]
 
     async def _status(self) -> Status:
-        """A status that is not older than the time for which one serves."""
+        """The last status, or a new one if the last has expired."""
         asking = self._asking
         if asking is None or (asking.done() and self._loop.time() >= self._stale_s):
-            self._stale_s = math.inf  # until it is answered
+            self._stale_s = math.inf  # while the answer is pending
             asking = self._asking = asyncio.wrap_future(self._ask())
             asking.add_done_callback(self._answered)
         await asyncio.wait([asking], timeout=limits.HTTP_ANSWER_S)
         if not asking.done():
-            why = f"the master has not answered for {limits.HTTP_ANSWER_S:g} s: it stands still"
+            why = f"the master has not answered for {limits.HTTP_ANSWER_S:g} s: it hangs"
             raise Unanswered(HTTPStatus.SERVICE_UNAVAILABLE, why)
         if asking.exception() is not None:
-            why = "the master cannot tell its status: its log says why"
+            why = "the master could not make its status: its log says why"
             raise Unanswered(HTTPStatus.INTERNAL_SERVER_ERROR, why)
         return asking.result()
 
