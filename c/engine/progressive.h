@@ -1,5 +1,5 @@
 /* progressive.h - an all-reduce whose memory is filled, and read, while it runs (pccl_core.h,
- * PROGRESSIVELY). */
+ * PROGRESSIVE COLLECTIVES). */
 #ifndef PCCL_PROGRESSIVE_H
 #define PCCL_PROGRESSIVE_H
 
@@ -8,16 +8,17 @@
 
 #include "engine/collective.h"
 
-/* Whether our contribution of these elements is there. */
+/* Whether send holds our contribution of these elements. */
 bool progressive_is_ready(const struct collective *collective, uint64_t offset, uint64_t length);
 
-/* Keeps a chunk until our contribution is there. */
+/* Holds a chunk until send holds our contribution. */
 void progressive_hold(struct collective *collective, struct packet **packet);
 
 /* For struct op_kind: READY. */
 void progressive_command(struct op *op, const pccl_command *command);
 
-/* These elements of recv hold the result: tells of each window that is complete by that. */
+/* Call when these elements of recv hold the result: emits WRITTEN for each window that is complete
+ * now. */
 void progressive_notify(struct collective *collective, uint64_t offset, uint64_t length);
 
 #endif

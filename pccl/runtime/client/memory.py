@@ -92,7 +92,7 @@ class Wide:
 @dataclass(frozen=True, slots=True)
 class Progressive:
     """Host memory that is filled, and read, while the collective runs (c/pccl_core.h,
-    PROGRESSIVELY).
+    PROGRESSIVE COLLECTIVES).
 
     Attributes:
         step: the offsets of a step.
