@@ -15,7 +15,7 @@ size_t bitmap_words(uint64_t n)
     return (size_t)(n / 64 + (n % 64 != 0));
 }
 
-/* The bits of word `word` that lie in from <= i < to. */
+/* The bits of word number `word` that lie in from <= i < to. */
 static uint64_t mask(uint64_t word, uint64_t from, uint64_t to)
 {
     uint64_t bits = ~UINT64_C(0);

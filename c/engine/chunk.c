@@ -11,7 +11,7 @@
 
 /* ---- sending our own ---- */
 
-/* How many offsets make a message of about as many bytes as START says. */
+/* The number of offsets in a message of about as many bytes as START says. */
 static uint64_t chunk_length(const struct ring *ring)
 {
     const struct collective *collective = collective_of(op_of(&ring->flow));
@@ -23,7 +23,7 @@ static uint64_t chunk_length(const struct ring *ring)
     return units > 0 ? units * unit : unit;
 }
 
-/* How many offsets our next chunk has, which begins at the cursor. */
+/* The number of offsets in our next chunk, which begins at the cursor. */
 static uint64_t own_length(const struct ring *ring)
 {
     const struct collective *collective = collective_of(op_of(&ring->flow));
@@ -34,8 +34,8 @@ static uint64_t own_length(const struct ring *ring)
     return length < chunk ? length : chunk;
 }
 
-/* Makes the message of a chunk of our own: TURN_OVER when it is made. Before START nothing may
- * refer to the memory of a call, so it is copied. */
+/* Builds the message of a chunk of our own; returns TURN_OVER on success. Before START the payload
+ * is always copied, because ABORT must give the memory back at once. */
 static enum turn build_own(struct ring *ring, struct packet *packet,
                            const struct wire_header *header, uint64_t bytes)
 {
@@ -78,7 +78,8 @@ static struct wire_header own_header(const struct ring *ring, uint64_t length)
     return header;
 }
 
-/* Notes a chunk of our own that was sent. What was sent before START is noted at START. */
+/* Notes that a chunk of our own was sent. For chunks sent before START only the credit counts now;
+ * note_eager() in start.c notes them at START. */
 static void note_sent(struct ring *ring, uint64_t length, uint64_t cost)
 {
     struct collective *collective = collective_of(op_of(&ring->flow));
@@ -105,11 +106,11 @@ enum turn chunk_send(struct flow *flow)
     enum turn made;
     assert(length > 0);
     if (!progressive_is_ready(collective, ring->cursor, length))
-        return TURN_OVER;            /* progressive_command() asks for the next one */
+        return TURN_OVER;            /* READY requests another turn */
     if (!op->started && stream_credit(flow->stream) < cost)
-        return TURN_OVER;            /* START gives it another one */
+        return TURN_OVER;            /* START requests another turn */
     if (op->ops->n_held > 0 && op->ops->n_spread == 0)
-        return TURN_BLOCKED;         /* or the ring would fill up: all would wait for room */
+        return TURN_BLOCKED;         /* otherwise the ring could fill up and deadlock */
     made = build_own(ring, &packet, &header, bytes);
     if (made == TURN_FAILED)
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
@@ -121,19 +122,19 @@ enum turn chunk_send(struct flow *flow)
     }
     note_sent(ring, length, cost);
     if (collective_is_complete(collective))
-        op_complete(op);             /* cannot free it: it is still our turn */
+        op_complete(op);             /* does not free it: the flow that has the turn is pending */
     return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;
 }
 
-/* ---- taking those of others ---- */
+/* ---- receiving the chunks of others ---- */
 
 static const struct algorithm *algorithm_of(const struct wire_header *chunk)
 {
     return chunk->step == ONESHOT_STEP ? &oneshot_algorithm : &ring_algorithm;
 }
 
-/* Why a chunk cannot belong to the op at all, or NULL. After this its offset and length may become
- * addresses. */
+/* Why a chunk cannot belong to the op at all, or NULL. If NULL, its offset and length are safe to
+ * turn into addresses. */
 static const char *check_shape(const struct collective *collective, const struct wire_header *chunk,
                                uint64_t bytes)
 {
@@ -142,7 +143,7 @@ static const char *check_shape(const struct collective *collective, const struct
     if (chunk->ring >= PCCL_RINGS_MAX || members < 2 || members > PCCL_PEERS_MAX
         || (collective->members > 0 && members != collective->members)
         || chunk->segment >= members
-            || !algorithm_of(chunk)->has_step(collective, members, chunk->step))
+        || !algorithm_of(chunk)->has_step(collective, members, chunk->step))
         return "a chunk has an impossible place in the ring";
     if (chunk->length == 0 || chunk->offset % PCCL_ALIGNMENT != 0
         || chunk->offset >= collective->parts.span * (collective->members > 0 ? members : 1))
@@ -151,7 +152,7 @@ static const char *check_shape(const struct collective *collective, const struct
     if (chunk->length > reach || (chunk->length % PCCL_ALIGNMENT != 0 && chunk->length != reach))
         return "a chunk is not aligned or out of bounds";
     if (collective_payload_bytes(collective, chunk->offset, chunk->length) != bytes)
-        return "a chunk's payload has another size than its header says";
+        return "the payload of a chunk does not have the size that its header gives";
     return NULL;
 }
 
@@ -180,7 +181,7 @@ static const char *check_claim(struct collective *collective, const struct wire_
     return NULL;
 }
 
-/* Why a chunk is not one that our place receives, or NULL. */
+/* Why our place in the ring cannot receive a chunk, or NULL. */
 static const char *check_place(const struct collective *collective, const struct wire_header *chunk)
 {
     const struct ring *ring;
@@ -192,7 +193,7 @@ static const char *check_place(const struct collective *collective, const struct
     return collective->algorithm->check_place(ring, chunk);
 }
 
-/* Why a chunk cannot be what it says, or NULL. */
+/* Why a chunk is invalid, or NULL. */
 static const char *check(struct collective *collective, const struct wire_header *chunk,
                          uint64_t bytes)
 {

@@ -1,5 +1,5 @@
-/* chunk.h - the chunks of a collective: our own are sent; others are checked, reduced or stored,
- * and sent on (pccl_core.h, THE RING). */
+/* chunk.h - the chunks of a collective: sends our own, and checks, reduces or stores, and forwards
+ * those of others (pccl_core.h, THE RING). */
 #ifndef PCCL_CHUNK_H
 #define PCCL_CHUNK_H
 

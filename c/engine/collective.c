@@ -1,9 +1,9 @@
 /* collective.c - see collective.h.
  *
- * Two sets of blocks say what has been done: `given` holds those of send that have been given (a
- * first chunk was sent, or a partial result added to), `written` those of recv that hold the
- * result. A collective that only gathers gives nothing: its chunks are final from the start. Both
- * are indexed like the buffers: a buffer of one slice has the blocks of one slice.
+ * Two sets of blocks record progress: `given` has the blocks of send that were sent as own chunks
+ * or added to partial results, `written` the blocks of recv that hold the result. A collective that
+ * does not reduce gives nothing: its chunks are final from the start. Both sets are indexed like
+ * the buffers: a buffer of one slice has the blocks of one slice.
  *
  * Where recv holds what ABORT must restore, the old bytes go into an undo buffer before they are
  * overwritten. */
@@ -52,10 +52,10 @@ uint64_t collective_element_bytes(const struct collective *collective, const str
 }
 
 uint64_t collective_payload_bytes(const struct collective *collective, uint64_t offset,
-                              uint64_t length)
+                                  uint64_t length)
 {
     return collective_element_bytes(collective, part_at(&collective->parts, offset),
-                         parts_elements(&collective->parts, offset, length));
+                                    parts_elements(&collective->parts, offset, length));
 }
 
 /* ---- what is done ---- */
@@ -132,7 +132,7 @@ void collective_request_turns(const struct collective *collective)
 
 /* ---- register ---- */
 
-/* Takes over what a command says except its parts; false if it is impossible. */
+/* Stores the members of a REGISTER except its parts; false if they are invalid. */
 static bool take_shape(struct collective *collective, const pccl_command *command)
 {
     const struct shape *shape = &collective->shape;
@@ -166,7 +166,7 @@ void collective_enter(struct op *op, const pccl_command *command)
     size_t given, written, ready;
     const char *why;
     if (!take_shape(collective, command)) {
-        op_fail(op, PCCL_EINVAL, "unknown collective or operation, or an impossible number");
+        op_fail(op, PCCL_EINVAL, "unknown collective or operation, or a number out of range");
         return;
     }
     parts->part = calloc(command->n_parts + (size_t)1, sizeof *parts->part);
@@ -177,7 +177,7 @@ void collective_enter(struct op *op, const pccl_command *command)
     if (command->recv_rows != NULL) {
         int status = parts_divide(parts, command->recv_rows);
         if (status != PCCL_OK) {
-            op_fail(op, status, "too many rows, or no memory for their numbers");
+            op_fail(op, status, "too many rows, or no memory to count them");
             return;
         }
     }
@@ -191,7 +191,7 @@ void collective_enter(struct op *op, const pccl_command *command)
     ready = collective->window > 0 ? given : 0;
     collective->given_set = calloc(given + written + ready + 1, sizeof(uint64_t));
     if (collective->given_set == NULL) {
-        op_fail(op, PCCL_ENOMEM, "no memory to keep account of %llu elements",
+        op_fail(op, PCCL_ENOMEM, "no memory to track %llu elements",
                 (unsigned long long)parts->total);
         return;
     }
@@ -229,7 +229,8 @@ void collective_drop(struct op *op, struct flow *flow)
     collective->n_held = 0;
 }
 
-/* START may not need a stream on which EAGER has begun, and otherwise finds that it is lost. */
+/* Before START a lost stream does not fail the op: START may name other streams than EAGER, and
+ * checks the streams that it needs. */
 void collective_lose(struct op *op, const struct stream *stream)
 {
     if (op->started)

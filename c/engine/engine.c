@@ -1,45 +1,45 @@
 /* engine.c - the loop: commands in, messages in, messages out, events out (pccl_core.h, THE
  * ENGINE).
  *
- * The modules of the engine, each of which uses only those before it (tests/unit/test_layers.py):
+ * The modules of the engine. Each uses only modules above it (tests/unit/test_layers.py):
  *
  * wire         the header in front of every payload
  * bitmap       which parts of a buffer have been handled
- * transport    what the operating system is asked about a connection, and told
+ * transport    the operating system's data and settings of a connection
  * lanes        how much the connections of a stream hold, and when there are too few
- * parts        the arrays of a collective: what lies where, what ABORT restores
- * events       what the caller is told
+ * parts        the arrays of a collective: their places in memory, and what ABORT restores
+ * events       messages to the caller
  * zap          who may connect to the PULL socket
  * packet       messages of one or two frames, and references to the memory that they point into
  * unexpected   chunks that came before START, held for it
- * stream       PUSH sockets, their lanes and monitors, and what is sent in which order
+ * stream       PUSH sockets, their lanes and monitors, and the order of sending
  * op           the life of an op of any kind
  * serve        SERVE: answers requests for pieces
  * fetch        FETCH: requests pieces
  * collective   COLLECTIVE: its arrays, which elements of them are done, how it ends
- * ring         how its chunks go around a ring
- * oneshot      how two members send each other everything instead
+ * ring         how the chunks of a collective go around a ring
+ * oneshot      how two members send each other their whole contributions
  * progressive  collectives whose memory is filled, and read, while they run
- * start        START of a collective, and its eager start before that
- * chunk        its chunks: own ones are sent, others checked, reduced or stored, sent on
+ * start        START of a collective, and EAGER before it
+ * chunk        the chunks of a collective: sends our own; checks and handles those of others
  * exchange     EXCHANGE: rows from member to member
  *
  * One pass takes commands, receives a bounded batch, lets every stream send, settles ops, looks at
  * the monitors and closes lost streams. It never blocks; when a pass has moved nothing,
- * pccl_engine_run() waits for whatever could change that. Nothing needs a clock.
+ * pccl_engine_run() waits until a socket has news. Nothing needs a clock.
  *
- * It waits for the sockets' descriptors (ZMQ_FD): zmq_poll of the sockets themselves asks each one
- * before and after, with two system calls each time. A descriptor tells of what has come since its
- * socket was last asked, and every use of a socket may ask it. So each socket that is waited for
- * has been found empty, or full, in the pass before, and not been used after that.
+ * It waits for the sockets' descriptors (ZMQ_FD), because zmq_poll on the sockets themselves makes
+ * two system calls for each socket before it waits, and two after. A descriptor only signals events
+ * since its socket was last used. So the pass before the wait must have found each socket empty, or
+ * full, and must not have used it after that.
  *
- * Everything runs in the thread that is in pccl_engine_run(), except release() in packet.c, which
- * libzmq calls from its own threads and which touches nothing but an atomic counter.
+ * Everything runs in the thread that is in pccl_engine_run(), except release() in packet.c: libzmq
+ * calls it from its own threads, and it only touches an atomic counter.
  *
- * Two things may not happen in the middle of a pass, because callers up the stack hold pointers. A
- * stream is only marked lost where that is noticed, and closed at the end of the pass; and an op
- * that fails keeps its memory until its ABORT. An op is freed in op_complete(), ops_end(),
- * ops_settle() and ops_free() only. */
+ * Streams and ops must not disappear in the middle of a pass, because callers up the stack hold
+ * pointers to them. So a lost stream is only marked, and closed at the end of the pass; and a
+ * failed op keeps its memory until its ABORT. Only op_complete(), ops_end(), ops_settle() and
+ * ops_free() free an op. */
 #include "pccl_core.h"
 
 #include <errno.h>
@@ -66,12 +66,12 @@
 static const char COMMANDS_ENDPOINT[] = "inproc://pccl-engine";
 
 enum {
-    COMMAND_BATCH = 64,        /* in one pass */
-    RECEIVE_BATCH = 16,      /* messages in one pass, */
+    COMMAND_BATCH = 64,      /* messages with commands in one pass */
+    RECEIVE_BATCH = 16,      /* messages received in one pass, */
     RECEIVE_BYTES = 1 << 20, /* or bytes: reducing them takes as long as sending them */
-    FORWARD_BYTES = 32 << 20, /* that may wait to be sent on, besides ops' own memory */
+    FORWARD_BYTES = 32 << 20, /* payload that may wait to be sent on, besides ops' own memory */
     LISTEN_INTERVAL = 16,    /* busy passes between looks at the monitors (system calls) */
-    RELEASE_WAIT_MS = 1,     /* libzmq releases what it has written at once, but sends no notice */
+    RELEASE_WAIT_MS = 1,     /* libzmq releases written memory at once, but does not notify us */
     SOCKETS_MAX = 8192       /* of the context; a stream takes three */
 };
 
@@ -82,13 +82,13 @@ struct pccl_engine {
     struct zap zap;
     struct streams streams;
     struct ops ops;
-    struct packet *inbox;    /* the message at hand */
+    struct packet *inbox;    /* the message being received */
     bool stopped;
     uint32_t passes;
     uint64_t dropped;        /* commands and messages that could not be read */
-    pccl_pollitem *items;    /* what is waited for, */
+    pccl_pollitem *items;    /* descriptors to wait for, */
     void **watched;          /* and the socket of each */
-    size_t items_room;       /* of both */
+    size_t items_room;       /* capacity of both arrays */
 };
 
 /* ---- the kinds of ops ---- */
@@ -157,14 +157,14 @@ static const struct op_kind kinds[] = {
     },
 };
 
-/* The kind of that number (a pccl_op_kind), or NULL. */
+/* The kind with that number (a pccl_op_kind), or NULL. */
 static const struct op_kind *op_kind_numbered(uint32_t number)
 {
     const uint32_t n = sizeof kinds / sizeof kinds[0];
     return number > 0 && number < n ? &kinds[number] : NULL;
 }
 
-/* The kind that takes such messages. */
+/* The kind of op that takes messages of a kind. */
 static const struct op_kind *op_kind_taking(enum wire_kind message)
 {
     static const enum pccl_op_kind taking[] = {
@@ -192,8 +192,8 @@ static void *open_socket(pccl_engine *engine, int type, int recv_hwm)
     return socket;
 }
 
-/* Lets only those connect whom zap.c allows: 0, or -1 as setsockopt. The domain is enforced,
- * because otherwise libzmq lets everybody in when there is no handler. */
+/* Lets zap.c decide who may connect: 0, or -1 as setsockopt. The domain is enforced, because
+ * otherwise libzmq lets everybody in when there is no handler. */
 static int set_server(pccl_engine *engine)
 {
     static const char domain[] = "pccl";
@@ -218,9 +218,9 @@ static bool is_guarded(const pccl_options *options)
     return options->curve_secret[0] != '\0' || options->dialler[0] != '\0';
 }
 
-/* Pings whoever sends to us: a sender that hears no ping for the time-out shall take us for lost.
- * Its answers do not matter, because they queue behind its data, which we may take slowly. TCP has
- * to notice what is lost in the sender's direction only. 0, or -1 as setsockopt. */
+/* Pings every sender to us; a sender that gets no ping for the timeout counts us as lost. We ignore
+ * how late its answers are, because they queue behind its data, which we may take slowly: TCP
+ * detects a sender that is lost. 0, or -1 as setsockopt. */
 static int set_heartbeats(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
@@ -237,8 +237,8 @@ static int set_heartbeats(pccl_engine *engine)
 }
 
 /* Opens the context, the PAIR for commands and the PULL for everything else: 0 or PCCL_EZMQ. The
- * limits bound what a stranger can make libzmq keep: one message on each connection, for as long as
- * a handshake may take. */
+ * limits bound the memory that a stranger can take in libzmq: one message on each connection, for
+ * as long as a handshake may take. */
 static int open_sockets(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
@@ -268,7 +268,7 @@ static bool are_keys(const char *public_key, const char *secret)
     return memchr(public_key, 0, n + 1) == public_key + n && memchr(secret, 0, n + 1) == secret + n;
 }
 
-/* Gives each module what it uses of the others. */
+/* Gives each module its pointers to the others. */
 static void connect_modules(pccl_engine *engine, const pccl_zmq *table,
                             const pccl_options *options)
 {
@@ -334,7 +334,7 @@ uint64_t pccl_engine_dropped(const pccl_engine *engine)
     return engine->dropped + engine->ops.dropped;
 }
 
-/* Closes streams that are lost, and tells the ops. Whether there were any. */
+/* Closes the lost streams, and tells the ops. Returns whether there were any. */
 static bool close_lost_streams(pccl_engine *engine)
 {
     struct stream *stream;
@@ -364,7 +364,7 @@ void pccl_engine_free(pccl_engine *engine)
     zap_close(&engine->zap);
     if (engine->events.socket != NULL)
         (void)zmq->close(engine->events.socket);
-    /* Waits until libzmq has forgotten every message. */
+    /* Waits until libzmq has released every message. */
     if (engine->context != NULL)
         while (zmq->ctx_term(engine->context) < 0 && zmq->errno_() == EINTR)
             continue;
@@ -433,7 +433,7 @@ static void dispatch(pccl_engine *engine, const pccl_command *command)
     }
 }
 
-/* Receives one message and dispatches its commands. Whether there was one. */
+/* Receives one message and dispatches its commands. Returns whether there was one. */
 static bool take_command(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
@@ -471,7 +471,7 @@ static bool take_commands(pccl_engine *engine)
 
 /* ---- messages ---- */
 
-/* Gives the message in the inbox to the op it is for. */
+/* Gives the message in the inbox to its op. */
 static void deliver(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
@@ -492,10 +492,10 @@ static void deliver(pccl_engine *engine)
     ops_take(&engine->ops, op, &header, &engine->inbox);
 }
 
-/* Whether to receive. One ring cannot deadlock when its members stop receiving while enough waits
- * to be sent on (pccl_core.h). Several can: a member of two rings may be full of messages that only
- * its successor in the first can take, which is full of messages that only its successor in the
- * second can take, and so on around a circle. */
+/* Whether to receive. The members of one ring may stop receiving while many messages wait to be
+ * sent on: that cannot deadlock (pccl_core.h, THE RING). With several rings it can: one member is
+ * full of messages for its successor in the first ring, that successor is full of messages for its
+ * own successor in the second ring, and so on around a circle. */
 static bool has_room(const pccl_engine *engine)
 {
     const struct backlog *backlog = &engine->ops.backlog;
@@ -541,11 +541,11 @@ int pccl_engine_step(pccl_engine *engine)
         moved |= zap_answer(&engine->zap);
     }
     moved |= close_lost_streams(engine);
-    moved |= engine->events.emitted;     /* on the socket of commands, of which more may be there */
+    moved |= engine->events.emitted;     /* sending has used the socket of commands: look again */
     return engine->events.status < 0 ? engine->events.status : moved;
 }
 
-/* Makes room to watch `n` sockets: 0 or PCCL_ENOMEM. */
+/* Allocates room to watch `n` sockets: 0 or PCCL_ENOMEM. */
 static int reserve_items(pccl_engine *engine, size_t n)
 {
     pccl_pollitem *items;
@@ -564,7 +564,7 @@ static int reserve_items(pccl_engine *engine, size_t n)
     return PCCL_OK;
 }
 
-/* Adds a socket to what is waited for. Whether it has a descriptor. */
+/* Adds a socket to the descriptors to wait for. Returns whether it has a descriptor. */
 static bool watch(pccl_engine *engine, int *n, void *socket)
 {
     pccl_pollitem *item = &engine->items[*n];
@@ -575,7 +575,7 @@ static bool watch(pccl_engine *engine, int *n, void *socket)
     return engine->events.zmq->getsockopt(socket, ZMQ_FD, &item->fd, &size) == 0;
 }
 
-/* Adds all sockets to what is waited for: their number, or -1. */
+/* Adds all sockets to the descriptors to wait for. Returns their number, or -1. */
 static int watch_all(pccl_engine *engine)
 {
     struct stream *stream;
@@ -595,7 +595,7 @@ static int watch_all(pccl_engine *engine)
     return all ? n : -1;
 }
 
-/* Has the sockets that have news take note of them: whether all did. */
+/* Lets each socket whose descriptor is ready process its events. Returns whether all succeeded. */
 static bool take_note(pccl_engine *engine, int n)
 {
     bool all = true;
@@ -609,7 +609,7 @@ static bool take_note(pccl_engine *engine, int n)
     return all;
 }
 
-/* Waits until there may be something to do: 0 or an error. */
+/* Waits until there may be work: 0 or an error. */
 static int wait_for_work(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;

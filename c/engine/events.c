@@ -26,8 +26,7 @@ bool events_emit(struct events *events, const pccl_event *event)
         events->error = zmq->errno_();
         if (events->error == EINTR)
             continue;
-        /* The queue is unbounded, so EAGAIN means that the caller has closed its socket and nobody
-         * is left to be told. */
+        /* The queue is unbounded, so EAGAIN means that the caller has closed its socket. */
         if (events->error != EAGAIN)
             events_stop(events, PCCL_EZMQ);
         (void)zmq->msg_close(&message);

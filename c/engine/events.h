@@ -1,5 +1,5 @@
-/* events.h - what the engine tells its caller, and the state that every module shares for that: the
- * function table, the socket of the caller, and why the engine cannot go on. */
+/* events.h - sends events to the caller; and the state that all modules share: the function table,
+ * the caller's socket, and why the engine cannot go on. */
 #ifndef PCCL_EVENTS_H
 #define PCCL_EVENTS_H
 
@@ -12,10 +12,11 @@ struct events {
     void *socket;            /* PAIR: commands come in, events go out. NULL until it is open */
     int status;              /* why the engine cannot go on, or 0 */
     int error;               /* errno of the last call of the table that failed */
-    bool emitted;            /* something, in this pass */
+    bool emitted;            /* an event was sent in this pass */
 };
 
-/* Sends an event to the caller; whether it was sent. If it was not, the engine stops. */
+/* Sends an event to the caller. Returns false if it could not be sent; then the engine stops, or
+ * the caller has closed its socket. */
 bool events_emit(struct events *events, const pccl_event *event);
 
 /* Notes why the engine cannot go on. The first reason counts. */

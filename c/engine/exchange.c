@@ -1,11 +1,11 @@
 /* exchange.c - see exchange.h.
  *
- * A message goes from position to position, unchanged, until it is where it belongs. A member that
- * is complete therefore goes on sending on what others need, until its COMMIT: only then is it
- * certain that all have everything.
+ * A message goes unchanged from position to position until it reaches its receiver. So a complete
+ * member keeps forwarding messages that others need, until its COMMIT: only then is it certain that
+ * all members have everything.
  *
- * Nothing that recv held is an input, so ABORT has nothing to restore. Messages that come before
- * START wait for it, because they cannot be checked without a place in the ring. */
+ * The old content of recv is no input, so ABORT restores nothing. Messages that arrive before START
+ * wait for it, because they cannot be checked until our place in the ring is known. */
 #include "engine/exchange.h"
 
 #include <assert.h>
@@ -36,7 +36,7 @@ static uint32_t rank_at(const pccl_ring *place, uint32_t position)
     return place->ranks != NULL ? place->ranks[position] : position;
 }
 
-/* Hops from one position to another. */
+/* The number of steps from one position to another. */
 static uint32_t steps_between(uint32_t members, uint32_t from, uint32_t to)
 {
     return (to + members - from) % members;
@@ -60,10 +60,10 @@ static unsigned char *rows_from(const struct exchange *exchange, const struct ro
     return rows->recv + (size_t)(exchange->recv_at[rank] * rows->row);
 }
 
-/* The block of a byte of the rows from that rank. The rows of one rank begin in the middle of a
- * block of the array, so each rank has one block more than its bytes take. */
+/* The block of a byte of the rows from that rank. The rows of a rank may begin in the middle of a
+ * block of the array, so each rank gets one more block than its bytes need. */
 static uint64_t block_at(const struct exchange *exchange, const struct rows *rows, uint32_t rank,
-                           uint64_t offset)
+                         uint64_t offset)
 {
     return rows->begin + exchange->recv_at[rank] * rows->row / PCCL_ALIGNMENT + rank
         + offset / PCCL_ALIGNMENT;
@@ -71,7 +71,7 @@ static uint64_t block_at(const struct exchange *exchange, const struct rows *row
 
 /* ---- register ---- */
 
-/* Adds up rows by rank: false if there are too many. */
+/* Adds up the rows of all ranks; false if there are too many. */
 static bool add_up(uint64_t *at, const uint64_t *rows, uint32_t members)
 {
     uint32_t i;
@@ -84,7 +84,8 @@ static bool add_up(uint64_t *at, const uint64_t *rows, uint32_t members)
     return true;
 }
 
-/* Takes over the arrays: why it cannot, or NULL. `*blocks` is how many blocks they have. */
+/* Stores the arrays of a REGISTER, and the number of their blocks in *blocks. Returns why they are
+ * invalid, or NULL. */
 static const char *take_rows(struct exchange *exchange, const pccl_command *command,
                              uint64_t *blocks)
 {
@@ -119,7 +120,7 @@ void exchange_enter(struct op *op, const pccl_command *command)
     const char *why = NULL;
     if (command->members == 0 || command->members > PCCL_PEERS_MAX
         || command->n_parts > PCCL_PARTS_MAX) {
-        op_fail(op, PCCL_EINVAL, "no members, or too many of them or of arrays");
+        op_fail(op, PCCL_EINVAL, "no members, too many members, or too many arrays");
         return;
     }
     exchange->members = command->members;
@@ -140,7 +141,7 @@ void exchange_enter(struct op *op, const pccl_command *command)
     if (why != NULL)
         op_fail(op, PCCL_EINVAL, "%s", why);
     else if (exchange->here == NULL)
-        op_fail(op, PCCL_ENOMEM, "no memory to keep account of %lu arrays",
+        op_fail(op, PCCL_ENOMEM, "no memory to track %lu arrays",
                 (unsigned long)command->n_parts);
 }
 
@@ -176,8 +177,8 @@ void exchange_free(struct op *op)
 
 /* ---- our own rows ---- */
 
-/* Goes to the next bytes that are ours to send on this ring: those for the farthest member first,
- * so that the last ones have the shortest way. False if there are none. */
+/* Moves to the next bytes of our own to send on this ring. Rows for the farthest member come first,
+ * so that the last rows have the shortest path. Returns false if there are no more. */
 static bool find_next(struct route *route)
 {
     const struct exchange *exchange = exchange_of(op_of(&route->flow));
@@ -195,7 +196,7 @@ static bool find_next(struct route *route)
     return false;
 }
 
-/* How many bytes our next message has. */
+/* The number of bytes in our next message. */
 static uint64_t next_length(const struct route *route, uint64_t left)
 {
     const struct exchange *exchange = exchange_of(op_of(&route->flow));
@@ -235,13 +236,13 @@ enum turn exchange_send(struct flow *flow)
     exchange->done += header.length;
     route->offset += header.length;
     if (is_complete(exchange))
-        op_complete(op);             /* does not free it: it is obliging */
+        op_complete(op);             /* does not free it: its kind is obliging */
     return find_next(route) ? TURN_MORE : TURN_OVER;
 }
 
 /* ---- messages ---- */
 
-/* Why a message does not come by this position of the ring, or NULL. */
+/* Why a message cannot pass through our position of the ring, or NULL. */
 static const char *check_way(const struct exchange *exchange, const struct wire_header *header,
                              uint64_t bytes)
 {
@@ -255,12 +256,12 @@ static const char *check_way(const struct exchange *exchange, const struct wire_
     if (steps == 0 || steps > steps_between(place->members, header->segment, header->step))
         return "a row has another place in the ring";
     if (header->piece >= exchange->n_rows || header->length == 0 || header->length != bytes)
-        return "a row is of no array, or has another size than its header says";
+        return "a row belongs to no array, or does not have the size that its header gives";
     return NULL;
 }
 
-/* Why a message from that rank, which is for us, cannot be stored, or NULL. After this its offset
- * and length may become addresses. */
+/* Why a message for us from that rank cannot be stored, or NULL. If NULL, its offset and length are
+ * safe to turn into addresses. */
 static const char *check_row(const struct exchange *exchange, const struct wire_header *header,
                              uint32_t rank)
 {
@@ -330,7 +331,7 @@ static const char *check_rings(const struct exchange *exchange, const pccl_comma
     for (i = 0; i < command->n_rings; i++) {
         const pccl_ring *ring = &command->rings[i];
         if (ring->members != exchange->members || ring->position >= ring->members)
-            return "a ring has no such position, or other members than the rows are for";
+            return "a ring has no such position, or not as many members as the rows are for";
         for (k = 0; ring->ranks != NULL && k < ring->members; k++)
             if (ring->ranks[k] >= ring->members)
                 return "a ring has no such rank";
@@ -340,8 +341,8 @@ static const char *check_rings(const struct exchange *exchange, const pccl_comma
     return NULL;
 }
 
-/* Whether what is received overwrites nothing that is yet to be sent: send and recv lie apart, or
- * have our own rows in common and one of them consists of these. */
+/* Whether received rows overwrite no rows that must still be sent: send and recv do not overlap, or
+ * share our own rows and one of them holds no other rows. */
 static bool lie_apart(const struct exchange *exchange, const struct rows *rows)
 {
     uint64_t sends = exchange->send_at[exchange->members];
@@ -368,7 +369,7 @@ static const char *check_own(const struct exchange *exchange)
     return NULL;
 }
 
-/* Finds the shortest way to each member; of equal ones that on the first ring. */
+/* Finds the shortest path to each member, on the first ring if several are equally short. */
 static void find_ways(struct exchange *exchange, const pccl_command *command)
 {
     uint32_t members = exchange->members, i, steps;
@@ -383,7 +384,7 @@ static void find_ways(struct exchange *exchange, const pccl_command *command)
         }
 }
 
-/* Makes the flows of all rings, or fails the op. */
+/* Creates the flows of all rings, or fails the op. */
 static bool join_rings(struct exchange *exchange, const pccl_command *command)
 {
     struct op *op = &exchange->op;
@@ -411,7 +412,7 @@ static bool join_rings(struct exchange *exchange, const pccl_command *command)
     return true;
 }
 
-/* Keeps our own rows, and counts the bytes that are to come and to go. */
+/* Copies the rows that we have for ourselves, and counts the bytes to send and to receive. */
 static void keep_own(struct exchange *exchange)
 {
     uint32_t rank = exchange->rank, i;
@@ -426,7 +427,7 @@ static void keep_own(struct exchange *exchange)
     }
 }
 
-/* Handles the messages that came before START; those of another call are stale. */
+/* Handles the messages that arrived before START. Messages of another call are stale. */
 static void take_early(struct exchange *exchange)
 {
     struct op *op = &exchange->op;

@@ -13,10 +13,10 @@ struct rows {
     const unsigned char *send;
     unsigned char *recv;
     uint64_t row;            /* bytes of a row */
-    uint64_t begin;          /* its first block in the set of those that are here */
+    uint64_t begin;          /* its first block in the set of blocks that have arrived */
 };
 
-/* How rows reach a member: on that ring, over so many steps. */
+/* The path of rows to a member. */
 struct way {
     uint16_t steps;
     uint16_t ring;
@@ -28,22 +28,22 @@ struct exchange {
     bool is_spread;          /* its rings lead to different neighbours */
     struct rows *rows;
     uint32_t n_rows;
-    uint64_t *send_at;       /* by rank: the first row for it, and the end of all; */
-    uint64_t *recv_at;       /* the same of rows from it */
+    uint64_t *send_at;       /* by rank: the first row for it; at the end the number of all rows */
+    uint64_t *recv_at;       /* by rank: the first row from it; at the end the number of all rows */
     struct way *ways;        /* by rank */
     uint64_t chunk;          /* bytes of a message, about */
-    uint64_t done, wanted;   /* bytes sent and received */
+    uint64_t done, wanted;   /* bytes sent and received so far, and in all */
     uint64_t *here;          /* blocks that have arrived */
     struct packets early;    /* messages that came before START */
 };
 
-/* A ring of an exchange, and what of our own is sent next on it. */
+/* A ring of an exchange, and where our next message on it begins. */
 struct route {
     struct flow flow;
-    pccl_ring place;         /* ours in it */
-    uint32_t steps;           /* to the member that it is for; 0: there is no more */
+    pccl_ring place;         /* our place in the ring */
+    uint32_t steps;          /* to the receiver of the next message; 0: all is sent */
     uint32_t index;          /* of the array */
-    uint64_t offset;         /* in the rows */
+    uint64_t offset;         /* in the rows for that receiver */
 };
 
 /* For struct op_kind. */

@@ -1,50 +1,51 @@
 /* fetch.c - see fetch.h.
  *
- * The fetcher drives. It keeps a window of requests under way to each holder, so a chunk is asked
- * of whichever holder has answered another one: a fast holder gives more. Windows are shared out by
- * what each holder delivered lately; otherwise a slow one would still have a window of requests to
- * answer when all others are done. Data is accepted only if it is exactly what a request under way
- * asked for, so nothing arrives twice. A request carries the index of its holder, and the answer
- * repeats it: so late answers of a holder that is gone can be told from impossible ones.
+ * The fetcher keeps a window of requests under way to each holder, and requests the next chunk from
+ * a holder as soon as it answers: so a fast holder gives more. The windows depend on how much each
+ * holder has delivered recently; otherwise a slow holder would still have a window of requests to
+ * answer when all others are done. The fetcher accepts data only if it answers a request under way
+ * exactly, so no data arrives twice. A request carries the index of its holder, and the answer
+ * repeats it: so late answers of a lost holder can be told from impossible ones.
  *
- * What a lost holder owes is asked of the others: the wants that it leaves are "returned". When no
- * holder is left, the fetch says so and waits for a START that names others.
+ * Requests to a lost holder are "returned": other holders are asked instead. When no holder is
+ * left, the fetch reports it and waits for a START that names others.
  *
- * What is late is asked for again, although its holder stands. The caller's reminders are the
- * clock: they only count, so what is late is relative to what comes otherwise. A holder answers in
- * order, and a lane delivers in order. So a request that was overtaken by a later one is stuck in
- * a lane that retransmits; asked again, its answer comes by another lane. A holder that answers
- * nothing while others do, or while nobody does, is "silent": it is asked only when all are
- * silent. Another holder is asked first; whichever answer comes first is taken, and the other one
- * is dropped. On a link that is slow all the time, patience grows with the gaps between answers.
+ * Late requests are repeated, even if their holder is connected. The caller's reminders are the
+ * clock; they are only counted, so a request is late in comparison with others. A holder answers in
+ * order, and a lane delivers in order. So a request that a later one has overtaken is stuck in a
+ * lane that retransmits, and the answer to its repetition comes over another lane. A holder that
+ * does not answer while others do, or while no holder does, is "silent": it is asked only when all
+ * are silent. A repetition goes to another holder if possible; the first answer is taken, and the
+ * other one is dropped. On a link that is slow all the time, patience grows with the gaps between
+ * answers.
  *
- * Pieces are cut into leaves, which the caller proves (for instance by their digests). A leaf that
- * is wrong is requested again. If one holder gave all of it, that one is asked no more; if several
- * did, another one becomes the leaf's owner and gives all of it, so that it can be told who is
- * wrong. A leaf thus costs at most about as many attempts as there are holders. */
+ * Pieces are cut into leaves, which the caller verifies (for instance by their digests). A wrong
+ * leaf is requested again. If one holder gave all of it, that holder gets no more requests. If
+ * several did, one holder becomes the leaf's owner and gives all of it, so that a wrong holder can
+ * be identified. So a leaf takes at most about as many attempts as there are holders. */
 #include "engine/fetch.h"
 
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* The source of a leaf that is no index of a holder. */
+/* Sources of a leaf other than the index of a holder. */
 static const uint32_t FROM_NOBODY = UINT32_MAX, FROM_SEVERAL = UINT32_MAX - 1;
 
 enum {
-    WINDOW_MIN = 4,          /* requests: so that a slow holder can show that it is fast again */
-    WINDOW_LAST = 8,         /* requests: the least when little is left */
-    LATELY = 64,             /* answers for each holder */
+    WINDOW_MIN = 4,          /* requests: lets a slow holder show that it is fast again */
+    WINDOW_LAST = 8,         /* requests: the smallest limit when little is left */
+    LATELY = 64,             /* recent answers of each holder that count */
     PATIENCE_MIN = 2,        /* reminders */
     PATIENCE_MAX = 32,
     REPEATED_MAX = 8
 };
 
-/* What a flow is to be asked for next. */
+/* What to request next from a holder. */
 struct range {
-    struct want *returned;   /* not NULL: this one, again */
-    struct leaf *leaf;       /* NULL: nothing */
-    uint64_t offset;         /* of the piece */
+    struct want *returned;   /* the returned want to repeat, or NULL */
+    struct leaf *leaf;       /* NULL: request nothing */
+    uint64_t offset;         /* in the piece */
     uint32_t length;
 };
 
@@ -75,7 +76,7 @@ static uint64_t count_leaves(uint64_t bytes, uint64_t leaf_bytes)
     return bytes / leaf_bytes + (bytes % leaf_bytes != 0);
 }
 
-/* Cuts the pieces into leaves; `leaf` is the first of as many as there must be. */
+/* Cuts the pieces into leaves. `leaf` is the first of the array fetch->leaves. */
 static void cut_leaves(struct fetch *fetch, struct leaf *leaf, uint64_t leaf_bytes)
 {
     uint64_t offset;
@@ -119,7 +120,7 @@ void fetch_free(struct op *op)
     free(fetch_of(op)->leaves);
 }
 
-/* The leaf of a piece by their numbers, or NULL. Leaves are in order. */
+/* The leaf with that index in the piece with that number, or NULL. Leaves are in order. */
 static struct leaf *find_leaf(const struct fetch *fetch, uint32_t piece, uint32_t index)
 {
     size_t low = 0, high = fetch->n_leaves;
@@ -144,7 +145,7 @@ static void request_turns(const struct fetch *fetch)
         flow_request_turn(fetch->op.flows[i]);
 }
 
-/* Ends the fetch when everything is here: no holder needs a turn any more. */
+/* Completes the fetch when all data is here: takes the turns of all holders away. */
 static void complete(struct fetch *fetch)
 {
     struct op *op = &fetch->op;
@@ -167,7 +168,7 @@ static void reject(struct fetch *fetch, struct leaf *leaf)
 {
     struct flow *flow = leaf->source < fetch->op.n_flows ? fetch->op.flows[leaf->source] : NULL;
     if (flow != NULL && flow->stream != NULL)
-        stream_lose(flow->stream, PCCL_EPROTO, "what came from there is not what was asked for");
+        stream_lose(flow->stream, PCCL_EPROTO, "the peer has sent wrong data");
     leaf->state = LEAF_MISSING;
     leaf->wrong = true;
     leaf->source = FROM_NOBODY;
@@ -188,7 +189,7 @@ static void verify(struct fetch *fetch, const pccl_command *command)
 {
     struct leaf *leaf = find_leaf(fetch, command->piece, command->leaf);
     if (leaf == NULL || leaf->state != LEAF_ARRIVED)
-        op_fail(&fetch->op, PCCL_EINVAL, "a result for a leaf that has not arrived");
+        op_fail(&fetch->op, PCCL_EINVAL, "VERIFIED for a leaf that has not arrived");
     else if (command->good)
         accept(fetch, leaf);
     else
@@ -205,7 +206,7 @@ static uint32_t count_holders(const struct fetch *fetch)
     return n;
 }
 
-/* How many holders are not silent. */
+/* The number of holders that are not silent. */
 static uint32_t count_asked(const struct fetch *fetch)
 {
     uint32_t i, n = 0;
@@ -214,13 +215,13 @@ static uint32_t count_asked(const struct fetch *fetch)
     return n;
 }
 
-/* Whether other holders should be asked rather than this one. */
+/* Whether other holders are preferred to this one. */
 static bool is_passed_over(const struct holder *holder)
 {
     return holder->silent && count_asked(fetch_from(holder)) > 0;
 }
 
-/* Makes room for the windows of `holders` more holders: 0 or PCCL_ENOMEM. */
+/* Allocates wants for the windows of `holders` more holders: 0 or PCCL_ENOMEM. */
 static int grow_wants(struct fetch *fetch, uint32_t holders)
 {
     uint32_t n = fetch->n_wants + holders * fetch->op.ops->options->fetch_window;
@@ -233,8 +234,8 @@ static int grow_wants(struct fetch *fetch, uint32_t holders)
     return PCCL_OK;
 }
 
-/* Lets others be asked for what a holder owes. Whoever gives a leaf that came wrong before gives
- * all of it, so that it can be told who is wrong: nobody else's answer counts. */
+/* Returns a want, so that another holder can be asked. If the leaf was wrong before, its next owner
+ * must give all of it, so the former holder's answer no longer counts. */
 static void return_want(struct fetch *fetch, struct want *want)
 {
     want->former = want->leaf->wrong ? NULL : want->holder;
@@ -244,7 +245,7 @@ static void return_want(struct fetch *fetch, struct want *want)
     fetch->n_returned++;
 }
 
-/* Asks nothing more of a holder, and lets others be asked for what it owes. */
+/* Returns all wants of a holder, and releases the leaf that it owns. */
 static void return_wants(struct fetch *fetch, struct holder *holder)
 {
     uint32_t i;
@@ -265,7 +266,7 @@ static void return_wants(struct fetch *fetch, struct holder *holder)
     assert(holder->outstanding == 0);
 }
 
-/* Lets others be asked for what holders owe that are gone. */
+/* Returns the wants of holders that are lost. */
 static void return_lost(struct fetch *fetch)
 {
     uint32_t i;
@@ -277,7 +278,7 @@ static void return_lost(struct fetch *fetch)
     }
 }
 
-/* Lets what all holders owe be asked for again. Whether there is anything. */
+/* Returns all wants. Returns whether there were any. */
 static bool return_all(struct fetch *fetch)
 {
     uint32_t i, silent = 0;
@@ -296,7 +297,7 @@ static bool return_all(struct fetch *fetch)
     return any;
 }
 
-/* Lets what was overtaken be asked for again. */
+/* Returns the wants that were overtaken for too long. */
 static void return_overtaken(struct fetch *fetch)
 {
     uint32_t i;
@@ -312,7 +313,7 @@ static void return_overtaken(struct fetch *fetch)
     }
 }
 
-/* Lets what a holder owes that is silent be asked of the others, which are not. */
+/* Returns the wants of holders that have been quiet for too long, and marks them silent. */
 static void return_quiet(struct fetch *fetch)
 {
     uint32_t i;
@@ -334,12 +335,12 @@ static void remind(struct fetch *fetch, uint64_t limit)
         fetch->reminders = 0;
     } else if (fetch->reminders > limit) {
         fetch->reminders = 0;
-        op_report(&fetch->op, PCCL_ESTREAM, "its holders do not answer");
+        op_report(&fetch->op, PCCL_ESTREAM, "no holder answers");
     } else if (due) {
         if (!return_all(fetch))
-            fetch->reminders = 1;    /* nothing is asked for: we wait for our own caller */
+            fetch->reminders = 1;    /* no requests are under way: we wait for our own caller */
         request_turns(fetch);
-    } else if (fetch->reminders <= fetch->patience) {    /* others have answered lately */
+    } else if (fetch->reminders <= fetch->patience) {    /* some holder has answered recently */
         return_overtaken(fetch);
         return_quiet(fetch);
         request_turns(fetch);
@@ -420,8 +421,8 @@ void fetch_start(struct op *op, const pccl_command *command)
 
 /* ---- requests ---- */
 
-/* How many requests may be under way to a holder: in proportion to its share of all that came
- * lately, and never so many that nothing is left for a holder that connects later. */
+/* The most requests that may be under way to a holder: proportional to its share of the recent
+ * answers, and small enough near the end to leave some for a holder that connects later. */
 static uint32_t window_of(const struct holder *holder)
 {
     const struct fetch *fetch = fetch_from(holder);
@@ -438,7 +439,7 @@ static uint32_t window_of(const struct holder *holder)
     return window < least ? least : window > most ? most : (uint32_t)window;
 }
 
-/* Counts an answer, and halves the weight of earlier ones from time to time. */
+/* Counts an answer, and halves all counts from time to time, so that old answers weigh less. */
 static void count_delivery(struct holder *holder)
 {
     struct fetch *fetch = fetch_from(holder);
@@ -453,7 +454,7 @@ static void count_delivery(struct holder *holder)
     }
 }
 
-/* A want that was returned and may be asked of this holder, or NULL. */
+/* A returned want that this holder may be asked for, or NULL. */
 static struct want *find_returned(const struct holder *holder)
 {
     const struct fetch *fetch = fetch_from(holder);
@@ -471,7 +472,7 @@ static struct want *find_returned(const struct holder *holder)
     return NULL;
 }
 
-/* The leaf of which this holder is to be asked for the next part, or NULL. */
+/* The leaf to request the next part of from this holder, or NULL. */
 static struct leaf *next_leaf(const struct holder *holder)
 {
     struct fetch *fetch = fetch_from(holder);
@@ -486,7 +487,7 @@ static struct leaf *next_leaf(const struct holder *holder)
     return fetch->cursor < fetch->n_leaves ? &fetch->leaves[fetch->cursor] : NULL;
 }
 
-/* Whether there is room for another want. What was returned to others takes some of it. */
+/* Whether there is room for another want. Returned wants take some of it. */
 static bool has_room(const struct fetch *fetch)
 {
     uint32_t i, n = fetch->n_returned;
@@ -526,7 +527,7 @@ static struct want *free_want(const struct fetch *fetch)
     return want;
 }
 
-/* Notes that a holder was asked for a range. */
+/* Notes that a range was requested from a holder. */
 static void note_request(struct holder *holder, const struct range *range)
 {
     struct fetch *fetch = fetch_from(holder);
@@ -539,7 +540,7 @@ static void note_request(struct holder *holder, const struct range *range)
         fetch->n_returned--;
         return;
     }
-    if (range->leaf == fetch->again && holder->leaf == NULL) {     /* from now on it is ours */
+    if (range->leaf == fetch->again && holder->leaf == NULL) {     /* becomes this holder's own */
         fetch->again = range->leaf->next;
         range->leaf->owner = holder;
     }
@@ -587,7 +588,7 @@ enum turn fetch_send(struct flow *flow)
 
 /* ---- data ---- */
 
-/* The request under way to a holder, or to it before, that this data answers; or NULL. */
+/* The want that this data from a holder answers, where the holder is or was asked; or NULL. */
 static struct want *find_want(const struct fetch *fetch, const struct holder *holder,
                               const struct wire_header *header)
 {
@@ -616,7 +617,7 @@ static void leaf_arrived(struct fetch *fetch, struct leaf *leaf)
     (void)events_emit(fetch->op.ops->events, &event);
 }
 
-/* The want that a message answers, from a holder that is still there, or NULL. */
+/* The want that a message answers, or NULL. The holder must be connected still. */
 static struct want *check_data(const struct fetch *fetch, const struct wire_header *header,
                                uint64_t bytes)
 {
@@ -628,13 +629,13 @@ static struct want *check_data(const struct fetch *fetch, const struct wire_head
     return holder->flow.stream != NULL ? find_want(fetch, holder, header) : NULL;
 }
 
-/* Notes that a holder has answered a want, which is free now. */
+/* Notes that a holder has answered a want, and frees the want. */
 static void note_answer(struct holder *holder, struct want *want)
 {
     struct fetch *fetch = fetch_from(holder);
     uint32_t gap = 2 * fetch->reminders;
     if (want->overtaken > fetch->patience + 2 && want->overtaken > gap)
-        gap = want->overtaken;       /* to ask again did not help: all lanes are that slow */
+        gap = want->overtaken;       /* repeating it did not help: all lanes are that slow */
     if (want->holder == NULL) {
         fetch->n_returned--;
     } else {
@@ -660,7 +661,7 @@ void fetch_take(struct op *op, const struct wire_header *header, struct packet *
     const pccl_piece *piece;
     struct holder *holder;
     struct leaf *leaf;
-    if (want == NULL) {              /* late, and asked of another by now; or never asked for */
+    if (want == NULL) {              /* answered by another holder already, or never requested */
         op->ops->dropped++;
         return;
     }

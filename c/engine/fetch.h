@@ -1,4 +1,4 @@
-/* fetch.h - a FETCH op: requests numbered pieces of memory, chunk by chunk, from whoever holds them
+/* fetch.h - a FETCH op: requests numbered pieces of memory, chunk by chunk, from their holders
  * (serve.h). */
 #ifndef PCCL_FETCH_H
 #define PCCL_FETCH_H
@@ -8,28 +8,28 @@
 
 enum leaf_state { LEAF_MISSING, LEAF_ARRIVED, LEAF_PROVEN };
 
-/* A part of a piece that is proven as a whole. */
+/* A section of a piece that the caller verifies as a whole. */
 struct leaf {
-    struct leaf *next;       /* among those to be requested again */
+    struct leaf *next;       /* in the list of leaves to be requested again */
     enum leaf_state state;
-    bool wrong;              /* it came wrong once */
+    bool wrong;              /* it was wrong once */
     uint32_t piece;          /* index into pieces */
-    uint32_t source;         /* index of the holder that gave it; or of nobody or several */
-    uint64_t offset, bytes;  /* of the piece */
-    uint64_t requested;      /* bytes, from its beginning on */
-    uint64_t missing;        /* bytes that have not arrived */
-    struct holder *owner;    /* the only one that may be asked, as it came wrong from several */
+    uint32_t source;         /* index of the holder that gave it, FROM_NOBODY or FROM_SEVERAL */
+    uint64_t offset, bytes;  /* in the piece */
+    uint64_t requested;      /* number of bytes requested, from its beginning */
+    uint64_t missing;        /* number of bytes that have not arrived */
+    struct holder *owner;    /* the only holder to request it from, because it was wrong before */
 };
 
-/* A request under way, or one to be made again because its holder is gone. */
+/* A request under way; or a returned one, which no holder is asked for at present. */
 struct want {
-    struct leaf *leaf;       /* NULL: free */
-    struct holder *holder;   /* NULL: nobody is asked for it at present */
-    struct holder *former;   /* that was asked before, and may still answer; or NULL */
+    struct leaf *leaf;       /* NULL: the want is unused */
+    struct holder *holder;   /* the one that was asked; NULL: returned */
+    struct holder *former;   /* the one that was asked before, and may still answer; or NULL */
     uint64_t number;         /* of the request, in order */
     uint32_t overtaken;      /* reminders since its holder has answered a later request */
-    uint32_t repeated;       /* times that it was asked for again because of that */
-    uint64_t offset;         /* of the piece */
+    uint32_t repeated;       /* number of repetitions because of that */
+    uint64_t offset;         /* in the piece */
     uint32_t length;
 };
 
@@ -37,30 +37,31 @@ struct fetch {
     struct op op;
     struct pieces pieces;
     uint32_t chunk;          /* bytes of a request */
-    uint32_t leaf_bytes;     /* of leaves that the caller proves; 0: a piece is one leaf */
-    uint64_t unproven;       /* bytes */
-    struct leaf *leaves;     /* all, in the order of the pieces */
+    uint32_t leaf_bytes;     /* of each leaf; 0: a piece is one leaf, which is not verified */
+    uint64_t unproven;       /* number of bytes that are not verified */
+    struct leaf *leaves;     /* all leaves, in the order of the pieces */
     size_t n_leaves;
-    size_t cursor;           /* the first leaf that may not be wholly requested */
-    struct leaf *again, *last_again;    /* leaves that came wrong */
+    size_t cursor;           /* all leaves before this one are wholly requested */
+    struct leaf *again, *last_again;    /* list of the leaves to be requested again */
     struct want *wants;
-    uint32_t n_wants, n_returned;       /* of these, without a holder */
-    uint32_t delivered;      /* by all holders lately */
-    uint64_t requests;       /* made so far */
-    uint32_t reminders;      /* since anything has come */
+    uint32_t n_wants;        /* capacity of wants */
+    uint32_t n_returned;     /* wants without a holder */
+    uint32_t delivered;      /* recent answers of all holders */
+    uint64_t requests;       /* number of requests so far */
+    uint32_t reminders;      /* since the last answer */
     uint32_t patience;       /* reminders after which a request is late */
 };
 
-/* Whoever holds the pieces. */
+/* A peer that holds the pieces. */
 struct holder {
     struct flow flow;
-    uint32_t slot;           /* ours there */
-    uint32_t outstanding;    /* requests under way, */
-    uint32_t delivered;      /* and answered lately */
-    uint32_t quiet;          /* reminders for which it has owed answers, and given none */
-    uint64_t answered;       /* the latest request that it has answered */
-    struct leaf *leaf;       /* that nobody else may be asked for, not wholly requested */
-    bool silent;             /* it did not answer in time: asked only if no other does either */
+    uint32_t slot;           /* our slot at this holder */
+    uint32_t outstanding;    /* requests under way */
+    uint32_t delivered;      /* recent answers */
+    uint32_t quiet;          /* reminders in a row at which it owed answers and had sent none */
+    uint64_t answered;       /* number of the latest request that it has answered */
+    struct leaf *leaf;       /* one that it owns, not wholly requested; or NULL */
+    bool silent;             /* it did not answer in time: asked only if all are silent */
 };
 
 /* For struct op_kind. */

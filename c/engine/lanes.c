@@ -1,28 +1,29 @@
 /* lanes.c - see lanes.h.
  *
- * Any lane with room takes the next chunk, so how much work a lane gets follows from its speed. But
- * a collective ends with the last byte on the slowest lane: what each holds that is not sent yet
- * must be little in time, not in bytes. A lane that has lost packets has a small window, is slow
- * for many round trips, and so holds less.
+ * Any lane with room takes the next chunk, so a faster lane carries more. But a collective ends
+ * with the last byte on the slowest lane. So the unsent bytes that each lane holds are limited by
+ * the time that they take to send. A lane that has lost packets has a small window and is slow for
+ * many round trips, and so it holds less.
  *
- * There are too few lanes where losses keep all windows small on a link that could carry more: then
- * all have data that waits, all windows are full, they no longer grow, and round trips are those of
- * an empty link. On a link that is full, packets wait in its queue, and round trips are longer.
- * What has no queue and drops whatever is above a rate looks like a link that loses packets; there
- * more lanes bring nothing, and their number ends where windows become too small to recover well.
+ * There are too few lanes if packet losses keep all windows small on a link that could carry more.
+ * The signs of that: all lanes have data that waits, all windows are full and no longer grow, and
+ * round trips are as short as on an empty link. On a full link packets wait in its queue, and round
+ * trips are longer. A link that has no queue, and drops packets above some rate, looks like one
+ * that loses packets. More lanes do not help there; their number stops growing when the windows
+ * become too small to recover well.
  *
- * It takes no clock: the lanes are looked at whenever about as many bytes were sent as all windows
- * hold, which takes a round trip. Where the operating system tells nothing of its connections,
- * everything stays as it was at their beginning. */
+ * No clock is needed: the lanes are looked at each time that about as many bytes were sent as all
+ * windows hold, which takes a round trip. If the operating system has no data about connections,
+ * they keep their initial settings. */
 #include "engine/lanes.h"
 
 enum {
-    HOLD_US = 16000,         /* what a lane may hold, as time: several wake-ups of a busy machine */
+    HOLD_US = 16000,         /* unsent data of a lane: several wake-ups of a busy machine */
     UNSENT_MIN = 1 << 14,    /* bytes */
-    CHUNK_MIN = 1 << 14,
+    CHUNK_MIN = 1 << 14,     /* bytes */
     LOOK_MIN = 1 << 16,      /* bytes of each lane between two looks */
-    WINDOW_MIN = 1 << 15,    /* bytes, of a lane on the average, before there are more */
-    LOOKS = 4                /* round trips in which windows that are not held down grow */
+    WINDOW_MIN = 1 << 15,    /* bytes: no more lanes if the average window is smaller */
+    LOOKS = 4                /* round trips within which windows grow, unless losses prevent it */
 };
 
 void lanes_add(struct lanes *lanes, const struct tcp_connection *connection)
@@ -55,7 +56,7 @@ static uint64_t clamp(uint64_t value, uint64_t least, uint64_t most)
     return value < least ? least : value < most ? value : most;
 }
 
-/* Has a connection hold what it sends in HOLD_US: these bytes. */
+/* Limits the unsent bytes of a connection to what it sends in HOLD_US. Returns the limit. */
 static uint64_t limit_unsent(struct lanes *lanes, uint32_t lane, const struct tcp_state *state)
 {
     uint64_t bytes = state->window * HOLD_US / state->round_trip_us;
@@ -68,7 +69,7 @@ static uint64_t limit_unsent(struct lanes *lanes, uint32_t lane, const struct tc
     return limit;
 }
 
-/* The largest power of two that is a chunk of that many bytes, or fewer. */
+/* The largest power of two up to `bytes`, within the limits of a chunk. */
 static uint64_t chunk_of(uint64_t bytes)
 {
     uint64_t chunk = CHUNK_MIN;
@@ -77,7 +78,8 @@ static uint64_t chunk_of(uint64_t bytes)
     return chunk;
 }
 
-/* Whether losses hold down windows of `total` bytes together, on a link that carries more. */
+/* Whether losses keep windows small, of `total` bytes together, on a link that could carry more.
+ * `full` lanes have full windows, and `clear` ones the round trips of an empty link. */
 static bool are_held(struct lanes *lanes, uint64_t total, uint32_t full, uint32_t clear)
 {
     if (2 * clear <= lanes->n) {
@@ -85,7 +87,7 @@ static bool are_held(struct lanes *lanes, uint64_t total, uint32_t full, uint32_
         return false;
     }
     if (4 * full < 3 * lanes->n)
-        return false;        /* a call begins or ends: that says nothing */
+        return false;        /* a call begins or ends: no conclusion */
     if (lanes->held == 0 || total > lanes->base + lanes->base / 8
         || total < lanes->base - lanes->base / 8) {
         lanes->held = 1;

@@ -1,8 +1,8 @@
 /* oneshot.c - see oneshot.h.
  *
- * A chunk may come before we have sent ours of the same place. In place it overwrites our
- * contribution, which collective_overwrite() has put into the undo buffer before. So we send copies
- * there: of the undo buffer where the result is written already, of send elsewhere. */
+ * A chunk may arrive before we have sent our own chunk of the same offsets. In place it overwrites
+ * our contribution, which collective_overwrite() has saved in the undo buffer before. So we send
+ * copies: of the undo buffer where the result is written already, and of send elsewhere. */
 #include "engine/oneshot.h"
 
 #include <assert.h>
@@ -44,13 +44,13 @@ static struct role role_of(const struct collective *collective, const struct wir
     return all;
 }
 
-/* Ours may be overwritten before it is sent, if it is in place. */
+/* In place our contribution may be overwritten before it is sent. */
 static bool in_memory(const struct collective *collective, const struct part *part)
 {
     return collective->format == PCCL_UNQUANTIZED && !part->overwrites;
 }
 
-/* Copies our contribution to one part: `length` elements from an offset on. */
+/* Copies our contribution to one part: `length` elements, beginning at an offset. */
 static void copy_part(const struct collective *collective, const struct part *part,
                       uint64_t offset, uint64_t length, unsigned char *to)
 {
@@ -118,7 +118,8 @@ static const char *check_place(const struct ring *ring, const struct wire_header
     return NULL;
 }
 
-/* Reduces what both members have quantized, our own as it was sent, so that both get the same. */
+/* Reduces the quantized contributions of both members. Our own is quantized here again, just as it
+ * was sent, so that both members get the same result. */
 static void reduce_quantized(const struct collective *collective, const struct wire_header *chunk,
                              const unsigned char *in)
 {
@@ -145,7 +146,7 @@ static void reduce_quantized(const struct collective *collective, const struct w
 static void reduce(const struct collective *collective, const struct wire_header *chunk,
                    const unsigned char *in)
 {
-    bool first = chunk->segment == 0;    /* the other one is, and its operand is on the left */
+    bool first = chunk->segment == 0;    /* the other member's operand is on the left */
     uint64_t at = chunk->offset;
     struct stretch own;
     if (collective->format != PCCL_UNQUANTIZED) {

@@ -1,12 +1,11 @@
 /* op.c - see op.h.
  *
  * REGISTER puts an op into two indexes, by its number for commands and by (kind, run, tag) for
- * messages. COMMIT and ABORT take it out of the second, so that its tag is free again, and move it
- * to the engine's list of ending ops, where it stays until nothing of it waits to be sent and
- * ZeroMQ refers to none of its bytes. A message for an ending op finds nothing and is dropped as
- * stale.
+ * messages. COMMIT and ABORT take it out of the second index, so that its tag is free again, and
+ * move it to the list of ending ops. There it stays until none of its messages waits to be sent and
+ * ZeroMQ refers to none of its memory. A message for an ending op finds no op and is dropped.
  *
- * A failed op neither sends nor takes anything more. It keeps its memory, number and tag until the
+ * A failed op sends and receives nothing more. It keeps its memory, number and tag until the
  * caller's ABORT. */
 #include "engine/op.h"
 
@@ -118,7 +117,7 @@ struct flow *op_add_flow(struct op *op, struct stream *stream)
     return flow;
 }
 
-/* Drops what waits for a flow's turn, or what waits without a flow (NULL). */
+/* Drops what a flow has to send; NULL: what waits without a flow. */
 static void drop(struct op *op, struct flow *flow)
 {
     if (op->kind->drop != NULL)
@@ -127,7 +126,7 @@ static void drop(struct op *op, struct flow *flow)
         stream_drop(flow->stream, &op->source);
 }
 
-/* Drops all that the op waits to send. */
+/* Drops everything that the op has to send. */
 static void silence(struct op *op)
 {
     uint32_t i;
@@ -227,7 +226,7 @@ void op_fail_stream(struct op *op, uint32_t stream, const char *text)
     op_report_stream(op, stream, text);
 }
 
-/* ---- what is sent on ---- */
+/* ---- forwards ---- */
 
 void op_forward(struct op *op, struct stream *stream, struct packets *early,
                 struct packet **packet)
@@ -246,15 +245,15 @@ void op_forward(struct op *op, struct stream *stream, struct packets *early,
     packet_await(&op->source, waiting);
 }
 
-/* ---- what reaches an op from outside ---- */
+/* ---- messages and lost streams ---- */
 
-/* Whether commands, messages and losses still concern an op. */
+/* Whether commands and lost streams still concern an op. */
 static bool is_active(const struct op *op)
 {
     return op->ending == LIVING && !op->failed;
 }
 
-/* Whether a message is of the op's call. */
+/* Whether a message belongs to the call of an op. */
 static bool is_current(const struct op *op, const struct wire_header *header)
 {
     if (!op->started)
@@ -264,8 +263,8 @@ static bool is_current(const struct op *op, const struct wire_header *header)
     return header->seq == op->seq && header->nonce == op->nonce;
 }
 
-/* Gives an op a chunk that its sender has sent before START, as one of the op's call: so it is
- * checked, and sent on, like all others. `op` may be NULL. */
+/* Gives an op a chunk that was sent before START. The header becomes that of a usual chunk of the
+ * call, so that the chunk is checked, and sent on, like all others. `op` may be NULL. */
 static void adopt(struct ops *ops, struct op *op, const struct wire_header *header,
                   struct packet **packet)
 {
@@ -281,8 +280,8 @@ static void adopt(struct ops *ops, struct op *op, const struct wire_header *head
     op->kind->take(op, &adopted, packet);
 }
 
-/* A chunk that its sender has sent before START: START says of which call it must be. That of any
- * other call may be for the next START. */
+/* Handles a chunk that was sent before START. If it belongs to the call that our START has named,
+ * the op takes it; otherwise it may be for a later START, and is held. */
 static void take_eager(struct ops *ops, struct op *op, const struct wire_header *header,
                        struct packet **packet)
 {
@@ -362,8 +361,8 @@ static void end(struct op *op, bool keep)
         op->kind->end(op, keep);
 }
 
-/* The caller has its memory back when it hears of it. If it cannot be told, it takes the op for
- * failed, and so the memory must be as it was, whatever the command was. */
+/* SETTLED gives the memory back to the caller. If the event cannot be sent, the caller counts the
+ * op as failed, so the old content is restored even after COMMIT. */
 static void settle(struct op *op)
 {
     pccl_event event = op_event(op, PCCL_SETTLED);
@@ -398,7 +397,7 @@ bool ops_await_release(const struct ops *ops)
     return op != NULL;
 }
 
-/* ABORT cannot call back what libzmq holds, except by closing its socket. */
+/* ABORT must take messages back from libzmq, which only closing its socket does. */
 static void lose_streams(struct op *op)
 {
     uint32_t i;
@@ -412,7 +411,7 @@ void ops_end(struct ops *ops, const pccl_command *command)
 {
     struct op *op = find_by_id(ops, command->op);
     bool commit = command->kind == PCCL_COMMIT;
-    if (op == NULL) {            /* it settled when it completed: command and event have crossed */
+    if (op == NULL) {            /* it settled at COMPLETE: that event has crossed this command */
         pccl_event event = {0};
         event.kind = PCCL_SETTLED;
         event.op = command->op;
@@ -463,7 +462,7 @@ static void fail_unborn(struct ops *ops, uint64_t id)
     (void)events_emit(ops->events, &event);
 }
 
-/* A new op of that kind, found by its number, or NULL without memory. */
+/* Creates an op and puts it into the index by number. Returns NULL without memory. */
 static struct op *new_op(struct ops *ops, const struct op_kind *kind, const pccl_command *command)
 {
     struct op *op = calloc(1, kind->bytes);
@@ -488,7 +487,7 @@ void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_comman
     static const struct op_kind unknown = {.bytes = sizeof(struct op)};
     struct op *op = find_by_id(ops, command->op);
     if (op != NULL) {
-        op_fail(op, PCCL_EINVAL, "op number registered twice");
+        op_fail(op, PCCL_EINVAL, "this op number is registered twice");
         return;
     }
     op = new_op(ops, kind != NULL ? kind : &unknown, command);
@@ -512,14 +511,14 @@ void ops_eager(struct ops *ops, const pccl_command *command)
     if (op == NULL || !is_active(op) || op->started || op->kind->eager == NULL)
         return;
     if (command->n_rings == 0 || command->n_rings > PCCL_RINGS_MAX || op->n_flows > 0) {
-        op_fail(op, PCCL_EINVAL, "EAGER twice, or with no ring or too many");
+        op_fail(op, PCCL_EINVAL, "EAGER twice, without a ring, or with too many rings");
         return;
     }
     op->epoch = ops->unexpected.nonce;
     op->kind->eager(op, command);
 }
 
-/* Gives an op that has just started, and may have completed, what was held for it. */
+/* Gives an op that has just started the chunks that were held for it. The op may be gone already. */
 static void take_unexpected(struct ops *ops, const pccl_command *command, uint64_t run,
                             uint64_t tag)
 {
@@ -542,7 +541,7 @@ static void take_unexpected(struct ops *ops, const pccl_command *command, uint64
     unexpected_await(&ops->unexpected, run, tag, false);
 }
 
-/* START of an op whose predecessors may have sent before it. */
+/* Starts an op whose predecessors may have sent chunks before START. */
 static void start_eager(struct ops *ops, struct op *op, const pccl_command *command)
 {
     uint64_t run = op->run, tag = op->tag;
@@ -567,9 +566,9 @@ void ops_start(struct ops *ops, const pccl_command *command)
         return;
     if (command->n_rings > PCCL_RINGS_MAX || command->n_ends > PCCL_ENDS_MAX
         || command->seq <= op->min_seq)
-        op_fail(op, PCCL_EINVAL, "START with too many rings, or a sequence number that was used");
+        op_fail(op, PCCL_EINVAL, "START with too many rings, or with a used sequence number");
     else if (op->started && !op->kind->rounds)
-        op_fail(op, PCCL_EINVAL, "started twice");
+        op_fail(op, PCCL_EINVAL, "START twice");
     else if (op->kind->eager != NULL)
         start_eager(ops, op, command);
     else

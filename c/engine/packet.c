@@ -1,8 +1,8 @@
 /* packet.c - see packet.h.
  *
- * Few bytes are copied behind their header into one frame: an allocation and a copy cost less than
- * a second frame. Many are referred to: one frame is the header, the other points into the memory
- * of the source. A message that is received and sent on keeps the form it came in. */
+ * A small payload is copied behind its header into one frame, because an allocation and a copy cost
+ * less than a second frame. A large payload is a second frame that points into the memory of the
+ * source. A message that is received and sent on keeps its frames. */
 #include "engine/packet.h"
 
 #include <assert.h>
@@ -88,7 +88,7 @@ static int receive_frame(struct events *events, void *socket, pccl_msg *frame)
     return 1;
 }
 
-/* Receives and forgets the rest of a message that has too many frames. */
+/* Receives and drops the rest of a message that has too many frames. */
 static int skip_frames(struct events *events, void *socket)
 {
     const pccl_zmq *zmq = events->zmq;
@@ -141,7 +141,7 @@ static void release(void *data, void *hint)
     drop_reference(hint);
 }
 
-/* Makes the second frame: `bytes` bytes of the source's memory. 0 or PCCL_ENOMEM. */
+/* Makes the second frame, which refers to `bytes` bytes of the source's memory. 0 or PCCL_ENOMEM. */
 static int refer(struct source *source, struct packet *packet, const void *data, uint64_t bytes)
 {
     void *unwritten = (void *)(uintptr_t)data;      /* libzmq only reads what it sends */

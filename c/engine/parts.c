@@ -27,7 +27,7 @@ const struct part *part_at(const struct parts *parts, uint64_t offset)
     return &parts->part[low];
 }
 
-/* Elements of the slice of that rank. */
+/* The number of elements in the slice of a rank. */
 static uint64_t slice_count(const struct parts *parts, const struct part *part, uint64_t rank)
 {
     if (parts->rows_at == NULL)
@@ -44,7 +44,7 @@ uint64_t parts_reach(const struct parts *parts, uint64_t offset)
     return inside < end ? end - inside : 0;
 }
 
-/* Bytes from the beginning of a buffer of so many slices to the element at an offset. */
+/* Bytes from the beginning of a buffer of `slices` slices to the element at an offset. */
 static size_t bytes_to(const struct parts *parts, const struct part *part, uint32_t slices,
                        uint64_t offset)
 {
@@ -111,16 +111,16 @@ void parts_written(const struct parts *parts, uint64_t offset, uint64_t length, 
     *to = aligned_blocks(begin + length);
 }
 
-/* ---- what a command says ---- */
+/* ---- the arrays of a command ---- */
 
-/* Slices of the larger buffers. */
+/* The number of slices in the larger buffers. */
 static uint32_t most_slices(const struct parts *parts)
 {
     return parts->send_slices > parts->recv_slices ? parts->send_slices : parts->recv_slices;
 }
 
-/* Whether `bytes` bytes at `part` are exactly one of a buffer's slices (*inside) or lie outside the
- * buffer. */
+/* Whether `bytes` bytes at `part` are exactly one slice of a buffer (sets *inside), or lie outside
+ * the buffer. */
 static bool is_slice_or_apart(const unsigned char *buffer, uint32_t slices,
                               const unsigned char *part, size_t bytes, bool *inside)
 {
@@ -129,7 +129,7 @@ static bool is_slice_or_apart(const unsigned char *buffer, uint32_t slices,
     return *inside || part >= end || part + bytes <= buffer;
 }
 
-/* Why a part's buffers are impossible, or NULL. Notes whether ABORT must restore recv. */
+/* Why the buffers of a part are invalid, or NULL. Notes whether ABORT must restore recv. */
 static const char *check_buffers(const struct parts *parts, struct part *part, bool gathers)
 {
     size_t bytes = (size_t)part->count * part->width;
@@ -138,7 +138,7 @@ static const char *check_buffers(const struct parts *parts, struct part *part, b
         return NULL;
     if (part->recv == NULL || (part->send == NULL && parts->rows_at == NULL))
         return "no buffer";
-    if (parts->rows_at != NULL)      /* which slice is ours, only START says */
+    if (parts->rows_at != NULL)      /* checked at START, which gives our rank */
         return NULL;
     if (gathers)
         apart = is_slice_or_apart(part->recv, parts->recv_slices, part->send, bytes, &inside);
@@ -162,7 +162,7 @@ int parts_divide(struct parts *parts, const uint64_t *rows)
     return PCCL_OK;
 }
 
-/* Rows of the longest slice, of which `elements` each must not be too many. */
+/* Multiplies `*elements` by the rows of the longest slice. False if the product is too large. */
 static bool lengthen(const struct parts *parts, uint64_t *elements)
 {
     uint64_t most = 0;
@@ -182,8 +182,8 @@ static bool is_small(const struct part *part)
     return part->count <= SMALL_BYTES / part->width;
 }
 
-/* Finds where chunks must end: with their part or, if chunks may have several, with the last of the
- * small parts of the same element type that follow each other. */
+/* Sets where chunks must end: with their part, or, if chunks may span `several` parts, with the
+ * last one of adjacent small parts of the same element type. */
 static void set_limits(struct parts *parts, bool several)
 {
     uint32_t i;
@@ -249,7 +249,7 @@ static bool is_own_slice(const struct parts *parts, const struct part *part, uin
         || slice >= buffer + most_slices(parts) * bytes;
 }
 
-/* The same where the slices of recv differ: send is there or outside of all of recv. */
+/* The same for slices that differ: whether send is the slice of that rank, or lies outside recv. */
 static bool is_own_of_unlike(const struct parts *parts, const struct part *part, uint32_t rank)
 {
     size_t row = (size_t)part->row * part->width;
@@ -336,7 +336,7 @@ void parts_restore(const struct parts *parts, const struct undo *undo, const uin
             restore_part(&parts->part[i], undo, written);
 }
 
-/* ---- memory for what is overwritten in place ---- */
+/* ---- undo buffers ---- */
 
 bool undo_open(struct undo *undo, size_t bytes, struct undo *spare)
 {
