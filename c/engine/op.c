@@ -518,7 +518,8 @@ void ops_eager(struct ops *ops, const pccl_command *command)
     op->kind->eager(op, command);
 }
 
-/* Gives an op that has just started the chunks that were held for it. The op may be gone already. */
+/* Gives an op that has just started the chunks that were held for it. The op may have completed,
+ * and be freed, already. */
 static void take_unexpected(struct ops *ops, const pccl_command *command, uint64_t run,
                             uint64_t tag)
 {

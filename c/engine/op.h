@@ -27,7 +27,7 @@ struct op_kind {
     size_t flow_bytes;           /* of the struct that begins with the struct flow */
     bool urgent;                 /* its flows send before those of other kinds */
     bool rounds;                 /* it can be started again, with a greater sequence number */
-    bool early_rounds;           /* it receives messages of a round before the START of that round */
+    bool early_rounds;           /* it receives messages of a round before its START */
     bool endless;                /* it never completes; COMMIT ends it at any time */
     bool obliging;               /* when complete it is still needed by others, until its COMMIT */
 

@@ -141,7 +141,8 @@ static void release(void *data, void *hint)
     drop_reference(hint);
 }
 
-/* Makes the second frame, which refers to `bytes` bytes of the source's memory. 0 or PCCL_ENOMEM. */
+/* Makes the second frame, which refers to `bytes` bytes of the source's memory: 0 or
+ * PCCL_ENOMEM. */
 static int refer(struct source *source, struct packet *packet, const void *data, uint64_t bytes)
 {
     void *unwritten = (void *)(uintptr_t)data;      /* libzmq only reads what it sends */

@@ -1,9 +1,9 @@
 /* ring.c - see ring.h.
  *
- * Every chunk is checked before it is used, because its offset becomes an address. Where a partial
- * result belongs, nothing may have been given yet. Where a final one belongs, all of our
- * contribution must have been given, if there is one, and nothing written. So no chunk counts
- * twice, and none overwrites what we have yet to give. */
+ * Every chunk is checked before it is used, because its offset becomes an address. A partial result
+ * must be for blocks whose contribution has not been given. A final result must be for blocks that
+ * have not been written and, if the collective reduces, whose contribution has been given. So no
+ * chunk counts twice, and none overwrites a contribution that we must still give. */
 #include "engine/ring.h"
 
 #include <assert.h>
@@ -85,7 +85,7 @@ static bool has_step(const struct collective *collective, uint32_t members, uint
 
 /* ---- our own chunks ---- */
 
-/* The segment of our own chunks: the one that our successor sees at the first step. */
+/* The segment of our own chunks: our successor sees it at the first step. */
 static uint32_t own_segment(const struct ring *ring)
 {
     const pccl_ring *place = &ring->place;
@@ -111,7 +111,7 @@ static bool in_memory(const struct collective *collective, const struct part *pa
     return collective->format == PCCL_UNQUANTIZED;
 }
 
-/* (A quantized chunk is of one part.) */
+/* (A quantized chunk lies in one part.) */
 static void write_own(const struct collective *collective, uint64_t offset, uint64_t length,
                       unsigned char *to)
 {
@@ -146,7 +146,8 @@ static const char *check_place(const struct ring *ring, const struct wire_header
     return NULL;
 }
 
-/* Whether a chunk is of what we have sent before START, which others may have heard before us. */
+/* Whether a chunk covers only offsets that we have sent before START. Others may have added to
+ * these and returned them to us, because they may start before us. */
 static bool was_sent_eagerly(const struct collective *collective, const struct wire_header *chunk)
 {
     const struct ring *ring;
@@ -178,7 +179,7 @@ static const char *check_turn(const struct collective *collective, const struct 
     return bitmap_any(collective->written_set, from, to) ? "a chunk came twice" : NULL;
 }
 
-/* ---- what becomes of it ---- */
+/* ---- handling a chunk ---- */
 
 static void next_step(const pccl_zmq *zmq, struct packet *packet, const struct wire_header *chunk)
 {
@@ -201,9 +202,10 @@ static void reduce(struct collective *collective, const struct wire_header *chun
     }
 }
 
-/* The last reducing step: recv = partial result + ours. What is sent on, if anything, is the same
- * message if it is small or lies apart in recv, else recv itself, so that nothing is written
- * twice. */
+/* The last reducing step: recv = partial result + our contribution. The result is sent on, unless
+ * this is the last step. If the message is small or spans several parts, it holds the result and is
+ * sent on itself; else a message that refers to recv is, so that the result is written only
+ * once. */
 static int reduce_last(struct collective *collective, const struct wire_header *chunk,
                        struct packet *packet)
 {
@@ -228,7 +230,8 @@ static int reduce_last(struct collective *collective, const struct wire_header *
     return packet_build(source, packet, &header, own.recv, bytes);
 }
 
-/* apply() for a quantized chunk: changes the payload in place, and stores what is final. */
+/* Does the same as apply() for a quantized chunk: changes the payload in place, and stores a final
+ * result. */
 static void apply_quantized(struct collective *collective, const struct wire_header *chunk,
                             struct packet *packet)
 {

@@ -1,5 +1,5 @@
-/* ring.h - chunks that go around a ring: partial results on the first steps, which the receiver
- * adds to, and final ones from then on (pccl_core.h, THE RING). */
+/* ring.h - how chunks go around a ring: on the first steps they are partial results, to which each
+ * receiver adds its contribution; then they are final (pccl_core.h, THE RING). */
 #ifndef PCCL_RING_H
 #define PCCL_RING_H
 
@@ -11,8 +11,8 @@ extern const struct algorithm ring_algorithm;
 
 /* ---- geometry: pure functions ---- */
 
-/* Where segment `segment` of a share of `count` elements begins, relative to the share: elements.
- * `members` is at least 1, `segment` at most `members`. */
+/* The element of a share of `count` elements at which segment `segment` begins. `members` is at
+ * least 1, `segment` at most `members`. */
 uint64_t ring_bound(uint64_t count, uint32_t members, uint32_t segment);
 
 /* The segment that a receiver at `position` sees at step `step` of a ring of `members` >= 1. */
@@ -21,11 +21,11 @@ uint32_t ring_segment(uint32_t members, uint32_t position, uint32_t step);
 /* The inverse: the position that receives `segment` at step `step`. */
 uint32_t ring_receiver(uint32_t members, uint32_t segment, uint32_t step);
 
-/* The position that owns a segment: the last one to add to it, or the one that has it from the
- * beginning. */
+/* The position that owns a segment: the last one to add to it, or the one that has its final
+ * content from the start. */
 uint32_t ring_owner(uint32_t members, uint32_t segment);
 
-/* The position that follows another one. */
+/* The position after another one. */
 uint32_t ring_next(uint32_t members, uint32_t position);
 
 #endif

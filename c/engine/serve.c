@@ -1,10 +1,11 @@
 /* serve.c - see serve.h.
  *
- * A request carries the slot by which the server knows on which stream to answer. The server keeps
- * requests until it is their turn; the bytes are not touched before. Requests may come before the
- * START that names their slot. Then nobody knows yet which nonce is that of their round, so each
- * nonce has as much room as the others: who invents one takes none from requests of the round that
- * comes, and those of the oldest one give way to those of a new one. They are requested again. */
+ * A request carries a slot, from which the server knows the stream for the answer. The server keeps
+ * requests until it is their turn, and reads the pieces only then. Requests may arrive before the
+ * START that names their slot. The nonce of their round is not known then, so requests with
+ * different nonces are kept apart, each nonce with the same room: a stranger that invents a nonce
+ * takes no room from the requests of the round. If there are too many nonces, the requests of the
+ * oldest one are dropped; their sender repeats them. */
 #include "engine/serve.h"
 
 #include <assert.h>
@@ -12,8 +13,8 @@
 #include <string.h>
 
 enum {
-    REQUESTS_MAX = 1024,     /* of one requester, whose window is smaller, */
-    UNCLAIMED_MAX = 16384    /* and of all of a round whose slot no START has named yet */
+    REQUESTS_MAX = 1024,     /* of one requester; its window is smaller */
+    UNCLAIMED_MAX = 16384    /* unclaimed requests of one round */
 };
 
 static struct serve *serve_of(struct op *op)
@@ -96,7 +97,7 @@ static void drop_requests(struct requests *queue)
         free(request);
 }
 
-/* Forgets the unclaimed requests of a round. */
+/* Drops the unclaimed requests of a round. */
 static void forget_round(struct serve *serve, uint32_t i)
 {
     serve->op.ops->dropped += serve->round[i].requests.n;
@@ -111,7 +112,7 @@ static bool is_started(const struct op *op, const struct unclaimed *round)
     return op->started && round->seq == op->seq && round->nonce == op->nonce;
 }
 
-/* Where unclaimed requests of that round are kept. */
+/* The queue for unclaimed requests of a round. */
 static struct requests *find_round(struct serve *serve, uint64_t seq, uint64_t nonce)
 {
     struct unclaimed *fresh;
@@ -138,7 +139,7 @@ void serve_drop(struct op *op, struct flow *flow)
             forget_round(serve, 0);
 }
 
-/* Whether a requester waits for that very answer already: it requests late ones again. */
+/* Whether the same request is queued already. Requesters repeat late ones. */
 static bool is_waiting(const struct requester *requester, const struct request *request)
 {
     const struct request *each = requester->requests.head;
@@ -148,7 +149,7 @@ static bool is_waiting(const struct requester *requester, const struct request *
     return each != NULL;
 }
 
-/* Keeps a request for its turn, unless that requester has too many. */
+/* Queues a request, unless its requester has too many. */
 static void queue_request(struct op *op, struct requester *requester, struct request *request)
 {
     if (requester->requests.n >= REQUESTS_MAX || is_waiting(requester, request)) {
@@ -160,7 +161,7 @@ static void queue_request(struct op *op, struct requester *requester, struct req
     flow_request_turn(&requester->flow);
 }
 
-/* The requester with that slot, if it can be answered, or NULL. */
+/* The requester with that slot and an open stream, or NULL. */
 static struct requester *find_slot(const struct op *op, uint32_t slot)
 {
     uint32_t i;
@@ -172,8 +173,8 @@ static struct requester *find_slot(const struct op *op, uint32_t slot)
     return NULL;
 }
 
-/* Gives the unclaimed requests of the round to the requesters that are known by now. Those of an
- * earlier round are stale; those of a later one go on waiting for its START. */
+/* Gives the unclaimed requests of the current round to their requesters, if these are known by now.
+ * Requests of an earlier round are stale; those of a later round keep waiting for its START. */
 static void claim_requests(struct op *op)
 {
     struct serve *serve = serve_of(op);
@@ -202,7 +203,7 @@ static void claim_requests(struct op *op)
 
 /* ---- commands ---- */
 
-/* ALLOW: about so many bytes more may be sent. */
+/* ALLOW: lets about `bytes` more bytes be sent. */
 static void allow(struct op *op, uint64_t bytes)
 {
     struct serve *serve = serve_of(op);
@@ -232,7 +233,7 @@ void serve_start(struct op *op, const pccl_command *command)
 {
     uint32_t i;
     if (!op->started || command->seq > op->seq) {
-        op_forget_flows(op);     /* nobody waits for answers of the last round any more */
+        op_forget_flows(op);     /* the requesters of the last round need no more answers */
         op->started = true;
         op->seq = command->seq;
         op->nonce = command->nonce;
@@ -261,8 +262,7 @@ void serve_start(struct op *op, const pccl_command *command)
 
 void serve_lose(struct op *op, const struct stream *stream)
 {
-    /* One requester is gone, the others are served on. */
-    op_report_stream(op, stream->number, stream->text);
+    op_report_stream(op, stream->number, stream->text);      /* the others are still served */
 }
 
 /* ---- messages ---- */
@@ -286,7 +286,7 @@ void serve_take(struct op *op, const struct wire_header *header, struct packet *
     struct requests *unclaimed;
     if (is_possible(&serve->pieces, index, header, *packet))
         request = calloc(1, sizeof *request);
-    if (request == NULL) {       /* the others are served on */
+    if (request == NULL) {       /* the other requests are still served */
         op->ops->dropped++;
         return;
     }

@@ -1,24 +1,22 @@
-/* serve.h - a SERVE op: gives bytes of numbered pieces of memory to those who request them
- * (fetch.h). */
+/* serve.h - a SERVE op: sends bytes of numbered pieces of memory to their requesters (fetch.h). */
 #ifndef PCCL_SERVE_H
 #define PCCL_SERVE_H
 
 #include "engine/op.h"
 
-/* Numbered pieces of memory: what SERVE offers and FETCH asks for. */
+/* Numbered pieces of memory, which SERVE offers and FETCH requests. */
 struct pieces {
     const pccl_piece *piece; /* in ascending order of their numbers */
     uint32_t n;
 };
 
-/* Takes over the pieces of a command; fails the op if they cannot be. Whether they can. */
+/* Stores the pieces of a command. If they are invalid, fails the op and returns false. */
 bool pieces_enter(struct pieces *pieces, struct op *op, const pccl_command *command);
 
-/* The index of a piece by its number, or n. */
+/* The index of the piece with that number, or n. */
 uint32_t pieces_find(const struct pieces *pieces, uint32_t number);
 
-/* The beginning of the header of an op's message about a piece, between a holder and the requester
- * with that slot. */
+/* A header for a message about a piece, between a holder and the requester with that slot. */
 struct wire_header pieces_header(const struct pieces *pieces, const struct op *op,
                                  enum wire_kind kind, uint32_t slot, uint32_t index);
 
@@ -29,7 +27,7 @@ struct request {
     uint32_t piece;          /* index into pieces */
     uint32_t length;
     uint64_t offset;
-    uint16_t echo;           /* what the answer repeats */
+    uint16_t echo;           /* the number that the answer repeats */
 };
 
 /* A FIFO of requests. */
@@ -38,9 +36,9 @@ struct requests {
     uint32_t n;
 };
 
-enum { SERVE_ROUNDS = 4 };       /* that a START may still name a slot of */
+enum { SERVE_ROUNDS = 4 };       /* the most rounds with unclaimed requests */
 
-/* Requests of a round whose slot no START has named yet. */
+/* The requests of a round whose slot no START has named yet. */
 struct unclaimed {
     uint64_t seq, nonce;
     struct requests requests;
@@ -49,13 +47,13 @@ struct unclaimed {
 struct serve {
     struct op op;
     struct pieces pieces;
-    bool limited;            /* it may not send more than is allowed, */
-    int64_t allowance;       /* so many bytes; below 0 when an answer was larger */
+    bool limited;            /* it may send only as many bytes as `allowance` says */
+    int64_t allowance;       /* bytes; negative after an answer that exceeded it */
     struct unclaimed round[SERVE_ROUNDS];    /* the oldest first */
     uint32_t n_rounds;
 };
 
-/* Whoever requests. */
+/* A peer that requests pieces. */
 struct requester {
     struct flow flow;
     uint32_t slot;

@@ -1,9 +1,10 @@
 /* start.c - see start.h.
  *
- * Before START the place in the ring is not known. Chunks of those who have heard of the start are
- * handled all the same: what they say about the ring is kept as claims that START must confirm, and
- * what is to be sent on waits. EAGER says which place is expected, and only lets us send. What was
- * sent then is noted at START, if that names the same streams; otherwise it is void with them. */
+ * Before START our place in the ring is not known. Chunks of peers that have heard of the start are
+ * handled all the same: their data about the ring is stored as claims, which START must confirm,
+ * and those that must be sent on wait. EAGER gives the expected place, and only lets us send. The
+ * chunks that it sent are noted at START, if START names the same streams; otherwise they are void,
+ * like the streams. */
 #include "engine/start.h"
 
 #include <assert.h>
@@ -18,9 +19,9 @@ static const struct algorithm *algorithm_of(const pccl_command *command)
     return command->oneshot ? &oneshot_algorithm : &ring_algorithm;
 }
 
-/* ---- what START must say ---- */
+/* ---- checks ---- */
 
-/* Why one ring of a START is impossible, or NULL. */
+/* Why one ring of a START is invalid, or NULL. */
 static const char *check_ring(const struct collective *collective, const pccl_ring *ring)
 {
     uint32_t i;
@@ -35,7 +36,7 @@ static const char *check_ring(const struct collective *collective, const pccl_ri
     return NULL;
 }
 
-/* What all rings must agree on: our rank, or whether we are the root. */
+/* Our rank, or whether we are the root: all rings must agree on it. */
 static uint32_t role(const struct collective *collective, const pccl_ring *ring)
 {
     if (collective->shape.rooted)
@@ -45,8 +46,8 @@ static uint32_t role(const struct collective *collective, const pccl_ring *ring)
     return rank_at(ring, ring->position);
 }
 
-/* Why the rings of a START are impossible, or NULL: they must divide a slice, one after the other,
- * and agree on who we are. */
+/* Why the rings of a START are invalid, or NULL. They must divide a slice, one after the other, and
+ * agree on our rank, or on whether we are the root. */
 static const char *check_rings(const struct collective *collective, const pccl_command *command)
 {
     const pccl_ring *first = &command->rings[0];
@@ -61,10 +62,10 @@ static const char *check_rings(const struct collective *collective, const pccl_c
             return "the rings contradict each other";
         if (ring->begin != at || ring->count > collective->parts.span - at
             || (ring->count > 0 && ring->begin % PCCL_ALIGNMENT != 0))
-            return "the rings do not share out the data";
+            return "the rings do not divide the data";
         at += ring->count;
     }
-    return at == collective->parts.span ? NULL : "the rings do not share out the data";
+    return at == collective->parts.span ? NULL : "the rings do not divide the data";
 }
 
 /* Why the chunks that came before START contradict it, or NULL. */
@@ -87,7 +88,7 @@ static const char *check_claims(const struct collective *collective, const pccl_
     return NULL;
 }
 
-/* Why a START is impossible, or NULL. */
+/* Why a START or EAGER is invalid, or NULL. */
 static const char *check_start(const struct collective *collective, const pccl_command *command)
 {
     const char *why = check_rings(collective, command);
@@ -98,11 +99,11 @@ static const char *check_start(const struct collective *collective, const pccl_c
         return "only two members can all-reduce in one shot";
     if (collective->members > 0
         && !parts_lie_at(&collective->parts, role(collective, &command->rings[0])))
-        return "one buffer is part of the other, at the place of another rank";
+        return "a buffer is in place at the slice of another rank";
     return NULL;
 }
 
-/* Whether it can start as START or EAGER says; if not, the op fails. */
+/* Checks a START or EAGER; if it is invalid, fails the op and returns false. */
 static bool can_start(struct collective *collective, const pccl_command *command)
 {
     const char *why = check_start(collective, command);
@@ -113,7 +114,7 @@ static bool can_start(struct collective *collective, const pccl_command *command
 
 /* ---- rings ---- */
 
-/* Makes the flows of all rings, or fails the op. */
+/* Creates the flows of all rings, or fails the op. */
 static bool join_rings(struct collective *collective, const pccl_command *command)
 {
     struct op *op = &collective->op;
@@ -145,9 +146,9 @@ static bool join_rings(struct collective *collective, const pccl_command *comman
     return true;
 }
 
-/* ---- what was sent eagerly ---- */
+/* ---- EAGER ---- */
 
-/* Whether START says of a ring what EAGER has said. */
+/* Whether START and EAGER give the same place in a ring. */
 static bool is_same(const pccl_ring *a, const pccl_ring *b)
 {
     uint32_t i;
@@ -160,7 +161,7 @@ static bool is_same(const pccl_ring *a, const pccl_ring *b)
     return true;
 }
 
-/* Goes on with the rings of EAGER, or fails the op. */
+/* Continues with the rings of EAGER, or fails the op. */
 static bool keep_rings(struct collective *collective, const pccl_command *command)
 {
     struct op *op = &collective->op;
@@ -180,7 +181,7 @@ static bool keep_rings(struct collective *collective, const pccl_command *comman
     return true;
 }
 
-/* Notes what a ring has sent before START, and gives its credit back. */
+/* Notes the chunks that a ring has sent before START, and gives back their credit. */
 static void note_eager(struct collective *collective, struct ring *ring)
 {
     uint64_t sent = ring->cursor;
@@ -205,16 +206,16 @@ void start_eagerly(struct op *op, const pccl_command *command)
     uint32_t i;
     if (!can_start(collective, command))
         return;
-    for (i = 0; i < command->n_rings; i++)     /* if not, START says so */
+    for (i = 0; i < command->n_rings; i++)
         if (streams_find(op->ops->streams, command->rings[i].stream) == NULL)
-            return;
+            return;              /* START will report it */
     if (join_rings(collective, command))
         collective_request_turns(collective);
 }
 
-/* ---- what has come before START ---- */
+/* ---- chunks that came before START ---- */
 
-/* Whether an early chunk brought what we are to send from the beginning. */
+/* Whether an early chunk has written where the data of our own chunks is. */
 static bool was_forestalled(const struct collective *collective)
 {
     uint32_t i;
@@ -228,21 +229,21 @@ static bool was_forestalled(const struct collective *collective)
     return false;
 }
 
-/* Whether recv is for the root alone, and we are not the root. */
+/* Whether only the root receives a result, and we are not the root. */
 static bool receives_nothing(const struct collective *collective, const pccl_ring *place)
 {
     return collective->shape.reduces && collective->shape.rooted
         && place->position != place->root;
 }
 
-/* Whether an early chunk brought a result that is not for us. */
+/* Whether an early chunk has written a result that is not for us. */
 static bool was_mistaken(const struct collective *collective, const pccl_ring *place)
 {
     return collective->parts.span > 0 && receives_nothing(collective, place)
         && bitmap_any(collective->written_set, 0, aligned_blocks(collective->parts.span));
 }
 
-/* Queues the early chunks that are to be sent on. */
+/* Queues the early chunks to be sent on. */
 static void release_early(struct collective *collective)
 {
     struct packet *packet;
@@ -257,7 +258,7 @@ static void release_early(struct collective *collective)
 
 /* ---- START ---- */
 
-/* Makes the flows for START, or fails the op. */
+/* Creates the flows for START, or keeps those of EAGER; or fails the op. */
 static bool enter_rings(struct collective *collective, const pccl_command *command)
 {
     struct op *op = &collective->op;
@@ -269,7 +270,7 @@ static bool enter_rings(struct collective *collective, const pccl_command *comma
     return join_rings(collective, command);
 }
 
-/* How many elements there are to give and to write. */
+/* The number of elements to give and to write. */
 static uint64_t count_wanted(const struct collective *collective, const pccl_ring *place)
 {
     uint64_t wanted = receives_nothing(collective, place) ? 0 : collective->parts.received;
@@ -293,7 +294,7 @@ void start_collective(struct op *op, const pccl_command *command)
     if (!enter_rings(collective, command))
         return;
     if (was_forestalled(collective) || was_mistaken(collective, &command->rings[0])) {
-        op_fail(op, PCCL_EPROTO, "an early chunk is of what is ours to send, or not for us");
+        op_fail(op, PCCL_EPROTO, "an early chunk has data that we send, or a result for the root");
         return;
     }
     op->ops->n_spread += collective->is_spread;

@@ -1,5 +1,5 @@
-/* start.h - START of a collective, and EAGER: its start before all have agreed (pccl_core.h, BEFORE
- * START). For struct op_kind. */
+/* start.h - START of a collective, and EAGER, by which it sends before all have agreed to start
+ * (pccl_core.h, BEFORE START). For struct op_kind. */
 #ifndef PCCL_START_H
 #define PCCL_START_H
 

@@ -1,19 +1,19 @@
 /* stream.c - see stream.h. A stream is one PUSH socket with several connections, the lanes, to one
  * neighbour.
  *
- * libzmq gives each message to a lane that has room, so a slow lane carries less and nobody waits
- * for it. A lane that is lost may have swallowed messages, so a stream that loses one is lost as a
- * whole and never repaired. The socket's monitor tells of that. Lanes that are opened later,
- * because lanes.c asks for them, have carried nothing before they stand, and may fail to. Connect
- * and handshake time-outs and heartbeats are libzmq's, and the caller gives up streams that do not
- * come up, so no clock is needed here. The neighbour sends the heartbeats and says how long the
- * next one may take (engine.c): a ping of ours, or our answer, would queue behind everything that
- * the neighbour has not taken yet, which may take long if its own link is slow.
+ * libzmq gives each message to a lane that has room, so a slow lane carries less and delays no
+ * other. A lost lane may have swallowed messages, so a stream that loses a lane is lost as a whole
+ * and never repaired. The socket's monitor reports lost lanes. Lanes that are opened later, because
+ * lanes.c asks for them, carry nothing before they are connected, so they may fail. No clock is
+ * needed here: libzmq does the heartbeats and the timeouts of connects and handshakes, and the
+ * caller gives up streams that do not come up. The neighbour sends the heartbeats and says how long
+ * the next one may take (engine.c): a ping of ours would queue behind all the data that the
+ * neighbour has not received yet, which may take long if its own link is slow.
  *
- * Order of sending: first what was received and is to be sent on, then requests and data, then
- * first chunks of our own. The latter two are built only when it is their turn. After a send that
- * found no room the stream waits until the socket says that there is room again, because a send
- * that fails looks at the socket's state only now and then. */
+ * Order of sending: first forwards, then requests and data, then our own chunks. Requests, data and
+ * own chunks are built only when it is their turn. After a send that found no room the stream waits
+ * until the socket reports room, because a send that fails looks at the socket's state only now and
+ * then. */
 #include "engine/stream.h"
 
 #include <assert.h>
@@ -23,19 +23,19 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/unexpected.h"
 #include "engine/transport.h"
+#include "engine/unexpected.h"
 #include "engine/zap.h"
 #include "zmq/zmqdefs.h"
 
 enum {
     PUMP_BATCH = 16,         /* messages in one pass, so that receiving keeps its share */
-    DISTANT_US = 1000,       /* a round trip this long is not that of a local network */
-    NEAR_CREDIT = 1 << 20,   /* bytes before START: a copy of more takes longer than the vote */
-    LANES_UNKNOWN = 8,       /* where the round trip is not known */
-    LANES_MAX = 16,          /* at first: more make a link that loses nothing no faster */
-    LANES_MEETING = 8,       /* both sides must know how many: before the round trip is known */
-    LANE_US = 7000           /* of round trip for each more lane: see choose_lanes() */
+    DISTANT_US = 1000,       /* a local network has shorter round trips */
+    NEAR_CREDIT = 1 << 20,   /* bytes before START: copying more takes longer than the vote */
+    LANES_UNKNOWN = 8,       /* if the round trip is not known */
+    LANES_MAX = 16,          /* at first: more do not help on a link without losses */
+    LANES_MEETING = 8,       /* at a meeting point, where both sides must know the number */
+    LANE_US = 7000           /* round trip for each additional lane: see choose_lanes() */
 };
 
 /* ---- opening and closing ---- */
@@ -71,7 +71,7 @@ static int set_option(struct stream *stream, int option, int value)
     return table(stream)->setsockopt(stream->push, option, &value, sizeof value);
 }
 
-/* Sends whom we want to reach, and the password: 0, or -1 as setsockopt. */
+/* Sets the user name (the peer to reach) and the password: 0, or -1 as setsockopt. */
 static int set_plain_client(struct stream *stream, const pccl_command *command)
 {
     const pccl_zmq *zmq = table(stream);
@@ -84,7 +84,7 @@ static int set_plain_client(struct stream *stream, const pccl_command *command)
     return failed;
 }
 
-/* Encrypts to the holder of the key in the command: 0, or -1 as setsockopt. */
+/* Encrypts for the owner of the key in the command: 0, or -1 as setsockopt. */
 static int set_curve_client(struct stream *stream, const pccl_command *command)
 {
     const pccl_zmq *zmq = table(stream);
@@ -122,8 +122,7 @@ static int set_options(struct stream *stream, const pccl_command *command)
     return failed;
 }
 
-/* Creates the monitor before the first connect, so that it misses nothing. 0, or -1 as the calls
- * that it makes. */
+/* Creates the monitor, before the first connect, so that it misses no event: 0 or -1. */
 static int open_monitor(struct stream *stream)
 {
     const pccl_zmq *zmq = table(stream);
@@ -178,7 +177,7 @@ void streams_command_connect(struct streams *streams, const pccl_command *comman
     if (stream == NULL)
         return;
     if (stream->push != NULL) {
-        stream_lose(stream, PCCL_EINVAL, "a stream is to be connected twice");
+        stream_lose(stream, PCCL_EINVAL, "CONNECT_STREAM twice");
         return;
     }
     stream->peer = command->peer;
@@ -274,7 +273,8 @@ void stream_free(struct stream *stream)
     free(stream);
 }
 
-/* A connection ends with its sender's, and its place with it: that is why none is ever repaired. */
+/* Reconnecting is off: a connection ends when its sender's does, and a new one would find no
+ * partner at the meeting point. */
 bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_command *command)
 {
     uint32_t lane, lanes = lanes_requested(command);
@@ -293,8 +293,8 @@ bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_command *command)
 
 /* ---- monitors ---- */
 
-/* The longer the round trip, the more lanes it takes to fill a link: a connection's window is
- * limited by the kernel's buffers, and grows from small after each loss and each pause. */
+/* A link with a longer round trip needs more lanes to be full: the kernel's buffers limit the
+ * window of a connection, which starts small and grows anew after each loss and each pause. */
 static uint32_t choose_lanes(uint32_t round_trip_us)
 {
     uint32_t lanes = 1 + round_trip_us / LANE_US + (round_trip_us >= DISTANT_US);
@@ -303,7 +303,7 @@ static uint32_t choose_lanes(uint32_t round_trip_us)
     return lanes < LANES_MAX ? lanes : LANES_MAX;
 }
 
-/* Opens lanes until there are so many, if their number is ours to choose: 0, or -1 as connect. */
+/* Opens lanes until there are `wanted`, if the engine chooses their number: 0, or -1 as connect. */
 static int open_lanes(struct stream *stream, uint32_t wanted)
 {
     while (stream->automatic && stream->lanes < wanted) {
@@ -314,7 +314,7 @@ static int open_lanes(struct stream *stream, uint32_t wanted)
     return 0;
 }
 
-/* Handles a lane whose connection stands, or has stood: the descriptor may be another's by now. */
+/* Handles a new connection. It may be closed already, and its descriptor belong to another one. */
 static void greet_lane(struct stream *stream, int fd)
 {
     struct tcp_connection connection;
@@ -337,19 +337,19 @@ uint64_t stream_chunk(const struct stream *stream, uint64_t chunk)
     return stream->distant ? lanes_chunk(&stream->running, chunk) : chunk;
 }
 
-/* Looks at the lanes, which may show that more are needed. Where these cannot be opened, it goes on
- * with those that there are. */
+/* Looks at the lanes, and opens more if they are needed. If that fails, the stream keeps those that
+ * it has. */
 static void tend_lanes(struct stream *stream)
 {
     uint32_t more = lanes_look(&stream->running), had = stream->lanes;
     if (more == 0 || stream->coming > 0 || stream->standing + stream->lanes_failed < had)
-        return;                  /* until then a handshake may be that of a first lane */
+        return;                  /* a handshake under way could be that of an older lane */
     if (open_lanes(stream, had + more) < 0)
         stream->automatic = false;
     stream->coming = stream->lanes - had;
 }
 
-/* Handles a lane that does not come up while others carry everything: nothing was sent on it. */
+/* Handles a later lane that does not come up. Nothing was sent on it, so the stream goes on. */
 static void forgo_lane(struct stream *stream, uint16_t event)
 {
     stream->coming--;
@@ -364,9 +364,10 @@ uint64_t stream_credit(const struct stream *stream)
     return stream->eager < most ? most - stream->eager : 0;
 }
 
-/* Whether a failed handshake shows that another process answers: it refuses because it is not whom
- * we want, or it hangs up, as it must without the key to which we have encrypted, or it speaks
- * another protocol. (A peer that has just ended may look like that, too; a slow one does not.) */
+/* Whether a failed handshake shows that another process answers: it refuses because it is not the
+ * peer that we want, or hangs up because it does not have the key that we have encrypted for, or
+ * uses another protocol. (A peer that has just ended may look like that, too; a slow one does
+ * not.) */
 static bool is_another(uint16_t event, int32_t value)
 {
     return event == ZMQ_EVENT_HANDSHAKE_FAILED_AUTH || event == ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -468,7 +469,7 @@ enum sent stream_send(struct stream *stream, struct source *source, struct packe
             return BLOCKED;
         }
         stream->streams->events->error = error;
-        if (error == EAGAIN)     /* a second frame has room if the lane is there */
+        if (error == EAGAIN)     /* a second frame always has room, unless its lane is lost */
             stream_lose(stream, PCCL_ESTREAM, "a lane was disconnected in the middle of a message");
         else
             stream_lose(stream, PCCL_EZMQ, "a lane failed while sending: %.60s", strerror(error));
@@ -515,7 +516,7 @@ static void end_turn(struct turns *turns)
     flow->source->pending--;
 }
 
-/* Takes the flows of a source out of the turns; the others keep their order. */
+/* Takes the flows of a source out of the turns. The others keep their order. */
 static void drop_turns(struct turns *turns, const struct source *source)
 {
     struct flow *all = turns->head, *flow;
@@ -544,7 +545,7 @@ void stream_drop(struct stream *stream, const struct source *source)
     drop_turns(&stream->others, source);
 }
 
-/* Lets the first flow of some turns send. Whether it did. */
+/* Gives the first flow its turn. Returns whether anything moved. */
 static bool pump_turns(struct turns *turns)
 {
     struct flow *flow = turns->head;
@@ -557,7 +558,7 @@ static bool pump_turns(struct turns *turns)
         end_turn(turns);
         return true;
     case TURN_BLOCKED:
-    case TURN_FAILED:        /* who fails takes its flows out */
+    case TURN_FAILED:        /* the failed op has taken its flows out */
         return false;
     }
     return false;

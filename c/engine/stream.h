@@ -16,11 +16,15 @@
 
 enum sent { SENT, BLOCKED };
 
-/* The outcome of a flow's turn: it has more to send; it has no more for now; the stream has no
- * room; its source has failed and has given up the turn already. */
-enum turn { TURN_MORE, TURN_OVER, TURN_BLOCKED, TURN_FAILED };
+/* The outcome of a flow's turn. */
+enum turn {
+    TURN_MORE,               /* it has more to send */
+    TURN_OVER,               /* it has no more to send for now */
+    TURN_BLOCKED,            /* the stream has no room */
+    TURN_FAILED              /* its op has failed, which has ended the turn already */
+};
 
-/* What an op sends on one stream. */
+/* The messages of an op on one stream. */
 struct flow {
     struct source *source;
     struct stream *stream;   /* NULL: lost, or not needed */
@@ -42,24 +46,24 @@ struct stream {
     uint32_t number;
     uint32_t lanes, lanes_failed;
     uint32_t standing;       /* handshakes that have succeeded */
-    uint32_t port;           /* to which they connect; 0: none of TCP */
-    uint32_t coming;         /* of those that were opened while it runs, those that do not stand */
-    uint32_t denied;         /* of these, those that are about to be disconnected */
-    bool automatic;          /* how many lanes is left to us */
-    bool measured;           /* by the round trip, which is known */
-    struct lanes running;    /* over a long link: those that stand */
-    bool distant;            /* its round trip is not that of a local network */
-    bool up;                 /* a lane has stood */
-    uint64_t eager;          /* bytes (eager_cost) sent before START, of ops that have had none */
+    uint32_t port;           /* TCP port that the lanes connect to; 0: they are not TCP */
+    uint32_t coming;         /* lanes that were opened later and are not connected yet */
+    uint32_t denied;         /* lanes of these that were refused and will be disconnected */
+    bool automatic;          /* the engine chooses the number of lanes */
+    bool measured;           /* it has chosen it, from the round trip */
+    struct lanes running;    /* over a long link: the connected lanes */
+    bool distant;            /* its round trip is longer than that of a local network */
+    bool up;                 /* a lane has been connected */
+    uint64_t eager;          /* bytes (eager_cost) that ops have sent here without a START yet */
     void *push, *monitor;    /* NULL until CONNECT_STREAM */
     bool blocked;            /* the last send found no lane with room */
-    bool lost;               /* to be closed at the end of the pass */
+    bool lost;               /* it is closed at the end of the pass */
     bool silent;             /* closed by command: no STREAM_LOST */
-    int status;              /* why it is lost */
-    uint64_t peer;           /* whom it is to reach */
-    char text[PCCL_TEXT_MAX];
+    int status;              /* why it is lost: a pccl_error, */
+    char text[PCCL_TEXT_MAX];    /* and in words */
+    uint64_t peer;           /* number of the peer to reach */
     char endpoint[PCCL_ENDPOINT_MAX];
-    struct packets forwards; /* received, to be sent on: before anything else */
+    struct packets forwards; /* received messages to be sent on, before all others */
     struct turns urgent, others;
 };
 
@@ -77,46 +81,45 @@ void streams_command_connect(struct streams *streams, const pccl_command *comman
 void streams_command_lose(struct streams *streams, const pccl_command *command);
 void streams_command_close(struct streams *streams, const pccl_command *command);
 
-/* MEET: the receiver's side of a stream to which nobody can connect. False: it cannot. */
+/* MEET: connects the PULL socket to a meeting point. False if it cannot. */
 bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_command *command);
 
-/* The open stream of that number, or NULL. */
+/* The open stream with that number, or NULL. */
 struct stream *streams_find(struct streams *streams, uint32_t number);
 
-/* Handles the monitor events of all streams. Whether there were any. */
+/* Handles the monitor events of all streams. Returns whether there were any. */
 bool streams_listen(struct streams *streams);
 
-/* Takes a stream that is lost off the list, or NULL: closes its sockets, drops what waits there to
- * be sent on, and emits STREAM_LOST. The caller takes the flows off it and then frees it. */
+/* Removes a lost stream from the list: closes its sockets, drops its forwards, and emits
+ * STREAM_LOST. The caller must take the flows off it and then free it. NULL: no stream is lost. */
 struct stream *streams_take_lost(struct streams *streams);
 void stream_free(struct stream *stream);
 
-/* Marks a stream lost, for the first reason that is given. Cannot fail. */
+/* Marks a stream lost; only the first reason counts. Cannot fail. */
 void stream_lose(struct stream *stream, int status, const char *format, ...) PRINTF_LIKE(3, 4);
 
-/* Whether a message could be sent now. It asks the socket, for those whose message would be costly
- * to build in vain. */
+/* Whether a message could be sent now. Asking the socket pays if the message is costly to build. */
 bool stream_has_room(struct stream *stream);
 
-/* Sends a message of `source` now, which empties the packet, or says BLOCKED and leaves it. */
+/* Sends a message of `source` and empties the packet; or returns BLOCKED and leaves the packet. */
 enum sent stream_send(struct stream *stream, struct source *source, struct packet *packet);
 
-/* How many more bytes may be sent before START. */
+/* The number of bytes that may still be sent before START. */
 uint64_t stream_credit(const struct stream *stream);
 
-/* Puts a flow in the turns of its stream, if it has one and is not there. Cannot fail. */
+/* Queues a flow for a turn on its stream, if it has a stream and is not queued. Cannot fail. */
 void flow_request_turn(struct flow *flow);
 
-/* Drops all that a source waits to send on a stream. Cannot fail. */
+/* Drops everything that a source has to send on a stream. Cannot fail. */
 void stream_drop(struct stream *stream, const struct source *source);
 
-/* Sends what there is to send and room for. Whether anything moved. */
+/* Sends what waits, as far as there is room. Returns whether anything moved. */
 bool stream_pump(struct stream *stream);
 
-/* Whether anything waits to be sent: whether it is worth waiting for room. */
+/* Whether anything waits to be sent. */
 bool stream_pending(const struct stream *stream);
 
-/* The bytes of a chunk on that stream, where `chunk` are asked for. */
+/* The size of a chunk on that stream in bytes, if START asks for `chunk`. */
 uint64_t stream_chunk(const struct stream *stream, uint64_t chunk);
 
 #endif

@@ -1,11 +1,11 @@
-/* transport.c - see transport.h. Where the operating system cannot be asked (an ipc socket, a
- * system without the option) nothing happens, and the lane works with TCP's defaults.
+/* transport.c - see transport.h. If the operating system has no such data or option (an ipc socket,
+ * another system), nothing is set, and the lane works with TCP's defaults.
  *
- * Two settings make several connections share a long link well. First, little waits unsent in the
- * kernel: otherwise each connection takes up to megabytes, which a slow one still sends long after
- * the others have finished, with every new collective queued behind it. Second, packets leave
- * paced: otherwise a window that opens after a pause leaves as one burst, which overflows the queue
- * before the link and costs the windows it came from. */
+ * Two settings let several connections share a long link well. First, few bytes wait unsent in the
+ * kernel. Otherwise each connection takes up to megabytes; a slow one still sends them long after
+ * the others have finished, and every new collective queues behind them. Second, packets are paced.
+ * Otherwise a window that opens after a pause is sent as one burst, which overflows the queue
+ * before the link and shrinks the windows. */
 #if defined __linux__
 #define _GNU_SOURCE
 #elif defined __APPLE__
@@ -38,7 +38,7 @@ uint32_t tcp_port(const char *where)
 }
 
 #if defined __linux__ || defined __APPLE__
-/* The address of this side of a socket, in bytes; how many they are, 0 if it is none of TCP. */
+/* Stores the address of this side of a socket. Returns its size, or 0 if it is not a TCP socket. */
 static uint32_t read_name(int fd, unsigned char *name)
 {
     struct sockaddr_storage own;
@@ -51,7 +51,8 @@ static uint32_t read_name(int fd, unsigned char *name)
     return (uint32_t)size;
 }
 
-/* A copy of a connection's descriptor, to be closed; -1: that is another's now. */
+/* Duplicates the descriptor of a connection; the caller closes the duplicate. -1: the descriptor
+ * belongs to another connection now. */
 static int hold(const struct tcp_connection *connection)
 {
     unsigned char name[TCP_NAME_MAX];
@@ -96,8 +97,8 @@ bool tcp_know(int fd, uint32_t port, struct tcp_connection *connection)
 #endif
 
 #if defined __linux__
-/* The kernel's struct tcp_info as words of 32 bits: it only ever grows at its end, and not every
- * libc declares all of it. */
+/* The kernel's struct tcp_info as 32-bit words, because not every libc declares all of it. It only
+ * ever grows at its end. */
 enum {
     SEGMENT = 4,
     UNACKED = 6,
@@ -108,7 +109,7 @@ enum {
     WORDS
 };
 
-/* Reads the first words of it. False: it has fewer, or it is no TCP connection of ours. */
+/* Reads its first words. False: it has fewer, or the descriptor is not ours any more. */
 static bool read_info(const struct tcp_connection *connection, uint32_t *info, uint32_t words)
 {
     const socklen_t whole = (socklen_t)(words * sizeof *info);
@@ -187,10 +188,10 @@ int tcp_unheard_ms(uint32_t heartbeat_timeout_ms)
 
 /* ---- ipc ---- */
 
-/* By default the kernel holds about 200 KiB of what was sent and not received yet (Linux), or 8
- * (macOS). So a chunk of 1 MiB takes many turns of two threads, one of which fills the buffer and
- * waits until the other one has emptied it. With room for two chunks large arrays take 0.75 to 0.9
- * of the time (measured). Linux allows net.core.wmem_max, twice over: by default 0.8 to 1.0. */
+/* By default the kernel buffers about 200 KiB of unreceived data (Linux), or 8 KiB (macOS). So a
+ * chunk of 1 MiB takes many turns of two threads: one fills the buffer and waits until the other
+ * has emptied it. With room for two chunks, large arrays take 0.75 to 0.9 of the time (measured).
+ * Linux allows at most twice net.core.wmem_max; with its default, they take 0.8 to 1.0. */
 void ipc_prepare(int fd, const char *endpoint)
 {
     static const char scheme[] = "ipc://";
@@ -201,7 +202,7 @@ void ipc_prepare(int fd, const char *endpoint)
     int held;
     if (strncmp(endpoint, scheme, sizeof scheme - 1) != 0)
         return;
-    held = fcntl(fd, F_DUPFD_CLOEXEC, 0);    /* it stays the same one, whoever closes the other */
+    held = fcntl(fd, F_DUPFD_CLOEXEC, 0);    /* stays valid when libzmq closes its descriptor */
     memset(&other, 0, sizeof other);
     if (held >= 0 && getpeername(held, (struct sockaddr *)&other, &size) == 0
         && other.sun_family == AF_UNIX

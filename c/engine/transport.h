@@ -1,4 +1,4 @@
-/* transport.h - what the engine asks of the operating system about a connection, and sets on it. */
+/* transport.h - reads the operating system's data about a connection, and sets its options. */
 #ifndef PCCL_TRANSPORT_H
 #define PCCL_TRANSPORT_H
 
@@ -6,54 +6,56 @@
 #include <stdint.h>
 
 enum {
-    TCP_UNSENT_MAX = 1 << 17,        /* bytes: some milliseconds of a fast link's share */
+    TCP_UNSENT_MAX = 1 << 17,        /* bytes: a lane of a fast link sends them in milliseconds */
     TCP_NAME_MAX = 28                /* bytes: of an address and a port */
 };
 
-/* A connection of libzmq, which may close its descriptor at any moment; then it may belong to any
- * other part of the process. So it is never used itself: what follows uses a copy of it, and only
- * if that still has the connection's own address and port. */
+/* A connection of libzmq. libzmq may close its descriptor at any moment, and the number may then
+ * belong to any other part of the process. So these functions duplicate the descriptor, and use the
+ * duplicate only if it still has the connection's own address and port. */
 struct tcp_connection {
     int fd;
     uint32_t name_bytes;
     unsigned char name[TCP_NAME_MAX];
 };
 
-/* A connection: bytes, and microseconds. */
+/* The state of a connection. */
 struct tcp_state {
-    uint32_t round_trip_us, least_us;    /* as it is now, and the least lately */
-    uint64_t window;         /* as much may be on the way, */
-    uint64_t unacked;        /* is, */
-    uint64_t unsent;         /* and waits */
+    uint32_t round_trip_us;  /* now */
+    uint32_t least_us;       /* shortest recent round trip */
+    uint64_t window;         /* most bytes that may be on the way */
+    uint64_t unacked;        /* bytes that are on the way */
+    uint64_t unsent;         /* bytes that wait to be sent */
 };
 
 /* The port at the end of `tcp://address:port` or `address:port`. 0: there is none. */
 uint32_t tcp_port(const char *where);
 
-/* Whether a descriptor is that of a connection to the port; if so, describes it. Where the
- * operating system cannot be asked about connections, it is. */
+/* Whether a descriptor belongs to a connection to that port; if so, describes it. On a system
+ * without such data the answer is always true. */
 bool tcp_know(int fd, uint32_t port, struct tcp_connection *connection);
 
-/* The round trip of a connection as of its handshake. 0: not known. */
+/* The current round trip of a connection. 0: not known. */
 uint32_t tcp_round_trip_us(const struct tcp_connection *connection);
 
-/* Makes a connection over a long link keep little unsent and pace what it sends. Cannot fail. */
+/* Prepares a connection over a long link: it holds few unsent bytes, and its packets are paced.
+ * Cannot fail. */
 void tcp_prepare_distant(const struct tcp_connection *connection);
 
-/* What the operating system knows of a connection. False: it does not tell. */
+/* Reads the state of a connection. False: the operating system has no data about it. */
 bool tcp_look(const struct tcp_connection *connection, struct tcp_state *state);
 
-/* Makes a connection take no more while it holds that many unsent bytes. Cannot fail. */
+/* Lets a connection take no more data while it holds `bytes` unsent bytes. Cannot fail. */
 void tcp_limit_unsent(const struct tcp_connection *connection, uint32_t bytes);
 
-/* How long TCP may hear nothing from the other side before the connection is lost, given the
- * heartbeat time-out. It is several times that long because TCP does not always tell a receiver
- * that takes nothing from one that is gone. */
+/* How long TCP may hear nothing from the other side before the connection counts as lost, for a
+ * heartbeat timeout. It is several times that long, because TCP cannot always tell a receiver that
+ * reads nothing from a lost one. */
 int tcp_unheard_ms(uint32_t heartbeat_timeout_ms);
 
 /* Lets a connection to an `ipc://` endpoint take whole chunks at once. Does nothing if the
- * descriptor is that of another connection, and where the operating system does not allow it.
- * Cannot fail. */
+ * descriptor belongs to another connection, or the operating system does not allow it. Cannot
+ * fail. */
 void ipc_prepare(int fd, const char *endpoint);
 
 #endif

@@ -1,9 +1,9 @@
 /* unexpected.c - see unexpected.h.
  *
- * A sender may have sent EAGER_MAX bytes before START, on each of its streams. Those of tags that
- * we have not joined are therefore at most as many. For a tag that we have joined, the sender may
- * have heard of the START before us, and then have begun another call: so its bytes count by
- * themselves, twice because earlier calls for the tag may have been taken back. */
+ * A sender may have sent EAGER_MAX bytes before START on each of its streams, so we hold at most
+ * that many for tags that we have not registered. For a tag that we have registered, the sender may
+ * have heard of the START before us and have begun another call. So the bytes of that tag have a
+ * limit of their own, twice as high because earlier calls with the tag may have been aborted. */
 #include "engine/unexpected.h"
 
 #include <stdlib.h>
@@ -56,7 +56,7 @@ void unexpected_await(struct unexpected *unexpected, uint64_t run, uint64_t tag,
             batch->awaited = awaited;
 }
 
-/* Whether a batch is of the run, the tag and the ring in a header. */
+/* Whether a batch has the run, tag and ring of a header. */
 static bool concerns(const struct batch *batch, const struct wire_header *header)
 {
     return batch->run == header->run && batch->tag == header->tag && batch->ring == header->ring;
@@ -70,7 +70,7 @@ static struct batch *find(const struct unexpected *unexpected, const struct wire
     return batch;
 }
 
-/* What is held already of that with which a chunk shares its limit. */
+/* The cost of all held chunks that share their limit with a chunk. */
 static uint64_t held(const struct unexpected *unexpected, const struct wire_header *header,
                      bool awaited)
 {
@@ -99,8 +99,7 @@ static struct batch *new_batch(struct unexpected *unexpected, const struct wire_
 }
 
 bool unexpected_hold(struct unexpected *unexpected, const struct wire_header *header,
-                     struct packet **packet,
-                bool awaited)
+                     struct packet **packet, bool awaited)
 {
     uint64_t cost = eager_cost((*packet)->bytes);
     struct packet *fresh;

@@ -13,26 +13,27 @@ enum wire_kind { WIRE_CHUNK = 1, WIRE_REQUEST = 2, WIRE_DATA = 3, WIRE_ROW = 4 }
 struct wire_header {
     enum wire_kind kind;
     uint8_t ring;
-    uint16_t segment;        /* of a chunk; the requester's slot in a request and in data; the
-                              * sender's position in a row */
-    uint16_t step;            /* of a chunk; the receiver's position in a row */
+    uint16_t segment;        /* chunk; request, data: the requester's slot; row: the sender's
+                              * position */
+    uint16_t step;           /* chunk; request, data: a number that the data repeats; row: the
+                              * receiver's position */
     uint16_t members;
-    bool eager;              /* a chunk: sent before START. `seq` is the sender's call, and `nonce`
-                              * its epoch's */
-    uint32_t piece;          /* the part of a row */
-    uint32_t length;         /* offsets of a chunk, else bytes */
+    bool eager;              /* chunk: sent before START; `seq` is then the sender's op number, and
+                              * `nonce` that of the epoch */
+    uint32_t piece;          /* request, data; row: number of the array */
+    uint32_t length;         /* chunk: offsets; else bytes */
     uint64_t run;
     uint64_t seq;
     uint64_t tag;
     uint64_t nonce;
-    uint64_t offset;         /* as length */
+    uint64_t offset;         /* chunk: of the op; else bytes */
 };
 
 /* Writes the WIRE_HEADER_BYTES bytes of `header` to `bytes`. Cannot fail. */
 void wire_encode(const struct wire_header *header, unsigned char *bytes);
 
-/* Reads WIRE_HEADER_BYTES bytes. False when they are no header of this version. What a header
- * says is not checked beyond that: the op it is for knows what is possible. */
+/* Reads WIRE_HEADER_BYTES bytes. Returns false if they are no header of this version. The other
+ * fields are not checked here, but by the op. */
 bool wire_decode(struct wire_header *header, const unsigned char *bytes);
 
 /* Changes the step of an encoded header. Cannot fail. */

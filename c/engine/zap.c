@@ -1,7 +1,7 @@
 /* zap.c - see zap.h.
  *
- * The engine's thread answers because it never waits for the interpreter: a caller that is busy for
- * long must not look like one that cannot be reached. */
+ * The engine's thread answers, because it never waits for the interpreter: otherwise a peer whose
+ * interpreter is busy for long would look unreachable. */
 #include "engine/zap.h"
 
 #include <inttypes.h>
@@ -13,16 +13,16 @@
 
 static const char ZAP_ENDPOINT[] = "inproc://zeromq.zap.01";    /* given by the RFC */
 static const char ZAP_VERSION[] = "1.0";
-static const char DIALLER[] = "dial";    /* the name by which a master dials */
+static const char DIALLER[] = "dial";    /* the master's user name */
 
 /* The frames of a request. */
 enum {
     AT_ROUTE = 0, AT_NUMBER = 3, AT_MECHANISM = 7, AT_CREDENTIALS = 8, FRAMES = 10,
-    FRAME_MAX = 48       /* bytes of a frame that are read */
+    FRAME_MAX = 48       /* most bytes of a frame that are read */
 };
 
 struct frame {
-    size_t size;         /* more than FRAME_MAX: none of ours */
+    size_t size;         /* may exceed FRAME_MAX; then the request is refused */
     unsigned char data[FRAME_MAX + 1];
 };
 
@@ -30,8 +30,8 @@ enum decision { ALLOWED, REFUSED, UNDECIDED };
 
 /* ---- credentials ---- */
 
-/* Whether what was sent is a secret that we have, in constant time. None is empty: so is the place
- * of one that we do not have yet. */
+/* Whether `a`, which was received, is our secret `b`, in constant time. An empty `b` is a secret
+ * that we do not have yet, and equals nothing. */
 static bool is_same(const char *a, const char *b, size_t size)
 {
     unsigned difference = 0;
@@ -80,10 +80,10 @@ static enum decision decide_key(const struct zap *zap, const char *key)
     return UNDECIDED;
 }
 
-/* A connection that wants another peer is refused at once; one that wants us may know a later epoch
- * than we do. */
+/* A connection to another peer is refused at once. One to us with an unknown password may know a
+ * later epoch than we do, so it waits. */
 static enum decision decide_password(const struct zap *zap, const char *name,
-                                   const char *password)
+                                     const char *password)
 {
     if (strcmp(name, DIALLER) == 0)
         return is_same(password, zap->options->dialler, PCCL_KEY_CHARS) ? ALLOWED : REFUSED;
@@ -106,7 +106,8 @@ static enum decision decide(const struct zap *zap, const struct zap_request *req
 
 /* ---- messages ---- */
 
-/* Receives a request and keeps FRAMES frames at most. How many it has, or 0 if there is none. */
+/* Receives a request and keeps at most FRAMES frames. Returns the number that it has, or 0 if there
+ * is no request. */
 static int receive_frames(struct zap *zap, struct frame *frames)
 {
     const pccl_zmq *zmq = zap->events->zmq;
@@ -132,7 +133,7 @@ static int receive_frames(struct zap *zap, struct frame *frames)
     return n;
 }
 
-/* Reads to whom a request is to be answered; false if it cannot be. */
+/* Reads where to send the reply to a request; false if that is impossible. */
 static bool read_sender(const struct frame *frames, int n, struct zap_request *request)
 {
     memset(request, 0, sizeof *request);
@@ -146,7 +147,7 @@ static bool read_sender(const struct frame *frames, int n, struct zap_request *r
     return true;
 }
 
-/* Reads its credentials; false if they are not of this engine's mechanism. */
+/* Reads the credentials of a request; false if they are not of this engine's mechanism. */
 static bool read_credentials(const struct zap *zap, const struct frame *frames, int n,
                          struct zap_request *request)
 {
@@ -176,7 +177,7 @@ static void send_frame(struct zap *zap, const void *data, size_t size, bool more
     }
     memcpy(zmq->msg_data(&message), data, size);
     if (zmq->msg_send(&message, zap->socket, ZMQ_DONTWAIT | (more ? ZMQ_SNDMORE : 0)) < 0)
-        (void)zmq->msg_close(&message);     /* it has hung up meanwhile */
+        (void)zmq->msg_close(&message);     /* the connection has hung up meanwhile */
 }
 
 static void reply(struct zap *zap, const struct zap_request *request, bool allowed)
@@ -192,9 +193,9 @@ static void reply(struct zap *zap, const struct zap_request *request, bool allow
     send_frame(zap, "", 0, false);
 }
 
-/* ---- who asks ---- */
+/* ---- requests ---- */
 
-/* Replies to those that can be decided; the others go on waiting. */
+/* Replies to waiting requests that can be decided now. The others keep waiting. */
 static void decide_waiting(struct zap *zap)
 {
     size_t i, kept = 0;
@@ -208,8 +209,8 @@ static void decide_waiting(struct zap *zap)
     zap->n_waiting = kept;
 }
 
-/* Keeps a request until it can be decided. When there are too many, the oldest gets no answer: a
- * refusal would tell it that another peer is here. */
+/* Keeps a request until it can be decided. If there are too many, the oldest one gets no reply: a
+ * refusal would mean that another peer is here. */
 static void await(struct zap *zap, const struct zap_request *request)
 {
     if (zap->n_waiting == ZAP_WAITING_MAX)

@@ -1,7 +1,7 @@
-/* pump.c - see pccl_core.h, PUMPS: what comes from one connection goes to the other one, until one
- * of the two ends. It runs in a thread of its own, as the engine does, and for the same reason: it
- * must not wait for the interpreter. What it has in memory is bounded: from a connection whose
- * bytes the other one does not take nothing more is read. */
+/* pump.c - see pccl_core.h, pumps: copies bytes between two connections until one of them ends. It
+ * runs in its own thread, like the engine, and for the same reason: it must not wait for the
+ * interpreter. Its memory is bounded: it reads from a connection only when the other one has taken
+ * all earlier bytes. */
 #if defined __linux__
 #define _GNU_SOURCE
 #elif defined __APPLE__
@@ -44,7 +44,7 @@ enum { HALF_BYTES = 1 << 16 };   /* a distant chunk; the kernel's buffers hold t
 
 enum moved { MOVED, WAITS, ENDED };
 
-/* One direction: bytes that were read and not written yet. */
+/* One direction: bytes that have been read but not written yet. */
 struct half {
     size_t begin, end;
     char bytes[HALF_BYTES];
@@ -52,16 +52,16 @@ struct half {
 
 struct joint {
     descriptor fd[2];
-    bool ended;              /* one of them has: to be closed when the rest is written */
-    struct half *half[2];    /* half[i] was read from fd[i] */
+    bool ended;              /* one connection has: both are closed once the rest is written */
+    struct half *half[2];    /* half[i] has bytes from fd[i] */
 };
 
 struct pump {
     descriptor control;
-    size_t heard;            /* bytes of `next` */
-    pccl_joint next;
+    size_t heard;            /* bytes of `next` that have been read */
+    pccl_joint next;         /* the joint that is being read from the control */
     struct joint *joints;
-    pollitem *items;         /* that of the control, and two for each joint */
+    pollitem *items;         /* one for the control, and two for each joint */
     size_t n, room;
 };
 
@@ -100,8 +100,8 @@ static bool is_full(const struct half *half)
     return half->begin < half->end;
 }
 
-/* Moves what there is to move from fd[from]. Whether there may be more to move, either way: what
- * came from a connection that has ended is still for the other one. */
+/* Copies waiting bytes from fd[from] to the other connection. Returns false when one connection has
+ * ended and all its bytes are written. */
 static bool move(struct joint *joint, int from)
 {
     struct half *half = joint->half[from];
@@ -125,7 +125,7 @@ static void watch(const struct joint *joint, int i, pollitem *item)
     if (is_full(joint->half[1 - i]))
         item->events |= POLLOUT;
     if (item->events == 0)
-        item->fd = (descriptor)-1;   /* or poll would tell again and again that it has hung up */
+        item->fd = (descriptor)-1;   /* otherwise poll would report its hang-up again and again */
 }
 
 static void close_joint(struct joint *joint)
@@ -137,7 +137,7 @@ static void close_joint(struct joint *joint)
     }
 }
 
-/* Takes the joint at hand: 0 or PCCL_ENOMEM. */
+/* Adds the joint that was read from the control: 0 or PCCL_ENOMEM. */
 static int join(struct pump *pump)
 {
     struct joint *joint;
@@ -164,13 +164,13 @@ static int join(struct pump *pump)
             joint->half[i]->begin = joint->half[i]->end = 0;
     }
     if (joint->half[0] == NULL || joint->half[1] == NULL)
-        close_joint(joint);      /* its two ends notice */
+        close_joint(joint);      /* both ends notice that */
     else
         pump->n++;
     return PCCL_OK;
 }
 
-/* Reads from the control: 1, 0 when it has ended, or an error. */
+/* Reads from the control: 1, 0 if it has ended, or an error. */
 static int listen_control(struct pump *pump)
 {
     char *into = (char *)&pump->next;
@@ -199,7 +199,7 @@ static void move_all(struct pump *pump)
             continue;
         if (!move(joint, 0) || !move(joint, 1)) {
             close_joint(joint);
-            *joint = pump->joints[--pump->n];    /* which was looked at before */
+            *joint = pump->joints[--pump->n];    /* the last one has had its turn already */
         }
     }
 }

@@ -1,4 +1,4 @@
-/* mail.c - see pccl_core.h: one call for all messages that wait. */
+/* mail.c - see pccl_core.h: receives all waiting messages in one call, and sends messages. */
 #include "pccl_core.h"
 
 #include <errno.h>
@@ -31,7 +31,7 @@ int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail, uint32_t 
     return (int)mail->n;
 }
 
-/* Drops the remaining frames of a message of which one has been received. */
+/* Drops the remaining frames of a message. */
 static void drop_rest(const pccl_zmq *zmq, void *socket)
 {
     int more = 1;
@@ -54,7 +54,7 @@ int pccl_mail_take_from(const pccl_zmq *zmq, void *router, pccl_mail *mail)
     return 2;
 }
 
-/* Sends a frame, or releases it: 0 or a negative errno. */
+/* Sends a frame, or releases it on failure: 0 or a negative errno. */
 static int send_frame(const pccl_zmq *zmq, void *socket, pccl_msg *frame, int flags)
 {
     while (zmq->msg_send(frame, socket, flags) < 0) {

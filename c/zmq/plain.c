@@ -1,8 +1,8 @@
 /* plain.c - messages and counters without libzmq, for other backends of the table (pccl_core.h,
  * pccl_plain_fill).
  *
- * A pccl_msg holds the address and the number of a plain message's bytes, and whom to call when
- * they are released. */
+ * A pccl_msg holds the address and the number of the bytes of a plain message, and the function
+ * that releases them. */
 #include "pccl_core.h"
 
 #include <assert.h>

@@ -1,5 +1,5 @@
-/* send.c - sends a message in one call, so that it is clear whether it is gone when the caller is
- * interrupted. */
+/* send.c - sends a message in one call, so that an interrupted caller can tell whether it was
+ * sent. */
 #include "pccl_core.h"
 
 #include "zmq/zmqdefs.h"
