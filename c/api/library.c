@@ -1,13 +1,13 @@
 /* The functions of <pccl.h>: they start Python, and pass calls on to pccl.capi.calls.
  *
  * This file is a part of the extension module pccl.capi.libpccl, which programs link as a library.
- * pcclInit() starts an interpreter if the process has none, and imports pccl.capi.calls. That
- * imports the module which the program has loaded already, and implements the functions of
- * library.h, to which all calls go. cffi takes the interpreter's lock for them, in any thread.
+ * pcclInit() starts an interpreter if the process has none, and imports pccl.capi.calls, which
+ * implements the functions of library.h; it finds the module loaded already, as the program links
+ * it. All calls go to these functions; cffi takes the interpreter's lock for them, in any thread.
  *
- * No exception of Python gets out: what fails is told by a result. */
+ * Python exceptions do not leave this file; functions return a result instead. */
 
-#include <Python.h> /* first: it says which functions of the system are declared */
+#include <Python.h> /* must be first: it decides which system functions are declared */
 
 #include "library.h"
 
@@ -31,11 +31,11 @@ static volatile LONG starting; /* a thread is in start() */
 static volatile int starting;
 #endif
 
-static volatile int implemented; /* pccl.capi.calls is there */
+static volatile int implemented; /* pccl.capi.calls is imported */
 static volatile int initialized; /* pcclInit() has succeeded */
 static volatile int forked;      /* this is a child of the process that has started Python */
 
-/* Of all threads a child has only one, and nobody releases the locks that others held. */
+/* A forked child has only one thread, so nothing releases the locks that other threads held. */
 static const char FORKED[] = "this process was forked from the one that uses pccl, and cannot use "
                              "it: call exec, or fork before pcclInit()";
 
@@ -51,7 +51,7 @@ void pccl_capi_implement(void)
     implemented = 1;
 }
 
-/* The directory of the package that this library is a part of, HOME/pccl/capi/libpccl.so; or "". */
+/* The directory that holds the package of this library, HOME/pccl/capi/libpccl.so; or "". */
 static void find_home(char *home, size_t size)
 {
     home[0] = '\0';
@@ -72,7 +72,7 @@ static void find_home(char *home, size_t size)
 #endif
 }
 
-/* Lets Python find the package, and what is installed beside it. Returns 0 if that fails. */
+/* Lets Python find the package, and packages beside it. Returns 0 on failure. */
 static int look_in(const char *home)
 {
     PyObject *path = PySys_GetObject("path"); /* borrowed */
@@ -88,7 +88,7 @@ static int look_in(const char *home)
     return done != NULL;
 }
 
-/* Imports what implements the calls. Returns 0 if that fails; stderr says why. */
+/* Imports the implementation of the calls. Returns 0 on failure; stderr says why. */
 static int import_calls(int fresh)
 {
     char home[4096];
@@ -104,7 +104,7 @@ static int import_calls(int fresh)
     }
     Py_DECREF(calls);
     if (!implemented)
-        fprintf(stderr, "pccl: this library, of %s, is not that of the package that Python has "
+        fprintf(stderr, "pccl: this library, of %s, does not belong to the package that Python has "
                         "imported: link it as `pccl libs` says, and do not copy it\n",
                 home);
     return implemented;
@@ -133,7 +133,7 @@ static void set_interrupt(const handler *wanted)
 }
 #endif
 
-/* Starts what is not there yet. Returns whether calls can be made. */
+/* Starts Python and imports the implementation, if necessary. Returns whether calls can be made. */
 static int start(void)
 {
     if (forked)
@@ -149,14 +149,14 @@ static int start(void)
             Py_InitializeEx(0); /* without signal handlers: those are the program's */
             PyEval_SaveThread();
 #if !defined(_WIN32)
-            pthread_atfork(NULL, NULL, note_fork); /* Python itself knows of os.fork() only */
+            pthread_atfork(NULL, NULL, note_fork); /* Python itself notices only os.fork() */
 #endif
         }
         state = PyGILState_Ensure();
         import_calls(fresh);
         PyGILState_Release(state);
         if (fresh)
-            set_interrupt(&interrupt); /* Python's module `signal` handles it, once imported */
+            set_interrupt(&interrupt); /* importing Python's module `signal` has replaced it */
     }
     RELEASE(starting);
     return implemented;
@@ -184,7 +184,7 @@ const char *pcclGetLastError(void)
     return implemented ? pccl_capi_last_error() : "";
 }
 
-/* The others only pass on. */
+/* The other functions only pass the call on. */
 
 #define PASS_ON(call) \
     return forked ? pcclInvalidUsage : initialized ? (pcclResult_t)(call) : pcclNotInitialized

@@ -1,4 +1,4 @@
-/* The functions of pccl/capi/calls.py, as library.c calls them by way of cffi. */
+/* The functions of pccl/capi/calls.py, which library.c calls through cffi. */
 
 #ifndef PCCL_API_LIBRARY_H
 #define PCCL_API_LIBRARY_H
@@ -33,7 +33,7 @@ int pccl_capi_await_master(const pcclMasterInstance_t *master);
 int pccl_capi_destroy_master(const pcclMasterInstance_t *master);
 /* cdef end */
 
-/* Says that those are implemented now. */
+/* Called once pccl/capi/calls.py has implemented these functions. */
 void pccl_capi_implement(void);
 
 #endif

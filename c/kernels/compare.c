@@ -1,7 +1,8 @@
 /* compare.c - how two buffers of elements differ, for reports on shared state that has diverged.
  *
- * Elements are compared as sign and magnitude, which orders IEEE 754 numbers as their bits do: so
- * the distance of two of them in units in the last place is the difference of integers. */
+ * Elements are compared as sign and magnitude. The bits of IEEE 754 magnitudes have the same order
+ * as the numbers, so the distance of two numbers in units in the last place is the difference of
+ * two integers. */
 #include "pccl_core.h"
 
 #include <string.h>
@@ -9,7 +10,7 @@
 struct form {
     size_t width;            /* bytes of an element */
     uint64_t sign;           /* the sign bit of floats; 0 in others */
-    uint64_t infinity;       /* the greatest magnitude that is no NaN */
+    uint64_t infinity;       /* the greatest magnitude that is not a NaN */
     int is_signed;           /* an integer in two's complement */
 };
 

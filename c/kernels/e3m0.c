@@ -1,13 +1,14 @@
 /* e3m0.c - fp32 arrays as blocks of 4-bit numbers without a mantissa: a sign, and a power of two.
  *
  * DESIGN. A block is a scale, which is its largest magnitude, and a code for each element: bit 3 is
- * the sign, the others an exponent e, which stands for 0 or for scale * 2^(e - 7). So levels are
- * dense where pseudo-gradients are, near 0, and each is exact: to read one is to multiply by a
- * power of two. (E3M0 on the wire, sums in fp32: Streaming DiLoCo, arXiv 2501.18512.)
+ * the sign, the other bits are an exponent e, which stands for 0 if e is 0, else for
+ * scale * 2^(e - 7). So levels are dense near 0, where most pseudo-gradients are, and each level is
+ * exact, as the scale is multiplied by a power of two. (E3M0 on the wire, sums in fp32: Streaming
+ * DiLoCo, arXiv 2501.18512.)
  *
- * An element becomes the nearest level, the larger one of two that are equally near. A block with
- * an element that is not finite has a NaN for a scale, and is read as all NaN. Scales are never
- * below 2^-119, so no level is subnormal, and a processor that flushes those reads the same. */
+ * An element becomes the nearest level, the larger of two that are equally near. A block with an
+ * element that is not finite has a NaN for a scale, and is read as all NaN. Scales are never below
+ * 2^-119, so no level is subnormal, and processors that flush subnormals read the same numbers. */
 #include "pccl_core.h"
 
 #include <stdbool.h>
@@ -51,8 +52,8 @@ static PCCL_INLINE uint32_t largest(const unsigned char *in, size_t n)
     return (uint32_t)most;
 }
 
-/* Half of the last exponent's mantissa added: the exponent that results is that of the nearest
- * power of two. Between 0 and the least level, which has e = 1, the middle is half that level. */
+/* Adding half of the mantissa's range rounds the exponent to that of the nearest power of two.
+ * Elements below half of the least level, which has e = 1, become 0. */
 static PCCL_INLINE uint32_t code_of(uint32_t bits, float scale)
 {
     const int32_t half_least = (127 - 7) << 23;
@@ -100,14 +101,14 @@ void pccl_e3m0_encode(void *out, const float *in, size_t n)
         encode_block(to, from, n);
 }
 
-/* What a code stands for, as a share of the scale. */
+/* The number that a code stands for, as a share of the scale. */
 static PCCL_INLINE float share_of(uint32_t code)
 {
     const uint32_t e = code & 7u;
     return f32_from_bits((code & 8u) << 28 | (e > 0 ? (e + 120u) << 23 : 0u));
 }
 
-/* Writes a number, or adds it to what is there. */
+/* Writes a number, or adds it to the one that is there. */
 static PCCL_INLINE void put(unsigned char *out, size_t i, float value, bool adds)
 {
     uint32_t bits = f32_to_bits(adds ? f32_from_bits(bits_at(out, i)) + value : value);

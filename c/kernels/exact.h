@@ -1,10 +1,9 @@
-/* exact.h - what the compiler must be told so that the kernels give the same bits everywhere.
+/* exact.h - compiler settings and conversions that make the kernels give the same bits everywhere.
  *
- * No fused multiply-add and no excess precision: a float operation that is written is one rounding.
- * Which NaN an operation yields is the one thing IEEE 754 leaves to the processor (its sign on x86,
- * its payload everywhere), so each result that is a NaN is stored as one fixed pattern. With that,
- * vector width, optimization level and architecture cannot be told from the results, and
- * pccl_self_test() proves it. */
+ * There is no fused multiply-add and no excess precision: each float operation in the source rounds
+ * once. IEEE 754 leaves only one thing to the processor, the sign and payload of a NaN, so each
+ * NaN in a result is stored as one fixed pattern. So results do not depend on vector width,
+ * optimization level or architecture, and pccl_self_test() proves it. */
 #ifndef PCCL_EXACT_H
 #define PCCL_EXACT_H
 
@@ -19,15 +18,16 @@
 #error "the kernels need float operations without excess precision: build with -msse2 -mfpmath=sse"
 #endif
 
-/* gcc has no such pragma; its builds pass -ffp-contract=off. */
+/* gcc does not have this pragma; its builds pass -ffp-contract=off. */
 #if defined __clang__
 #pragma STDC FP_CONTRACT OFF
 #elif defined _MSC_VER
 #pragma fp_contract(off)
 #endif
 
-/* Builds a function once for each of these levels and picks at load time (by ifunc: glibc only). A
- * test that wants to force a level defines it as nothing and passes -m flags. */
+/* PCCL_CLONES builds a function once for each of these levels of the processor, of which the loader
+ * picks one (by ifunc: glibc only). To force a level, a test defines PCCL_CLONES as empty and
+ * passes -m flags. */
 #ifndef PCCL_CLONES
 #if defined __GNUC__ && !defined __clang__ && defined __x86_64__ && defined __GLIBC__ \
     && !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
@@ -44,11 +44,12 @@
 #ifndef PCCL_CLONES
 #define PCCL_CLONES
 #endif
-#ifndef PCCL_FEW_CLONES      /* for what is seldom used, or waits for memory anyway */
+#ifndef PCCL_FEW_CLONES      /* for functions that are seldom used, or are limited by memory */
 #define PCCL_FEW_CLONES
 #endif
 
-/* PCCL_INLINE is for what is part of such a function: a call would leave its level. */
+/* PCCL_INLINE is for the helpers of such a function: without inlining they would be built only for
+ * the lowest level. */
 #if defined __GNUC__
 #define PCCL_INLINE inline __attribute__((always_inline))
 #define PCCL_ALIGNED(bytes) __attribute__((aligned(bytes)))
@@ -78,7 +79,7 @@ static inline double f64_from_bits(uint64_t bits)
     return value;
 }
 
-/* The bits to store: those of the value, or the one NaN. */
+/* The bits of a value, or of the one fixed NaN. */
 static inline uint32_t f32_to_bits(float value)
 {
     uint32_t bits;

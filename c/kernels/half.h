@@ -1,17 +1,17 @@
 /* half.h - float16 (IEEE binary16) and bfloat16, as bit patterns, to fp32 and back.
  *
  * Conversion to fp32 is exact. Conversion from fp32 rounds once, to nearest even, with subnormals
- * and overflow to infinity as IEEE 754 says; every NaN becomes the one quiet NaN of exact.h. All
- * are branch-free, so that loops over them vectorise, and none touches an fp32 subnormal of a
- * float16, so a processor that flushes those cannot change one. */
+ * and overflow to infinity as IEEE 754 says; every NaN becomes the one quiet NaN of exact.h. The
+ * functions have no branches, so that loops over them vectorise. The float16 ones compute with no
+ * fp32 subnormals, so processors that flush subnormals give the same results. */
 #ifndef PCCL_HALF_H
 #define PCCL_HALF_H
 
 #include "kernels/exact.h"
 
-/* a where the condition is 1, b where it is 0. Said with a mask, not ?:, because a compiler may
- * turn that into a branch around the float operation that made a or b, and then cannot vectorise
- * it: the operation might trap. */
+/* a if the condition is 1, b if it is 0. This uses a mask, because a compiler may turn ?: into a
+ * branch around the float operation that computes a or b, which might trap, and then cannot
+ * vectorise it. */
 static inline uint32_t select_u32(int condition, uint32_t a, uint32_t b)
 {
     uint32_t mask = 0u - (uint32_t)condition;
@@ -26,8 +26,9 @@ static inline float bf16_to_f32(uint16_t half)
 static inline uint16_t f32_to_bf16(float value)
 {
     uint32_t bits = f32_to_bits(value);
-    /* Just under half of the last place kept, and one more when that is odd: ties go to even. A
-     * carry runs into the exponent, as it should; the one NaN has no low bits to carry. */
+    /* Adds just under half a unit of the last place that stays, and one more if that is odd, so
+     * that ties go to even. A carry into the exponent is right. The NaN has no low bits that could
+     * carry. */
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
@@ -48,8 +49,8 @@ static inline float f16_to_f32(uint16_t half)
     return f32_from_bits(sign | select_u32((int32_t)magnitude < 0x0400 << 13, subnormal, normal));
 }
 
-/* The result is put together in the upper half of a word: were it in the lower half, gcc would
- * narrow each of the steps to 16 bits, at the price of packing each of their operands. */
+/* The result is computed in the upper half of a word. In the lower half gcc would narrow each step
+ * to 16 bits, and pay for packing its operands. */
 static inline uint16_t f32_to_f16(float value)
 {
     const int32_t infinity = 0xff << 23;
@@ -66,7 +67,7 @@ static inline uint16_t f32_to_f16(float value)
     magnitude = bits & 0x7fffffffu;
     normal = select_u32((int32_t)magnitude < too_large, magnitude, (uint32_t)too_large) - rebias;
     normal = (normal + 0x0fffu + ((normal >> 13) & 1u)) << 3;
-    /* One place of 0.5 is 2^-24, that of a float16 subnormal: the addition rounds. */
+    /* The last place of 0.5 is 2^-24, as that of a float16 subnormal, so the addition rounds. */
     aligned = f32_from_bits(magnitude) + 0.5f;
     memcpy(&subnormal, &aligned, sizeof subnormal);
     subnormal = (subnormal - ((uint32_t)(127 - 1) << 23)) << 16;

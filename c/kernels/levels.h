@@ -1,10 +1,10 @@
-/* levels.h - four levels for many numbers, taken from their statistics: which of four bins a number
- * is in, and the mean of each bin, by which its numbers are replaced.
+/* levels.h - replaces many numbers by four levels, which are taken from their statistics. The
+ * numbers are divided into four bins, and each becomes the mean of its bin, its level.
  *
- * The bins meet at the mean m and at m - r and m + r, where r is 0.9816 standard deviations: where
- * four bins are best for a normal distribution (J. Max, 1960). Bins are compared by squares, since
- * not every machine need round a square root alike. Sums are fp64, in which no sum of fp32 numbers
- * overflows, and have one order: that of 64 lanes, whatever the width of vectors.
+ * The bins meet at the mean m and at m - r and m + r, where r is 0.9816 standard deviations: the
+ * best four bins for a normal distribution (J. Max, 1960). Distances are compared as squares,
+ * because machines may round a square root differently. Sums are fp64, in which no sum of fp32
+ * numbers overflows, and always add in the order of 64 lanes, for any width of vectors.
  *
  * If a number is not finite, all levels are NaN. No level is subnormal. */
 #ifndef PCCL_LEVELS_H
@@ -18,10 +18,10 @@
 enum {
     LEVELS = 4,
     LEVEL_LANES = 64,
-    LEVEL_NUMBERS = 1024     /* at most */
+    LEVEL_NUMBERS = 1024     /* the most numbers at a time */
 };
 
-/* The sum of the lanes, each half added to the other. */
+/* The sum of the lanes: adds the upper half to the lower half, until one lane is left. */
 static PCCL_INLINE double level_total(double *lane)
 {
     size_t width, j;
@@ -66,7 +66,7 @@ static PCCL_INLINE void level_codes(const float *x, size_t n, double mean, doubl
     }
 }
 
-/* The mean of the numbers in a bin, 0 if there are none. */
+/* The mean of the numbers in a bin, or 0 if the bin is empty. */
 static PCCL_INLINE float level_of(const float *x, const unsigned char *codes, size_t n,
                                   unsigned bin)
 {
@@ -84,7 +84,8 @@ static PCCL_INLINE float level_of(const float *x, const unsigned char *codes, si
     return level < FLT_MIN && level > -FLT_MIN ? 0.0f : level;
 }
 
-/* Writes the levels of n numbers, 0 < n <= LEVEL_NUMBERS, and the code of each: that of its bin. */
+/* Computes the levels of n numbers, 0 < n <= LEVEL_NUMBERS, and the code of each number: that of
+ * its bin. */
 static PCCL_INLINE void levels_measure(const float *x, size_t n, float *level,
                                        unsigned char *codes)
 {
@@ -125,7 +126,7 @@ static PCCL_INLINE void level_put(unsigned char *out, size_t i, uint32_t level, 
     memcpy(to, &level, sizeof level);
 }
 
-/* Writes n NaNs. */
+/* Makes n numbers NaN. */
 static PCCL_INLINE void levels_spoil(unsigned char *out, size_t n)
 {
     size_t i;

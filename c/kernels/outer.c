@@ -1,8 +1,7 @@
 /* outer.c - the outer optimizer step and the pseudo-gradient.
  *
- * DESIGN. What advances the shared state of a run must give the same bits on every machine, so
- * these are written operation by operation, each rounded once (exact.h says how the compiler is
- * held to it). */
+ * DESIGN. Computations that advance the shared state of a run must give the same bits on every
+ * machine. So they are written operation by operation, each rounded once (see exact.h). */
 #include "pccl_core.h"
 
 #include "kernels/exact.h"
@@ -55,7 +54,7 @@ PCCL_FEW_CLONES
 void pccl_subtract_f32(float *out, const float *a, const float *b, size_t n)
 {
     size_t i;
-    /* One loop for each way to be in place, as in reduce.c. */
+    /* One loop for each operand that out may be, as in reduce.c. */
     if (out == a) {
         for (i = 0; i < n; i++)
             store(out, i, load(out, i) - load(b, i));

@@ -1,19 +1,19 @@
 /* quantize.c - arrays of floats as blocks of small codes, and the step of a ring that reduces them.
  *
- * DESIGN. docs/internals/quantization.md says what each format is and why. A block is a header,
- * which says how a code becomes a number, and its codes; every format is the one affine map of
- * blocks.inc, and differs in how the map is found and how many bits a code has.
+ * DESIGN. docs/internals/quantization.md describes each format and its reasons. A block is a
+ * header, which gives the map from codes to numbers, and its codes. All formats use the affine map
+ * of blocks.inc; they differ in how they choose the map, and in the number of bits of a code.
  *
- * Everything goes strip by strip through a buffer of fp32 or fp64 numbers that stays in the first
- * level of the cache: blocks are decoded into it while a contribution is added, and it is encoded.
- * So a step of a ring is one pass over memory. Elements that are fp32 or fp64 are used where they
- * are, others are loaded and stored by functions of their own, so that types of elements and
- * formats need not be multiplied with each other. Likewise MAX and MIN are separate passes over the
- * decoded numbers, which are in the cache: only the sum, the most common operation, is fused.
+ * Data is processed in strips, through a buffer of fp32 or fp64 numbers that stays in the first
+ * level of the cache: blocks are decoded into it while a contribution is added, and then it is
+ * encoded. So a step of a ring is one pass over memory. fp32 and fp64 elements are used in place;
+ * separate functions load and store the other types, so that there need not be one function for
+ * each pair of type and format. MAX and MIN are separate passes over the decoded numbers in the
+ * cache; only the sum, the most common operation, is fused with decoding.
  *
- * A block with an element that is not finite has a NaN for a step; one whose header is not finite
- * is read as all NaN. Steps are never below the least normal number, so that their inverses are
- * finite and a processor that flushes subnormals computes the same bits. */
+ * A block with an element that is not finite has a NaN for a step; a block whose header is not
+ * finite is read as all NaN. Steps are never below the least normal number, so that their inverses
+ * are finite and processors that flush subnormals compute the same bits. */
 #include "pccl_core.h"
 
 #include <float.h>
@@ -63,8 +63,8 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 
 /* ---- blocks ---- */
 
-/* BLOCKS(format, block) for n numbers. Where blocks are whole the compiler knows the format and how
- * long the loops are. */
+/* Runs BLOCKS(format, block) for n numbers. For whole blocks the compiler knows the format and the
+ * length of the loops. */
 #define EACH_FORMAT(number, n)                                                                     \
     do {                                                                                           \
         if (n < formats[number].block)                                                             \
@@ -100,7 +100,7 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 
 #define T(name) name##_f64
 #define REAL double
-#define CLONES                  /* fp64 is seldom quantized, and a wheel is to stay small */
+#define CLONES                  /* none: fp64 is seldom quantized, and wheels should stay small */
 #define WORD uint64_t
 #define INTEGER int64_t
 #define INFINITE 0x7ff0000000000000u
@@ -138,7 +138,7 @@ DEFINE_ELEMENTS(f32, uint32_t, float, f32_from_bits, f32_to_bits)
 DEFINE_ELEMENTS(f64, uint64_t, double, f64_from_bits, f64_to_bits)
 
 union numbers {
-    PCCL_ALIGNED(64) float f32[STRIP];   /* no vector of it lies in two lines of the cache */
+    PCCL_ALIGNED(64) float f32[STRIP];   /* so that no vector spans two lines of the cache */
     double f64[STRIP];
 };
 
@@ -188,7 +188,7 @@ uint64_t pccl_quantized_size(int format, int dtype, uint64_t n)
     return how != NULL && type != NULL ? bytes_of(how, type->number, n) : 0;
 }
 
-/* How many of n elements make up the next strip: some whole blocks, or the last, shorter one. */
+/* The length of the next strip of n elements: some whole blocks, or the last, shorter block. */
 static size_t strip(const struct format *format, size_t n)
 {
     if (n < format->block)
@@ -196,13 +196,13 @@ static size_t strip(const struct format *format, size_t n)
     return n < STRIP ? n - n % format->block : STRIP;
 }
 
-/* Whether elements can be computed with where they are, without a copy. */
+/* Whether elements can be used as numbers in place, without a copy. */
 static bool is_number(const struct type *type, const unsigned char *element)
 {
     return type->element == type->number && (uintptr_t)element % type->number == 0;
 }
 
-/* Elements as numbers: where they are, or in x. */
+/* Elements as numbers, in place or copied to x. */
 static const void *numbers_of(const struct type *type, const unsigned char *elements,
                               union numbers *x, size_t n)
 {
@@ -212,7 +212,7 @@ static const void *numbers_of(const struct type *type, const unsigned char *elem
     return x;
 }
 
-/* Elements from quantized ones. */
+/* Reads quantized elements. */
 static void read_elements(const struct type *type, int format, const unsigned char *in,
                           unsigned char *out, size_t n)
 {
@@ -282,7 +282,7 @@ int pccl_dequantize_add(int format, int dtype, void *out, const void *in, size_t
     return PCCL_OK;
 }
 
-/* Whether quantized elements can be reduced so. */
+/* Whether quantized elements can be reduced by that operation, with that divisor. */
 static bool may_reduce(int redop, uint32_t divisor)
 {
     return redop >= PCCL_SUM && redop <= PCCL_MIN && redop != PCCL_PROD

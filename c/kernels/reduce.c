@@ -1,22 +1,22 @@
 /* reduce.c - element-wise reduction of two arrays, for each element type and operation.
  *
- * DESIGN. An element is handled as its bits, an integer of its size, loaded and stored by memcpy so
- * that any alignment will do. For each type there are five functions of two elements (sum, prod,
- * max, min, mean) and, made from them by DEFINE_KERNEL, one function of arrays with a plain loop
- * for each operation, which the compiler vectorises. All five are commutative to the bit, so `out`
- * may be either operand by one loop: that operand is put first.
+ * DESIGN. An element is handled as its bits: an integer of its size, loaded and stored by memcpy,
+ * so that buffers may have any alignment. Each type has five functions of two elements (sum, prod,
+ * max, min, mean). From these, DEFINE_KERNEL makes one function of arrays, with a plain loop for
+ * each operation, which the compiler vectorises. All five are commutative to the bit, so one loop
+ * is enough where `out` is an operand: that operand is put first.
  *
- * Maximum and minimum of floats compare their bits as integers (sign and magnitude, so -0 < +0),
- * which is the maximum of IEEE 754-2019, needs no conversion of the halves, and does not depend on
- * the order of operands. */
+ * Maximum and minimum of floats compare their bits as integers (sign and magnitude, so -0 < +0).
+ * This is the maximum of IEEE 754-2019, needs no conversion of 16-bit floats, and does not depend
+ * on the order of operands. */
 #include "pccl_core.h"
 
 #include "kernels/half.h"
 
 /* ---- two elements ---- */
 
-/* Integers. Sums and products are taken modulo 2^bits. The mean divides in `wide` and truncates. A
- * float type whose significand has more bits than the dividend is exact enough, and vectorises: a
+/* Integers. Sums and products are modulo 2^bits. The mean divides in `wide` and truncates. `wide`
+ * may be a float type, which vectorises, if its significand has more bits than the dividend: a
  * quotient that is not an integer differs from the nearest integer by at least 1/divisor, and
  * rounding changes it by less. */
 #define DEFINE_INTEGER(type, storage, wide)                                                        \
@@ -105,8 +105,8 @@ DEFINE_FLOAT(f64, uint64_t, int64_t, double, f64_from_bits, f64_to_bits, 64, 0x7
         memcpy(out + i * sizeof z, &z, sizeof z);                                                  \
     }
 
-/* Two loops, because the compiler's own check for overlap, before a vector loop, would find one
- * where out == a. */
+/* Two loops: before a vector loop the compiler checks for overlap, and with out == a it would find
+ * one and use the slow loop. */
 #define EACH(storage, expression)                                                                  \
     if (out == a) {                                                                                \
         LOOP(storage, out, b, expression)                                                          \
@@ -143,7 +143,7 @@ DEFINE_KERNEL(PCCL_CLONES, bf16, uint16_t)
 DEFINE_KERNEL(PCCL_CLONES, f32, uint32_t)
 DEFINE_KERNEL(PCCL_FEW_CLONES, f64, uint64_t)
 
-/* Sums of 64-bit integers: the lower half, and the upper one. */
+/* Sums of 64-bit integers, as a lower and an upper word. */
 static void reduce_i128(int redop, unsigned char *out, const unsigned char *a,
                         const unsigned char *b, size_t n, uint32_t divisor)
 {

@@ -1,10 +1,11 @@
-/* selftest.c - every kernel over fixed inputs: a machine's arithmetic as a string of bytes.
+/* selftest.c - runs every kernel over fixed inputs, which gives a machine's arithmetic as a string
+ * of bytes.
  *
- * DESIGN. Two peers compare (a hash of) these bytes before they share a run. Elements are drawn
- * from a fixed integer sequence: a few special values, some arbitrary bit patterns, and mostly
- * numbers near 1, whose sums and products have to be rounded. Results are written with the least
- * byte first, so that they can be compared everywhere; the last four bytes are those of memory, so
- * that a machine of the other byte order, with which the data plane could not talk, differs. */
+ * DESIGN. Peers compare (a hash of) these bytes before they share a run. Elements are drawn from a
+ * fixed integer sequence: a few special values, some arbitrary bit patterns, and mostly numbers
+ * near 1, whose sums and products must be rounded. Results are written with the least byte first,
+ * so that all machines can be compared. The last four bytes are in the machine's own byte order,
+ * because the data plane does not work between machines of different byte orders. */
 #include "pccl_core.h"
 
 #include <assert.h>
@@ -12,9 +13,9 @@
 #include <string.h>
 
 enum {
-    ELEMENTS = 203,          /* a few vectors of any width, and a tail */
-    QUANTIZED = 2 * 256 + 75, /* a few blocks of any format, and a tail */
-    PAYLOAD = 4096 + 75      /* a few blocks of any encoding, a chunk, and a tail */
+    ELEMENTS = 203,          /* several vectors of any width, and a rest */
+    QUANTIZED = 2 * 256 + 75, /* several blocks of any format, and a rest */
+    PAYLOAD = 4096 + 75      /* several blocks of any encoding, a chunk, and a rest */
 };
 
 typedef struct {
@@ -25,7 +26,7 @@ typedef struct {
 
 static const uint32_t BYTE_ORDER_MARK = 0x01020304;
 
-/* The bytes of `n` words of `width` bytes, least byte first. Appends what fits, and counts all. */
+/* Appends `n` words of `width` bytes, least byte first, as far as they fit. Counts all bytes. */
 static void sink_write(sink *to, const void *data, size_t n, size_t width)
 {
     const size_t size = n * width, room = to->used < to->size ? to->size - to->used : 0;
@@ -81,8 +82,8 @@ static uint64_t sample(int dtype, uint64_t i)
     }
 }
 
-/* Only numbers near 1: one that is not finite or is much larger would hide the rest of its block
- * when that is quantized. */
+/* Only numbers near 1. In a quantized block, a number that is not finite or is much larger would
+ * hide the others. */
 static uint64_t near_sample(int dtype, uint64_t i)
 {
     const uint64_t near = (uint64_t)15 << 60;
@@ -94,8 +95,8 @@ static uint64_t near_sample(int dtype, uint64_t i)
     }
 }
 
-/* `n` samples of a type, whichever way this machine orders bytes. Sequences of different `start`
- * differ. */
+/* Fills an array with `n` samples of a type, beginning at sample number `start`. Works on machines
+ * of any byte order. */
 static void fill(uint64_t (*draw)(int dtype, uint64_t i), int dtype, void *array, size_t n,
                  uint64_t start)
 {
@@ -174,8 +175,8 @@ static void sink_blocks(sink *to, int format, int dtype, const unsigned char *da
     }
 }
 
-/* Quantizes, reads that, reduces it as a ring does and as two members do in every way, and reads
- * that. */
+/* Quantizes and reads back; then reduces with every operation, as a ring and as a one-shot do, and
+ * reads the results back. */
 static void test_format(sink *to, int format, int dtype, const unsigned char *a,
                         const unsigned char *b)
 {
@@ -236,7 +237,7 @@ static void test_quantized(sink *to)
         }
 }
 
-/* Groups are levels, then bytes; blocks are a scale or levels, then bytes. */
+/* A block is a scale or levels, then bytes; a group is levels, then bytes. */
 static void sink_payload(sink *to, const unsigned char *data, size_t size, size_t header,
                          size_t block)
 {

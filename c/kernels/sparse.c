@@ -1,18 +1,18 @@
-/* sparse.c - of an fp32 array the largest elements, as places and 2-bit codes of their levels.
+/* sparse.c - the largest elements of an fp32 array, as places and 2-bit codes of their levels.
  *
- * DESIGN. Of each chunk of 4,096 elements the 64 of largest magnitude are kept; of a shorter last
- * chunk of m elements, m / 64 rounded up (SparseLoCo, arXiv 2508.15706, as in arXiv 2603.08163; its
- * chunks of a matrix are squares of 64 by 64, ours are runs). Of equal magnitudes the first are
- * kept. What is kept of 16 chunks, a GROUP, shares four levels (levels.h).
+ * DESIGN. A chunk of 4,096 elements keeps its 64 elements of largest magnitude, the first of equal
+ * ones; a shorter last chunk of m elements keeps m / 64, rounded up (SparseLoCo, arXiv 2508.15706,
+ * as in arXiv 2603.08163; its chunks of a matrix are squares of 64 by 64, ours are runs). The kept
+ * elements of 16 chunks, a GROUP, share four levels (levels.h).
  *
- * A group is its levels and then its chunks; a chunk is the places within it, 12 bits each, which
- * increase, and then as many codes of 2 bits. What comes from another peer is checked: a place out
- * of the chunk, or one that does not increase, so also one that comes twice, is refused.
+ * A group is its levels and then its chunks. A chunk is the places within it, 12 bits each,
+ * increasing, and then as many codes of 2 bits. Data from other peers is checked: a place beyond
+ * the chunk, or not above the place before it, is refused.
  *
- * The k-th largest magnitude is found bit by bit: as integers magnitudes order like the numbers,
- * and to count those that reach a bound is a loop without branches. A NaN or an infinity is larger
- * than any number, so it is kept if there is one; then the group's levels are NaN, and it is read
- * as all NaN. */
+ * The k-th largest magnitude is found bit by bit: as integers, magnitudes have the same order as
+ * the numbers, and a loop without branches counts those above a bound. NaNs and infinities are
+ * larger than any number, so they are kept; the group's levels are then NaN, and it is read as all
+ * NaN. */
 #include "pccl_core.h"
 
 #include "kernels/levels.h"
@@ -26,7 +26,7 @@ enum {
     HEADER = LEVELS * sizeof(float)
 };
 
-/* What is kept of the chunks of one group: places in their chunks, and values. */
+/* The kept elements of one group. */
 struct kept {
     float value[CHUNKS * KEPT];
     uint16_t place[CHUNKS * KEPT];
@@ -60,9 +60,9 @@ static PCCL_INLINE size_t least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* ---- which are kept ---- */
+/* ---- choosing the elements to keep ---- */
 
-/* How many magnitudes, as integers that order like them, are above `bound`. */
+/* The number of magnitudes above `bound`, compared as integers. */
 static PCCL_INLINE size_t count_above(const int32_t *magnitude, size_t n, int32_t bound)
 {
     int32_t count = 0;
@@ -72,7 +72,7 @@ static PCCL_INLINE size_t count_above(const int32_t *magnitude, size_t n, int32_
     return (size_t)count;
 }
 
-/* The same of the upper halves of magnitudes, of which a vector has twice as many. */
+/* The same for the upper halves of magnitudes: a vector holds twice as many. */
 static PCCL_INLINE size_t count_upper(const int16_t *upper, size_t n, int16_t bound)
 {
     int16_t count = 0;       /* n <= CHUNK */
@@ -82,8 +82,8 @@ static PCCL_INLINE size_t count_upper(const int16_t *upper, size_t n, int16_t bo
     return (size_t)count;
 }
 
-/* The k-th largest magnitude. Its upper half is found first, among all; then the rest, among those
- * that have the same upper half, which are few. */
+/* The k-th largest magnitude. Finds its upper half among all magnitudes, then its lower half among
+ * those with the same upper half, which are few. */
 static PCCL_INLINE int32_t find_bound(const int32_t *magnitude, size_t n, size_t k)
 {
     int16_t upper[CHUNK], high = 0;
@@ -112,8 +112,8 @@ static PCCL_INLINE int32_t find_bound(const int32_t *magnitude, size_t n, size_t
     return bound;
 }
 
-/* Writes the k of largest magnitude of a chunk of n elements, in the order of their places. Most
- * LANES elements in sequence have none of them, which is seen without a branch for each. */
+/* Writes the k elements of largest magnitude of a chunk of n elements, in the order of their
+ * places. Most groups of LANES elements have none, and are skipped with one branch. */
 PCCL_FEW_CLONES
 static void keep_largest(const unsigned char *in, size_t n, size_t k, float *value,
                          uint16_t *place)
@@ -143,7 +143,7 @@ static void keep_largest(const unsigned char *in, size_t n, size_t k, float *val
         memcpy(&value[i], in + place[i] * sizeof *value, sizeof *value);
 }
 
-/* ---- to bytes ---- */
+/* ---- encoding ---- */
 
 static PCCL_INLINE void write_place(unsigned char *out, size_t i, unsigned place)
 {
@@ -217,9 +217,9 @@ void pccl_sparse_encode(void *out, const float *in, size_t n)
     }
 }
 
-/* ---- from bytes ---- */
+/* ---- decoding ---- */
 
-/* Writes, or adds, what is kept of a chunk of n elements; false if a place is impossible. */
+/* Writes, or adds, the kept elements of a chunk of n elements; false if a place is invalid. */
 static bool decode_chunk(unsigned char *out, const unsigned char *in, const uint32_t *level,
                          size_t n, bool adds)
 {

@@ -1,9 +1,9 @@
 /* stat2.c - fp32 arrays as blocks of 2-bit codes of levels that are taken from the block itself.
  *
- * DESIGN. A block is four levels (levels.h) and a code for each element. Levels that follow the
- * statistics of the numbers lose much less than evenly spaced ones at 2 bits (MuLoCo, arXiv
- * 2505.23725); as in SparseLoCo (arXiv 2508.15706), a level is the mean of what it stands for. So
- * the sum of a block is kept but for rounding. */
+ * DESIGN. A block is four levels (levels.h) and a code for each element. At 2 bits, levels that
+ * follow the statistics of the numbers lose much less than evenly spaced ones (MuLoCo, arXiv
+ * 2505.23725). As in SparseLoCo (arXiv 2508.15706), a level is the mean of its elements, so the sum
+ * of a block is preserved, except for rounding. */
 #include "pccl_core.h"
 
 #include "kernels/levels.h"
@@ -24,7 +24,7 @@ uint64_t pccl_stat2_size(uint64_t n)
     return n / BLOCK * (HEADER + code_bytes(BLOCK)) + (rest > 0 ? HEADER + code_bytes(rest) : 0);
 }
 
-/* Of n codes, byte i has those of the elements i, q + i, 2q + i and 3q + i, with q bytes in all. */
+/* Byte i of q has the codes of the elements i, q + i, 2q + i and 3q + i. */
 static PCCL_INLINE void encode_block(unsigned char *out, const unsigned char *in, size_t n)
 {
     const size_t quarter = code_bytes(n);
@@ -55,7 +55,7 @@ void pccl_stat2_encode(void *out, const float *in, size_t n)
         encode_block(to, from, n);
 }
 
-/* Levels are chosen by masks, for which every vector unit has instructions. */
+/* Chooses a level by masks, for which every vector unit has instructions. */
 static PCCL_INLINE uint32_t choose(const uint32_t *level, uint32_t code)
 {
     const uint32_t odd = 0u - (code & 1u), upper = 0u - (code >> 1);
