@@ -65,6 +65,33 @@ void peers_command(struct peers *peers, int who, const pccl_command *command)
     (void)fake_table()->msg_send(&message, peers->peer[who].pair, ZMQ_DONTWAIT);
 }
 
+void peers_close_stream(struct peers *peers, int who, uint32_t stream)
+{
+    pccl_command command = {0};
+    command.kind = PCCL_CLOSE_STREAM;
+    command.stream = stream;
+    peers_command(peers, who, &command);
+}
+
+void peers_expect(struct peers *peers, int who, uint64_t nonce)
+{
+    pccl_command command = {0};
+    command.kind = PCCL_EXPECT;
+    command.peer = (uint64_t)who + 1;
+    command.nonce = nonce;
+    peers_command(peers, who, &command);
+}
+
+void peers_inject(struct peers *peers, int who, const struct wire_header *header, size_t payload)
+{
+    unsigned char *bytes = calloc(1, WIRE_HEADER_BYTES + payload);
+    if (bytes == NULL)
+        abort();
+    wire_encode(header, bytes);
+    fake_inject(peers->peer[who].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
+    free(bytes);
+}
+
 void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32_t lanes,
                   uint32_t hwm)
 {
@@ -510,6 +537,24 @@ static void begin(struct peers *peers, int who, const struct job *job, uint32_t 
     command.rings[1].count = job->span - command.rings[0].count;
     if (job->eager && kind == PCCL_START)
         command.rings[0].call = command.rings[1].call = job->op;
+    peers_command(peers, who, &command);
+}
+
+void job_start_at(struct peers *peers, int who, const struct job *job, uint32_t stream,
+                  uint32_t position, uint64_t call)
+{
+    pccl_command command = {0};
+    command.kind = PCCL_START;
+    command.op = job->op;
+    command.seq = job->seq;
+    command.nonce = TEST_NONCE;
+    command.chunk_bytes = job->chunk_bytes;
+    command.n_rings = 1;
+    command.rings[0].stream = stream;
+    command.rings[0].members = (uint32_t)job->n;
+    command.rings[0].position = position;
+    command.rings[0].count = job->span;
+    command.rings[0].call = call;
     peers_command(peers, who, &command);
 }
 

@@ -7,6 +7,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "engine/wire.h"
 #include "fake.h"
 #include "pccl_core.h"
 
@@ -47,6 +48,14 @@ void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32
 void peers_connect_ring(struct peers *peers, uint32_t lanes, uint32_t hwm);
 
 void peers_command(struct peers *peers, int who, const pccl_command *command);
+
+void peers_close_stream(struct peers *peers, int who, uint32_t stream);
+
+/* EXPECT of an epoch with that nonce. */
+void peers_expect(struct peers *peers, int who, uint64_t nonce);
+
+/* Delivers a message of one frame to a peer: the header, and `payload` bytes that are 0. */
+void peers_inject(struct peers *peers, int who, const struct wire_header *header, size_t payload);
 
 /* COMMIT or ABORT. */
 void peers_end(struct peers *peers, int who, enum pccl_command_kind kind, uint64_t op);
@@ -118,7 +127,11 @@ void job_start(struct peers *peers, int who, const struct job *job);
 void job_start_all(struct peers *peers, const struct job *job);
 void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings);
 
-/* EAGER, in the same rings. */
+/* START in one ring, over that stream and at that position. `call` is the predecessor's op. */
+void job_start_at(struct peers *peers, int who, const struct job *job, uint32_t stream,
+                  uint32_t position, uint64_t call);
+
+/* EAGER, in the same rings as job_start_rings(). */
 void job_eager(struct peers *peers, int who, const struct job *job, uint32_t rings);
 
 /* Whether every peer holds the result, and send is as it was where it must be. */

@@ -32,7 +32,6 @@ bool has_arrived(void)
     return true;
 }
 
-/* Peer 0 can reach holder i by its stream i, which can reach peer 0 by its stream 1. */
 void open_star(int holders, uint64_t seed)
 {
     pccl_options options = peers_options();
@@ -45,8 +44,8 @@ void open_star(int holders, uint64_t seed)
     }
 }
 
-void enroll_leaves(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
-                   uint32_t n, uint32_t leaf_bytes)
+static void enroll_op(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
+                      uint32_t n, uint32_t leaf_bytes, uint64_t limit)
 {
     pccl_command command = {0};
     command.kind = PCCL_REGISTER;
@@ -58,31 +57,82 @@ void enroll_leaves(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piec
     command.pieces = pieces;
     command.n_pieces = n;
     command.leaf_bytes = leaf_bytes;
+    command.limit = limit;
     peers_command(&peers, who, &command);
+}
+
+void enroll_leaves(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
+                   uint32_t n, uint32_t leaf_bytes)
+{
+    enroll_op(who, op, kind, pieces, n, leaf_bytes, 0);
 }
 
 void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
             uint32_t n)
 {
-    enroll_leaves(who, op, kind, pieces, n, 0);
+    enroll_op(who, op, kind, pieces, n, 0, 0);
 }
 
-/* START with `n` streams, numbered from 1; all have this slot. */
-void start(int who, uint64_t op, uint32_t n, uint32_t slot)
+/* START with `n` streams, numbered from `stream`, all with this slot. */
+static void start_streams(int who, uint64_t op, uint64_t round, uint32_t stream, uint32_t n,
+                          uint32_t slot)
 {
     pccl_command command = {0};
     uint32_t i;
     command.kind = PCCL_START;
     command.op = op;
-    command.seq = SEQ;
-    command.nonce = TEST_NONCE;
+    command.seq = SEQ + round;
+    command.nonce = TEST_NONCE + round;
     command.chunk_bytes = CHUNK;
     command.n_ends = n;
     for (i = 0; i < n; i++) {
-        command.ends[i].stream = i + 1;
+        command.ends[i].stream = stream + i;
         command.ends[i].slot = slot;
     }
     peers_command(&peers, who, &command);
+}
+
+void start(int who, uint64_t op, uint32_t n, uint32_t slot)
+{
+    start_streams(who, op, 0, 1, n, slot);
+}
+
+void start_round(int who, uint64_t op, uint64_t round, uint32_t stream, uint32_t slot)
+{
+    start_streams(who, op, round, stream, 1, slot);
+}
+
+void start_star(int holders, uint64_t seed, uint32_t leaf_bytes, uint64_t limit)
+{
+    int who;
+    open_star(holders, seed);
+    enroll_leaves(0, FETCH_OP, PCCL_FETCH, wanted, PIECES, leaf_bytes);
+    for (who = 1; who <= holders; who++) {
+        enroll_op(who, SERVE_OP, PCCL_SERVE, offered, PIECES, 0, limit);
+        start(who, SERVE_OP, 1, 7);
+    }
+    start(0, FETCH_OP, (uint32_t)holders, 7);
+}
+
+void allow(int who, uint64_t limit)
+{
+    pccl_command command = {0};
+    command.kind = PCCL_ALLOW;
+    command.op = SERVE_OP;
+    command.limit = limit;
+    peers_command(&peers, who, &command);
+}
+
+void remind(int times)
+{
+    pccl_command command = {0};
+    command.kind = PCCL_REMIND;
+    command.op = FETCH_OP;
+    command.limit = REMINDERS_MAX;
+    while (times-- > 0) {
+        peers_command(&peers, 0, &command);
+        peers_run(&peers);
+    }
 }
 
 uint64_t total(void)

@@ -3,30 +3,12 @@
 #include "check.h"
 #include "harness.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "engine/unexpected.h"
 #include "engine/wire.h"
 
 static struct peers peers;
-
-static void expect_nonce(int who, uint64_t nonce)
-{
-    pccl_command command = {0};
-    command.kind = PCCL_EXPECT;
-    command.peer = (uint64_t)who + 1;
-    command.nonce = nonce;
-    peers_command(&peers, who, &command);
-}
-
-static void close_stream(int who, uint32_t stream)
-{
-    pccl_command command = {0};
-    command.kind = PCCL_CLOSE_STREAM;
-    command.stream = stream;
-    peers_command(&peers, who, &command);
-}
 
 /* Steps a random number of times. */
 static void step_some(void)
@@ -118,7 +100,7 @@ static struct job sent_eagerly(int n, uint64_t count, bool joined)
     job_make(&job, n);
     peers_open(&peers, n, &options, 1);
     for (i = 0; i < n; i++)
-        expect_nonce(i, 5);
+        peers_expect(&peers, i, 5);
     peers_connect_ring(&peers, 2, 100);
     for (i = 0; i < n; i++)
         if (i == 0 || joined)
@@ -204,22 +186,10 @@ static void test_taken_back(void)
 static void test_receiver_votes_anew(void)
 {
     struct job job = sent_eagerly(2, 3000, true), again = job;
-    pccl_command start = {0};
     peers_end(&peers, 1, PCCL_ABORT, job.op);
     again.op = 9;
     job_register(&peers, 1, &again);
-    start.kind = PCCL_START;
-    start.op = 9;
-    start.seq = job.seq;
-    start.nonce = TEST_NONCE;
-    start.chunk_bytes = job.chunk_bytes;
-    start.n_rings = 1;
-    start.rings[0].stream = 1;
-    start.rings[0].members = 2;
-    start.rings[0].position = 1;
-    start.rings[0].count = job.span;
-    start.rings[0].call = job.op;
-    peers_command(&peers, 1, &start);
+    job_start_at(&peers, 1, &again, 1, 1, job.op);
     job_start(&peers, 0, &job);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_COMPLETE, job.op) == 1);
@@ -237,31 +207,18 @@ static void test_another_epoch(void)
         struct job job = sent_eagerly(3, 5000, variant != 1);
         int i;
         if (variant == 2) {          /* its chunks come when the receiver knows of the next one */
-            expect_nonce(1, 6);
+            peers_expect(&peers, 1, 6);
             (void)peers_step(&peers);
         }
         for (i = 0; i < 3; i++) {
-            expect_nonce(i, 6);
-            close_stream(i, 1);
+            peers_expect(&peers, i, 6);
+            peers_close_stream(&peers, i, 1);
             peers_stream(&peers, i, (i + 2) % 3, 2, 2, 100);
             if (i > 0 && variant == 1)
                 job_register(&peers, i, &job);
         }
-        for (i = 0; i < 3; i++) {
-            pccl_command start = {0};
-            start.kind = PCCL_START;
-            start.op = job.op;
-            start.seq = job.seq;
-            start.nonce = TEST_NONCE;
-            start.chunk_bytes = job.chunk_bytes;
-            start.n_rings = 1;
-            start.rings[0].stream = 2;
-            start.rings[0].members = 3;
-            start.rings[0].position = 2 - (uint32_t)i;
-            start.rings[0].count = job.span;
-            start.rings[0].call = job.op;
-            peers_command(&peers, i, &start);
-        }
+        for (i = 0; i < 3; i++)
+            job_start_at(&peers, i, &job, 2, 2 - (uint32_t)i, job.op);
         peers_run(&peers);
         CHECK(job_is_right(&peers, &job));
         CHECK(job_commit(&peers, &job));
@@ -391,16 +348,6 @@ static struct wire_header eager_chunk(uint64_t call)
     return header;
 }
 
-static void inject(int who, const struct wire_header *header, size_t payload)
-{
-    unsigned char *bytes = calloc(1, WIRE_HEADER_BYTES + payload);
-    if (bytes == NULL)
-        abort();
-    wire_encode(header, bytes);
-    fake_inject(peers.peer[who].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
-    free(bytes);
-}
-
 /* More than an honest sender sends is dropped, for a tag that is joined and for one that is not. */
 static void test_flood(void)
 {
@@ -418,17 +365,17 @@ static void test_flood(void)
         for (i = 0; i < 40; i++) {
             struct wire_header header = eager_chunk(1 + (uint64_t)i % 3);
             header.tag += joined ? 0 : (uint64_t)i % 5;
-            inject(0, &header, MESSAGE);
+            peers_inject(&peers, 0, &header, MESSAGE);
             peers_run(&peers);
         }
         CHECK(pccl_engine_dropped(peers.peer[0].engine) == 40 - limit);
         CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 0);
         CHECK(job_is_untouched(&job, 0));
-        expect_nonce(0, 9);
+        peers_expect(&peers, 0, 9);
         peers_run(&peers);
         again.tag = 500;
         again.nonce = 9;
-        inject(0, &again, MESSAGE);
+        peers_inject(&peers, 0, &again, MESSAGE);
         peers_run(&peers);
         CHECK(pccl_engine_dropped(peers.peer[0].engine) == 40 - limit);
         peers_close(&peers);
@@ -451,14 +398,14 @@ static void test_joined_later(void)
         if (i == HELD)
             job_register(&peers, 0, &job);
         header.tag = i < HELD ? job.tag : job.tag + 1;
-        inject(0, &header, MESSAGE);
+        peers_inject(&peers, 0, &header, MESSAGE);
         peers_run(&peers);
     }
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 0);
     peers_end(&peers, 0, PCCL_ABORT, job.op);
     header.tag = job.tag + 2;
     peers_run(&peers);
-    inject(0, &header, 64);
+    peers_inject(&peers, 0, &header, 64);
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 1);
     peers_close(&peers);
@@ -498,7 +445,7 @@ static void test_which_call(void)
             if (late)
                 job_start(&peers, 0, &job);
             peers_run(&peers);
-            inject(0, &header, 64 * sizeof(float));
+            peers_inject(&peers, 0, &header, 64 * sizeof(float));
             peers_run(&peers);
             CHECK(late || job_is_untouched(&job, 0));
             CHECK(pccl_engine_dropped(peers.peer[0].engine) == (uint64_t)cases[i].dropped);
@@ -533,19 +480,7 @@ static void test_own_numbers(void)
     }
     peers_run(&peers);
     for (i = 0; i < N; i++) {
-        pccl_command start = {0};
-        start.kind = PCCL_START;
-        start.op = mine[i].op;
-        start.seq = job.seq;
-        start.nonce = TEST_NONCE;
-        start.chunk_bytes = job.chunk_bytes;
-        start.n_rings = 1;
-        start.rings[0].stream = 1;
-        start.rings[0].members = N;
-        start.rings[0].position = (uint32_t)i;
-        start.rings[0].count = job.span;
-        start.rings[0].call = 10 + (uint64_t)(i + N - 1) % N;
-        peers_command(&peers, i, &start);
+        job_start_at(&peers, i, &mine[i], 1, (uint32_t)i, 10 + (uint64_t)(i + N - 1) % N);
         peers_run(&peers);
     }
     for (i = 0; i < N; i++) {
@@ -583,7 +518,7 @@ static bool has(struct unexpected *unexpected, uint64_t call)
 }
 
 /* What START frees, and what counts together. */
-static void test_stash(void)
+static void test_held_chunks(void)
 {
     enum { NEARLY_ALL = EAGER_MAX - 2 * EAGER_COST };
     struct unexpected unexpected = {0};
@@ -643,7 +578,7 @@ int main(void)
     test_joined_later();
     test_which_call();
     test_own_numbers();
-    test_stash();
+    test_held_chunks();
     test_wrong_commands();
     return check_report("eager");
 }

@@ -3,7 +3,6 @@
 #include "check.h"
 #include "harness.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "engine/wire.h"
@@ -369,7 +368,6 @@ static void try_message(const struct wire_header *header, uint64_t bytes, int ti
                         enum outcome outcome, const char *what)
 {
     struct trade trade = trade_plain(ALL_TO_ALL, 64, false);
-    unsigned char *message = calloc(1, WIRE_HEADER_BYTES + (size_t)bytes);
     uint64_t dropped;
     int i, failed;
     trade_make(&trade, 3, 1);
@@ -377,9 +375,8 @@ static void try_message(const struct wire_header *header, uint64_t bytes, int ti
     if (!early)
         trade_start(&peers, 1, &trade, 1);
     peers_run(&peers);
-    wire_encode(header, message);
     for (i = 0; i < times; i++)
-        fake_inject(peers.peer[1].endpoint, message, WIRE_HEADER_BYTES + (size_t)bytes, NULL, 0);
+        peers_inject(&peers, 1, header, (size_t)bytes);
     peers_run(&peers);
     if (early)
         trade_start(&peers, 1, &trade, 1);
@@ -394,7 +391,6 @@ static void try_message(const struct wire_header *header, uint64_t bytes, int ti
     CHECK(trade_is_unharmed(&trade, 1));
     peers_close(&peers);
     trade_free(&trade);
-    free(message);
 }
 
 #define TRY(outcome, change) \

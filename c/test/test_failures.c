@@ -1,7 +1,8 @@
-/* test_failures.c - what an engine needs fails, each time another one: every call of the table, and
- * every allocation, of a collective, an exchange and a transfer. The caller is told: an op fails, a
- * stream is lost or the engine stops; or the failure has no effect. In each case buffers come back
- * and nothing leaks. The linker puts these functions before the real ones. */
+/* test_failures.c - lets everything that an engine needs fail, one call or allocation at a time:
+ * every call of the table and every allocation of a collective, an exchange and a transfer. Either
+ * the caller is told (an op fails, a stream is lost or the engine stops), or the failure has no
+ * effect. In each case buffers come back and nothing leaks. The linker replaces the functions that
+ * begin with __wrap_. */
 #include "check.h"
 #include "harness.h"
 #include "star.h"
@@ -10,9 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static long fail_at = -1;            /* which allocation from now fails, from 0; -1: none */
+static long fail_at = -1;            /* index of the allocation from now that fails; -1: none */
 static int refused;
-static bool in_engine;
 
 void *__real_malloc(size_t size);
 void *__real_calloc(size_t n, size_t size);
@@ -25,7 +25,7 @@ int __wrap_pccl_engine_step(pccl_engine *engine);
 
 static bool is_out_of_memory(void)
 {
-    bool now = in_engine && !fake_allocates && fail_at >= 0 && fail_at-- == 0;
+    bool now = fake_in_step && !fake_allocates && fail_at >= 0 && fail_at-- == 0;
     refused += now;
     return now;
 }
@@ -45,17 +45,40 @@ void *__wrap_realloc(void *old, size_t size)
     return is_out_of_memory() ? NULL : __real_realloc(old, size);
 }
 
-/* Only what an engine does is to fail, not what the test does. */
+/* Only the engine may fail, not the test. */
 int __wrap_pccl_engine_step(pccl_engine *engine)
 {
     int moved;
-    in_engine = fake_in_step = true;
+    fake_in_step = true;
     moved = __real_pccl_engine_step(engine);
-    in_engine = fake_in_step = false;
+    fake_in_step = false;
     return moved;
 }
 
-/* ---- calls of the table ---- */
+/* ---- faults ---- */
+
+/* The nth call of the table fails with `error`; or, if that is 0, the nth allocation. */
+struct fault {
+    int nth, error;
+};
+
+static void arm(const struct fault *fault)
+{
+    refused = 0;
+    if (fault->error == 0)
+        fail_at = fault->nth;
+    else
+        fake_fail_in_step(fault->nth, fault->error);
+}
+
+/* Returns whether the fault has happened. */
+static bool disarm(const struct fault *fault)
+{
+    bool failed = fault->error == 0 ? refused > 0 : fake_failed_in_step();
+    fail_at = -1;
+    fake_fail_in_step(-1, 0);
+    return failed;
+}
 
 /* Whether a peer has reported a fault of its op or stream, or has stopped. */
 static bool told(uint64_t op)
@@ -71,40 +94,78 @@ static bool told(uint64_t op)
     return any;
 }
 
-/* One all-reduce, from the first command on. Whether the nth call was made. */
-static bool reduce(int nth, int error)
+static void check(bool holds, const struct fault *fault, const char *what)
+{
+    if (!CHECK(holds))
+        fprintf(stderr, "  %s, %s %d, errno %d\n", what,
+                fault->error == 0 ? "allocation" : "call", fault->nth, fault->error);
+}
+
+/* An interrupted call stops no engine. */
+static void check_engines(const struct fault *fault)
+{
+    int i;
+    for (i = 0; i < peers.n; i++)
+        CHECK(fault->error != EINTR || peers.peer[i].error == 0);
+}
+
+/* Without a fault everything is right. An allocation that fails is reported; a call that fails is
+ * reported or has no effect. */
+static bool is_fair(const struct fault *fault, bool failed, bool right, bool reported)
+{
+    return failed ? reported || (fault->error != 0 && right) : right && !reported;
+}
+
+/* Runs something with each fault in turn, until there is no call or allocation left to fail. */
+static void sweep(bool (*run)(const struct fault *fault, const struct job *job),
+                  const struct job *job, int error, int least)
+{
+    struct fault fault = {0, 0};
+    fault.error = error;
+    while (run(&fault, job))
+        fault.nth++;
+    CHECK(fault.nth > least);
+}
+
+/* ---- what fails: each returns whether the fault has happened ---- */
+
+static void open_job(struct job *job)
 {
     pccl_options options = peers_options();
-    struct job job = job_plain(2000, true);
-    bool failed, all = true;
-    int i, n = 0;
-    job_make(&job, 3);
+    int i;
+    job_make(job, 3);
     peers_open(&peers, 3, &options, 2);
     peers_connect_ring(&peers, 2, 1);
     for (i = 0; i < 3; i++) {
-        job_register(&peers, i, &job);
-        job_start(&peers, i, &job);
+        job_register(&peers, i, job);
+        if (job->eager)
+            job_eager(&peers, i, job, 1);
     }
-    fake_fail_in_step(nth, error);
+}
+
+/* One collective, from the first command on. */
+static bool run_collective(const struct fault *fault, const struct job *plan)
+{
+    struct job job = *plan;
+    bool failed, right = true;
+    int i;
+    open_job(&job);
+    arm(fault);
+    for (i = 0; job.eager && i < 100; i++)
+        (void)peers_step(&peers);
+    job_start_all(&peers, &job);
     peers_run(&peers);
-    failed = fake_failed_in_step();
-    fake_fail_in_step(-1, 0);
+    failed = disarm(fault);
     peers_run(&peers);
     for (i = 0; i < 3; i++)
-        all &= peers_count(&peers, i, PCCL_COMPLETE, job.op) > 0 && job_has_result(&job, i);
-    if (!CHECK(all || told(job.op)))
-        fprintf(stderr, "  all-reduce, call %d, %d\n", nth, error);
-    for (i = 0; i < 3; i++) {
-        CHECK(error != EINTR || peers.peer[i].error == 0);
+        right &= peers_count(&peers, i, PCCL_COMPLETE, job.op) > 0 && job_has_result(&job, i);
+    check(is_fair(fault, failed, right, told(job.op)), fault, "collective");
+    check_engines(fault);
+    for (i = 0; i < 3; i++)
         peers_end(&peers, i, PCCL_ABORT, job.op);
-    }
     peers_run(&peers);
     for (i = 0; i < 3; i++)
-        if (peers.peer[i].error == 0)
-            n += peers_count(&peers, i, PCCL_SETTLED, job.op) == 1;
-        else
-            n++;
-    CHECK(n == 3);
+        CHECK(peers.peer[i].error < 0 || peers_count(&peers, i, PCCL_SETTLED, job.op) == 1);
     peers_close(&peers);
     for (i = 0; i < 3; i++)
         CHECK(job_is_restored(&job, i));
@@ -112,30 +173,23 @@ static bool reduce(int nth, int error)
     return failed;
 }
 
-/* The commits of an all-reduce. Who is told that its op is settled has the result; who is not, as
- * its engine has stopped, has the memory as it was: there is no third way. */
-static bool commit(int nth, int error)
+/* The commits of a collective. A peer that is told that its op is settled has the result; if its
+ * engine has stopped before, the memory is as it was. There is no third outcome. */
+static bool run_commit(const struct fault *fault, const struct job *plan)
 {
-    pccl_options options = peers_options();
-    struct job job = job_plain(2000, true);
+    struct job job = *plan;
     bool failed, settled[3];
     int i;
-    job_make(&job, 3);
-    peers_open(&peers, 3, &options, 2);
-    peers_connect_ring(&peers, 2, 1);
-    for (i = 0; i < 3; i++) {
-        job_register(&peers, i, &job);
-        job_start(&peers, i, &job);
-    }
+    open_job(&job);
+    job_start_all(&peers, &job);
     peers_run(&peers);
     for (i = 0; i < 3; i++) {
         CHECK(peers_count(&peers, i, PCCL_COMPLETE, job.op) == 1);
         peers_end(&peers, i, PCCL_COMMIT, job.op);
     }
-    fake_fail_in_step(nth, error);
+    arm(fault);
     peers_run(&peers);
-    failed = fake_failed_in_step();
-    fake_fail_in_step(-1, 0);
+    failed = disarm(fault);
     peers_run(&peers);
     for (i = 0; i < 3; i++) {
         settled[i] = peers_count(&peers, i, PCCL_SETTLED, job.op) == 1;
@@ -143,33 +197,55 @@ static bool commit(int nth, int error)
     }
     peers_close(&peers);
     for (i = 0; i < 3; i++)
-        if (!CHECK(settled[i] ? job_has_result(&job, i) : job_is_restored(&job, i)))
-            fprintf(stderr, "  commit, call %d, %d\n", nth, error);
+        check(settled[i] ? job_has_result(&job, i) : job_is_restored(&job, i), fault, "commit");
     job_free(&job);
     return failed;
 }
 
-/* One transfer from two holders. */
-static bool transfer(int nth, int error)
+/* An exchange in which some messages come before START. */
+static bool run_exchange(const struct fault *fault, const struct job *plan)
 {
+    pccl_options options = peers_options();
+    struct trade trade = trade_plain(ALL_TO_ALL, 500, false);
     bool failed;
     int i;
-    open_star(2, 4);
-    enroll_leaves(0, FETCH_OP, PCCL_FETCH, wanted, PIECES, 0);
-    for (i = 1; i < 3; i++) {
-        enroll(i, SERVE_OP, PCCL_SERVE, offered, PIECES);
-        start(i, SERVE_OP, 1, 7);
+    (void)plan;
+    trade_make(&trade, 4, 1);
+    peers_open(&peers, 4, &options, 2);
+    peers_connect_ring(&peers, 2, 1);
+    for (i = 0; i < 4; i++)
+        trade_register(&peers, i, &trade);
+    arm(fault);
+    for (i = 0; i < 4; i++) {
+        trade_start(&peers, i, &trade, 1);
+        peers_run(&peers);
     }
-    start(0, FETCH_OP, 2, 7);
-    fake_fail_in_step(nth, error);
+    failed = disarm(fault);
     peers_run(&peers);
-    failed = fake_failed_in_step();
-    fake_fail_in_step(-1, 0);
+    check(is_fair(fault, failed, trade_is_right(&peers, &trade), told(TRADE_OP)), fault,
+          "exchange");
+    check_engines(fault);
+    (void)trade_end(&peers, PCCL_ABORT);
+    peers_close(&peers);
+    for (i = 0; i < 4; i++)
+        CHECK(trade_is_unharmed(&trade, i));
+    trade_free(&trade);
+    return failed;
+}
+
+/* A transfer from two holders. */
+static bool run_transfer(const struct fault *fault, const struct job *plan)
+{
+    bool failed;
+    (void)plan;
+    start_star(2, 4, 0, 0);
+    arm(fault);
     peers_run(&peers);
-    if (!CHECK(is_complete() ? has_arrived() : told(FETCH_OP) || told(SERVE_OP)))
-        fprintf(stderr, "  transfer, call %d, %d\n", nth, error);
-    for (i = 0; i < 3; i++)
-        CHECK(error != EINTR || peers.peer[i].error == 0);
+    failed = disarm(fault);
+    remind(3);                       /* repeats a request that a holder could not keep */
+    check(is_complete() ? has_arrived() : failed && (told(FETCH_OP) || told(SERVE_OP)), fault,
+          "transfer");
+    check_engines(fault);
     peers_close(&peers);
     return failed;
 }
@@ -177,168 +253,40 @@ static bool transfer(int nth, int error)
 static void test_calls(void)
 {
     static const int errors[] = {EMFILE, EINTR, ENOMEM};
-    int i, nth;
+    const struct job job = job_plain(2000, true);
+    int i;
     for (i = 0; i < 3; i++) {
-        for (nth = 0; reduce(nth, errors[i]); nth++)
-            continue;
-        CHECK(nth > 100);
-        for (nth = 0; commit(nth, errors[i]); nth++)
-            continue;
-        CHECK(nth > 10);
-        for (nth = 0; transfer(nth, errors[i]); nth++)
-            continue;
-        CHECK(nth > 100);
+        sweep(run_collective, &job, errors[i], 100);
+        sweep(run_commit, &job, errors[i], 10);
+        sweep(run_transfer, NULL, errors[i], 100);
     }
-}
-
-/* ---- allocations ---- */
-
-/* The nth allocation of the engines fails: the op fails or the engine stops, or it was not
- * needed; an abort or the end of the engine gives the buffers back. */
-static bool allocate_for_job(int nth, enum pccl_collective what, bool in_place, int format,
-                             bool unlike,
-                bool early)
-{
-    pccl_options options = peers_options();
-    struct job job = job_plain(2000, in_place);
-    int i, told = 0;
-    job.what = what;
-    job.format = format;
-    job.unlike = unlike;
-    job.eager = early;
-    if (unlike)
-        job.count = 500;
-    for (i = 0; i < 3; i++)
-        job.rows[i] = (uint64_t)(1 + 3 * i);
-    job_make(&job, 3);
-    peers_open(&peers, 3, &options, 2);
-    peers_connect_ring(&peers, 2, 1);
-    for (i = 0; i < 3; i++) {
-        job_register(&peers, i, &job);
-        if (early)
-            job_eager(&peers, i, &job, 1);
-    }
-    refused = 0;
-    fail_at = nth;
-    for (i = 0; early && i < 100; i++)
-        (void)peers_step(&peers);
-    for (i = 0; i < 3; i++)
-        job_start(&peers, i, &job);
-    for (i = 0; i < 400; i++)
-        (void)peers_step(&peers);
-    fail_at = -1;
-    for (i = 0; i < 3; i++) {
-        told += peers_count(&peers, i, PCCL_FAILED, 1) > 0 || peers.peer[i].error < 0
-            || peers_count(&peers, i, PCCL_STREAM_LOST, 1) > 0;
-        peers_end(&peers, i, PCCL_ABORT, 1);
-    }
-    peers_run(&peers);
-    if (!refused)
-        CHECK(told == 0);
-    else
-        CHECK(told > 0);
-    peers_close(&peers);
-    for (i = 0; i < 3; i++)
-        CHECK(job_is_restored(&job, i));
-    job_free(&job);
-    return refused > 0;
-}
-
-/* The same for an exchange, in which some messages come before START. */
-static bool run_trade(int nth)
-{
-    pccl_options options = peers_options();
-    struct trade trade = trade_plain(ALL_TO_ALL, 500, false);
-    int i, told = 0;
-    trade_make(&trade, 4, 1);
-    peers_open(&peers, 4, &options, 2);
-    peers_connect_ring(&peers, 2, 1);
-    for (i = 0; i < 4; i++)
-        trade_register(&peers, i, &trade);
-    refused = 0;
-    fail_at = nth;
-    for (i = 0; i < 4; i++) {
-        trade_start(&peers, i, &trade, 1);
-        peers_run(&peers);
-    }
-    fail_at = -1;
-    for (i = 0; i < 4; i++)
-        told += peers_count(&peers, i, PCCL_FAILED, TRADE_OP) > 0 || peers.peer[i].error < 0
-            || peers_count(&peers, i, PCCL_STREAM_LOST, 1) > 0;
-    CHECK(refused ? told > 0 : told == 0 && trade_is_right(&peers, &trade));
-    (void)trade_end(&peers, PCCL_ABORT);
-    peers_close(&peers);
-    for (i = 0; i < 4; i++)
-        CHECK(trade_is_unharmed(&trade, i));
-    trade_free(&trade);
-    return refused > 0;
-}
-
-/* The same for a transfer from two holders, with leaves that are proven. */
-static bool run_transfer(int nth)
-{
-    int i, told = 0, reminders = 3;
-    open_star(2, 4);
-    enroll_leaves(0, FETCH_OP, PCCL_FETCH, wanted, PIECES, 0);
-    for (i = 1; i < 3; i++) {
-        enroll(i, SERVE_OP, PCCL_SERVE, offered, PIECES);
-        start(i, SERVE_OP, 1, 7);
-    }
-    start(0, FETCH_OP, 2, 7);
-    refused = 0;
-    fail_at = nth;
-    peers_run(&peers);
-    fail_at = -1;
-    while (reminders-- > 0) {        /* a request that there was no memory to keep */
-        pccl_command command = {0};
-        command.kind = PCCL_REMIND;
-        command.op = FETCH_OP;
-        command.limit = 99;
-        peers_command(&peers, 0, &command);
-        peers_run(&peers);
-    }
-    for (i = 0; i < 3; i++)
-        told += peers.peer[i].error < 0
-            || peers_count(&peers, i, PCCL_FAILED, i == 0 ? FETCH_OP : SERVE_OP) > 0
-            || peers_count(&peers, i, PCCL_STREAM_LOST, 1) > 0
-            || peers_count(&peers, i, PCCL_STREAM_LOST, 2) > 0;
-    if (!CHECK(is_complete() ? has_arrived() : refused > 0 && told > 0))
-        fprintf(stderr, "  transfer, allocation %d\n", nth);
-    peers_close(&peers);
-    return refused > 0;
+    sweep(run_exchange, NULL, EMFILE, 100);
 }
 
 static void test_memory(void)
 {
-    int what, in_place, nth;
+    int what, in_place, i;
+    struct job job;
     for (what = PCCL_ALL_REDUCE; what <= PCCL_REDUCE; what++)
         for (in_place = 0; in_place < 2; in_place++) {
-            nth = 0;
-            while (allocate_for_job(nth, (enum pccl_collective)what, in_place, PCCL_UNQUANTIZED,
-                                    false, false))
-                nth++;
-            CHECK(nth > 20);
+            job = job_plain(2000, in_place);
+            job.what = (enum pccl_collective)what;
+            sweep(run_collective, &job, 0, 20);
         }
-    nth = 0;
-    while (allocate_for_job(nth, PCCL_ALL_REDUCE, true, PCCL_BLOCK_8, false, false))
-        nth++;
-    CHECK(nth > 20);
-    nth = 0;
-    while (allocate_for_job(nth, PCCL_ALL_GATHER, true, PCCL_UNQUANTIZED, true, false))
-        nth++;
-    CHECK(nth > 20);
-    nth = 0;
-    while (allocate_for_job(nth, PCCL_ALL_REDUCE, true, PCCL_UNQUANTIZED, false, true))
-        nth++;
-    CHECK(nth > 20);
-    nth = 0;
-    while (run_trade(nth))
-        nth++;
-    CHECK(nth > 20);
-    nth = 0;
-    while (run_transfer(nth))
-        nth++;
-    CHECK(nth > 20);
+    job = job_plain(2000, true);
+    job.format = PCCL_BLOCK_8;
+    sweep(run_collective, &job, 0, 20);
+    job = job_plain(500, true);
+    job.what = PCCL_ALL_GATHER;
+    job.unlike = true;
+    for (i = 0; i < 3; i++)
+        job.rows[i] = (uint64_t)(1 + 3 * i);
+    sweep(run_collective, &job, 0, 20);
+    job = job_plain(2000, true);
+    job.eager = true;
+    sweep(run_collective, &job, 0, 20);
+    sweep(run_exchange, NULL, 0, 20);
+    sweep(run_transfer, NULL, 0, 20);
 }
 
 int main(void)

@@ -3,7 +3,6 @@
 #include "harness.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "engine/wire.h"
 
@@ -237,7 +236,7 @@ static void try_message(const struct wire_header *header, size_t payload_bytes, 
                         bool started, enum outcome outcome, const char *what)
 {
     struct job job = make_job(3000, true, 3);
-    unsigned char *bytes = calloc(1, WIRE_HEADER_BYTES + payload_bytes + 1);
+    unsigned char bytes[WIRE_HEADER_BYTES], *payload = calloc(1, payload_bytes + 1);
     pccl_options options = peers_options();
     bool right;
     peers_open(&peers, 3, &options, 1);
@@ -248,10 +247,9 @@ static void try_message(const struct wire_header *header, size_t payload_bytes, 
     peers_run(&peers);
     wire_encode(header, bytes);
     if (two_frames)
-        fake_inject(peers.peer[1].endpoint, bytes, WIRE_HEADER_BYTES, bytes + WIRE_HEADER_BYTES,
-                    payload_bytes);
+        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, payload, payload_bytes);
     else
-        fake_inject(peers.peer[1].endpoint, bytes, WIRE_HEADER_BYTES + payload_bytes, NULL, 0);
+        peers_inject(&peers, 1, header, payload_bytes);
     peers_run(&peers);
     right = pccl_engine_dropped(peers.peer[1].engine) == (outcome == DROPPED)
         && peers_count(&peers, 1, PCCL_FAILED, job.op) == (outcome == FATAL);
@@ -264,7 +262,7 @@ static void try_message(const struct wire_header *header, size_t payload_bytes, 
     CHECK(job_is_restored(&job, 1));
     peers_close(&peers);
     job_free(&job);
-    free(bytes);
+    free(payload);
 }
 
 #define TRY(before, after, change) \
@@ -318,13 +316,11 @@ static void test_hostile_messages(void)
 static void try_unlike(uint64_t offset, uint32_t length, uint16_t step, bool started, bool taken)
 {
     struct job job = job_plain(64, false);
-    unsigned char bytes[WIRE_HEADER_BYTES + 128 * sizeof(float)] = {0};
     struct wire_header header = good_chunk();
     header.step = step;
     header.segment = (uint16_t)((1 + 6 - step - 1) % 3);
     header.offset = offset;
     header.length = length;
-    wire_encode(&header, bytes);
     job.what = PCCL_ALL_GATHER;
     job.op = 5;
     job.tag = 9;
@@ -336,7 +332,7 @@ static void try_unlike(uint64_t offset, uint32_t length, uint16_t step, bool sta
     if (started)
         job_start(&peers, 1, &job);
     peers_run(&peers);
-    fake_inject(peers.peer[1].endpoint, bytes, WIRE_HEADER_BYTES + length * sizeof(float), NULL, 0);
+    peers_inject(&peers, 1, &header, length * sizeof(float));
     peers_run(&peers);
     CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == !taken);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
@@ -351,12 +347,10 @@ static void try_crowd(enum pccl_collective what, int who, uint64_t offset, uint3
                       size_t elements, bool taken)
 {
     struct job job = job_crowd(1, true);
-    unsigned char bytes[WIRE_HEADER_BYTES + 256 * sizeof(double)] = {0};
     struct wire_header header = good_chunk();
     header.offset = offset;
     header.length = length;
     header.segment = (uint16_t)(who - 1);
-    wire_encode(&header, bytes);
     job.what = what;
     job.op = 5;
     job.tag = 9;
@@ -364,8 +358,7 @@ static void try_crowd(enum pccl_collective what, int who, uint64_t offset, uint3
     job_open_ring(&peers, &job, 3, 1);
     job_start(&peers, who, &job);
     peers_run(&peers);
-    fake_inject(peers.peer[who].endpoint, bytes, WIRE_HEADER_BYTES + elements * sizeof(float),
-                NULL, 0);
+    peers_inject(&peers, who, &header, elements * sizeof(float));
     peers_run(&peers);
     if (!CHECK(peers_count(&peers, who, PCCL_FAILED, job.op) == !taken))
         fprintf(stderr, "  offset %d length %d\n", (int)offset, (int)length);
@@ -411,18 +404,16 @@ static void test_chunks_behind_short_slices(void)
 static void test_result_of_another_root(void)
 {
     struct job job = job_plain(3000, true);
-    unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
     struct wire_header header = good_chunk();
     header.segment = 2;
     header.step = 1;                                  /* the last one: final */
-    wire_encode(&header, bytes);
     job.what = PCCL_REDUCE;
     job.op = 5;
     job.tag = 9;
     job_make(&job, 3);
     job_open_ring(&peers, &job, 3, 1);
     peers_run(&peers);
-    fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    peers_inject(&peers, 1, &header, 64 * sizeof(float));
     peers_run(&peers);
     CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == 0);
     job_start(&peers, 1, &job);
@@ -457,7 +448,6 @@ static void test_chunk_overtakes_register(void)
 {
     struct job job = make_job(3000, true, 3);
     struct wire_header header = good_chunk();
-    unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
     pccl_options options = peers_options();
     pccl_command nothing = {0};
     int i;
@@ -466,8 +456,7 @@ static void test_chunk_overtakes_register(void)
     for (i = 0; i < 100; i++)
         peers_command(&peers, 1, &nothing);
     job_register(&peers, 1, &job);
-    wire_encode(&header, bytes);
-    fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    peers_inject(&peers, 1, &header, 64 * sizeof(float));
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
     peers_close(&peers);
@@ -482,7 +471,6 @@ static void test_contradictions(void)
     for (variant = 0; variant < 7; variant++) {
         struct job job = make_job(3000, true, 3);
         struct wire_header header = good_chunk();
-        unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
         pccl_options options = peers_options();
         peers_open(&peers, 3, &options, 1);
         peers_connect_ring(&peers, 1, 4);
@@ -497,12 +485,11 @@ static void test_contradictions(void)
         case 5: header.segment++; break;
         case 6: header.ring++; break;
         }
-        wire_encode(&header, bytes);
-        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        peers_inject(&peers, 1, &header, 64 * sizeof(float));
         peers_run(&peers);
         CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == 0);
         if (variant < 2)
-            fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+            peers_inject(&peers, 1, &header, 64 * sizeof(float));
         else
             job_start(&peers, 1, &job);
         peers_run(&peers);
@@ -522,7 +509,6 @@ static void test_final_twice(void)
 {
     struct job job = make_job(128, true, 2);
     struct wire_header header = good_chunk();
-    unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
     int i;
     job_open_ring(&peers, &job, 2, 1);
     job_start(&peers, 1, &job);
@@ -530,9 +516,8 @@ static void test_final_twice(void)
     header.members = 2;
     header.segment = 1;
     header.step = 1;
-    wire_encode(&header, bytes);
     for (i = 0; i < 2; i++) {
-        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        peers_inject(&peers, 1, &header, 64 * sizeof(float));
         peers_run(&peers);
         CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == i);
     }

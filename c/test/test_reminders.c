@@ -2,19 +2,7 @@
 #include "check.h"
 #include "star.h"
 
-enum { LIMIT = 32, FLOOD = 5000 };
-
-static void remind(int times)
-{
-    pccl_command command = {0};
-    command.kind = PCCL_REMIND;
-    command.op = FETCH_OP;
-    command.limit = LIMIT;
-    while (times-- > 0) {
-        peers_command(&peers, 0, &command);
-        peers_run(&peers);
-    }
-}
+enum { FLOOD = 5000 };
 
 /* The holder learns of the transfer too late, and has dropped the requests by then. */
 static void test_lost_requests(void)
@@ -58,37 +46,16 @@ static void test_silent_holder(void)
     }
 }
 
-/* Registers holders that send one chunk for each ALLOW, and says START to all. */
+/* Starts a transfer from holders that send one chunk for each allow_one(). */
 static void open_slow_star(int holders, uint64_t seed)
 {
-    pccl_command command = {0};
-    int who;
-    open_star(holders, seed);
-    enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
-    for (who = 1; who <= holders; who++) {
-        command.kind = PCCL_REGISTER;
-        command.op = SERVE_OP;
-        command.op_kind = PCCL_SERVE;
-        command.run = TEST_RUN;
-        command.tag = TAG;
-        command.min_seq = SEQ - 1;
-        command.pieces = offered;
-        command.n_pieces = PIECES;
-        command.limit = CHUNK;
-        peers_command(&peers, who, &command);
-        start(who, SERVE_OP, 1, 7);
-    }
-    start(0, FETCH_OP, (uint32_t)holders, 7);
+    start_star(holders, seed, 0, CHUNK);
     peers_run(&peers);
 }
 
-static void allow(int who)
+static void allow_one(int who)
 {
-    pccl_command command = {0};
-    command.kind = PCCL_ALLOW;
-    command.op = SERVE_OP;
-    command.limit = CHUNK;
-    peers_command(&peers, who, &command);
+    allow(who, CHUNK);
     peers_run(&peers);
 }
 
@@ -113,7 +80,7 @@ static void test_stuck_lane(void)
         fake_stall(peers.peer[0].endpoint, true);
         for (i = 0; i < 200 && !is_complete(); i++) {
             for (who = 1; who <= holders; who++)
-                allow(who);
+                allow_one(who);
             if (i < 30)
                 remind(1);
         }
@@ -134,8 +101,8 @@ static void test_holder_that_falls_silent(void)
     open_slow_star(2, 4);
     for (i = 0; i < 200 && !is_complete(); i++) {
         if (i < 3)
-            allow(1);
-        allow(2);
+            allow_one(1);
+        allow_one(2);
         if (i < 15)
             remind(1);
     }
@@ -150,10 +117,10 @@ static void test_late_answer(void)
     open_slow_star(2, 6);
     remind(3);                           /* all that both owe is asked of the other one */
     for (i = 0; i < 3; i++)
-        allow(1);
+        allow_one(1);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 0);
     for (i = 0; i < 200 && !is_complete(); i++) {
-        allow(1);
+        allow_one(1);
         remind(1);
     }
     CHECK(is_complete() && has_arrived());
@@ -184,7 +151,7 @@ static void test_slow_answers(void)
     open_slow_star(1, 5);
     for (i = 0; i < 200 && !is_complete(); i++) {
         remind(i % 5 == 0 ? 3 : 1);      /* now and then it is too slow for a reminder */
-        allow(1);
+        allow_one(1);
     }
     CHECK(is_complete() && has_arrived());
     peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
@@ -196,29 +163,18 @@ static void test_slow_answers(void)
 /* Nobody answers at all: this is reported, and the fetch goes on in another round. */
 static void test_no_answer(void)
 {
-    pccl_command command = {0};
-    int who;
     open_star(1, 7);
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
     remind(3);                           /* before its START */
     start(0, FETCH_OP, 1, 7);
-    remind(LIMIT);
+    remind(REMINDERS_MAX);
     CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
     remind(1);
     CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 1);
     CHECK(peers_event(&peers, 0, PCCL_FAILED, FETCH_OP)->status == PCCL_ESTREAM);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
-    command.kind = PCCL_START;
-    command.seq = SEQ + 1;
-    command.nonce = TEST_NONCE;
-    command.chunk_bytes = CHUNK;
-    command.n_ends = 1;
-    command.ends[0].stream = 1;
-    command.ends[0].slot = 7;
-    for (who = 1; who >= 0; who--) {
-        command.op = who == 0 ? FETCH_OP : SERVE_OP;
-        peers_command(&peers, who, &command);
-    }
+    start_round(1, SERVE_OP, 1, 1, 7);
+    start_round(0, FETCH_OP, 1, 1, 7);
     peers_run(&peers);
     CHECK(is_complete() && has_arrived());
     peers_close(&peers);
@@ -228,28 +184,18 @@ static void test_no_answer(void)
 static void test_flood_of_one(void)
 {
     struct wire_header header = good_request();
-    unsigned char bytes[WIRE_HEADER_BYTES];
-    pccl_command command = {0};
     int i;
     open_star(2, 1);
     peers_stream(&peers, 1, 2, 9, 1, 1);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(1, SERVE_OP, 1, 7);
-    command.kind = PCCL_START;
-    command.op = SERVE_OP;
-    command.seq = SEQ;
-    command.nonce = TEST_NONCE;
-    command.n_ends = 1;
-    command.ends[0].stream = 9;
-    command.ends[0].slot = 9;
-    peers_command(&peers, 1, &command);
+    start_round(1, SERVE_OP, 0, 9, 9);
     header.segment = 9;
     header.piece = 43;
     header.length = 1;
     for (i = 0; i < FLOOD; i++) {
         header.offset = (uint64_t)i;
-        wire_encode(&header, bytes);
-        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        peers_inject(&peers, 1, &header, 0);
     }
     fake_refuse(90);                     /* otherwise all would be answered as they come */
     for (i = 0; i < FLOOD / 4; i++)
@@ -267,15 +213,13 @@ static void test_flood_of_one(void)
 static void test_repeated_request(void)
 {
     struct wire_header header = good_request();
-    unsigned char bytes[WIRE_HEADER_BYTES];
     int i;
     open_star(1, 1);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     peers_run(&peers);
     for (i = 0; i < 6; i++) {
         header.step = (uint16_t)(i == 5); /* another attempt of the requester's */
-        wire_encode(&header, bytes);
-        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        peers_inject(&peers, 1, &header, 0);
     }
     peers_run(&peers);
     start(1, SERVE_OP, 1, 7);

@@ -34,33 +34,11 @@ static void begin_epoch(void)
 {
     int i;
     for (i = 0; i < N; i++) {
-        pccl_command expect = {0}, close = {0};
-        expect.kind = PCCL_EXPECT;
-        expect.nonce = TEST_NONCE + 1;
-        peers_command(&peers, i, &expect);
-        close.kind = PCCL_CLOSE_STREAM;
-        for (close.stream = 1; close.stream <= 2; close.stream++)
-            peers_command(&peers, i, &close);
+        peers_expect(&peers, i, TEST_NONCE + 1);
+        peers_close_stream(&peers, i, 1);
+        peers_close_stream(&peers, i, 2);
     }
     peers_run(&peers);
-}
-
-/* START in one ring over stream 3. */
-static void start_on_third(int who, const struct job *job)
-{
-    pccl_command start = {0};
-    start.kind = PCCL_START;
-    start.op = job->op;
-    start.seq = job->seq;
-    start.nonce = TEST_NONCE;
-    start.chunk_bytes = job->chunk_bytes;
-    start.n_rings = 1;
-    start.rings[0].stream = 3;
-    start.rings[0].members = N;
-    start.rings[0].position = (uint32_t)who;
-    start.rings[0].count = job->span;
-    start.rings[0].call = job->op;
-    peers_command(&peers, who, &start);
 }
 
 /* Whether peer 1 receives no more of a job in one ring, where its successor has stalled, than may
@@ -72,7 +50,7 @@ static bool is_limited(const struct job *job, const pccl_options *options)
     begin_epoch();
     fake_stall(peers.peer[2].endpoint, true);
     for (i = 0; i < N; i++)
-        start_on_third(i, job);
+        job_start_at(&peers, i, job, 3, (uint32_t)i, job->op);
     peers_run(&peers);
     fake_stall(peers.peer[2].endpoint, false);
     for (i = 0; i < N; i++)

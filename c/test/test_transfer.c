@@ -3,10 +3,7 @@
 #include "check.h"
 #include "star.h"
 
-#include <stdlib.h>
 #include <string.h>
-
-#include "engine/wire.h"
 
 static void test_fetch(void)
 {
@@ -63,7 +60,7 @@ static void test_starts_add_up(void)
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_FAILED, 9) == 1);
     CHECK(peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 0);
-    command.kind = PCCL_START;
+    command.kind = PCCL_START;       /* the nonce and chunk_bytes of the first START count */
     command.op = FETCH_OP;
     command.seq = SEQ;
     command.n_ends = 1;
@@ -87,21 +84,21 @@ static void test_starts_add_up(void)
     peers_close(&peers);
 }
 
+/* A fetch from two holders, `k` passes after its start. */
+static void run_until(int k, uint32_t leaf_bytes)
+{
+    start_star(2, (uint64_t)k + 1, leaf_bytes, 0);
+    while (k-- > 0)
+        (void)peers_step(&peers);
+}
+
 /* Aborts on both sides after every possible number of passes. */
 static void test_abort_anywhere(void)
 {
     bool done = false;
     int k, i;
     for (k = 0; !done; k++) {
-        open_star(2, (uint64_t)k + 1);
-        enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
-        for (i = 1; i <= 2; i++) {
-            enroll(i, SERVE_OP, PCCL_SERVE, offered, PIECES);
-            start(i, SERVE_OP, 1, 7);
-        }
-        start(0, FETCH_OP, 2, 7);
-        for (i = 0; i < k; i++)
-            (void)peers_step(&peers);
+        run_until(k, 0);
         done = peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 1;
         for (i = 0; i < 3; i++)
             peers_end(&peers, i, PCCL_ABORT, i == 0 ? FETCH_OP : SERVE_OP);
@@ -110,21 +107,6 @@ static void test_abort_anywhere(void)
             CHECK(peers_count(&peers, i, PCCL_SETTLED, i == 0 ? FETCH_OP : SERVE_OP) == 1);
         peers_close(&peers);
     }
-}
-
-/* A fetch from two holders, `k` passes after its start. */
-static void run_until(int k, uint32_t leaf_bytes)
-{
-    int i;
-    open_star(2, (uint64_t)k + 1);
-    enroll_leaves(0, FETCH_OP, PCCL_FETCH, wanted, PIECES, leaf_bytes);
-    for (i = 1; i <= 2; i++) {
-        enroll(i, SERVE_OP, PCCL_SERVE, offered, PIECES);
-        start(i, SERVE_OP, 1, 7);
-    }
-    start(0, FETCH_OP, 2, 7);
-    for (i = 0; i < k; i++)
-        (void)peers_step(&peers);
 }
 
 /* The lane to a holder is lost after every possible number of passes: the other holder gives the
@@ -152,20 +134,9 @@ static void test_holder_lost(void)
 /* START of another round, with stream 3 to holder 1. */
 static void start_again(void)
 {
-    pccl_command command = {0};
-    int who;
     peers_stream(&peers, 0, 1, 3, 1, 2);
-    command.kind = PCCL_START;
-    command.seq = SEQ + 1;
-    command.nonce = TEST_NONCE + 1;
-    command.chunk_bytes = CHUNK;
-    command.n_ends = 1;
-    for (who = 0; who < 2; who++) {
-        command.op = who == 0 ? FETCH_OP : SERVE_OP;
-        command.ends[0].stream = who == 0 ? 3 : 1;
-        command.ends[0].slot = 5;
-        peers_command(&peers, who, &command);
-    }
+    start_round(0, FETCH_OP, 1, 3, 5);
+    start_round(1, SERVE_OP, 1, 1, 5);
     peers_run(&peers);
 }
 
@@ -315,38 +286,19 @@ static void test_verdicts(void)
 /* A requester that is lost does not end the serving of others. */
 static void test_requester_lost(void)
 {
-    pccl_command command = {0};
     open_star(2, 5);
     peers_stream(&peers, 1, 2, 2, 1, 2);         /* holder 1 also serves peer 2 */
     peers_stream(&peers, 2, 1, 3, 1, 2);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(1, SERVE_OP, 1, 7);
-    command.kind = PCCL_START;
-    command.op = SERVE_OP;
-    command.seq = SEQ;
-    command.n_ends = 1;
-    command.ends[0].stream = 2;
-    command.ends[0].slot = 9;
-    peers_command(&peers, 1, &command);
+    start_round(1, SERVE_OP, 0, 2, 9);
     peers_run(&peers);
-    memset(&command, 0, sizeof command);
-    command.kind = PCCL_CLOSE_STREAM;
-    command.stream = 1;
-    peers_command(&peers, 1, &command);
+    peers_close_stream(&peers, 1, 1);
     peers_run(&peers);
     CHECK(peers_count(&peers, 1, PCCL_FAILED, SERVE_OP) == 1);
     CHECK(peers_count(&peers, 1, PCCL_STREAM_LOST, 1) == 0);
     enroll(2, FETCH_OP, PCCL_FETCH, wanted, PIECES);
-    memset(&command, 0, sizeof command);
-    command.kind = PCCL_START;
-    command.op = FETCH_OP;
-    command.seq = SEQ;
-    command.nonce = TEST_NONCE;
-    command.chunk_bytes = CHUNK;
-    command.n_ends = 1;
-    command.ends[0].stream = 3;
-    command.ends[0].slot = 9;
-    peers_command(&peers, 2, &command);
+    start_round(2, FETCH_OP, 0, 3, 9);
     peers_run(&peers);
     CHECK(peers_count(&peers, 2, PCCL_COMPLETE, FETCH_OP) == 1 && has_arrived());
     peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
@@ -358,30 +310,12 @@ static void test_requester_lost(void)
 /* A limited holder sends an answer while it has any allowance left, and then waits for more. */
 static void test_allowance(void)
 {
-    pccl_command command = {0};
     int i;
-    open_star(1, 3);
-    enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
-    command.kind = PCCL_REGISTER;
-    command.op = SERVE_OP;
-    command.op_kind = PCCL_SERVE;
-    command.run = TEST_RUN;
-    command.tag = TAG;
-    command.min_seq = SEQ - 1;
-    command.pieces = offered;
-    command.n_pieces = PIECES;
-    command.limit = 1000;
-    peers_command(&peers, 1, &command);
-    start(1, SERVE_OP, 1, 7);
-    start(0, FETCH_OP, 1, 7);
+    start_star(1, 3, 0, 1000);
     peers_run(&peers);
     CHECK(!is_complete());
-    memset(&command, 0, sizeof command);
-    command.kind = PCCL_ALLOW;
-    command.op = SERVE_OP;
-    command.limit = 1000;
     for (i = 1; i < 100 && !is_complete(); i++) {
-        peers_command(&peers, 1, &command);
+        allow(1, 1000);
         peers_run(&peers);
     }
     CHECK(is_complete() && has_arrived());
@@ -394,13 +328,11 @@ static void test_allowance(void)
 static void try_request(const struct wire_header *header, size_t payload_bytes, int failed,
                         int dropped, const char *what)
 {
-    unsigned char bytes[WIRE_HEADER_BYTES + 8] = {0};
     open_star(1, 1);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(1, SERVE_OP, 1, 7);
     peers_run(&peers);
-    wire_encode(header, bytes);
-    fake_inject(peers.peer[1].endpoint, bytes, WIRE_HEADER_BYTES + payload_bytes, NULL, 0);
+    peers_inject(&peers, 1, header, payload_bytes);
     peers_run(&peers);
     if (!CHECK(peers_count(&peers, 1, PCCL_FAILED, SERVE_OP) == failed
                && (int)pccl_engine_dropped(peers.peer[1].engine) == dropped))
@@ -441,17 +373,15 @@ static void test_hostile_requests(void)
 static void test_flood(void)
 {
     struct wire_header header = good_request();
-    unsigned char bytes[WIRE_HEADER_BYTES];
     int i;
     open_star(1, 1);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     peers_run(&peers);
-    wire_encode(&header, bytes);
     for (i = 0; i < 16384; i++)
-        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        peers_inject(&peers, 1, &header, 0);
     peers_run(&peers);
     CHECK(peers.peer[1].n_events == 0 && pccl_engine_dropped(peers.peer[1].engine) == 0);
-    fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    peers_inject(&peers, 1, &header, 0);
     peers_run(&peers);
     CHECK(peers.peer[1].n_events == 0 && pccl_engine_dropped(peers.peer[1].engine) == 1);
     peers_close(&peers);
@@ -462,27 +392,23 @@ static void test_flood(void)
 static void test_invented_nonces(void)
 {
     struct wire_header header = good_request(), invented = good_request();
-    unsigned char bytes[WIRE_HEADER_BYTES];
     int i, j;
     open_star(1, 1);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     peers_run(&peers);
     for (i = 0; i < 2; i++) {
         for (j = 0; j < 20000; j++) {                /* more than of one nonce are kept */
-            wire_encode(&invented, bytes);
+            peers_inject(&peers, 1, &invented, 0);
             invented.nonce = TEST_NONCE + 1;
             invented.seq = SEQ + (uint64_t)i;
-            fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
         }
         peers_run(&peers);
         header.segment += (uint16_t)i;               /* after START: of a slot that comes */
-        wire_encode(&header, bytes);
-        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        peers_inject(&peers, 1, &header, 0);
         peers_run(&peers);
         for (j = 0; i == 1 && j < 100; j++) {        /* the round that has begun is kept */
             invented.nonce++;
-            wire_encode(&invented, bytes);
-            fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+            peers_inject(&peers, 1, &invented, 0);
         }
         peers_run(&peers);
         start(1, SERVE_OP, 1, 7 + (uint32_t)i);
@@ -499,37 +425,26 @@ static void test_invented_nonces(void)
  * those of a later round wait for a START with its number, which forgets the first requesters. */
 static void test_stale_requests(void)
 {
-    pccl_command command = {0};
     struct wire_header header = good_request();
-    unsigned char bytes[WIRE_HEADER_BYTES];
     int i;
     open_star(1, 1);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     peers_run(&peers);
     for (i = 0; i < 3; i++) {
         header.seq = SEQ + (i == 1);
-        header.nonce = TEST_NONCE + (i == 2);
-        wire_encode(&header, bytes);
-        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        header.nonce = TEST_NONCE + (i > 0);
+        peers_inject(&peers, 1, &header, 0);
     }
     peers_run(&peers);
     start(1, SERVE_OP, 1, 7);
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 1);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 1);   /* the answer that it got */
-    command.kind = PCCL_START;
-    command.op = SERVE_OP;
-    command.seq = SEQ + 1;
-    command.nonce = TEST_NONCE;
-    command.n_ends = 1;
-    command.ends[0].stream = 1;
-    command.ends[0].slot = 7;
-    peers_command(&peers, 1, &command);
+    start_round(1, SERVE_OP, 1, 1, 7);
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 2);
     header.seq = SEQ;
-    wire_encode(&header, bytes);
-    fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    peers_inject(&peers, 1, &header, 0);
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 2);
     CHECK(peers.peer[1].n_events == 0);
@@ -546,7 +461,6 @@ static void test_hostile_data(void)
     int variant;
     for (variant = 0; variant < 8; variant++) {
         struct wire_header header = good_request();
-        unsigned char bytes[WIRE_HEADER_BYTES + 11] = {0};
         size_t payload = 10;
         open_star(1, 1);
         enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
@@ -566,12 +480,11 @@ static void test_hostile_data(void)
         case 6: header.nonce++; break;
         case 7: header.step = 1; break;           /* it has one holder: 0 */
         }
-        wire_encode(&header, bytes);
-        fake_inject(peers.peer[0].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
+        peers_inject(&peers, 0, &header, payload);
         peers_run(&peers);
         CHECK(pccl_engine_dropped(peers.peer[0].engine) == (variant != 0));
         CHECK(got[0][0] == (variant == 0 ? 0 : 0xee));
-        fake_inject(peers.peer[0].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
+        peers_inject(&peers, 0, &header, payload);
         peers_run(&peers);
         CHECK(pccl_engine_dropped(peers.peer[0].engine) == (uint64_t)1 + (variant != 0));
         CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
@@ -581,7 +494,6 @@ static void test_hostile_data(void)
 
 static void test_wrong_pieces(void)
 {
-    pccl_command command = {0};
     open_star(1, 1);
     wanted[1].piece = wanted[0].piece;
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
@@ -593,9 +505,7 @@ static void test_wrong_pieces(void)
     CHECK(peers_event(&peers, 0, PCCL_FAILED, FETCH_OP)->status == PCCL_EINVAL);
     CHECK(peers_event(&peers, 0, PCCL_FAILED, 2)->status == PCCL_EINVAL);
     enroll(0, 3, PCCL_FETCH, &wanted[4], 1);
-    command.kind = PCCL_CLOSE_STREAM;
-    command.stream = 1;
-    peers_command(&peers, 0, &command);
+    peers_close_stream(&peers, 0, 1);
     start(0, 3, 2, 7);                           /* no stream 1 and no stream 2 */
     peers_run(&peers);
     CHECK(peers_event(&peers, 0, PCCL_FAILED, 3)->status == PCCL_ESTREAM);
