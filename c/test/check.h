@@ -1,4 +1,4 @@
-/* check.h - a test framework: CHECK(condition) counts, reports what failed and goes on.
+/* check.h - a test framework: CHECK(condition) counts the check, and reports it if it fails.
  *
  *     int main(void)
  *     {
@@ -27,10 +27,10 @@ static inline int check_one(int holds, const char *condition, const char *file, 
     return 0;
 }
 
-/* Is the value of the condition, so that a loop can stop at the first of many. */
+/* Has the value of the condition, so that a loop can stop at the first failure. */
 #define CHECK(condition) check_one(!!(condition), #condition, __FILE__, __LINE__)
 
-/* Prints the sums. Returns what main returns: 0 when all checks held and there was at least one. */
+/* Prints the counts. Returns the exit status: 0 if there were checks and none failed. */
 static inline int check_report(const char *name)
 {
     printf("%s: %lu checks, %lu failed\n", name, check_count, check_failures);

@@ -14,7 +14,7 @@ enum { FRAMES_MAX = 4, SOCKETS_MAX = 256, LANES_MAX = 64, NAME_MAX_BYTES = 64, R
 
 struct message {
     struct message *next;
-    int n, taken;                    /* frames; those that were received already */
+    int n, taken;                    /* number of frames, and of those already received */
     pccl_msg frame[FRAMES_MAX];
 };
 
@@ -38,7 +38,7 @@ struct socket {
     int type, hwm;
     char bound[NAME_MAX_BYTES];
     struct socket *peer;             /* PAIR */
-    struct queue in;                 /* PAIR; PULL: injected */
+    struct queue in;                 /* PAIR; PULL: injected messages */
     struct lane lanes[LANES_MAX];    /* PUSH */
     int n_lanes;
     struct message *partial;         /* first frames sent, or last frames not yet received */
@@ -54,11 +54,11 @@ static struct {
     int fail_call, fail_second, deny, linger, n_descriptors;
     int fail_step, step_error;
     bool step_failed;
-    unsigned n_delivered;            /* by lanes */
-    struct queue graveyard;          /* arrived, not yet released */
+    unsigned n_delivered;            /* messages that lanes have delivered */
+    struct queue graveyard;          /* messages that have arrived and are not released yet */
 } world;
 
-/* ---- chance, queues ---- */
+/* ---- random numbers, queues ---- */
 
 uint32_t fake_random(uint32_t bound)
 {
@@ -108,7 +108,7 @@ static void bury(struct queue *queue)
 
 volatile bool fake_allocates;
 
-/* Zeroed memory of the fake's own. */
+/* Zeroed memory for the fake itself. */
 static void *new_block(size_t size)
 {
     void *block;
@@ -145,7 +145,7 @@ static void add_frame(struct message *message, const void *data, size_t size)
 
 volatile bool fake_in_step;
 
-/* Whether this call of an engine at work is the one that is to fail. Sets errno. */
+/* Whether this call must fail (fake_fail_in_step). Sets errno. */
 static bool fails_in_step(void)
 {
     if (!fake_in_step || world.fail_step < 0 || world.fail_step-- > 0)
@@ -190,7 +190,7 @@ static int ctx_term(void *context)
     unsigned i;
     for (i = 0; i < world.n_sockets; i++)
         if (world.sockets[i]->context == context)
-            abort();                 /* libzmq would wait for ever */
+            abort();                 /* libzmq would wait forever */
     while ((message = take(&world.graveyard)) != NULL)
         destroy(message);
     world.n_contexts--;
@@ -264,7 +264,7 @@ static int close_socket(void *handle)
     struct socket *socket = handle;
     unsigned i;
     int j;
-    assert(socket->monitor == NULL);     /* the monitor is to be stopped first */
+    assert(socket->monitor == NULL);     /* the monitor must be stopped first */
     cut_lanes_to(socket);
     for (j = 0; j < socket->n_lanes; j++)
         bury(&socket->lanes[j].queue);
@@ -382,7 +382,7 @@ static int poll_nothing(pccl_pollitem *items, int n, long timeout_ms)
 
 /* ---- sending and receiving ---- */
 
-/* A lane with room, by chance, or -1. */
+/* A random lane with room, or -1. */
 static int pick_lane(const struct socket *push)
 {
     int i, n = 0, picked = -1;
@@ -449,7 +449,7 @@ static struct message *pick_message(struct socket *pull)
     return picked != NULL ? take(picked) : NULL;
 }
 
-/* Delivers a message as a copy, as a network does. The sender's bytes are released later. */
+/* Delivers a copy of a message, as a network does. The sender's memory is released later. */
 static struct message *arrive(struct message *sent)
 {
     struct message *message = new_message();
@@ -489,7 +489,7 @@ static int get_errno(void)
     return errno;
 }
 
-/* ---- the test's side ---- */
+/* ---- functions for tests ---- */
 
 void fake_reset(uint64_t seed)
 {

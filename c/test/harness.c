@@ -9,7 +9,7 @@
 #include "engine/ring.h"
 #include "zmq/zmqdefs.h"
 
-enum { IDLE_PASSES = 60 };           /* a refused send makes a busy engine look idle for a while */
+enum { IDLE_PASSES = 60 };           /* after refused sends, a busy engine looks idle for a while */
 
 pccl_options peers_options(void)
 {
@@ -212,8 +212,8 @@ struct job job_crowd(uint64_t count, bool in_place)
     return job;
 }
 
-/* The small whole number `value` as an element: exact in every type, so that any order of
- * reducing is right. */
+/* Stores the small whole number `value` as an element. It is exact in every type, so reducing in
+ * any order gives the same result. */
 static void put_element(int dtype, unsigned char *at, unsigned value)
 {
     static const uint16_t f16[] = {0x0000, 0x3c00, 0x4000, 0x4200, 0x4400};
@@ -246,7 +246,7 @@ static unsigned char *allocate(size_t bytes)
     return memory + 1;               /* odd: buffers may have any alignment */
 }
 
-/* Slices of send, and of recv. */
+/* The numbers of slices in send and in recv. */
 static size_t send_slices(const struct job *job)
 {
     return job->what == PCCL_REDUCE_SCATTER ? (size_t)job->n : 1;
@@ -262,7 +262,7 @@ static size_t slice_bytes(const struct job *job, int k)
     return (size_t)job->part[k].count * pccl_dtype_size(job->part[k].dtype);
 }
 
-/* Where the slice of that rank begins in a buffer of all. */
+/* Where the slice of a rank begins in a buffer of all slices. */
 static size_t slice_at(const struct job *job, int k, int rank)
 {
     size_t rows = job->unlike ? 0 : (size_t)rank;
@@ -288,7 +288,7 @@ static bool is_apart(const struct job *job, int k)
     return (!job->in_place || (job->alternating && k % 2 == 0)) && job->what != PCCL_BROADCAST;
 }
 
-/* The buffers of one part of one peer; in place, the smaller one lies in the larger one. */
+/* Allocates the buffers of one part of one peer. In place, the smaller one lies in the larger. */
 static void make_part(struct job *job, int who, int k)
 {
     pccl_part *part = &job->parts[who][k];
@@ -367,7 +367,7 @@ static void expect_quantized(const struct job *job, unsigned char *sum)
     }
 }
 
-/* What two members get who send each other all of a part, quantized. */
+/* The quantized result of a one-shot, for one part. */
 static void expect_combined(const struct job *job, int k, unsigned char *sum)
 {
     int dtype = job->part[k].dtype;
@@ -398,7 +398,7 @@ static void expect_part(struct job *job, int k)
         else if (job->what == PCCL_BROADCAST)
             memcpy(expected, job->given[job->root][k], slice);
         else if (job->what == PCCL_REDUCE && i != (int)job->root && is_apart(job, k))
-            continue;                /* is not written to */
+            continue;                /* only the root's recv is written */
         else if (job->what == PCCL_REDUCE && i != (int)job->root)
             memcpy(expected, job->given[i][k], slice);
         else
@@ -666,7 +666,7 @@ static size_t row_bytes(const struct trade *trade, int k)
     return (size_t)trade->count[k] * pccl_dtype_size(trade->dtype[k]);
 }
 
-/* Rows that one peer has for another. */
+/* The number of rows that one peer has for another. */
 static uint64_t rows_between(const struct trade *trade, int from, int to, uint64_t seed)
 {
     switch (trade->kind) {
@@ -692,7 +692,7 @@ static uint64_t total(const uint64_t *rows, int n)
     return sum;
 }
 
-/* Writes what a peer has for the others to `at`, or compares it. */
+/* Writes a peer's rows for the others to `at`, or compares them with it. */
 static bool is_given(const struct trade *trade, int who, int k, unsigned char *at, bool write)
 {
     bool same = true;
@@ -766,7 +766,7 @@ void trade_register(struct peers *peers, int who, const struct trade *trade)
 
 void trade_start(struct peers *peers, int who, const struct trade *trade, uint32_t rings)
 {
-    static uint16_t backwards[TEST_PEERS_MAX];       /* of the one world that there is */
+    static uint16_t backwards[TEST_PEERS_MAX];       /* engines read it until SETTLED */
     uint32_t n = (uint32_t)trade->n, i;
     pccl_command command = {0};
     for (i = 0; i < n; i++)

@@ -1,6 +1,6 @@
-/* harness.h - several engines on the fake network, the caller of each (commands out, events in),
- * and what they do: collectives (struct job) and exchanges (struct trade), with their buffers and
- * the expected results. star.h has transfers. */
+/* harness.h - several engines on the fake network, with the caller of each (commands out, events
+ * in), and work for them: collectives (struct job) and exchanges (struct trade), with their buffers
+ * and expected results. star.h has transfers. */
 #ifndef PCCL_HARNESS_H
 #define PCCL_HARNESS_H
 
@@ -17,8 +17,8 @@ struct peer {
     pccl_engine *engine;
     void *pair;
     char endpoint[64];
-    int error;                       /* of pccl_engine_step */
-    int n_up;                        /* STREAM_UP events, which are not kept */
+    int error;                       /* of pccl_engine_step() */
+    int n_up;                        /* number of STREAM_UP events, which are not stored */
     int n_events;
     pccl_event events[TEST_EVENTS_MAX];
 };
@@ -28,16 +28,16 @@ struct peers {
     struct peer peer[TEST_PEERS_MAX];
 };
 
-/* Options that make small data take every path: payloads over 256 bytes are not copied. */
+/* Options with which small data takes every path: payloads over 256 bytes are not copied. */
 pccl_options peers_options(void);
 
-/* Makes `n` engines in a new world. */
+/* Creates `n` engines in a new world. */
 void peers_open(struct peers *peers, int n, const pccl_options *options, uint64_t seed);
 
-/* Makes `n` engines that call the fake network through that table. */
+/* Creates `n` engines that call the fake network through that table. */
 void peers_open_by(struct peers *peers, int n, const pccl_options *options, const pccl_zmq *zmq);
 
-/* Frees the engines; nothing may be left of the world then. */
+/* Frees the engines. Checks that no socket or context is left. */
 void peers_close(struct peers *peers);
 
 /* Opens stream `number` from one peer to another. */
@@ -60,18 +60,20 @@ void peers_inject(struct peers *peers, int who, const struct wire_header *header
 /* COMMIT or ABORT. */
 void peers_end(struct peers *peers, int who, enum pccl_command_kind kind, uint64_t op);
 
-/* Takes in a peer's events. */
+/* Receives a peer's events. */
 void peers_read(struct peer *peer);
 
-/* One pass of every engine, in random order. Whether anything moved or may still move by itself.
- * */
+/* Runs one pass of every engine, in random order. Returns whether anything moved or may still move
+ * by itself. */
 bool peers_step(struct peers *peers);
 
 /* Steps until nothing moves any more. */
 void peers_run(struct peers *peers);
 
-/* How many events of a kind there were for an op (or a stream), and the last of them or NULL. */
+/* The number of events of a kind for an op (STREAM_LOST: for a stream). */
 int peers_count(const struct peers *peers, int who, enum pccl_event_kind kind, uint64_t op);
+
+/* The last of these events, or NULL. */
 const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_event_kind kind,
                               uint64_t op);
 
@@ -85,46 +87,49 @@ struct job {
     int redop, format;
     uint32_t root;
     bool in_place, oneshot;
-    bool alternating;                        /* in place only every second array is */
-    bool eager;                              /* START says that the others may have sent before */
+    bool alternating;                        /* with in_place: only every second array is */
+    bool eager;                              /* START names calls of others that sent before it */
     uint32_t chunk_bytes;
-    uint64_t window;                         /* not 0: send is filled by job_fill() */
-    int n_parts;                             /* 0: one of this type and count */
+    uint64_t window;                         /* not 0: progressive; job_fill() fills send */
+    int n_parts;                             /* 0: one part, of this dtype and count: */
     struct { int dtype; uint64_t count; } part[TEST_PARTS_MAX];
     int dtype;
     uint64_t count;
-    bool unlike;                             /* of an all-gather: the slices differ, by `rows` */
-    uint64_t rows[TEST_PEERS_MAX];           /* by rank; a part's count is that of a row then */
+    bool unlike;                             /* all-gather: the slices differ in their rows */
+    uint64_t rows[TEST_PEERS_MAX];           /* by rank; the count of a part is that of a row */
     int n;
     uint64_t span;                           /* offsets of a slice */
     pccl_part parts[TEST_PEERS_MAX][TEST_PARTS_MAX];
-    unsigned char *given[TEST_PEERS_MAX][TEST_PARTS_MAX];   /* what send held in the beginning */
+    unsigned char *given[TEST_PEERS_MAX][TEST_PARTS_MAX];   /* initial content of send */
     unsigned char *expected[TEST_PEERS_MAX][TEST_PARTS_MAX];
 };
 
 /* An all-reduce of `count` floats under op 1. */
 struct job job_plain(uint64_t count, bool in_place);
 
-/* The same of TEST_PARTS_MAX arrays, most of which are smaller than a chunk: `count` floats, more
- * floats, doubles and floats again, with empty ones in between. */
+/* An all-reduce of TEST_PARTS_MAX arrays, most of which are smaller than a chunk: `count` floats,
+ * then floats, doubles and floats again, with empty arrays in between. */
 struct job job_crowd(uint64_t count, bool in_place);
 
-/* Makes buffers with small whole numbers, at odd addresses, and the expected results. */
+/* Allocates the buffers, at odd addresses and filled with small whole numbers, and computes the
+ * expected results. */
 void job_make(struct job *job, int n);
 void job_free(struct job *job);
 
 void job_register(struct peers *peers, int who, const struct job *job);
 
-/* Makes `n` engines in one ring of two lanes, all of which know of the job. */
+/* Creates `n` engines in one ring of two lanes, and registers the job on all. */
 void job_open_ring(struct peers *peers, const struct job *job, int n, uint64_t seed);
 
-/* Puts a peer's contribution into its memory between two offsets of its only part, and says so. */
+/* Fills a peer's send between two offsets of its only part, and sends READY. */
 void job_fill(struct peers *peers, int who, const struct job *job, uint64_t from, uint64_t to);
 
-/* START in one ring over stream 1; with `rings` 2 in another one over stream 2 as well, in the
- * opposite direction. */
+/* START in one ring over stream 1, for one peer or for all. */
 void job_start(struct peers *peers, int who, const struct job *job);
 void job_start_all(struct peers *peers, const struct job *job);
+
+/* START in `rings` rings: the first over stream 1, the second over stream 2 in the opposite
+ * direction. */
 void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings);
 
 /* START in one ring, over that stream and at that position. `call` is the predecessor's op. */
@@ -134,10 +139,10 @@ void job_start_at(struct peers *peers, int who, const struct job *job, uint32_t 
 /* EAGER, in the same rings as job_start_rings(). */
 void job_eager(struct peers *peers, int who, const struct job *job, uint32_t rings);
 
-/* Whether every peer holds the result, and send is as it was where it must be. */
+/* Whether every peer is complete and holds the result, and send is unchanged where it must be. */
 bool job_is_right(const struct peers *peers, const struct job *job);
 
-/* Whether the memory that an aborted op must leave unchanged is as it was. */
+/* Whether the peer's send has its initial content, as after an ABORT. */
 bool job_is_restored(const struct job *job, int who);
 
 /* Whether no byte of the peer's memory has changed since job_make(). */
@@ -146,24 +151,25 @@ bool job_is_untouched(const struct job *job, int who);
 /* Whether the peer's recv holds the result. */
 bool job_has_result(const struct job *job, int who);
 
-/* Commits the op where that is asked for, and says whether all is settled. */
+/* Commits the op on the peers that need it. Returns whether all are settled. */
 bool job_commit(struct peers *peers, const struct job *job);
 
-/* Aborts the op on all peers, and says whether all is settled and as it was. */
+/* Aborts the op on all peers. Returns whether all are settled and restored. */
 bool job_abort(struct peers *peers, const struct job *job);
 
 /* ---- exchanges ---- */
 
 enum { TRADE_PARTS_MAX = 4, TRADE_OP = 3, TRADE_TAG = 41, TRADE_SEQ = 20 };
 
-/* Who has rows for whom: one for all, all for one, all for all, or anybody. */
+/* Which members have rows for which: the root for all, all for the root, all for all, or any for
+ * any. */
 enum trade_kind { SCATTER, GATHER, ALL_TO_ALL, ANY, TRADE_KINDS };
 
 struct trade {
     enum trade_kind kind;
     int n;
     uint32_t root;
-    bool in_place;                   /* what SCATTER and GATHER keep is where it was */
+    bool in_place;                   /* SCATTER, GATHER: send and recv share the root's own rows */
     uint32_t chunk_bytes;
     int n_parts;
     int dtype[TRADE_PARTS_MAX];
@@ -174,27 +180,28 @@ struct trade {
     unsigned char *memory[TEST_PEERS_MAX][TRADE_PARTS_MAX][2];   /* of send and recv */
 };
 
-/* One array of that type and count. */
+/* An exchange of one array, with `count` floats in a row. */
 struct trade trade_plain(enum trade_kind kind, uint64_t count, bool in_place);
 
-/* Makes the rows, whose numbers depend on the seed where there is a choice. */
+/* Allocates and fills the rows. The seed chooses the root, and the numbers of rows of ANY. */
 void trade_make(struct trade *trade, int n, uint64_t seed);
 void trade_free(struct trade *trade);
 
 void trade_register(struct peers *peers, int who, const struct trade *trade);
 
-/* START in one ring over stream 1; with `rings` 2 in another one over stream 2 as well, in the
- * opposite direction. */
+/* START in `rings` rings, like job_start_rings(). */
 void trade_start(struct peers *peers, int who, const struct trade *trade, uint32_t rings);
 
-/* Whether the peer holds all rows that are for it; whether those that it gave are as they were. */
+/* Whether the peer holds all rows that are for it. */
 bool trade_has_rows(const struct trade *trade, int who);
+
+/* Whether the peer's send is unchanged. */
 bool trade_is_unharmed(const struct trade *trade, int who);
 
-/* Whether every peer is complete and has all. */
+/* Whether every peer is complete and has its rows, and send is unchanged. */
 bool trade_is_right(const struct peers *peers, const struct trade *trade);
 
-/* Commits, or aborts, all; whether everything is settled. */
+/* Commits, or aborts, the exchange on all peers. Returns whether all are settled. */
 bool trade_end(struct peers *peers, enum pccl_command_kind kind);
 
 #endif

@@ -1,5 +1,5 @@
-/* test_allreduce.c - all-reduces on the fake network: the result is right whatever the network does
- * meanwhile. */
+/* test_allreduce.c - all-reduces on the fake network: whatever the network does, the result is
+ * right. */
 #include "check.h"
 #include "harness.h"
 
@@ -60,8 +60,8 @@ static void test_large(void)
     }
 }
 
-/* Two members that send each other everything: in place chunks come before our own of that place
- * are sent, or even before START; every type and operation, several arrays and two rings. */
+/* One-shots of every type and operation, of one array and of several. In place, chunks may arrive
+ * before our own chunks of the same offsets are sent. */
 static void test_oneshot(void)
 {
     static const uint64_t counts[] = {0, 1, 63, 64, 65, 1000, 5003};
@@ -86,7 +86,8 @@ static void test_oneshot(void)
         }
 }
 
-/* Likewise quantized, in every format: in place what is sent may be in the undo buffer in part. */
+/* Quantized one-shots in every format. In place, part of a chunk to send may be in the undo
+ * buffer. */
 static void test_oneshot_quantized(void)
 {
     static const uint64_t counts[] = {0, 1, 65, 1000, 5003};
@@ -108,8 +109,8 @@ static void test_oneshot_quantized(void)
             }
 }
 
-/* One member starts late, and has all of the other one's chunks by then; or gives up, in the middle
- * or at the end, and has its contribution again. */
+/* One member starts late, when it has all chunks of the other already. Or it aborts, in the middle
+ * or at the end, and its contribution is restored. */
 static void test_oneshot_early(void)
 {
     static struct peers peers;
@@ -190,8 +191,8 @@ static void test_types(void)
         }
 }
 
-/* Quantized: every format, with chunks of one block and of several, with and without partial
- * results, all-reduced, reduced and scattered. */
+/* Quantized all-reduces, reduces and reduce-scatters: every format, with chunks of one block and of
+ * several, with and without partial results. */
 static void test_quantized(void)
 {
     static const uint64_t counts[] = {0, 1, 4, 65, 1000, 64 * 5 + 1, 5003};
@@ -216,7 +217,7 @@ static void test_quantized(void)
             }
 }
 
-/* The smallest limits possible, and settings under which everything or nothing is copied. */
+/* The smallest possible limits, and settings with which all payloads or none are copied. */
 static void test_limits(void)
 {
     pccl_options options = peers_options();
@@ -230,7 +231,7 @@ static void test_limits(void)
     }
 }
 
-/* Several ops at once, started in another order by each peer. */
+/* Several ops at once. Each peer starts them in another order. */
 static void test_concurrent(void)
 {
     enum { JOBS = 6, N = 4 };
@@ -266,7 +267,7 @@ static void test_concurrent(void)
     }
 }
 
-/* START reaches some peers only when the others can make no more progress without them. */
+/* Some peers get START only when the others can make no progress without them. */
 static void test_early_chunks(void)
 {
     static struct peers peers;
@@ -300,8 +301,8 @@ static void test_early_chunks(void)
     }
 }
 
-/* Two rings in opposite directions divide the data: neither may wait for room that only the other
- * can free. */
+/* Two rings in opposite directions divide the data, and do not deadlock: neither waits for room
+ * that only the other can free. */
 static void test_two_rings(void)
 {
     enum { N = 3 };

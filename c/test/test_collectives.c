@@ -1,5 +1,5 @@
 /* test_collectives.c - every collective, of one array and of several, on the fake network: the
- * results, and what an abort at any moment restores. */
+ * results, and the memory after an abort at any moment. */
 #include "check.h"
 #include "harness.h"
 
@@ -18,7 +18,7 @@ static struct job make_job(enum pccl_collective what, uint64_t count, bool in_pl
     return job;
 }
 
-/* Arrays of several types and sizes, an empty one in between. */
+/* Arrays of several types and sizes, one of them empty. */
 static struct job make_list(enum pccl_collective what, uint64_t count, bool in_place)
 {
     struct job job = make_job(what, count, in_place);
@@ -32,7 +32,7 @@ static struct job make_list(enum pccl_collective what, uint64_t count, bool in_p
     return job;
 }
 
-/* Many small arrays, of which a chunk has several where buffers have one slice. */
+/* Many small arrays. If buffers have one slice, a chunk spans several of them. */
 static struct job make_crowd(enum pccl_collective what, uint64_t count, bool in_place)
 {
     struct job job = job_crowd(count, in_place);
@@ -56,7 +56,7 @@ static void open_rings(const struct job *job, int n, uint64_t seed, uint32_t rin
     }
 }
 
-/* An all-gather in which each rank has other numbers of rows: none, few and many. */
+/* Gives each rank of an all-gather another number of rows: none, few or many. */
 static void make_unlike(struct job *job, uint64_t seed)
 {
     static const uint64_t rows[] = {0, 1, 7, 64, 130, 3, 0, 201};
@@ -122,7 +122,7 @@ static void test_types(void)
             }
 }
 
-/* Two rings in opposite directions, in the second of which positions are not ranks. */
+/* Two rings in opposite directions. In the second, positions are not ranks. */
 static void test_two_rings(void)
 {
     uint64_t seed;
@@ -138,7 +138,7 @@ static void test_two_rings(void)
         }
 }
 
-/* Slices that differ: of one array and of several, in one ring and two, with early chunks. */
+/* All-gathers whose slices differ, of one array and of several, in one ring and in two. */
 static void test_unlike_slices(void)
 {
     uint64_t seed;
@@ -155,7 +155,7 @@ static void test_unlike_slices(void)
     }
 }
 
-/* What is sent and received is what there is: 4 peers, rows of 64 floats. */
+/* Each peer sends and receives exactly the rows that exist: 4 peers, rows of 64 floats. */
 static void test_unlike_byte_counts(void)
 {
     static const uint64_t rows[] = {3, 0, 1, 10};
@@ -180,7 +180,7 @@ static void test_unlike_byte_counts(void)
     job_free(&job);
 }
 
-/* START reaches some peers only when the others can make no more progress without them. */
+/* Some peers get START only when the others can make no progress without them. */
 static void test_early_chunks(void)
 {
     uint64_t seed;
@@ -214,8 +214,8 @@ static void test_early_chunks(void)
         }
 }
 
-/* After every possible number of passes a lane is cut or not, and all abort: the contribution of
- * each peer is as it was, unless its op was complete and settled. */
+/* Aborts on all peers after every possible number of passes, with or without a lane being cut
+ * before. Each contribution is restored, unless its op was complete and settled. */
 static void abort_anywhere(struct job job, bool cut)
 {
     bool done = false;
@@ -295,7 +295,7 @@ static void test_byte_counts(void)
     }
 }
 
-/* A list takes as many bytes as its elements, and fewer messages than it has arrays. */
+/* A list of arrays takes as many bytes as its elements, and fewer messages than arrays. */
 static void test_crowd_counts(void)
 {
     struct job job = make_crowd(PCCL_ALL_REDUCE, 1, false);

@@ -1,4 +1,4 @@
-/* test_commands.c - impossible commands and streams: each is reported, nothing leaks. */
+/* test_commands.c - invalid commands and streams: each is reported, and nothing leaks. */
 #include "check.h"
 #include "harness.h"
 
@@ -126,7 +126,7 @@ static void test_wrong_starts(void)
     }
 }
 
-/* Commands in one message are carried out in turn, up to a piece of one. */
+/* The commands in a message are carried out in turn. An incomplete one at the end is dropped. */
 static void test_commands_together(void)
 {
     struct job job = make_job(1000, 2);
@@ -151,7 +151,7 @@ static void test_commands_together(void)
     job_free(&job);
 }
 
-/* Ends that come too soon, too late or twice. */
+/* COMMIT and ABORT that come too early, too late or twice. */
 static void test_wrong_ends(void)
 {
     struct job job = make_job(1000, 2);
@@ -181,7 +181,7 @@ static void test_wrong_ends(void)
     job_free(&job);
 }
 
-/* A tag is free again for the next op as soon as the first has been told to end. */
+/* A tag is free for the next op as soon as the first op has its COMMIT. */
 static void test_tag_again(void)
 {
     struct job job = make_job(3000, 2), next = make_job(700, 2);
@@ -214,7 +214,7 @@ static void test_tag_again(void)
 
 /* ---- streams ---- */
 
-/* OPEN_STREAM, and a command with the members for CONNECT_STREAM. */
+/* OPEN_STREAM and CONNECT_STREAM, with the members of a command. */
 static void open_stream(const pccl_command *command, uint32_t number)
 {
     pccl_command both = *command;
@@ -265,7 +265,7 @@ static void test_no_stream(void)
     peers_close(&peers);
 }
 
-/* Ops are started on a stream whose endpoint is not known yet. When it never is, they fail. */
+/* Ops start on a stream whose endpoint is not known yet. If it never is, they fail. */
 static void test_late_endpoint(void)
 {
     static const char why[] = "the name x did not resolve within 5 s";
@@ -315,8 +315,8 @@ static void test_late_endpoint(void)
     }
 }
 
-/* A stream with an automatic number of lanes: the first lane tells how many more. If one of these
- * cannot be opened, the stream is lost. */
+/* The engine chooses the number of lanes when the first one is connected. If another lane cannot be
+ * opened, the stream is lost. */
 static void test_automatic_lanes(void)
 {
     pccl_options options = peers_options();
@@ -365,8 +365,7 @@ static void test_no_engine(void)
     CHECK(fake_open() == 0);
 }
 
-/* Who may connect is asked of the engine from its beginning on. Any number of keys does no harm,
- * and nothing of it stays. */
+/* EXPECT and ADMIT are accepted from the beginning, with any number of keys, and leak nothing. */
 static void test_who_may_connect(void)
 {
     static const char key[] = "a key of forty characters, as they are..";

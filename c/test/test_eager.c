@@ -1,5 +1,6 @@
-/* test_eager.c - what is sent before START: held by its receiver, never applied before the START
- * that names its call, void with its epoch, within a credit. */
+/* test_eager.c - chunks that are sent before START. The receiver holds them, applies them only at
+ * the START that names their call, and drops them at the end of their epoch. The sender keeps to a
+ * credit. */
 #include "check.h"
 #include "harness.h"
 
@@ -46,7 +47,7 @@ static struct job draw(uint64_t seed, int *n)
 }
 
 /* Every collective, in one ring and in two. Each peer registers, sends eagerly (or not) and starts
- * after any number of steps. Until the first START no byte of anybody's memory changes. */
+ * after any number of steps. Until the first START no peer's memory changes. */
 static void test_orders_of_events(void)
 {
     pccl_options options = peers_options();
@@ -90,7 +91,7 @@ static void test_orders_of_events(void)
     CHECK(dropped == 0);
 }
 
-/* A job of `n` peers of which peer 0 has sent what it may. */
+/* A job of `n` peers, of which peer 0 has sent as much as it may before START. */
 static struct job sent_eagerly(int n, uint64_t count, bool joined)
 {
     pccl_options options = peers_options();
@@ -120,7 +121,7 @@ static void finish(struct job *job)
     CHECK(job_commit(&peers, job));
 }
 
-/* What came before REGISTER is there at START; nothing is dropped. */
+/* Chunks that arrive before REGISTER are held until START; none is dropped. */
 static void test_not_joined(void)
 {
     struct job job = sent_eagerly(2, 3000, false);
@@ -129,7 +130,7 @@ static void test_not_joined(void)
     job_start(&peers, 1, &job);
     peers_run(&peers);
     CHECK(peers_event(&peers, 1, PCCL_FAILED, job.op) == NULL);
-    CHECK(!job_is_untouched(&job, 1));       /* it had all it needs of peer 0's first half */
+    CHECK(!job_is_untouched(&job, 1));       /* it had peer 0's chunks already */
     job_start(&peers, 0, &job);
     peers_run(&peers);
     CHECK(job_is_right(&peers, &job));
@@ -139,8 +140,8 @@ static void test_not_joined(void)
     job_free(&job);
 }
 
-/* A vote is taken back: the memory is the caller's at once, though chunks are still under way, and
- * no stream is closed. The next call for the tag is not mistaken for it. */
+/* An ABORT before START gives the memory back at once, although chunks are still under way, and
+ * closes no stream. Its chunks are not mistaken for those of the next call with the tag. */
 static void test_taken_back(void)
 {
     int stalled;
@@ -182,7 +183,8 @@ static void test_taken_back(void)
     }
 }
 
-/* The receiver takes its vote back and votes again: the sender's call still starts with that. */
+/* The receiver aborts its op and registers another one with the tag: that one starts with the
+ * sender's call. */
 static void test_receiver_votes_anew(void)
 {
     struct job job = sent_eagerly(2, 3000, true), again = job;
@@ -199,14 +201,14 @@ static void test_receiver_votes_anew(void)
     job_free(&job);
 }
 
-/* Another epoch: what was sent eagerly is void with its streams, on both sides. */
+/* The next epoch: eager chunks are void, as their streams are closed, on both sides. */
 static void test_another_epoch(void)
 {
     int variant;
     for (variant = 0; variant < 3; variant++) {
         struct job job = sent_eagerly(3, 5000, variant != 1);
         int i;
-        if (variant == 2) {          /* its chunks come when the receiver knows of the next one */
+        if (variant == 2) {          /* its chunks arrive when the receiver is in the next epoch */
             peers_expect(&peers, 1, 6);
             (void)peers_step(&peers);
         }
@@ -248,7 +250,7 @@ static void test_lost_stream(void)
     }
 }
 
-/* What was sent before START, as it counts at the sender: by the chunks of a stream of 4 KiB. */
+/* Aborts an op. Returns the number of payload bytes that it has sent. */
 static uint64_t sent_bytes(int who, uint64_t op)
 {
     const pccl_event *event;
@@ -258,7 +260,7 @@ static uint64_t sent_bytes(int who, uint64_t op)
     return event != NULL ? event->tx_bytes : 0;
 }
 
-/* No more than the credit is sent before START; START gives it back, ABORT does not. */
+/* An op sends no more than the credit before START. START gives the credit back, ABORT does not. */
 static void test_credit(void)
 {
     enum { COUNT = 1 << 21, CREDIT = 1 << 20 };
@@ -295,7 +297,7 @@ static void test_credit(void)
     CHECK(sent_bytes(0, jobs[2].op) == 0);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
     job_register(&peers, 1, &jobs[3]);
-    job_eager(&peers, 0, &jobs[3], 1);       /* without credit it goes as ever */
+    job_eager(&peers, 0, &jobs[3], 1);       /* without credit everything is sent after START */
     job_start(&peers, 0, &jobs[3]);
     job_start(&peers, 1, &jobs[3]);
     peers_run(&peers);
@@ -306,7 +308,7 @@ static void test_credit(void)
         job_free(&jobs[j]);
 }
 
-/* What START has taken counts no more: calls may begin again and again. */
+/* Chunks that a START has taken no longer count, so any number of calls may begin eagerly. */
 static void test_again(void)
 {
     enum { COUNT = 1 << 19, TIMES = 20 };    /* more in all than a receiver holds */
@@ -348,7 +350,7 @@ static struct wire_header eager_chunk(uint64_t call)
     return header;
 }
 
-/* More than an honest sender sends is dropped, for a tag that is joined and for one that is not. */
+/* Chunks beyond what an honest sender sends are dropped, for a registered tag and for another. */
 static void test_flood(void)
 {
     enum { MESSAGE = 1 << 20 };
@@ -383,11 +385,11 @@ static void test_flood(void)
     }
 }
 
-/* What came for a tag before it was joined counts apart once it is, and again like the rest when
- * the vote is taken back. */
+/* Chunks for a tag that is registered later have a limit of their own from then on. After its ABORT
+ * they count with the others again. */
 static void test_joined_later(void)
 {
-    enum { MESSAGE = 1 << 20, HELD = 15 };       /* so many are less than a receiver holds */
+    enum { MESSAGE = 1 << 20, HELD = 15 };       /* messages: fewer than a receiver holds */
     pccl_options options = peers_options();
     struct job job = job_plain(1000, true);
     struct wire_header header = eager_chunk(1);
@@ -412,7 +414,7 @@ static void test_joined_later(void)
     job_free(&job);
 }
 
-/* Which chunks a START takes. */
+/* START takes only chunks of its call, epoch, ring and tag. */
 static void test_which_call(void)
 {
     static const struct { uint64_t call, nonce, ring, tag; bool taken; int dropped; } cases[] = {
@@ -462,7 +464,7 @@ static void test_which_call(void)
         }
 }
 
-/* Each peer has a number of its own for the call. */
+/* Each peer has another op number for the call. */
 static void test_own_numbers(void)
 {
     enum { N = 3 };
@@ -491,7 +493,7 @@ static void test_own_numbers(void)
     job_free(&job);
 }
 
-/* A packet of so many bytes in the unexpected, or not: whether it was held. */
+/* Offers a packet of `bytes` bytes to `unexpected`. Returns whether it is held. */
 static bool hold(struct unexpected *unexpected, uint64_t call, uint64_t tag, size_t bytes,
                  bool awaited)
 {
@@ -517,7 +519,7 @@ static bool has(struct unexpected *unexpected, uint64_t call)
     return true;
 }
 
-/* What START frees, and what counts together. */
+/* START frees the chunks of its call and of smaller ones; and the limits of what is held. */
 static void test_held_chunks(void)
 {
     enum { NEARLY_ALL = EAGER_MAX - 2 * EAGER_COST };
@@ -542,7 +544,7 @@ static void test_held_chunks(void)
     CHECK(unexpected.first == NULL);
 }
 
-/* EAGER twice, with impossible rings, or contradicted by START. */
+/* EAGER twice, with invalid rings, or contradicted by START. */
 static void test_wrong_commands(void)
 {
     int variant;

@@ -1,5 +1,5 @@
-/* test_exchange.c - exchanges on the fake network: the results whatever the network does, how far
- * rows travel, what commands and messages are refused. */
+/* test_exchange.c - exchanges on the fake network: their results, how far rows travel, and which
+ * commands and messages are refused. */
 #include "check.h"
 #include "harness.h"
 
@@ -9,7 +9,7 @@
 
 static struct peers peers;
 
-/* Arrays of several types, an empty one in between. */
+/* Arrays of several types, one of them empty. */
 static struct trade make_list(enum trade_kind kind, uint64_t count, bool in_place)
 {
     static const int dtypes[] = {PCCL_F32, PCCL_U8, PCCL_F64, PCCL_BF16};
@@ -88,7 +88,7 @@ static void test_types(void)
         }
 }
 
-/* Two rings in opposite directions, in the second of which positions are not ranks. */
+/* Two rings in opposite directions. In the second, positions are not ranks. */
 static void test_two_rings(void)
 {
     uint64_t seed;
@@ -101,7 +101,7 @@ static void test_two_rings(void)
         }
 }
 
-/* START reaches some peers only when the others can make no more progress without them. */
+/* Some peers get START only when the others can make no progress without them. */
 static void test_early_messages(void)
 {
     uint64_t seed;
@@ -131,8 +131,8 @@ static void test_early_messages(void)
         }
 }
 
-/* After every possible number of passes a lane is cut or not, and all abort: what was given is as
- * it was, and nothing refers to it any more. */
+/* Aborts on all peers after every possible number of passes, with or without a lane being cut
+ * before. Send is unchanged, and the engines refer to it no more. */
 static void abort_anywhere(enum trade_kind kind, bool in_place, bool cut)
 {
     bool done = false;
@@ -169,8 +169,8 @@ static void test_aborts(void)
                 abort_anywhere((enum trade_kind)kind, in_place, cut);
 }
 
-/* Rows that each position has sent in a ring of four, and in two opposite ones: nothing travels
- * farther than it must. The root is the last one. */
+/* Rows travel no farther than they must. The table has the rows that each position has sent in a
+ * ring of four, and in two opposite ones. The root is the last position. */
 static void test_how_far_rows_travel(void)
 {
     static const uint64_t sent[3][2][4] = {
@@ -200,9 +200,9 @@ static void test_how_far_rows_travel(void)
         }
 }
 
-/* ---- what is refused ---- */
+/* ---- invalid commands and messages ---- */
 
-/* A command of peer 0 that must fail the op. */
+/* Gives peer 0 a command that must fail the op. */
 static void expect_failed(const pccl_command *command, const char *what)
 {
     pccl_options options = peers_options();
@@ -302,7 +302,7 @@ static void test_wrong_starts(void)
     }
 }
 
-/* Two peers, the first of which sends to the second over the only stream there is. */
+/* A send: two peers with one stream, over which the first sends to the second. */
 static void test_a_send(void)
 {
     uint64_t counts[] = {0, 1, 997}, seed;
@@ -347,7 +347,7 @@ static void test_a_send(void)
 
 enum outcome { TAKEN, DROPPED, FATAL };
 
-/* From position 0 to position 1, of rows of 64 floats. */
+/* A row of 64 floats from position 0 to position 1. */
 static struct wire_header good_row(void)
 {
     struct wire_header header = {0};
@@ -362,8 +362,7 @@ static struct wire_header good_row(void)
     return header;
 }
 
-/* Gives peer 1 one message, twice if that is asked for, before or after its START, and checks the
- * outcome. */
+/* Gives peer 1 a message, `times` times, before or after its START, and checks the outcome. */
 static void try_message(const struct wire_header *header, uint64_t bytes, int times, bool early,
                         enum outcome outcome, const char *what)
 {

@@ -7,7 +7,7 @@
 #include "engine/wire.h"
 
 static struct peers peers;
-static int format;                   /* of the jobs: each test runs with quantized ones too */
+static int format;                   /* of the jobs */
 
 static struct job make_job(uint64_t count, bool in_place, int n)
 {
@@ -28,7 +28,7 @@ static bool all_complete(const struct job *job)
     return true;
 }
 
-/* Aborts after every possible number of passes. The ring is usable afterwards, or its streams are
+/* Aborts after every possible number of passes. Afterwards the ring works, or its streams are
  * reported lost. */
 static void test_abort_anywhere(void)
 {
@@ -120,8 +120,8 @@ static void test_lose_lane_anywhere(void)
     CHECK(hits > 3);
 }
 
-/* A lane is cut when its op is COMPLETE and forgotten, but the neighbour does not have everything:
- * STREAM_LOST is the only sign of that. */
+/* A lane is cut when its op is COMPLETE and settled, but the neighbour does not have everything:
+ * only STREAM_LOST reports it. */
 static void test_lose_lane_of_forgotten_op(void)
 {
     pccl_options options = peers_options();
@@ -154,7 +154,7 @@ static void test_lose_lane_of_forgotten_op(void)
     CHECK(hits > 0);
 }
 
-/* An op that is COMPLETE can be committed after its stream was lost: the result is there. */
+/* A COMPLETE op can be committed after its stream was lost. */
 static void test_commit_after_loss(void)
 {
     struct job job = make_job(3000, true, 3);
@@ -177,7 +177,7 @@ static void test_commit_after_loss(void)
     job_free(&job);
 }
 
-/* A lane that goes between the two frames of a message. */
+/* A lane is lost between the two frames of a message. */
 static void test_torn_message(void)
 {
     struct job job = make_job(6000, true, 2);
@@ -212,7 +212,7 @@ static void test_free_unsettled(void)
 
 /* ---- hostile messages ---- */
 
-/* A chunk that peer 1 of 3 may receive at step 0: segment 0 of 3000 elements is [0, 960). */
+/* A chunk that peer 1 of 3 may receive at step 0. Segment 0 of 3000 elements is [0, 960). */
 static struct wire_header good_chunk(void)
 {
     struct wire_header header = {0};
@@ -231,7 +231,7 @@ static struct wire_header good_chunk(void)
 
 enum outcome { TAKEN, DROPPED, FATAL };
 
-/* Gives peer 1 one message before or after its START, and checks the outcome. */
+/* Gives peer 1 a message, before or after its START, and checks the outcome. */
 static void try_message(const struct wire_header *header, size_t payload_bytes, bool two_frames,
                         bool started, enum outcome outcome, const char *what)
 {
@@ -281,10 +281,10 @@ static void test_hostile_messages(void)
     TRY(DROPPED, DROPPED, header.run++);
     TRY(DROPPED, DROPPED, header.tag++);
     TRY(DROPPED, DROPPED, header.seq--);
-    TRY(TAKEN, DROPPED, header.seq++);               /* before START it may be right */
+    TRY(TAKEN, DROPPED, header.seq++);               /* before START it may be valid */
     TRY(DROPPED, DROPPED, header.kind = WIRE_REQUEST);
     TRY(DROPPED, DROPPED, header.kind = WIRE_DATA);
-    TRY(TAKEN, DROPPED, header.nonce++);             /* a stranger, who cannot know it */
+    TRY(TAKEN, DROPPED, header.nonce++);             /* strangers do not know the nonce */
     TRY(TAKEN, FATAL, header.ring++);
     TRY(FATAL, FATAL, header.ring = 8);
     TRY(TAKEN, FATAL, header.members++);
@@ -311,8 +311,8 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, bytes = 0);
 }
 
-/* Peer 1 of 3 gathers slices of 1, 2 and 0 rows of 64 floats: those of a chunk that there is not
- * have no address. */
+/* Gives a chunk to peer 1 of 3, in an all-gather of slices of 1, 2 and 0 rows of 64 floats. It must
+ * refuse offsets behind a shorter slice. */
 static void try_unlike(uint64_t offset, uint32_t length, uint16_t step, bool started, bool taken)
 {
     struct job job = job_plain(64, false);
@@ -341,8 +341,8 @@ static void try_unlike(uint64_t offset, uint32_t length, uint16_t step, bool sta
     job_free(&job);
 }
 
-/* Whether a peer of 3 takes a chunk of a crowd, whose first segments are the offsets up to 256, of
- * 1, 1, 63 and 64 floats, and up to 512, of 65 and 7 floats and 5 doubles. */
+/* Gives a chunk of a crowd to a peer of 3. The first segment has the offsets up to 256: parts of 1,
+ * 1, 63 and 64 floats. The second has those up to 512: parts of 65 and 7 floats and 5 doubles. */
 static void try_crowd(enum pccl_collective what, int who, uint64_t offset, uint32_t length,
                       size_t elements, bool taken)
 {
@@ -400,7 +400,7 @@ static void test_chunks_behind_short_slices(void)
     }
 }
 
-/* The result of a REDUCE comes to a peer that is not the root, before START says so. */
+/* The result of a REDUCE arrives before START at a peer that START does not make the root. */
 static void test_result_of_another_root(void)
 {
     struct job job = job_plain(3000, true);
@@ -425,7 +425,7 @@ static void test_result_of_another_root(void)
     job_free(&job);
 }
 
-/* Any bytes are a valid quantized payload if there are as many as there must be. */
+/* Any bytes are a valid quantized payload, if their number is right. */
 static void test_hostile_payloads(void)
 {
     format = PCCL_BLOCK_8;
@@ -443,7 +443,7 @@ static void test_hostile_payloads(void)
     format = PCCL_UNQUANTIZED;
 }
 
-/* The REGISTER of a chunk's op has been sent, but other commands are still queued before it. */
+/* A chunk arrives while the REGISTER of its op is still queued behind other commands. */
 static void test_chunk_overtakes_register(void)
 {
     struct job job = make_job(3000, true, 3);
@@ -463,8 +463,7 @@ static void test_chunk_overtakes_register(void)
     job_free(&job);
 }
 
-/* The same chunk twice, before and after START; and early chunks that contradict each other or
- * the START. */
+/* The same chunk twice, before and after START; and early chunks that contradict START. */
 static void test_contradictions(void)
 {
     int variant;
@@ -504,7 +503,7 @@ static void test_contradictions(void)
     }
 }
 
-/* A final chunk of our own segment: right once it has been sent, wrong a second time. */
+/* A final chunk of our own segment is valid once we have sent ours, and invalid the second time. */
 static void test_final_twice(void)
 {
     struct job job = make_job(128, true, 2);
@@ -526,8 +525,8 @@ static void test_final_twice(void)
     job_free(&job);
 }
 
-/* Frames that are no message at all, then random bytes and good headers with random changes,
- * between real traffic. */
+/* Frames that are no messages, random bytes, and good headers with random changes, amid real
+ * traffic. */
 static void test_fuzz(bool crowd)
 {
     unsigned char bytes[WIRE_HEADER_BYTES + 600];

@@ -1,4 +1,4 @@
-/* test_ipc.c - what is set on a connection of an engine's streams, and on no other one. */
+/* test_ipc.c - options are set on the connections of an engine's streams, and on no others. */
 #if defined __linux__
 #define _GNU_SOURCE
 #elif defined __APPLE__
@@ -24,7 +24,7 @@ static int room(int fd)
     return bytes;
 }
 
-/* A connection to a path, and both of its ends; false: there is none. */
+/* Connects over a path and stores both ends. Returns whether that worked. */
 static bool join(const char *path, int *ends)
 {
     struct sockaddr_un address = {0};
@@ -52,21 +52,22 @@ static void test_rooms(void)
         return;
     before = room(ends[0]);
     ipc_prepare(ends[0], "tcp://127.0.0.1:1");
-    ipc_prepare(ends[0], "ipc:///tmp/another");      /* as one of the process's own sockets */
+    ipc_prepare(ends[0], "ipc:///tmp/another");      /* it is a socket of something else */
     CHECK(room(ends[0]) == before);
     ipc_prepare(ends[0], endpoint);
     CHECK(room(ends[0]) > before);
     CHECK(room(ends[1]) == before);
     before = room(tcp);
-    ipc_prepare(tcp, endpoint);      /* whose buffer grows by itself, unless it was set */
+    ipc_prepare(tcp, endpoint);      /* its buffer grows by itself, unless it was set */
     CHECK(room(tcp) == before);
     (void)close(ends[0]);
     (void)close(ends[1]);
-    ipc_prepare(ends[0], endpoint);  /* is closed by now */
+    ipc_prepare(ends[0], endpoint);  /* it is closed by now */
     (void)close(tcp);
 }
 
-/* A TCP connection on this machine: both of its ends, and the port of the second one. */
+/* Connects over TCP on this machine, and stores both ends and the port of the second one. Returns
+ * whether that worked. */
 static bool join_tcp(int *ends, uint32_t *port)
 {
     struct sockaddr_in address = {0};
@@ -94,7 +95,7 @@ static bool is_paced(int fd)
     return getsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &rate, &size) == 0 && rate == 0xfffffffe;
 }
 
-/* A descriptor that is another connection's by now is left alone, whenever that comes to light. */
+/* A descriptor that belongs to another connection by now is left alone, in every function. */
 static void test_descriptors_of_others(void)
 {
     struct tcp_connection connection;

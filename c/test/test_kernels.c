@@ -1,6 +1,6 @@
-/* test_kernels.c - the kernels at every type, operation, size and alignment, in memory that ends
- * where it says (for the sanitizers), and the arithmetic that C leaves undefined if done naively.
- * That values are right is compared with numpy by tests/unit/test_kernels.py. */
+/* test_kernels.c - the kernels at every type, operation, size and alignment, in blocks of exactly
+ * the right size (for the sanitizers), and integer arithmetic that would be undefined in plain C.
+ * tests/unit/test_kernels.py compares the values with numpy. */
 #include "check.h"
 #include "pccl_core.h"
 
@@ -36,7 +36,8 @@ static block block_new(size_t bytes, size_t offset)
     return made;
 }
 
-/* One array operation gives what single elements give, in place or not, and spares its operands. */
+/* An operation on arrays gives the same results as on single elements, in place or not, and does
+ * not change its operands. */
 static void test_shape(int dtype, int redop, size_t n, size_t offset)
 {
     const size_t size = pccl_dtype_size(dtype);
@@ -132,7 +133,7 @@ static void test_arguments(void)
 static void test_outer(void)
 {
     enum { N = 67 };
-    /* One byte off, for alignment; exact for the allocator. */
+    /* Unaligned, and of exactly the right size. */
     block theta = block_new(N * sizeof(float), 1);
     block v = block_new(N * sizeof(float), 2);
     block g = block_new(N * sizeof(float), 3);

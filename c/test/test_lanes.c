@@ -1,5 +1,5 @@
-/* test_lanes.c - lanes that adapt while they run. The test says what the operating system would
- * tell of each connection: the linker puts its functions before those of tcp.c. */
+/* test_lanes.c - lanes that adapt while they run. The test plays the operating system: the linker
+ * replaces functions of transport.c by those that begin with __wrap_. */
 #include "check.h"
 #include "engine/lanes.h"
 #include "engine/transport.h"
@@ -11,10 +11,10 @@ enum {
     ROUND_TRIP_US = 100000,
     WINDOW = 400000,         /* bytes */
     KNOWN_MAX = 256,
-    MANY = 3 << 20           /* elements: of 16 lanes, a dozen looks */
+    MANY = 3 << 20           /* elements: a dozen looks at 16 lanes */
 };
 
-/* What is told of the connections, by descriptor; those of the fake and those of this test. */
+/* The state of each connection, by descriptor, and the limits that were set on it. */
 static struct {
     bool known;
     struct tcp_state state;
@@ -60,7 +60,7 @@ static void add(struct lanes *lanes, int fd)
     lanes_add(lanes, &connection);
 }
 
-/* Tells of a connection whose window is full, on a link whose queue is empty. */
+/* Gives a connection a full window, on a link whose queue is empty. */
 static void tell(int lane, uint64_t window)
 {
     told[lane].known = true;
@@ -69,7 +69,7 @@ static void tell(int lane, uint64_t window)
     told[lane].state.unsent = 1;
 }
 
-/* Lanes that all have such a window. */
+/* `n` lanes with that window. */
 static struct lanes make(int n, uint64_t window)
 {
     struct lanes lanes = {0};
@@ -82,7 +82,7 @@ static struct lanes make(int n, uint64_t window)
     return lanes;
 }
 
-/* How many more lanes are asked for in so many looks. */
+/* Looks `times` times. Returns the number of lanes that this asks for. */
 static uint32_t look(struct lanes *lanes, int times)
 {
     uint32_t more = 0;
@@ -91,14 +91,14 @@ static uint32_t look(struct lanes *lanes, int times)
     return more;
 }
 
-/* ---- what a lane holds ---- */
+/* ---- unsent bytes and chunks ---- */
 
 static void test_what_a_lane_holds_is_little_in_time(void)
 {
     struct lanes lanes = make(3, WINDOW);
     tell(1, 10 * WINDOW);
     tell(2, WINDOW / 100);
-    told[0].state.round_trip_us *= 2;                /* a queue on the way is time, too */
+    told[0].state.round_trip_us *= 2;                /* it has to wait in a queue on the way */
     (void)lanes_look(&lanes);
     CHECK(told[0].limit == WINDOW * 16 / 200);
     CHECK(told[1].limit == TCP_UNSENT_MAX);
@@ -128,7 +128,7 @@ static void test_chunks_are_as_large_as_lanes_are_fast(void)
         (void)lanes_look(&lanes);
         CHECK(lanes_chunk(&lanes, 1 << 20) == cases[i].chunk);
         CHECK(lanes_chunk(&lanes, 1000) == 1000);
-        told[2].known = told[3].known = false;       /* they may be as fast as the others */
+        told[2].known = told[3].known = false;       /* they count as fast as the others */
         (void)lanes_look(&lanes);
         CHECK(lanes_chunk(&lanes, 1 << 20) == cases[i].chunk);
     }
@@ -145,7 +145,7 @@ static void test_the_next_look_is_a_round_trip_later(void)
     CHECK(!lanes_count(&lanes, 4 * 65536 - 1) && lanes_count(&lanes, 1));
 }
 
-/* ---- how many there are ---- */
+/* ---- the number of lanes ---- */
 
 static void test_windows_that_are_held_down_ask_for_more_lanes(void)
 {
@@ -156,7 +156,7 @@ static void test_windows_that_are_held_down_ask_for_more_lanes(void)
     CHECK(lanes_look(&lanes) == 8);
 }
 
-/* What only just counts: as full, as without a queue, as the same windows. */
+/* The limits of each condition: windows nearly full, a queue nearly empty, windows nearly equal. */
 static void test_what_is_nearly_so_counts(void)
 {
     static const uint64_t windows[] = {
@@ -193,7 +193,7 @@ static void test_a_full_link_asks_for_none(void)
     for (i = 0; i < 2; i++)
         told[i].state.round_trip_us = ROUND_TRIP_US * 5 / 4;
     CHECK(look(&lanes, 10) == 0);
-    told[0].state.round_trip_us = ROUND_TRIP_US;     /* and what was seen before counts no more */
+    told[0].state.round_trip_us = ROUND_TRIP_US;     /* earlier looks no longer count */
     CHECK(look(&lanes, 4) == 0 && lanes_look(&lanes) == 2);
 }
 
@@ -261,7 +261,7 @@ static void test_a_lane_that_is_gone_is_left_alone(void)
     (void)lanes_look(&lanes);
     CHECK(lanes.n == 1 && told[0].changes == 2 && told[2].changes == 1);
     tell(3, WINDOW);
-    add(&lanes, 3);                            /* and this one none yet, where one was lost */
+    add(&lanes, 3);                            /* takes the place of a lost one, without a limit */
     (void)lanes_look(&lanes);
     CHECK(told[2].changes == 1 && told[3].changes == 1);
 }
@@ -270,8 +270,8 @@ static void test_a_lane_that_is_gone_is_left_alone(void)
 
 static struct peers peers;
 
-/* A ring of two with lanes of their own choice, one of which has stalled: runs until nothing moves
- * that does not wait for that one. */
+/* Starts an all-reduce in a ring of two whose number of lanes the engines choose. One lane has
+ * stalled; runs until everything waits for that one. */
 static struct job begin(uint64_t seed, int deny, int linger)
 {
     struct job job = job_plain(MANY, seed % 2 == 0);
@@ -328,7 +328,7 @@ static void test_lanes_that_are_turned_away_cost_nothing(void)
     }
 }
 
-/* A handshake that succeeds is never taken for that of another lane, which may still fail. */
+/* A handshake that succeeds is never taken for that of a lane that may still fail. */
 static void test_a_first_lane_comes_after_lanes_are_wanted(void)
 {
     uint64_t seed;

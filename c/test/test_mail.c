@@ -1,4 +1,4 @@
-/* test_mail.c - all that waits is taken in order, as much as fits, and released. */
+/* test_mail.c - waiting messages are received in order, as many as fit, and released; and sent. */
 #include "check.h"
 #include "fake.h"
 #include "zmq/zmqdefs.h"

@@ -1,5 +1,5 @@
-/* test_packet.c - packets and their source: what is copied, what is referred to and how that is
- * counted, what waits. No op and no engine is there. */
+/* test_packet.c - packets and their sources, without ops or engines: copied payloads, references
+ * and their counts, and waiting packets. */
 #include "check.h"
 #include "fake.h"
 
@@ -50,7 +50,7 @@ static void test_few_bytes_are_copied(void)
     source_free(&source);
 }
 
-/* The count falls when ZeroMQ lets go of the message, here as it is closed. */
+/* The count falls when ZeroMQ releases the message; here, when the message is closed. */
 static void test_many_bytes_are_referred_to(void)
 {
     struct backlog backlog = {0, 0};
@@ -72,7 +72,8 @@ static void test_many_bytes_are_referred_to(void)
     source_free(&source);
 }
 
-/* A packet that waits counts, for its source and for all; one that refers holds no bytes. */
+/* A waiting packet counts for its source and in the backlog. One that refers to memory of its
+ * source counts no bytes. */
 static void test_what_waits_is_counted(void)
 {
     struct backlog backlog = {0, 0};

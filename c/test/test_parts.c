@@ -1,4 +1,4 @@
-/* test_parts.c - the arrays of a collective: what lies where, in place or not, what is restored. */
+/* test_parts.c - the arrays of a collective: addresses, buffers in place or not, and undo. */
 #include "check.h"
 
 #include <stdlib.h>
@@ -16,7 +16,8 @@ static const struct shape scatters = {.reduces = true, .scatters = true};
 static const struct shape gathers = {.gathers = true};
 static const struct shape rooted = {.rooted = true};
 
-/* The parts of a command, for a collective of MEMBERS members. `room` holds N_PARTS parts. */
+/* Stores the arrays `given` in `parts`, for a collective of MEMBERS members. `room` has memory for
+ * N_PARTS parts. */
 static const char *enter_in(int format, struct parts *parts, struct part *room,
                             const pccl_part *given, const struct shape *shape)
 {
@@ -52,7 +53,7 @@ static void make(pccl_part *given)
     }
 }
 
-/* Two parts that are not empty take 192 and 64 offsets of a slice. */
+/* The two parts that are not empty take 192 and 64 offsets of a slice. */
 static void test_addresses(void)
 {
     struct part room[N_PARTS];
@@ -79,7 +80,7 @@ static void test_addresses(void)
     CHECK(from == 1 && to == 3);
 }
 
-/* A chunk goes on into parts of the same type where there is one slice. */
+/* If buffers have one slice, a chunk may span small parts of the same type. */
 static void test_stretches(void)
 {
     static unsigned char large[2][SMALL_BYTES + 1];
@@ -155,7 +156,7 @@ static void test_places(void)
     make(given);
     CHECK(enter(&parts, room, given, &scatters) == NULL);
     CHECK(parts_lie_at(&parts, 0) && parts_lie_at(&parts, 2));
-    given[2].recv = NULL;            /* a rooted one has no send but recv */
+    given[2].recv = NULL;            /* a rooted collective uses recv alone */
     CHECK(enter(&parts, room, given, &rooted) != NULL);
     make(given);
     given[2].send = NULL;
@@ -164,7 +165,7 @@ static void test_places(void)
     CHECK(enter(&parts, room, given, &plain) != NULL);
 }
 
-/* What is in the set comes back, and nothing else does. */
+/* The blocks in the set are restored, and no others. */
 static void test_undo(void)
 {
     struct undo undo = {NULL, 0}, spare = {NULL, 0};
@@ -191,7 +192,7 @@ static void test_undo(void)
     free(spare.memory);
 }
 
-/* The larger buffer is kept, for the next that needs no more. */
+/* The larger buffer is kept as the spare one, for the next op that needs no larger one. */
 static void test_spare(void)
 {
     struct undo small = {NULL, 0}, large = {NULL, 0}, spare = {NULL, 0};

@@ -1,6 +1,6 @@
-/* test_payloads.c - the encodings of whole arrays at many sizes and alignments, in memory that ends
- * where it says (for the sanitizers), and what a stranger may have sent. That values are right is
- * compared with numpy by tests/unit/test_payloads.py. */
+/* test_payloads.c - the encodings of whole arrays at many sizes and alignments, in blocks of
+ * exactly the right size (for the sanitizers), and of arbitrary bytes. tests/unit/test_payloads.py
+ * compares the values with numpy. */
 #include "check.h"
 #include "pccl_core.h"
 
@@ -54,7 +54,7 @@ static unsigned char *room(size_t bytes, size_t offset, unsigned char **base)
     return *base + offset;
 }
 
-/* There is one answer, wherever the arrays lie. */
+/* The result does not depend on the alignment of the arrays. */
 static void test_shape(int encoding, size_t n, size_t offset)
 {
     const size_t bytes = n * sizeof(float), size = size_of(encoding, n);
@@ -83,7 +83,7 @@ static void test_shape(int encoding, size_t n, size_t offset)
         free(bases[i]);
 }
 
-/* Any bytes at all are read, or refused, within the arrays. */
+/* Any bytes are read, or refused, without leaving the arrays. */
 static void test_arbitrary_bytes(int encoding, size_t n, uint32_t seed)
 {
     const size_t size = size_of(encoding, n);
@@ -100,7 +100,7 @@ static void test_arbitrary_bytes(int encoding, size_t n, uint32_t seed)
     free(bases[1]);
 }
 
-/* Of 128 elements two are kept: 16 bytes of levels, 3 of places, 1 of codes. */
+/* 128 elements keep two: 16 bytes of levels, 3 of places, 1 of codes. */
 static void test_places(void)
 {
     static const struct { unsigned first, second; int status; } cases[] = {

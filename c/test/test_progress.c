@@ -1,4 +1,4 @@
-/* test_progress.c - QUERY: how far an op is, while it is under way. */
+/* test_progress.c - QUERY: the progress of an op while it runs. */
 #include "check.h"
 #include "harness.h"
 #include "star.h"
@@ -11,7 +11,7 @@ static void tell(struct peers *all, int who, uint64_t op)
     peers_command(all, who, &command);
 }
 
-/* There would be too many. */
+/* Removes PROGRESS events, of which there would be too many. */
 static void forget(struct peer *peer)
 {
     int i;
@@ -20,8 +20,8 @@ static void forget(struct peer *peer)
             peer->events[i--] = peer->events[--peer->n_events];
 }
 
-/* Asks after each step, until nothing moves. What is told only grows, and is never all. Returns
- * how many different answers there were; -1: none. */
+/* Sends QUERY after each step, until nothing moves. The progress only grows, and stays below 1000.
+ * Returns the number of different answers; -1: none. */
 static int watch(struct peers *all, int who, uint64_t op)
 {
     int different = 0, told = 0;
@@ -71,7 +71,7 @@ static void test_transfer(void)
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(0, FETCH_OP, 1, 7);
     start(1, SERVE_OP, 1, 7);
-    CHECK(watch(&peers, 1, SERVE_OP) < 0);   /* a SERVE knows no end; the fetch goes on meanwhile */
+    CHECK(watch(&peers, 1, SERVE_OP) < 0);   /* a SERVE has no progress; the fetch goes on */
     CHECK(is_complete() && has_arrived());
     peers_close(&peers);
     open_star(1, 4);

@@ -1,5 +1,5 @@
-/* test_gradual.c - all-reduces whose memory is filled while they run: nothing is read before it is
- * there, and what is written is told, once, when it is. */
+/* test_progressive.c - all-reduces whose memory is filled while they run: the engine reads nothing
+ * before its READY, and emits WRITTEN once for each window, when it holds the result. */
 #include "check.h"
 #include "harness.h"
 
@@ -12,7 +12,7 @@ struct told {
     int n;
 };
 
-/* Reads the events that a peer has had since `from`: at each WRITTEN that window must be right. */
+/* Reads the new events of a peer. At each WRITTEN the window must hold the result. */
 static void hear(const struct peers *peers, const struct job *job, int who, struct told *told)
 {
     const size_t width = pccl_dtype_size(job->part[0].dtype);
@@ -38,9 +38,9 @@ static void hear_all(struct peers *peers, const struct job *job, struct told *to
         hear(peers, job, i, &told[i]);
 }
 
-/* Fills the memory of all, window by window, in an order that the seed gives: some is filled before
- * START, some after it. What is held until then does not fill the ring up. Some begin before START:
- * they send only what is there. */
+/* Fills the memory of all peers window by window, before and after START, in an order that depends
+ * on the seed. Held chunks do not fill the ring up. Peers that send before START send only windows
+ * that are ready. */
 static void test_any_order(void)
 {
     static const uint64_t counts[] = {1, 200, 256, 1000, 5003};
@@ -93,8 +93,8 @@ static void test_any_order(void)
     }
 }
 
-/* Who is not ready holds what comes, and others do not wait for ever: an abort releases all of it,
- * and restores what was written. */
+/* A peer that is not ready holds the chunks that it receives. An abort releases them, and restores
+ * the memory. */
 static void test_abort(void)
 {
     static struct peers peers;
@@ -128,7 +128,7 @@ static void test_abort(void)
     }
 }
 
-/* Before START, too, nothing is sent that is not there. */
+/* Before START, too, only windows that are ready are sent. */
 static void test_early(void)
 {
     static struct peers peers;

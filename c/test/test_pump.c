@@ -1,5 +1,5 @@
-/* The pump: what comes from one connection goes to the other one, whole and in order, until one of
- * the two ends. It runs in a thread of its own; the main thread has the outer ends. */
+/* test_pump.c - the pump copies all bytes between two connections, in order, until one of them
+ * ends. It runs in its own thread; the main thread has the outer ends. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <fcntl.h>
@@ -35,12 +35,12 @@ void *__wrap_realloc(void *memory, size_t size)
 
 struct run {
     int control;
-    int its;                 /* end of the control */
+    int its;                 /* the pump's end of the control */
     int status;
     pthread_t thread;
 };
 
-/* Outer ends, and the inner ones, which are the pump's. */
+/* Two connections: their outer ends, and the inner ends, which belong to the pump. */
 struct pair {
     int outer[2], inner[2];
 };
@@ -70,7 +70,7 @@ static int end(struct run *run)
     return run->status;
 }
 
-/* Connects over TCP: near is blocking, far is not. */
+/* Connects over TCP: `near` is blocking, `far` is not. */
 static void connect_tcp(int *near, int *far)
 {
     struct sockaddr_in address = {0};
@@ -96,7 +96,7 @@ static struct pair connect_pair(void)
     return pair;
 }
 
-/* Has the pump join them. It hears of it in two pieces. */
+/* Lets the pump join a pair. The message to the pump is sent in two pieces. */
 static void hand_over(const struct run *run, const struct pair *pair)
 {
     pccl_joint joint;
@@ -128,7 +128,7 @@ static size_t fill(unsigned char *bytes, size_t begin, size_t n, int from)
     return n;
 }
 
-/* Sends n bytes; the place of the first one is `begin`. Whether it could. */
+/* Sends the n bytes from place `begin` on. Returns whether that worked. */
 static bool say(int fd, size_t begin, size_t n, int from)
 {
     unsigned char bytes[PIECE];
@@ -143,7 +143,7 @@ static bool say(int fd, size_t begin, size_t n, int from)
     return true;
 }
 
-/* Receives up to n bytes, and checks them. How many came before the connection ended. */
+/* Receives and checks up to n bytes. Returns how many came before the connection ended. */
 static size_t hear(int fd, size_t begin, size_t n, int from)
 {
     unsigned char bytes[PIECE];
@@ -167,7 +167,7 @@ static bool has_ended(int fd)
     return recv(fd, &byte, 1, 0) <= 0;
 }
 
-/* Sends until nothing more is taken for so long, or much too much was: how many bytes. */
+/* Sends until no bytes are taken for `quiet_ms`, or far too many were. Returns their number. */
 static size_t say_all_that_is_taken(int fd, int from, int quiet_ms)
 {
     unsigned char bytes[PIECE];
@@ -270,7 +270,7 @@ static void test_a_reset_of_one_ends_the_other(void)
     CHECK(end(&run) == 0);
 }
 
-/* The pump has bytes for both, of which neither takes any when one of them ends. */
+/* The pump has bytes for both connections, and neither takes any, when one of them ends. */
 static void test_who_ends_while_it_takes_nothing_keeps_nothing_from_the_other(void)
 {
     struct run run;

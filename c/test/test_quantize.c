@@ -1,14 +1,14 @@
-/* test_quantize.c - the quantizing kernels at every format, type, alignment and many sizes, in
- * memory that ends where it says (for the sanitizers). That values are right is compared with
- * numpy by tests/unit/test_quantize.py. */
+/* test_quantize.c - the quantizing kernels at every format, type and alignment and many sizes, in
+ * blocks of exactly the right size (for the sanitizers). tests/unit/test_quantize.py compares the
+ * values with numpy. */
 #include "check.h"
 #include "pccl_core.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* A block of exactly `bytes` bytes, those at `copy` if there are any, `offset` bytes after an
- * aligned address. */
+/* A block of exactly `bytes` bytes that starts `offset` bytes after an aligned address, with a copy
+ * of the bytes at `copy` if that is not NULL. */
 typedef struct {
     unsigned char *base;
     unsigned char *data;
@@ -28,7 +28,8 @@ static block block_new(size_t bytes, size_t offset, const void *copy)
     return made;
 }
 
-/* There is one answer, wherever the arrays lie, and own is only read unless it is out. */
+/* The result does not depend on the alignment of the arrays, and own is not changed unless it is
+ * out. */
 static void test_shape(int format, int dtype, int redop, size_t n, size_t offset)
 {
     const size_t bytes = n * pccl_dtype_size(dtype);

@@ -1,10 +1,10 @@
-/* test_reminders.c - requests that are never answered, and requesters that ask for too much. */
+/* test_reminders.c - requests that are not answered, and requesters that send too many. */
 #include "check.h"
 #include "star.h"
 
 enum { FLOOD = 5000 };
 
-/* The holder learns of the transfer too late, and has dropped the requests by then. */
+/* The holder registers too late, and has dropped the requests by then. */
 static void test_lost_requests(void)
 {
     uint64_t seed;
@@ -20,13 +20,13 @@ static void test_lost_requests(void)
         CHECK(!is_complete());
         remind(1);
         CHECK(is_complete() && has_arrived());
-        remind(5);                       /* of what is over */
+        remind(5);                       /* after the end */
         CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
         peers_close(&peers);
     }
 }
 
-/* One of two holders never answers: the other one is asked for what it owes, and for all else. */
+/* One of two holders never answers: the other one is asked for everything. */
 static void test_silent_holder(void)
 {
     uint64_t seed;
@@ -68,8 +68,8 @@ static bool is_served(int who)
     return event != NULL && event->tx_bytes > 0;
 }
 
-/* One of several lanes stands still, while the others go on: what is in it is asked for again long
- * before the end, whoever holds it. The end does not wait for it. */
+/* One of several lanes stalls while the others go on: the requests in it are repeated long before
+ * the end, to any holder, and the end does not wait for that lane. */
 static void test_stuck_lane(void)
 {
     uint64_t seed;
@@ -93,8 +93,8 @@ static void test_stuck_lane(void)
     }
 }
 
-/* One of two holders falls silent in the middle: the other one is asked for what it owes, long
- * before there is nothing else to ask for. */
+/* One of two holders falls silent in the middle: its requests are repeated to the other one, long
+ * before nothing else is left to request. */
 static void test_holder_that_falls_silent(void)
 {
     int i;
@@ -110,12 +110,12 @@ static void test_holder_that_falls_silent(void)
     peers_close(&peers);
 }
 
-/* An answer that comes at last from the holder that was asked first counts, too. */
+/* A late answer from the holder that was asked first still counts. */
 static void test_late_answer(void)
 {
     int i;
     open_slow_star(2, 6);
-    remind(3);                           /* all that both owe is asked of the other one */
+    remind(3);                           /* each holder is asked for the other's chunks */
     for (i = 0; i < 3; i++)
         allow_one(1);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 0);
@@ -127,7 +127,7 @@ static void test_late_answer(void)
     peers_close(&peers);
 }
 
-/* Both are silent for a while; then the one that fell silent first answers after all. */
+/* Both holders are silent for a while; then one of them answers after all. */
 static void test_all_silent(void)
 {
     open_star(2, 3);
@@ -144,7 +144,7 @@ static void test_all_silent(void)
     peers_close(&peers);
 }
 
-/* An answer that is only slow is not asked for twice, and reminders in between cost nothing. */
+/* A request whose answer is only slow is not repeated, whatever reminders come in between. */
 static void test_slow_answers(void)
 {
     int i;
@@ -160,7 +160,7 @@ static void test_slow_answers(void)
     peers_close(&peers);
 }
 
-/* Nobody answers at all: this is reported, and the fetch goes on in another round. */
+/* Nobody answers: the fetch reports that, and goes on in another round. */
 static void test_no_answer(void)
 {
     open_star(1, 7);
@@ -180,7 +180,7 @@ static void test_no_answer(void)
     peers_close(&peers);
 }
 
-/* One requester asks for thousands of small answers: no other one waits for them. */
+/* A flood of small requests from one requester does not delay the others. */
 static void test_flood_of_one(void)
 {
     struct wire_header header = good_request();
@@ -197,7 +197,7 @@ static void test_flood_of_one(void)
         header.offset = (uint64_t)i;
         peers_inject(&peers, 1, &header, 0);
     }
-    fake_refuse(90);                     /* otherwise all would be answered as they come */
+    fake_refuse(90);                     /* otherwise each would be answered at once */
     for (i = 0; i < FLOOD / 4; i++)
         (void)pccl_engine_step(peers.peer[1].engine);
     fake_refuse(0);
@@ -209,7 +209,7 @@ static void test_flood_of_one(void)
     peers_close(&peers);
 }
 
-/* A request that waits for its answer already is not taken twice. */
+/* A request that is queued already is not queued again. */
 static void test_repeated_request(void)
 {
     struct wire_header header = good_request();
@@ -218,7 +218,7 @@ static void test_repeated_request(void)
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     peers_run(&peers);
     for (i = 0; i < 6; i++) {
-        header.step = (uint16_t)(i == 5); /* another attempt of the requester's */
+        header.step = (uint16_t)(i == 5); /* the last one counts as another request */
         peers_inject(&peers, 1, &header, 0);
     }
     peers_run(&peers);

@@ -46,13 +46,13 @@ static void test_owners(void)
         for (segment = 0; segment < members; segment++) {
             uint32_t owner = ring_owner(members, segment);
             CHECK(ring_next(members, owner) == segment);
-            /* Of n steps the last that reduces ends at the owner. */
+            /* The last step that reduces ends at the owner. */
             if (members > 1)
                 CHECK(ring_receiver(members, segment, members - 2) == owner);
         }
 }
 
-static void test_quanta(void)
+static void test_bitmap(void)
 {
     uint64_t set[4], from, to, a, b;
     for (from = 0; from < 200; from += 7)
@@ -125,7 +125,7 @@ int main(void)
     test_bounds();
     test_positions();
     test_owners();
-    test_quanta();
+    test_bitmap();
     test_wire();
     return check_report("ring");
 }

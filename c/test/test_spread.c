@@ -1,5 +1,5 @@
-/* test_spread.c - an op over several neighbours may receive without limit, so that its rings do not
- * block each other; what comes after it may not. */
+/* test_spread.c - an op with several neighbours receives without limit, so that its rings do not
+ * block each other. The ops after it do not. */
 #include "check.h"
 #include "harness.h"
 
@@ -7,7 +7,7 @@ enum { N = 3, CHUNK = 256 };
 
 static struct peers peers;
 
-/* Streams 1 and 3 to the next peer, and 2 to the one before. */
+/* Opens streams 1 and 3 to the next peer, and 2 to the previous one. */
 static void open_streams(const pccl_options *options)
 {
     int i;
@@ -29,7 +29,7 @@ static struct job make(uint64_t op)
     return job;
 }
 
-/* The next epoch: streams 1 and 2 are closed. */
+/* Begins the next epoch: closes streams 1 and 2. */
 static void begin_epoch(void)
 {
     int i;
@@ -41,8 +41,8 @@ static void begin_epoch(void)
     peers_run(&peers);
 }
 
-/* Whether peer 1 receives no more of a job in one ring, where its successor has stalled, than may
- * wait to be sent on. */
+/* Runs a job in one ring over stream 3, in which peer 1's successor stalls. Returns whether peer 1
+ * receives no more chunks than may wait to be sent on. */
 static bool is_limited(const struct job *job, const pccl_options *options)
 {
     const pccl_event *event;
@@ -61,8 +61,8 @@ static bool is_limited(const struct job *job, const pccl_options *options)
         && event->rx_bytes <= CHUNK * (options->forward_max + 8);
 }
 
-/* EAGER in two rings. Then the op succeeds in them, or ends before START, and another one starts in
- * one ring; or it starts itself in one ring, of the next epoch. */
+/* An op begins eagerly in two rings. Then it completes in them, or is aborted before START, and
+ * another op starts in one ring. Or the op itself starts in one ring, in the next epoch. */
 static void test_after_a_collective(void)
 {
     enum { COMMITTED, ABORTED, STARTED_IN_ONE, VARIANTS } variant;

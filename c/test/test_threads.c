@@ -1,10 +1,9 @@
-/* Engines that run in threads of their own, under the stress of many ops, and of streams and ops
- * that are lost at any moment. Meant for `make tsan`; the other builds run it too.
+/* test_threads.c - engines in threads of their own, with many ops, while streams are lost and ops
+ * aborted at any moment. Meant for `make tsan`; the other builds run it too.
  *
- * All share one fake network behind one lock. Its memory of what was sent is released by whichever
- * thread comes along, as libzmq's threads do it. The main thread is everybody's caller: an op is
- * committed on all peers when all hold the result, else aborted on all; then every byte is
- * checked. */
+ * All engines share one fake network behind one lock. Any thread may release sent memory, as with
+ * libzmq's threads. The main thread is the caller of all engines: it commits an op on all peers if
+ * all hold the result, else it aborts the op on all. Then every byte is checked. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -22,7 +21,7 @@ enum harm { NO_HARM, CUT_A_LANE, ABORT_AN_OP, CLOSE_A_STREAM, HARMS };
 
 /* ---- the fake network behind a lock ---- */
 
-static pthread_mutex_t lock;     /* recursive: to close a message is to release its bytes */
+static pthread_mutex_t lock;     /* recursive: closing a message releases its bytes */
 
 #define LOCKED(type, name, parameters, arguments) \
     static type locked_##name parameters \
@@ -63,7 +62,7 @@ LOCKED(int, atomic_counter_value, (void *c), (c))
 
 static pccl_zmq locked_table(void)
 {
-    pccl_zmq table = *fake_table();  /* what is not replaced touches nothing that is shared */
+    pccl_zmq table = *fake_table();  /* the functions that stay use no shared data */
     table.ctx_new = locked_ctx_new;
     table.ctx_set = locked_ctx_set;
     table.ctx_term = locked_ctx_term;
@@ -104,7 +103,7 @@ static void make_lock(void)
 /* ---- the threads ---- */
 
 static struct peers peers;
-static bool over;                /* behind the lock */
+static bool over;                /* protected by the lock */
 
 static bool is_over(void)
 {
@@ -128,11 +127,11 @@ static void *run_engine(void *argument)
     return NULL;
 }
 
-/* ---- everybody's caller: all of it is called behind the lock ---- */
+/* ---- the caller of all engines: these functions are called with the lock held ---- */
 
 static struct job jobs[OPS];
-static const struct job *aborted;    /* by do_harm(), */
-static bool closed;                  /* which may close a stream too */
+static const struct job *aborted;    /* do_harm() has aborted this op */
+static bool closed;                  /* do_harm() has closed a stream */
 
 static int count(int who, enum pccl_event_kind kind, const struct job *job)
 {
@@ -160,7 +159,7 @@ static void make_jobs(void)
     }
 }
 
-/* Each peer has an order of its own. */
+/* Registers and starts all ops on all peers. Each peer starts them in another order. */
 static void launch(void)
 {
     int who, i;
@@ -191,8 +190,8 @@ static void do_harm(enum harm harm)
     }
 }
 
-/* Whether an op cannot complete everywhere: it failed, its caller aborted it, or a stream was lost,
- * and with it perhaps what a complete op had sent that its engine has forgotten. */
+/* Whether an op may not complete on all peers: it failed, or was aborted, or a stream was lost,
+ * perhaps with data of an op that is complete and forgotten on its sender. */
 static bool is_hopeless(const struct job *job)
 {
     bool hopeless = job == aborted || closed;
@@ -220,8 +219,8 @@ static bool all_have_an_outcome(void)
     return true;
 }
 
-/* An op that nobody aborted is committed if all hold the result, also where a stream was lost
- * after that. Says which are. */
+/* Ends all ops. Commits those that were not aborted and whose result all peers hold, even if a
+ * stream was lost after that. Notes which are committed. */
 static void end_all(bool *committed)
 {
     int who, i;
@@ -232,7 +231,7 @@ static void end_all(bool *committed)
     }
 }
 
-/* Every COMMIT and every ABORT is answered, even for an op that is forgotten. */
+/* Whether every COMMIT and ABORT is answered, even those for forgotten ops. */
 static bool all_are_settled(void)
 {
     int who, i;
@@ -267,7 +266,7 @@ static int completions(void)
     return n;
 }
 
-/* Lets the engines work until it is so. Harm comes when so much is complete. */
+/* Lets the engines work until `is_so` is true. Does harm once `harm_at` ops have completed. */
 static void wait_until(bool (*is_so)(void), enum harm harm, int harm_at)
 {
     bool so = false;
@@ -303,7 +302,7 @@ static void run_round(uint64_t seed, enum harm harm, const pccl_zmq *table)
     make_jobs();
     launch();
     harm_at = (int)(fake_random(2) * fake_random(OPS * N));
-    if (harm_at == 0) {              /* else a busy machine may complete all before we look */
+    if (harm_at == 0) {              /* now, as a busy machine might complete all ops before */
         do_harm(harm);
         harm = NO_HARM;
     }

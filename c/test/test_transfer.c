@@ -1,5 +1,5 @@
-/* test_transfer.c - SERVE and FETCH on the fake network. Peer 0 fetches; the others hold the same
- * pieces. */
+/* test_transfer.c - SERVE and FETCH on the fake network: peer 0 fetches pieces that all others
+ * hold. */
 #include "check.h"
 #include "star.h"
 
@@ -47,13 +47,13 @@ static void test_fetch(void)
     }
 }
 
-/* Holders that are named by one START after the other, and a fetch of nothing. */
+/* Several STARTs, each of which adds a holder; and a fetch of nothing. */
 static void test_starts_add_up(void)
 {
     pccl_command command = {0};
     open_star(2, 1);
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
-    enroll(0, 9, PCCL_FETCH, wanted, PIECES);      /* the tag again */
+    enroll(0, 9, PCCL_FETCH, wanted, PIECES);      /* with the same tag */
     start(0, FETCH_OP, 1, 7);
     enroll(2, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(2, SERVE_OP, 1, 7);
@@ -72,7 +72,7 @@ static void test_starts_add_up(void)
     start(1, SERVE_OP, 1, 7);
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 3);   /* too late for its requests, */
-    CHECK(!has_arrived());                                   /* which nobody repeats */
+    CHECK(!has_arrived());                                   /* and there was no REMIND */
     peers_end(&peers, 0, PCCL_ABORT, FETCH_OP);
     peers_end(&peers, 0, PCCL_ABORT, 9);
     enroll(0, 3, PCCL_FETCH, &wanted[2], 1);
@@ -84,7 +84,7 @@ static void test_starts_add_up(void)
     peers_close(&peers);
 }
 
-/* A fetch from two holders, `k` passes after its start. */
+/* Runs `k` passes of a fetch from two holders. */
 static void run_until(int k, uint32_t leaf_bytes)
 {
     start_star(2, (uint64_t)k + 1, leaf_bytes, 0);
@@ -109,8 +109,8 @@ static void test_abort_anywhere(void)
     }
 }
 
-/* The lane to a holder is lost after every possible number of passes: the other holder gives the
- * rest, and nothing arrives twice. */
+/* The lane to a holder is lost after every possible number of passes: the rest comes from the other
+ * holder, and no data arrives twice. */
 static void test_holder_lost(void)
 {
     bool done = false;
@@ -140,8 +140,8 @@ static void start_again(void)
     peers_run(&peers);
 }
 
-/* Both lanes are lost: the fetch waits, and goes on in another round where it was, unless
- * everything it lacks is on its way already. */
+/* Both lanes are lost: the fetch waits, and another round fetches only the rest; unless the missing
+ * data was on its way already. */
 static void test_all_holders_lost(void)
 {
     bool done = false;
@@ -168,7 +168,7 @@ static void test_all_holders_lost(void)
     CHECK(hits > 3 && kept > 3);
 }
 
-/* Another round while the holders of the first one live: what they still send is stale. */
+/* Another round while the holders of the first one still send: their data is stale. */
 static void test_another_round_anywhere(void)
 {
     bool done = false;
@@ -197,8 +197,7 @@ static void verify(uint32_t piece, uint32_t leaf, bool good)
     peers_command(&peers, 0, &command);
 }
 
-/* Verifies all leaves that have come since the last time by what peer 1 holds; how many were
- * wrong. */
+/* Verifies all leaves that have arrived since the last call. Returns how many were wrong. */
 static int verify_all(int *seen, uint32_t leaf_bytes)
 {
     int wrong = 0;
@@ -218,7 +217,7 @@ static int verify_all(int *seen, uint32_t leaf_bytes)
     return wrong;
 }
 
-/* Leaves are proven; peer 2 has other bytes here and there, which are fetched from peer 1. */
+/* Leaves are verified. Peer 2 has some wrong bytes; their leaves are fetched from peer 1. */
 static void test_leaves(void)
 {
     static unsigned char other[20001];
@@ -252,10 +251,11 @@ static void test_leaves(void)
         CHECK(lies != 2 || peers_count(&peers, 0, PCCL_STREAM_LOST, 2) == 1);
         peers_close(&peers);
     }
-    CHECK(tricked > 3);      /* one leaf can come from the other peer alone */
+    CHECK(tricked > 3);      /* the one wrong leaf may come from peer 1 */
 }
 
-/* The only holder is wrong: no other one is left to ask. Results out of turn fail the fetch. */
+/* All holders are wrong, so none is left. A VERIFIED for a leaf that has not arrived fails the
+ * fetch. */
 static void test_verdicts(void)
 {
     run_until(0, 2000);
@@ -283,7 +283,7 @@ static void test_verdicts(void)
     peers_close(&peers);
 }
 
-/* A requester that is lost does not end the serving of others. */
+/* When a requester is lost, the others are still served. */
 static void test_requester_lost(void)
 {
     open_star(2, 5);
@@ -307,7 +307,7 @@ static void test_requester_lost(void)
     peers_close(&peers);
 }
 
-/* A limited holder sends an answer while it has any allowance left, and then waits for more. */
+/* A limited holder sends answers as long as it has any allowance left, and then waits for more. */
 static void test_allowance(void)
 {
     int i;
@@ -369,7 +369,7 @@ static void test_hostile_requests(void)
     TRY(0, 1, bytes = 1);
 }
 
-/* A flood of early requests, which no START will answer, is bounded. */
+/* Early requests of a round are kept up to a limit. */
 static void test_flood(void)
 {
     struct wire_header header = good_request();
@@ -387,8 +387,8 @@ static void test_flood(void)
     peers_close(&peers);
 }
 
-/* Requests with nonces that somebody invents, before START and after it, take no room from those of
- * the round. */
+/* Requests with invented nonces, before START and after it, take no room from those of the
+ * round. */
 static void test_invented_nonces(void)
 {
     struct wire_header header = good_request(), invented = good_request();
@@ -397,13 +397,13 @@ static void test_invented_nonces(void)
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     peers_run(&peers);
     for (i = 0; i < 2; i++) {
-        for (j = 0; j < 20000; j++) {                /* more than of one nonce are kept */
+        for (j = 0; j < 20000; j++) {                /* more than are kept of one nonce */
             peers_inject(&peers, 1, &invented, 0);
             invented.nonce = TEST_NONCE + 1;
             invented.seq = SEQ + (uint64_t)i;
         }
         peers_run(&peers);
-        header.segment += (uint16_t)i;               /* after START: of a slot that comes */
+        header.segment += (uint16_t)i;               /* after START: a slot of the next START */
         peers_inject(&peers, 1, &header, 0);
         peers_run(&peers);
         for (j = 0; i == 1 && j < 100; j++) {        /* the round that has begun is kept */
@@ -421,8 +421,8 @@ static void test_invented_nonces(void)
     peers_close(&peers);
 }
 
-/* Early requests of the round that is started are answered, others with its number are stale,
- * those of a later round wait for a START with its number, which forgets the first requesters. */
+/* START answers early requests of its round. Those with its number and another nonce are stale.
+ * Those of a later round wait for the START of that round, which removes the first requesters. */
 static void test_stale_requests(void)
 {
     struct wire_header header = good_request();
@@ -454,8 +454,8 @@ static void test_stale_requests(void)
     peers_close(&peers);
 }
 
-/* Data must be exactly what was asked for, or it is dropped: the first request is for all 10 bytes
- * of piece 3. */
+/* Data that does not answer a request exactly is dropped. The first request is for all 10 bytes of
+ * piece 3. */
 static void test_hostile_data(void)
 {
     int variant;
