@@ -1,10 +1,10 @@
-"""The engine of c/, as this process uses it.
+"""The C engine (c/pccl_core.h) and its thread, which runs without the GIL.
 
-A process that is killed leaves its directory behind. Each is locked while its process lives, so
-that the next engine of the same user removes those that nobody holds any more.
+Commands and events travel over a PAIR socket of the engine's own context, so only `close` blocks.
 
-The C engine runs in a thread of its own, without the GIL. Commands go to it and events come back
-over a PAIR socket of the engine's own context, so nothing here blocks but `close`.
+An engine also listens on an ipc socket, in a directory of its own. The directory is locked while
+the process lives. A process that is killed leaves its directory behind; the next engine of the same
+user finds it unlocked and removes it.
 """
 
 from __future__ import annotations
@@ -35,77 +35,6 @@ from pccl.protocol.ring import RingPlace
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.room import no_room
 
-PREFIX = "pccl-ipc-"
-LOCK, SOCKET = "lock", "e"  # short names: a path longer than sun_path is none
-_PATH_MAX = 100  # bytes; sun_path holds 104 on macOS
-
-
-class Directory:
-    """A new directory, held until `remove`.
-
-    Attributes:
-        path: of the socket to bind; empty if it would be too long.
-
-    Raises:
-        OSError: the directory cannot be made.
-    """
-
-    def __init__(self) -> None:
-        _remove_orphans()
-        while (made := _make()) is None:
-            pass
-        self._directory, self._lock = made
-        path = str(self._directory / SOCKET)
-        self.path = path if len(os.fsencode(path)) <= _PATH_MAX else ""
-
-    def remove(self) -> None:
-        """Removes it, with the socket in it. To be called once."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._lock.close()
-
-
-def _make() -> tuple[Path, FileLock] | None:
-    """A new directory and its lock; None if somebody took it for an orphan, and removes it:
-    between the making of a file and its locking another process may lock it.
-    """
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-    try:
-        lock = FileLock(directory / LOCK)
-    except Taken:
-        return None
-    except FileNotFoundError:
-        if directory.exists():
-            raise
-        return None
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    if not (directory / LOCK).exists():
-        lock.close()
-        return None
-    return directory, lock
-
-
-def _remove_orphans() -> None:
-    """Removes the directories of this user's processes that were killed, as far as that works."""
-    with contextlib.suppress(OSError):
-        with os.scandir(tempfile.gettempdir()) as entries:
-            for entry in entries:
-                if not entry.name.startswith(PREFIX):
-                    continue
-                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                    _remove_if_orphaned(Path(entry.path))
-
-
-def _remove_if_orphaned(directory: Path) -> None:
-    if not (directory / LOCK).exists():
-        return  # it is being made
-    with contextlib.suppress(OSError, Taken):
-        lock = FileLock(directory / LOCK)
-        shutil.rmtree(directory, ignore_errors=True)
-        lock.close()
-
-
 log = logging.getLogger("pccl")
 
 COMPLETE: int = lib.PCCL_COMPLETE
@@ -116,12 +45,14 @@ STREAM_UP: int = lib.PCCL_STREAM_UP
 PROGRESS: int = lib.PCCL_PROGRESS
 WRITTEN: int = lib.PCCL_WRITTEN
 LEAF: int = lib.PCCL_LEAF
-STARVED: int = lib.PCCL_ESTREAM  # status of a FAILED fetch that can be started again
-NO_MEMORY: int = lib.PCCL_ENOMEM  # status of FAILED
-LIED: int = lib.PCCL_EPROTO  # status of STREAM_LOST if what came was not what was asked for
-UNREACHABLE: int = lib.PCCL_EREACH  # status of STREAM_LOST if the stream was never up,
-REFUSED: int = lib.PCCL_EZMQ  # if this process got no socket for it,
-ANOTHER: int = lib.PCCL_EOTHER  # or if another process answers at that address
+# Status of FAILED:
+STARVED: int = lib.PCCL_ESTREAM  # a fetch has no holder left, and can be started again
+NO_MEMORY: int = lib.PCCL_ENOMEM
+# Status of STREAM_LOST:
+LIED: int = lib.PCCL_EPROTO  # the peer has sent wrong data
+UNREACHABLE: int = lib.PCCL_EREACH  # the stream was never up
+REFUSED: int = lib.PCCL_EZMQ  # this process got no socket
+ANOTHER: int = lib.PCCL_EOTHER  # another process answers at that address
 
 COLLECTIVES: dict[CollectiveKind, int] = {
     CollectiveKind.ALL_REDUCE: lib.PCCL_ALL_REDUCE,
@@ -145,12 +76,12 @@ class EngineOptions:
     Attributes:
         io_threads: number of libzmq's I/O threads.
         forward_max: messages that may wait to be forwarded; if there are more, none is received.
-        recv_hwm: messages queued for each incoming connection.
+        recv_hwm: received messages queued for each connection.
         heartbeat_ms: interval of heartbeats to all senders to this engine; 0: none.
         heartbeat_timeout_ms: a sender without a heartbeat for this long loses its stream.
         connect_timeout_ms: time limit for connecting, and for a handshake on either side.
-        copy_max: larger payloads, in bytes, are sent without a copy.
-        fetch_window: most requests in flight to one holder of a FETCH.
+        copy_max: payloads with more bytes than this are sent without a copy.
+        fetch_window: most requests in flight from a fetch to one holder.
         curve_public: public key of this peer, in Z85; empty: nothing is encrypted.
         curve_secret: its secret key.
         dialler: the public key, or without keys the password, of the master, which may connect to
@@ -175,7 +106,14 @@ PART = struct.Struct("@PPQI0Q")  # a pccl_part
 
 
 class Part(Struct, frozen=True):
-    """An array of a collective: addresses, elements of a slice, a pccl.DataType value."""
+    """An array of a collective.
+
+    Attributes:
+        send: address of the input.
+        recv: address of the result.
+        count: elements of a slice.
+        dtype: a pccl.DataType value.
+    """
 
     send: int
     recv: int
@@ -190,15 +128,16 @@ class Event(NamedTuple):
         kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP, LEAF, PROGRESS or WRITTEN.
         status: 0 or one of c/pccl_core.h's negative error numbers.
         op: number of the op, except for STREAM_LOST and STREAM_UP.
-        stream: number of the stream, for STREAM_LOST and STREAM_UP; FAILED: the stream that `text`
+        stream: STREAM_LOST, STREAM_UP: number of the stream. FAILED: the stream that `text`
             describes, or 0.
-        settled: COMPLETE: whether the op has settled, so that it needs no command.
+        settled: COMPLETE: whether the op has settled, so that it needs no COMMIT.
         tx_bytes: payload bytes sent by the op.
         rx_bytes: payload bytes received by the op.
         seq: sequence number of the op's last start.
         piece: LEAF: number of the piece.
         leaf: LEAF: index in the piece.
-        done: PROGRESS: how far the op is, in thousandths. WRITTEN: the number of the window.
+        done: PROGRESS: the part of the op that is done, in thousandths. WRITTEN: the number of the
+            window.
         text: FAILED, STREAM_LOST: the reason.
     """
 
@@ -225,14 +164,14 @@ class Engine:
         backend: the backend of the function table, `libzmq` or `pyzmq`.
         socket: readable when there are events.
         together: whether commands wait for `flush`, which sends them in one message.
-        unsent: the commands that wait.
-        broken: the error that has stopped it; empty if none has.
+        unsent: the commands that wait for `flush`.
+        broken: the error that has stopped the engine; empty if it runs.
 
     Args:
         options: its settings.
         host: the address to listen on; "::" for IPv6 and IPv4.
-        ports: it listens on the first free one; empty: any port.
-        stopped: called in the engine's thread when it has stopped on an error.
+        ports: the engine listens on the first free one; empty: on any port.
+        stopped: called in the engine's thread when an error has stopped the engine.
 
     Raises:
         OSError: it cannot listen at that address, or none of the ports is free.
@@ -255,7 +194,7 @@ class Engine:
         self._blank = bytes(self._command_bytes)
         self.together = False
         self.unsent: list[bytes] = []
-        self._arrays: dict[int, list[Any]] = {}  # op -> what the engine reads until it settles
+        self._arrays: dict[int, list[Any]] = {}  # op -> arrays that the engine reads until SETTLED
         self._stopped = stopped
         self.broken = ""
         self._closed = False
@@ -308,7 +247,7 @@ class Engine:
         return ffi.string(bound).decode()
 
     def _bind_ipc(self) -> str:
-        """Listens where only this user can connect. Returns the path, or empty."""
+        """Listens on an ipc socket of this user. Returns its path; empty if there is none."""
         if os.name != "posix" or not zmq.has("ipc"):
             return ""
         try:
@@ -323,7 +262,7 @@ class Engine:
         return self._directory.path
 
     def _discard(self) -> None:
-        """Releases everything of an engine that could not be made."""
+        """Releases everything after the constructor has failed."""
         if self.socket is not None:
             self.socket.close()
         self._free()
@@ -366,7 +305,7 @@ class Engine:
     # ---- commands ----
 
     def _send(self, kind: int, op: int = 0, **members: Any) -> None:
-        """Sends a command, of which these members count, in the forms that cffi takes."""
+        """Sends a command with these members, whose values are as cffi takes them."""
         self._command_bytes[:] = self._blank
         self._command.kind, self._command.op = kind, op
         for name, value in members.items():
@@ -376,14 +315,14 @@ class Engine:
             self.flush()
 
     def flush(self) -> bool:
-        """Sends the commands that wait. Whether there are events now."""
+        """Sends the commands that wait. Returns whether there are events now."""
         unsent, self.unsent = self.unsent, []
-        if not unsent or self._closed:  # commands after the end concern nothing
+        if not unsent or self._closed:
             return False
         return self._mail.send(b"".join(unsent))
 
     def open_stream(self, stream: int) -> None:
-        """Opens a stream, so that ops can start on it; its number was never used before."""
+        """Opens a stream, so that ops can start on it. Its number must be new."""
         self._send(lib.PCCL_OPEN_STREAM, stream=stream)
 
     def connect_stream(
@@ -405,13 +344,13 @@ class Engine:
         Args:
             stream: its number.
             endpoint: tcp://address:port, with a numeric address, or ipc://path.
-            lanes: connections; 0: as many as the round trip asks for.
+            lanes: number of connections; 0: chosen from the round trip.
             hwm: messages queued for each connection, at least 1.
             peer: the neighbour's number.
-            nonce: of the epoch; the neighbour admits us by it if there are no keys.
+            nonce: of the epoch; without keys the neighbour checks it.
             curve_server: the neighbour's public key, if this engine has keys.
-            via: `address:port` of the rendezvous point where the neighbour connects, too;
-                empty: it is reached at the endpoint.
+            via: `address:port` of the meeting point to which the neighbour connects, too;
+                empty: the neighbour listens at the endpoint.
 
         Raises:
             ValueError: the endpoint is too long.
@@ -432,12 +371,12 @@ class Engine:
         )
 
     def meet(self, endpoint: str, via: str, lanes: int) -> None:
-        """Connects to a sender that cannot connect to this engine, at a rendezvous point.
+        """Connects to a sender at a meeting point, because it cannot connect to this engine.
 
         Args:
-            endpoint: by which the rendezvous point knows whom.
-            via: its `address:port`, a numeric address.
-            lanes: as the sender has them.
+            endpoint: the same as in the sender's `connect_stream`.
+            via: `address:port` of the meeting point, a numeric address.
+            lanes: the same as in the sender's `connect_stream`.
         """
         self._send(lib.PCCL_MEET, endpoint=endpoint.encode(), via=via.encode(), lanes=lanes)
 
@@ -446,11 +385,11 @@ class Engine:
         self._send(lib.PCCL_CLOSE_STREAM, stream=stream)
 
     def expect(self, peer: int, nonce: int, keys: Iterable[str]) -> None:
-        """Sets who may connect, which also decides on connections that wait.
+        """Sets who may connect, and decides on waiting connections.
 
         Args:
             peer: this peer's number.
-            nonce: of the current epoch; the previous one remains valid.
+            nonce: of the current epoch; the nonce of the previous call remains valid.
             keys: public keys of the members, if this engine has keys.
         """
         self._send(lib.PCCL_EXPECT, peer=peer, nonce=nonce)
@@ -458,7 +397,7 @@ class Engine:
             self.admit(key)
 
     def admit(self, key: str) -> None:
-        """Lets whoever has this public key connect, until the next `expect`."""
+        """Lets the owner of this public key connect, until the next `expect`."""
         self._send(lib.PCCL_ADMIT, curve_server=key.encode())
 
     def lose_stream(self, stream: int, why: str) -> None:
@@ -484,19 +423,19 @@ class Engine:
         """Registers a collective. The buffers belong to the engine until the op is settled.
 
         Args:
-            op: a number that was never used before.
+            op: a new number.
             run: the run's number, 64 bits.
             tag: the collective's tag.
-            min_seq: its sequence number will be greater.
+            min_seq: the sequence number of the op will be greater.
             what: which collective.
-            redop: operation, a pccl.ReduceOp value.
+            redop: the operation, a pccl.ReduceOp value.
             members: number of slices in the larger buffers of reduce_scatter and all_gather.
             parts: the arrays, which complete or fail together.
-            format: how they are quantized, a pccl_format; 0: they are not.
-            rows: of an all_gather with slices that differ, the rows of each rank's; the `count` of
-                a part is that of a row then.
-            window: of an all_reduce, whose memory is filled meanwhile (`ready`): the offsets
-                after which a WRITTEN event tells of the result; 0: it is filled.
+            format: the format for quantization, a pccl_format; 0: none.
+            rows: all_gather with slices that differ: the number of rows in the slice of each rank.
+                The `count` of a part is then the number of elements in a row.
+            window: all_reduce whose input is filled while it runs (`ready`): the length in offsets
+                of a window, for which a WRITTEN event follows; 0: the input is complete.
         """
         self._send(
             lib.PCCL_REGISTER,
@@ -526,12 +465,12 @@ class Engine:
         parts: Sequence[Part],
         rows: tuple[Sequence[int], Sequence[int]],
     ) -> None:
-        """Registers an exchange; other arguments as of register_collective.
+        """Registers an exchange. Other arguments are as in register_collective.
 
         Args:
-            members: their number.
-            parts: the arrays; `count` is that of a row.
-            rows: of each array, how many are for each rank, and from each; empty: none.
+            members: number of members.
+            parts: the arrays; `count` is the number of elements in a row.
+            rows: the number of rows for each rank, and from each rank; empty: none.
         """
         sends, recvs = (self._keep(op, ffi.new("uint64_t[]", one or [0] * members)) for one in rows)
         self._send(
@@ -562,25 +501,16 @@ class Engine:
         """Registers an op that answers requests for the bytes of `pieces`.
 
         Args:
-            op: a number that was never used before.
+            op: a new number.
             run: the run's number, 64 bits.
             tag: the transfer's tag.
-            min_seq: its sequence number will be greater.
+            min_seq: the sequence number of the op will be greater.
             pieces: (number, address, bytes) of each.
             first_counted: pieces with lower numbers do not count in tx_bytes and rx_bytes.
             limit: bytes that may be sent before the first `allow`; 0: no limit.
         """
-        self._send(
-            lib.PCCL_REGISTER,
-            op,
-            op_kind=lib.PCCL_SERVE,
-            run=run,
-            tag=tag,
-            min_seq=min_seq,
-            pieces=self._keep(op, _pieces(pieces, first_counted)),
-            n_pieces=len(pieces),
-            limit=limit,
-        )
+        ids = {"run": run, "tag": tag, "min_seq": min_seq}
+        self._register_pieces(op, lib.PCCL_SERVE, pieces, first_counted, **ids, limit=limit)
 
     def register_fetch(
         self,
@@ -593,24 +523,34 @@ class Engine:
         first_counted: int = 0,
         leaf_bytes: int = 0,
     ) -> None:
-        """Registers an op that fetches the bytes of `pieces`; arguments as of register_serve.
+        """Registers an op that fetches the bytes of `pieces`. Arguments are as in register_serve.
 
         With `leaf_bytes`, each leaf of that size emits a LEAF event and waits for `verified`.
         """
+        ids = {"run": run, "tag": tag, "min_seq": min_seq}
+        self._register_pieces(
+            op, lib.PCCL_FETCH, pieces, first_counted, **ids, leaf_bytes=leaf_bytes
+        )
+
+    def _register_pieces(
+        self,
+        op: int,
+        kind: int,
+        pieces: Sequence[tuple[int, int, int]],
+        first_counted: int,
+        **members: int,
+    ) -> None:
         self._send(
             lib.PCCL_REGISTER,
             op,
-            op_kind=lib.PCCL_FETCH,
-            run=run,
-            tag=tag,
-            min_seq=min_seq,
+            op_kind=kind,
             pieces=self._keep(op, _pieces(pieces, first_counted)),
             n_pieces=len(pieces),
-            leaf_bytes=leaf_bytes,
+            **members,
         )
 
     def _keep(self, op: int, array: Any) -> Any:
-        """Keeps an array, which the engine reads, alive until the op is settled."""
+        """Keeps an array alive until the op is settled, because the engine reads it."""
         self._arrays.setdefault(op, []).append(array)
         return array
 
@@ -630,11 +570,12 @@ class Engine:
         Args:
             op: its number.
             seq: the agreed sequence number.
-            nonce: of the collective; chunks with another one do not belong to it.
+            nonce: of the collective; chunks with another nonce do not belong to it.
             chunk_bytes: size of one message.
             rings: this peer's place in each ring, at most PCCL_RINGS_MAX.
             oneshot: whether its two members send each other everything.
-            calls: the predecessor's in each ring, which may have sent before; empty: none has.
+            calls: the op number of the predecessor in each ring, if it may have sent chunks before
+                its start, else 0; empty: all 0.
         """
         self._send(
             lib.PCCL_START,
@@ -650,8 +591,8 @@ class Engine:
     def start_eagerly(
         self, op: int, *, chunk_bytes: int, rings: Sequence[RingPlace], oneshot: bool = False
     ) -> None:
-        """Lets a registered collective send before its start, which will probably say the same;
-        arguments as of `start`."""
+        """Lets a registered collective send before its start. Arguments are as in `start`, which
+        must repeat them, unless it names other streams."""
         self._send(
             lib.PCCL_EAGER,
             op,
@@ -683,7 +624,7 @@ class Engine:
     def start_transfer(
         self, op: int, *, seq: int, nonce: int, chunk_bytes: int, ends: Sequence[End]
     ) -> None:
-        """Starts a registered op that serves or fetches; arguments as of `start`.
+        """Starts a registered op that serves or fetches. Other arguments are as in `start`.
 
         Args:
             ends: the requesters of a serving op, the holders of a fetching one. Later calls with
@@ -703,42 +644,43 @@ class Engine:
             )
 
     def verified(self, op: int, piece: int, leaf: int, good: bool) -> None:
-        """Says whether an arrived leaf is correct; if not, it is fetched again."""
+        """Reports whether an arrived leaf is correct. If not, it is fetched again."""
         self._send(lib.PCCL_VERIFIED, op, piece=piece, leaf=leaf, good=good)
 
     def remind(self, op: int, limit: int) -> None:
-        """Has a fetch repeat its unanswered requests; to be called every few seconds.
+        """Lets a fetch repeat its late requests. Must be called twice a second.
 
         Args:
             op: the fetch.
-            limit: after this many calls in a row without an answer it fails, as without holders.
+            limit: after this many calls in a row without an answer, FAILED with STARVED follows.
         """
         self._send(lib.PCCL_REMIND, op, limit=limit)
 
     def allow(self, op: int, nbytes: int) -> None:
-        """Lets a limited serve op send about `nbytes` more."""
+        """Lets a serving op with a limit send about `nbytes` more."""
         self._send(lib.PCCL_ALLOW, op, limit=nbytes)
 
     def ready(self, op: int, offset: int, length: int) -> None:
-        """Says that the input of a collective with a window is there, between these offsets."""
+        """Reports that the input of a collective with a window is filled from `offset` on, for
+        `length` offsets."""
         self._send(lib.PCCL_READY, op, offset=offset, length=length)
 
     def query(self, op: int) -> None:
-        """Asks how far an op is; PROGRESS follows if it has started and is not complete."""
+        """Asks for the progress of an op. PROGRESS follows if it runs: started and not complete."""
         self._send(lib.PCCL_QUERY, op)
 
     def commit(self, op: int) -> None:
-        """Keeps an op's result; the engine uses its memory until SETTLED."""
+        """Keeps the result of an op. The engine uses its memory until SETTLED."""
         self._send(lib.PCCL_COMMIT, op)
 
     def abort(self, op: int) -> None:
-        """Ends an op and restores what it has overwritten in place; SETTLED follows."""
+        """Ends an op and restores the memory that it has overwritten in place. SETTLED follows."""
         self._send(lib.PCCL_ABORT, op)
 
     # ---- events ----
 
     def events(self) -> list[Event]:
-        """All events so far, in order; none after `close`."""
+        """Takes all events so far, in order. After `close` there are none."""
         found: list[Event] = []
         for data in () if self._closed else self._mail.take():
             kind, status, op, stream, settled, *rest, text = _EVENT.unpack(data)
@@ -749,7 +691,8 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """Stops the thread, restores what unsettled ops have overwritten, frees all. Idempotent."""
+        """Stops the thread, restores memory that unsettled ops have overwritten, and frees the
+        engine. Further calls do nothing."""
         if self._closed:
             return
         self._send(lib.PCCL_STOP)
@@ -778,7 +721,7 @@ def _pieces(pieces: Sequence[tuple[int, int, int]], first_counted: int) -> Any:
 
 
 def _new_engine(backend: tables.Backend, options: EngineOptions) -> Any:
-    """A C engine on that backend.
+    """Creates a C engine on that backend.
 
     Raises:
         ValueError: an option is out of range.
@@ -797,3 +740,76 @@ def _new_engine(backend: tables.Backend, options: EngineOptions) -> Any:
     if error[0] == lib.PCCL_ENOMEM:
         raise MemoryError("no memory for a lane engine")
     raise OSError("ZeroMQ cannot make the sockets of a lane engine")
+
+
+# ---- the directory of the ipc socket ----
+
+PREFIX = "pccl-ipc-"
+LOCK, SOCKET = "lock", "e"  # short names, because sun_path limits the length of the path
+_PATH_MAX = 100  # bytes; sun_path holds 104 on macOS
+
+
+class Directory:
+    """A new directory for the ipc socket, locked until `remove`.
+
+    Attributes:
+        path: the path of the socket; empty if it would be too long.
+
+    Raises:
+        OSError: the directory cannot be made.
+    """
+
+    def __init__(self) -> None:
+        _remove_orphans()
+        while (made := _make()) is None:
+            pass
+        self._directory, self._lock = made
+        path = str(self._directory / SOCKET)
+        self.path = path if len(os.fsencode(path)) <= _PATH_MAX else ""
+
+    def remove(self) -> None:
+        """Removes the directory and the socket in it. Must be called once."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._lock.close()
+
+
+def _make() -> tuple[Path, FileLock] | None:
+    """A new directory and its lock. None if another process took the directory for an orphan:
+    between the creation of the lock file and its locking, that process may lock it.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        lock = FileLock(directory / LOCK)
+    except Taken:
+        return None
+    except FileNotFoundError:
+        if directory.exists():
+            raise
+        return None
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    if not (directory / LOCK).exists():
+        lock.close()
+        return None
+    return directory, lock
+
+
+def _remove_orphans() -> None:
+    """Removes the directories of this user's killed processes, as far as possible."""
+    with contextlib.suppress(OSError):
+        with os.scandir(tempfile.gettempdir()) as entries:
+            for entry in entries:
+                if not entry.name.startswith(PREFIX):
+                    continue
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    _remove_if_orphaned(Path(entry.path))
+
+
+def _remove_if_orphaned(directory: Path) -> None:
+    if not (directory / LOCK).exists():
+        return  # it is being created
+    with contextlib.suppress(OSError, Taken):
+        lock = FileLock(directory / LOCK)
+        shutil.rmtree(directory, ignore_errors=True)
+        lock.close()
