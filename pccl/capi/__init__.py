@@ -1,1 +1,1 @@
-"""The library for C programs: its header, and what it takes to compile and to link them."""
+"""The library for C programs, with its header and compiler flags."""

@@ -1,4 +1,4 @@
-"""Builds pccl.capi.libpccl: the library for C programs, which is an extension module as well.
+"""Builds pccl.capi.libpccl, which is both the library for C programs and an extension module.
 
 Its C functions are in c/api/library.c. They call those of c/api/library.h, which Python implements
 in pccl.capi.calls.
@@ -17,7 +17,7 @@ INCLUDE = "pccl/capi/include"
 
 
 def _flags() -> tuple[list[str], list[str]]:
-    """Those of the C core, whose builder is loaded by its path: the package is not there yet."""
+    """Flags of the C core. Its builder is loaded by path, because pccl is not installed yet."""
     path = ROOT / "pccl" / "ext" / "build.py"
     spec = importlib.util.spec_from_file_location("pccl_ext_build", path)
     assert spec is not None and spec.loader is not None
@@ -33,7 +33,7 @@ def _between(path: str, begin: str, end: str) -> str:
 
 
 def builder() -> FFI:
-    """The cffi builder, which setup.py names."""
+    """The cffi builder of pccl.capi.libpccl, which setup.py names."""
     compile_args, link_args = _flags()
     functions = _between("c/api/library.h", "/* cdef begin */", "/* cdef end */")
     made = FFI()
@@ -41,7 +41,7 @@ def builder() -> FFI:
     made.cdef(f'extern "Python+C" {{ {functions} }}\nvoid pccl_capi_implement(void);')
     if sysconfig.get_platform().startswith("linux"):
         link_args = [*link_args, "-ldl"]
-    limited = not sysconfig.get_config_var("Py_GIL_DISABLED")  # the stable ABI, of this version on
+    limited = not sysconfig.get_config_var("Py_GIL_DISABLED")  # the stable ABI since 3.11
     made.set_source(
         "pccl.capi.libpccl",
         '#include "library.h"',

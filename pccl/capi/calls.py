@@ -1,7 +1,7 @@
 """The implementation of <pccl.h>: c/api/library.c imports this module and calls it.
 
-Each function answers with a `Result`; no exception leaves it. `pcclGetLastError` says in words what
-was the matter in the thread that asks.
+Each function returns a `Result`; exceptions never leave it. `pcclGetLastError` returns the text of
+the last error in the calling thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NONE = ffi.new("char[]", b"")
 
 
 class Peer:
-    """A communicator, and what a C program does not hold itself."""
+    """A communicator, with the state that a C program does not hold itself."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -39,7 +39,7 @@ class Peer:
 
 
 class Master:
-    """A master: whether it was started, and whether it is known to have stopped since."""
+    """A master, with whether it was started, and whether it is known to have stopped since."""
 
     def __init__(self, node: MasterNode) -> None:
         self.node = node
@@ -52,7 +52,7 @@ masters: Handles[Master] = Handles("pcclMasterInstance_t *", "a master")
 
 
 def implements(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a Python function that of a function of <pccl.h>."""
+    """Makes a Python function the implementation of a function of <pccl.h>."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> int:
@@ -70,7 +70,7 @@ def implements(name: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def _fail(name: str, error: BaseException) -> Result:
-    """The result for an exception, which is kept in words."""
+    """The result for an exception, whose text is stored for pcclGetLastError."""
     said = str(error)
     if isinstance(error, MemoryError):
         said = f"there is not enough memory ({said or 'the system gives no more'})"
@@ -80,7 +80,7 @@ def _fail(name: str, error: BaseException) -> Result:
         return error.result
     if isinstance(error, MemoryError):
         return Result.INTERNAL_ERROR
-    if isinstance(error, ValueError | OverflowError):  # as the API has them
+    if isinstance(error, ValueError | OverflowError):  # the API raises these for arguments
         return Result.INVALID_ARGUMENT
     configure_logging()
     log.error("%s has failed", name, exc_info=error)
@@ -89,7 +89,7 @@ def _fail(name: str, error: BaseException) -> Result:
 
 @ffi.def_extern(name="pccl_capi_last_error", error=ffi.NULL)
 def last_error() -> Any:
-    """Why the last call of this thread that failed has failed."""
+    """The error of the last failed call of this thread."""
     return getattr(_failure, "text", _NONE)
 
 
@@ -104,7 +104,7 @@ def build_info(info: Any) -> None:
 
 @implements("pcclCreateCommunicator")
 def create_communicator(params: Any, made: Any) -> None:
-    """Makes a communicator."""
+    """Creates a communicator."""
     given(params, "params")
     given(made, "comm_out")
     address = values.address(params.master_address)
@@ -183,7 +183,7 @@ def await_async_reduce(op: Any, info: Any) -> None:
     given(op, "reduce_handle")
     handle = peers[op.comm].launched.pop(op.tag, None)
     if handle is None:
-        raise ValueError(f"no all-reduce with tag {op.tag} was launched that was not awaited yet")
+        raise ValueError(f"no launched all-reduce with tag {op.tag} waits to be awaited")
     _, _, found = handle.wait()
     if handle.error is not None:
         raise handle.error
@@ -225,7 +225,7 @@ def synchronize(comm: Any, state: Any, strategy: int, info: Any) -> None:
 
 @implements("pcclCreateMaster")
 def create_master(address: Any, made: Any) -> None:
-    """Makes a master."""
+    """Creates a master."""
     given(made, "master_out")
     made[0] = masters.add(Master(MasterNode(values.address(address))))
 
@@ -242,7 +242,7 @@ def run_master(master: Any) -> None:
         except BaseException as error:
             failures.append(error)
 
-    # In Python's main thread it would handle SIGTERM, which is the program's.
+    # In Python's main thread it would handle SIGTERM, which belongs to the program.
     starter = threading.Thread(target=run, name="pccl-run-master")
     starter.start()
     starter.join()
@@ -255,7 +255,7 @@ def run_master(master: Any) -> None:
 def interrupt_master(master: Any) -> None:
     """Stops a master."""
     found = masters[master]
-    found.stopped = found.started  # also if it turns out that it has failed before
+    found.stopped = found.started  # even if interrupt() reports that it has failed before
     found.node.interrupt()
 
 
@@ -274,10 +274,10 @@ def await_master(master: Any) -> None:
 
 @implements("pcclDestroyMaster")
 def destroy_master(master: Any) -> None:
-    """Forgets a master that does not run."""
+    """Frees a master that does not run."""
     found = masters[master]
     if found.started and not found.stopped:
-        why = "this master runs: call pcclInterruptMaster() first"
+        why = "this master is running: call pcclInterruptMaster() first"
         raise error_for(Result.INVALID_USAGE, "pcclDestroyMaster", why)
     masters.remove(master)
 

@@ -1,6 +1,6 @@
-"""The handles that C programs hold instead of objects: pointers to nothing, never reused.
+"""The handles that C programs hold instead of objects: unique numbers in the form of pointers.
 
-So a handle that was destroyed, or never was one, is recognized, and not followed.
+So an invalid or destroyed handle is recognized, and never dereferenced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pccl.capi.libpccl import ffi
 
 T = TypeVar("T")
 
-_numbers = itertools.count(0x1000, 0x10)  # of all kinds: one kind is not taken for another
+_numbers = itertools.count(0x1000, 0x10)  # shared by all kinds, so that no two handles are equal
 
 
 class Handles(Generic[T]):
@@ -21,7 +21,7 @@ class Handles(Generic[T]):
 
     Args:
         kind: the C type of a handle.
-        what: such an object in words.
+        what: the name of the kind in messages, with its article.
     """
 
     def __init__(self, kind: str, what: str) -> None:
@@ -48,10 +48,10 @@ class Handles(Generic[T]):
                 return self._objects[number]
         if not number:
             raise ValueError(f"{self._what} is NULL")
-        raise ValueError(f"{number:#x} is not {self._what}, or one that was destroyed")
+        raise ValueError(f"{number:#x} is not {self._what}, or it was destroyed")
 
     def remove(self, handle: Any) -> T:
-        """Takes an object out: its handle is not valid any more.
+        """Removes and returns an object. Its handle becomes invalid.
 
         Raises:
             ValueError: there is none.

@@ -1,4 +1,4 @@
-"""Loose types of the compiled module, as of pccl.ext._core."""
+"""Types of the compiled module, without those behind pointers."""
 
 from collections.abc import Callable
 from typing import Any

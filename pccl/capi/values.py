@@ -1,4 +1,4 @@
-"""C's structs and enumerations as values of `pccl`, and checked: a C program may write anything."""
+"""Converts C structs and enumerations to values of `pccl`, and checks them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ E = TypeVar("E", bound=Enum)
 
 
 def given(pointer: Any, name: str) -> Any:
-    """A pointer that must not be NULL.
+    """Checks that a pointer is not NULL, and returns it.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is NULL.
     """
     if pointer == ffi.NULL:
         raise ValueError(f"{name} is NULL")
@@ -66,10 +66,11 @@ def address(socket: Any) -> str:
 
 
 def all_reduce(send: Any, recv: Any, work: Any) -> ReduceOpDescriptor:
-    """An all-reduce of a pcclReduceDescriptor_t, and its memory.
+    """The all-reduce that a pcclReduceDescriptor_t describes, with its memory.
 
     Raises:
-        ValueError: a member is none of its enumeration, or memory is NULL, or overlaps in part.
+        ValueError: a member is not in its enumeration, or a buffer is NULL, or the buffers overlap
+            in part.
     """
     source = work.src_descriptor
     dtype = member(DataType, source.datatype, "src_descriptor.datatype")
@@ -88,7 +89,7 @@ def all_reduce(send: Any, recv: Any, work: Any) -> ReduceOpDescriptor:
         given(recv, "recvbuf")
     source, target = _place(send), _place(recv)
     if 0 < abs(source - target) < work.count * dtype.itemsize:
-        raise ValueError("sendbuf and recvbuf overlap in part: they may be the same, or separate")
+        raise ValueError("sendbuf and recvbuf overlap in part: they must be the same or separate")
     return ReduceOpDescriptor(source, target, descriptor)
 
 
@@ -97,17 +98,18 @@ def _place(pointer: Any) -> int:
 
 
 def tell(info: Any, found: ReduceInfo) -> None:
-    """Fills a pcclReduceInfo_t, if there is one."""
+    """Fills a pcclReduceInfo_t, unless it is NULL."""
     if info != ffi.NULL:
         info.local_world_size = found.local_world_size
         info.tx_bytes, info.rx_bytes = found.tx_bytes, found.rx_bytes
 
 
 class State:
-    """The shared state that a C program gives with each call.
+    """The shared state of a C program, which passes its entries with each call.
 
-    Whether it is torn outlives a call. So the same entries are the same state, until a program
-    gives those of torn content another revision: then the content is its own again.
+    Whether the state is torn must be remembered between calls. So calls with the same entries use
+    the same SharedState. If it is torn and the program passes another revision, the program has
+    replaced the content, and a new SharedState begins.
     """
 
     def __init__(self) -> None:
@@ -118,7 +120,7 @@ class State:
         """The shared state of a pcclSharedState_t.
 
         Raises:
-            ValueError: an entry is not valid, or there is none.
+            ValueError: an entry is not valid, or there are no entries.
         """
         if state.count:
             given(state.infos, "infos")

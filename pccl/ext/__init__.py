@@ -1,4 +1,4 @@
-"""The door to the C core: `ffi` and `lib` of the extension that pccl/ext/build.py describes."""
+"""The C core for Python: `ffi` and `lib` of the extension that pccl/ext/build.py builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loose types of the compiled module: a type checker need not know what is behind a pointer."""
+"""Types of the compiled module, without those behind pointers."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

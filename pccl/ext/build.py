@@ -1,4 +1,4 @@
-"""Builds pccl.ext._core from c/ by cffi in API mode: the declarations are those of c/pccl_core.h.
+"""Builds pccl.ext._core from c/ with cffi in API mode, from the declarations in c/pccl_core.h.
 
 PCCL_BUILD=debug or asan in the environment of the build gives an unoptimized or a sanitizer build.
 """
@@ -13,10 +13,9 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("kernels", "zmq", "net", "engine")  # of c/; c/test is none of the extension
+FOLDERS = ("kernels", "zmq", "net", "engine")  # in c/; c/test is not part of the extension
 
-# Called by C through the function table where libzmq's own symbols are out of reach
-# (pccl.ext.tables).
+# C calls these through the function table if libzmq's own symbols are hidden (pccl.ext.tables).
 CALLBACKS = """
 void *memcpy(void *, const void *, size_t);
 typedef int... pccl_fd;
@@ -41,7 +40,7 @@ extern "Python" {
 }
 """
 
-# No contraction to fused multiply-add: results must have the same bits everywhere.
+# No fused multiply-add: results must have the same bits everywhere.
 GCC_ALWAYS = ["-std=c99", "-ffp-contract=off", "-fvisibility=hidden", "-UNDEBUG"]  # asserts stay on
 GCC_SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer"]
 GCC_FLAGS = {
@@ -67,7 +66,7 @@ def flags() -> tuple[list[str], list[str]]:
     """Compiler and linker arguments for this platform's compiler and the requested PCCL_BUILD."""
     mode = os.environ.get("PCCL_BUILD", "")
     if mode not in GCC_FLAGS:
-        raise SystemExit(f"PCCL_BUILD={mode!r}: it can be unset, debug or asan")
+        raise SystemExit(f"PCCL_BUILD is {mode!r}: it must be unset, debug or asan")
     if sysconfig.get_platform().startswith("win"):
         return MSVC_ALWAYS + MSVC_FLAGS[mode], []
     linking = {"": ["-Wl,-s"] if sys.platform == "linux" else [], "debug": [], "asan": GCC_SANITIZE}

@@ -1,9 +1,8 @@
-"""Sends and receives messages without giving up the interpreter's lock.
+"""Sends and receives messages without releasing the interpreter's lock (GIL).
 
-pyzmq gives it up for each message. Whoever wants it back may have to wait for as long as another
-thread computes, at most `sys.getswitchinterval()`, which is many times what the call takes; and
-several such waits lie on the way of each collective. The calls here never wait for anything, so
-that they can keep it.
+pyzmq releases the lock for each message. To get it back, a thread may have to wait while another
+one computes, for up to `sys.getswitchinterval()`, which is many times longer than the call. Each
+collective would have several such waits. The calls here never block, so they can keep the lock.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import zmq
 from pccl.ext import ffi, lib
 from pccl.ext.tables import load
 
-KEPT_BYTES = 1 << 16  # released with the next call; more at once
+KEPT_BYTES = 1 << 16  # received messages up to this size are kept until the next call
 
 
 def _address(pointer: object) -> int:
@@ -26,7 +25,7 @@ def _address(pointer: object) -> int:
 
 
 def _locked(name: str, socket: zmq.Socket[bytes], *arguments: Any) -> Callable[..., int]:
-    """A function of the C core for this socket, which is called with the interpreter's lock."""
+    """A function of the C core for this socket. It is called with the interpreter's lock held."""
     made = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *arguments)
     function = made(_address(ffi.addressof(lib, name)))
     return partial(function, _address(load().table), socket.underlying)
@@ -46,10 +45,10 @@ def _memory() -> Any:
 
 
 class Mail:
-    """The messages to and from a socket that only one thread uses at a time.
+    """Sends and receives messages of one frame on a socket. Only one thread at a time may use it.
 
     Args:
-        socket: for messages of one frame each.
+        socket: the socket.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -63,12 +62,12 @@ class Mail:
         self._send = _locked("pccl_mail_send", socket, ctypes.c_char_p, ctypes.c_size_t)
 
     def _check_open(self) -> None:
-        """C has only the address of the socket, where by now something else may be."""
+        """Checks that the socket is open: C has only its address, which may be reused."""
         if self._socket.closed:
             raise zmq.ZMQError(zmq.ENOTSOCK)
 
     def send(self, data: bytes) -> bool:
-        """Sends a message. Whether messages wait: this may have consumed the notice of them.
+        """Sends a message. Returns whether messages wait: sending may consume their notification.
 
         Raises:
             zmq.Again: there is no room, or no connection.
@@ -83,7 +82,7 @@ class Mail:
         return waiting > 0
 
     def take(self) -> list[bytes]:
-        """All messages that wait; after this the socket has been found empty.
+        """Receives all waiting messages, until the socket is empty.
 
         Raises:
             zmq.ZMQError: the socket or its context has been closed.
@@ -108,10 +107,10 @@ class Mail:
 
 
 class RouterMail:
-    """The messages to and from the connections of a ROUTER.
+    """Sends and receives messages on a ROUTER.
 
     Args:
-        router: outlives this object.
+        router: the socket; it must outlive this object.
     """
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:
@@ -123,11 +122,11 @@ class RouterMail:
         self._mail = _memory()
         take = _locked("pccl_mail_take_from", router, ctypes.c_void_p)
         self._receive = partial(take, _address(self._mail))
-        self._frame = zmq.Frame()  # the last one, by Python
+        self._frame = zmq.Frame()  # the last one received, if Python receives
 
     def take(self) -> tuple[bytes, bytes | None] | None:
-        """The next message: the name of its connection, and its bytes; None in place of these if it
-        has several frames, and instead of all if there is no message."""
+        """Receives the next message: the name of its connection, and its bytes, or None in place of
+        the bytes if it has several frames. Returns None if no message waits."""
         if self._by_python:
             return self._take_by_python()
         frames = self._receive()
@@ -150,8 +149,8 @@ class RouterMail:
         return name, None
 
     def origin(self) -> tuple[int, str] | None:
-        """The descriptor from which the message came that was taken last, and the address at its
-        other end; None if they are unknown, because it speaks ZMTP 1 or 2, or random bytes."""
+        """The descriptor of the connection of the last message, and the address of its other end.
+        None if they are unknown, because the other end uses ZMTP 1 or 2, or sends random bytes."""
         if self._by_python:
             try:
                 return int(self._frame.get(zmq.SRCFD)), str(self._frame.get("Peer-Address"))
@@ -172,7 +171,7 @@ class RouterMail:
             zmq.ZMQError: the connection is lost, or there is no memory; nothing was sent.
         """
         if self._by_python:
-            payload = zmq.Frame(data, copy=True)  # before the first part: it may lack memory
+            payload = zmq.Frame(data, copy=True)  # may fail; then no first frame is sent either
             self._router.send(to, zmq.SNDMORE | zmq.DONTWAIT)
             self._router.send(payload, zmq.DONTWAIT, copy=False)
         elif error := self._send(to, len(to), data, len(data)):

@@ -1,11 +1,11 @@
-"""The engine's function table: all that the C core knows of ZeroMQ.
+"""The engine's function table: every ZeroMQ function that the C core calls.
 
-Two backends can fill it. `libzmq` takes the functions from the very libzmq that pyzmq has loaded,
-so no Python runs per message. `pyzmq` calls back into pyzmq's sockets; it is for platforms where
-those symbols are hidden, as in the Windows wheels, which link libzmq statically. PCCL_ENGINE=libzmq
-or pyzmq forces one of them; the default, auto, takes libzmq if it is available.
+Two backends can fill it. `libzmq` takes the functions of the libzmq that pyzmq has loaded, so no
+Python runs per message. `pyzmq` calls back into pyzmq's sockets; it is for platforms where libzmq's
+symbols are hidden, as in the Windows wheels, which link libzmq statically. PCCL_ENGINE=libzmq or
+pyzmq chooses a backend; the default, auto, chooses libzmq if it is available.
 
-No other libzmq is ever loaded by name: a socket belongs to one instance of the library.
+No libzmq is loaded by name, because it could be another copy: a socket belongs to one copy.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import zmq
 from pccl.ext import ffi, lib
 
 COPY_MAX = 8192
-"""Received messages up to so many bytes are copied; larger ones stay in pyzmq's frame."""
+"""Received messages up to this many bytes are copied; larger ones stay in pyzmq's frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A table and what fills it.
+    """A table and its backend.
 
     Attributes:
         name: `libzmq` or `pyzmq`.
-        reason: why it is not libzmq's; empty where it is.
-        table: the `pccl_zmq *`; an engine needs it as long as it lives.
+        reason: why the backend is not libzmq; empty if it is.
+        table: the `pccl_zmq *`, which must outlive all engines that use it.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Backend:
     table: Any
 
     def context(self, pointer: Any) -> zmq.Context[zmq.Socket[bytes]]:
-        """A pyzmq context for an engine's context, to make sockets in it and nothing else."""
+        """A pyzmq context for an engine's context, only to create sockets in it."""
         address = int(ffi.cast("uintptr_t", pointer))
         if self.name == "pyzmq":
             context: zmq.Context[zmq.Socket[bytes]] = _objects[address]
@@ -58,11 +58,11 @@ def load(choice: str = "") -> Backend:
     """The backend to use.
 
     Args:
-        choice: `libzmq`, `pyzmq` or `auto`; empty: what PCCL_ENGINE says, else `auto`.
+        choice: `libzmq`, `pyzmq` or `auto`; empty: the value of PCCL_ENGINE, else `auto`.
 
     Raises:
-        ValueError: for another choice.
-        ImportError: libzmq was asked for and cannot be had.
+        ValueError: the choice is none of these.
+        ImportError: the choice is `libzmq`, which is not available.
     """
     choice = choice or os.environ.get("PCCL_ENGINE", "auto")
     if choice not in ("auto", "libzmq", "pyzmq"):
@@ -81,11 +81,11 @@ def load(choice: str = "") -> Backend:
 
 
 def _fill_from_libzmq() -> Any:
-    """A table of libzmq's own functions, tried out.
+    """Fills a table with libzmq's own functions, and tries it out.
 
     Raises:
         OSError, AttributeError: a library cannot be opened, or lacks a function.
-        RuntimeError: what was found is not the library that pyzmq uses, or does not work.
+        RuntimeError: the library that was found is not the one of pyzmq, or does not work.
     """
     library = _find_library()
     version = (ctypes.c_int * 3)()
@@ -102,10 +102,10 @@ def _fill_from_libzmq() -> Any:
 
 
 def _find_library() -> ctypes.CDLL:
-    """The extension module of pyzmq's backend: looking a symbol up in it finds libzmq's too.
+    """The extension module of pyzmq's backend, through which libzmq's symbols can be looked up.
 
     Raises:
-        RuntimeError: no loaded module leads to libzmq.
+        RuntimeError: no loaded module has libzmq's symbols.
     """
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) or ""
@@ -120,8 +120,8 @@ def _try_out(table: Any) -> None:
     """Sends one message through the table.
 
     Raises:
-        RuntimeError: it did not arrive.
-        MemoryError: the system has no memory, or no descriptor, for it.
+        RuntimeError: the message did not arrive.
+        MemoryError: there is not enough memory, or no descriptor is available.
     """
     context, message = table.ctx_new(), ffi.new("pccl_msg *")
     sockets = [table.socket(context, zmq.PAIR) for _ in range(2)] if context else [ffi.NULL]
@@ -148,8 +148,8 @@ def _try_out(table: Any) -> None:
 
 # ---- pyzmq ----
 
-# What the handles that C holds stand for: contexts, sockets, and received frames whose bytes C
-# still reads. Engines of several threads share it; its operations are single dict operations.
+# The objects behind the handles that C holds: contexts, sockets, and received frames whose bytes C
+# still reads. Engines of several threads share this dict; each access is one atomic operation.
 _objects: dict[int, Any] = {}
 _handles = itertools.count(1)
 _last_error = threading.local()
@@ -158,7 +158,7 @@ lib.pccl_plain_fill(_plain)
 
 
 def _fill_from_pyzmq() -> Any:
-    """A table of the callbacks below, with plain messages."""
+    """Fills a table with the callbacks below, and with plain messages."""
     table = ffi.new("pccl_zmq *")
     lib.pccl_plain_fill(table)
     for name in _CALLBACKS:
@@ -180,9 +180,10 @@ _CALLBACKS: list[str] = []
 
 
 def _callback(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function the pccl_py_ callback of its name; a ZMQError becomes `failure` and errno.
+    """Makes a function the pccl_py_ callback of its name.
 
-    Anything else is our own error: cffi prints it, and C sees `failure`.
+    A ZMQError sets errno and returns `failure` to C. Any other exception is a bug: cffi prints it,
+    and C gets `failure`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,17 +4,17 @@
  *
  * A program calls pcclInit() once. Each process is one peer of a run: it creates a communicator,
  * connects it to the run's master, and calls collectives with the other peers, which may be C or
- * Python programs. All functions return how they ended. After a failure, pcclGetLastError() says
- * who or what was the cause and what to do, and the log on stderr has more (PCCL_LOG_LEVEL).
+ * Python programs. All functions return a result. After a failure, pcclGetLastError() describes the
+ * cause and what to do, and the log on stderr has more (PCCL_LOG_LEVEL).
  *
  * Any thread may call any function, and several threads may use one communicator. Calls block
  * until the other peers of the group make the same call. What each call does, and its settings in
  * environment variables, are those of the Python API: docs/reference/c.md, docs/reference/api.md,
  * docs/howto/tuning.md.
  *
- * Pointers that are documented as an address of a result must not be NULL, unless it says so. An
- * invalid argument, a communicator or master that was destroyed, and a function in the wrong
- * moment are answered by pcclInvalidArgument or pcclInvalidUsage, and change nothing. */
+ * Pointers to results must not be NULL, unless their function says so. Calls with an invalid
+ * argument or a destroyed communicator or master, and calls at the wrong time, change nothing and
+ * return pcclInvalidArgument or pcclInvalidUsage. */
 
 #ifndef PCCL_H
 #define PCCL_H
@@ -39,19 +39,19 @@ extern "C" {
 
 /* types begin */
 
-/* How a call ended. */
+/* The result of a call. */
 typedef enum pcclResult_t {
     pcclSuccess = 0,
     pcclNotInitialized = 1,         /* pcclInit() has not succeeded */
-    pcclInternalError = 2,          /* of this library, or the system lacks something */
+    pcclInternalError = 2,          /* a bug, or the system has no more memory or descriptors */
     pcclInvalidArgument = 3,        /* an argument is not valid, or peers ask for different work */
-    pcclInvalidUsage = 4,           /* not at this moment, or other peers are in other calls */
+    pcclInvalidUsage = 4,           /* the call is not allowed now, or peers are in other calls */
     pcclTooFewPeers = 5,            /* this peer is alone in its group */
     pcclMasterConnectionFailed = 6, /* the master cannot be reached, or has gone */
     pcclRankConnectionFailed = 7,   /* another peer cannot be reached */
     pcclRankConnectionLost = 8,     /* another peer was lost: inputs are unchanged, call again */
     pcclNoSharedStateAvailable = 9, /* no peer offers what this one must receive */
-    pcclPendingAsyncOps = 10,       /* await what was launched first */
+    pcclPendingAsyncOps = 10,       /* await the launched collectives first */
     pcclUpdateTopologyFailed = 11,
     pcclTopologyOptimizationFailed = 12
 } pcclResult_t;
@@ -84,19 +84,19 @@ typedef enum pcclRedOp_t {
     pcclMin = 4
 } pcclRedOp_t;
 
-/* Numbers of accepted peers: of the run, of this peer's group; of groups; of the largest group. */
+/* Numbers that pcclGetAttribute() returns. Only accepted peers count. */
 typedef enum pcclAttribute_t {
-    PCCL_ATTRIBUTE_GLOBAL_WORLD_SIZE = 1,
-    PCCL_ATTRIBUTE_PEER_GROUP_WORLD_SIZE = 2,
-    PCCL_ATTRIBUTE_NUM_DISTINCT_PEER_GROUPS = 3,
-    PCCL_ATTRIBUTE_LARGEST_PEER_GROUP_WORLD_SIZE = 4
+    PCCL_ATTRIBUTE_GLOBAL_WORLD_SIZE = 1,             /* peers of the run */
+    PCCL_ATTRIBUTE_PEER_GROUP_WORLD_SIZE = 2,         /* peers of this peer's group */
+    PCCL_ATTRIBUTE_NUM_DISTINCT_PEER_GROUPS = 3,      /* groups */
+    PCCL_ATTRIBUTE_LARGEST_PEER_GROUP_WORLD_SIZE = 4  /* peers of the largest group */
 } pcclAttribute_t;
 
-/* The most common content wins; or all receive, in place of their own, what these peers send. */
+/* How the content of the shared state is chosen. */
 typedef enum pcclSharedStateSyncStrategy_t {
-    PCCL_SHARED_STATE_SYNC_STRATEGY_ENFORCE_POPULAR = 0,
-    PCCL_SHARED_STATE_SYNC_STRATEGY_RECEIVE_ONLY = 1,
-    PCCL_SHARED_STATE_SYNC_STRATEGY_SEND_ONLY = 2
+    PCCL_SHARED_STATE_SYNC_STRATEGY_ENFORCE_POPULAR = 0, /* the most common content wins */
+    PCCL_SHARED_STATE_SYNC_STRATEGY_RECEIVE_ONLY = 1,    /* this peer receives from the senders */
+    PCCL_SHARED_STATE_SYNC_STRATEGY_SEND_ONLY = 2        /* this peer offers its content */
 } pcclSharedStateSyncStrategy_t;
 
 /* How values are distributed. Nothing uses it. */
@@ -106,8 +106,9 @@ typedef enum pcclDistributionHint_t {
     pcclDistributionUniform = 2
 } pcclDistributionHint_t;
 
-/* How floats are quantized on the wire. The block-wise ones have a scale for 256, or 64, elements;
- * their quantized_datatype does not matter. docs/internals/quantization.md has the errors. */
+/* How floats are quantized on the wire. The block-wise algorithms have a scale for each 256 (8
+ * bits) or 64 (4 bits) elements, and ignore quantized_datatype. docs/internals/quantization.md has
+ * the errors. */
 typedef enum pcclQuantizationAlgorithm_t {
     pcclQuantNone = 0,
     pcclQuantMinMax = 1,
@@ -118,7 +119,7 @@ typedef enum pcclQuantizationAlgorithm_t {
 
 typedef enum ccoip_inet_protocol_t { inetIPv4 = 0, inetIPv6 = 1 } ccoip_inet_protocol_t;
 
-/* Bytes of an address, the first one first. */
+/* The bytes of an address, in network byte order. */
 typedef struct ccoip_ipv4_address_t {
     uint8_t data[4];
 } ccoip_ipv4_address_t;
@@ -127,7 +128,7 @@ typedef struct ccoip_ipv6_address_t {
     uint8_t data[16];
 } ccoip_ipv6_address_t;
 
-/* `protocol` says which of the two counts. */
+/* An IPv4 or IPv6 address, as `protocol` says. */
 typedef struct ccoip_inet_address_t {
     ccoip_inet_protocol_t protocol;
     ccoip_ipv4_address_t ipv4;
@@ -139,21 +140,21 @@ typedef struct ccoip_socket_address_t {
     uint16_t port; /* in this machine's byte order */
 } ccoip_socket_address_t;
 
-/* One peer of a run; a master. They are handles, and what is behind them is not memory. */
+/* Handles of a communicator (one peer of a run) and of a master. They do not point to memory. */
 typedef struct pcclComm_t pcclComm_t;
 typedef struct pcclMasterInstance_t pcclMasterInstance_t;
 
 typedef struct pcclCommCreateParams_t {
     ccoip_socket_address_t master_address;
-    uint32_t peer_group;               /* peers with which this one shares collectives and state */
+    uint32_t peer_group;               /* peers of a group share collectives and shared state */
     uint32_t p2p_connection_pool_size; /* connections to each neighbour; 0: chosen for the link */
 } pcclCommCreateParams_t;
 
-/* What a collective has cost: payload bytes of this peer, and how many peers contributed. */
+/* Statistics of a collective. */
 typedef struct pcclReduceInfo_t {
-    uint32_t local_world_size;
-    uint64_t tx_bytes;
-    uint64_t rx_bytes;
+    uint32_t local_world_size; /* number of peers that contributed */
+    uint64_t tx_bytes;         /* payload bytes that this peer has sent */
+    uint64_t rx_bytes;         /* payload bytes that this peer has received */
 } pcclReduceInfo_t;
 
 typedef struct pcclReduceOperandDescriptor_t {
@@ -166,8 +167,8 @@ typedef struct pcclQuantizationOptions_t {
     pcclQuantizationAlgorithm_t algorithm;
 } pcclQuantizationOptions_t;
 
-/* What a collective does: the same on all peers. Collectives with different tags run at the same
- * time. */
+/* A collective, which all peers must describe alike. Collectives with different tags can run at the
+ * same time. */
 typedef struct pcclReduceDescriptor_t {
     size_t count; /* elements */
     pcclRedOp_t op;
@@ -176,7 +177,7 @@ typedef struct pcclReduceDescriptor_t {
     pcclQuantizationOptions_t quantization_options;
 } pcclReduceDescriptor_t;
 
-/* A collective and its memory; sendbuf may be recvbuf, and must not overlap it in part. */
+/* A collective and its memory. sendbuf may be recvbuf, but must not overlap it in part. */
 typedef struct pcclReduceOpDescriptor_t {
     void *sendbuf;
     void *recvbuf;
@@ -196,11 +197,11 @@ typedef struct pcclTensorInfo_t {
     size_t count; /* elements */
     pcclDataType_t datatype;
     pcclDeviceType_t device_type;
-    bool allow_content_inequality; /* not compared; only newcomers receive it */
+    bool allow_content_inequality; /* the content is not compared, and only newcomers receive it */
 } pcclTensorInfo_t;
 
 typedef struct pcclSharedState_t {
-    uint64_t revision; /* higher wins; a call sets it to the elected one */
+    uint64_t revision; /* the highest one wins; a call sets it to the elected revision */
     size_t count;      /* entries */
     pcclTensorInfo_t *infos;
 } pcclSharedState_t;
@@ -222,16 +223,17 @@ typedef struct pcclBuildInfo_t {
  * calls do nothing. pcclInternalError: Python or the package pccl was not found; stderr says why. */
 PCCL_EXPORT pcclResult_t pcclInit(void);
 
-/* What this installation can do. May be called before pcclInit(), and then takes as long. */
+/* The capabilities of this installation. May be called before pcclInit(), and then also starts the
+ * interpreter. */
 PCCL_EXPORT pcclResult_t pcclGetBuildInfo(pcclBuildInfo_t *info_out);
 
-/* Why the last call of this thread that failed has failed, in words; "" if none has. The text is
- * valid until this thread's next call. */
+/* The error of this thread's last failed call, in words; "" if none has failed. The text is valid
+ * until this thread's next call. */
 PCCL_EXPORT const char *pcclGetLastError(void);
 
 /* ---- one peer of a run ---- */
 
-/* Makes a communicator. Does no I/O. Programs destroy it when they no longer use it. */
+/* Creates a communicator, without any I/O. The program destroys it when it no longer uses it. */
 PCCL_EXPORT pcclResult_t pcclCreateCommunicator(const pcclCommCreateParams_t *params,
                                                 pcclComm_t **comm_out);
 
@@ -239,7 +241,7 @@ PCCL_EXPORT pcclResult_t pcclCreateCommunicator(const pcclCommCreateParams_t *pa
  * pcclMasterConnectionFailed: no master answers; call again later. */
 PCCL_EXPORT pcclResult_t pcclConnect(pcclComm_t *comm);
 
-/* Leaves the run. Collectives in progress fail, also in other threads. */
+/* Leaves the run. Collectives in progress fail, including those in other threads. */
 PCCL_EXPORT pcclResult_t pcclDestroyCommunicator(pcclComm_t *comm);
 
 PCCL_EXPORT pcclResult_t pcclGetAttribute(const pcclComm_t *comm, pcclAttribute_t attribute,
@@ -248,17 +250,17 @@ PCCL_EXPORT pcclResult_t pcclGetAttribute(const pcclComm_t *comm, pcclAttribute_
 /* Admits peers that wait. All accepted peers of all groups call it. */
 PCCL_EXPORT pcclResult_t pcclUpdateTopology(pcclComm_t *comm);
 
-/* Whether peers wait: the same answer for all. All accepted peers of all groups call it. */
+/* Whether peers wait; all callers get the same answer. All accepted peers of all groups call it. */
 PCCL_EXPORT pcclResult_t pcclArePeersPending(const pcclComm_t *comm, bool *pending_out);
 
-/* Measures the links between the peers, and orders the ring. All accepted peers call it. */
+/* Measures the links between the peers, and orders the ring by them. All accepted peers call it. */
 PCCL_EXPORT pcclResult_t pcclOptimizeTopology(const pcclComm_t *comm);
 
 /* ---- collectives ---- */
 
 /* Reduces `sendbuf` over all peers of the group into `recvbuf`, with the same bits on all of them.
- * pcclRankConnectionLost: a peer was lost, and `sendbuf` holds what it held, also if it is
- * `recvbuf`: call again, and the remaining peers go on. `info_out` may be NULL. */
+ * pcclRankConnectionLost: a peer was lost. `sendbuf` is unchanged then, even if it is `recvbuf`:
+ * call again, and the remaining peers go on. `info_out` may be NULL. */
 PCCL_EXPORT pcclResult_t pcclAllReduce(const void *sendbuf, void *recvbuf,
                                        const pcclReduceDescriptor_t *descriptor,
                                        const pcclComm_t *comm, pcclReduceInfo_t *info_out);
@@ -269,7 +271,8 @@ PCCL_EXPORT pcclResult_t pcclAllReduceAsync(const void *sendbuf, void *recvbuf,
                                             const pcclComm_t *comm,
                                             pcclAsyncReduceOp_t *reduce_handle_out);
 
-/* Waits for it, once: how it ended is this call's result. `info_out` may be NULL. */
+/* Waits for a launched all-reduce, and returns its result. Only once for each. `info_out` may be
+ * NULL. */
 PCCL_EXPORT pcclResult_t pcclAwaitAsyncReduce(const pcclAsyncReduceOp_t *reduce_handle,
                                               pcclReduceInfo_t *info_out);
 
@@ -282,9 +285,9 @@ PCCL_EXPORT pcclResult_t pcclAllReduceMultipleWithRetry(const pcclReduceOpDescri
 
 /* ---- shared state ---- */
 
-/* Makes the shared state of all peers of the group bit-identical. If it fails on a peer whose
+/* Makes the shared state of all peers of the group bit-identical. If the call fails on a peer whose
  * revision was behind, that peer's content is torn: it is not offered to others until a call
- * succeeds, or the program gives it another revision. `info_out` may be NULL. */
+ * succeeds, or the program sets another revision. `info_out` may be NULL. */
 PCCL_EXPORT pcclResult_t pcclSynchronizeSharedState(const pcclComm_t *comm,
                                                     pcclSharedState_t *shared_state,
                                                     pcclSharedStateSyncStrategy_t strategy,
@@ -295,16 +298,16 @@ PCCL_EXPORT pcclResult_t pcclSynchronizeSharedState(const pcclComm_t *comm,
 PCCL_EXPORT pcclResult_t pcclCreateMaster(ccoip_socket_address_t listen_address,
                                           pcclMasterInstance_t **master_out);
 
-/* Starts to serve in the background. */
+/* Starts a master, which then serves in the background. */
 PCCL_EXPORT pcclResult_t pcclRunMaster(pcclMasterInstance_t *master);
 
-/* Stops it; its port is free again when this returns. All peers lose their master. */
+/* Stops a master; its port is free again when this returns. All peers lose their master. */
 PCCL_EXPORT pcclResult_t pcclInterruptMaster(pcclMasterInstance_t *master);
 
-/* Returns when it has stopped, because another thread has interrupted it, or it has failed. */
+/* Returns when a master has stopped, because another thread has interrupted it or it has failed. */
 PCCL_EXPORT pcclResult_t pcclMasterAwaitTermination(pcclMasterInstance_t *master);
 
-/* Frees a master that does not run. pcclInvalidUsage: it runs. */
+/* Frees a master. pcclInvalidUsage: it is still running. */
 PCCL_EXPORT pcclResult_t pcclDestroyMaster(pcclMasterInstance_t *master);
 
 #ifdef __cplusplus

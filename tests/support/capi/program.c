@@ -131,7 +131,7 @@ static void wrong_handles(pcclComm_t *comm, pcclMasterInstance_t *master)
     ENDS(pcclConnect(NULL), pcclInvalidArgument);
     CHECK(told("pcclConnect: a communicator is NULL"));
     ENDS(pcclConnect((pcclComm_t *)&x), pcclInvalidArgument);
-    CHECK(told("is not a communicator, or one that was destroyed"));
+    CHECK(told("is not a communicator, or it was destroyed"));
     ENDS(pcclRunMaster((pcclMasterInstance_t *)comm), pcclInvalidArgument);
     ENDS(pcclUpdateTopology((pcclComm_t *)master), pcclInvalidArgument);
     ENDS(pcclArePeersPending(NULL, &pending), pcclInvalidArgument);
