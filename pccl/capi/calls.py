@@ -183,7 +183,7 @@ def await_async_reduce(op: Any, info: Any) -> None:
     given(op, "reduce_handle")
     handle = peers[op.comm].launched.pop(op.tag, None)
     if handle is None:
-        raise ValueError(f"no launched all-reduce with tag {op.tag} waits to be awaited")
+        raise ValueError(f"no all-reduce with tag {op.tag} was launched, or it was awaited before")
     _, _, found = handle.wait()
     if handle.error is not None:
         raise handle.error
