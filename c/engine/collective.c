@@ -241,8 +241,6 @@ void collective_free(struct op *op)
 {
     struct collective *collective = collective_of(op);
     assert(collective->early.head == NULL && collective->held.head == NULL);
-    if (op->started && collective->is_spread)
-        op->ops->n_spread--;
     undo_close(&collective->undo, &op->ops->spare);
     free(collective->given_set);
     free(collective->parts.rows_at);

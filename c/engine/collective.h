@@ -64,7 +64,6 @@ struct collective {
     struct op op;
     struct shape shape;
     int redop, format;
-    bool is_spread;          /* its rings lead to different neighbours */
     const struct algorithm *algorithm;   /* set at START or EAGER */
     uint32_t members;        /* slices of the larger buffers; 0: all buffers have one */
     struct parts parts;
@@ -100,12 +99,6 @@ static inline struct collective *collective_of(struct op *op)
 static inline struct ring *collective_ring(const struct collective *collective, uint32_t index)
 {
     return (struct ring *)collective->op.flows[index];
-}
-
-/* The rank of a position. */
-static inline uint32_t rank_at(const pccl_ring *ring, uint32_t position)
-{
-    return ring->ranks != NULL ? ring->ranks[position] : position;
 }
 
 /* The divisor in the last step of an AVG. Integers are only added: callers register wider integers,

@@ -31,11 +31,6 @@ static bool is_complete(const struct exchange *exchange)
 
 /* ---- where things lie ---- */
 
-static uint32_t rank_at(const pccl_ring *place, uint32_t position)
-{
-    return place->ranks != NULL ? place->ranks[position] : position;
-}
-
 /* The number of steps from one position to another. */
 static uint32_t steps_between(uint32_t members, uint32_t from, uint32_t to)
 {
@@ -167,8 +162,6 @@ void exchange_free(struct op *op)
 {
     struct exchange *exchange = exchange_of(op);
     assert(exchange->early.head == NULL);
-    if (op->started && exchange->is_spread)
-        op->ops->n_spread--;
     free(exchange->here);
     free(exchange->send_at);
     free(exchange->ways);
@@ -391,23 +384,12 @@ static bool join_rings(struct exchange *exchange, const pccl_command *command)
     uint32_t i;
     for (i = 0; i < command->n_rings; i++) {
         const pccl_ring *place = &command->rings[i];
-        struct stream *stream = NULL;
-        struct route *route;
-        if (exchange->members > 1 && place->stream != 0) {
-            stream = streams_find(op->ops->streams, place->stream);
-            if (stream == NULL) {
-                op_fail_stream(op, place->stream, "it is not open");
-                return false;
-            }
-        }
-        route = (struct route *)op_add_flow(op, stream);
-        if (route == NULL) {
-            op_fail(op, PCCL_ENOMEM, "no memory for a ring");
+        bool needs_stream = exchange->members > 1 && place->stream != 0;
+        struct route *route = (struct route *)op_add_ring(op, place, needs_stream);
+        if (route == NULL)
             return false;
-        }
         route->place = *place;
         route->steps = exchange->members - 1;
-        exchange->is_spread |= stream != op->flows[0]->stream;
     }
     return true;
 }
@@ -462,11 +444,8 @@ void exchange_start(struct op *op, const pccl_command *command)
         return;
     find_ways(exchange, command);
     keep_own(exchange);
-    op->ops->n_spread += exchange->is_spread;
-    op->started = true;
-    op->seq = command->seq;
-    op->nonce = command->nonce;
-    exchange->chunk = command->chunk_bytes < PCCL_CHUNK_MAX ? command->chunk_bytes : PCCL_CHUNK_MAX;
+    op_begin(op, command);
+    exchange->chunk = op_chunk_bytes(command);
     for (i = 0; i < op->n_flows; i++) {
         if (!find_next(route_of(exchange, i)))
             continue;

@@ -25,7 +25,6 @@ struct way {
 struct exchange {
     struct op op;
     uint32_t members, rank;
-    bool is_spread;          /* its rings lead to different neighbours */
     struct rows *rows;
     uint32_t n_rows;
     uint64_t *send_at;       /* by rank: the first row for it; at the end the number of all rows */

@@ -379,16 +379,13 @@ void fetch_lose(struct op *op, const struct stream *stream)
 static void begin_round(struct fetch *fetch, const pccl_command *command)
 {
     struct op *op = &fetch->op;
-    uint32_t i, chunk = command->chunk_bytes < PCCL_CHUNK_MAX ? command->chunk_bytes
-        : PCCL_CHUNK_MAX;
+    uint32_t i, chunk = op_chunk_bytes(command);
     op_forget_flows(op);
     return_lost(fetch);
     for (i = 0; i < fetch->n_wants; i++)
         fetch->wants[i].former = NULL;
     fetch->chunk = chunk > 0 ? chunk : 1;
-    op->started = true;
-    op->seq = command->seq;
-    op->nonce = command->nonce;
+    op_begin(op, command);
 }
 
 void fetch_start(struct op *op, const pccl_command *command)

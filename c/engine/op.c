@@ -117,6 +117,22 @@ struct flow *op_add_flow(struct op *op, struct stream *stream)
     return flow;
 }
 
+struct flow *op_add_ring(struct op *op, const pccl_ring *place, bool needs_stream)
+{
+    struct stream *stream = needs_stream ? streams_find(op->ops->streams, place->stream) : NULL;
+    struct flow *flow;
+    if (needs_stream && stream == NULL) {
+        op_fail_stream(op, place->stream, "it is not open");
+        return NULL;
+    }
+    flow = op_add_flow(op, stream);
+    if (flow == NULL)
+        op_fail(op, PCCL_ENOMEM, "no memory for a ring");
+    else
+        op->is_spread |= stream != op->flows[0]->stream;
+    return flow;
+}
+
 /* Drops what a flow has to send; NULL: what waits without a flow. */
 static void drop(struct op *op, struct flow *flow)
 {
@@ -159,6 +175,15 @@ void op_remove_flows(struct op *op)
 {
     op_forget_flows(op);
     free_flows(op);
+    op->is_spread = false;
+}
+
+void op_begin(struct op *op, const pccl_command *command)
+{
+    op->started = true;
+    op->seq = command->seq;
+    op->nonce = command->nonce;
+    op->ops->n_spread += op->is_spread;
 }
 
 struct wire_header op_header(const struct op *op, enum wire_kind kind)
@@ -336,6 +361,8 @@ static void free_op(struct op *op)
     list_remove(op);
     unindex_id(op);
     unindex_tag(op);
+    if (op->started && op->is_spread)
+        op->ops->n_spread--;
     if (op->kind->free != NULL)
         op->kind->free(op);
     free_flows(op);

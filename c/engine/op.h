@@ -80,6 +80,7 @@ struct op {
     bool by_tag;             /* it is in the index by tag, so messages find it */
     bool started, complete, failed;
     bool reversible;         /* it has an undo buffer for ABORT, so COMPLETE does not settle it */
+    bool is_spread;          /* its rings lead to different neighbours */
     uint64_t rx_bytes;
     struct flow **flows;
     uint32_t n_flows;
@@ -94,7 +95,7 @@ struct ops {
     struct op *by_id[INDEX_BUCKETS], *by_tag[INDEX_BUCKETS];
     struct backlog backlog;  /* packets that wait to be sent on */
     uint32_t n_held;         /* chunks that wait for READY; no own chunks are sent meanwhile */
-    uint32_t n_spread;       /* ops with several neighbours, which lift the limits on forwards */
+    uint32_t n_spread;       /* started ops with `is_spread`, which lift the limits on forwards */
     struct unexpected unexpected;    /* chunks that came before START */
     uint64_t dropped;        /* messages that no op could use */
     struct undo spare;       /* undo buffer of an earlier op, for the next op that needs one */
@@ -135,6 +136,21 @@ static inline struct op *op_of(const struct flow *flow)
     return (struct op *)flow->source;        /* the first member of a struct op */
 }
 
+/* The rank of a position in a ring. */
+static inline uint32_t rank_at(const pccl_ring *ring, uint32_t position)
+{
+    return ring->ranks != NULL ? ring->ranks[position] : position;
+}
+
+/* The size of a message that a START asks for. */
+static inline uint32_t op_chunk_bytes(const pccl_command *command)
+{
+    return command->chunk_bytes < PCCL_CHUNK_MAX ? command->chunk_bytes : PCCL_CHUNK_MAX;
+}
+
+/* Notes that an op has started, with the sequence number and nonce of its START. */
+void op_begin(struct op *op, const pccl_command *command);
+
 /* An event of that kind about an op. */
 pccl_event op_event(const struct op *op, enum pccl_event_kind kind);
 
@@ -150,6 +166,10 @@ void op_report_stream(struct op *op, uint32_t stream, const char *text);
 
 /* Adds a flow to a stream, which may be NULL. Returns NULL without memory. */
 struct flow *op_add_flow(struct op *op, struct stream *stream);
+
+/* Adds the flow of a ring, to the stream of our place in it or to none. On failure the op fails,
+ * and this returns NULL. */
+struct flow *op_add_ring(struct op *op, const pccl_ring *place, bool needs_stream);
 
 /* Takes all flows off their streams and drops what they have to send. */
 void op_forget_flows(struct op *op);

@@ -234,9 +234,7 @@ void serve_start(struct op *op, const pccl_command *command)
     uint32_t i;
     if (!op->started || command->seq > op->seq) {
         op_forget_flows(op);     /* the requesters of the last round need no more answers */
-        op->started = true;
-        op->seq = command->seq;
-        op->nonce = command->nonce;
+        op_begin(op, command);
     }
     for (i = 0; i < command->n_ends; i++) {
         const pccl_end *end = &command->ends[i];

@@ -122,27 +122,16 @@ static bool join_rings(struct collective *collective, const pccl_command *comman
     collective->algorithm = algorithm_of(command);
     for (i = 0; i < command->n_rings; i++) {
         const pccl_ring *place = &command->rings[i];
-        uint32_t members = place->members;
-        struct stream *stream = members > 1 ? streams_find(op->ops->streams, place->stream) : NULL;
-        struct ring *ring;
-        if (stream == NULL && members > 1) {
-            op_fail_stream(op, place->stream, "it is not open");
+        struct ring *ring = (struct ring *)op_add_ring(op, place, place->members > 1);
+        if (ring == NULL)
             return false;
-        }
-        ring = (struct ring *)op_add_flow(op, stream);
-        if (ring == NULL) {
-            op_fail(op, PCCL_ENOMEM, "no memory for a ring");
-            return false;
-        }
         ring->place = *place;
-        collective->is_spread |= stream != op->flows[0]->stream;
-        if (members > 1)
+        if (place->members > 1)
             collective->algorithm->own_range(ring, &ring->cursor, &ring->end);
         ring->first = ring->cursor;
         collective_skip(ring);
     }
-    collective->chunk = command->chunk_bytes < PCCL_CHUNK_MAX ? command->chunk_bytes
-        : PCCL_CHUNK_MAX;
+    collective->chunk = op_chunk_bytes(command);
     return true;
 }
 
@@ -266,7 +255,6 @@ static bool enter_rings(struct collective *collective, const pccl_command *comma
         && collective_ring(collective, 0)->place.stream == command->rings[0].stream)
         return keep_rings(collective, command);
     op_remove_flows(op);
-    collective->is_spread = false;
     return join_rings(collective, command);
 }
 
@@ -297,10 +285,7 @@ void start_collective(struct op *op, const pccl_command *command)
         op_fail(op, PCCL_EPROTO, "an early chunk has data that we send, or a result for the root");
         return;
     }
-    op->ops->n_spread += collective->is_spread;
-    op->started = true;
-    op->seq = command->seq;
-    op->nonce = command->nonce;
+    op_begin(op, command);
     if (command->rings[0].members == 1)
         collective_conclude_alone(collective);
     else
