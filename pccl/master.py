@@ -9,7 +9,7 @@ import sys
 
 from pccl.errors import PCCLError
 from pccl.master_node import MasterNode, serve_until_signal
-from pccl.runtime.room import raise_limit
+from pccl.runtime.resources import raise_descriptor_limit
 from pccl.runtime.server.journal import OnError
 from pccl.support.logs import configure_logging
 from pccl.support.text import DEFAULT_PORT
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`pccl master`: serves until Ctrl-C or SIGTERM."""
     configure_logging()
-    raise_limit()
+    raise_descriptor_limit()
     logging.getLogger("pccl").info("pccl master, process %d", os.getpid())
     try:
         master = MasterNode(

@@ -18,7 +18,7 @@ from typing import NoReturn
 from pccl.errors import PCCLError, PCCLTimeoutError, error_for, not_picklable
 from pccl.protocol.master import Status
 from pccl.runtime.config import Config
-from pccl.runtime.room import NoRoomError, no_room, require_room
+from pccl.runtime.resources import OutOfResourcesError, out_of_resources, require_resources
 from pccl.runtime.server.eventlog import EventLogError
 from pccl.runtime.server.journal import JournalError, OnError
 from pccl.runtime.server.server import Server, Service
@@ -133,14 +133,14 @@ class MasterNode:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", "this master runs already")
         security = Security.of(self._security)
         try:
-            require_room()
+            require_resources()
             server = self._new_server(security)
-        except NoRoomError as error:
+        except OutOfResourcesError as error:
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", str(error)) from None
         except (JournalError, EventLogError) as error:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", str(error)) from None
         except OSError as error:
-            if lacking := no_room(error):  # there was room when it looked
+            if lacking := out_of_resources(error):  # they ran out after the check
                 why = str(lacking)
                 raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", why) from None
             why = error.strerror or str(error)

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from pccl.cli.arguments import option, whole_number
-from pccl.runtime.curve import new_keys, require_curve
+from pccl.runtime.encryption import new_keys, require_curve
 from pccl.security import ALLOWED, MASTER_KEY, MASTER_SECRET, PEER_SECRET, Security
 
 PEERS_MAX = 65_536

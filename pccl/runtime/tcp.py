@@ -1,4 +1,4 @@
-"""The kernel's facts about a TCP connection; on Linux only."""
+"""TCP connections by descriptor: the kernel's facts about them (on Linux only), and their end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 DESCRIPTORS = "/dev/fd"
-SIZE = 192  # of what is read of the kernel's struct tcp_info, which only ever grows at its end
-# where, in that struct: milliseconds, microseconds, numbers of packets, bytes per second
+SIZE = 192  # bytes that are read of the kernel's struct tcp_info, which only grows at its end
+_RECEIVED_AT = 128  # the offset in it of the u64 tcpi_bytes_received (since Linux 4.1)
+COUNTED = sys.platform == "linux"
+# The fields read: milliseconds, microseconds, numbers of packets, bytes per second.
 _FIELDS = struct.Struct("=52xI12xI28xI44xI8xQQQ8x")
 
 
@@ -26,8 +28,8 @@ class TcpInfo(NamedTuple):
         retransmits: packets that were sent again.
         min_rtt_s: the least round trip lately.
         delivery_rate: bytes per second, as acknowledgements last came.
-        busy_s: for so long bytes were on the way, or waited to be sent,
-        rwnd_limited_s: of which the other side had no room for more.
+        busy_s: the time in which bytes were on the way, or waited to be sent.
+        rwnd_limited_s: the part of `busy_s` in which the other side had no room for more.
     """
 
     silent_s: float
@@ -40,7 +42,7 @@ class TcpInfo(NamedTuple):
 
 
 def parse(data: bytes) -> TcpInfo | None:
-    """From a struct tcp_info; None where the kernel gives less than is needed."""
+    """Reads a struct tcp_info; None if the kernel is too old to give all fields."""
     if len(data) < SIZE:
         return None
     silent, rtt, again, min_rtt, rate, busy, full = _FIELDS.unpack(data[:SIZE])
@@ -48,19 +50,19 @@ def parse(data: bytes) -> TcpInfo | None:
 
 
 def of(connection: socket.socket) -> TcpInfo | None:
-    """Of a connection. Raises OSError if it is none of TCP."""
+    """The facts about a connection; raises OSError if it is not a TCP connection."""
     if sys.platform != "linux":
         return None
     return parse(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, SIZE))
 
 
 def connections(others: Collection[tuple[str, int]]) -> dict[tuple[str, int], list[TcpInfo]]:
-    """Of this process's connections to these addresses."""
+    """The facts about this process's connections to these addresses, by address."""
     found: dict[tuple[str, int], list[TcpInfo]] = {}
     if sys.platform != "linux":
         return found
     for name in os.listdir(DESCRIPTORS):
-        with contextlib.suppress(OSError):  # it is the directory's own, or no connection
+        with contextlib.suppress(OSError):  # the directory's own descriptor, or not a connection
             there = _peer(int(name))
             info = of_descriptor(int(name)) if there in others else None
             if there is not None and info is not None:
@@ -69,7 +71,7 @@ def connections(others: Collection[tuple[str, int]]) -> dict[tuple[str, int], li
 
 
 def _peer(descriptor: int) -> tuple[str, int] | None:
-    """The address at the other end of a connection; None if it is none of TCP."""
+    """The address at the other end of a connection; None if it is not a TCP connection."""
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return None
     connection = socket.socket(fileno=descriptor)
@@ -81,7 +83,7 @@ def _peer(descriptor: int) -> tuple[str, int] | None:
 
 
 def of_descriptor(descriptor: int) -> TcpInfo | None:
-    """Of a connection by its descriptor, which somebody else owns; None if it is none of TCP."""
+    """The facts about a connection whose descriptor another owner has; None if it is not TCP."""
     if sys.platform != "linux":
         return None
     try:
@@ -94,3 +96,67 @@ def of_descriptor(descriptor: int) -> TcpInfo | None:
         return None
     finally:
         connection.detach()
+
+
+def received(descriptor: int) -> int | None:
+    """The number of bytes that a TCP connection has received so far; None if unknown.
+
+    The descriptor belongs to libzmq, which may have closed or reused it meanwhile.
+    """
+    if not COUNTED:
+        return None
+    borrowed = None
+    try:
+        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+    except OSError:
+        return None
+    finally:
+        if borrowed is not None:
+            borrowed.detach()
+    if len(info) < _RECEIVED_AT + 8:  # an older kernel
+        return None
+    return int(struct.unpack_from("=Q", info, _RECEIVED_AT)[0])
+
+
+class Shutter:
+    """Shuts down connections that libzmq owns, by descriptor.
+
+    libzmq reports the end of a connection before it closes the descriptor. So if it has reported
+    none after the descriptor was duplicated, the duplicate belongs to that connection. It takes
+    the place of a descriptor that was opened in advance, because there may be no free one.
+    """
+
+    def __init__(self) -> None:
+        self._blank = os.open(os.devnull, os.O_RDONLY)
+        self._twin = os.dup(self._blank)
+
+    def shut(self, descriptor: int, still: Callable[[], bool]) -> None:
+        """Shuts a connection down, unless its descriptor was reused meanwhile.
+
+        `still` is called after the duplication, and says whether the descriptor is still that of
+        the connection.
+
+        Raises:
+            OSError: the connection has just been closed.
+        """
+        if sys.platform == "win32":
+            with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as twin:
+                if still():
+                    twin.shutdown(socket.SHUT_RDWR)
+            return
+        os.dup2(descriptor, self._twin, inheritable=False)
+        try:
+            if still():
+                borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, self._twin)
+                try:
+                    borrowed.shutdown(socket.SHUT_RDWR)
+                finally:
+                    borrowed.detach()
+        finally:
+            os.dup2(self._blank, self._twin, inheritable=False)
+
+    def close(self) -> None:
+        """Closes its descriptors."""
+        os.close(self._blank)
+        os.close(self._twin)

@@ -19,7 +19,7 @@ from pccl.protocol import messages as m
 from pccl.runtime import limits, resolve
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.config import Config
-from pccl.runtime.curve import new_keys
+from pccl.runtime.encryption import new_keys
 from pccl.runtime.server.dial import (
     ANOTHER,
     ASKER_MAX,

@@ -31,7 +31,7 @@ from pccl.cli.main import main
 from pccl.protocol import messages as m
 from pccl.protocol.master.history import OUTNUMBERED
 from pccl.protocol.rounds import HELD_MAX, OpenRounds, Vote
-from pccl.runtime.curve import new_keys
+from pccl.runtime.encryption import new_keys
 
 LARGE = 1 << 22  # elements: such a collective goes around the ring
 PEER = r"peer \d+ \((you, )?[^ ]+, 127\.0\.0\.1:\d+\)"

@@ -20,7 +20,7 @@ from waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.runtime import limits, room
+from pccl.runtime import limits, tcp
 from pccl.runtime.config import Config
 from pccl.runtime.server.connections import (
     PATIENCE,
@@ -29,7 +29,7 @@ from pccl.runtime.server.connections import (
 )
 from pccl.runtime.server.server import Server
 
-COUNTED = pytest.mark.skipif(not room.COUNTED, reason="the system does not count bytes")
+COUNTED = pytest.mark.skipif(not tcp.COUNTED, reason="the system does not count bytes")
 
 
 class Door:
@@ -139,13 +139,13 @@ def test_the_system_counts_what_a_connection_receives() -> None:
         with socket.create_connection(listening.getsockname()) as here:
             there, _ = listening.accept()
             with there:
-                assert room.received(there.fileno()) == 0
+                assert tcp.received(there.fileno()) == 0
                 here.sendall(bytes(1234))
-                wait_until(lambda: room.received(there.fileno()) == 1234)
+                wait_until(lambda: tcp.received(there.fileno()) == 1234)
                 number = there.fileno()
-            assert room.received(number) is None
+            assert tcp.received(number) is None
     with open(os.devnull) as file:
-        assert room.received(file.fileno()) is None
+        assert tcp.received(file.fileno()) is None
 
 
 def flood(port: int, frames: bytes) -> None:

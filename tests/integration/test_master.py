@@ -337,7 +337,9 @@ def test_a_master_for_which_there_are_no_descriptors(
         raise OSError(errno.EMFILE, "Too many open files")
 
     master = pccl.MasterNode("127.0.0.1:0")
-    monkeypatch.setattr("pccl.master_node.require_room", lambda: None)  # there were some just now
+    monkeypatch.setattr(
+        "pccl.master_node.require_resources", lambda: None
+    )  # there were some just now
     with monkeypatch.context() as patched:
         patched.setattr(where, none)
         with pytest.raises(pccl.PCCLError, match="Too many open files") as raised:

@@ -15,7 +15,7 @@ from pccl.cli.main import main
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master, inputs
 from pccl.runtime import limits
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 from pccl.runtime.server.eventlog import EventLog, read
 
 WORK = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 1000)

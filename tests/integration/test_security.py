@@ -17,7 +17,7 @@ from cluster import Cluster, grow, in_threads
 import pccl
 from pccl.cli.main import main
 from pccl.runtime.client.engine import Engine, EngineOptions
-from pccl.runtime.curve import new_keys
+from pccl.runtime.encryption import new_keys
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
 

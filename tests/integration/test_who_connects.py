@@ -23,7 +23,7 @@ from pccl.cli.main import main
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.engine import ANOTHER, COMPLETE, STREAM_LOST, EngineOptions
-from pccl.runtime.curve import new_keys, secure_client
+from pccl.runtime.encryption import new_keys, secure_client
 from pccl.security import KeyPair
 
 TOKEN = b"the master's"

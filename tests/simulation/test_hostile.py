@@ -17,7 +17,7 @@ from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.recovery import BACKLOG_MAX
 from pccl.protocol.master.voting import held
 from pccl.protocol.rounds import HELD_MAX, OPEN_MAX
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"

@@ -11,7 +11,7 @@ from pccl.protocol.master.synchronizations import STALLS_MAX
 from pccl.protocol.master.topology import ATTEMPTS
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault, Send
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
 SMALL = m.Spec("all_reduce", 0, 0, 4)

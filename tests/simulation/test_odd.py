@@ -8,7 +8,7 @@ from trainers import story_of_an_odd_one
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
 SEEDS = 1200

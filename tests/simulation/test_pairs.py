@@ -10,7 +10,7 @@ from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.collectives import tag_of_send
 from pccl.protocol.ring import RingPlace
 from pccl.protocol.strategy import Strategy, choose
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
 SEND = m.Spec("send", 0, 10, 5)

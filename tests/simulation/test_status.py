@@ -18,7 +18,7 @@ from pccl.protocol.master.status import (
 )
 from pccl.protocol.master.tally import BOUNDS_S, Loss
 from pccl.protocol.rounds import Kind
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 
 CALL = "all_reduce(1000 elements of float32, sum) with tag 0"
 

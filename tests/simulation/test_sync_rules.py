@@ -11,7 +11,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Answer, Fail, Fault, Send
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
 

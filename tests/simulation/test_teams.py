@@ -7,7 +7,7 @@ from manual_run import ManualRun, resume
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.status import explain
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
 

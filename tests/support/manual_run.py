@@ -11,7 +11,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.effects import Dial, Drop, Effect, Note, Send
 from pccl.protocol.topology import Link, hops
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 
 RUN = 0x1234_5678_9ABC_DEF0  # large enough to be found in what is said
 SECRET = b"a secret"

@@ -15,7 +15,7 @@ from pccl.protocol.master import Master
 from pccl.protocol.master import effects as masters
 from pccl.protocol.master.clients import FIRST, PLACES_SMALL, SMALL_BYTES
 from pccl.protocol.peer import effects as common
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 
 
 def package(version: int, base: int, content: bytes = b"") -> m.Package:

@@ -19,7 +19,7 @@ from pccl.cli.terminal import painted
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.effects import Drop, Send
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 
 VOTE_US_MAX = 25.0
 GROWTH_MAX = 2.0  # the cost of a vote in the largest run, as a multiple of that in the smallest

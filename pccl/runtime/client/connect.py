@@ -15,7 +15,7 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Caller, Deadline, Note, Quiet, error_of
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import AnotherServiceError, reachable
-from pccl.runtime.room import NoRoomError, no_room, require_room
+from pccl.runtime.resources import OutOfResourcesError, out_of_resources, require_resources
 from pccl.runtime.uninterrupted import aside
 from pccl.types import Result
 
@@ -185,15 +185,15 @@ def connect(
     """
     name = policy.name
     try:
-        aside(require_room)  # it opens threads and descriptors, and must close them
-    except NoRoomError as error:
+        aside(require_resources)  # it opens threads and descriptors, and must close them
+    except OutOfResourcesError as error:
         raise error_for(Result.INTERNAL_ERROR, name, str(error)) from None
 
     def made(address: str) -> C:
         try:
             return make(address)
         except OSError as error:
-            if lacking := no_room(error):  # there was room when it looked
+            if lacking := out_of_resources(error):  # they ran out after the check
                 raise error_for(Result.INTERNAL_ERROR, name, str(lacking)) from None
             cure = ": choose a wider PCCL_PORT_RANGE (port_range=)" if config.ports else ""
             why = f"for bulk data this peer {error.strerror or error}{cure}"

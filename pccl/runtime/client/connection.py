@@ -23,7 +23,7 @@ from pccl.protocol.peer import effects
 from pccl.runtime import limits
 from pccl.runtime.client.engine import EngineOptions
 from pccl.runtime.config import Config
-from pccl.runtime.curve import new_keys, require_curve, secure_client
+from pccl.runtime.encryption import new_keys, require_curve, secure_client
 from pccl.runtime.resolve import Found, Resolver
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security

@@ -33,7 +33,7 @@ from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.filelock import FileLock, Taken
-from pccl.runtime.room import no_room
+from pccl.runtime.resources import out_of_resources
 
 log = logging.getLogger("pccl")
 
@@ -253,7 +253,7 @@ class Engine:
         try:
             self._directory = Directory()
         except OSError as error:
-            if no_room(error) is not None:
+            if out_of_resources(error) is not None:
                 raise
             log.warning("peers on this machine are reached over TCP, not ipc: %s", error)
             return ""

@@ -32,7 +32,7 @@ from pccl.protocol.peer.calls import NO_ROWS, Rows
 from pccl.protocol.ring import ALIGNMENT, span
 from pccl.protocol.strategy import Algorithm, Conditions, Strategy
 from pccl.runtime.client.call import Call, End, Leaf
-from pccl.runtime.inline import contribution
+from pccl.runtime.inline_collectives import contribution
 from pccl.runtime.quantization import wire_bytes
 from pccl.runtime.uninterrupted import insist
 from pccl.tensors.arrays import Buffer

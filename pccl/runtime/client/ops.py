@@ -36,7 +36,7 @@ from pccl.runtime.client.engine import (
 from pccl.runtime.client.memory import Operands, Pool
 from pccl.runtime.client.streams import Streams
 from pccl.runtime.digest import LEAF_BYTES
-from pccl.runtime.inline import store
+from pccl.runtime.inline_collectives import store
 from pccl.runtime.quantization import wire_format
 from pccl.types import Result
 

@@ -50,8 +50,9 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pccl.runtime import limits, room, tcp
-from pccl.runtime.room import Shutter, received
+from pccl.runtime import limits, tcp
+from pccl.runtime.resources import descriptor_limit
+from pccl.runtime.tcp import Shutter, received
 
 log = logging.getLogger("pccl")
 
@@ -240,7 +241,7 @@ class Reserve:
                 "descriptors (%s); existing ones are served. This process may have %d: see "
                 "ulimit -n",
                 os.strerror(number),
-                room.limit(),
+                descriptor_limit(),
             )
 
     def tick(self, now_s: float) -> None:
@@ -292,7 +293,7 @@ class Connections:
         self._buried: dict[bytes, float] = {}  # by connection, when; late messages are ignored
         self._dropped: dict[bytes, float] = {}  # by connection, when; open, but ignored
         self._surplus: list[Line] = []  # connections that there is no room for
-        lines_max = max(limits.CONNECTIONS_MIN, room.limit() - limits.DESCRIPTORS_SPARE)
+        lines_max = max(limits.CONNECTIONS_MIN, descriptor_limit() - limits.DESCRIPTORS_SPARE)
         self._guard = Guard(received, lines_max)
         self._shutter = Shutter()
         opened.callback(self._shutter.close)

@@ -30,7 +30,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pccl.protocol import reach
 from pccl.runtime import limits
-from pccl.runtime.curve import secure_client
+from pccl.runtime.encryption import secure_client
 from pccl.runtime.resolve import GREETING, asked, is_address
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair

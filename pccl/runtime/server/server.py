@@ -31,8 +31,8 @@ from pccl.protocol.master.membership import hosts
 from pccl.protocol.master.status import EventStatus
 from pccl.runtime import limits
 from pccl.runtime.config import Config
-from pccl.runtime.curve import Zap, require_curve, secure_server
-from pccl.runtime.inline import combine, keep_memory
+from pccl.runtime.encryption import Zap, require_curve, secure_server
+from pccl.runtime.inline_collectives import combine, keep_memory
 from pccl.runtime.server.connections import Connections
 from pccl.runtime.server.dial import Dialler, Target, dial_hosts
 from pccl.runtime.server.eventlog import EventLog

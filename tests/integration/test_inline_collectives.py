@@ -21,7 +21,7 @@ from pccl.protocol.master.collectives import fits
 from pccl.protocol.master.effects import Drop, Send
 from pccl.protocol.master.voting import held
 from pccl.runtime.client.engine import Engine
-from pccl.runtime.inline import combine
+from pccl.runtime.inline_collectives import combine
 
 WORK = m.Spec("all_reduce", 0, 10, 2)
 ONE, TWO = np.float32([1, 10]).tobytes(), np.float32([2, 20]).tobytes()

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 import pccl
-from pccl.runtime import room
+from pccl.runtime import resources
 
 resource = pytest.importorskip("resource", reason="limits of a process are a thing of POSIX")
 HERE = Path(__file__).parent
@@ -44,13 +44,13 @@ with pccl.MasterNode("127.0.0.1:0") as master:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc to count descriptors in")
 @pytest.mark.parametrize("what", ["peer", "master"])
-@pytest.mark.parametrize("free", [0, 40, room.DESCRIPTORS + 2])
+@pytest.mark.parametrize("free", [0, 40, resources.DESCRIPTORS + 2])
 def test_too_few_descriptors_are_an_error(what: str, free: int) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(free), what], capture_output=True, text=True, timeout=50
     )
     assert ended.returncode == 0, ended.stderr
-    if free < room.DESCRIPTORS:
+    if free < resources.DESCRIPTORS:
         assert "INTERNAL_ERROR: it needs 64 descriptors for its sockets" in ended.stdout
         assert "ulimit -n" in ended.stdout
     else:
@@ -85,7 +85,7 @@ def test_too_few_threads_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         started.append(function)
         return really_start(function, args)
 
-    monkeypatch.setattr(room._thread, "start_new_thread", start)
+    monkeypatch.setattr(resources._thread, "start_new_thread", start)
     with pytest.raises(pccl.PCCLError, match=r"INTERNAL_ERROR: it needs 8 threads, and .* 3 more"):
         pccl.Communicator("127.0.0.1:1").connect()
 
