@@ -39,7 +39,7 @@ from pccl.membership import Membership
 from pccl.operands import A, Arrays, Root
 from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.connect import RetryPolicy
 from pccl.runtime.client.sync import SyncOptions
 from pccl.runtime.config import RANGES, Config
@@ -174,9 +174,9 @@ class Communicator(Closing):
         configure_logging()
         security = Security.of(self._security)
 
-        def make(address: str) -> Client:
+        def make(address: str) -> PeerClient:
             group, team = self._group, self._team
-            return Client(host, port, address, config, security, group, team, lanes)
+            return PeerClient(host, port, address, config, security, group, team, lanes)
 
         self._membership.begin(host, port, config, make, retry, self)
 

@@ -19,7 +19,7 @@ from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import EXCLUSIVE, Grace
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note, error_of
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.connect import RetryPolicy, connect
 from pccl.runtime.client.probe import optimize
 from pccl.runtime.config import Config
@@ -162,7 +162,7 @@ class Membership:
         self.revision = 0
         self.synced = self.has_admitted = False
         self._asked_s = -math.inf  # when `are_peers_pending` was answered by no
-        self._client: Client | None = None
+        self._client: PeerClient | None = None
         self._finalizer: weakref.finalize[..., object] | None = None
 
     # ---- its begin and end ----
@@ -172,7 +172,7 @@ class Membership:
         host: str,
         port: int,
         config: Config,
-        make: Callable[[str], Client],
+        make: Callable[[str], PeerClient],
         retry: RetryPolicy,
         owner: object,
     ) -> None:
@@ -197,7 +197,7 @@ class Membership:
         self.calls.single_threaded()
         self.end()  # the previous membership is over, but its threads may remain
 
-        def joined(client: Client) -> None:
+        def joined(client: PeerClient) -> None:
             self.ranks.tell(client.plan, client.number)
             self.synced = self.has_admitted = self.calls.any_collective = False
             why = "the communicator was deleted"
@@ -220,7 +220,7 @@ class Membership:
 
     # ---- the peer, for a call ----
 
-    def client(self, name: str) -> Client:
+    def client(self, name: str) -> PeerClient:
         """The client, for the API call `name`.
 
         Raises:
@@ -235,7 +235,7 @@ class Membership:
         self.calls.single_threaded()
         return client
 
-    def last(self, name: str) -> Client:
+    def last(self, name: str) -> PeerClient:
         """The client, also when its membership is over.
 
         Raises:
@@ -243,13 +243,13 @@ class Membership:
         """
         return self.client(name) if self._client is None else self._client
 
-    def seen(self, name: str) -> Client:
+    def seen(self, name: str) -> PeerClient:
         """The client; this thread has now seen its ranks."""
         client = self.client(name)
         self.ranks.see(client.plan, client.number)
         return client
 
-    def one_of_several(self, name: str) -> Client:
+    def one_of_several(self, name: str) -> PeerClient:
         """The client, if its group has other members.
 
         Raises:
@@ -302,7 +302,7 @@ class Membership:
     # ---- a call that is a round ----
 
     def _round(
-        self, name: str, client: Client, take_part: Callable[[Call], Note]
+        self, name: str, client: PeerClient, take_part: Callable[[Call], Note]
     ) -> effects.Answer:
         """Takes part in a round of the whole run until it ends.
 
@@ -322,7 +322,7 @@ class Membership:
         assert isinstance(end, effects.Answer)
         return end
 
-    def cancel(self, client: Client, call: Call) -> None:
+    def cancel(self, client: PeerClient, call: Call) -> None:
         """Abandons a call that an exception has left."""
         try:
             client.cancel(call)

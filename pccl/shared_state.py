@@ -19,7 +19,7 @@ from pccl.protocol.messages import ENTRY_BYTES_MAX, LIST_BYTES_MAX, NAME_CHARS_M
 from pccl.protocol.peer import effects
 from pccl.runtime import checkpoint
 from pccl.runtime.client.call import Call, error_of
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import Outcome, Region, SyncOptions, synchronize
 from pccl.tensors.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
@@ -355,7 +355,7 @@ def sync_shared_state(
 
 def _synchronize(
     membership: Membership,
-    client: Client,
+    client: PeerClient,
     call: Call,
     shared_state: SharedState,
     options: SyncOptions,
@@ -395,7 +395,7 @@ class _Memory:
 
 
 def _divergence(
-    synced: effects.Synced, regions: Sequence[Region], client: Client
+    synced: effects.Synced, regions: Sequence[Region], client: PeerClient
 ) -> Iterator[EntryDivergence]:
     infos = {info.peer: str(info) for info in client.plan.peers}
     for one in synced.divergence:

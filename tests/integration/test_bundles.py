@@ -8,7 +8,7 @@ from cluster import Cluster
 
 import pccl
 from pccl.operands import BUNDLE_BYTES, BUNDLE_PARTS, bundles
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 
 SUM, MAX = pccl.ReduceOp.SUM, pccl.ReduceOp.MAX
 INT8 = pccl.QuantizationOptions.of("int8")
@@ -58,8 +58,8 @@ def values(peer: int) -> list[np.ndarray]:
 
 def test_all_get_the_same_bits_and_few_votes_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    collective = Client.collective
-    monkeypatch.setattr(Client, "collective", lambda *a: (made.append(a), collective(*a)))
+    collective = PeerClient.collective
+    monkeypatch.setattr(PeerClient, "collective", lambda *a: (made.append(a), collective(*a)))
     with Cluster(3) as cluster:
         found = [values(peer) for peer in range(3)]
 

@@ -16,7 +16,7 @@ from waiting import wait_until
 import pccl
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Note
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.connect import RetryPolicy
 
 LIMIT_S = 0.3
@@ -90,7 +90,7 @@ def not_admitting() -> Iterator[str]:
     the master has registered it, however long that takes."""
     wait = RetryPolicy.admission
 
-    def wait_a_little(patience: RetryPolicy, client: Client, call: Call) -> Note:
+    def wait_a_little(patience: RetryPolicy, client: PeerClient, call: Call) -> Note:
         patience._call._at = time.monotonic() + LIMIT_S
         return wait(patience, client, call)
 

@@ -20,7 +20,7 @@ import pccl
 from pccl.protocol.peer.calls import State
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 
 PATIENCE_S = 30.0
 COUNT = 250_000  # floats
@@ -108,16 +108,16 @@ def run(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Two peers, the second of which is reached by the gate."""
     monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
     joins = []
-    real = Client.join
+    real = PeerClient.join
 
-    def join(client: Client, call: Call) -> None:
+    def join(client: PeerClient, call: Call) -> None:
         joins.append(client)
         if len(joins) == 2:
             gate.target = client._hello.port
             client._hello = msgspec.structs.replace(client._hello, port=gate.port)
         real(client, call)
 
-    monkeypatch.setattr(Client, "join", join)
+    monkeypatch.setattr(PeerClient, "join", join)
     with Cluster(2) as cluster:
         yield cluster
 
@@ -164,9 +164,9 @@ def test_a_lane_that_is_lost_while_it_serves(
     """The receiver's own stream, for its requests, stands: it cannot know."""
     monkeypatch.setattr(limits, "REMIND_S", 0.05)  # which must do no harm
     reminded = []
-    remind = Client.remind
+    remind = PeerClient.remind
     monkeypatch.setattr(
-        Client,
+        PeerClient,
         "remind",
         lambda *a: (reminded.append(a), remind(*a)),  # type: ignore[func-returns-value]
     )

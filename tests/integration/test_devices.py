@@ -20,7 +20,7 @@ from pccl.protocol import strategy
 from pccl.protocol.peer import effects
 from pccl.runtime.client import memory
 from pccl.runtime.client.call import Call, End
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import Copies, HostView, Operand, Operands, on_host
 from pccl.runtime.config import Config
 from pccl.tensors.arrays import Buffer
@@ -309,14 +309,14 @@ def test_all_three_go_on_at_the_same_time(both: Pair, monkeypatch: pytest.Monkey
     """The last step is read from the device when the first ones have been reduced and written to
     it; and none is voted for before it has been reached."""
     read = []
-    collective = Client.collective
+    collective = PeerClient.collective
 
-    def watched(self: Client, *args: Any) -> None:
+    def watched(self: PeerClient, *args: Any) -> None:
         comms = [comm._membership.client("test") for comm in both.cluster.comms]
         read.append(both.reads(comms.index(self)))
         collective(self, *args)
 
-    monkeypatch.setattr(Client, "collective", watched)
+    monkeypatch.setattr(PeerClient, "collective", watched)
     both.hold_the_last_read(until=both.writes)
     both.cluster.each(both.run)
     assert both.holds(2)
@@ -380,7 +380,7 @@ def test_an_exception_before_the_launch(both: Pair, monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Client, "collective", interrupted)
+        patch.setattr(PeerClient, "collective", interrupted)
         with pytest.raises(KeyboardInterrupt):
             both.launch(0)
     assert both.reads(0) == STEPS

@@ -19,7 +19,7 @@ from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
-from pccl.runtime.client.client import Client  # noqa: E402
+from pccl.runtime.client.client import PeerClient  # noqa: E402
 from pccl.support.logs import Reminder  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -377,14 +377,14 @@ def test_whoever_waits_for_others_waits_for_events(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks once whether others are there, before it begins and when it is alone."""
-    asked: list[Client] = []
-    ask = Client.are_peers_pending
+    asked: list[PeerClient] = []
+    ask = PeerClient.are_peers_pending
 
-    def counted(client: Client, *arguments: Any) -> None:
+    def counted(client: PeerClient, *arguments: Any) -> None:
         asked.append(client)
         ask(client, *arguments)
 
-    monkeypatch.setattr(Client, "are_peers_pending", counted)
+    monkeypatch.setattr(PeerClient, "are_peers_pending", counted)
     left = threading.Event()
 
     def peer(steps: int) -> int:

@@ -14,7 +14,7 @@ from strangers import HELLO, PATIENCE_S, serving, speaker, welcome
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.connection import Dealer
 from pccl.runtime.client.control import Inbox
 from pccl.runtime.client.engine import Engine
@@ -81,7 +81,7 @@ def test_an_illegal_message_ends_the_frame_too() -> None:
         assert not any(isinstance(each, m.TopologyResult) and each.call == 2 for each in told)
 
 
-def held(client: Client, meanwhile: Callable[[], None]) -> None:
+def held(client: PeerClient, meanwhile: Callable[[], None]) -> None:
     """Does something while the control thread is busy."""
     busy, free = threading.Event(), threading.Event()
 

@@ -13,7 +13,7 @@ from processes import Puppet, Start, gathered, together
 from waiting import entered, wait_until
 
 import pccl
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.probe import rate_of
 
 TCP = {"PCCL_TRANSPORT": "tcp"}  # or peers of one machine would have nothing to measure
@@ -32,9 +32,9 @@ def slow_pairs(monkeypatch: pytest.MonkeyPatch) -> set[frozenset[int]]:
     If there is none, links are said to carry more together.
     """
     pairs: set[frozenset[int]] = set()
-    measured = Client.measured
+    measured = PeerClient.measured
 
-    def lies(client: Client, seq: int, rate: int, delay_us: int) -> None:
+    def lies(client: PeerClient, seq: int, rate: int, delay_us: int) -> None:
         assert rate > 0
         transfer = client._peer.transfers.current
         assert transfer is not None
@@ -42,7 +42,7 @@ def slow_pairs(monkeypatch: pytest.MonkeyPatch) -> set[frozenset[int]]:
         rate = 10**8 if pairs else 10**8 * len(transfer.streams)
         measured(client, seq, 10**4 if pair in pairs else rate, 100)
 
-    monkeypatch.setattr(Client, "measured", lies)
+    monkeypatch.setattr(PeerClient, "measured", lies)
     return pairs
 
 
@@ -123,7 +123,7 @@ def comm_sum(comm: pccl.Communicator) -> np.float32:
 
 def test_peers_of_one_machine_have_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PCCL_TRANSPORT", "auto")
-    monkeypatch.setattr(Client, "measured", lambda *_: pytest.fail("a link was measured"))
+    monkeypatch.setattr(PeerClient, "measured", lambda *_: pytest.fail("a link was measured"))
     with Cluster(3) as cluster:
         orders = cluster.each(lambda _, comm: (comm.optimize_topology(), ring(comm))[1])
         assert orders == [[1, 2, 3]] * 3

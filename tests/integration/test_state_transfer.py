@@ -20,7 +20,7 @@ from errors_page import listed
 
 import pccl
 from pccl.runtime.client.call import Call
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.sync import LeafResult, Staging
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -182,14 +182,14 @@ comm.sync_shared_state(shared)
 
 def spoil(monkeypatch: pytest.MonkeyPatch, liar: pccl.Communicator, array: np.ndarray) -> None:
     """The memory of a holder changes between its digest and its transfer."""
-    sync = Client.sync
+    sync = PeerClient.sync
 
-    def wrapper(self: Client, *arguments: object) -> Call:
+    def wrapper(self: PeerClient, *arguments: object) -> Call:
         if self is liar._membership._client:
             array[7 * MIB :: 4 * MIB] ^= 1
         return sync(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Client, "sync", wrapper)
+    monkeypatch.setattr(PeerClient, "sync", wrapper)
 
 
 def test_a_holder_that_lies_is_asked_no_more(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +395,7 @@ def test_a_callback_that_fails_too_late_is_told_after_the_fact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All others have gone on with the elected content: so does this peer."""
-    monkeypatch.setattr(Client, "time_out", lambda *arguments: None)
+    monkeypatch.setattr(PeerClient, "time_out", lambda *arguments: None)
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:

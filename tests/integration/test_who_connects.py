@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 import pccl
 from pccl.cli.main import main
 from pccl.runtime.client.call import Call
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.engine import ANOTHER, COMPLETE, STREAM_LOST, EngineOptions
 from pccl.runtime.encryption import new_keys, secure_client
 from pccl.security import KeyPair
@@ -311,16 +311,16 @@ def test_a_forwarding_that_leads_to_another_peer(
         assert run.comms[1]._membership._client is not None
         port = run.comms[1]._membership._client._hello.port
 
-        join = Client.join
+        join = PeerClient.join
 
-        def misled(client: Client, call: Call) -> None:
+        def misled(client: PeerClient, call: Call) -> None:
             name = {"host": "localhost", "others": ()}  # which is not dialled
             changed = {**name, "port": port, "ipc": ""}
             client._hello = msgspec.structs.replace(client._hello, **changed)
             join(client, call)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Client, "join", misled)
+            patched.setattr(PeerClient, "join", misled)
             last = run.join()
 
         def job(comm: pccl.Communicator) -> str:

@@ -2,9 +2,9 @@
 
 An exception may be raised in the waiting thread at any moment. However a call ends, it must first
 release everything: nothing refers to the caller's memory, and no peer waits for the call. So a
-caller makes the whole call, from before the first command to the end, in one `try`, whose handler
-is `Client.cancel`. Work that must not stop halfway is finished first (uninterrupted.py), and the
-exception is raised afterwards.
+caller makes the whole call, from before the first command to the end, in one `try`, and its handler
+calls `PeerClient.cancel`. Work that must not stop halfway is finished first (uninterrupted.py), and
+the exception is raised afterwards.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from pccl.support.text import address_text
 from pccl.types import Result
 
 
-class Client(ControlThread):
+class PeerClient(ControlThread):
     """One peer's membership in one run, from connect to the end.
 
     Args:

@@ -5,7 +5,7 @@ needs host memory of the same size, pinned so that the device can read and write
 state is copied as a whole here; copies.py has the arrays of collectives.
 
 The engine uses host memory only. A large all-reduce is progressive: it starts when the first window
-of the contribution is on the host, the engine is told of each further one (`Client.ready`), and
+of the contribution is on the host, the engine is told of each further one (`PeerClient.ready`), and
 tells of each window of the result (`written`), which goes to the device at once. Other collectives
 are read as a whole before they start, and written when they have succeeded.
 

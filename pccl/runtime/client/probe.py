@@ -16,7 +16,7 @@ from pccl.ext import ffi
 from pccl.protocol.peer import effects
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, End, Leaf
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import Pieces
 
 log = logging.getLogger("pccl")
@@ -32,7 +32,7 @@ Arrivals: TypeAlias = list[tuple[float, int]]  # the time, and the number of byt
 BATCH = 64  # results, sent to the engine together
 
 
-def optimize(client: Client, call: Call, deadline: Deadline) -> End:
+def optimize(client: PeerClient, call: Call, deadline: Deadline) -> End:
     """Takes part in an optimization until it ends, and returns the end.
 
     After an exception the call is still in progress, and the caller must let go of it.
@@ -69,7 +69,7 @@ class _Prober:
         seq: number of the current probe; 0: there is none.
     """
 
-    def __init__(self, client: Client, call: Call, pieces: Pieces, memory: object) -> None:
+    def __init__(self, client: PeerClient, call: Call, pieces: Pieces, memory: object) -> None:
         self._client, self._call = client, call
         self._pieces, self._memory = pieces, memory
         self._arrivals: Arrivals = []

@@ -32,7 +32,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Leaf, Note
-from pccl.runtime.client.client import Client
+from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import Pieces
 from pccl.runtime.digest import (
     DIGEST_BYTES,
@@ -271,8 +271,8 @@ class Outcome:
     hash_seconds: float
 
 
-def synchronize(
-    client: Client,
+def synchronise(
+    client: PeerClient,
     call: Call,
     regions: Sequence[Region],
     revision: int,
@@ -317,7 +317,7 @@ class _Receiver:
 
     def __init__(
         self,
-        client: Client,
+        client: PeerClient,
         call: Call,
         regions: Sequence[Region],
         options: SyncOptions,
