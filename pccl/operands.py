@@ -178,48 +178,26 @@ def all_gather(
     """
     if rows is not None:
         return _uneven_all_gather(send, recv, rows, ranks)
-    given = several(send)
-    blocks = [Buffer.of(array) for array in given.arrays]
-    if recv is None:
-        made = [_gathered(*one, ranks.members) for one in zip(given.arrays, blocks, strict=True)]
-        recv = in_the_form_of(send, given, made)
-    targets = matching(given, recv)
-    each = []
-    for source, block, target in zip(given.arrays, blocks, targets.arrays, strict=True):
-        same_kind(source, target)
-        whole = Buffer.of(target, writable=True)
-        check_block("recv", whole, "send", block, ranks)
-        each.append(Operand(block, whole, block.count))
-    return make(CollectiveKind.ALL_GATHER, given, each, ranks=ranks), recv
+    given, each, result = _by_slices(send, recv, ranks, gathers=True)
+    return make(CollectiveKind.ALL_GATHER, given, each, ranks=ranks), result
 
 
 def _uneven_all_gather(
     send: A, recv: A | None, rows: Sequence[int], ranks: Ranks
 ) -> tuple[Operands, A]:
     numbers = _numbers("rows", rows, ranks)
-    own, before, total = numbers[ranks.rank], sum(numbers[: ranks.rank]), sum(numbers)
-    given = several(send)
-    if recv is None:
-        made = [new((total, *array.shape[1:]), array) for array in given.arrays]
-        recv = in_the_form_of(send, given, made)
-    targets = matching(given, recv)
-    each = []
-    for source, target in zip(given.arrays, targets.arrays, strict=True):
-        same_kind(source, target)
-        sent, received = Buffer.of(source), Buffer.of(target, writable=True)
-        row = _row("send", source, sent, own, f"rows has for rank {ranks.rank}")
-        _check_rows_alike(
-            sent, received, row, _row("recv", target, received, total, "rows add up to")
-        )
-        place = received.address + before * row * sent.dtype.itemsize
-        if sent.overlaps(received) and sent.address != place:
+    own, before = numbers[ranks.rank], sum(numbers[: ranks.rank])
+    sent, received = (own, f"rows has for rank {ranks.rank}"), (sum(numbers), "rows add up to")
+    given, each, result = _by_rows(send, recv, sent, received)
+    for operand in each:
+        place = operand.recv.address + before * operand.count * operand.send.dtype.itemsize
+        if operand.send.overlaps(operand.recv) and operand.send.address != place:
             raise ValueError(
                 f"send overlaps recv, and is not its part of rank {ranks.rank}, which begins with "
                 f"row {before}"
             )
-        each.append(Operand(sent, received, row))
     work = make(CollectiveKind.ALL_GATHER, given, each, ranks=ranks)
-    return replace(work, work=structs.replace(work.work, rows=numbers)), recv
+    return replace(work, work=structs.replace(work.work, rows=numbers)), result
 
 
 def reduce_scatter(
@@ -235,21 +213,64 @@ def reduce_scatter(
         ValueError: the arrays do not fit each other.
         PCCLError: INVALID_ARGUMENT: they cannot be quantized so.
     """
-    given = several(send)
-    wholes = [Buffer.of(array) for array in given.arrays]
-    if recv is None:
-        made = [scattered(*one, ranks.members) for one in zip(given.arrays, wholes, strict=True)]
-        recv = in_the_form_of(send, given, made)
-    targets = matching(given, recv)
-    each = []
-    for source, whole, target in zip(given.arrays, wholes, targets.arrays, strict=True):
-        same_kind(source, target)
-        block = Buffer.of(target, writable=True)
-        check_block("send", whole, "recv", block, ranks)
-        each.append(Operand(whole, block, block.count))
+    given, each, result = _by_slices(send, recv, ranks, gathers=False)
     chosen = reduce_op(op)
     work = make(CollectiveKind.REDUCE_SCATTER, given, each, op=chosen, options=options, ranks=ranks)
-    return work, recv
+    return work, result
+
+
+def _by_slices(
+    send: A, recv: A | None, ranks: Ranks, *, gathers: bool
+) -> tuple[Several, list[Operand], A]:
+    """The operands where one array has a slice for each member, and the other is such a slice.
+
+    `recv` has the slices if the collective `gathers`; otherwise `send` has them. Also returns the
+    arrays that are sent, and the arrays that receive: new ones where `recv` is None.
+    """
+    given = several(send)
+    sources = [Buffer.of(array) for array in given.arrays]
+    if recv is None:
+        like = _gathered if gathers else _scattered
+        made = [like(*one, ranks.members) for one in zip(given.arrays, sources, strict=True)]
+        recv = in_the_form_of(send, given, made)
+    each = []
+    for array, source, target in zip(
+        given.arrays, sources, matching(given, recv).arrays, strict=True
+    ):
+        same_kind(array, target)
+        received = Buffer.of(target, writable=True)
+        if gathers:
+            _check_slice("recv", received, "send", source, ranks)
+        else:
+            _check_slice("send", source, "recv", received, ranks)
+        each.append(Operand(source, received, (source if gathers else received).count))
+    return given, each, recv
+
+
+def _by_rows(
+    send: A, recv: A | None, sent: tuple[int, str], received: tuple[int, str]
+) -> tuple[Several, list[Operand], A]:
+    """The operands where the numbers of rows are given; an operand's count is that of a row.
+
+    `sent` and `received` are the rows of each array of `send` and `recv`, and where that number
+    comes from, for errors. Also returns the arrays that are sent, and the arrays that receive: new
+    ones where `recv` is None.
+    """
+    given = several(send)
+    if recv is None:
+        made = [new((received[0], *array.shape[1:]), array) for array in given.arrays]
+        recv = in_the_form_of(send, given, made)
+    each = []
+    for source, target in zip(given.arrays, matching(given, recv).arrays, strict=True):
+        same_kind(source, target)
+        read, written = Buffer.of(source), Buffer.of(target, writable=True)
+        row = _row("send", source, read, *sent)
+        if _row("recv", target, written, *received) != row or read.dtype is not written.dtype:
+            raise ArgumentError(
+                f"a row of send is {row} elements of {read.dtype.name}, and one of recv is not"
+            )
+        each.append(Operand(read, written, row))
+    return given, each, recv
 
 
 def reduce(
@@ -324,22 +345,7 @@ def scatter(
 def _scatter_root(send: Arrays | None, recv: A | None, ranks: Ranks) -> tuple[Operands, A | Arrays]:
     if send is None:
         raise ValueError(f"send is needed on the root, which is this peer, of rank {ranks.rank}")
-    given = several(send)
-    wholes = [Buffer.of(array) for array in given.arrays]
-    result: A | Arrays
-    if recv is None:
-        pairs = zip(given.arrays, wholes, strict=True)
-        made = [scattered(array, whole, ranks.members) for array, whole in pairs]
-        result = in_the_form_of(send, given, made)
-    else:
-        result = recv
-    targets = matching(given, result)
-    each = []
-    for source, whole, target in zip(given.arrays, wholes, targets.arrays, strict=True):
-        same_kind(source, target)
-        block = Buffer.of(target, writable=True)
-        check_block("send", whole, "recv", block, ranks)
-        each.append(Operand(whole, block, block.count))
+    given, each, result = _by_slices(send, recv, ranks, gathers=False)
     work = make(CollectiveKind.SCATTER, given, each, root=ranks.rank, ranks=ranks)
     own = _only(ranks.rank, ranks)
     return replace(work, send_rows=_one_each(ranks), recv_rows=own), result
@@ -369,8 +375,7 @@ def all_to_all(
     each = []
     for source, target in zip(given.arrays, targets.arrays, strict=True):
         sent, received = pair(source, target)
-        if sent.overlaps(received):
-            raise ValueError("send and recv overlap: an all_to_all cannot be in place")
+        _check_not_in_place(sent, received)
         _check_rows(source, sent, ranks.members)
         each.append(Operand(sent, received, sent.count // ranks.members))
     work = make(CollectiveKind.ALL_TO_ALL, given, each, ranks=ranks)
@@ -386,23 +391,12 @@ def _uneven_all_to_all(
     ranks: Ranks,
 ) -> tuple[Operands, A]:
     gives, takes = _numbers("send_rows", send_rows, ranks), _numbers("recv_rows", recv_rows, ranks)
-    given = several(send)
-    if recv is None:
-        made = [new((sum(takes), *array.shape[1:]), array) for array in given.arrays]
-        recv = in_the_form_of(send, given, made)
-    targets = matching(given, recv)
-    each = []
-    for source, target in zip(given.arrays, targets.arrays, strict=True):
-        same_kind(source, target)
-        sent, received = Buffer.of(source), Buffer.of(target, writable=True)
-        row = _row("send", source, sent, sum(gives), "send_rows says")
-        taken = _row("recv", target, received, sum(takes), "recv_rows says")
-        _check_rows_alike(sent, received, row, taken)
-        if sent.overlaps(received):
-            raise ValueError("send and recv overlap: an all_to_all cannot be in place")
-        each.append(Operand(sent, received, row))
+    sent, received = (sum(gives), "send_rows says"), (sum(takes), "recv_rows says")
+    given, each, result = _by_rows(send, recv, sent, received)
+    for operand in each:
+        _check_not_in_place(operand.send, operand.recv)
     work = make(CollectiveKind.ALL_TO_ALL, given, each, ranks=ranks)
-    return replace(work, send_rows=gives, recv_rows=takes, uneven=True), recv
+    return replace(work, send_rows=gives, recv_rows=takes, uneven=True), result
 
 
 def barrier() -> Operands:
@@ -498,7 +492,7 @@ def _gathered(array: Array, block: Buffer, members: int) -> Array:
     return new((members, *array.shape), array, order)
 
 
-def scattered(array: Array, whole: Buffer, members: int) -> Array:
+def _scattered(array: Array, whole: Buffer, members: int) -> Array:
     """A new array for one member's slice of an array. Raises ValueError if it has none."""
     if len(array.shape) == 0 or array.shape[0] % members:
         raise ArgumentError(
@@ -509,7 +503,7 @@ def scattered(array: Array, whole: Buffer, members: int) -> Array:
     return new((array.shape[0] // members, *array.shape[1:]), array, order)
 
 
-def check_block(
+def _check_slice(
     whole_name: str, whole: Buffer, block_name: str, block: Buffer, ranks: Ranks
 ) -> None:
     """Checks that one buffer holds a slice like the other for each member, in the same order.
@@ -629,11 +623,9 @@ def _numbers(name: str, rows: Sequence[int], ranks: Ranks) -> tuple[int, ...]:
     return numbers
 
 
-def _check_rows_alike(send: Buffer, recv: Buffer, row: int, other: int) -> None:
-    if send.dtype is not recv.dtype or row != other:
-        raise ArgumentError(
-            f"a row of send is {row} elements of {send.dtype.name}, and one of recv is not"
-        )
+def _check_not_in_place(send: Buffer, recv: Buffer) -> None:
+    if send.overlaps(recv):
+        raise ValueError("send and recv overlap: an all_to_all cannot be in place")
 
 
 def _row(name: str, array: Array, buffer: Buffer, rows: int, as_what: str) -> int:
