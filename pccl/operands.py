@@ -1,10 +1,6 @@
-"""The operands of a call, and the ranks of the ring for which they are given.
+"""The operands of each collective: checks the arguments, and describes the arrays' memory.
 
 Invalid arguments raise here, before any other peer is involved.
-
-An agreement on the start and one on the end cost as much for a few bytes as for many, so a model of
-150 tensors would spend most of its time on them. All peers make the same bundles, because these
-follow from the descriptors alone, which are the same on all peers.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ class Ranks:
         rank: its own rank.
         members: number of members.
         first: the rank of the member that joined the run first.
-        ring: the checksum of the order from which they follow; 0: not known.
+        ring: the checksum of the ring's order, from which the ranks follow; 0: not known.
     """
 
     rank: int
@@ -68,7 +64,7 @@ def all_reduce(
     options: QuantizationOptions | None = None,
     descriptor: ReduceOperandDescriptor | None = None,
 ) -> Operands:
-    """The operands of an all-reduce; in place where `recv` is None.
+    """The operands of an all-reduce; in place if `recv` is None.
 
     Raises:
         ValueError: the arrays do not match each other, or `op` is unknown.
@@ -105,7 +101,9 @@ def quantization_of(
 
 
 def of_descriptors(descriptors: Sequence[ReduceOpDescriptor]) -> Operands:
-    """The operands of one all-reduce of unchecked addresses: of the same operation, and so on.
+    """The operands of one all-reduce of descriptors of the same kind (see `bundles`).
+
+    Addresses are not checked.
 
     Raises:
         PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
@@ -131,7 +129,7 @@ def _of_descriptor(descriptor: ReduceOpDescriptor) -> Operand:
 
 
 def _buffer(address: int, count: int, dtype: DataType, known: Buffer | None) -> Buffer:
-    """The memory at an address; `known` is that of the array that was described."""
+    """The memory at an address; `known` is the memory of the array that was described, if any."""
     if known is None:
         return Buffer.at(address, count, dtype, None)
     if known.address == address and known.count == count and known.dtype is dtype:
@@ -158,7 +156,7 @@ def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
     Raises:
         ValueError: no member has the rank `root`; or an array cannot be written; or an array is not
             dense.
-        TypeError: `root` is no rank.
+        TypeError: `root` is not a rank.
     """
     root = rank_of(root, ranks)
     given = several(arrays)
@@ -170,11 +168,11 @@ def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
 def all_gather(
     send: A, recv: A | None, ranks: Ranks, rows: Sequence[int] | None = None
 ) -> tuple[Operands, A]:
-    """The operands of an all-gather, and what receives: new arrays where `recv` is None.
+    """The operands of an all-gather, and the arrays that receive: new ones if `recv` is None.
 
     Raises:
-        ValueError: the arrays do not fit each other, or the numbers of rows.
-        TypeError: such a number is none.
+        ValueError: the arrays do not match each other or the numbers of rows.
+        TypeError: a number of rows is not an integer.
     """
     if rows is not None:
         return _uneven_all_gather(send, recv, rows, ranks)
@@ -207,11 +205,11 @@ def reduce_scatter(
     options: QuantizationOptions | None,
     ranks: Ranks,
 ) -> tuple[Operands, A]:
-    """The operands of a reduce-scatter, and what receives: new arrays where `recv` is None.
+    """The operands of a reduce-scatter, and the arrays that receive: new ones if `recv` is None.
 
     Raises:
-        ValueError: the arrays do not fit each other.
-        PCCLError: INVALID_ARGUMENT: they cannot be quantized so.
+        ValueError: the arrays do not match each other.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
     """
     given, each, result = _by_slices(send, recv, ranks, gathers=False)
     chosen = reduce_op(op)
@@ -281,12 +279,12 @@ def reduce(
     options: QuantizationOptions | None,
     ranks: Ranks,
 ) -> Operands:
-    """The operands of a reduce; in place on the root where `recv` is None.
+    """The operands of a reduce; in place on the root if `recv` is None.
 
     Raises:
         ValueError: the arrays do not match each other, or `op` is unknown.
         PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
-        TypeError: `root` is no rank.
+        TypeError: `root` is not a rank.
     """
     at = rank_of(root, ranks)
     given = several(send)
@@ -295,18 +293,20 @@ def reduce(
         pairs = [pair(*each) for each in zip(given.arrays, targets.arrays, strict=True)]
         each = [Operand(source, target, source.count) for source, target in pairs]
     else:
-        each = _only_given(given)
+        each = _only_sent(given)
     chosen = reduce_op(op)
     what = CollectiveKind.REDUCE
     return make(what, given, each, op=chosen, options=options, root=at, ranks=ranks)
 
 
 def gather(send: A, recv: A | None, root: Root, ranks: Ranks) -> tuple[Operands, A | None]:
-    """The operands of a gather, and what receives on the root: new arrays where `recv` is None.
+    """The operands of a gather, and the arrays that receive.
+
+    On the root these are new ones if `recv` is None, on other peers None.
 
     Raises:
-        ValueError: the arrays do not fit each other.
-        TypeError: `root` is no rank.
+        ValueError: the arrays do not match each other.
+        TypeError: `root` is not a rank.
     """
     at = rank_of(root, ranks)
     given = several(send)
@@ -315,7 +315,7 @@ def gather(send: A, recv: A | None, root: Root, ranks: Ranks) -> tuple[Operands,
         work, result = all_gather(send, recv, ranks)
         each = list(work.each)
     else:
-        each = _only_given(given)
+        each = _only_sent(given)
     work = make(CollectiveKind.GATHER, given, each, root=at, ranks=ranks)
     recv_rows = _one_each(ranks) if ranks.rank == at else ()
     return replace(work, send_rows=_only(at, ranks), recv_rows=recv_rows), result
@@ -324,11 +324,13 @@ def gather(send: A, recv: A | None, root: Root, ranks: Ranks) -> tuple[Operands,
 def scatter(
     send: Arrays | None, recv: A | None, root: Root, ranks: Ranks
 ) -> tuple[Operands, A | Arrays]:
-    """The operands of a scatter, and what receives: on the root, new arrays where `recv` is None.
+    """The operands of a scatter, and the arrays that receive.
+
+    On the root these are new ones if `recv` is None.
 
     Raises:
-        ValueError: the arrays do not fit each other, or one is missing.
-        TypeError: `root` is no rank.
+        ValueError: the arrays do not match each other, or one is missing.
+        TypeError: `root` is not a rank.
     """
     at = rank_of(root, ranks)
     if ranks.rank == at:
@@ -336,9 +338,7 @@ def scatter(
     if recv is None:
         raise ValueError(f"recv is needed on all peers but the root, which has rank {at}")
     given = several(recv)
-    blocks = [Buffer.of(array, writable=True) for array in given.arrays]
-    each = [Operand(_nothing(block), block, block.count) for block in blocks]
-    work = make(CollectiveKind.SCATTER, given, each, root=at, ranks=ranks)
+    work = make(CollectiveKind.SCATTER, given, _only_received(given), root=at, ranks=ranks)
     return replace(work, recv_rows=_only(at, ranks)), recv
 
 
@@ -358,11 +358,11 @@ def all_to_all(
     recv_rows: Sequence[int] | None,
     ranks: Ranks,
 ) -> tuple[Operands, A]:
-    """The operands of an all-to-all, and what receives: new arrays where `recv` is None.
+    """The operands of an all-to-all, and the arrays that receive: new ones if `recv` is None.
 
     Raises:
-        ValueError: the arrays do not fit each other, or the numbers of rows.
-        TypeError: such a number is none.
+        ValueError: the arrays do not match each other or the numbers of rows.
+        TypeError: a number of rows is not an integer.
     """
     if send_rows is not None and recv_rows is not None:
         return _uneven_all_to_all(send, recv, send_rows, recv_rows, ranks)
@@ -405,14 +405,14 @@ def barrier() -> Operands:
 
 
 def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
-    """The operands of a vote, and the number that is 1 afterwards if all have voted ok."""
+    """The operands of a vote, and its memory: afterwards its only number is 1 if all voted ok."""
     votes = bytes_of.array("B", [ok])
     place = Buffer.at(votes.buffer_info()[0], 1, DataType.UINT8, votes)
     return of_buffers(place, place, ReduceOp.MIN, None), votes
 
 
 def reduce_op(op: ReduceOp | OpName) -> ReduceOp:
-    """An operation, or the one of that name in any case; "mean" is "avg".
+    """The operation with this name, in upper or lower case; "mean" is "avg". Or `op` itself.
 
     Raises:
         ValueError: it is unknown.
@@ -477,7 +477,7 @@ def matching(given: Several, recv: Arrays) -> Several:
 
 
 def in_the_form_of(form: A, given: Several, arrays: list[Array]) -> A:
-    """Arrays as one array, a list or a dict, as `form` is."""
+    """The arrays as one array, a list or a dict: whichever `form` is."""
     if isinstance(form, Mapping):
         by_name = dict(zip(given.names, arrays, strict=True))
         return cast(A, {name: by_name[name] for name in form})
@@ -487,13 +487,13 @@ def in_the_form_of(form: A, given: Several, arrays: list[Array]) -> A:
 
 
 def _gathered(array: Array, block: Buffer, members: int) -> Array:
-    """A new array for the slices of all members in sequence, each in this one's memory order."""
+    """A new array for one such array of each member, by rank; each lies in memory as this one."""
     order = None if block.layout is None else [0, *(1 + i for i in order_of(array))]
     return new((members, *array.shape), array, order)
 
 
 def _scattered(array: Array, whole: Buffer, members: int) -> Array:
-    """A new array for one member's slice of an array. Raises ValueError if it has none."""
+    """A new array for one member's slice. Raises ValueError if the array cannot be divided."""
     if len(array.shape) == 0 or array.shape[0] % members:
         raise ArgumentError(
             f"send has the shape {tuple(array.shape)}: its first dimension must be a multiple of "
@@ -506,11 +506,10 @@ def _scattered(array: Array, whole: Buffer, members: int) -> Array:
 def _check_slice(
     whole_name: str, whole: Buffer, block_name: str, block: Buffer, ranks: Ranks
 ) -> None:
-    """Checks that one buffer holds a slice like the other for each member, in the same order.
+    """Checks that `whole` consists of one slice for each member, each of them like `block`.
 
     Raises:
-        ValueError: it does not; or they overlap, and the other is not the slice of this peer's
-            rank.
+        ValueError: it does not; or they overlap, and `block` is not this peer's slice of `whole`.
     """
     if whole.dtype is not block.dtype:
         raise ArgumentError(
@@ -536,7 +535,7 @@ def _check_slice(
 
 
 def _check_apart(each: Sequence[Operand]) -> None:
-    """Checks that written memory overlaps nothing, except within its own operand."""
+    """Checks that no operand writes to the memory of another one."""
     read, written_to = [], []  # (begin, end, whether it is written)
     for operand in each:
         begin, first = operand.send.address, operand.recv.address
@@ -548,7 +547,7 @@ def _check_apart(each: Sequence[Operand]) -> None:
         if first < last:
             written_to.append((first, last, True))
     end = written_end = 0
-    for begin, stop, written in sorted(read + written_to):  # most often two sorted runs
+    for begin, stop, written in sorted(read + written_to):  # usually two sorted runs
         if begin < written_end or (written and begin < end):
             raise ValueError("arrays of the list or dict overlap, and one of them is written to")
         end = max(end, stop)
@@ -565,7 +564,7 @@ def make(
     root: int = 0,
     ranks: Ranks | None = None,
 ) -> Operands:
-    """The operands of a collective over these arrays; `ranks`: if it depends on them.
+    """The operands of a collective over these arrays; `ranks` if it depends on ranks.
 
     Raises:
         PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
@@ -596,7 +595,7 @@ def make(
 
 
 def _part(operand: Operand, name: str) -> m.Part:
-    """The facts about one array, or one of its slices, that peers must agree on."""
+    """What peers must agree on about one array, or about one of its slices."""
     send, recv = operand.send, operand.recv
     block = recv if 0 < recv.count < send.count or not send.count else send
     layout = "" if block.layout is None else str(block.layout)
@@ -629,7 +628,7 @@ def _check_not_in_place(send: Buffer, recv: Buffer) -> None:
 
 
 def _row(name: str, array: Array, buffer: Buffer, rows: int, as_what: str) -> int:
-    """The elements of a row of an array, which must have so many rows."""
+    """The elements of a row of an array, which must have this number of rows."""
     if len(array.shape) == 0 or array.shape[0] != rows or buffer.layout is not None:
         raise ArgumentError(
             f"{name} has the shape {tuple(array.shape)}, and lies in memory {buffer.order}: it "
@@ -655,51 +654,58 @@ def _like(array: Array) -> Array:
 
 
 def send(arrays: Arrays, pair: tuple[int, int]) -> Operands:
-    """The operands of a send, by a pair of peers.
+    """The operands of a send; `pair` is the sender and the receiver.
 
     Raises:
         ValueError: the arrays cannot be sent.
     """
     given = several(arrays)
-    work = make(CollectiveKind.SEND, given, _only_given(given))
-    return replace(work, send_rows=(0, 1), pair=pair)  # by positions: it sends to the other one
+    work = make(CollectiveKind.SEND, given, _only_sent(given))
+    return replace(work, send_rows=(0, 1), pair=pair)  # by position in `pair`
 
 
 def recv(arrays: Arrays, pair: tuple[int, int]) -> Operands:
-    """The operands of a recv, by a pair of peers.
+    """The operands of a recv; `pair` is the sender and the receiver.
 
     Raises:
         ValueError: the arrays cannot be written to.
     """
     given = several(arrays)
-    buffers = [Buffer.of(array, writable=True) for array in given.arrays]
-    each = [Operand(_nothing(buffer), buffer, buffer.count) for buffer in buffers]
-    work = make(CollectiveKind.SEND, given, each)
+    work = make(CollectiveKind.SEND, given, _only_received(given))
     return replace(work, recv_rows=(1, 0), pair=pair)
 
 
-def _only_given(given: Several) -> list[Operand]:
-    """The operands of a peer that receives nothing."""
+def _only_sent(given: Several) -> list[Operand]:
+    """The operands of a peer that only sends."""
     buffers = [Buffer.of(array) for array in given.arrays]
     return [Operand(buffer, _nothing(buffer), buffer.count) for buffer in buffers]
 
 
+def _only_received(given: Several) -> list[Operand]:
+    """The operands of a peer that only receives."""
+    buffers = [Buffer.of(array, writable=True) for array in given.arrays]
+    return [Operand(_nothing(buffer), buffer, buffer.count) for buffer in buffers]
+
+
 def _nothing(like: Buffer) -> Buffer:
-    """No memory, in the place of a buffer of that dtype."""
+    """An empty buffer with the dtype and device of another one."""
     return Buffer.at(0, 0, like.dtype, None, like.device_type)
 
 
 def _only(rank: int, ranks: Ranks) -> tuple[int, ...]:
-    """One row for that rank, or from it."""
+    """One row for (or from) this rank, none for the others."""
     return tuple(int(each == rank) for each in range(ranks.members))
 
 
 def _one_each(ranks: Ranks) -> tuple[int, ...]:
-    """A row for each rank, or from each."""
+    """One row for (or from) each rank."""
     return (1,) * ranks.members
 
 
-BUNDLE_BYTES = 64 << 20  # then another one begins, so that several overlap
+# The two agreements, on the start and on the end, cost as much for a few bytes as for many: a model
+# of 150 tensors would spend most of its time on them. So several all-reduces become one bundle.
+# Bundles follow from the descriptors, so all peers make the same ones.
+BUNDLE_BYTES = 64 << 20  # a larger list makes several bundles, which overlap in time
 BUNDLE_PARTS = 1024  # descriptors
 
 
