@@ -334,10 +334,8 @@ class Peer:
             self.votes.release(call, fail)
         elif collective is not None:
             self.collectives.release(collective, fail)
-        elif transfer is not None and transfer.optimizes:
-            self._optimizations.release(transfer, fail)
         elif transfer is not None:
-            self._syncs.release(transfer, fail)
+            self.transfers.release(transfer, fail)
         elif self._abandoned.forget(call):
             self._outbox.do(fail)
 

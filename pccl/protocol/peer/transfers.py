@@ -1,13 +1,13 @@
 """Transfers beside collectives: shared state, and the measurement of links.
 
-A member serves its content, from its vote on, and fetches what the current plan requires. A plan
-says which peers serve which, and may be replaced at any time. Synchronizations transfer the shared
-state, optimizations random bytes to measure links. A peer takes part in one of them at a time.
+Synchronisations transfer the shared state; optimizations transfer random bytes to measure links. A
+peer takes part in one of them at a time.
 
-The peer serves its content from its vote on. A plan says which entries to fetch from which holders.
-The master may replace it (if a holder died, or another receiver failed). If the new plan requires
-the same content, the fetch continues with the new holders; otherwise it is void. What a fetch in
-place may have overwritten is never offered again, neither by this peer nor by the master.
+A peer serves its content from its vote on, and fetches what the current plan requires. A plan says
+which peers fetch which entries from which holders. The master may replace it, for example when a
+holder has died or another receiver has failed. If the new plan requires the same content, the fetch
+continues with the new holders; otherwise it is void. Entries that a fetch in place may have
+overwritten are never offered again, neither by this peer nor by the master.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pccl.protocol.peer.streams import Streams
 from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.types import Result, SharedStateSyncStrategy
 
-# what a plan requires: entries, and their digests
+# The entries that a plan requires, and their digests.
 Content = tuple[tuple[int, ...], tuple[bytes, ...]]
 
 
@@ -54,15 +54,15 @@ class Transfer:
     nonce: int = 0
     planned: bool = False
     content: Content | None = None  # to fetch; None: content does not matter
-    serves: bool = False  # any peer, by the plan
-    group: m.Plan | None = None  # when the plan was made: slots are places in it
+    serves: bool = False  # whether this peer serves any other one under the plan
+    group: m.Plan | None = None  # the group when the plan was made: slots are places in it
     broken: str = ""  # why nothing can be served; empty if it can
     fetch_op: int = 0
-    fetched: bool = False  # everything in the plan
+    fetched: bool = False  # whether everything in the plan has been fetched
     overwritten: set[int] = field(default_factory=set)  # entries, by fetches in place
     streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
     ops: set[int] = field(default_factory=set)  # not settled yet
-    ending: set[int] = field(default_factory=set)  # told to commit or abort
+    ending: set[int] = field(default_factory=set)  # ops that were told to commit or abort
     outcome: m.SyncResult | m.OptimizeResult | Fail | None = None
     tx_bytes: int = 0
     rx_bytes: int = 0
@@ -152,11 +152,11 @@ class Transfers:
 
         Args:
             one: the transfer.
-            seq: of the plan; 0: of a void one.
-            nonce: of the plan's data.
+            seq: the plan's number; 0: the plan is void.
+            nonce: names the plan's data.
             content: to fetch.
             serve: the receivers to serve.
-            resumed: the holders with which the current fetch continues, if it does.
+            resumed: the holders from which the current fetch continues; None: it does not.
         """
         earlier, one.streams = one.streams, {}
         one.seq, one.nonce, one.content, one.planned = seq, nonce, content, True
@@ -217,7 +217,7 @@ class Transfers:
             self.settle(op, 0, rx)
 
     def progress(self, op: int, done: int) -> None:
-        """How much a fetch has, in thousandths."""
+        """How much of its content a fetch has, in thousandths."""
         one = self.open
         if one is not None and op and op == self.fetching and one.planned:
             self._outbox.send(m.Progress(one.seq, done))
@@ -229,7 +229,7 @@ class Transfers:
             self._serve_failed(one, why, starved)
         elif one is not None and op == one.fetch_op and one.planned:
             if starved and starved != one.seq:
-                return  # it has other holders meanwhile
+                return  # it has got other holders since
             if not starved:
                 self.void_fetch(one)
             self.report(one, False, why)
@@ -261,7 +261,8 @@ class Transfers:
         """A caller leaves before its transfer has ended."""
         self._withdrawals.forget(one.call)
         self._abandoned.add(one.call, type(one.vote).__name__, fail.fault is Fault.TIMEOUT)
-        self.end(one, fail)
+        result = WITHDRAWN[Kind.OPTIMIZE if one.optimizes else Kind.SYNC]
+        self.end(one, replace(fail, result=result, phase=one.phase))
 
     def end(self, one: Transfer, outcome: m.SyncResult | m.OptimizeResult | Fail) -> None:
         """The outcome is known: ends all ops, then answers."""
@@ -329,7 +330,7 @@ class Synchronizations:
         holders = plan.holders if resumed and not one.fetched else None
         self._transfers.plan(one, plan.seq, plan.nonce, content, plan.serve, holders)
         self._plan = plan
-        # when its streams are open, even if there is nothing to fetch
+        # Only now are its streams open. The caller is told even if there is nothing to fetch.
         self._outbox.do(Follow(one.call, plan, resumed))
         if resumed and one.fetched:
             self._transfers.report(one, True, "")
@@ -368,8 +369,8 @@ class Synchronizations:
     def _without_us(self, one: Transfer, result: m.SyncResult) -> Fail | None:
         """Why this peer had no part in a synchronization that is over; None if it had.
 
-        Derived from its manifest and the result, so that a peer that missed the result and learns
-        it from a restarted master concludes the same as one that was told.
+        This follows from its manifest and the result alone. So a peer that missed the result, and
+        learns it from a restarted master, concludes the same as a peer that was told.
         """
         assert isinstance(one.vote, m.SyncVote)
         manifest = one.vote.manifest
@@ -389,15 +390,10 @@ class Synchronizations:
             return Fail(one.call, Result.INVALID_ARGUMENT, why, phase=one.phase)
         return None
 
-    def release(self, one: Transfer, fail: Fail) -> None:
-        """A caller leaves before its synchronization has ended."""
-        result = WITHDRAWN[Kind.SYNC]
-        self._transfers.release(one, replace(fail, result=result, phase=one.phase))
-
     # ---- a restarted master ----
 
     def missed(self, done: m.Done) -> None:
-        """The synchronization that others have completed since, if this peer's caller has left."""
+        """Notes a synchronisation that others completed while the master was away."""
         if self._knowledge.done.sync != done.sync:
             self._knowledge.learn(
                 sync=done.sync, revision=done.revision, plan=done.plan, holds=False
@@ -407,7 +403,7 @@ class Synchronizations:
         """Continues with a restarted master, which knows `done`; this peer knew `before`."""
         void = m.SyncPlan(one.call, 0, (), (), (), ())
         if before.sync == done.sync:
-            if one.planned:  # whatever it said, the next election begins anew
+            if one.planned:  # the next election begins anew, whatever the plan said
                 self.planned(void)
             assert isinstance(one.vote, m.SyncVote)
             manifest = one.vote.manifest.overwritten(one.overwritten)
@@ -415,7 +411,7 @@ class Synchronizations:
             self._outbox.send(one.vote)
             return
         if one.planned and one.seq != done.plan:
-            # the last plan was lost too: it required no fetch here, or this peer would have voted
+            # The last plan was lost too. It required no fetch here, or this peer would have voted.
             self.planned(m.SyncPlan(one.call, done.plan, (), (), (), ()))
         self.synced(m.SyncResult(one.call, done.revision, done.sync, done.plan, short=done.short))
 
@@ -433,7 +429,7 @@ class Optimizations:
     # ---- probes ----
 
     def probed(self, probe: m.Probe) -> None:
-        """The master wants the rate from other peers, which measure likewise."""
+        """The master asks for the rate from other peers, which measure at the same time."""
         one = self._transfers.of(probe.call)
         if one is not None:
             self._transfers.void_fetch(one)
@@ -464,15 +460,10 @@ class Optimizations:
         if one is not None and one.call == result.call:
             self._transfers.end(one, result)
 
-    def release(self, one: Transfer, fail: Fail) -> None:
-        """A caller leaves before its optimization has ended."""
-        result = WITHDRAWN[Kind.OPTIMIZE]
-        self._transfers.release(one, replace(fail, result=result, phase=one.phase))
-
     # ---- a restarted master ----
 
     def missed(self, done: m.Done) -> None:
-        """The optimization that others have completed since, if this peer's caller has left."""
+        """Notes an optimization that others completed while the master was away."""
         self._knowledge.learn(optimized=done.optimized)
 
     def resume(self, one: Transfer, before: m.Done, done: m.Done) -> None:
