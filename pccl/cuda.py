@@ -107,22 +107,22 @@ class Pipe:
             for stream in pair:
                 stream.wait_event(queued)
 
-    def read(self, piece: Any) -> Any:
-        """Begins to copy a piece from its device; the event that it is there."""
-        on_device, on_host = self._ends(piece)
+    def read(self, stretch: Any) -> Any:
+        """Begins to copy a stretch from its device; the event that it is there."""
+        on_device, on_host = self._ends(stretch)
         return self._copy(on_host, on_device, self._streams[on_device.device][0])
 
-    def write(self, piece: Any) -> Any:
-        """Begins to copy a piece to its device; the event that it is there."""
-        on_device, on_host = self._ends(piece)
+    def write(self, stretch: Any) -> Any:
+        """Begins to copy a stretch to its device; the event that it is there."""
+        on_device, on_host = self._ends(stretch)
         return self._copy(on_device, on_host, self._streams[on_device.device][1])
 
     def _of(self, buffer: Buffer) -> torch.Tensor:
         return self._memory[buffer.address, buffer.nbytes]
 
-    def _ends(self, piece: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        part = slice(piece.begin, piece.end)
-        return self._of(piece.buffer)[part], piece.host[part]
+    def _ends(self, stretch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        part = slice(stretch.begin, stretch.end)
+        return self._of(stretch.buffer)[part], stretch.host[part]
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> Any:
         with self._torch.cuda.stream(stream):

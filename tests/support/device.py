@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pccl.runtime.client.memory import Piece
+from pccl.runtime.client.memory import Stretch
 from pccl.tensors.arrays import Buffer
 
 
@@ -28,17 +28,17 @@ class Copy:
     def __init__(
         self,
         kind: str,
-        piece: Piece,
+        stretch: Stretch,
         work: Callable[[], object],
         number: int,
         fails: Callable[[Copy], bool],
     ) -> None:
-        self.kind, self.piece, self.work, self.fails = kind, piece, work, fails
+        self.kind, self.stretch, self.work, self.fails = kind, stretch, work, fails
         self.number = number  # of reads of that buffer
         self.done = threading.Event()
 
     def synchronize(self) -> None:
-        assert self.done.wait(30), f"the {self.kind} of byte {self.piece.begin} is not made"
+        assert self.done.wait(30), f"the {self.kind} of byte {self.stretch.begin} is not made"
         if self.fails(self):
             raise RuntimeError("the device is lost")
 
@@ -109,24 +109,24 @@ class GpuPipe:
         self.copies = {kind: queue.SimpleQueue[Copy]() for kind in ("read", "write")}
         self.turns = {kind: threading.Lock() for kind in self.copies}
 
-    def read(self, piece: Piece) -> Copy:
-        host, part = piece.host, slice(piece.begin, piece.end)
+    def read(self, stretch: Stretch) -> Copy:
+        host, part = stretch.host, slice(stretch.begin, stretch.end)
         assert isinstance(host, Host)
-        source = self.gpu.memory(piece.buffer)
-        self.gpu.read_addresses.append(piece.buffer.address)
-        return self.begin("read", piece, lambda: np.copyto(host.bytes[part], source[part]))
+        source = self.gpu.memory(stretch.buffer)
+        self.gpu.read_addresses.append(stretch.buffer.address)
+        return self.begin("read", stretch, lambda: np.copyto(host.bytes[part], source[part]))
 
-    def write(self, piece: Piece) -> Copy:
-        host, part = piece.host, slice(piece.begin, piece.end)
+    def write(self, stretch: Stretch) -> Copy:
+        host, part = stretch.host, slice(stretch.begin, stretch.end)
         assert isinstance(host, Host)
-        target = self.gpu.memory(piece.buffer)
-        self.gpu.written_addresses.append(piece.buffer.address)
-        return self.begin("write", piece, lambda: np.copyto(target[part], host.bytes[part]))
+        target = self.gpu.memory(stretch.buffer)
+        self.gpu.written_addresses.append(stretch.buffer.address)
+        return self.begin("write", stretch, lambda: np.copyto(target[part], host.bytes[part]))
 
-    def begin(self, kind: str, piece: Piece, work: Callable[[], object]) -> Copy:
+    def begin(self, kind: str, stretch: Stretch, work: Callable[[], object]) -> Copy:
         stream = "read" if kind == "read" else "write"
-        number = self.gpu.read_addresses.count(piece.buffer.address)
-        copy = Copy(kind, piece, work, number, self.gpu.fails)
+        number = self.gpu.read_addresses.count(stretch.buffer.address)
+        copy = Copy(kind, stretch, work, number, self.gpu.fails)
         self.copies[stream].put(copy)
         threading.Thread(target=self.make_next, args=(stream,), daemon=True).start()
         return copy

@@ -1,17 +1,17 @@
-"""The memory of calls: arrays, pieces, and copies of what is on a device.
+"""The memory of calls: arrays, pieces, and copies of device memory.
 
-Device memory is copied to the host before use, and changed content is copied back afterwards. This
-needs host memory of the same size, pinned so that the device can read and write it directly. Shared
-state is copied as a whole here; copies.py has the arrays of collectives.
+The engine uses host memory only. Device memory is copied to the host before use, and changed
+content is copied back afterwards. The host memory is pinned, so that the device can read and write
+it directly. Shared state is copied as a whole (`HostView`), the arrays of collectives by `Copies`.
 
-The engine uses host memory only. A large all-reduce is progressive: it starts when the first window
-of the contribution is on the host, the engine is told of each further one (`PeerClient.ready`), and
-tells of each window of the result (`written`), which goes to the device at once. Other collectives
-are read as a whole before they start, and written when they have succeeded.
+A large all-reduce is progressive. It starts when the first step of the contribution is on the host.
+The engine is told of each further step (`PeerClient.ready`), and reports each step of the result
+(`written`), which is copied to the device at once. The arrays of other collectives are read as a
+whole before the collective starts, and written when it has succeeded.
 
-What has been written may still be aborted. In place, the engine then restores the host's copy, and
-from there the device gets its content back. That is so however the call ends, also if nobody awaits
-it: a thread hears of its end, and settles the device.
+A collective may be aborted after steps of its result were written. If it was in place, the engine
+restores the host's copy, which is copied back to the device. A thread does this when the call ends,
+so it happens even if no caller awaits the call.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Operand(Struct, frozen=True):
 
 
 class Wide:
-    """An average of integers, as the engine sums it up: over wide copies of the arrays.
+    """An average of integers: the engine sums up copies of the arrays in a wider type.
 
     Attributes:
-        parts: the copies: addresses to send and to receive, elements, and the engine's type; None
-            where an array needs none.
-        is_used: whether the engine has got them; what travels with the votes needs none.
+        parts: for each array the copies' addresses to send from and to receive at, the elements,
+            and the engine's number of their type; None for an array that needs no copy.
+        is_used: whether the engine has got the copies; arrays that travel with the votes need none.
     """
 
     def __init__(self, each: tuple[Operand, ...]) -> None:
@@ -80,7 +80,7 @@ class Wide:
             self._arrays.append((given, send, recv))
 
     def narrow(self, members: int) -> None:
-        """Writes the means, from the sums over `members` members."""
+        """Writes the means: the sums, divided by the number of members."""
         from pccl.runtime import averages  # imports numpy
 
         for given, _, total in self._arrays if self.is_used else ():
@@ -107,9 +107,9 @@ class Progressive:
 class Operands:
     """The arrays of a collective; keeps them alive until the engine has released them.
 
-    In an exchange, `send_rows` and `recv_rows` are the rows that each array has for each rank, and
-    from each; empty: none. `uneven`: other peers cannot know these numbers.
-    `pair`: the peers of a send, the one that sends first.
+    In an exchange, `send_rows` are the rows that each array has for each rank, and `recv_rows` the
+    rows that it gets from each rank; empty: none. `uneven`: other peers cannot know these numbers.
+    `pair`: the peers of a send, the sender first.
     `progressive`: None if the memory holds the contribution. `wide`: for an average of integers.
     """
 
@@ -131,7 +131,7 @@ class Operands:
 
     @property
     def rows(self) -> Rows:
-        """The rows that the other peers must know; none if each member has one for each."""
+        """The rows, if the other peers cannot know them; otherwise NO_ROWS."""
         return (self.send_rows, self.recv_rows) if self.uneven else NO_ROWS
 
     @property
@@ -149,7 +149,7 @@ class Operands:
         return max(sent, received)
 
     def contribution(self) -> bytes:
-        """This peer's array, to travel with its vote; at most one."""
+        """The bytes of this peer's array (there is at most one), to be sent with its vote."""
         return contribution(self.each[0].send) if self.each else b""
 
 
@@ -162,8 +162,8 @@ class LeafReader(Protocol):
 class Pool:
     """The memory of a serve or fetch op, kept alive by `owner`.
 
-    Pieces below `first_counted` are not payload. `reader` receives the leaves of a fetch. A serve
-    op sends at most `limit` bytes until it is allowed more; 0: no limit.
+    Pieces with numbers below `first_counted` are not payload. `reader` receives the leaves of a
+    fetch. A serve op sends at most `limit` bytes until it is allowed more; 0: no limit.
     """
 
     pieces: Pieces
@@ -187,33 +187,23 @@ class Mark(Protocol):
         """Returns when it is complete."""
 
 
-class Piece(Protocol):
+@dataclass(frozen=True, slots=True)
+class Stretch:
     """The bytes begin <= i < end of a buffer on a device, and of its copy on the host."""
 
-    @property
-    def buffer(self) -> Buffer:
-        """The buffer."""
-
-    @property
-    def host(self) -> HostMemory:
-        """Its copy."""
-
-    @property
-    def begin(self) -> int:
-        """The first byte."""
-
-    @property
-    def end(self) -> int:
-        """The byte after the last one."""
+    buffer: Buffer
+    host: HostMemory
+    begin: int
+    end: int
 
 
 class Pipe(Protocol):
-    """Copies in both directions at once, in each one after the other."""
+    """Makes copies in both directions at the same time; in each direction, one after the other."""
 
-    def read(self, piece: Piece) -> Mark:
+    def read(self, stretch: Stretch) -> Mark:
         """Begins to copy from the device."""
 
-    def write(self, piece: Piece) -> Mark:
+    def write(self, stretch: Stretch) -> Mark:
         """Begins to copy to the device."""
 
 
@@ -221,8 +211,11 @@ class Device(Protocol):
     """Copies between host memory and one kind of device; copies are complete after `wait`."""
 
     def pipe(self, buffers: Sequence[Buffer]) -> Pipe:
-        """Copies of these buffers, after all work that this thread has queued for the device now,
-        and independent of what it queues later."""
+        """A pipe for copies of these buffers.
+
+        They come after all work that this thread has queued for the device so far, and do not
+        depend on what it queues later.
+        """
 
     def allocate(self, nbytes: int) -> HostMemory:
         """Host memory."""
@@ -283,7 +276,7 @@ class HostView:
         self._device.wait()
 
 
-class Caller(Protocol):
+class CopyingClient(Protocol):
     """The part of the client that copies use."""
 
     def ready(self, call: Call, offset: int, length: int) -> None:
@@ -296,19 +289,9 @@ class Caller(Protocol):
         """Calls `told` when a call has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """The bytes begin <= i < end of a buffer on a device, and of its copy on the host."""
-
-    buffer: Buffer
-    host: HostMemory
-    begin: int
-    end: int
-
-
 @dataclass(slots=True)
 class Step:
-    """The places to read before a step's offsets can move, and to write when they are final."""
+    """A step: what to read before its offsets can be sent, and to write when they are final."""
 
     begin: int
     end: int
@@ -320,14 +303,16 @@ class Copies:
     """The copies of one collective: `begin`, launch it, `go_on`, and `settle` when it has ended.
 
     Args:
-        pipe: makes them.
+        pipe: makes the copies.
         steps: what is copied, by the engine's number of the step.
-        order: these numbers, in the order in which they are read.
-        progressive: whether the engine is told of each step, and tells of each; else there is one.
+        order: the numbers of the steps, in the order in which they are read.
+        progressive: whether the engine is told of each step read, and reports each step written.
+            Otherwise there is a single step.
         in_place: whether results overwrite contributions before the call has succeeded.
 
     Attributes:
-        wide: what its result on the host must first be made of.
+        wide: the sums from which the result on the host is made before it is copied; None: the
+            engine has written the result itself.
     """
 
     def __init__(
@@ -354,7 +339,7 @@ class Copies:
         return self._settled.is_set()
 
     def written(self, step: int) -> None:
-        """The engine tells that a step of the result is on the host."""
+        """The engine reports that a step of the result is on the host."""
         self._notes.put(step)
 
     def begin(self) -> None:
@@ -364,15 +349,15 @@ class Copies:
         for mark in self._reads[self._order[0]]:
             mark.synchronize()
 
-    def go_on(self, client: Caller, call: Call) -> None:
-        """The call has been launched: copies what is left, in a thread, until it has ended."""
+    def go_on(self, client: CopyingClient, call: Call) -> None:
+        """Copies the rest in a thread until the call, which has been launched, has ended."""
         work = threading.Thread(target=self._run, args=(client, call), name="pccl-copies")
         work.daemon = True
         client.on_end(call, self._notes.put)
         work.start()
 
     def settle(self) -> None:
-        """Returns when the device has what it is to have; the call has ended.
+        """Returns when the device has its final content; the call has ended.
 
         Raises:
             Exception: the device could not copy.
@@ -386,14 +371,14 @@ class Copies:
             raise self._failed
 
     def cancel(self) -> None:
-        """Cancels after an exception, at whatever moment it came."""
+        """Cancels the copies after an exception, which may have come at any moment."""
         if self._claim.acquire(blocking=False):  # the thread has not begun, and will do nothing
             for mark in itertools.chain(*self._reads.values()):
                 mark.synchronize()
         else:
             self._settled.wait()
 
-    def _run(self, client: Caller, call: Call) -> None:
+    def _run(self, client: CopyingClient, call: Call) -> None:
         if not self._claim.acquire(blocking=False):
             return
         reader = threading.Thread(target=self._read, args=(client, call), name="pccl-read")
@@ -412,7 +397,7 @@ class Copies:
         finally:
             self._settled.set()
 
-    def _read(self, client: Caller, call: Call) -> None:
+    def _read(self, client: CopyingClient, call: Call) -> None:
         """Tells the engine of each step that has been read."""
         try:
             for number, marks in self._reads.items():
@@ -426,7 +411,7 @@ class Copies:
             client.time_out(call, f"its arrays cannot be copied from the device: {error}")
 
     def _write_what_is_told(self) -> End:
-        """Begins to write each step of the result that is told, until the call has ended."""
+        """Begins to write each step that the engine reports, until the call has ended."""
         while isinstance(note := self._notes.get(), int):
             try:
                 self._write(note)
@@ -439,7 +424,7 @@ class Copies:
         self._writes += map(self._pipe.write, self._steps[number].writes)
 
     def _conclude(self, end: End) -> None:
-        """Writes what is left of the result, or what the engine has restored."""
+        """Writes the rest of the result, or after a failure what the engine has restored."""
         if isinstance(end, effects.Answer):
             if self.wide is not None:
                 assert isinstance(end.value, effects.Reduced)
@@ -456,10 +441,10 @@ class Copies:
 def on_host(
     work: Operands, strategy: Strategy, conditions: Conditions
 ) -> tuple[Operands, Copies | None]:
-    """Moves a collective to host memory. Returns it with its copies; None if all arrays are there
-    already.
+    """Moves a collective's operands to host memory, and returns them with the copies to make.
 
-    The strategy says how it probably travels, and with it in which order its chunks are needed.
+    The copies are None if all arrays are in host memory already. The order in which the chunks are
+    needed follows from the strategy.
 
     Raises:
         UnsupportedError: an array is on a device that does not exist.
@@ -484,12 +469,12 @@ def on_host(
 
 
 class _Twins:
-    """The host's copies of buffers on devices. Of two that overlap there is one.
+    """The host's copies of buffers on devices; two buffers that overlap share one copy.
 
     Attributes:
-        read: what is to be read, as a whole, before the collective.
-        written: what is to be written after it.
-        pairs: of each operand, what is to be read and written.
+        read: the buffers to read, as a whole, before the collective.
+        written: the buffers to write after it.
+        pairs: for each operand, what is to be read and what is to be written.
     """
 
     def __init__(self, allocate: Callable[[int], HostMemory]) -> None:
@@ -529,7 +514,7 @@ def _moved(buffer: Buffer, twin: Stretch | None) -> Buffer:
 def _steps(
     work: Operands, size: int, pairs: Iterable[tuple[Stretch | None, Stretch | None]]
 ) -> list[Step]:
-    """The copies of an all-reduce by step: of each operand, what is read and written."""
+    """The steps of an all-reduce, with what each of them reads and writes of each operand."""
     end = span(work.work)
     steps = [Step(at, min(at + size, end)) for at in range(0, end, size)]
     begin = 0  # the first offset of the operand
@@ -546,8 +531,11 @@ def _steps(
 
 
 def _order(strategy: Strategy, conditions: Conditions) -> Iterable[int]:
-    """The steps in the order in which this peer is likely to need them: first the segment that it
-    sends, then those that come to it, one after the other (c/pccl_core.h, THE RING)."""
+    """The steps in the order in which this peer is likely to need them.
+
+    The first segment is the one that it sends; then come the others, in the order in which they
+    arrive (c/pccl_core.h, THE RING).
+    """
     order = conditions.rings[0].order if conditions.rings else ()
     members, position = 1, 0
     if conditions.number in order and strategy.algorithm is not Algorithm.ONE_SHOT:
