@@ -2,9 +2,10 @@
 
 All collectives follow the same rules. Every peer of the group must enter the same call, with the
 same tag and the same work; otherwise all peers get an error that names the calls that differ. A
-collective succeeds on all peers or on none. When a peer is lost, it fails with `PeerLostError` on
-all survivors; input buffers, also of in-place calls, hold what they held before, and the survivors
-only need to call again. The content of an array that only receives is unspecified then.
+collective succeeds on all peers or on none. When a peer is lost, the collective fails with
+`PeerLostError` on all survivors. Their input buffers, also of in-place calls, then hold what they
+held before, the content of arrays that only receive is unspecified, and the survivors only need to
+call again.
 
 An array is a numpy array or torch tensor of any shape, with a dtype of `DataType`. Its elements
 fill one contiguous range of memory, in any order: contiguous, transposed, torch.channels_last. It
@@ -76,22 +77,23 @@ class Communicator(Closing):
         security: the directory of keys (see `pccl keys`), which turns encryption on. None:
             PCCL_CURVE_DIR; if that is unset, nothing is encrypted.
         advertise: the host at which other peers reach this one, or several: "a,b". None:
-            PCCL_ADVERTISE; if that is unset, the address that the master sees, and those from which
-            this machine speaks to the world by IPv4 and IPv6.
-        team: peers that are of no use without each other, such as the processes of one replica of a
-            sharded model: any number, the same for all of them and for no others. They are admitted
-            together, and if one is lost, the others are dropped. `pccl.torch.communicator` makes
-            one up. 0: none.
-        team_size: how many they are.
+            PCCL_ADVERTISE; if that is unset, the address that the master sees, and the addresses
+            from which this machine connects to the internet by IPv4 and IPv6.
         port_range: "FIRST-LAST", a range of TCP ports; this peer listens for bulk data on one of
             them. None: PCCL_PORT_RANGE; if that is unset, any port.
-        outgoing_only: nobody can connect to this peer, as behind NAT. Or set PCCL_OUTGOING_ONLY=1.
+        outgoing_only: whether no other peer can connect to this one, as behind NAT. It is also true
+            if PCCL_OUTGOING_ONLY is 1.
         connect_timeout: seconds for which `connect` tries to reach a master that is not up yet, in
             any number of attempts. None: PCCL_CONNECT_TIMEOUT_S; if that is unset, `n_attempts` of
             `connect` applies.
-        name: of this peer, for people: errors, logs and whoever watches the run have it beside the
-            peer's number. At most 64 characters that can be printed. None: PCCL_NAME; if that is
-            unset, `host:process`, and `/LOCAL_RANK` where that is set.
+        team: a number that identifies the peer's team: peers that are useless without each other,
+            such as the processes of one replica of a sharded model. Members of a team are admitted
+            together, and if one is lost, the others are dropped. `pccl.torch.communicator` chooses
+            a number. 0: the peer has no team.
+        team_size: number of members of the team.
+        name: a name for this peer, which errors, logs and `pccl status` show beside its number. At
+            most 64 printable characters. None: PCCL_NAME; if that is unset, `host:process`, and
+            `/LOCAL_RANK` if that is set.
 
     Raises:
         ValueError: `address` is malformed, or an argument is out of range.
@@ -138,7 +140,7 @@ class Communicator(Closing):
             self._settings["outgoing"] = True
         if name is not None:
             self._settings["name"] = Config(name=name).name
-        Deadline(connect_timeout, "connect_timeout")  # is it one?
+        Deadline(connect_timeout, "connect_timeout")  # raises if it is not a valid time
         self._connect_timeout = connect_timeout
         self._membership = Membership()
 
@@ -199,7 +201,7 @@ class Communicator(Closing):
         """`host:port` of the master."""
         return address_text(self._host, self._port)
 
-    # ---- who is there ----
+    # ---- the peers ----
 
     def get_attribute(self, attribute: Attribute) -> int:
         """One of the world sizes: current counts of accepted peers or groups.
@@ -237,10 +239,10 @@ class Communicator(Closing):
         infos = {info.peer: str(info) for info in client.plan.peers}
         return [infos[number] for number in self._membership.ranks.order if number in infos]
 
-    # ---- what it has cost ----
+    # ---- the cost of calls ----
 
     def stats(self) -> Stats:
-        """The cost of this peer's calls since it joined the run; also after its end.
+        """The cost of this peer's calls since it joined the run; available after its end too.
 
             wandb.log(comm.stats().flat())
 
@@ -252,9 +254,9 @@ class Communicator(Closing):
     def explain(self) -> Explanation:
         """Explains what limits the last collectives of this peer, from measurements.
 
-        `print(comm.explain())` says, for each thing that took its time (the votes, peers that came
-        late, round trips, links, this machine's processor), how much, and how long a collective
-        would take without it. It is no call of the run: one peer alone may ask.
+        `print(comm.explain())` lists what took time (the votes, peers that came late, round trips,
+        links, this machine's processor), how much, and how long a collective would take without
+        it. Other peers take no part in it.
 
         Raises:
             PCCLError: INVALID_USAGE before `connect`.
@@ -320,18 +322,19 @@ class Communicator(Closing):
                 comm.admit(state)
                 ...
 
-        Right at any place of a loop that all peers pass, its first line included: the first call of
-        a peer that has just joined goes on where the others are. All accepted peers must call it,
-        and either all with a shared state or all without. Like `are_peers_pending`, then
-        `update_topology` and `sync_shared_state` if there are newcomers.
+        The call may stand anywhere in a loop that all peers run, also on its first line: a peer
+        that has just joined continues in its first call where the others are. All accepted peers
+        must call it, and either all with a shared state or all without. It does what
+        `are_peers_pending` does, and if there are newcomers, what `update_topology` and
+        `sync_shared_state` do.
 
         Args:
-            shared_state: is synchronized when somebody has joined, this peer included. None: none.
+            shared_state: what to synchronise when a peer, or this one, has joined. None: nothing.
             timeout: seconds to wait for the others.
-            min_peers: with which a run begins, as in `sync_shared_state`.
+            min_peers: the number of peers with which the run begins, as in `sync_shared_state`.
 
         Returns:
-            Whether peers have joined: others, or this one.
+            Whether a peer has joined; this peer's own joining counts.
 
         Raises:
             PCCLTimeoutError, PCCLError: as `are_peers_pending`, `update_topology` and
@@ -365,19 +368,20 @@ class Communicator(Closing):
 
             comm.run(step, state, steps=1000)
 
-        Calls `step(k)` for each k from `shared_state.revision` up to `steps - 1`, and counts the
-        revision up after each. Between steps it admits newcomers, which receive the shared state
-        and continue at the same step. At the end it finishes the run. After a loss it calls the
-        same step again; so a step must change the shared state only when its last collective has
-        succeeded.
+        Calls `step(k)` for each k from `shared_state.revision` up to `steps - 1`, and increments
+        the revision after each. Between steps it admits newcomers, which receive the shared state
+        and continue at the same step. At the end it finishes the run. When a peer is lost, it calls
+        the same step again; so a step must change the shared state only when its last collective
+        has succeeded.
 
         Args:
-            step: makes one step; it is told its number.
-            shared_state: all that a newcomer needs. From a checkpoint, it goes on at its revision.
-            steps: at which revision the run ends.
-            min_peers: the first step waits for so many peers. A peer that is left alone in a run of
-                two or more waits for others; with 1, its collectives raise TooFewPeersError, and
-                the step may go on without them.
+            step: makes one step; it is called with the number of the step.
+            shared_state: everything that a newcomer needs. If it was loaded from a checkpoint, the
+                run continues at its revision.
+            steps: the revision at which the run ends.
+            min_peers: the first step waits until there are this many peers. If it is 2 or more, a
+                peer that is left alone waits for others. If it is 1, the collectives of such a peer
+                raise TooFewPeersError, and the step may continue without them.
 
         Raises:
             PCCLError: a call has failed for another reason than a lost peer.
@@ -393,7 +397,7 @@ class Communicator(Closing):
                     raise
                 while not self._admit(shared_state, min_peers, None, limits.FOREVER_S):
                     pass
-                continue  # with those who have come
+                continue  # with the newcomers
             else:
                 shared_state.push_revision()
             self.admit(shared_state, min_peers=min_peers)
@@ -402,8 +406,9 @@ class Communicator(Closing):
     def finish(self, *, timeout: float | None = None) -> None:
         """Finishes the run: all accepted peers must call it when they have made their last step.
 
-        No peer is admitted any more, also after a restart of a master with a journal: a copy that
-        was killed and starts again gets RunFinishedError from `connect`, and does not begin anew.
+        Then no peer is admitted any more. A process that was killed and is started again gets
+        RunFinishedError from `connect`, so it does not begin a new run. This holds after a restart
+        of the master too, if it has a journal.
 
         Args:
             timeout: seconds to wait for the others.
@@ -419,12 +424,13 @@ class Communicator(Closing):
 
         All accepted peers of all groups must call it. Each pair of peers on different machines
         exchanges data at full speed for about half a second, or ten round trips. Several pairs
-        measure at once, so n peers take about n times as long, up to 17; of more peers only what
-        tells which are near each other is measured, in at most 32 times as long. The order of a
-        ring, and with it each `rank`, changes only if an all-reduce of 64 MiB would take at least a
-        fifth less time. The peers that stay keep the new order until the next optimization. A pair
-        that cannot connect is avoided if a ring without it exists. Between 3 to 6 peers whose links
-        carry more together than each alone, the data is spread over several rings.
+        measure at once, so n peers take about n times as long. That holds up to 17 peers. Of more
+        peers, only enough pairs are measured to find which peers are near each other, which takes
+        at most 32 times as long. The order of a ring, and with it each `rank`, changes only if an
+        all-reduce of 64 MiB would take at least a fifth less time. Peers that stay keep the new
+        order until the next optimization. A pair that cannot connect is avoided if a ring without
+        it exists. Among 3 to 6 peers, the data is spread over several rings if a peer's links carry
+        more together than each alone.
 
         Args:
             timeout: seconds to wait for the others, and for the measurements.
@@ -454,10 +460,10 @@ class Communicator(Closing):
         Every peer offers digests of its entries, unless it is RECEIVE_ONLY. Among the contents of
         the highest revision, the most common one wins; on a tie, that of the peer accepted first.
         Peers that differ fetch exactly the entries that differ, from all peers that have them at
-        once, and verify them. A newcomer, and who is at revision 0 when others are not, receives in
-        place; if the call fails, `shared_state.torn` says that its content is of no use. For all
-        others a copy of what differs takes memory during the call, and a call that fails has
-        changed nothing.
+        once, and verify them. A newcomer, or a peer at revision 0 while others are not, receives in
+        place: if the call fails, its content may be useless, and `shared_state.torn` is true. Other
+        peers receive into additional memory during the call, and a call that fails changes nothing
+        there.
 
         Args:
             shared_state: must not change during the call; `revision` is set to the elected one.
@@ -466,9 +472,9 @@ class Communicator(Closing):
             timeout: seconds to wait for the others, and for `min_peers`.
             progress: called in this thread, up to ten times a second, while this peer receives.
             raise_on_divergence: raise on all peers if contents differ at the same revision.
-            min_peers: the first synchronization needs this many peers; if the peers of the group
-                give different numbers, the largest one. While they are fewer, all of them admit
-                newcomers. A run that has begun goes on with any number.
+            min_peers: the number of peers that the first synchronisation needs; if the peers of the
+                group give different numbers, the largest one counts. While there are fewer, all of
+                them admit newcomers. A run that has begun continues with any number.
 
         Returns:
             Payload bytes sent and received by this peer; (0, 0) everywhere if all were equal. It
@@ -527,7 +533,7 @@ class Communicator(Closing):
             operand_descriptor: its dtype must be that of the array.
             quantization_options: how data is quantized on the wire: floats only, and not PROD.
                 Every peer's result has the same bits. A NaN or an infinity makes its whole block of
-                elements NaN. docs/internals/quantization.md lists the errors.
+                elements NaN. docs/internals/quantization.md gives the errors of the results.
             quantization: a short name instead: "int8" or "int4" (block-wise), "uint8".
             timeout: seconds after which the collective fails, on all peers.
 
@@ -584,13 +590,13 @@ class Communicator(Closing):
     ) -> ReduceInfo:
         """Runs several all-reduces, a few at a time, and repeats each until it commits.
 
-        Neighbours in the list with the same operation, element type and quantization are bundled
-        into one collective, of up to 64 MiB. Each one is averaged over its own contributors, which
-        may differ between collectives if a peer is lost in between.
+        Descriptors that follow each other in the list and have the same operation, element type and
+        quantization are bundled into collectives of up to 64 MiB. Each collective is averaged over
+        its own contributors, which may differ if a peer is lost in between.
 
         Args:
-            descriptors: the same in the same order on all peers, which must all make this call;
-                with different tags.
+            descriptors: the collectives, with different tags. All peers must make this call with
+                the same descriptors in the same order.
             max_in_flight: how many collectives run at the same time.
             timeout: seconds for all of them; those that have not committed by then fail.
 
@@ -625,10 +631,10 @@ class Communicator(Closing):
             recv: for each array, one with `world_size` times its elements; the r-th part is that of
                 rank r. `send` may be this peer's part of it. None: new arrays of shape
                 (world_size, *send.shape).
-            rows: the first dimension of `send` on each peer, by rank, where they differ; 0 is a
-                number, too. It must be the same on all peers: if they do not know it, they gather
-                it first. Then `recv` has the first dimension sum(rows), and begins with what rank 0
-                has given; all arrays lie in C's order.
+            rows: the first dimension of `send` on each peer, by rank, if these differ; it may be 0.
+                All peers must pass the same `rows`; if they do not know it, they gather it first.
+                Then `recv` has the first dimension sum(rows) and holds the parts by rank, and all
+                arrays must be in C's order.
             tag, timeout: as for `all_reduce`.
 
         Returns:
@@ -636,9 +642,8 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError: the arrays do not match each other, the group's size, or
-                `rows`.
-            TypeError: `rows` are no whole numbers.
+            ValueError: the arrays do not match each other, the group's size, or `rows`.
+            TypeError: `rows` are not integers.
         """
         work, result = operands.all_gather(
             send, recv, self._membership.known_ranks("all_gather"), rows
@@ -837,8 +842,8 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError: the arrays do not match each other or the group's size, or
-                no peer has that rank.
+            ValueError: the arrays do not match each other or the group's size, or no peer has that
+                rank.
             TypeError: `root` is not a rank.
         """
         work, result = operands.gather(send, recv, root, self._membership.known_ranks("gather"))
@@ -879,8 +884,8 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError: the arrays do not match each other, cannot be divided, or
-                one is missing; or no peer has that rank.
+            ValueError: the arrays do not match each other, cannot be divided, or one is missing; or
+                no peer has that rank.
             TypeError: `root` is not a rank.
         """
         work, result = operands.scatter(send, recv, root, self._membership.known_ranks("scatter"))
@@ -919,9 +924,10 @@ class Communicator(Closing):
             recv: like `send` in form, dtypes, element counts and memory order; the r-th part is
                 from rank r. It must not overlap `send`. None: new arrays like `send`.
             send_rows: how many rows of the first dimension are for each rank, the same for all
-                arrays of a list or dict; they add up to that dimension. The arrays must lie in C's
-                order then. None, together with `recv_rows`: equally many for each.
-            recv_rows: how many are from each rank: what that peer says in its `send_rows`.
+                arrays of a list or dict; they add up to that dimension. The arrays must then be in
+                C's order. None: the same number for each rank; `recv_rows` must be None too.
+            recv_rows: how many rows come from each rank: the number for this peer in the
+                `send_rows` of that one.
             tag, timeout: as for `all_reduce`.
 
         Returns:
@@ -929,9 +935,9 @@ class Communicator(Closing):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            MismatchError: INVALID_ARGUMENT: a peer takes another number of rows than one gives.
-            ValueError: the arrays do not match each other or the numbers of rows,
-                overlap, or cannot be divided.
+            MismatchError: INVALID_ARGUMENT: a peer expects another number of rows than is sent.
+            ValueError: the arrays do not match each other or the numbers of rows, overlap, or
+                cannot be divided.
         """
         ranks = self._membership.known_ranks("all_to_all")
         work, result = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
@@ -957,18 +963,18 @@ class Communicator(Closing):
     def send(
         self, arrays: Arrays, to: int, *, tag: int = 0, timeout: float | None = None
     ) -> ReduceInfo:
-        """Sends to one peer of the group, which must call `recv`; no other peer has a part in it.
+        """Sends to one peer of the group, which must call `recv`; other peers take no part.
 
-        The data travels directly between the two, over a connection of its own. `to` is the peer
-        that had this rank when the program last saw the ranks; if it is lost, the call fails, and
-        never reaches another one. If a third peer is lost, nothing happens to it.
+        The data travels directly between the two, over a separate connection. `to` is the peer that
+        had this rank when the program last saw the ranks; if that peer is lost, the call fails, and
+        no other peer gets the data. The loss of a third peer does not affect the call.
 
         Args:
             arrays: an array, or a list or dict of arrays: of the same form, dtypes, element counts
                 and memory order as in the other peer's call.
             to: rank of the other peer.
-            tag: distinguishes sends from this peer to that one that are under way at the same time.
-                Sends in the other direction or to others, and collectives, have tags of their own.
+            tag: distinguishes sends from this peer to that one at the same time. Sends in the other
+                direction or to other peers, and collectives, may use the same tags.
             timeout: seconds after which it fails, on both peers.
 
         Returns:
@@ -994,7 +1000,7 @@ class Communicator(Closing):
     def recv(
         self, arrays: Arrays, source: int, *, tag: int = 0, timeout: float | None = None
     ) -> ReduceInfo:
-        """Receives from one peer of the group, which must call `send`: see there.
+        """Receives from one peer of the group, which must call `send`.
 
         If the call fails, the content of the arrays is unspecified.
 
@@ -1028,16 +1034,16 @@ class Communicator(Closing):
     ) -> None:
         """Sends to some peers and receives from some, all at the same time, in any order.
 
-        Each of these succeeds or fails for itself, as `send` and `recv` do.
+        Each of these succeeds or fails independently of the others, as `send` and `recv` do.
 
         Args:
-            sends: arrays to be sent, by the rank of the peer to which they go.
-            recvs: where the data goes, by the rank of the peer from which it comes.
-            tag: of all of them.
+            sends: the arrays to send, by the rank of the receiver.
+            recvs: the arrays that receive, by the rank of the sender.
+            tag: the tag of all of them.
             timeout: seconds for all of them.
 
         Raises:
-            PCCLError: the first failure; all others have ended, too.
+            PCCLError: the first failure; the other sends and receives have ended too.
             ValueError, TypeError, OverflowError: as for `send`; nothing has been launched then.
         """
         pair, name = self._membership.pair, "send_recv"
@@ -1059,11 +1065,11 @@ class Communicator(Closing):
     def commit(self, ok: bool = True, *, tag: int = 0, timeout: float | None = None) -> bool:
         """True if all peers of the group pass `ok=True`; the same answer on all of them.
 
-        A vote at the end of a step: each peer says whether the step has gone well here, and all of
-        them take it, or none does. If a peer is lost in the vote, the answer is no.
+        A vote at the end of a step: each peer says whether the step succeeded there, and all of
+        them keep the step, or none does. If a peer is lost during the vote, the answer is False.
 
         Args:
-            ok: what this peer says.
+            ok: this peer's vote.
             timeout: seconds after which the vote fails, on all peers.
             tag: as for `all_reduce`.
 

@@ -270,15 +270,15 @@ class Pair:
 
     def count(self, kind: str, address: int) -> int:
         made = [copy for copy in self.gpu.made if copy.kind == kind]
-        return sum(copy.piece.buffer.address == address for copy in made)
+        return sum(copy.stretch.buffer.address == address for copy in made)
 
     def hold_the_last_read(self, until: Callable[[int], bool]) -> None:
         """The last step of each peer's array is read when that is so for it."""
 
         def may(copy: Copy) -> bool:
-            if copy.kind == "write" or copy.piece.buffer.address not in self.sends:
+            if copy.kind == "write" or copy.stretch.buffer.address not in self.sends:
                 return True
-            index = self.sends.index(copy.piece.buffer.address)
+            index = self.sends.index(copy.stretch.buffer.address)
             return self.reads(index) % STEPS < STEPS - 1 or until(index)
 
         self.gpu.may = may
@@ -357,7 +357,7 @@ def test_the_result_comes_although_nobody_awaits_it(both: Pair) -> None:
 def test_a_device_that_fails_ends_the_call(both: Pair) -> None:
     """Not when the first step cannot be read: then it does not begin."""
     bad = both.sends[1]
-    both.gpu.fails = lambda copy: copy.piece.buffer.address == bad and copy.number == STEPS
+    both.gpu.fails = lambda copy: copy.stretch.buffer.address == bad and copy.number == STEPS
     both.hold_the_last_read(until=both.writes)  # it fails when both have started
 
     def job(index: int, comm: pccl.Communicator) -> None:

@@ -1,5 +1,4 @@
-"""A stand-in of a device: memory that no host can touch; a test may hold its copies, or let them
-fail."""
+"""A stand-in for a device. A test may delay its copies, or let them fail."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class Host:
 
 
 class Copy:
-    """One that a stream of the stand-in makes when those before it are made, and it may."""
+    """A copy of a pipe, made when the copies before it are made and `Gpu.may` allows it."""
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class Copy:
         fails: Callable[[Copy], bool],
     ) -> None:
         self.kind, self.stretch, self.work, self.fails = kind, stretch, work, fails
-        self.number = number  # of reads of that buffer
+        self.number = number  # how many reads of that buffer came before and with it
         self.done = threading.Event()
 
     def synchronize(self) -> None:
@@ -46,13 +45,13 @@ class Copy:
 class Gpu:
     """A device whose addresses no host can touch, and whose copies are not done before `wait`.
 
-    Those of a pipe are made by threads, in the order of each of its two streams, when `may` lets
-    them.
+    Threads make the copies of a pipe, in the order of each of its two streams, when `may` allows
+    it.
 
     Attributes:
         made: the copies of pipes, in the order in which they were made.
-        may: whether a copy may be made now, given those that were made.
-        fails: whether one fails.
+        may: whether a copy may be made now, given the copies that were made.
+        fails: whether a copy fails.
     """
 
     def __init__(self) -> None:
