@@ -1,13 +1,13 @@
 """The state machine of a weights client: what it serves, fetches and publishes. No I/O.
 
-It aims at the newest weights that it can reach, by the fewest bytes, one package after the other.
-It asks the master for a holder, fetches from there, and when the caller has worked the package in,
-it serves it to others. When the holder is lost, or gives other data than what was published, it
-asks for another one and goes on with what it has. Nothing that others do can end it; if nobody has
-what it needs, it waits.
+It fetches one package after the other, along the way to the newest version that takes the fewest
+bytes. It asks the master for a holder and fetches from that. When the caller has worked the package
+in, it serves the package to others. When the holder is lost, or sends other data than what was
+published, it asks for another holder and keeps what it has fetched. Nothing that other clients do
+can end it; if no client has what it needs, it waits.
 
-When the connection to the master breaks, transfers go on. To the next master it is a newcomer, and
-says what it holds.
+When the connection to the master breaks, transfers continue. To the next master it is a newcomer,
+and reports what it holds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pccl.types import Result
 
 @dataclass(frozen=True, slots=True)
 class RegisterServe:
-    """Register an op that serves a package, of which the caller has the memory."""
+    """Register an op that serves a package; the caller has its memory."""
 
     op: int
     package: m.Package
@@ -53,28 +53,28 @@ class RegisterFetch:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """All of a package is here and proven; the caller calls `taken` when it has worked it in."""
+    """A package is complete and verified; the caller calls `taken` when it has worked it in."""
 
     package: m.Package
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """A package is served no more; an op that refers to its memory may have to settle yet."""
+    """A package is no longer served; an op that uses its memory may not have settled yet."""
 
     package: m.Package
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Call `retry` after a moment: the next attempt would fail for the same reason."""
+    """Call `retry` after a pause: an immediate attempt would fail for the same reason."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The available packages have changed."""
+    """The available packages, or the newest version ever (`head`), have changed."""
 
     packages: tuple[m.Package, ...]
     head: int
@@ -82,7 +82,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """It has ended after it had joined."""
+    """The client has ended after it had joined."""
 
     fail: Fail
 
@@ -108,15 +108,15 @@ Effect: TypeAlias = (
 )
 
 
-KEPT_MAX = 200  # packages, of those that fit into a message
+KEPT_MAX = 200  # packages kept by a holder; a message has space for somewhat more
 
 
 def way(packages: Sequence[m.Package], version: int) -> tuple[m.Package, ...]:
-    """The fewest bytes that lead from a version to the newest one that can be reached; in order.
+    """The packages that lead to the newest version with the fewest bytes, in order.
 
     Args:
-        packages: that can be had.
-        version: that one has; 0: none.
+        packages: the available ones.
+        version: the version at the start; 0: none.
     """
     cost, last = {version: 0}, dict[int, m.Package]()
     for package in sorted(packages, key=lambda one: one.key):
@@ -136,9 +136,9 @@ def way(packages: Sequence[m.Package], version: int) -> tuple[m.Package, ...]:
 def stale(packages: Sequence[m.Package], held: Sequence[m.Package]) -> list[m.Package]:
     """The packages that a holder need not keep, given the available ones.
 
-    A latecomer begins with the newest whole version; one that is a little behind may still
-    want the differences of one generation before. A whole version is kept until this holder has a
-    newer one.
+    A new subscriber begins with the newest whole version. A subscriber that is a little behind may
+    still need differences since the whole version before that. A whole version is kept until this
+    holder has a newer one.
     """
     wholes = sorted(one.version for one in packages if one.base == 0)
     own = max((one.version for one in held if one.base == 0), default=0)
@@ -147,7 +147,7 @@ def stale(packages: Sequence[m.Package], held: Sequence[m.Package]) -> list[m.Pa
     return [one for one in held if (one.version < own if one.base == 0 else one.version <= oldest)]
 
 
-SEQ = 1  # of all transfers: an op has one package
+SEQ = 1  # the sequence number of all transfers: an op has a single package
 
 
 @dataclass(slots=True)
@@ -156,14 +156,14 @@ class Held:
 
     package: m.Package
     op: int
-    receivers: dict[int, int] = field(default_factory=dict)  # and the streams to them
+    receivers: dict[int, int] = field(default_factory=dict)  # receiver -> stream to it
 
 
 class BlobCache:
-    """All packages that are served.
+    """The packages that a client serves.
 
     Args:
-        number: gives the next number of an op or stream.
+        number: returns the next number of an op or stream.
         do: takes an effect.
     """
 
@@ -183,7 +183,7 @@ class BlobCache:
             self._do(RegisterServe(held.op, package))
 
     def drop(self, package: m.Package) -> None:
-        """Serves a package no more."""
+        """Stops serving a package."""
         held = self._held.pop(package.key, None)
         if held is None:
             return
@@ -193,38 +193,38 @@ class BlobCache:
         self._do(Forgotten(package))
 
     def drop_unused(self, packages: Sequence[m.Package]) -> bool:
-        """Drops those that nobody fetches. Returns whether there are any."""
+        """Drops the packages that no client fetches. Returns whether there were any."""
         unused = [one for one in packages if not self._held[one.key].receivers]
         for package in unused:
             self.drop(package)
         return bool(unused)
 
     def fail(self, op: int) -> bool:
-        """An op that serves has failed. Returns whether it is one."""
+        """An op has failed: drops the package that it serves. Returns whether it serves one."""
         failed = [held.package for held in self._held.values() if held.op == op]
         for package in failed:
             self.drop(package)
         return bool(failed)
 
     def serve(self, serve: m.Serve) -> None:
-        """Serves a receiver, which fetches nothing else from here: else `served` came before."""
+        """Serves a receiver; it fetches nothing else from here."""
         held = self._held.get((serve.version, serve.base))
         if held is None:
-            return  # the master knows by now
+            return  # it was dropped, and the master has been told
         stream = held.receivers[serve.receiver.peer] = self._number()
         self._do(OpenStream(stream, serve.receiver, serve.nonce))
         ends = (End(stream, serve.slot),)
         self._do(StartTransfer(held.op, SEQ, nonce_of(held.package), ends))
 
     def served(self, receiver: int) -> None:
-        """A receiver needs nothing from here any more."""
+        """A receiver has stopped fetching from here."""
         for held in self._held.values():
             stream = held.receivers.pop(receiver, 0)
             if stream:
                 self._do(CloseStream(stream))
 
     def lose(self, stream: int) -> None:
-        """A stream is lost, perhaps one of these: its receiver tells the master."""
+        """A stream is lost; if it led to a receiver, that one tells the master."""
         for held in self._held.values():
             for receiver, own in list(held.receivers.items()):
                 if own == stream:
@@ -232,7 +232,7 @@ class BlobCache:
                     self._do(CloseStream(stream))
 
     def forget_receivers(self) -> None:
-        """None of the receivers counts any more."""
+        """Forgets all receivers."""
         for held in self._held.values():
             for stream in held.receivers.values():
                 self._do(CloseStream(stream))
@@ -240,17 +240,17 @@ class BlobCache:
 
 
 def nonce_of(package: m.Package) -> int:
-    """The number that all requests for a package carry, and all of its data."""
+    """The number in all requests for a package, and in all of its data."""
     return int.from_bytes(package.body[:8])
 
 
 class State(Enum):
-    """How far a fetch is."""
+    """The state of a fetch."""
 
-    SEEKING = auto()  # the master is asked for a holder
+    SEEKING = auto()  # the master was asked for a holder
     FETCHING = auto()
-    RESTING = auto()  # before it is asked again
-    TAKING = auto()  # all is here, and the caller works it in
+    RESTING = auto()  # a pause before the master is asked again
+    TAKING = auto()  # the package is complete, and the caller works it in
 
 
 @dataclass(slots=True)
@@ -262,11 +262,11 @@ class Fetch:
     op: int = 0  # 0: no memory yet
     holder: int = 0
     stream: int = 0
-    liars: dict[int, None] = field(default_factory=dict)  # they have given other data
+    liars: dict[int, None] = field(default_factory=dict)  # holders that sent other data
 
     @property
     def goes_on(self) -> bool:
-        """True if it has begun, and somebody may give it the rest."""
+        """True if it has begun, and should continue with another holder."""
         return self.op != 0 and not self.liars
 
 
@@ -275,14 +275,14 @@ class WeightsMachine:
 
     Args:
         follows: whether it fetches what others publish.
-        fits: whether a package can be one for the caller's tensors, by its sizes.
-        relays: whether it serves to others what it has fetched.
+        fits: whether the sizes of a package match the caller's tensors.
+        relays: whether it serves what it has fetched to others.
 
     Attributes:
-        number: 0 until it is registered.
+        number: the client's number; 0 until it is registered.
         over: why it has ended; None before.
-        idle: it never makes `leave` wait.
-        version: of the weights that it has.
+        idle: always True: `leave` need not wait for ops.
+        version: the version of the weights that it has.
     """
 
     idle = True
@@ -317,14 +317,14 @@ class WeightsMachine:
     # ---- calls ----
 
     def join(self, call: int, hello: m.Hello) -> list[Effect]:
-        """Asks to be registered; answered when it is, and knows what can be had."""
+        """Asks to be registered; answered when it is, and knows the available packages."""
         if self.over is not None:
             return self._take(replace(self.over, call=call))
         self._joining, self._hello = call, hello
         return self._take(Send(hello))
 
     def objection(self, version: int) -> str:
-        """Why it cannot publish a version of that number; empty if it can."""
+        """Why it cannot publish a version with this number; empty if it can."""
         if self.over is not None:
             return self.over.why
         pending = max((each[0].version for each in self._publishing.values()), default=0)
@@ -335,7 +335,7 @@ class WeightsMachine:
         return ""
 
     def publish(self, call: int, packages: tuple[m.Package, ...]) -> list[Effect]:
-        """Publishes a version, of which the caller has the memory; answered when that has ended."""
+        """Publishes a version, answered when that has ended; the caller has its memory."""
         for package in packages:
             self._cache.put(package)
         self._publishing[call] = packages
@@ -344,7 +344,7 @@ class WeightsMachine:
         return self._take()
 
     def taken(self, package: m.Package, version: int) -> list[Effect]:
-        """The caller has worked a package in, and has this version now; 0: it is of no use."""
+        """The caller has worked a package in, and now has this version; 0: it has none."""
         fetch, self._fetch = self._fetch, None
         assert fetch is not None and fetch.package == package
         self.version = version
@@ -358,7 +358,7 @@ class WeightsMachine:
         return self._take()
 
     def keep(self, package: m.Package) -> list[Effect]:
-        """The caller can serve another package, which it has made itself."""
+        """The caller has made another package, which is served from now on."""
         self._cache.put(package)
         self._tidy()
         self._send_holds()
@@ -433,7 +433,7 @@ class WeightsMachine:
         else:
             self._do(Over(over))
 
-    # ---- what can be had ----
+    # ---- available packages ----
 
     def _changed(self, available: m.Available) -> None:
         self._available = tuple(filter(self._fits, available.packages))
@@ -449,7 +449,7 @@ class WeightsMachine:
         self._aim()
 
     def _tidy(self) -> None:
-        """Drops what nobody needs, unless it is being fetched; then later."""
+        """Drops packages that no client needs; those that are being fetched are dropped later."""
         old = stale(self._available, self._cache.packages)
         if self._cache.drop_unused(old):
             self._send_holds()
@@ -497,27 +497,27 @@ class WeightsMachine:
         self._do(StartTransfer(fetch.op, SEQ, nonce_of(fetch.package), ends))
 
     def _part(self, fetch: Fetch) -> None:
-        """It has no holder any more."""
+        """Ends the fetch from its holder."""
         if fetch.stream:
             self._do(CloseStream(fetch.stream))
         fetch.stream = fetch.holder = 0
 
     def _drop(self, fetch: Fetch) -> None:
-        """Gives a fetch up, as nobody has that package any more."""
+        """Gives up a fetch."""
         self._part(fetch)
         self._fetch = None
         if fetch.op:
             self._do(AbortOp(fetch.op))
 
     def slow(self) -> list[Effect]:
-        """The fetch has taken long: it leaves its place to others."""
+        """The fetch has taken long: it gives its place at the holder to others."""
         fetch = self._fetch
         if fetch is not None and fetch.state is State.FETCHING and self._connected:
             self._do(Send(m.Slow()))
         return self._take()
 
     def retry(self) -> list[Effect]:
-        """A moment has passed since `Backoff`."""
+        """The pause after `Backoff` is over."""
         fetch = self._fetch
         if fetch is not None and fetch.state is State.RESTING and self._connected:
             self._seek(fetch)
@@ -526,7 +526,7 @@ class WeightsMachine:
     # ---- the engine ----
 
     def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Effect]:
-        """A fetch has everything, and it was all verified; `settled`: nothing refers to it."""
+        """A fetch has everything, and all is verified. `settled`: no op uses its memory."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
             self._part(fetch)
@@ -535,7 +535,7 @@ class WeightsMachine:
         return self._take()
 
     def measured(self, op: int, rate: int) -> list[Effect]:
-        """All that an op fetches has come at so many bytes per second."""
+        """An op has fetched everything, at `rate` bytes per second."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op and self._connected:
             self._do(Send(m.Got(rate)))
@@ -544,7 +544,7 @@ class WeightsMachine:
     def engine_failed(
         self, op: int, why: str, starved: int = 0, cause: m.Cause = m.Cause.OTHER
     ) -> list[Effect]:
-        """An op cannot go on; `starved`: only for lack of a stream, and it can be started again."""
+        """An op has failed. `starved`: it only lacks a stream, and can be started again."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
             self._part(fetch)
@@ -564,7 +564,7 @@ class WeightsMachine:
         return self._take()
 
     def stream_lost(self, stream: int, lied: bool) -> list[Effect]:
-        """A stream is lost; `lied`: because other data came than what was published."""
+        """A stream is lost. `lied`: because other data came than what was published."""
         fetch = self._fetch
         if fetch is not None and fetch.stream == stream:
             if lied:

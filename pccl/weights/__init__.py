@@ -1,4 +1,4 @@
-"""Weights outward: a trainer publishes versions of its parameters, and any number of others follow.
+"""Distribution of weights: a trainer publishes versions of its parameters, and others fetch them.
 
     publisher = pccl.weights.Publisher("master:48148", parameters)
     publisher.publish()                       # after each step, or each few
@@ -7,8 +7,8 @@
     subscriber.wait()                         # until a newer version is here, whole and verified
     subscriber.swap()                         # between two steps of its own
 
-Publishers and subscribers use the master and the keys of a run, and are no peers of it: they vote
-in nothing, and nobody waits for them. docs/howto/weights.md says more.
+Publishers and subscribers use the master and the keys of a run, but are not peers: they take part
+in no collective, and no peer waits for them. docs/howto/weights.md has the details.
 """
 
 from pccl.weights.publisher import Publication, Publisher

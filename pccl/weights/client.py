@@ -1,8 +1,7 @@
 """The client that publishes or follows weights, and packages in memory.
 
-It is driven by a control thread like that of a peer, but has an engine of its own: who fetches
-weights has no connection to the streams of the run's peers. The other thread hashes what arrives,
-and hands whole packages to the caller's `BlobStore`.
+Like a peer it has a control thread and an engine. A second thread hashes what arrives, and passes
+complete packages to the caller's `BlobStore`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from pccl.security import Security
 from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
 from pccl.types import Result
 
-ENTRIES = 2  # the head and the body, whose tables are the pieces below this
+ENTRIES = 2  # the head and the body; pieces with lower numbers are their tables of digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Blob:
     def of(
         cls, version: int, base: int, content: bytes, head: memoryview, body: memoryview
     ) -> Blob:
-        """Makes a package; its digests are computed here."""
+        """Makes a package, and computes its digests."""
         found = digests([(_address(part), part.nbytes) for part in (head, body)])
         package = m.Package(
             version, base, content, head.nbytes, found[0].root, body.nbytes, found[1].root
@@ -68,7 +67,7 @@ class Incoming:
 
     Args:
         package: what is fetched.
-        arrived: is told of each leaf that has arrived.
+        arrived: called with each leaf that has arrived.
     """
 
     def __init__(self, package: m.Package, arrived: Callable[[Incoming, Leaf], None]) -> None:
@@ -89,7 +88,7 @@ class Incoming:
         return self._staging.verify(piece, leaf)
 
     def blob(self) -> Blob:
-        """The received blob, when all of it is proven."""
+        """The received blob, after all of it was verified."""
         head, body = (memoryview(self._staging.content(i)) for i in range(ENTRIES))
         found = digests([(_address(part), part.nbytes) for part in (head, body)])
         return Blob(self.package, head, body, tuple(found))
@@ -111,23 +110,30 @@ def _address(part: memoryview) -> int:
 
 log = logging.getLogger("pccl")
 
-RUN = 1  # of all transfers: this engine serves nothing else
+RUN = 1  # the run number of all transfers: this engine makes no others
 
 
 class BlobStore(Protocol):
-    """The caller's side of packages; called in a thread of pccl, except `over` and `news`."""
+    """What the caller does with packages; called in the thread that verifies.
+
+    `over` and `news` are called in the control thread.
+    """
 
     def fits(self, package: m.Package) -> bool:
         """True if the sizes of a package match these tensors."""
 
     def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
-        """Works a package in. Returns the version that it has now (0: none), and what else it can
-        serve. An exception ends the client."""
+        """Works a package in. An exception ends the client.
+
+        Returns:
+            The version that it has now (0: none), and another package that it can serve, if any.
+        """
 
     def news(self, packages: tuple[m.Package, ...], head: int) -> str:
-        """The available packages, or the newest version ever, have changed.
+        """The available packages, or the newest version ever (`head`), have changed.
 
-        Returns why nothing more can be followed, or nothing.
+        Returns:
+            Why no version can be followed any more; empty: they can.
         """
 
     def over(self, fail: effects.Fail) -> None:
@@ -135,7 +141,7 @@ class BlobStore(Protocol):
 
 
 class Options:
-    """How a client reaches the master and others, as of the arguments of its maker."""
+    """How a client reaches the master and others: arguments of Publisher and Subscriber."""
 
     def __init__(
         self,
@@ -159,14 +165,14 @@ class Options:
 
 
 class WeightsClient(ControlThread):
-    """One that publishes or follows weights, from the first connection to the end.
+    """A client that publishes or follows weights, from the first connection to the end.
 
     Args:
         options: the master, keys, timings and limits.
         address: current address of the master's host.
         store: works packages in.
         follows: whether it fetches what others publish.
-        relays: whether it serves to others what it has fetched.
+        relays: whether it serves what it has fetched to others.
 
     Raises:
         OSError: the engine cannot listen here.
@@ -190,7 +196,7 @@ class WeightsClient(ControlThread):
         self._blobs: dict[tuple[int, int], Blob] = {}
         self._incoming: dict[tuple[int, int], Incoming] = {}
         self._expect = effects.Expect(0, 0, ())
-        self._keys: dict[int, str] = {}  # of those who may connect, by the stream to them
+        self._keys: dict[int, str] = {}  # of clients that may connect, by the stream to them
         self._pace = _Pace(self._engine, lambda: self._perform(machine.slow()))
         self._backoff = _Backoff(lambda: self._perform(machine.retry()))
         self._timers += [self._pace, self._backoff]
@@ -302,7 +308,7 @@ class WeightsClient(ControlThread):
     # ---- effects ----
 
     def _expected(self, effect: effects.Expect) -> None:
-        """Those to whom streams lead may connect, and nobody else any more."""
+        """From now on only the clients that streams lead to may connect."""
         self._expect = effect
         self._engine.expect(effect.number, effect.nonce, sorted({*self._keys.values()}))
 
@@ -344,7 +350,7 @@ class WeightsClient(ControlThread):
         self._pace.ended(effect.op)
         pool = self._memory.get(effect.op)
         if isinstance(pool, Pool) and isinstance(pool.owner, Incoming):
-            self._incoming.pop(pool.owner.package.key, None)  # else kept until it has arrived
+            self._incoming.pop(pool.owner.package.key, None)  # others are kept until they arrive
 
     def _arrived(self, effect: weights.Arrived) -> None:
         incoming = self._incoming.pop(effect.package.key)
@@ -360,7 +366,7 @@ class WeightsClient(ControlThread):
         to, _ = self._streams.lost(event)
         log.info("weights: the connection to %s: %s", to, event.text)
         if event.status == LIED:
-            log.warning("weights: %s gives other data than what was published", to)
+            log.warning("weights: %s sends other data than what was published", to)
         return self._weights.stream_lost(event.stream, event.status == LIED)
 
     def _shut_down(self) -> None:
@@ -410,38 +416,38 @@ class _Backoff:
         self.due_s: float | None = None
 
     def begin(self, why: str) -> None:
-        """Begins it."""
+        """Begins the pause."""
         log.info("weights: a fetch goes on elsewhere: %s", why)
         self.due_s = time.monotonic() + limits.WEIGHTS_REST_S
 
     def tick(self) -> None:
-        """Ends it, if it is time to."""
+        """Ends the pause, if it is time to."""
         if self.due_s is not None and self.due_s <= time.monotonic():
             self.due_s = None
             self._retry()
 
 
 class _Pace:
-    """The time that a fetch takes.
+    """Measures how long a fetch takes, and repeats its unanswered requests.
 
     Args:
-        engine: is reminded of requests that are not answered.
+        engine: repeats the requests.
         slow: called, once for each holder, when a fetch takes long.
 
     Attributes:
-        due_s: when to remind its holder; None: there is none.
+        due_s: when to repeat them; None: nothing is fetched.
     """
 
     def __init__(self, engine: Engine, slow: Callable[[], None]) -> None:
         self._engine, self._slow = engine, slow
         self._op = 0  # of the fetch; 0: there is none
         self.due_s: float | None = None
-        self._first_s = 0.0  # when it began
-        self._since_s = 0.0  # when it was sent to its present holder
+        self._first_s = 0.0  # when the fetch began
+        self._since_s = 0.0  # when it began with its present holder
         self._is_slow = False
 
     def fetches(self, op: int) -> None:
-        """Another fetch begins."""
+        """A new fetch begins."""
         self._op, self._first_s = op, time.monotonic()
 
     def began(self, op: int) -> None:
@@ -456,13 +462,13 @@ class _Pace:
             self._op, self.due_s = 0, None
 
     def rate(self, op: int, nbytes: int) -> int:
-        """Bytes per second of a fetch that is complete; it has ended."""
+        """Ends a fetch that is complete. Returns its bytes per second."""
         seconds = max(1e-3, time.monotonic() - self._first_s)
         self.ended(op)
         return int(nbytes / seconds)
 
     def tick(self) -> None:
-        """Sends a reminder, if it is time to."""
+        """Repeats requests, and reports that the fetch is slow, if it is time to."""
         now = time.monotonic()
         if self.due_s is None or self.due_s > now:
             return

@@ -23,9 +23,11 @@ from pccl.weights.tensors import Bytes, Tensors, blob_of, found_digests
 
 log = logging.getLogger("pccl")
 
-DELTAS_MAX = 64  # after a whole version, before there is another one
-VERSION_MAX = 1 << 61  # of a number that is given
-WHOLE_FROM = 0.5  # of a whole version: so many bytes of differences, and there is another one
+VERSION_MAX = 1 << 61  # for the `version` of `publish`
+# A whole version is published again after DELTAS_MAX differences, or when the differences since the
+# last one have WHOLE_FROM of its bytes.
+DELTAS_MAX = 64
+WHOLE_FROM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,11 @@ class Publication:
 
     Attributes:
         version: its number.
-        delta_bytes: what a subscriber fetches that has the version before; None: there is none.
-        whole_bytes: what any other subscriber fetches; None: it fetches the latest whole version
-            before, and the differences since.
-        seconds: how long the call took; subscribers can fetch it from then on.
+        delta_bytes: bytes that a subscriber with the previous version fetches; None: no differences
+            were published.
+        whole_bytes: bytes that any other subscriber fetches; None: it fetches the latest whole
+            version, and the differences since.
+        seconds: how long the call took; afterwards subscribers can fetch the version.
     """
 
     version: int
@@ -56,9 +59,9 @@ class Publisher(Closing):
         master: `host:port` of the run's master; without a port, 48148.
         parameters: by name, as `dict(model.named_parameters())` or `model.state_dict()`; numpy
             arrays or torch tensors.
-        security: as of a Communicator; None: PCCL_CURVE_DIR, if it is set.
-        advertise: as of a Communicator.
-        port_range: as of a Communicator.
+        security: as for a Communicator; None: PCCL_CURVE_DIR, if it is set.
+        advertise: as for a Communicator.
+        port_range: as for a Communicator.
         connect_timeout: seconds in which a master must answer; None: a minute.
 
     Raises:
@@ -81,16 +84,17 @@ class Publisher(Closing):
     ) -> None:
         self._tensors = Tensors(parameters, writable=False)
         options = Options(master, security, advertise, port_range, connect_timeout)
-        self._head = _Head()
+        self._others = _OtherPublishers()
         self._before: Bytes | None = None  # the content of the latest version
         self._before_is_served = False  # as a whole version, and so must not change
-        self._version = self._tried = 0  # the latest, and the latest of which the fate is unknown
+        self._version = 0  # the latest one published
+        self._tried = 0  # the latest one that may or may not have been published
         self._deltas: list[int] = []  # bytes of each since the latest whole version
-        self._client = client(options, self._head, "Publisher", follows=False, relays=False)
+        self._client = client(options, self._others, "Publisher", follows=False, relays=False)
 
     @property
     def version(self) -> int:
-        """The latest version that it has published; 0: none."""
+        """The latest version that this publisher has published; 0: none."""
         return self._version
 
     def publish(self, version: int | None = None, *, timeout: float | None = None) -> Publication:
@@ -101,9 +105,8 @@ class Publisher(Closing):
 
         Args:
             version: its number, such as the step of training; greater than any before, and less
-                than 2**61. None: the next one.
-            timeout: seconds to wait while the master is away; None: for
-                PCCL_MASTER_PATIENCE_S.
+                than 2**61. None: the next number.
+            timeout: seconds to wait while the master is away; None: PCCL_MASTER_PATIENCE_S.
 
         Raises:
             PCCLError: INVALID_USAGE: another process has published meanwhile, or the number is not
@@ -116,8 +119,8 @@ class Publisher(Closing):
         if self._client.over is not None:
             raise error_of("publish", self._client.over)
         if version is None:
-            version = max(self._head.latest, self._version, self._tried) + 1
-        elif not 0 < version < VERSION_MAX:  # beyond it others go on without giving a number
+            version = max(self._others.latest, self._version, self._tried) + 1
+        elif not 0 < version < VERSION_MAX:  # leaves numbers for publishers that give none
             raise ValueError(f"version is {version}: it must be from 1 to 2**61 - 1")
         blobs = self._blobs(version)
         call = self._client.call()
@@ -125,14 +128,14 @@ class Publisher(Closing):
             self._client.publish(call, blobs)
             end = call.next(timeout)
         except BaseException:
-            self._before, self._tried = None, version  # whether others have it is not known
+            self._before, self._tried = None, version  # others may have it or not
             raise
         if end is None:
             self._before, self._tried = None, version
             assert timeout is not None
             raise timed_out("publish", timeout, "the master has not answered")
         if isinstance(end, Fail):
-            self._before = None  # others go on from another version
+            self._before = None  # subscribers have another version
             if self._client.over is not None:
                 raise error_of("publish", self._client.over)
             raise PCCLError(Result.INVALID_USAGE, "publish", f"{end.why}: publish again")
@@ -142,7 +145,10 @@ class Publisher(Closing):
         return Publication(version, bytes_of.get(False), bytes_of.get(True), seconds)
 
     def close(self) -> None:
-        """Ends it. Subscribers keep what they have, and give it to each other. Idempotent."""
+        """Ends the publisher. Idempotent.
+
+        Subscribers keep what they have, and serve it to each other.
+        """
         self._client.close("the publisher was closed")
 
     def __reduce__(self) -> str | tuple[object, ...]:
@@ -151,7 +157,7 @@ class Publisher(Closing):
     # ---- packages ----
 
     def _blobs(self, version: int) -> tuple[Blob, ...]:
-        """The packages of the version that is in the parameters now."""
+        """Makes the packages of the version that is in the parameters now."""
         new, owner = self._tensors.read()
         found = found_digests(new)
         made: list[Blob] = []
@@ -174,7 +180,7 @@ class Publisher(Closing):
 
     @property
     def _is_long(self) -> bool:
-        """True if a latecomer must fetch much after the latest whole version."""
+        """True if there are many differences since the latest whole version."""
         enough = sum(self._deltas) > WHOLE_FROM * self._tensors.nbytes
         return enough or len(self._deltas) >= DELTAS_MAX
 
@@ -186,8 +192,8 @@ class Publisher(Closing):
         return blob_of(head, self._before)
 
 
-class _Head:
-    """The publisher's view of other publishers, as a BlobStore."""
+class _OtherPublishers:
+    """A BlobStore that fetches nothing and notes the latest version of any publisher."""
 
     def __init__(self) -> None:
         self.latest = 0

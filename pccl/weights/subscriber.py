@@ -30,7 +30,7 @@ from pccl.weights.tensors import (
 
 log = logging.getLogger("pccl")
 
-# What to do if those who have a version cannot serve it to one that only dials out.
+# What to do if no holder of a version can be reached by a subscriber that only dials out.
 HINT = (
     "; this subscriber only dials out (PCCL_OUTGOING_ONLY): one that has the version must be "
     "reachable, or a peer of the run relay (PCCL_RELAY=1)"
@@ -40,23 +40,23 @@ HINT = (
 class Subscriber(Closing):
     """Follows the versions of parameters that a `Publisher` publishes.
 
-    New versions are fetched, verified and put together in the background, in memory of their own.
-    The parameters change in `swap` alone. It serves what it has fetched to other subscribers, over
-    this machine's uplink; `relay=False` is for machines that have none to spare.
-    It holds one copy of the parameters in host memory, and a relay a second one.
+    New versions are fetched, verified and put together in the background, in separate memory. Only
+    `swap` changes the parameters. The subscriber serves what it has fetched to other subscribers,
+    over this machine's uplink; `relay=False` is for machines whose uplink has no capacity left. It
+    holds one copy of the parameters in host memory, and a relay a second one.
 
-    If the publisher is gone, a subscriber keeps what it has, and goes on when another publisher, or
-    the same one, publishes again. If the master is gone for longer than PCCL_MASTER_PATIENCE_S, the
-    subscriber has ended: `wait` says so, what is staged can still be swapped in.
+    If the publisher is gone, a subscriber keeps what it has, and continues when another publisher,
+    or the same one, publishes again. If the master is away for longer than PCCL_MASTER_PATIENCE_S,
+    the subscriber ends: `wait` raises MasterLostError, and `swap` still brings the staged version.
 
     Args:
         master: `host:port` of the run's master; without a port, 48148.
-        parameters: by name; of the same names, element types and sizes as those of the publisher.
-            What they hold does not matter: the first `swap` overwrites all of it.
-        relay: whether it serves to others what it has fetched.
-        security: as of a Communicator; None: PCCL_CURVE_DIR, if it is set.
-        advertise: as of a Communicator.
-        port_range: as of a Communicator.
+        parameters: by name; with the same names, element types and sizes as the publisher's. Their
+            content does not matter: the first `swap` overwrites all of it.
+        relay: whether it serves what it has fetched to others.
+        security: as for a Communicator; None: PCCL_CURVE_DIR, if it is set.
+        advertise: as for a Communicator.
+        port_range: as for a Communicator.
         connect_timeout: seconds in which a master must answer; None: a minute.
 
     Raises:
@@ -95,22 +95,23 @@ class Subscriber(Closing):
 
     @property
     def latest(self) -> int:
-        """The newest version of which the master has told; 0: none yet."""
+        """The newest version that the master has announced; 0: none yet."""
         return self._stage.latest
 
     def wait(self, newer_than: int | None = None, *, timeout: float | None = None) -> int:
         """Waits until a newer version is staged.
 
         Args:
-            newer_than: than this one; None: than the one in the parameters.
-            timeout: seconds.
+            newer_than: a version; None: the one in the parameters.
+            timeout: seconds to wait.
 
         Returns:
-            The version.
+            The staged version.
 
         Raises:
-            PCCLTimeoutError: there is none within that time; the message says how far it is.
-            MasterLostError, KickedError: this subscriber has ended, and there will be none.
+            PCCLTimeoutError: no newer version was staged within that time; the message says which
+                one is staged, and which was published.
+            MasterLostError, KickedError: this subscriber has ended, and stages no more versions.
             PCCLError: INVALID_ARGUMENT: what is published does not fit these parameters.
         """
         stage, quiet = self._stage, Quiet()
@@ -134,7 +135,7 @@ class Subscriber(Closing):
     def swap(self) -> int:
         """Copies the staged version into the parameters, if it is newer; nothing else changes them.
 
-        It takes as long as the copy, and as a version that is being put together just now.
+        It takes as long as the copy. If a version is being put together, it waits for that first.
 
         Returns:
             The version in the parameters; 0: none yet.
@@ -142,7 +143,7 @@ class Subscriber(Closing):
         return self._stage.swap()
 
     def close(self) -> None:
-        """Ends it; the parameters stay as they are. Idempotent."""
+        """Ends the subscriber; the parameters stay as they are. Idempotent."""
         self._client.close("the subscriber was closed")
 
     def __reduce__(self) -> str | tuple[object, ...]:
@@ -153,11 +154,11 @@ class _Stage:
     """Where versions are put together; a BlobStore.
 
     Attributes:
-        changed: held while anything of this changes.
-        version: that is whole and verified; 0: none.
-        swapped: that is in the parameters; 0: none.
-        latest: that was published.
-        failure: why there will be no other version.
+        changed: held while any attribute changes.
+        version: the version that is whole and verified; 0: none.
+        swapped: the version in the parameters; 0: none.
+        latest: the newest version that was published.
+        failure: why there will be no other version; None: there may be.
     """
 
     def __init__(self, tensors: Tensors, relay: bool) -> None:
@@ -172,7 +173,7 @@ class _Stage:
 
     @property
     def lacks(self) -> str:
-        """The reason why `wait` waits, in words."""
+        """What `wait` waits for, as text."""
         newer = f" ({self.latest} was published)" if self.latest > self.version else ""
         return f"version {self.version} is staged, and no newer one has come{newer}"
 
@@ -234,7 +235,7 @@ class _Stage:
     # ---- versions ----
 
     def _put_together(self, version: int, head: Head, blob: Blob) -> None:
-        """Raises Damaged if it does not become what was published."""
+        """Puts a package into the memory; raises Damaged if that does not give its version."""
         if head.base == 0:
             self._memory[:] = blob.body
         elif head.base == version:
@@ -250,7 +251,7 @@ class _Stage:
                 raise Damaged(f"{tensor.name!r} is not what was published")
 
     def _whole(self, head: Head) -> Blob | None:
-        """The whole version, if others can have it too: nobody need fetch it from far then."""
+        """The whole version, if it was published: others can then fetch it from here."""
         wanted = [one for one in self._available if one.key == (head.version, 0)]
         if not head.base or not wanted:
             return None

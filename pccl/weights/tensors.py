@@ -1,16 +1,16 @@
 """Parameters as they are published: their bytes, digests, and differences between two versions.
 
-After a step of training in bfloat16 one to three of a hundred elements have changed, most of them
-by one bit. What goes over the wire is the exclusive or of the old and the new bits: where few
-elements have changed, how many lie between each and the next, and the bits of each; otherwise those
-of all. Bytes of equal significance are put together, and zlib codes them by their frequency, and
-runs of zeros. Measured on 2 % of bfloat16: 0.20 bits for each element, and the theoretical limit
-is 0.19. zlib because it comes with Python on every machine: its search for repetitions, in which
-newer codecs are so much better, finds nothing here and is off.
+After a step of training in bfloat16, 1 % to 3 % of the elements have changed, most of them by one
+bit. A difference holds the exclusive or (XOR) of the old and the new bits. If few elements have
+changed, it holds the gaps between their positions and the XOR of each; otherwise the XOR of all
+elements. Bytes of equal significance are put together, and zlib codes runs of zeros, and bytes by
+their frequency. With 2 % of the elements changed, this takes 0.20 bits for each bfloat16 element
+(measured); the theoretical limit is 0.19. zlib comes with Python on every machine. Its search for
+repetitions finds nothing in such data and is off, so newer codecs, which search better, would not
+gain anything.
 
-Tensors are cut into spans, which several threads process.
-
-The tensors lie in the order of their names, each from a multiple of ALIGNMENT on.
+Tensors are cut into spans, which several threads process. In memory the tensors lie in the order of
+their names, each at a multiple of ALIGNMENT.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pccl.weights.client import Blob
 Words = npt.NDArray[np.unsignedinteger]
 Bytes = npt.NDArray[np.uint8]
 
-SPARSE_UP_TO = 1 / 6  # of the elements; above, the bits of all take less
+SPARSE_UP_TO = 1 / 6  # of the elements; if more have changed, the XOR of all takes fewer bytes
 _HEADER = struct.Struct("<BBxxIII")  # how, bytes of a gap, changed elements, bytes, packed bytes
 
 
@@ -52,7 +52,7 @@ class How(IntEnum):
 
 
 class Damaged(ValueError):
-    """Bytes that are no difference between two contents of that size."""
+    """A package's bytes cannot be those of a difference, or of a head, for these tensors."""
 
 
 def words(data: Bytes, itemsize: int) -> Words:
@@ -86,7 +86,7 @@ def apply(content: Words, data: memoryview) -> int:
         How many bytes of `data` it took.
 
     Raises:
-        Damaged: it is no difference of such a span; the content may have changed.
+        Damaged: `data` is not a difference of such a span; the content may have changed.
     """
     if len(data) < _HEADER.size:
         raise Damaged("it ends within a header")
@@ -147,7 +147,7 @@ U64 = Annotated[int, Meta(ge=0)]
 
 
 class Tensor(Struct, array_like=True, frozen=True):
-    """One tensor of a version: what it is, the digest of its content, its bytes in the body."""
+    """One tensor of a version; `nbytes` is its number of bytes in the body."""
 
     name: str
     dtype: U64
@@ -158,7 +158,7 @@ class Tensor(Struct, array_like=True, frozen=True):
 
 
 class Head(Struct, array_like=True, frozen=True):
-    """The head of a package: the base is that of the package."""
+    """The head of a package; `base` is the version to which the differences apply, or 0."""
 
     version: U64
     base: U64
@@ -166,7 +166,7 @@ class Head(Struct, array_like=True, frozen=True):
 
     @property
     def content(self) -> bytes:
-        """The digest of all."""
+        """The digest of all tensors."""
         return root_digest(b"".join(tensor.digest for tensor in self.tensors))
 
 
@@ -174,7 +174,7 @@ _decoder = msgspec.msgpack.Decoder(Head)
 
 
 def read_head(data: memoryview) -> Head:
-    """Raises Damaged if it is no head."""
+    """Decodes a head; raises Damaged if it is not one."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -186,13 +186,13 @@ class Tensors:
 
     Args:
         parameters: by name; numpy arrays or torch tensors, on the CPU or a CUDA device.
-        writable: whether they are going to be written.
+        writable: whether they will be written to.
 
     Attributes:
-        nbytes: of the stretch.
+        nbytes: bytes of memory for all of them.
 
     Raises:
-        ValueError, UnsupportedError: they are none, or not arrays that pccl takes.
+        ValueError, UnsupportedError: there are none, or they are not arrays that pccl supports.
     """
 
     def __init__(self, parameters: Mapping[str, Array], *, writable: bool) -> None:
@@ -209,7 +209,7 @@ class Tensors:
         self.nbytes = at
 
     def stretch(self) -> Bytes:
-        """New memory for all of them, with zeros between them."""
+        """New memory for all tensors, with zeros between them."""
         memory: Bytes = np.frombuffer(ffi.buffer(reserve(self.nbytes)), np.uint8)
         for start, buffer in zip(self._starts, self._buffers, strict=True):
             end = start + buffer.nbytes
@@ -217,7 +217,7 @@ class Tensors:
         return memory
 
     def read(self) -> tuple[list[Bytes], object]:
-        """The current content, on the CPU without a copy, and an object that keeps it alive."""
+        """The current content (not a copy, on the CPU), and an object that keeps it alive."""
         view = HostView(self._buffers)
         each = [
             np.frombuffer(ffi.buffer(ffi.cast("char *", view.address(i)), one.nbytes), np.uint8)
@@ -226,7 +226,7 @@ class Tensors:
         return each, view
 
     def write(self, memory: Bytes, which: Sequence[int]) -> None:
-        """Copies some of them from a stretch to where the program has them, by their indices."""
+        """Copies the tensors with these indices from a stretch to the program's parameters."""
         chosen = [self._buffers[index] for index in which]
         view = HostView(chosen, range(len(chosen)))
         starts = [self._starts[index] for index in which]
@@ -239,14 +239,14 @@ class Tensors:
         view.write_back(range(len(chosen)))
 
     def within(self, memory: Bytes) -> list[Bytes]:
-        """Each of them in a stretch."""
+        """Each tensor's part of a stretch."""
         return [
             memory[start : start + buffer.nbytes]
             for start, buffer in zip(self._starts, self._buffers, strict=True)
         ]
 
     def head(self, version: int, base: int, found: Sequence[bytes], sizes: Sequence[int]) -> Head:
-        """The head of a package with such digests of tensors, and bytes of each."""
+        """The head of a package, given the digest and the bytes in the body of each tensor."""
         each = zip(self._names, self._buffers, found, sizes, strict=True)
         tensors = tuple(
             Tensor(name, buffer.dtype.value, buffer.count, str(buffer.layout or ""), digest, size)
@@ -256,11 +256,11 @@ class Tensors:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each in a whole version."""
+        """Bytes of each tensor in a whole version."""
         return [buffer.nbytes for buffer in self._buffers]
 
     def mismatch(self, head: Head) -> str:
-        """How those of a head differ from these; empty if they are alike."""
+        """How the tensors of a head differ from these; empty if they match."""
         theirs, ours = {one.name: one for one in head.tensors}, {*self._names}
         for name in sorted(theirs.keys() ^ ours):
             where = "here" if name in ours else "in what was published"
@@ -277,8 +277,7 @@ class Tensors:
         return ""
 
     def differences(self, old: Bytes, new: Sequence[Bytes]) -> tuple[list[bytes], list[int]]:
-        """The bytes that turn the tensors of a stretch into others, and their number for each
-        tensor."""
+        """The bytes that turn the tensors of a stretch into new ones, and the size by tensor."""
         before = self.within(old)
         found: dict[tuple[int, int], bytes] = {}
 
@@ -297,7 +296,7 @@ class Tensors:
         """Applies the differences of a package to a stretch, in place.
 
         Raises:
-            Damaged: it is no difference to these tensors; the stretch is torn.
+            Damaged: the body is not a difference of these tensors; the stretch is then torn.
         """
         at = 0
         for index, (own, tensor) in enumerate(zip(self.within(memory), head.tensors, strict=True)):
