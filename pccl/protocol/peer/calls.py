@@ -47,7 +47,7 @@ class Event(Enum):
     LEFT = "its caller has gone"
 
 
-# An event that is not in the table changes nothing: it has crossed an earlier one.
+# An event that is not in the table changes nothing: an earlier event has overtaken it.
 TRANSITIONS: dict[State, dict[Event, State]] = {
     State.VOTING: {
         Event.STARTED: State.RUNNING,
@@ -72,7 +72,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 @dataclass(slots=True)
 class Collective:
-    """A collective in which we have voted."""
+    """A collective that this peer has voted for."""
 
     call: int
     tag: int
@@ -80,8 +80,8 @@ class Collective:
     data: bytes | None = None  # the contribution if it travels with the vote; later the result
     stuck: bool = False
     rows: Rows = NO_ROWS
-    pair: tuple[int, ...] = ()  # of a send: who sends to whom
-    nbytes: int = 0  # that are reduced, or gathered, as they go over the wire
+    pair: tuple[int, ...] = ()  # of a send: the sender and the receiver
+    nbytes: int = 0  # reduced, or gathered, as they go over the wire
     state: State = State.VOTING
     seq: int = 0
     members: tuple[int, ...] = ()
@@ -94,13 +94,13 @@ class Collective:
     whole: bool = False  # this peer holds, or held, the whole result
     broken: str = ""  # why it could not start here
     stalled: bool = False  # the master knows that others may lack data from this peer
-    stream: int = 0  # of a send: that on which it sends
-    epoch: int = 0  # in which it has started, if it goes around the rings
+    stream: int = 0  # of a send: the stream on which it sends
+    epoch: int = 0  # of the rings on which it has started; 0: it is not on rings
     tx_bytes: int = 0
     rx_bytes: int = 0
 
     def move(self, event: Event) -> bool:
-        """Changes the state as the table says. Whether the table has this event."""
+        """Changes the state as the table says. Returns whether the table has this event."""
         after = TRANSITIONS[self.state].get(event)
         self.state = after or self.state
         return after is not None
@@ -118,7 +118,7 @@ class Collective:
 
     @property
     def place(self) -> int | str:
-        """The key by which no two calls of a peer may collide."""
+        """A key that no two calls of a peer may share at the same time."""
         return f"{self.tag} of {self.pair}" if self.pair else self.tag
 
     @property
@@ -128,7 +128,7 @@ class Collective:
 
     @property
     def open(self) -> m.Open:
-        """The description for a master that does not know its outcome."""
+        """Describes it to a master that does not know its outcome."""
         votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
         members = self.pair or self.members
         return m.Open(self.seq, members, votes[self.state], self.tag, bool(self.pair))

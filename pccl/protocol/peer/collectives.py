@@ -3,11 +3,12 @@
 A collective goes through the states of calls.py, by the table there; its call number is also the
 engine's op number.
 
-A small one does not use the engine: its contribution travels with the start vote, and the result
-comes with Started. If that is final, the collective has committed: the master has sent the result
-to all, so every living peer gets it unless the master dies. For that case each peer keeps the
-result until it has heard that no peer lacks it. If it is not final, the small collective is
-COMPLETE, and voted on. The user's memory is written when it has committed.
+A small collective does not use the engine: its contribution travels with the start vote, and the
+result comes with Started. If the result is final, the collective has committed: the master has sent
+the result to all, so every living peer gets it unless the master dies. For that case each peer
+keeps the result until it has heard that no peer lacks it. If the result is not final, the
+collective is COMPLETE, and the peers vote on it. The user's memory is written when it has
+committed.
 
 A collective ends when two things are known, in either order: the outcome (Finished, an error of the
 start round, or the end of the run), and that the engine is settled: it no longer refers to the
@@ -48,7 +49,7 @@ Outcomes: TypeAlias = tuple[tuple[int, bool], ...]  # of collectives, by seq
 
 
 def tag_of_send(tag: int, pair: tuple[int, ...]) -> int:
-    """The tag of a send's data: that of no other one, but for a collision of hashes."""
+    """The tag of a send's data, different from other sends' tags except if hashes collide."""
     text = f"{tag} {pair}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
@@ -87,18 +88,18 @@ class Collectives:
         return self._by_call.get(call)
 
     def waiting(self, tag: int, pair: tuple[int, ...]) -> int | None:
-        """The call that waits for its start round, of this tag, or of this send."""
+        """The call with this tag and pair that waits for its start round, if any."""
         found = (one for one in self._by_call.values() if one.unstarted)
         return next((one.call for one in found if (one.tag, one.pair) == (tag, pair)), None)
 
     @property
     def started(self) -> dict[int, Collective]:
-        """Those that have started and have no outcome, by sequence number."""
+        """The collectives that have started and have no outcome, by sequence number."""
         return self._by_seq
 
     @property
     def moving(self) -> list[int]:
-        """The ops of those whose data is under way."""
+        """The ops of collectives whose data is under way."""
         return [one.call for one in self._by_seq.values() if one.state is State.RUNNING]
 
     # ---- the start ----
@@ -116,7 +117,7 @@ class Collectives:
             self._outbox.send(one.vote(self._knowledge.last_seq))
 
     def _start_eagerly(self, one: Collective) -> None:
-        """Lets the engine send on the rings in force, on which the collective probably starts."""
+        """Lets the engine send on the current rings: the collective probably starts on them."""
         if self._streams.ready:
             strategy = self._strategy(one)
             if strategy.eager:
@@ -168,8 +169,7 @@ class Collectives:
         self._outbox.do(StartOp(one.call, seq, started.nonce, *found, started.calls))
 
     def _start_send(self, one: Collective, started: m.Started) -> None:
-        """The data of a send goes directly from one to the other: a ring of two, of which only one
-        link is used."""
+        """Starts a send: its data goes around a ring of two, which uses only one of its links."""
         giver, taker = one.pair
         gives = self._knowledge.number == giver
         if gives:
@@ -197,7 +197,7 @@ class Collectives:
                 self._keep(one, small)
 
     def _keep(self, one: Collective, small: m.Small) -> None:
-        """Keeps the result of a committed small collective: others may lack it."""
+        """Keeps the result of a committed small collective, because others may lack it."""
         self._small.append(small)
         one.data, one.outcome = small.data, True
         self._knowledge.veteran = True
@@ -246,7 +246,7 @@ class Collectives:
     def stream_lost(self, stream: int, why: str) -> None:
         """A stream is lost, perhaps with data that an op had queued there.
 
-        The engine may have forgotten that op, and only this object knows that a neighbour waits.
+        The engine may have forgotten that op; then only this object knows that a neighbour waits.
         """
         if stream in self._streams.ring:
             self._stall([one for one in self._by_call.values() if not one.pair], why)
@@ -255,7 +255,7 @@ class Collectives:
             self._streams.lost(stream)
 
     def _stall(self, collectives: Iterable[Collective], why: str) -> None:
-        """Tells the master, once, that others may never complete what this peer holds."""
+        """Tells the master, once, that other peers may never complete these collectives."""
         concerned = [one for one in collectives if one.passes_on and not one.stalled]
         for one in concerned:
             one.stalled = True
@@ -267,7 +267,7 @@ class Collectives:
     # ---- the end ----
 
     def interrupt(self, interrupt: m.Interrupt) -> None:
-        """Others cannot complete a collective: votes on it now."""
+        """Another peer cannot complete a collective: this peer votes on it now."""
         one = self._by_seq.get(interrupt.seq)
         if one is not None:
             self._give_up(one, Event.STOPPED, interrupt.why)

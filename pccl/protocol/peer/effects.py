@@ -21,7 +21,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Admit streams that name this nonce, from those that have these keys, under this number."""
+    """Admit streams with this nonce, from peers with these keys; `number` is this peer's."""
 
     number: int
     nonce: int
@@ -48,8 +48,8 @@ class CloseStream:
 class StartOp:
     """Start the registered op of a collective, on these rings.
 
-    `calls`: that of the predecessor in each ring, which may have sent before the start; empty: none
-    has.
+    `calls`: the call of the predecessor in each ring, which may have sent before the start; empty:
+    none has.
     """
 
     op: int
@@ -62,7 +62,7 @@ class StartOp:
 
 @dataclass(frozen=True, slots=True)
 class EagerOp:
-    """Send what the registered op of a collective may send before it starts; otherwise as StartOp.
+    """Send what the registered op of a collective may send before it starts.
 
     If it then starts on other streams, what was sent is void.
     """
@@ -74,9 +74,9 @@ class EagerOp:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A stream on which one end of a transfer sends, and the receiver's slot at the holders.
+    """A stream of a transfer, and the slot of its receiver.
 
-    The slot of a receiver is its place in the group, the same at all holders.
+    A receiver's slot is its position in the group, and the same at all holders.
     """
 
     stream: int
@@ -95,7 +95,7 @@ class StartTransfer:
 
 @dataclass(frozen=True, slots=True)
 class RegisterOp:
-    """Register an op whose buffers the caller knows by its call number."""
+    """Register an op; the caller knows its buffers by the op number."""
 
     op: int
     run: int
@@ -134,18 +134,18 @@ class Answer:
 
 
 class Fault(Enum):
-    """The kind of a failure, if its result alone does not tell it."""
+    """The kind of a failure, which its result alone may not tell."""
 
     OTHER = "a failure of another kind"
     PEER_LOST = "a peer was lost, or failed"
     MASTER_LOST = "the master cannot be reached any more"
     KICKED = "the run goes on without this peer"
-    MISMATCH = "calls that can never meet"
+    MISMATCH = "the peers' calls can never match"
     TIMEOUT = "a caller's time was up"
-    DIVERGENCE = "content had diverged, and a peer wants an error then"
+    DIVERGENCE = "content had diverged, and a peer has asked for an error"
     FINISHED = "the run is finished"
-    REORDERED = "ranks have changed, and nobody is lost"
-    TOO_FEW_PEERS = "fewer peers than the shared state is to begin with"
+    REORDERED = "ranks have changed, and no peer is lost"
+    TOO_FEW_PEERS = "fewer than the min_peers of the shared state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,10 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A probe: the caller must fetch from these holders, all at once, and call `measured`. It voids
-    an earlier probe; without holders there is no new one."""
+    """A probe: the caller must fetch from all these holders at once, and call `measured`.
+
+    It voids an earlier probe; without holders there is no new one.
+    """
 
     call: int
     seq: int
@@ -198,7 +200,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Arrange:
-    """The master says where this peer meets another one, or where two others meet."""
+    """The master says where this peer meets another one, or that two others meet here."""
 
     message: m.Rendezvous
 
@@ -213,9 +215,9 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class MembersChanged:
-    """Log who has joined the group, and who is gone, with the reason; `size` peers are there.
+    """Log which peers have joined or left the group, with the reason; it has `size` peers now.
 
-    `begun`: the group has completed a call, so that a newcomer is news.
+    `begun`: the group has completed a call, so a newcomer is worth a warning.
     """
 
     joined: tuple[str, ...]
@@ -271,8 +273,8 @@ class Outbox:
     """Collects effects until they are taken.
 
     Attributes:
-        known: whether the master knows this peer on its current connection. If not, only who this
-            peer is may be said; Resume then says everything that matters.
+        known: whether the master knows this peer on its current connection. If not, this peer may
+            only introduce itself, and Resume reports everything else.
     """
 
     def __init__(self) -> None:
@@ -285,7 +287,7 @@ class Outbox:
             self._effects.append(Send(message))
 
     def introduce(self, message: m.Hello | m.Resume | m.Leave) -> None:
-        """Sends who this peer is, or that it leaves."""
+        """Sends an introduction or a Leave, even if the master does not know this peer."""
         self._effects.append(Send(message))
 
     def do(self, *effects: Effect) -> None:

@@ -1,15 +1,15 @@
 """A peer's state: its run, and the calls whose callers have left before the outcome.
 
-A caller leaves by an exception, or when its time is up while the master, which alone knows the
-outcome, is away. Its call ends at once: the engine's op is aborted, and the call is answered when
-the engine is settled. But the master may have the vote, and may start the call. Until that is known
-the call is an *abandoned call*: it votes no if it is asked. Meanwhile no other call in the same
-*place* (a collective with the same tag, or the same round) is sent to the master. So every message
-of the master, even after a restart, clearly belongs to one of the two.
+A caller leaves by an exception, or when its time is up while the master is away, which alone knows
+the outcome. The call then ends at once: the engine's op is aborted, and the call is answered when
+the engine is settled. But the master may have the vote, and may start the call. Until this peer
+knows, the call is an *abandoned call*, and this peer votes no if it is asked. Meanwhile no other
+call in the same *place* (a collective with the same tag, or the same round) is sent to the master.
+So every message of the master, even after a restart, clearly belongs to one of the two calls.
 
-The call may have succeeded for the others. If its caller was told of a failure, the peer cannot
-stay in the run and leaves it: no two peers of a run continue with different outcomes. A caller that
-left by an exception was told nothing.
+The call may have succeeded for the other peers. If its caller was told that its time was up, this
+peer must leave the run, because peers of a run never continue with different outcomes. A caller
+that left by an exception was told no outcome, so the peer stays.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NO_PLAN = m.Plan(0, (), (), 0)
 NO_WORLD = m.World(0, 0, 0, 0)
 
 # Messages arrive in order: a peer that has heard of the start of a collective has heard of all
-# outcomes before it. So others lack at most as many outcomes as collectives run at once.
+# outcomes before it. So other peers lack at most as many outcomes as there are collectives at once.
 OUTCOMES_KEPT = 1024
-FAILURE_CHARS_KEPT = 1 << 17  # of their texts: Resume must stay below what a stranger may say
+FAILURE_CHARS_KEPT = 1 << 17  # of the failures' texts: the master limits the size of a Resume
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class Knowledge:
         world: the world sizes.
         last_seq: the greatest sequence number that it has heard of.
         done: the rounds whose results it knows.
-        veteran: whether it has completed a collective or synchronization in this run.
-        failures: the latest calls that have failed for all members: others may not know it yet.
+        veteran: whether it has completed a collective or synchronisation in this run.
+        failures: the latest calls that have failed for all members; others may not know that yet.
         over: why it is no longer in the run; None while it is.
         settings: this peer's own.
     """
@@ -78,7 +78,7 @@ class Knowledge:
 
     @property
     def conditions(self) -> Conditions:
-        """Those of collectives under the plan; from any thread."""
+        """The conditions of collectives under the plan; from any thread."""
         (plan, found), now = self._conditions, self.plan
         if plan is not now:
             found = Conditions.of(now, self.number, self.settings)
@@ -144,9 +144,10 @@ class AbandonedCalls:
         return call in self._late
 
     def succeeded(self, call: int, before: m.Done, done: m.Done) -> str:
-        """The name of an abandoned call's round if that has committed since; else empty.
+        """The name of an abandoned call's round if the round has committed since; else empty.
 
-        The others needed this peer's vote, and no other call has entered the round since.
+        The call took part in it: the round needed this peer's vote, and this peer has made no other
+        call of that kind since.
         """
         rounds = {
             m.TopologyVote: (Kind.TOPOLOGY, before.topology < done.topology),
@@ -171,7 +172,7 @@ class AbandonedCalls:
                 behind[call] = partial(_both, behind[call], then)
 
     def forget(self, call: int) -> bool:
-        """Forgets a waiting call. Whether it was waiting."""
+        """Forgets a waiting call. Returns whether it was waiting."""
         return any(waiting.pop(call, None) is not None for waiting in self._behind.values())
 
     def resolve(self, call: int) -> None:
@@ -210,7 +211,7 @@ class Withdrawals:
         self._whys[call] = why
 
     def why(self, call: int, otherwise: str) -> str:
-        """Why the caller has withdrawn; None if it has not."""
+        """Why the caller has withdrawn; `otherwise` if it has not."""
         return self._whys.get(call, otherwise)
 
     def forget(self, call: int) -> None:

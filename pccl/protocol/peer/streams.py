@@ -1,12 +1,12 @@
-"""A peer's streams: which are open, and those around its rings.
+"""A peer's streams: those around its rings, those of sends, and others that are opened one by one.
 
 The rings' streams belong to an epoch. The first collective of a new epoch closes the old ones and
 opens new ones; nothing in an old epoch still needs them, because an epoch ends only when no
 collective is running or all are interrupted.
 
 When a collective has committed in an epoch, all members have streams of that epoch. From then on a
-peer may send to its successors before the master has said that a collective starts: they hold it
-until they hear that it does, and drop it if the epoch ends instead.
+peer may send data to its successors before the master has started a collective. The successors hold
+the data until the collective starts, and drop it if the epoch ends instead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Streams:
     """Opens and closes streams.
 
     Attributes:
-        ring: to this peer's successors, one for each ring of `epoch`.
-        epoch: their epoch.
+        ring: the streams to this peer's successors, one for each ring of `epoch`.
+        epoch: the epoch of these streams.
         proven: the epoch of the last collective that has committed; 0: the last one has failed.
     """
 
@@ -33,8 +33,8 @@ class Streams:
         self._next = 1
         self.ring: tuple[int, ...] = ()
         self.epoch = self.proven = 0
-        self._direct: dict[int, int] = {}  # of sends, by peer
-        self._lost: set[int] = set()  # of these, until they are closed
+        self._direct: dict[int, int] = {}  # the streams of sends, by peer
+        self._lost: set[int] = set()  # lost streams of sends that are not closed yet
 
     def open(self, info: m.PeerInfo) -> int:
         """Opens a stream to a peer. Returns its number."""
@@ -49,7 +49,7 @@ class Streams:
             self._outbox.do(CloseStream(stream))
 
     def renew(self, epoch: int) -> None:
-        """Replaces the rings' streams by those of an epoch, unless they are its already."""
+        """Replaces the rings' streams by those of an epoch, unless they are of that epoch."""
         if self.epoch == epoch:
             return
         self.close(self.ring)
@@ -66,23 +66,20 @@ class Streams:
     # ---- of sends ----
 
     def direct(self, peer: int) -> int:
-        """The stream to a peer for what is sent to it alone; opened if necessary.
-
-        It belongs to no epoch, for it leads to the same peer in all of them.
-        """
+        """The stream for sends to a peer; opened if necessary. It does not depend on the epoch."""
         self._clear()
         if peer not in self._direct:
             self._direct[peer] = self.open(self._knowledge.info(peer))
         return self._direct[peer]
 
     def keep(self, peers: Iterable[int]) -> None:
-        """Closes those to all other peers: they have left the group."""
+        """Closes the streams of sends to all other peers, which have left the group."""
         self._clear()
         gone = self._direct.keys() - set(peers)
         self.close(self._direct.pop(peer) for peer in sorted(gone))
 
     def lost(self, stream: int) -> None:
-        """One is lost: the next send opens another one."""
+        """The stream of a send is lost; the next send opens another one."""
         for peer in [peer for peer, each in self._direct.items() if each == stream]:
             self._lost.add(self._direct.pop(peer))
 

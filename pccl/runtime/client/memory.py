@@ -123,7 +123,7 @@ class Operands:
     wide: Wide | None = None
 
     def place(self, tag: int) -> int | str:
-        """The key by which no two calls of a peer may collide."""
+        """A key that no two calls of a peer may share at the same time."""
         if not self.pair:
             return tag
         giver, taker = self.pair
