@@ -1,4 +1,4 @@
-"""One collective from its caller's side: the launch, the wait, the handle, and giving it up."""
+"""One collective from its caller's side: launch it, wait for it, hold its handle, abandon it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ log = logging.getLogger("pccl")
 
 
 class Launch:
-    """One collective; constructing it does not launch it yet.
+    """One collective; `begin` launches it.
 
     Attributes:
         call: the call in progress.
         end: the answer, once a thread has awaited it.
-        over: whether it needs no more awaiting.
+        over: whether no thread needs to await it.
 
     Args:
-        membership: of the peer that makes it.
+        membership: the membership of the peer that makes it.
         name: name of the API call.
-        tags: those that it occupies; the first one is that of the collective.
+        tags: the tags that it occupies; the first one is the tag of the collective.
 
     Raises:
         PCCLError: TOO_FEW_PEERS, INVALID_USAGE.
@@ -58,7 +58,7 @@ class Launch:
         self._lock = threading.Lock()
 
     def begin(self, work: Operands, stuck: bool = False) -> None:
-        """Launches it. `stuck`: its caller makes no other call before the answer.
+        """Launches it. `stuck`: the caller makes no other call before the answer.
 
         Raises:
             PCCLError: a call in progress on this peer excludes it.
@@ -83,7 +83,7 @@ class Launch:
 
     def finish(self, deadline: Deadline) -> End:
         """Waits for the answer. Several threads may."""
-        if self.end is None and self._client.over is FORKED:  # locks may stay locked here
+        if self.end is None and self._client.over is FORKED:  # its locks may be locked for ever
             self.end, self.over = FORKED, True
         if self.end is None:
             note = deadline.next(self._client, self.call)
@@ -131,7 +131,7 @@ class Launch:
             self._calls.leave(self.call)
 
     def detach(self) -> None:
-        """The handle was collected: the collective continues, and its tag is free afterwards."""
+        """The handle was garbage-collected: the collective continues, and then frees its tag."""
 
         def told(end: End) -> None:
             self._calls.leave(self.call)
@@ -210,8 +210,8 @@ class AsyncReduceHandle:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once `wait()` would return at once; now, if it would already.
 
-        It is called in a thread of pccl, which it must not keep: it may set an event, or queue
-        something. The caller keeps the handle, and calls `wait()`.
+        It is called in a thread of pccl and must return soon: it may set an event, for example. The
+        caller keeps the handle, and calls `wait()`.
         """
         if self._launch is None:
             callback()
@@ -265,7 +265,7 @@ class AsyncReduceHandle:
 def launch(
     membership: Membership, name: str, work: Operands, tag: int, result: object = None
 ) -> AsyncReduceHandle:
-    """Launches a collective; `result` is that of the handle."""
+    """Launches a collective; `result` becomes the handle's `result`."""
     one = Launch(membership, name, tag)
     try:
         one.begin(work)
@@ -278,7 +278,7 @@ def launch(
 def run(
     membership: Membership, name: str, work: Operands, tag: int, timeout: float | None
 ) -> ReduceInfo:
-    """Launches a collective and waits; raises the exception if it fails."""
+    """Launches a collective and waits for it; raises an exception if it fails."""
     deadline = Deadline(timeout)
     one = Launch(membership, name, tag)
     try:
@@ -295,7 +295,7 @@ def run(
 def run_all(
     membership: Membership, name: str, works: Sequence[Operands], tag: int, timeout: float | None
 ) -> None:
-    """Launches several, waits for all, and raises the exception of the first that has failed."""
+    """Launches several collectives, waits for all, and raises the first failure."""
     deadline = Deadline(timeout)
     launches: list[Launch] = []
     try:
@@ -347,7 +347,7 @@ def run_with_retry(
                 tx_bytes += found.tx_bytes
                 rx_bytes += found.rx_bytes
             elif end.again:
-                # in the order of the list, so that the windows of all peers overlap
+                # In the order of the list, so that all peers have the same ones in flight.
                 waiting = sorted([*waiting, index])
             else:
                 for _, other in in_flight:

@@ -1,4 +1,4 @@
-"""Memory of NVIDIA GPUs, as far as torch reaches it."""
+"""Memory of NVIDIA GPUs, through torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def device() -> Cuda:
 class Cuda:
     """A `runtime.client.memory.Device`: copies on torch's current streams, over pinned memory.
 
-    torch keeps pinned memory that is freed for the next use, as pinning takes long.
+    Pinning memory takes long, so torch keeps freed pinned memory for the next use.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Cuda:
         self._used: set[torch.device] = set()
 
     def pipe(self, buffers: Sequence[Buffer]) -> Pipe:
-        """Copies on streams of their own, after all work on this thread's current streams."""
+        """A pipe with its own streams, which start after all work on this thread's current ones."""
         memory = {(each.address, each.nbytes): self._bytes(each) for each in buffers}
         return Pipe(self._torch, memory)
 
@@ -58,7 +58,7 @@ class Cuda:
         return made
 
     def read(self, host: Any, buffer: Buffer) -> None:
-        """Begins to copy `buffer`, when all work on its device is done, to `host`."""
+        """Begins to copy `buffer` to `host`, after all work on its device."""
         source = self._bytes(buffer)
         if source.device not in self._used:
             self._used.add(source.device)
@@ -108,12 +108,12 @@ class Pipe:
                 stream.wait_event(queued)
 
     def read(self, stretch: Any) -> Any:
-        """Begins to copy a stretch from its device; the event that it is there."""
+        """Begins to copy a stretch from its device. Returns the event of its end."""
         on_device, on_host = self._ends(stretch)
         return self._copy(on_host, on_device, self._streams[on_device.device][0])
 
     def write(self, stretch: Any) -> Any:
-        """Begins to copy a stretch to its device; the event that it is there."""
+        """Begins to copy a stretch to its device. Returns the event of its end."""
         on_device, on_host = self._ends(stretch)
         return self._copy(on_device, on_host, self._streams[on_device.device][1])
 

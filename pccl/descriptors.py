@@ -73,7 +73,7 @@ class ReduceOpDescriptor:
     sendbuf_ptr: int
     recvbuf_ptr: int
     reduce_descriptor: ReduceDescriptor
-    # the memory of the arrays that were described; None: only addresses were given
+    # The memory of the arrays that were described; None: only addresses were given.
     _buffers: tuple[Buffer, Buffer] | None = field(default=None, repr=False, compare=False)
 
     @staticmethod

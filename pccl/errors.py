@@ -11,8 +11,8 @@
     +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
     +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: not supported by this version
 
-Each is also a RuntimeError. Wrong arguments raise ValueError (arrays that do not fit each other:
-ArgumentError, a subclass) or TypeError, before anything has happened.
+Each is also a RuntimeError. Wrong arguments raise ValueError or TypeError, before anything has
+happened; arrays that do not match each other raise ArgumentError, a subclass of ValueError.
 
 All can be pickled, so they cross process boundaries. docs/reference/errors.md lists every error,
 with its cause and cure.
@@ -26,9 +26,10 @@ from pccl.types import Result
 
 
 class ArgumentError(ValueError, AssertionError):
-    """Arguments that do not fit each other, or lack something.
+    """Arguments do not match each other, or something is missing.
 
-    A ValueError; pypccl asserted these, so programs that were written for it catch AssertionError.
+    It is a ValueError. pypccl used assertions here, so it is also an AssertionError for programs
+    that were written for pypccl.
     """
 
 
@@ -92,8 +93,9 @@ class PeerLostError(PCCLError):
 
 
 class RanksChangedError(PeerLostError):
-    """The ring was re-ordered, and a peer did not know it yet; no peer is lost. The communicator
-    remains usable: call again, with the ranks as they are now.
+    """The ring was re-ordered and a peer did not know that yet; no peer is lost.
+
+    The communicator is usable. Call again, with the current ranks.
     """
 
 
@@ -114,11 +116,11 @@ class MismatchError(PCCLError):
     """Peers are in calls that can never match; the message says which peer is in which call.
 
     For example, one peer is in `update_topology` and another in `all_reduce`, or two peers use one
-    tag with different counts. This is a mistake in the program. A newcomer, or a minority, gets
-    the error alone and is dropped from the run; the others go on without it. Where there is no
-    majority all get it, the communicator is usable and no buffer has changed. Make all peers make
-    the same calls in the same order. After `update_topology`, the others' next call must be a
-    newcomer's first one, which `admit` arranges.
+    tag with different counts. This is a mistake in the program. If a newcomer or a minority differs
+    from the others, only it gets the error and is dropped from the run; the others go on without
+    it. If there is no majority, all peers get the error, the communicator is usable and no buffer
+    has changed. Make all peers make the same calls in the same order. After `update_topology`, the
+    next call of the others must be the first call of the newcomer; `admit` arranges that.
     """
 
     remedy = (
@@ -182,7 +184,7 @@ class DivergenceError(PCCLError):
 
 
 class UnsupportedError(PCCLError):
-    """The API defines what was asked for, but this version does not support it.
+    """The API defines the request, but this version does not support it.
 
     Nothing has happened and the communicator is usable. The message says what to use instead.
     """

@@ -1,8 +1,7 @@
-"""The interface of a `Communicator` for code that extends pccl, beside its public methods.
+"""Functions of a `Communicator` for code that extends pccl; programs do not need them.
 
-The integration of a framework, or the binding of another language, launches collectives over memory
-and ranks of its own, and takes part in rounds with other time limits than a program has. That is
-here; a program needs none of it.
+The integration of a framework, or the binding of another language, launches collectives with its
+own operands and ranks, and takes part in rounds with its own time limits.
 
     from pccl import extension, operands
 
@@ -47,11 +46,11 @@ class Member(NamedTuple):
     """This peer, as the run knows it.
 
     Attributes:
-        number: unique in the run, in the order in which peers joined.
-        host: at which others reach it.
+        number: unique in the run; peers are numbered in the order in which they join.
+        host: the host at which others reach it.
         group: its peer group.
         team: as given to the Communicator; 0: none.
-        team_size: likewise.
+        team_size: as given to the Communicator.
     """
 
     number: int
@@ -69,9 +68,9 @@ def member(comm: Communicator) -> Member:
 
 
 def ring(comm: Communicator) -> tuple[int, ...]:
-    """The numbers of the group's peers by rank, as the master says now.
+    """The numbers of the group's peers by rank, as of the master's last message.
 
-    Other than `Communicator.rank` it changes nothing in what this thread knows of the ranks.
+    Unlike `Communicator.rank`, this does not update the ranks that this thread has seen.
     """
     client = comm._membership.client("ring")
     return client.plan.rings[0].order if client.plan.rings else (client.number,)
@@ -86,7 +85,7 @@ def ranks(ring: Sequence[int], number: int) -> Ranks:
 
 
 def limit_master_patience(comm: Communicator, most_s: float) -> None:
-    """Limits how long this peer tries to reconnect to its master; before `connect`."""
+    """Limits how long this peer tries to reconnect to its master; call it before `connect`."""
     comm._settings["master_patience_s"] = min(most_s, Config.from_env().master_patience_s)
 
 
@@ -100,10 +99,10 @@ def launch(
 
     Args:
         comm: this peer.
-        name: of the call, for errors.
+        name: name of the call, for errors.
         work: made by a function of `pccl.operands`.
         tag: as for `Communicator.all_reduce`.
-        result: what the handle has as its `result`.
+        result: becomes the handle's `result`.
     """
     return collective.launch(comm._membership, name, work, tag, result)
 
@@ -119,24 +118,25 @@ def run(
 
 
 def are_peers_pending(comm: Communicator, grace: Grace | None = None) -> bool:
-    """True if peers wait to be admitted; without the pause for programs that poll.
+    """True if peers wait to be admitted. It does not slow down programs that poll.
 
-    Members that have not asked when the `grace` is over are dropped from the run.
+    Members that have not entered when the `grace` is over are dropped from the run.
     """
     return comm._membership.ask(Deadline(None), 0.0, grace)
 
 
 def update_topology(comm: Communicator) -> int:
-    """Admits pending peers; the new number of members, the same for all."""
+    """Admits pending peers. Returns the new number of members, the same on all peers."""
     return comm._membership.update_topology(Deadline(None))
 
 
 def await_newcomers(
     comm: Communicator, patience_s: float = FOREVER_S, deadline: Deadline | None = None
 ) -> int:
-    """Waits for newcomers and admits them; the new number of members, the same for all.
+    """Waits for newcomers and admits them; all peers must call it.
 
-    Returns 0 if none have come within the `patience_s` of any of the peers; all must call this.
+    Returns the new number of members, the same on all peers; 0 if no newcomer has come before the
+    `patience_s` of one of the peers is over.
 
     Raises:
         PCCLTimeoutError: the deadline has passed.
@@ -147,10 +147,10 @@ def await_newcomers(
 def synchronize_once(
     comm: Communicator, shared_state: SharedState, min_peers: int
 ) -> SharedStateSyncInfo:
-    """`sync_shared_state` that does not wait for `min_peers`.
+    """Like `sync_shared_state`, but does not wait for `min_peers`.
 
     Raises:
-        TooFewPeersError: they are fewer, on all of them alike.
+        TooFewPeersError: there are fewer than `min_peers`; raised on all peers.
     """
     popular = SharedStateSyncStrategy.ENFORCE_POPULAR.value
     options = SyncOptions(popular, False, None, Deadline(None), min_peers)

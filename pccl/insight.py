@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from pccl.support.text import duration_text
 
-BUSY = 0.8  # of the time: a link or a processor that is as busy limits what waits for it
+BUSY = 0.8  # of the time: a link or a processor that is busy for longer is the limit
 NEGLIGIBLE = 0.03  # of the time: not worth a line
-STEPS = {  # one after the other, of n members, for the first bytes to be everywhere
+STEPS = {  # hops one after the other, with n members, until the first bytes are everywhere
     "all_reduce": lambda n: 2 * n - 2,
     "reduce_scatter": lambda n: n - 1,
     "all_gather": lambda n: n - 1,
@@ -35,15 +35,16 @@ class Stats:
         collectives: how many have succeeded, by call.
         failures: how many calls of any kind have failed, by reason: `peer_lost`, `timeout`, ...
         tx_bytes: payload bytes that this peer sent in calls that have succeeded.
-        rx_bytes: payload bytes that it received.
-        entering_seconds: of all these collectives, the time from the call until all had entered it;
-        moving_seconds: from then until this peer held the result;
-        finishing_seconds: from then until all had it. A small one has only the first: its data
-            travels with the votes.
-        syncs: synchronizations of the shared state that have succeeded.
+        rx_bytes: payload bytes that it received in these calls.
+        entering_seconds: total time of these collectives from the call until all had entered it.
+        moving_seconds: total time from then until this peer held the result.
+        finishing_seconds: total time from then until all had the result. Small collectives take
+            only entering time: their data travels with the votes.
+        syncs: synchronisations of the shared state that have succeeded.
         sync_seconds: how long they took.
-        recoveries: how many times collectives went on after one had failed because of others.
-        recovery_seconds: from such failures to the starts of the next ones.
+        recoveries: how many times a collective started after another one had failed because of
+            other peers.
+        recovery_seconds: total time from such failures to the starts of the next collectives.
     """
 
     collectives: Mapping[str, int] = field(default_factory=dict)
@@ -83,9 +84,9 @@ class Sample(NamedTuple):
         members: how many took part.
         tx_bytes: payload that this peer has sent.
         small: whether its data travelled with the votes.
-        entering_s: until all had entered it.
-        moving_s: until this peer held the result.
-        finishing_s: until all had it.
+        entering_s: from the call until all had entered it.
+        moving_s: from then until this peer held the result.
+        finishing_s: from then until all had the result.
         engine_s: processor time of the engine's thread while the data moved; None: unknown.
     """
 
@@ -108,10 +109,10 @@ class LinkFacts(NamedTuple):
     """The link from this peer to the next one of the ring, as its kernel knows it.
 
     Attributes:
-        to: that peer.
+        to: the next peer.
         rtt_s: the round trip when nothing delays it.
-        busy: the share of the time in which collectives moved data that bytes were on the way.
-        full: the share in which the other side had no room for more.
+        busy: the share of the collectives' moving time in which bytes were on the way.
+        full: the share of that time in which the other side had no room for more.
         retransmits: packets that were sent again.
     """
 
@@ -123,7 +124,7 @@ class LinkFacts(NamedTuple):
 
 
 class Cause(Enum):
-    """A cause of a collective's duration; the value is the condition without it."""
+    """A cause of a collective's duration; the value is the cause, and the condition without it."""
 
     VOTES = "the two votes, if the master were beside this peer"
     LATE = "waiting for peers that enter later, if all entered at once"
@@ -140,9 +141,9 @@ class Limit:
     """One thing that a collective spends its time on.
 
     Attributes:
-        cause: what it is.
-        seconds: what it takes of the average collective.
-        without: how long the average collective would take without it, or if it were twice as fast:
+        cause: what takes the time.
+        seconds: the time that it takes in the average collective.
+        without: how long the average collective would take without it, or if it were twice as fast;
             `cause.value` says which.
         why: what was measured.
     """
@@ -157,14 +158,14 @@ class Limit:
 class Explanation:
     """The limits of a peer's last collectives.
 
-    `str()` gives a text. It is about the kind of collective that has taken most of the time.
+    `str()` gives a text. The explanation is about the kind of collective that took most time.
 
     Attributes:
         what: the call; empty: there was none.
-        count: how many collectives it is about.
-        seconds: what one took on the average.
-        rate: bytes per second that this peer sent meanwhile.
-        limits: what that time went into, the largest part first.
+        count: the number of collectives explained.
+        seconds: the average time of one.
+        rate: bytes per second that this peer sent while data moved.
+        limits: the parts of that time, the largest first.
     """
 
     what: str = ""
@@ -196,11 +197,11 @@ def explain(
     """Explains the duration of a peer's last collectives.
 
     Args:
-        samples: these.
-        link: to the next peer of the ring; None: nothing is known, as of one on this machine.
+        samples: the collectives.
+        link: the link to the next peer of the ring; None: unknown, for example on this machine.
         master_s: the round trip to the master; None: unknown.
     """
-    chosen = _of_mostduration_text(samples)
+    chosen = _slowest_kind(samples)
     if not chosen:
         return Explanation()
     mean_s = sum(one.total_s for one in chosen) / len(chosen)
@@ -217,11 +218,12 @@ def explain(
     return Explanation(chosen[0].what, len(chosen), mean_s, rate, tuple(limits))
 
 
-Part = tuple[Cause, float, float, str]  # seconds of the mean that it takes, and that it would save
+# The cause, its seconds of the mean, the seconds saved without it, and what was measured.
+Part = tuple[Cause, float, float, str]
 
 
-def _of_mostduration_text(samples: Sequence[Sample]) -> list[Sample]:
-    """Those of the kind that has taken most of the time: of alike size, too."""
+def _slowest_kind(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples of the kind and size of collective that took most of the time."""
     kinds: dict[tuple[str, bool, int, int], list[Sample]] = {}
     for one in samples:
         key = one.what, one.small, one.members, one.tx_bytes.bit_length()
@@ -230,10 +232,9 @@ def _of_mostduration_text(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
-    """The time of the votes, and the waiting for others in them.
+    """The time of the votes, and of waiting for others in them.
 
-    The shortest vote of all is what a vote takes by itself: nobody was waited for then, or not as
-    long.
+    The shortest vote is taken as the time of a vote without waiting.
     """
     count, votes = len(samples), 1 if samples[0].small else 2
     spans = [one.entering_s for one in samples]
@@ -257,7 +258,7 @@ def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
 
 
 def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
-    """The time of the data: the way around the ring, and then whatever is busiest."""
+    """The time in which data moved: the steps around the ring, and the busiest resource."""
     count = len(samples)
     moving_s = sum(one.moving_s for one in samples) / count
     if not moving_s or samples[0].small:

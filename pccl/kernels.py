@@ -1,7 +1,7 @@
-"""Arithmetic whose bits are equal on every machine: what training may call of the C core.
+"""Kernels of the C core for training: arithmetic with the same bits on every machine.
 
-Arrays are numpy arrays or torch tensors in host memory, dense and of the same shape; of float32
-unless a function says otherwise.
+Arrays are numpy arrays or torch tensors in host memory, dense and of the same shape. They are
+float32 unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 Format = Literal["int8", "int4", "e3m0", "2bit", "sparse"]  # of quantized numbers: see `quantize`
-Wire = Literal["fp32", Format]  # what DiLoCo and the hooks of DDP send
+Wire = Literal["fp32", Format]  # the formats in which DiLoCo and the hooks of DDP send
 
 _BLOCKS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
-_PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # in C
+_PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # names in C
 
-_STRIP = 1 << 16  # numbers: whole blocks of every format, which stay in a core's own cache
-_SELF_TEST_ROOM = 1 << 22  # bytes, for the 2.3 MB that the kernels compute of fixed inputs
+_STRIP = 1 << 16  # numbers: whole blocks of every format, few enough for the cache of one core
+_SELF_TEST_BYTES = 1 << 22  # the results of the self-test take 2.3 MB
 
 
 def subtract(out: Array, a: Array, b: Array) -> None:
@@ -35,8 +35,8 @@ def subtract(out: Array, a: Array, b: Array) -> None:
 
     Args:
         out: is overwritten; it may be `a` or `b`, and must not overlap them otherwise.
-        a: from which `b` is subtracted.
-        b: what is subtracted.
+        a: the minuend.
+        b: the subtrahend.
 
     Raises:
         ValueError: the arrays are not float32 in host memory, differ in size or order, or overlap;
@@ -48,13 +48,13 @@ def subtract(out: Array, a: Array, b: Array) -> None:
 
 
 def add(out: Array, a: Array, b: Array, *, divisor: int = 1) -> None:
-    """out = (a + b) / divisor, for arrays of any one type; integers are rounded towards zero.
+    """out = (a + b) / divisor, for arrays of any type; integers are rounded towards zero.
 
     Args:
         out: is overwritten; it may be `a` or `b`, and must not overlap them otherwise.
         a: a summand.
-        b: the other one.
-        divisor: by which the sum is divided, at least 1.
+        b: the other summand.
+        divisor: at least 1.
 
     Raises:
         ValueError: the arrays are not in host memory, differ in type, size or order, or overlap; or
@@ -69,16 +69,16 @@ def add(out: Array, a: Array, b: Array, *, divisor: int = 1) -> None:
 
 
 def quantized_size(format: Format, count: int) -> int:
-    """The bytes of `count` quantized float32 numbers, which depend on nothing else."""
+    """The number of bytes of `count` quantized float32 numbers, whatever their values."""
     if format in _PAYLOADS:
         return int(_of_payload(format, "size")(count))
     return int(lib.pccl_quantized_size(_BLOCKS[format], DataType.FLOAT.value, count))
 
 
 def quantize(out: Array, values: Array, format: Format) -> None:
-    """Writes the bytes of quantized numbers.
+    """Quantizes numbers.
 
-    A NaN or an infinity makes its block, or with "sparse" its 65,536 numbers, all NaN.
+    A NaN or an infinity makes its whole block NaN; with "sparse" its 65,536 numbers.
 
     Args:
         out: `quantized_size` elements of uint8, which are overwritten.
@@ -86,10 +86,11 @@ def quantize(out: Array, values: Array, format: Format) -> None:
         format: how they are quantized. "int8", "int4": codes of evenly spaced levels, in blocks of
             256 and 64 numbers with a scale each (docs/internals/quantization.md). "e3m0": 4 bits, a
             sign and a power of two, in blocks of 64 with a scale each. "2bit": codes of four levels
-            that follow the statistics of each block of 1,024. "sparse": the 64 of largest magnitude
-            of each 4,096 (of a shorter last run, a 64th, rounded up; of equal ones the first), with
-            12 bits for the place and 2 for the level; the others are read as 0. c/pccl_core.h
-            defines the bytes.
+            that follow the statistics of each block of 1,024. "sparse": of each run of 4,096
+            numbers the 64 with the largest magnitude, with 12 bits for the place and 2 for the
+            level; the others are read as 0. If a shorter run remains at the end, a 64th of its
+            numbers is taken, rounded up. Among equal magnitudes the first are taken.
+            c/pccl_core.h defines the bytes.
 
     Raises:
         ValueError: the arrays are not of these types or sizes in host memory, or overlap; or an
@@ -101,14 +102,15 @@ def quantize(out: Array, values: Array, format: Format) -> None:
 
 
 def quantize_with_feedback(out: Array, error: Array, values: Array, format: Format) -> None:
-    """Quantizes numbers without the error of the last time, and writes that of this time.
+    """Quantizes numbers with error feedback.
 
-    out = Q(values - error), then error = out - (values - error): the same as with `subtract`,
-    `quantize` and `dequantize`, in a single pass over memory.
+    It subtracts the error of the previous quantization first, and writes the error of this one:
+    out = Q(values - error), then error = out - (values - error). The results are the same as with
+    `subtract`, `quantize` and `dequantize`, in a single pass over memory.
 
     Args:
         out: `quantized_size` elements of uint8, which are overwritten.
-        error: what quantization has added to the numbers of the last time; it is overwritten.
+        error: the error of the previous quantization; it is overwritten.
         values: float32 numbers.
         format: how they are quantized.
 
@@ -136,13 +138,13 @@ def dequantize(out: Array, data: Array, format: Format) -> None:
 
     Args:
         out: float32 numbers, which are overwritten.
-        data: what `quantize` has written of so many numbers.
+        data: what `quantize` has written for this number of numbers.
         format: how they are quantized.
 
     Raises:
-        ValueError: the arrays are not of these types or sizes in host memory, or overlap; or with
-            "sparse", the places do not increase within each run: `out` then holds anything; or an
-            array is not dense.
+        ValueError: the arrays are not of these types or sizes in host memory, are not dense, or
+            overlap; or with "sparse", the places do not increase within each run: the content of
+            `out` is then unspecified.
     """
     _read(out, data, format, "decode")
 
@@ -157,11 +159,11 @@ def _read(out: Array, data: Array, format: Format, how: Literal["decode", "add"]
 def accumulate(out: Array, data: Array, format: Format) -> None:
     """Adds quantized numbers: the same as `dequantize` into another array, and `add`.
 
-    Of "sparse" only the numbers that were sent are touched.
+    With "sparse", only the numbers that were sent are changed.
 
     Args:
-        out: float32 numbers, to which what `data` stands for is added.
-        data: what `quantize` has written of so many numbers.
+        out: float32 numbers, to which the quantized numbers are added.
+        data: what `quantize` has written for this number of numbers.
         format: how they are quantized.
 
     Raises:
@@ -178,7 +180,7 @@ def mean(out: Array, payloads: Sequence[Array], format: Format) -> None:
 
     Args:
         out: float32 numbers, which are overwritten.
-        payloads: what `quantize` has written of so many numbers; at least one.
+        payloads: what `quantize` has written for this number of numbers; at least one.
         format: how they are quantized.
 
     Raises:
@@ -254,10 +256,10 @@ def outer_sgd(
 
 
 def arithmetic_digest() -> bytes:
-    """Names this machine's arithmetic: XXH3-128 of what the kernels compute of fixed inputs."""
-    out = ffi.new_allocator(should_clear_after_alloc=False)("unsigned char[]", _SELF_TEST_ROOM)
-    size = lib.pccl_self_test(out, _SELF_TEST_ROOM)
-    assert size <= _SELF_TEST_ROOM
+    """Identifies this machine's arithmetic: XXH3-128 of the kernels' results for fixed inputs."""
+    out = ffi.new_allocator(should_clear_after_alloc=False)("unsigned char[]", _SELF_TEST_BYTES)
+    size = lib.pccl_self_test(out, _SELF_TEST_BYTES)
+    assert size <= _SELF_TEST_BYTES
     return xxhash.xxh3_128_digest(ffi.buffer(out, size))
 
 
@@ -268,7 +270,7 @@ def _floats(written: Sequence[Array], read: Sequence[Array]) -> list[Buffer]:
 def _alike(
     written: Sequence[Array], read: Sequence[Array], dtype: DataType | None = None
 ) -> list[Buffer]:
-    """The arrays, if they are of one size and type: of `dtype`, or that of the first one."""
+    """The arrays' buffers; raises ValueError unless they match, and are `dtype` if it is given."""
     buffers = [
         *(Buffer.of(array, writable=True) for array in written),
         *(Buffer.of(array) for array in read),
@@ -300,7 +302,7 @@ def _check_quantized(data: Buffer, numbers: Buffer, format: Format) -> None:
             raise ValueError(f"{each} is not {dtype.common_name} in host memory")
     size = quantized_size(format, numbers.count)
     if data.count != size:
-        raise ValueError(f"{numbers} takes {size} bytes as {format}, and {data} has others")
+        raise ValueError(f"{numbers} takes {size} bytes as {format}, and {data} has another size")
     if data.overlaps(numbers):
         raise ValueError("the arrays overlap")
 
@@ -310,7 +312,7 @@ def _malformed(data: Buffer, format: Format) -> ValueError:
 
 
 def _strips(format: Format, count: int) -> Iterator[tuple[int, int, int]]:
-    """Parts of an array: the place of each, that of its bytes, and its numbers."""
+    """Parts of an array: for each its first number, its first byte, and how many numbers it has."""
     size = quantized_size(format, _STRIP)
     for number, at in enumerate(range(0, count, _STRIP)):
         yield at, number * size, min(_STRIP, count - at)
@@ -324,7 +326,7 @@ def _writer(format: Format) -> Callable[[CData, CData, int], object]:
 
 
 def _reader(format: Format, how: Literal["decode", "add"]) -> Callable[[CData, CData, int], object]:
-    """Decodes, or adds: (numbers, data, how many); its result is true if the data is invalid."""
+    """Decodes or adds: (numbers, data, how many). The result is true if the data is invalid."""
     if format in _PAYLOADS:
         return partial(_of_payload(format, how))
     read = lib.pccl_dequantize if how == "decode" else lib.pccl_dequantize_add
@@ -332,7 +334,7 @@ def _reader(format: Format, how: Literal["decode", "add"]) -> Callable[[CData, C
 
 
 def _of_payload(format: Format, what: str) -> Any:
-    """A function of the C core for a format of whole arrays."""
+    """The function of the C core for a format in `_PAYLOADS`."""
     return getattr(lib, f"pccl_{_PAYLOADS[format]}_{what}")
 
 

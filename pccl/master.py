@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--event-log",
         metavar="FILE",
-        help="record there all that happens to the master, for `pccl replay`; without payloads and "
-        "keys (default: nowhere)",
+        help="record everything that happens to the master in FILE, without payloads and keys, for "
+        "`pccl replay` (default: nowhere)",
     )
     parser.add_argument(
         "--curve-dir",
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--http",
         metavar="[HOST:]PORT",
-        help="where the run can be watched over HTTP, read-only; without HOST by this machine only "
-        "(default: nowhere)",
+        help="where the run can be watched over HTTP, read-only; without HOST, from this machine "
+        "only (default: nowhere)",
     )
     parser.add_argument(
         "--no-dial-back",
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             dial_back=args.dial_back,
         )
         serve_until_signal(master)
-    except (PCCLError, ValueError) as error:  # the latter: of a malformed setting
+    except (PCCLError, ValueError) as error:  # ValueError: a setting is malformed
         print(f"pccl master: {error}", file=sys.stderr)
         return 1
     return 0

@@ -52,11 +52,11 @@ class MasterNode:
             the same address, continues the run: its peers reconnect by themselves. None: a
             restarted master relies on what the peers tell it.
         on_journal_error: "continue" without the journal, or "stop", when it cannot be written.
-        event_log: file in which all that happens to the master is recorded, for `pccl replay`; it
-            has no payloads and no keys. None: nowhere.
-        http: `host:port`, or a port of this machine only, at which the run can be watched over HTTP
-            (see `http_address`); port 0 takes a free port. Everything is read-only, and nothing is
-            encrypted. None: nowhere.
+        event_log: file in which everything that happens to the master is recorded, without payloads
+            and keys, for `pccl replay`. None: nowhere.
+        http: `host:port` at which the run can be watched over HTTP (see `http_address`), or a port
+            alone, which listens on this machine only; port 0 takes a free port. It is read-only and
+            not encrypted. None: nowhere.
         dial_back: whether to dial newcomers, and peers that others cannot reach, to find out who
             can be reached. False: where the master's network is not that of the peers.
 
@@ -158,7 +158,7 @@ class MasterNode:
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", why) from None
 
     def _new_server(self, security: Security | None) -> Server:
-        """All that listens. Raises what Server and Web raise."""
+        """Makes the server, and `_web`. Raises what Server and Web raise."""
         server = Server(
             self._host,
             self._port,
@@ -230,7 +230,7 @@ class MasterNode:
         try:
             self.interrupt()
         except PCCLError:
-            if error is None:  # else that one is told, and this one is in the log
+            if error is None:  # otherwise `error` is raised, and the log has this one
                 raise
 
 
@@ -239,7 +239,7 @@ class _Terminated(SystemExit):
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """SIGTERM without a handler of the program's own: stops all masters, then the program."""
+    """Handles SIGTERM if the program does not: stops all masters, then the program."""
     _stop_all()
     if _is_shutting_down(frame):
         say = sys.unraisablehook
@@ -281,23 +281,23 @@ def serve_until_signal(master: MasterNode) -> None:
         print(f"pccl master listening on {master.address}", flush=True)
         if master.http_address is not None:
             print(f"its run can be watched at http://{master.http_address}/", flush=True)
-        if stopping.number:  # the signal came before there was anything to stop
+        if stopping.number:  # the signal came before the master ran
             master._stop()
         master.wait()
 
 
 @atexit.register
 def _serve_on() -> None:
-    """A script whose main() only calls run() expects the master to keep serving; Ctrl-C ends both.
+    """Keeps serving after the end of a script that only calls run(); Ctrl-C ends both.
 
-    An exception of the script ends both as well: its parent process must see that it has failed.
+    An exception in the script ends both too: the parent process must see that it has failed.
     """
     if not _running:
         return
     stopping = Stopping(_stop_all)
     for number in ENDING:
         if signal.getsignal(number) in (signal.default_int_handler, _terminate):
-            signal.signal(number, stopping)  # nothing would catch an exception here
+            signal.signal(number, stopping)  # at exit, nothing catches an exception of a handler
     if getattr(sys, "last_type", None) is not None:
         _stop_all()
     well = [_served(master) for master in list(_running)]
@@ -308,21 +308,21 @@ def _serve_on() -> None:
 
 
 def _served(master: MasterNode) -> bool:
-    """Waits for a master, whatever is raised meanwhile; whether it has ended without an error."""
+    """Waits for a master, whatever is raised meanwhile. Returns whether it ended without error."""
     while True:
         try:
             master.wait()
         except PCCLError as error:
             print(error, file=sys.stderr, flush=True)
             return False
-        except BaseException:  # of a signal handler of the program's own
+        except BaseException:  # raised by one of the program's signal handlers
             _stop_all()
         else:
             return True
 
 
 def _forget_all() -> None:
-    """In a forked child: the masters are the parent's."""
+    """In a forked child: forgets the masters, which belong to the parent."""
     for master in _running:
         if master._service is not None:
             master._service.forked()

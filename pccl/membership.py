@@ -1,4 +1,4 @@
-"""Being a member of a run: joining it, the ranks, the calls in flight, and the rounds of all."""
+"""A peer's membership in a run: joining, ranks, calls in flight, and the rounds of the run."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class CallsInFlight:
         self._rounds: dict[str, Call] = {}
         self._tags: dict[int | str, Call] = {}
         self._user: threading.Thread | None = None  # the thread that made the latest call
-        self._shared = False  # whether several threads that live have made calls
+        self._shared = False  # whether several threads have made calls while both were alive
         self.any_collective = False  # whether a collective has been launched since it was reset
 
     def enter(self, name: str, call: Call, *tags: int | str) -> None:
-        """A call begins; `tags` are those of a collective, and in a send with the two peers.
+        """A call begins. A collective passes its tags; a send passes its tag with its two peers.
 
         Raises:
             PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
@@ -84,8 +84,8 @@ class CallsInFlight:
     def single_threaded(self) -> bool:
         """True if this thread is the only live one that has ever made a call.
 
-        If so, it makes no other call while it waits in this one, and its vote says so: the master
-        can tell it if no peer will ever join that call.
+        If so, it makes no other call while it waits in this one, and its vote says so. Then the
+        master can tell it when no other peer will ever enter that call.
         """
         with self._lock:
             user, self._user = self._user, threading.current_thread()
@@ -100,15 +100,15 @@ def _in_use(tag: int | str) -> str:
 class KnownRanks:
     """The ring as the program has last seen it: peers by rank.
 
-    A call by which the program itself changes the membership updates the ranks of all threads when
-    it returns. If one thread reads the ranks, or learns of a loss, other threads keep what they
-    have seen, because they may still use an earlier rank. A thread that has not read the ranks
-    itself uses those of the last update.
+    A call in which the program changes the membership updates the ranks of all threads when it
+    returns. If one thread reads the ranks, or learns of a loss, the other threads keep the ranks
+    that they have seen, because they may still use them. A thread that has not read the ranks uses
+    those of the last update.
     """
 
     def __init__(self) -> None:
         self._order: tuple[int, ...] = ()
-        self._told = 0  # how often the whole program was told
+        self._told = 0  # how often the ranks of all threads were updated
         self._own = threading.local()
 
     def tell(self, plan: m.Plan, number: int) -> None:
@@ -161,11 +161,11 @@ class Membership:
         self.ranks = KnownRanks()
         self.revision = 0
         self.synced = self.has_admitted = False
-        self._asked_s = -math.inf  # when `are_peers_pending` was answered by no
+        self._asked_s = -math.inf  # when `are_peers_pending` last returned False
         self._client: PeerClient | None = None
         self._finalizer: weakref.finalize[..., object] | None = None
 
-    # ---- its begin and end ----
+    # ---- begin and end ----
 
     def begin(
         self,
@@ -176,7 +176,7 @@ class Membership:
         retry: RetryPolicy,
         owner: object,
     ) -> None:
-        """Joins a run; see `connect`. Leaves it at the latest when `owner` is collected.
+        """Joins a run; see `connect`. Leaves it when `owner` is garbage-collected, or before.
 
         Args:
             host: host of the master.
@@ -215,7 +215,10 @@ class Membership:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the others admitted this peer in the call that it is about to make too."""
+        """True until this peer makes its first `admit` or collective.
+
+        The other peers, which are still in the call that admitted it, then expect this one there.
+        """
         return not (self.has_admitted or self.calls.any_collective)
 
     # ---- the peer, for a call ----
@@ -231,12 +234,12 @@ class Membership:
             why = "this communicator is not connected: call connect() first"
             raise error_for(Result.INVALID_USAGE, name, why)
         if client.over is not None:
-            raise error_of(name, client.over)  # in a forked child too, where locks may stay locked
+            raise error_of(name, client.over)  # before locks, which a forked child cannot take
         self.calls.single_threaded()
         return client
 
     def last(self, name: str) -> PeerClient:
-        """The client, also when its membership is over.
+        """The client, even if its membership is over.
 
         Raises:
             PCCLError: INVALID_USAGE before `begin`.
@@ -267,7 +270,7 @@ class Membership:
         return self.ranks.of(self.one_of_several(name).number)
 
     def pair(self, name: str, rank: int, sends: bool) -> tuple[int, int]:
-        """This peer and the one of that rank, the one that sends first.
+        """The numbers of this peer and of the peer with a rank, the sender first.
 
         Raises:
             PCCLError: TOO_FEW_PEERS, INVALID_USAGE.
@@ -286,7 +289,7 @@ class Membership:
         return (number, order[rank]) if sends else (order[rank], number)
 
     def described(self, group: int) -> str:
-        """This peer's name and place, in words; from any thread, without side effects."""
+        """This peer's name, rank and group as text; from any thread, without side effects."""
         client = self._client
         if client is None or client.over is not None:
             return f"group {group}, not connected"
@@ -299,7 +302,7 @@ class Membership:
     def is_alone(self, name: str) -> bool:
         return self.client(name).world.local_size < 2
 
-    # ---- a call that is a round ----
+    # ---- calls that are rounds ----
 
     def _round(
         self, name: str, client: PeerClient, take_part: Callable[[Call], Note]
@@ -323,7 +326,7 @@ class Membership:
         return end
 
     def cancel(self, client: PeerClient, call: Call) -> None:
-        """Abandons a call that an exception has left."""
+        """Abandons a call after an exception in its caller."""
         try:
             client.cancel(call)
         finally:
@@ -332,7 +335,7 @@ class Membership:
     # ---- rounds of the run ----
 
     def update_topology(self, deadline: Deadline) -> int:
-        """Admits pending peers; the new size of the group, the same for all."""
+        """Admits pending peers. Returns the new size of the group, the same on all peers."""
         client = self.client("update_topology")
 
         def take_part(call: Call) -> Note:
@@ -345,21 +348,21 @@ class Membership:
         return size
 
     def are_peers_pending(self, deadline: Deadline) -> bool:
-        """True if peers wait to be admitted; the same answer for all."""
+        """True if peers wait to be admitted; the same answer on all peers."""
         return self.ask(deadline, limits.PENDING_PATIENCE_S if self.asks_again else 0.0)
 
     @property
     def asks_again(self) -> bool:
-        """True if the program has just been told that no peer is pending: it may be polling."""
+        """True if the program was told just now that no peer is pending: it may be polling."""
         return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
 
     def ask(
         self, deadline: Deadline, patience_s: float, grace: Grace | None = None, aim: str = ""
     ) -> bool:
-        """True if peers are pending. A no may come up to `patience_s` later, a yes at once.
+        """True if peers are pending. The answer False may come up to `patience_s` later.
 
-        Members that have not come when the `grace` is over are dropped from the run; None: this
-        peer waits for all, and is not one of the `enough` that others have.
+        Members that have not entered when the `grace` is over are dropped from the run. None: this
+        peer waits for all, and does not count among the `enough` of the others' grace.
         """
         client = self.client("are_peers_pending")
         stuck = self.calls.single_threaded() and deadline.left_s is None
@@ -400,10 +403,10 @@ class Membership:
         deadline: Deadline,
         patience_s: float = 0.0,
     ) -> bool:
-        """Admits newcomers, and synchronizes with them; whether there are any.
+        """Admits newcomers, and synchronises with them. Returns whether there are any.
 
         A newcomer's `connect` returns while the others are in this call. So its first `admit` does
-        not ask for further newcomers, but goes on where the others are: at the synchronization.
+        not ask for further newcomers, but continues where the others are: with the synchronisation.
         """
         fresh = self.is_fresh
         if not fresh and self.ask(deadline, patience_s):
@@ -417,10 +420,10 @@ class Membership:
         return True
 
     def repeat_until_enough(self, round_: Callable[[], T], wanted: int, timeout: float | None) -> T:
-        """Makes a call that begins a run, and repeats it with newcomers if peers are too few.
+        """Makes a call that begins a run; while peers are too few, admits newcomers and repeats it.
 
-        All members are told alike that they are too few. So all admit the next newcomers, and make
-        the call again together with them.
+        All members get the same answer, so all of them admit the next newcomers, and repeat the
+        call together with them.
         """
         deadline = Deadline(timeout)
         client = self.client("sync_shared_state")
@@ -444,14 +447,14 @@ class Membership:
                 raise PCCLTimeoutError(error.result, "sync_shared_state", why) from None
 
     def await_newcomers(self, deadline: Deadline, patience_s: float, aim: str = "") -> int:
-        """Waits for newcomers and admits them; the new size of the group, the same for all.
+        """Waits for newcomers and admits them. Returns the group's new size, the same on all peers.
 
-        Returns 0 if none have come within the `patience_s` of any of the peers.
+        Returns 0 if none have come before the `patience_s` of one of the peers is over.
         """
         return self.update_topology(deadline) if self.ask(deadline, patience_s, aim=aim) else 0
 
     def finish(self, deadline: Deadline) -> None:
-        """Ends the run for all; no peer is admitted any more."""
+        """Finishes the run; then no peer is admitted any more."""
         client = self.client("finish")
 
         def take_part(call: Call) -> Note:

@@ -51,8 +51,8 @@ class TensorInfo:
         dtype: type of an element.
         device_type: where the memory is. CUDA memory (of the current device, for an address) is
             copied to pinned host memory for each use, and copied back if it has changed.
-        allow_content_inequality: peers may differ in this entry. It is not compared; only
-            newcomers and peers with a lower revision receive it.
+        allow_content_inequality: whether peers may differ in this entry. If so, it is not compared,
+            and only newcomers and peers with a lower revision receive it.
 
     Attributes:
         shape: of the array, or (numel,) for an address; only files use it.
@@ -198,8 +198,8 @@ class SharedState:
     def torn(self) -> bool:
         """True if a failed `sync_shared_state` has overwritten a part of the content.
 
-        That happens only to a peer whose revision was behind. Until another one succeeds, or
-        `load`, the content is of no use: it is not offered to other peers, and not saved.
+        That happens only to a peer whose revision was behind. The content is useless until another
+        synchronisation, or `load`, succeeds: it is not offered to other peers, and cannot be saved.
         """
         return any(info._torn for info in self.tensor_infos)
 
@@ -374,7 +374,7 @@ def _note(error: BaseException, shared_state: SharedState) -> None:
 
 
 class _Memory:
-    """A shared state during a synchronization."""
+    """A shared state during a synchronisation; a `runtime.client.sync.Memory`."""
 
     def __init__(self, membership: Membership, shared_state: SharedState, view: HostView) -> None:
         self._membership, self._shared_state, self._view = membership, shared_state, view
@@ -384,7 +384,7 @@ class _Memory:
         return self._shared_state.torn
 
     def tear(self, entries: Sequence[int]) -> None:
-        """Content on a device changes only at the end."""
+        # Content on a device changes only at the end.
         self._shared_state._tear([i for i in entries if not self._view.copied(i)])
 
     def adopt(self, synced: effects.Synced, overwritten: Sequence[int]) -> None:

@@ -331,7 +331,7 @@ class SharedStateSyncInfo:
     Attributes:
         tx_bytes: payload bytes that this peer sent.
         rx_bytes: payload bytes that this peer received.
-        hashed_bytes: bytes of this peer's shared state, all of which is hashed each time.
+        hashed_bytes: bytes of this peer's shared state; all of them are hashed each time.
         hash_seconds: how long the hashing took.
         divergence: which peers had different content at the same revision, and in which entries
             (the first 100 of each peer); the same on all peers.
