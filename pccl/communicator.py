@@ -329,7 +329,7 @@ class Communicator(Closing):
         `sync_shared_state` do.
 
         Args:
-            shared_state: what to synchronise when a peer, or this one, has joined. None: nothing.
+            shared_state: what to synchronize when a peer, or this one, has joined. None: nothing.
             timeout: seconds to wait for the others.
             min_peers: the number of peers with which the run begins, as in `sync_shared_state`.
 
@@ -472,7 +472,7 @@ class Communicator(Closing):
             timeout: seconds to wait for the others, and for `min_peers`.
             progress: called in this thread, up to ten times a second, while this peer receives.
             raise_on_divergence: raise on all peers if contents differ at the same revision.
-            min_peers: the number of peers that the first synchronisation needs; if the peers of the
+            min_peers: the number of peers that the first synchronization needs; if the peers of the
                 group give different numbers, the largest one counts. While there are fewer, all of
                 them admit newcomers. A run that has begun continues with any number.
 

@@ -40,7 +40,7 @@ class Stats:
         moving_seconds: total time from then until this peer held the result.
         finishing_seconds: total time from then until all had the result. Small collectives take
             only entering time: their data travels with the votes.
-        syncs: synchronisations of the shared state that have succeeded.
+        syncs: synchronizations of the shared state that have succeeded.
         sync_seconds: how long they took.
         recoveries: how many times a collective started after another one had failed because of
             other peers.

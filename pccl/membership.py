@@ -403,10 +403,10 @@ class Membership:
         deadline: Deadline,
         patience_s: float = 0.0,
     ) -> bool:
-        """Admits newcomers, and synchronises with them. Returns whether there are any.
+        """Admits newcomers, and synchronizes with them. Returns whether there are any.
 
         A newcomer's `connect` returns while the others are in this call. So its first `admit` does
-        not ask for further newcomers, but continues where the others are: with the synchronisation.
+        not ask for further newcomers, but continues where the others are: with the synchronization.
         """
         fresh = self.is_fresh
         if not fresh and self.ask(deadline, patience_s):

@@ -199,7 +199,7 @@ class SharedState:
         """True if a failed `sync_shared_state` has overwritten a part of the content.
 
         That happens only to a peer whose revision was behind. The content is useless until another
-        synchronisation, or `load`, succeeds: it is not offered to other peers, and cannot be saved.
+        synchronization, or `load`, succeeds: it is not offered to other peers, and cannot be saved.
         """
         return any(info._torn for info in self.tensor_infos)
 
@@ -374,7 +374,7 @@ def _note(error: BaseException, shared_state: SharedState) -> None:
 
 
 class _Memory:
-    """A shared state during a synchronisation; a `runtime.client.sync.Memory`."""
+    """A shared state during a synchronization; a `runtime.client.sync.Memory`."""
 
     def __init__(self, membership: Membership, shared_state: SharedState, view: HostView) -> None:
         self._membership, self._shared_state, self._view = membership, shared_state, view

@@ -48,7 +48,7 @@ class Knowledge:
         world: the world sizes.
         last_seq: the greatest sequence number that it has heard of.
         done: the rounds whose results it knows.
-        veteran: whether it has completed a collective or synchronisation in this run.
+        veteran: whether it has completed a collective or synchronization in this run.
         failures: the latest calls that have failed for all members; others may not know that yet.
         over: why it is no longer in the run; None while it is.
         settings: this peer's own.

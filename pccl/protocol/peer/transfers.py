@@ -1,6 +1,6 @@
 """Transfers beside collectives: shared state, and the measurement of links.
 
-Synchronisations transfer the shared state; optimizations transfer random bytes to measure links. A
+Synchronizations transfer the shared state; optimizations transfer random bytes to measure links. A
 peer takes part in one of them at a time.
 
 A peer serves its content from its vote on, and fetches what the current plan requires. A plan says
@@ -393,7 +393,7 @@ class Synchronizations:
     # ---- a restarted master ----
 
     def missed(self, done: m.Done) -> None:
-        """Notes a synchronisation that others completed while the master was away."""
+        """Notes a synchronization that others completed while the master was away."""
         if self._knowledge.done.sync != done.sync:
             self._knowledge.learn(
                 sync=done.sync, revision=done.revision, plan=done.plan, holds=False

@@ -271,7 +271,7 @@ class Outcome:
     hash_seconds: float
 
 
-def synchronise(
+def synchronize(
     client: PeerClient,
     call: Call,
     regions: Sequence[Region],
