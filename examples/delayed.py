@@ -30,7 +30,7 @@ def main(words: list[str] | None = None) -> None:
             inner_steps=args.inner_steps,
             mode="delayed",
             min_peers=args.min_peers,
-            alone="step",  # who has lost all others comes to the end too
+            alone="step",  # a peer that has lost all others finishes, too
         )
         for batch in Text(args.text).batches(32, args.seed):
             loss = model.loss(batch)

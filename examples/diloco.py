@@ -42,7 +42,7 @@ def main(words: list[str] | None = None) -> None:
             min_peers=args.min_peers,
             mode=args.mode,
             wire=args.wire,
-            alone="step",  # who has lost all others comes to the end too
+            alone="step",  # a peer that has lost all others finishes, too
         )
         while diloco.outer_step < args.steps:
             loss = model.loss(next(batches))

@@ -50,7 +50,7 @@ def main(words: list[str] | None = None) -> None:
             optimizer,
             inner_steps=args.inner_steps,
             min_peers=args.min_peers,  # machines
-            alone="step",  # who has lost all others comes to the end too
+            alone="step",  # a machine that has lost all others finishes, too
             state=partial(dcp.load, checkpoint_id=saved[-1].parent) if saved else None,
         )
         begin = diloco.outer_step

@@ -32,7 +32,7 @@ def main(words: list[str] | None = None) -> None:
             inner_seconds=args.inner_seconds,
             weight="samples",
             min_peers=args.min_peers,
-            alone="step",  # who has lost all others comes to the end too
+            alone="step",  # a peer that has lost all others finishes, too
         )
         for batch in Text(args.text).batches(args.batch, args.seed):
             loss = model.loss(batch)

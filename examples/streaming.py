@@ -35,7 +35,7 @@ def main(words: list[str] | None = None) -> None:
             wire="e3m0",
             outer_lr=0.4,
             min_peers=args.min_peers,
-            alone="step",  # who has lost all others comes to the end too
+            alone="step",  # a peer that has lost all others finishes, too
         )
         for batch in Text(args.text).batches(32, args.seed):
             loss = model.loss(batch)
