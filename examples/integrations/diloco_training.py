@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,12 +31,13 @@ class DiLoCoTraining:
         self.diloco.__exit__(None, None, None)
 
 
-Callback = Callable[..., DiLoCoTraining]
-
-
-def main(callback: Callback, train: Callable[[DiLoCoTraining, str, int], object]) -> None:
-    """Trains as the arguments say: a folder, the master's address, and the number of steps."""
-    folder, address, *steps = sys.argv[1:]
+def main(
+    words: list[str],
+    callback: type[DiLoCoTraining],
+    train: Callable[[DiLoCoTraining, str, int], object],
+) -> None:
+    """Trains as `words` say: a folder, the master's address, and the number of steps."""
+    folder, address, *steps = words
     with pccl.Communicator(address) as comm:
         training = callback(comm, inner_steps=10, mode="sync", wire="int8", min_peers=2)
         train(training, folder, int(steps[0]) if steps else 40)

@@ -1,4 +1,4 @@
-"""DiLoCo with Lightning's Trainer: each peer is a trainer of its own, on its own data.
+"""DiLoCo with Lightning's Trainer: each peer is a separate trainer with its own data.
 
 pccl master &
 python examples/integrations/lightning_diloco.py out1 127.0.0.1:48148 &
@@ -7,6 +7,7 @@ python examples/integrations/lightning_diloco.py out2 127.0.0.1:48148 &
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import lightning
@@ -47,4 +48,4 @@ def train(diloco: DiLoCoTraining, folder: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(DiLoCoCallback, train)
+    main(sys.argv[1:], DiLoCoCallback, train)
