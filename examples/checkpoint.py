@@ -49,7 +49,7 @@ def main() -> None:
             comm.all_reduce(contribution, op="sum")
             total[:] += contribution
 
-        # who has the later file must be there when the run begins; who is left alone waits
+        # the peer with the latest file must be there when the run begins; a peer alone waits
         comm.run(step, shared, steps=args.steps, min_peers=2)
         print(f"step {args.steps}: {total[0]:.0f} contributions", flush=True)
 

@@ -4,9 +4,9 @@
     python examples/data_parallel.py &
     python examples/data_parallel.py &
 
-Kill any of them, start more of them. A newcomer gets weights, momentum and the ledger, which says
-who trains on what. It averages gradients in each step, so it is for fast links; for slow ones see
-examples/diloco.py.
+Kill any of them, start more of them. A newcomer gets weights, momentum and the ledger, which
+records which peer trains on which samples. Gradients are averaged in each step, so this is for fast
+links; for slow ones see examples/diloco.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pccl.data import Ledger, LedgerSampler
 
 
 def average(comm: pccl.Communicator, tensors: list[object]) -> int:
-    """The mean over all peers, or over those who survive it: how many they are."""
+    """Averages over all peers, or over the survivors of a loss; returns their number."""
     while True:
         try:
             return comm.all_reduce(tensors).world_size
         except pccl.PeerLostError:
-            pass  # nothing has changed: again, without it
+            pass  # no tensor has changed: again, without the lost peer
         except pccl.TooFewPeersError:
             return 1
 

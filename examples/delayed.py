@@ -4,8 +4,8 @@
     python examples/delayed.py --seed 1 &
     python examples/delayed.py --seed 2 &
 
-Kill any of them, start more of them. A step is one round old, so it has no outer momentum, unlike
-that of examples/diloco.py.
+Kill any of them, start more of them. A mean is applied one round late, so there is no outer
+momentum, unlike in examples/diloco.py.
 """
 
 from __future__ import annotations

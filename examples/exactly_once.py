@@ -4,9 +4,9 @@
     python examples/exactly_once.py README.md &
     python examples/exactly_once.py README.md &
 
-Kill any of them, start more of them: what each has counted, but not yet given to the others, is
-counted again by another one, and nothing else is. In training, a gradient takes the place of the
-count, and batches that of the blocks.
+Kill any of them, start more of them: another peer counts the blocks again that a lost one had
+counted but not yet shared, and no others. In training, a gradient takes the place of the count, and
+a batch that of a block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
         metavar="HOST:PORT",
         help="of the master (default: PCCL_MASTER, or %(default)s)",
     )
-    parser.add_argument("--min-peers", type=int, default=2, help="wait for so many to begin")
+    parser.add_argument("--min-peers", type=int, default=2, help="peers that the run waits for")
     parser.add_argument("--round-s", type=float, default=0.1, help="how long a round takes")
     args = parser.parse_args()
 

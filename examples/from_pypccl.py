@@ -78,7 +78,7 @@ def main() -> None:
             time.sleep(0.05)
         if communicator.are_peers_pending():
             communicator.update_topology()
-    communicator.finish()  # not in pypccl: who is started again too late ends, too
+    communicator.finish()  # not in pypccl: a peer that is restarted too late ends, too
     print(f"weights {weights[0]:.4f}", flush=True)
 
 

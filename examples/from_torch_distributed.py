@@ -21,7 +21,7 @@ import pccl
 
 
 def with_survivors(call: Callable[[], object]) -> None:
-    """Makes a call again without those who were lost in it."""
+    """Repeats a call without the peers that were lost in it."""
     while True:
         try:
             call()
@@ -29,7 +29,7 @@ def with_survivors(call: Callable[[], object]) -> None:
         except pccl.PeerLostError as error:
             print(f"again: {error}", flush=True)  # nothing has changed
         except pccl.TooFewPeersError:
-            return  # nobody else is left: a mean over one
+            return  # all other peers are lost: a mean over one
 
 
 def main() -> None:

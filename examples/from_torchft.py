@@ -1,4 +1,4 @@
-"""Data-parallel training with peers that come and go, as one writes it with torchft;
+"""Data-parallel training with peers that come and go, for comparison with a script of torchft: see
 docs/howto/migrate/torchft.md.
 
     pccl master &
@@ -7,7 +7,7 @@ docs/howto/migrate/torchft.md.
     python examples/from_torchft.py --seed 3 &
 
 Kill any of them, start more of them. A newcomer gets the weights, the optimizer's state and the
-step; all who print the same step have the same weights.
+step; all peers that print the same step have the same weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def average(comm: pccl.Communicator, gradients: dict[str, torch.Tensor]) -> int:
-    """Averages over all peers, or over those who survive it: how many they are."""
+    """Averages over all peers, or over the survivors of a loss; returns their number."""
     while True:
         try:
             return comm.all_reduce(gradients).world_size
@@ -54,7 +54,7 @@ def main() -> None:
         metavar="HOST:PORT",
         help="of the master (default: PCCL_MASTER, or %(default)s)",
     )
-    parser.add_argument("--min-peers", type=int, default=2, help="wait for so many to begin")
+    parser.add_argument("--min-peers", type=int, default=2, help="peers that the run waits for")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--width", type=int, default=1, help="of the model's output")
     parser.add_argument("--seed", type=int, default=0, help="of this peer's data")

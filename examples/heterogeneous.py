@@ -4,8 +4,8 @@
     python examples/heterogeneous.py --seed 1 --batch 64 &
     python examples/heterogeneous.py --seed 2 --batch 16 &
 
-Each trains for `--inner-seconds`, with batches of the size that suits it. In the mean, the progress
-of each weighs as many samples as it is of. Kill any of them, start more of them.
+Each trains for `--inner-seconds`, with batches of the size that suits it. In the mean, the weight
+of each peer's progress is its number of samples. Kill any of them, start more of them.
 """
 
 from __future__ import annotations

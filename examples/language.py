@@ -1,4 +1,4 @@
-"""What the examples train: a small model of bytes, and a text. Put your own in their place."""
+"""The small model of bytes and the text that the examples train on. Replace them by your own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Text(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def options(about: str, **defaults: int) -> argparse.ArgumentParser:
-    """What all examples ask for."""
+    """The arguments that all examples have."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument(
         "--master-address",
@@ -64,7 +64,7 @@ def options(about: str, **defaults: int) -> argparse.ArgumentParser:
     parser.add_argument(
         "--text", type=Path, default=LIBRARY / "typing.py", metavar="FILE", help="to learn from"
     )
-    parser.add_argument("--min-peers", type=int, default=2, help="wait for so many to begin")
+    parser.add_argument("--min-peers", type=int, default=2, help="peers that the run waits for")
     parser.add_argument("--seed", type=int, default=0, help="of this peer's samples")
     parser.add_argument("--width", type=int, default=64, help="of the model's hidden layer")
     for name, default in defaults.items():

@@ -52,7 +52,7 @@ INPUTS = {"normal": normal, "with outliers": outliers, "10 to 11": positive}
 
 
 def reduce(address: str, arrays: list[np.ndarray], op: str) -> dict[str, tuple[np.ndarray, float]]:
-    """What becomes of arrays, one of each peer, and the bytes sent for an element, in every way."""
+    """The result of every quantization, from one array per peer, and its bytes per element."""
     found: dict[str, tuple[np.ndarray, float]] = {}
 
     def work(number: int) -> None:

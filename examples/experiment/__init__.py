@@ -1,4 +1,4 @@
-"""What training with little communication costs, and what it saves.
+"""Measures the loss that training with little communication costs, and the bytes that it saves.
 
 A byte-level GPT learns a text in many ways: with all gradients averaged in each step, and with the
 modes, wires and numbers of peers of DiLoCo. Every run has the same seed and the same samples. The

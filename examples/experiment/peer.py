@@ -1,7 +1,7 @@
 """A training process of an experiment, for one run after the other.
 
-Each line of stdin is a task, upon which it loads text and model, or "go", upon which it joins the
-run and trains. When stdin ends, what has started it is gone, and so this process goes too.
+Each line of stdin is a task, for which it loads text and model, or "go", after which it joins the
+run and trains. It ends when stdin does, that is, with the process that has started it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
         assert lines.get() == "go"
         with pccl.Communicator(given.master) as comm:
             trainer.train(comm)
-        _report(trainer.last_words())
+        _report(trainer.finished())
 
 
 class Trainer:
@@ -84,20 +84,20 @@ class Trainer:
         self._digest = ""
 
     def train(self, comm: pccl.Communicator) -> None:
-        """One of the two ways."""
+        """Trains in the way of this variant."""
         if self._variant.options is None:
             self._data_parallel(comm)
         else:
             self._diloco(comm, self._variant.options)
 
-    def last_words(self) -> Finished:
-        """What it has come to."""
+    def finished(self) -> Finished:
+        """The report at the end."""
         return Finished(self._tx_bytes, self._validate(), self._digest)
 
     # ---- the two ways ----
 
     def _data_parallel(self, comm: pccl.Communicator) -> None:
-        """The mean of the gradients of all peers, in each step."""
+        """Averages the gradients of all peers in each step."""
         comm.wait_for_peers(self._variant.peers)
         for step in range(self._settings.steps):
             self._forward(self._part(step), step / self._settings.steps)
@@ -114,7 +114,7 @@ class Trainer:
         self._digest = digest.hexdigest()
 
     def _diloco(self, comm: pccl.Communicator, options: dict[str, object]) -> None:
-        """An exchange in each outer round."""
+        """Trains with DiLoCo: an exchange in each outer round."""
         settings = self._settings
         ledger = None
         if self._variant.is_accounted:
@@ -152,13 +152,13 @@ class Trainer:
         self._show(done.outer_step)
 
     def _planned(self, diloco: DiLoCo) -> Iterator[tuple[Sequence[int], float]]:
-        """This peer's samples of each step, and the progress; a newcomer is where others are."""
+        """This peer's samples of each step, and the progress, from the others' step on."""
         steps = self._rounds * self._settings.inner_steps
         for step in range(diloco.outer_step * self._settings.inner_steps, steps):
             yield self._part(step), step / steps
 
     def _claimed(self, diloco: DiLoCo, ledger: Ledger) -> Iterator[tuple[Sequence[int], float]]:
-        """The same, if a ledger says which they are."""
+        """The same, with the samples that a ledger gives it."""
         while not ledger.finished:
             consumed = ledger.consumed
             for numbers in diloco.round_of(_batches(ledger.share, self._own)):

@@ -15,13 +15,13 @@ from matplotlib.ticker import PercentFormatter
 from experiment.runs import BASELINE, Result
 from experiment.table import gap, saving
 
-# Okabe and Ito's, which the colour-blind can tell apart.
+# of Okabe and Ito: readable for the colour-blind
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _LINES = ("-", "--", ":")
 
 
 def save(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes those that the results suffice for. Returns their places.
+    """Writes the plots for which there are enough results. Returns their paths.
 
     Raises:
         OSError: one cannot be written.

@@ -1,6 +1,4 @@
-"""Makes one run: starts its peers, kills some where that is its point, and collects what they
-report.
-"""
+"""Makes one run: starts its peers, kills some if it must, and collects their reports."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ class Pool(Closing):
         """The number of a peer and a line that it has said, or its exit status.
 
         Raises:
-            queue.Empty: nobody has said anything.
+            queue.Empty: no process has written a line in time.
         """
         while True:
             process, news = self._fleet.heard.get(timeout=timeout_s)
@@ -101,11 +99,11 @@ def run(pool: Pool, settings: Settings, variant: Variant, tell: Callable[[Point]
 
 
 class Run:
-    """What is known of a run, and who is to be killed and to join.
+    """Follows a run, kills peers, and lets others take their place.
 
-    Each peer has a slot, that is, a part of each batch. Peer 0 lives from first to last. The others
-    are killed in turn, and who takes a slot over has been loaded before, like a machine that waits
-    for that: what a start costs on this machine is not what it would cost elsewhere.
+    Each peer has a slot, that is, a part of each batch. Peer 0 is never killed. The others are
+    killed in turn. The process that takes over a slot has been loaded before, like a machine on
+    standby, because the time of a start on this machine would not be that on others.
     """
 
     def __init__(self, pool: Pool, task: Task, tell: Callable[[Point], None]) -> None:
@@ -129,7 +127,7 @@ class Run:
             self._start(number)
 
     def follow(self) -> None:
-        """Until all peers have ended."""
+        """Follows the run until all peers have ended."""
         last_s = time.monotonic()
         while self._living:
             try:
@@ -145,7 +143,7 @@ class Run:
             self._heard(number, decode(news))
 
     def result(self) -> Result:
-        """What it has come to."""
+        """The result of the run."""
         if len({report.digest for report in self._finished.values()}) != 1:
             raise Failed("the peers do not hold the same bits at the end")
         return Result(
@@ -221,7 +219,7 @@ class Run:
         self._have_spare()
 
     def _dismiss_strangers(self) -> None:
-        """Ends those that have not taken part in any round: they would wait for a run of theirs."""
+        """Kills peers that have come too late for any round: they would wait for another run."""
         for number in self._living - self._tx_bytes.keys():
             self._pool.kill(number)
             self._living.discard(number)

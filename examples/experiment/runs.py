@@ -1,4 +1,4 @@
-"""What the runs of the experiment are: their settings, how they differ, what peers report, and
+"""The runs of the experiment: their settings, how they differ, the reports of their peers, and
 results on disk.
 """
 
@@ -54,11 +54,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Churn(msgspec.Struct, frozen=True):
-    """Peers that are killed, each of which another one replaces at once.
+    """Kills of peers; another peer takes the place of each at once.
 
     Attributes:
-        every_rounds: a kill in each of so many outer rounds; 0: none.
-        every_s: a kill in so many seconds; 0: none.
+        every_rounds: outer rounds from one kill to the next; 0: no kills.
+        every_s: seconds from one kill to the next; 0: no kills.
     """
 
     every_rounds: int = 0
@@ -74,8 +74,8 @@ class Variant(msgspec.Struct, frozen=True):
         options: of `DiLoCo`; None: data parallel, an all-reduce of the gradients in each step.
         muon: whether the inner optimizer is Muon, for the matrices inside the model.
         churn: which peers are lost.
-        pace_s: seconds that each inner step takes at least, as on a machine of its own, so that
-            peers that share one processor do not get faster when one of them is lost.
+        pace_s: seconds that each inner step takes at least, as on separate machines: so peers that
+            share a processor do not get faster when one of them is lost.
         rounds: outer steps, if not as many as the settings say.
     """
 
@@ -115,7 +115,7 @@ def _streaming(wire: str) -> Variant:
     return _diloco(f"streaming-4-{wire}", 4, eta=0.4, **options)
 
 
-# What `pccl.diloco.sparseloco()` and `muloco(4)` say, for this module needs no torch.
+# as `pccl.diloco.sparseloco()` and `muloco(4)`, without importing torch here
 _SPARSELOCO = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "wire": "sparse"}
 _MULOCO = {"outer_lr": 0.833, "outer_momentum": 0.733, "nesterov": True, "wire": "int4"}
 
@@ -138,7 +138,7 @@ VARIANTS = (
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a peer does.
+    """The task of a peer.
 
     Attributes:
         number: of the peer; its remainder by the number of peers is its part of each batch.
@@ -247,7 +247,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def data_parallel_bytes(self) -> float:
-        """What each of as many peers sends for an fp32 ring all-reduce in each step."""
+        """Bytes that each peer would send for an fp32 ring all-reduce in each step."""
         peers = self.variant.peers
         steps = self.tokens / (self.settings.batch * self.settings.context)
         return steps * 2 * (peers - 1) / peers * 4 * self.parameters

@@ -10,7 +10,7 @@ import torch
 from pccl.cli.demo.model import source_files
 
 _BLOCK_BYTES = 64 << 10
-_HELD_OUT_EVERY = 20  # one block in so many is for validation
+_HELD_OUT_EVERY = 20  # one block of this many is for validation
 _VALIDATION_SAMPLES = 1024
 
 
