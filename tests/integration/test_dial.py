@@ -317,7 +317,7 @@ def test_who_cannot_be_let_in_is_not_dialled() -> None:
 
 
 def test_a_newcomer_that_somebody_else_answers_for_is_told_so(backend: str) -> None:
-    """As where a forwarding of ports leads to another peer."""
+    """A port forwarding leads to another peer."""
     server = Server("127.0.0.1", 0, Config())
     other = Engine(EngineOptions(dialler=b"f" * 16), host=LOCAL)
     with serving(server):

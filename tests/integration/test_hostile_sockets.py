@@ -270,7 +270,7 @@ def test_random_bytes_end_as_a_log_line(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_master_without_memory_throws_nobody_out(
     lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may have done half of something, and goes on as after a restart."""
+    """Its work may be half done, so it goes on as after a restart."""
     send, receive, failures = RouterMail.send, Master.received, iter([True])
 
     def sent(mail: RouterMail, to: bytes, data: bytes) -> None:

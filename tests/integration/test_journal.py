@@ -46,7 +46,7 @@ def opened(path: Path, on_error: OnError = OnError.CONTINUE) -> Iterator[Scribe]
 
 
 def held(path: Path) -> tuple[set[int], bool]:
-    """Who is in a journal, and whether it says that this is all."""
+    """The peers in a journal, and whether it is complete."""
     with opened(path) as scribe:
         return set(scribe.remembered.accepted), scribe.remembered.complete
 
@@ -291,7 +291,7 @@ def test_a_disk_that_hangs_holds_the_service_up_once(
         scribe.remember(peer(1))
         scribe.settle()
         assert "takes longer than 0.01 s" in log.messages[0]
-        monkeypatch.setattr(scribe, "_patience_s", 60.0)  # which nobody waits now
+        monkeypatch.setattr(scribe, "_patience_s", 60.0)  # the test does not wait that long
         began_s = time.monotonic()
         scribe.remember(peer(2))
         scribe.settle()

@@ -56,7 +56,7 @@ def shown(status: Status | None) -> Iterator[str]:
 
 
 def seen(address: str, home: Path) -> str:
-    """The document after some seconds of a browser, which has nothing to complain about."""
+    """The document after some seconds in a browser. Checks that the browser reports no errors."""
     assert BROWSER is not None
     options = ["--headless", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={home}"]
     if os.geteuid() == 0:

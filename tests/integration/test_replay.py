@@ -24,7 +24,7 @@ CALL = "all_reduce(1000 elements of float32, sum) with tag 3"
 
 
 class Field:
-    """A master somewhere, whose log is kept; and peers, of which each is named by its number."""
+    """A master that keeps an event log, and its peers by number."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

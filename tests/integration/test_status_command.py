@@ -232,7 +232,7 @@ def test_what_a_stranger_answers_cannot_steer_the_terminal(
 
 
 class Terminal(io.StringIO):
-    """What is written to a terminal."""
+    """The text written to a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -64,7 +64,7 @@ def test_against_the_masters_dial_it_takes_three_or_all_others() -> None:
 def test_who_could_not_reach_as_many_itself_does_not_go_for_being_accused() -> None:
     blame = trouble((1, 2), (3, 2), (2, 1), (2, 3))
     found = blame.verdict(4)
-    assert found is not None  # but for accusing two that nobody else accuses
+    assert found is not None  # it accuses two that no other peer accuses
     assert found.links == ((2, 1), (2, 3))
 
 
@@ -255,12 +255,12 @@ def test_of_two_there_is_one_ring() -> None:
 
 def test_suspects_are_tried_on_those_beyond_suspicion() -> None:
     infos = [peer(number) for number in range(1, 7)]
-    blame = trouble((1, 2), (3, 4))  # all of whom are suspects
+    blame = trouble((1, 2), (3, 4))  # all four are suspects
     (ring,) = plan_rings(infos, (), blame.cost())
     assert not {(a, b) for a, b in hops(ring.order) if a in (1, 3) and b in (2, 4)}
 
 
-# ---- whole groups: who is at fault goes, and nobody else ----
+# ---- whole groups: only the peer at fault is dropped ----
 
 
 def settle(size: int, blocks: set[tuple[int, int]], dials: dict[int, str | None]) -> set[int]:

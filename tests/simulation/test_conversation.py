@@ -21,7 +21,7 @@ SEEDS_MAX = 4000
 
 
 def storm(seed: int) -> SimulatedRun:
-    """Peers of which some are killed, at a master that is killed again and again."""
+    """Some peers are killed, and the master is killed again and again."""
     run = SimulatedRun(seed)
     draw = run.random
     for _ in range(draw.randint(2, 4)):
@@ -66,7 +66,7 @@ def arrive(run: SimulatedRun, protocol: int = m.PROTOCOL_VERSION) -> SimPeer:
 
 
 def arrivals() -> Iterator[SimPeer]:
-    """Newcomers to whom something happens before they are accepted."""
+    """Something happens to newcomers before they are accepted."""
     yield arrive(founded(), protocol=m.PROTOCOL_VERSION + 1)  # refused
 
     run = founded()

@@ -1,4 +1,4 @@
-"""What is sent before a collective has started: whole runs, and single rules."""
+"""Data sent before a collective has started: whole runs, and single rules."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_unequal_content_that_is_allowed_stays_but_newcomers_get_it() -> None:
     }
     decision = elect(manifests, 0, frozenset({3}))
     assert list(decision.transfers) == [3]
-    assert decision.transfers[3].holders == (1,)  # of whom the digests are
+    assert decision.transfers[3].holders == (1,)  # the digests are its own
     assert decision.transfers[3].digests == (b"a",)
 
 

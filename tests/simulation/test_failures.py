@@ -69,7 +69,7 @@ def test_what_has_failed_for_the_whole_run_is_told_to_all_groups() -> None:
 
 
 def test_what_was_missed_is_told_in_order() -> None:
-    """Who hears the last of it has heard all: the next restart relies on that."""
+    """A peer that has the last failure has all: the next restart relies on that."""
     run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     small = m.Small(9, 1, (1, 2), b"data")
     running = m.Open(10, (1, 2), True, 5)
@@ -168,7 +168,7 @@ def member() -> Peer:
 
 
 def test_what_all_have_heard_of_is_told_to_no_other_master() -> None:
-    """Of a collective that has failed, some may have missed the start, and a failure before it."""
+    """Some peers may have missed the start of a failed collective, and an earlier failure."""
     for ok, left in ((True, [3]), (False, [2, 3])):
         machine = member()
         machine.collective(9, 0, WORK)

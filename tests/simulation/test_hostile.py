@@ -115,7 +115,7 @@ def test_one_peer_cannot_fill_the_master_with_rounds() -> None:
     refused = run.last(b"1")
     assert isinstance(refused, m.CallError)
     assert refused.result == Result.INVALID_USAGE.value
-    run.say(b"2", m.StartVote(9, 0, WORK))  # others are as free as ever
+    run.say(b"2", m.StartVote(9, 0, WORK))  # other peers may still make calls
     assert isinstance(run.last(b"2"), m.Started)
     run.say(b"1", m.Leave())
     assert remembered(run.master)["voting.open"] == 0

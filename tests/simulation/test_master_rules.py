@@ -422,7 +422,7 @@ class Lab(ManualRun):
             self.say(conn, message)
 
     def probes(self) -> dict[int, m.Probe]:
-        """What each peer was told to measure last, by its number."""
+        """The last probe of each peer, by its number."""
         found = {}
         for number, peer in self.master.peers.items():
             told = [t for t in self.told[peer.conn] if isinstance(t, m.Probe)]
@@ -431,7 +431,7 @@ class Lab(ManualRun):
         return found
 
     def pairs(self) -> set[frozenset[int]]:
-        """Who is being measured with whom."""
+        """The pairs of peers that are being measured."""
         return {frozenset((number, *probe.peers)) for number, probe in self.probes().items()}
 
     def measure(self, *slow: int, together: int = 10**8) -> int:

@@ -1,4 +1,4 @@
-"""Who pays when votes differ: the odd one out, and nobody who agrees with most."""
+"""When votes differ, only the odd one out is dropped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALIKE = pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 
 
 class Floor(ManualRun):
-    """Peers of which some are veterans: they have reduced together before the others came."""
+    """Peers, some of them veterans: these have reduced together before the others joined."""
 
     def __init__(self, veterans: int, newcomers: int = 0) -> None:
         super().__init__(0)
@@ -64,7 +64,7 @@ class Floor(ManualRun):
                 self.say(conn, m.StartVote(self.call, 0, work))
 
     def outcome(self, conn: bytes) -> str:
-        """What came of a peer's latest call."""
+        """The answer to a peer's latest call."""
         told = [one for one in self.told[conn] if not isinstance(one, m.Failed)]
         match told[-1]:
             case m.Kicked(cause=m.Cause.MISMATCH):

@@ -1,4 +1,4 @@
-"""The rules of sends: two peers agree, and nobody else has a part in it."""
+"""The rules of sends: two peers agree, and others have no part in it."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_what_a_send_waits_for_is_told() -> None:
 
 
 def test_calls_that_can_never_meet() -> None:
-    for single in (True, False):  # who has several threads may come yet
+    for single in (True, False):  # a peer with several threads may still enter
         run = ManualRun(3)
         vote(run, 1, (1, 2), stuck=single)
         vote(run, 2, (2, 1), stuck=single)
@@ -359,7 +359,7 @@ def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
     peer.engine_complete(2, True, 20, 0)
     assert peer.received(m.Finished(12, True)) == [effects.Answer(2, effects.Reduced(2, 20, 0))]
     assert send(peer, 3, 3) == [effects.StartOp(3, 13, 3, (place,), sent(peer))]
-    peer.collective(4, 0, SEND, pair=(3, 2))  # who receives opens none
+    peer.collective(4, 0, SEND, pair=(3, 2))  # a receiver opens none
     place = RingPlace(0, members=2, position=1)
     assert peer.received(m.Started(4, 14, 1, nonce=9)) == [
         effects.StartOp(4, 14, 9, (place,), sent(peer))

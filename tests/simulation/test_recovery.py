@@ -17,7 +17,7 @@ from pccl.protocol.peer.effects import Fail, Fault
 from pccl.runtime.limits import STRANGER_BYTES
 from pccl.types import Result
 
-# ---- whom it believes ----
+# ---- which peers the master believes ----
 
 
 def test_without_a_journal_the_run_of_most_goes_on_whoever_came_first() -> None:
@@ -311,7 +311,7 @@ def test_a_round_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
 
 
 def test_a_group_that_is_lost_before_another_one_is_given_up() -> None:
-    """The other one may have heard of it, and have gone on, and nobody could tell."""
+    """The other peer may have got it and gone on; the master cannot know."""
     first = ManualRun(2)
     first.join(b"3", group=1)
     first.everyone(m.TopologyVote(9))

@@ -1,4 +1,4 @@
-"""Peers to which nobody can connect: who is told to come where, and what cannot be."""
+"""Peers that others cannot connect to: where they meet, and when that is impossible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded of a run is enough to have a master do the same again, and tells no secrets."""
+"""An event log is enough to replay a master, and tells no secrets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_recorded_run_has_the_same_effects_again() -> None:
 
 
 def test_another_master_does_not_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that notices no calls that can never meet."""
+    """It does not notice calls that can never meet."""
     records = [_record(seed) for seed in range(20)]
     monkeypatch.setattr(Voting, "_settle_barred", lambda *_: False)
     with pytest.raises(Differs, match="before"):
@@ -79,7 +79,7 @@ def _record(seed: int) -> list[Line]:
     return recorded.play(programs.draw(seed)).record
 
 
-# ---- what it does not tell ----
+# ---- secrets, and what is left out ----
 
 
 def test_of_ticks_those_are_recorded_that_change_anything() -> None:
@@ -174,7 +174,7 @@ def test_a_record_has_no_payload_no_key_and_no_number_of_the_run() -> None:
     base64_of_secret = msgspec.json.encode(secret).decode().strip('"').rstrip("=")
     for each in (CURVE, "PASSWORD", str(run), base64_of_secret, "987654321"):
         assert each not in text
-    # one that knows only the record, whose payloads are zeros, comes to the same digests
+    # a replay from the log, with zeros for payloads, gives the same digests
     decoded = msgspec.json.decode(text, type=list[Line])
     assert refill(decoded[3].input, decoded[3].sizes) == inputs.Received(
         b"a", m.StartVote(1, 0, work, bytes(8))

@@ -14,12 +14,12 @@ WORK = m.Spec("all_reduce", 0, 10, BETWEEN)
 
 
 def known_to(members: int) -> Strategy:
-    """What a peer does that knows so many members."""
+    """The effects of a call by a peer that knows this number of members."""
     return choose(WORK, len(DATA), Conditions(1, members, (), True, True))
 
 
 def votes(run: ManualRun, *works: m.Spec) -> list[m.CallError]:
-    """What peers hear that vote for these."""
+    """The answers to peers that vote for these."""
     for number, work in enumerate(works, 1):
         data = bytes(4 * work.count) if work.members != 3 else None
         run.say(b"%d" % number, m.StartVote(9, 0, work, data))

@@ -1,4 +1,4 @@
-"""What the master shows of a run: each wait, for whom, since when; and nothing that is secret."""
+"""The status of a run: each wait, the missing peers, the time; and no secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALL = "all_reduce(1000 elements of float32, sum) with tag 0"
 
 
 def status(run: ManualRun) -> Status:
-    """As it arrives at whoever has asked for it."""
+    """The status as a client decodes it."""
     encoded = msgspec.json.encode(run.master.status())
     assert msgspec.json.decode(encoded, type=Status) == run.master.status()
     return run.master.status()
@@ -155,7 +155,7 @@ def test_a_newcomer_waits_for_those_who_must_let_it_in() -> None:
     assert newcomer.peer == 4 and newcomer.calls[0].waited_s == 10.0
     assert sum(group.size for group in status(run).groups) == 3
     at(run, 14.0, b"2", m.Withdraw(5))
-    assert status(run).waits[0].missing == (1, 2, 3)  # nobody stands in that round by now
+    assert status(run).waits[0].missing == (1, 2, 3)  # no peer is in that round now
 
 
 def test_shared_state() -> None:

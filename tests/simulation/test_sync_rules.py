@@ -30,7 +30,7 @@ class Sync(ManualRun):
         self.call = 10
 
     def sync(self, *manifests: m.Manifest) -> list[m.MasterMessage]:
-        """What each peer is told last."""
+        """The last message to each peer."""
         self.call += 1
         conns = [peer.conn for peer in self.master.peers.values()]
         for conn, one in zip(conns, manifests, strict=True):
@@ -309,7 +309,7 @@ def test_who_receives_in_place_is_not_refused_when_a_lower_revision_is_elected_n
 
 
 def test_who_is_torn_cannot_only_send() -> None:
-    """It may hold anything, and it would receive nothing: its revision does not make it whole."""
+    """Its content may be anything, and it receives nothing, so its revision does not count."""
     run = Sync(3)
     torn = m.Manifest(5, 2, (m.Entry("x", 10, 4, False, b"a"),), torn=True)
     told = run.sync(manifest(5, strategy=2), manifest(4, strategy=1), torn)

@@ -21,7 +21,7 @@ def following(hub: WeightsRun) -> dict[int, int]:
 
 
 def told(node: Node, kind: type) -> list[m.MasterMessage]:
-    """What it is told next, of one kind."""
+    """The next message of one kind."""
     return [message for message in node.into if isinstance(message, kind)]
 
 
@@ -290,7 +290,7 @@ def test_a_publication_whose_answer_was_lost_is_not_made_twice() -> None:
 
 
 def weights(hub: WeightsRun) -> WeightsStatus:
-    """What the master shows of them, as it arrives at whoever has asked."""
+    """The status of clients, as it is decoded."""
     shown = hub.master.status()
     assert msgspec.json.decode(msgspec.json.encode(shown), type=Status) == shown
     assert shown.weights is not None

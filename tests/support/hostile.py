@@ -101,7 +101,7 @@ def work(draw: random.Random) -> m.Spec:
 
 
 def start_vote(draw: random.Random) -> m.StartVote:
-    """Of a collective, a send or an exchange of rows, with numbers that may be impossible."""
+    """A vote for a collective, send or all_to_all, with numbers that may be impossible."""
     call, tag = number(draw), draw.choice([0, 0, number(draw)])
     match draw.randrange(4):
         case 0:
@@ -261,10 +261,10 @@ def draw_script(draw: random.Random, blows: int = 30) -> Script:
 # ---- honest peers among them ----
 
 
-# What an honest peer can be dropped for on a member's word. Shared state is elected: whoever offers
-# the highest revision decides what it looks like. Where a transfer between two peers fails again
-# and again, nobody can know which of them is to blame: the one that came last has to go. And who
-# comes into an empty run first decides what the right arithmetic is.
+# Reasons for which a lying member can get an honest peer dropped. The peer that offers the highest
+# revision decides the form of the shared state. If transfers between two peers keep failing, the
+# master cannot know which is to blame, and drops the later one. And the first peer of an empty run
+# decides which arithmetic is right.
 OUTVOTED = re.compile(
     "its shared state is not that of|it took part in . failed transfers|this machine's arithmetic"
     "|peer . \\([^)]*\\) could not reach"
@@ -278,7 +278,7 @@ def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None
 
 
 def synchronize(peer: SimPeer) -> Generator[int, None, None]:
-    """Likewise; who was receiving from somebody who is gone begins with a checkpoint."""
+    """Synchronizes until it succeeds; without a holder, a torn peer loads a checkpoint."""
     while not isinstance(end := (yield from peer.sync()), Answer):
         if end.result is Result.NO_SHARED_STATE_AVAILABLE:
             peer.torn = False
@@ -322,14 +322,15 @@ class HostileRun(SimulatedRun):
         self._due = 0  # steps until the next blow
         self._generation = [0] * CONNECTIONS
         self._ignored: set[bytes] = set()
-        self._heard: list[m.PeerMessage] = []  # what honest peers said, but who they are
+        self._heard: list[m.PeerMessage] = []  # messages of honest peers, without hellos
         self._told: dict[bytes, int] = {}  # the number of what a stranger was last asked to do
         self._names: dict[int, m.PeerInfo] = {}  # of the strangers, as members
         self._plan = m.Plan(0, (), (), 0)
         self.members_max = 0  # strangers that were members at the same time
 
     def step(self) -> bool:
-        """As ever, with the strangers' part in between; at the end they all hang up."""
+        """A step of the run, then the strangers' blow if it is due. At the end all strangers hang
+        up."""
         moved = super().step()
         self._due -= 1
         if self._script and (self._due <= 0 or not moved):
@@ -367,7 +368,7 @@ class HostileRun(SimulatedRun):
         super()._to_master(peer)
 
     def _mimic(self, conn: bytes, which: int) -> m.PeerMessage:
-        """What a member would say now, or would not."""
+        """A message that is right, or nearly right, just now."""
         seq = self._told.get(conn, 0)
         why = "z" * 4096
         return [

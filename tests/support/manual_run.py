@@ -1,4 +1,4 @@
-"""A master's state machine and its peers, spoken to one message at a time, without any queue."""
+"""A master's state machine that a test feeds one message at a time, without queues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER = m.Entry("x", 10, 4, False, b"other content")
 
 
 class ManualRun:
-    """A master and accepted peers "1", "2", ... of group 0, spoken to without any queue."""
+    """A master and accepted peers "1", "2", ... of group 0, without queues."""
 
     def __init__(self, peers: int = 2) -> None:
         self.master = Master(RUN, combine, secret=SECRET)
@@ -61,7 +61,7 @@ class ManualRun:
             self.say(peer.conn, message)
 
     def last(self, conn: bytes) -> m.MasterMessage:
-        """What a peer was told last about its own calls."""
+        """The last message to a peer about its own calls."""
         return next(one for one in reversed(self.told[conn]) if not isinstance(one, m.Failed))
 
     def start(self) -> int:
@@ -172,7 +172,7 @@ class SitesRun:
         return ring.order
 
     def rate(self, order: tuple[int, ...]) -> int:
-        """Of the slowest link of a ring."""
+        """The rate of the slowest link of a ring."""
         return min(self.link(*hop).rate for hop in hops(order))
 
     def round_s(self, order: tuple[int, ...]) -> float:

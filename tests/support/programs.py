@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Event:
-    """What happens after some steps, to a peer, where it is about one."""
+    """An event after some steps; most concern one peer."""
 
     wait: int
     what: str
@@ -89,13 +89,13 @@ class Script:
 
     group: int
     threads: tuple[Calls, ...]
-    walled: bool = False  # nobody can open a stream to it
+    walled: bool = False  # no peer can open a stream to it
     revision: int = 0  # of the checkpoint that it comes with
-    caged: bool = False  # it can open a stream to nobody
+    caged: bool = False  # it can open no stream
     cut_from: tuple[int, ...] = ()  # peers of the scenario that it can open none to
     dialled: str | None = ""  # what comes of the master's dial to it
-    team: int = 0  # with whom it joins and is lost; 0: nobody
-    outgoing: bool = False  # nobody can open a stream to it, and it says so
+    team: int = 0  # the team that it joins with; 0: none
+    outgoing: bool = False  # as PCCL_OUTGOING_ONLY: no peer can open a stream to it
     relay: bool = False  # two of these can meet at it
     odd: bool = False  # it does not make the calls of the others, and pays for that
 
@@ -200,7 +200,7 @@ def _behind_nat(scripts: list[Script], rng: random.Random) -> list[Script]:
 
 
 def _with_an_odd_one(scripts: list[Script], rng: random.Random) -> list[Script]:
-    """The same, one of which perhaps asks for something else in one call, or makes another one."""
+    """The same scripts; one may get a call with other arguments, or another call."""
     if rng.random() < 0.5:
         return scripts
     index = rng.randrange(len(scripts))
@@ -219,7 +219,7 @@ def _with_an_odd_one(scripts: list[Script], rng: random.Random) -> list[Script]:
 
 
 def _links(rng: random.Random) -> tuple[bool, bool, tuple[int, ...], str | None]:
-    """Whom a peer cannot reach, who cannot reach it, and what the master finds."""
+    """The links that a peer lacks, and the result of the master's dial."""
     walled, caged = rng.random() < 0.05, rng.random() < 0.05
     cut_from = (rng.randrange(6),) if rng.random() < 0.05 else ()
     dialled = rng.choice(["refused", "refused", None, ""] if walled else ["", "", None])
@@ -446,7 +446,7 @@ class ProgramRun(HostileRun):
         )
 
     def step(self) -> bool:
-        """As ever, and the next event when its time has come."""
+        """A step of the run, after the next event if it is due."""
         moved = super().step()
         self._in -= 1
         if self._events and (self._in <= 0 or not moved):
@@ -585,7 +585,7 @@ def _shorter(threads: tuple[Calls, ...]) -> Iterator[tuple[Calls, ...]]:
 
 
 def failure(scenario: Scenario) -> str:
-    """What is wrong with a run of the scenario; empty when nothing is."""
+    """The error of a run of the scenario; empty if it is right."""
     try:
         play(scenario)
     except Exception as error:

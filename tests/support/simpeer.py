@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from simulator import SimulatedRun
 
 End = Answer | Fail
-Tag = int | tuple[int, int, int]  # of a send: who sends to whom, and the tag
+Tag = int | tuple[int, int, int]  # of a send: sender, receiver and tag
 Key = tuple[int, int]  # a run and a seq: only together they never repeat
 Thread = Generator[int, None, Any]  # yields the call that it waits for
 Program = Callable[["SimPeer"], Thread]
@@ -109,12 +109,12 @@ class SimPeer:
     streams: dict[int, m.PeerInfo] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)  # of these
     carried: dict[int, set[Key]] = field(default_factory=dict)  # by stream: collectives
-    walled: bool = False  # nobody can open a stream to it
-    caged: bool = False  # it can open a stream to nobody
+    walled: bool = False  # no peer can open a stream to it
+    caged: bool = False  # it can open no stream
     cut_from: set[int] = field(default_factory=set)  # names of those that it cannot open one to
     posthumous: set[int] = field(default_factory=set)  # calls made after it was out of the run
     dialled: str | None = ""  # what comes of the master's dial to it
-    # whether nobody can open a stream to it, and it says so; whether two of these can meet at it
+    # whether it is outgoing: no peer can open a stream to it; whether it relays for such peers
     nat: tuple[bool, bool] = (False, False)
     tokens: dict[int, str] = field(default_factory=dict)  # by stream: of rendezvous
     content: tuple[int, str] = (0, "new")  # revision and content of the shared state
@@ -359,7 +359,7 @@ class SimPeer:
         return {(what, tag) for what, tag, _ in self.standing.values()}
 
     def waits(self) -> list[tuple[str, Tag, bool]]:
-        """What it waits for: call, tag, and whether its round has ended and more is to come."""
+        """Its waiting calls: the call, its tag, and whether its round is over but not the call."""
         transfer = self.machine.transfers.current
         started = {c.call for c in self.machine.collectives.started.values()}
         if transfer is not None and transfer.planned:
@@ -454,7 +454,7 @@ class SimPeer:
         self.perform(self.machine.rendezvous(m.RendezvousRequest(to.peer, token, port, 1)))
 
     def missed(self, op: SimOp) -> tuple[m.PeerInfo, ...]:
-        """Those to whom an op has streams, and who will not come."""
+        """The peers that an op has streams to and that will never join it."""
         tokens = ((self.streams.get(stream), self.tokens.get(stream)) for stream in op.streams)
         return tuple(
             to for to, token in tokens if to and token and self.run.rendezvous.is_void(token)
@@ -516,7 +516,7 @@ class SimPeer:
     # ---- what can happen to the engine ----
 
     def engine_choices(self) -> list[tuple[Callable[..., None], Any]]:
-        """What the engine may do now."""
+        """The actions that the engine may take now."""
         choices: list[tuple[Callable[..., None], Any]] = [
             (self.arrive, chunk) for chunk in self.run.eager.under_way if chunk.to is self
         ]
@@ -622,7 +622,7 @@ class SimPeer:
                 op.holders = tuple(h for h in op.holders if h != to)
 
     def deafen(self, op: SimOp, receivers: set[int]) -> None:
-        """What was sent to some receivers of an op that serves, or will be, may be lost."""
+        """Data for some receivers of a serving op may be lost."""
         number = next(number for number, each in self.ops.items() if each is op)
         op.deaf |= receivers
         seq = op.seq[1] if op.seq is not None else 0
@@ -635,7 +635,7 @@ class SimPeer:
         return self.probe if transfer is not None and transfer.optimizes else 0
 
     def measure(self, seq: int) -> None:
-        """Time is up, or everything is here, or nobody sends any more."""
+        """Ends a measurement: time is up, all data is here, or no peer sends."""
         rate = self.run.random.choice([0, 1, 10, 100]) * 1000
         self.probe = 0
         self.perform(self.machine.measured(seq, rate, rate))
@@ -684,7 +684,7 @@ class SimRendezvous:
 
     def __init__(self, run: SimulatedRun) -> None:
         self._run = run
-        self._wanted: dict[str, set[str]] = {}  # who must yet be told
+        self._wanted: dict[str, set[str]] = {}  # kinds of messages still to be sent
         self._refused: set[str] = set()
         self._needed: dict[Key, set[str]] = {}  # by call
 

@@ -43,7 +43,7 @@ from pccl.protocol.master.voting import ODD, are_held
 from pccl.protocol.peer.effects import Answer, Fail, Fault
 from pccl.protocol.rounds import PENDING, Grace, OpenRounds, RoundId
 
-# who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
+# a peer in one of these can enter no other call; repeated here, to check the protocol's rules
 EXCLUSIVE = {"update_topology", "finish", "optimize_topology", "sync_shared_state"}
 RUN_WIDE = {"update_topology", "finish", "are_peers_pending", "optimize_topology"}
 INVERTED = bytes(byte ^ 255 for byte in range(256))
@@ -67,12 +67,11 @@ class SimulatedRun:
         self.journaled, self.straggler_s = journaled, straggler_s
         self.combined: set[bytes] = set()  # results of small collectives
         self.small_max = self.random.choice([0, 1, 128])
-        # who had to go for it could not reach or be reached: its group's size then, and whether
-        # that was synchronizing
+        # peers dropped because of their links: the group's size then, and whether it synchronized
         self.convictions: dict[int, tuple[int, bool]] = {}
-        self.odd: set[int] = set()  # who had to go because it stood alone
-        self.splits = 0  # disputes in which nobody had a majority
-        # whose calls have failed for that: why, and what they were; and who has heard of these
+        self.odd: set[int] = set()  # peers dropped as the odd one out
+        self.splits = 0  # disputes without a majority
+        # calls that failed for that, by peer and call; and the peers that were told, by failure
         self.condemned: dict[tuple[int, int], list[tuple[object, ...]]] = {}
         self.heard: dict[tuple[object, ...], list[SimPeer]] = {}
         self.master = self._new_master(self.run)
@@ -82,9 +81,9 @@ class SimulatedRun:
         self.starters: dict[Key, set[int]] = {}  # the peers whose engines started it
         self.completed: dict[Key, set[int]] = {}  # the peers that hold the whole result
         self.cut_to: dict[Key, set[int]] = {}  # the only peers that can still complete it
-        self.told: dict[object, tuple[object, list[SimPeer]]] = {}  # who was told what of what
+        self.told: dict[object, tuple[object, list[SimPeer]]] = {}  # values and told peers
         self.journal: set[int] = set()  # accepted peers, as the master's journal has them
-        self.refused: dict[int, Refusal] = {}  # who was dropped and may not know it: in the journal
+        self.refused: dict[int, Refusal] = {}  # in the journal: dropped peers, and why
         self.next_peer = 1
         self.was_finished = False  # also under an earlier master
         self.finished = False  # whether all have said that the run is over, as the master knows
@@ -213,7 +212,7 @@ class SimulatedRun:
         self.say("the master is killed, and comes back")
         self.incarnation += 1
         self.broken.clear()
-        if not self.journal:  # nobody is left to come back
+        if not self.journal:  # no peer is left to come back
             self.history = {group: count + 1 for group, count in self.history.items()}
         if not self.journaled:
             self.refused.clear()
@@ -249,7 +248,7 @@ class SimulatedRun:
             self.sever(peer)
 
     def _begin_anew(self) -> None:
-        """What the server does when it was the master that was away."""
+        """Does as the server after a pause of its process."""
         old = self.master
         journal, actions = old.reborn()
         self.master = self._new_master(old.run.number, journal)
@@ -398,7 +397,7 @@ class SimulatedRun:
         ), f"peer {peer.name} is out of the run: {why}"
 
     def check_verdict(self, end: Fail, over: Fail) -> None:
-        """What a call is told whose peer is dropped because it stood alone."""
+        """The error of a call whose peer is dropped as the odd one out."""
         if ODD in over.why and ODD in end.why and "of its team" not in end.why:
             assert end.fault is Fault.MISMATCH and over.fault is Fault.KICKED, end
 
@@ -450,7 +449,7 @@ class SimulatedRun:
         return bool(faulty) and (undecided or misled) and (size < 3 or synchronized)
 
     def check_content(self, peer: SimPeer) -> None:
-        """Whoever is at a revision holds the same content."""
+        """All peers at one revision hold the same content."""
         if self.master.knows(peer.conn):  # else the run may have gone on without it
             self.agree(self._revision(peer), peer.content[1], peer)
 
@@ -504,7 +503,7 @@ class SimulatedRun:
                 assert record.veteran == peer.machine.knowledge.veteran, f"peer {peer.name}"
 
     def check_graces(self) -> None:
-        """Nobody waits for longer than its grace: not even for who is frozen."""
+        """No peer waits longer than its grace, not even for a frozen one."""
         round_ = self.master.run.voting.open.get(PENDING)
         votes = round_.votes if round_ is not None else {}
         for group in {self.master.peers[number].info.group for number in votes}:
@@ -515,7 +514,7 @@ class SimulatedRun:
             assert not missing or len(graces) < enough, f"{missing} are late, and still waited for"
 
     def check_status(self, awake: list[SimPeer]) -> None:
-        """What the master shows of a run is so: who stands in which calls, and who is missing."""
+        """The status is true: the calls that peers are in, and the missing peers."""
         status = self.master.status()
         shown = {one.peer: one for one in status.peers}
         for peer in awake:
@@ -564,12 +563,13 @@ class SimulatedRun:
             )
 
     def _may_be_decided(self) -> bool:
-        """Whether any member goes on, as far as the master knows: it may decide who is right."""
+        """Whether a member can still make calls, as far as the master knows, and decide the
+        dispute."""
         voting = self.master.run.voting
         return bool({*self.master.run.membership.accepted()} - are_held(voting.open, voting.absent))
 
     def check_empty(self) -> None:
-        """All peers that live have ended: nobody remembers anything."""
+        """After all peers have ended, no state is left, at peers or master."""
         for peer in self.peers:
             if peer.alive:
                 peer.check_empty()
@@ -587,7 +587,7 @@ class SimulatedRun:
         return self.peers[int(conn[1:].partition(b".")[0]) - 1]
 
     def perform(self, actions: Iterable[Effect]) -> None:
-        """What the server does."""
+        """Performs effects, as the server does."""
         for action in actions:
             match action:
                 case Send(conn, message):
@@ -658,7 +658,7 @@ class SimulatedRun:
         peer.perform(peer.machine.reconnected())
 
     def _look_at_the_clock(self) -> None:
-        """What the server does after each message. Whoever is dropped was late indeed."""
+        """Ticks, as the server does after each message. Dropped peers must have been late."""
         round_ = self.master.run.voting.open.get(PENDING)
         members = {n: p.info.group for n, p in self.master.peers.items() if p.accepted}
         teams = {n: p.info.team for n, p in self.master.peers.items()}
@@ -672,7 +672,7 @@ class SimulatedRun:
             if teams[number] and {n for n in gone if teams[n] == teams[number]} - {number}:
                 continue  # one of its team was late
             if number in self.odd:
-                continue  # it stood alone when whoever was late was gone
+                continue  # it was the odd one out when the late peer was gone
             assert number not in votes and graces, f"peer {number} was not late"
             assert len(graces) >= max(grace.enough for grace in graces), number
 
@@ -736,7 +736,7 @@ class SimulatedRun:
             for p in self.peers
             if p.alive and p.conn in registered and not teams.is_whole(registered[p.conn].info)
         ]
-        if halves:  # nobody else of its team will come, and so who has started it ends it
+        if halves:  # the rest of its team will never come, so its user ends it
             self.kill(self.random.choice(halves))
         return bool(halves)
 

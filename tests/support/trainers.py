@@ -40,7 +40,7 @@ def synchronize(peer: SimPeer) -> Generator[int, None, None]:
 def reduce(peer: SimPeer) -> Generator[int, None, bool]:
     """Reduces with whoever is left, or has one of them tell; False when this peer is alone."""
     revision = peer.content[0]
-    data = b"%8d" % revision if revision % 3 == 1 else None  # the same for all, who are in step
+    data = b"%8d" % revision if revision % 3 == 1 else None  # all are in step
     while peer.machine.world.local_size > 1:
         if revision % 3 == 2:  # ranks count: a loss that was not heard of is an error
             end = yield from peer.broadcast(len(peer.machine.plan.peers))
@@ -106,7 +106,7 @@ def natural(steps: int) -> Program:
 def simulate(seed: int, program: Callable[[int], Program] = trainer) -> SimulatedRun:
     run = SimulatedRun(seed)
     draw = run.random
-    if program is natural:  # who waits no longer is where others do not expect it
+    if program is natural:  # a peer that gave up may be in another call than the others
         run.patience = [0]
     peers, kills, joins = draw.randint(1, 5), draw.randint(0, 3), draw.randint(0, 3)
     for _ in range(peers):

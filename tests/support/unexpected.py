@@ -1,4 +1,4 @@
-"""What peers of a simulated run send before their collectives start.
+"""The data that peers of a simulated run send before their collectives start.
 
 A model of c/engine/unexpected.c, as far as the protocol may rely on it: the receiver's engine holds
 what is of the epoch that it knows, for the start that names its ring and call. What it needs and
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """What one peer has sent to another one before its collective started."""
+    """Data of one peer for another one, sent before its collective started."""
 
     sender: SimPeer
     stream: int

@@ -57,7 +57,7 @@ class Watched(Master):
             if not before.of(group).holders:
                 self.bereft(group)
 
-    # ---- who pays for a dispute ----
+    # ---- the outcome of a dispute ----
 
     def _most(self, members: Sequence[int], camp: Set[int]) -> bool:
         """Whether a camp has most of those who decide for some members."""
@@ -77,7 +77,7 @@ class Watched(Master):
                 yield round_, {number for number, its in asks.items() if its == form}
 
     def _watch_drop(self, whys: Mapping[int, str], result: Result) -> None:
-        """Who is dropped stands against most: in another call, or with another one of the name."""
+        """A dropped peer disagrees with a majority: in another call, or with other arguments."""
         for number in whys:
             group = self.peers[number].info.group
             against = [
@@ -92,7 +92,7 @@ class Watched(Master):
         self._drop_odd(whys, result)
 
     def _watch_end(self, rounds: Sequence[Round[object]], result: Result, why: str) -> None:
-        """Nobody who agrees with most gets an error, but where a send or recv is in the way."""
+        """No peer of a majority gets an error, unless a send or recv is in the way."""
         if all(round_.id.kind is not Kind.PAIR for round_ in rounds):
             groups = [round_.id.group for round_ in rounds if round_.id.group is not None]
             members = self.run.membership.accepted(groups[0] if groups else None)
@@ -106,5 +106,5 @@ class Watched(Master):
     def _go_on(self, recovery: Recovery) -> None:
         self._restored = False
         super()._go_on(recovery)
-        if not self._restored:  # nobody came back
+        if not self._restored:  # no peer came back
             self.bereft(None)

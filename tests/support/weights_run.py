@@ -45,7 +45,7 @@ class Node:
         self.out: deque[m.PeerMessage] = deque()
         self.into: deque[m.MasterMessage] = deque()
         self.ops: dict[int, Transfer] = {}
-        self.streams: dict[int, tuple[int, int]] = {}  # to whom, and by which nonce
+        self.streams: dict[int, tuple[int, int]] = {}  # receiver and nonce
         self.door = 0
         self.answers: dict[int, str] = {}
         self.arrived: list[m.Package] = []
@@ -251,7 +251,7 @@ class WeightsRun:
         return False
 
     def check(self) -> None:
-        """What always holds."""
+        """Checks the invariants."""
         desk = self.master.run.clients
         for number, one in desk.all.items():
             quick = [desk.all[each] for each in one.receivers if not desk.all[each].slow]

@@ -180,7 +180,7 @@ def test_voting_commits_when_all_have_voted() -> None:
 def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
     table, committed = Table(5), list[Round[object]]()
     voting = table.voting(committed)
-    for number in (1, 2, 3, 4):  # of whom no two agree: the fifth makes no majority
+    for number in (1, 2, 3, 4):  # no two agree, so the fifth makes no majority
         assert not table.said()
         voting.enter(number, START, Vote(10 * number, m.Spec("all_reduce", 0, 10, number)))
     told = {n: [type(one) for one in told] for n, told in table.said().items()}
@@ -253,7 +253,7 @@ def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:
     dials = [effect for effect in table.outbox.take() if isinstance(effect, Dial)]
     assert [dial.info.peer for dial in dials] == [2] and not table.gone
     assert table.groups[0].epoch > epoch, "the rings go around what is blocked"
-    table.membership.remove(2)  # who has gone is not judged
+    table.membership.remove(2)  # a lost peer is not judged
     accusations.dialled(2, "refused")
     accusations.unreached(1, m.Unreached(2, epoch, "timed out"))
     assert not table.gone

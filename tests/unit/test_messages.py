@@ -209,7 +209,8 @@ def test_an_oversized_frame_is_refused_unread() -> None:
 
 @pytest.mark.slow
 def test_as_many_tensors_of_a_collective_as_fit_in_a_message() -> None:
-    """What is accepted can be sent, of the longest names and numbers; the rest is an error."""
+    """Accepted lists fit into a message, with the longest names and numbers; others are an
+    error."""
     rows = np.zeros((m.PARTS_MAX, 1), np.float32)
     long = {f"{i:05}" + "\u00e9" * 251: row for i, row in enumerate(rows)}
     with pytest.raises(ValueError, match=f"{m.PARTS_MAX} arrays take"):
