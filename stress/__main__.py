@@ -1,12 +1,12 @@
-"""Breaks a run in every way that it knows, and has an independent checker judge what came of it.
+"""Breaks a run in every way that it knows, and has an independent checker judge the outcome.
 
     python -m stress --minutes 10 --peers 8 --seed 7 --programs loop,overlap,diloco-delayed
 
 A master and workers train (worker.py) while workers and master are killed, frozen,
 starved, restarted and replaced, disks are full, connections are reset, and programs fork; with
---network hosts are cut off, too. One seed decides all of that. All write down what they do.
-Afterwards checker.py reads that and knows nothing else, and `pccl replay` has another master do
-what the master's event log says. The exit code is 0 only if everything held.
+--network hosts are cut off, too. One seed decides all. Each worker keeps a diary, and checker.py
+judges the run by these alone. A second master must make all decisions of the master's event log
+again. The exit code is 0 only if everything held.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pccl.runtime.signals import ended_by, interrupt
 
 HERE = Path(__file__).resolve().parent
 SETTLE_S = 3.0  # a worker knows in less that its link was reset
-MORE = {  # what workers do to themselves
+MORE = {  # faults that workers inflict on themselves
     what: Kind(what, Target.COPY, 1, fatal=what == mischief.RESET_LINK) for what in mischief.KINDS
 }
 
@@ -80,7 +80,7 @@ class Workers:
         self._decoder: msgspec.json.Decoder[diary.Entry] = msgspec.json.Decoder(diary.Entry)
 
     def command(self, number: int, alive: Sequence[Copy]) -> list[str]:
-        """It goes to the smallest group."""
+        """The new worker joins the smallest group."""
         sizes = Counter(self._groups[copy.number] for copy in alive)
         group = min(range(len(self._names)), key=lambda one: (sizes[one], one))
         self._groups[number] = group
@@ -103,7 +103,7 @@ class Workers:
         copy.process.say("leave")
 
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
-        """Who has synchronized, a while after the last thing that befell it, holds the state."""
+        """A worker holds the state once it has synchronized some time after its last fault."""
         for copy in copies:
             for entry in self._entries(copy.number):
                 if isinstance(entry, diary.Joined | diary.Out):
@@ -124,8 +124,10 @@ class Workers:
         return [self._decoder.decode(line) for line in whole.split(b"\n") if line]
 
 
-def judge(names: Sequence[str], rules: checker.Rules, directory: Path, director: Director):  # type: ignore[no-untyped-def]
-    """Writes down what befell whom, and has the checker read all; violations and figures."""
+def judge(
+    names: Sequence[str], rules: checker.Rules, directory: Path, director: Director
+) -> tuple[list[str], Metrics]:
+    """Adds the faults to the diaries, and has the checker read all; violations and metrics."""
     faults = [
         diary.Fault(at_s, what, copy.number)
         for copy in director.stage.copies
@@ -145,7 +147,7 @@ def judge(names: Sequence[str], rules: checker.Rules, directory: Path, director:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--peers", type=whole_number(2, 200), default=4, help="at most so many at once"
+        "--peers", type=whole_number(2, 200), default=4, help="the most workers that run at once"
     )
     parser.add_argument(
         "--programs",
@@ -153,9 +155,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help=f"one for each group, of {', '.join(worker.PROGRAMS)} (default: %(default)s)",
     )
-    parser.add_argument("--elements", type=int, default=50_000, help="float32 of the state")
+    parser.add_argument(
+        "--elements", type=int, default=50_000, help="size of the state, in float32 elements"
+    )
     add_options(parser, "worker")
-    parser.add_argument("--goodput", type=float, default=0.0, help="the least that is enough")
+    parser.add_argument(
+        "--goodput", type=float, default=0.0, help="the least share of undisturbed speed"
+    )
     parser.add_argument("--tcp", action="store_true", help="no ipc between the workers")
     parser.add_argument("--curve-dir", default="", help="keys made by pccl keys")
     return parser

@@ -1,13 +1,19 @@
-"""Reads what the workers of a stress run have written down, and says which rules were broken.
+"""Reads the diaries of a stress run, and says which rules were broken.
 
     python stress/checker.py DIRECTORY [--bound SECONDS]
 
-It knows nothing of the library, and of the run only the diaries (diary.py). The rules: outcomes are
-the same for all who stay; a sum has each contribution of those who were in it once; the shared
-state of a revision is the same everywhere, and what all steps before make of it, so that none was
-lost or done twice; revisions never go back, and the state begins anew only when all who held it are
-gone; no call takes too long, unless its caller was frozen; nobody is dropped without a
-reason; nobody grows. The exit code is 1 if any rule was broken.
+It knows only the diaries (diary.py), and nothing of the library. The rules:
+
+- A collective has the same outcome on all workers that stay.
+- A sum contains the contribution of each of its members once.
+- The shared state of a revision is the same everywhere. It is what the steps before it make, so no
+  step was lost or done twice.
+- Revisions never go back. The state begins anew only when all that held it are gone.
+- No call takes too long, unless its caller was frozen.
+- No worker is dropped without a reason.
+- No process holds ever more memory, threads or descriptors.
+
+The exit code is 1 if any rule was broken.
 """
 
 from __future__ import annotations
@@ -44,9 +50,9 @@ from diary import (
 
 KILLS = {"kill", "kill-all-but-one"}
 CUTS = {"cut", "cut-out", "cut-in", "reset"}
-STOPPING = KILLS | CUTS | {"freeze", "restart-master", "reset-link"}  # for which all must wait
-DROPPING = CUTS | {"freeze", "no-descriptors"}  # for which a worker may be dropped
-ENDING = {"reset-link"}  # for which a worker may leave the run, and join again
+STOPPING = KILLS | CUTS | {"freeze", "restart-master", "reset-link"}  # faults that make all wait
+DROPPING = CUTS | {"freeze", "no-descriptors"}  # faults after which a worker may be dropped
+ENDING = {"reset-link"}  # faults after which a worker may join again
 SLEEPS = {"freeze": "end of freeze"}  # a worker's time stands still, until
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
 VIOLATIONS_SHOWN = 20
@@ -107,8 +113,8 @@ class Eras:
         self._excuses = _times([fault for fault in faults if fault.what in {*fatal, *dropping}])
 
     def tell_apart(self, members: Sequence[Member]) -> Iterator[str]:
-        """Gives each member its era. Yields, for each that began before the last one was over, who
-        still held that."""
+        """Gives each member its era. Yields a violation for each era that began while a member
+        still held the state of the one before."""
         groups: defaultdict[int, list[Member]] = defaultdict(list)
         for member in members:
             groups[member.group].append(member)
@@ -134,16 +140,15 @@ class Eras:
     def _begins_anew(self, begin: Begin, end: End, era: _Era) -> bool:
         """Whether this first sync of a member cannot be part of the era.
 
-        Nobody reaches a revision before all have begun to synchronize the one before. And who
-        begins when all holders are gone can have received nothing from them.
+        A revision is reached only when all have begun to synchronize the one before. And a member
+        that begins when all holders are gone cannot have received their state.
         """
         later = [at_s for revision, at_s in era.reached.items() if revision > end.revision]
         gone = [self._gone(one, begin.at_s, self._deaths) for one in era.holders]
         return any(at_s < begin.at_s for at_s in later) or (bool(gone) and all(gone))
 
     def _holder(self, era: _Era, at_s: float) -> str:
-        """Who holds the state at a moment, and nothing has happened that could have ended that;
-        empty: nobody."""
+        """A member that surely holds the state at that time, in words; empty if there is none."""
         for one in era.holders:
             went_on = any(begin.at_s > at_s for begin, _ in one.syncs)
             if went_on or not self._gone(one, at_s, self._excuses):
@@ -153,13 +158,13 @@ class Eras:
 
     @staticmethod
     def _gone(member: Member, at_s: float, times: Times) -> bool:
-        """Whether a membership was over at a moment, by what is said there of its worker."""
+        """Whether a membership was over at that time; one of `times` of its worker may end it."""
         ends = [end_s for end_s in times[member.worker] if end_s >= member.since_s]
         return min([member.over_s, *ends]) <= at_s
 
 
 def _times(faults: Sequence[Fault]) -> Times:
-    """When they befell each worker."""
+    """The times of the faults, by worker."""
     times: Times = defaultdict(list)
     for fault in faults:
         times[fault.worker].append(fault.at_s)
@@ -171,14 +176,14 @@ def _times(faults: Sequence[Fault]) -> Times:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is demanded.
+    """What the checker demands.
 
     Attributes:
-        expected: the digest of the shared state of a group and revision; None, or none of a group:
-            any, but the same for all.
+        expected: gives the digest of the shared state of a group and revision. Without it, or if it
+            gives None, any digest is right that all workers share.
         bound_s: the longest time that a call may take.
         goodput_min: the least share of undisturbed speed.
-        ending: what may end a worker, beside a kill.
+        ending: faults that may end a worker, besides a kill.
     """
 
     expected: Callable[[int, int], str | None] | None = None
@@ -467,7 +472,7 @@ class Checker:
                 self._broken(f"{where}: worker {call.worker}'s result is not the same all over")
 
     def _check_restored(self, key: tuple[int, ...], calls: list[Call]) -> None:
-        """Who was told that it failed has what it gave."""
+        """A worker that was told of a failure has its own contribution back."""
         for call in calls:
             begin, end = call.begin, call.end
             if end is None or end.outcome == "done":
@@ -481,7 +486,7 @@ class Checker:
     # ---- speed ----
 
     def _measure(self) -> None:
-        """How fast it was, beside what it would have been without faults."""
+        """Measures the speed, as a share of that without faults, and the recoveries."""
         reached: dict[tuple[int, ...], float] = {}
         for life in self._lives.values():
             for call in life.calls:

@@ -1,4 +1,4 @@
-"""What the workers of a stress run write down, and the one who disturbs them: JSON lines.
+"""The diaries of a stress run, one of each worker and one of the director: JSON lines.
 
 Each worker has a file of its own, which it writes without a buffer: what it has written stays when
 it is killed. All times are of the machine's monotonic clock.
@@ -31,14 +31,14 @@ DIRECTOR = "director.jsonl"
 
 
 class Joined(Struct, frozen=True, tag="joined"):
-    """It is in the run, for the first time or again."""
+    """The worker is in the run, for the first time or again."""
 
     at_s: float
     group: int = 0
 
 
 class Begin(Struct, frozen=True, tag="begin"):
-    """It enters a call."""
+    """The worker enters a call."""
 
     at_s: float
     what: str  # "sync", which ends with a shared state; "reduce"; or another call
@@ -59,8 +59,8 @@ class End(Struct, frozen=True, tag="end"):
         digest: of the shared state after a "sync"; of the whole buffer after a "reduce".
         sum: the words at the start of that buffer.
         world: how many peers the group had.
-        tag: as of its beginning.
-        what: likewise.
+        tag: that of its Begin.
+        what: that of its Begin.
     """
 
     at_s: float
@@ -74,7 +74,7 @@ class End(Struct, frozen=True, tag="end"):
 
 
 class Size(Struct, frozen=True, tag="size"):
-    """What its process holds."""
+    """What the worker's process holds."""
 
     at_s: float
     descriptors: int
@@ -83,7 +83,7 @@ class Size(Struct, frozen=True, tag="size"):
 
 
 class Out(Struct, frozen=True, tag="out"):
-    """Its membership has ended: "left", "dropped", "cut off" by a fault, or "failed"."""
+    """The worker's membership has ended: "left", "dropped", "cut off" by a fault, or "failed"."""
 
     at_s: float
     how: str
@@ -118,23 +118,8 @@ class Diary:
     def close(self) -> None:
         os.close(self._file)
 
-
-class Notes:
-    """The diary of a worker, which knows who writes.
-
-    Args:
-        number: of the worker.
-        directory: of all diaries.
-    """
-
-    def __init__(self, number: int, directory: Path) -> None:
-        self._diary = Diary(path_of(directory, number))
-
-    def write(self, entry: Entry) -> None:
-        self._diary.write(entry)
-
     def size(self) -> None:
-        """Notes what this process holds; where the system tells."""
+        """Writes what this process holds, if the system says so."""
         if (found := held(os.getpid())) is not None:
             self.write(Size(now(), found[0], threading.active_count(), found[2]))
 
@@ -171,7 +156,7 @@ def contribution(worker: int) -> Words:
 
 
 def contributors(total: Words) -> dict[int, int]:
-    """Who has contributed to a sum, by the number modulo WORKERS, and how often."""
+    """How often each worker, by its number modulo WORKERS, has contributed to a sum."""
     return {
         index * DIGITS + digit: count
         for index, word in total

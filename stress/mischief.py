@@ -79,7 +79,7 @@ class Mischief:
     # ---- children ----
 
     def _fork_worker(self) -> None:
-        """As a data loader does."""
+        """Forks by multiprocessing, as a data loader does."""
         worker = get_context("fork").Process(target=end_with_parent)
         worker.start()
         worker.join(CHILD_S)
@@ -88,7 +88,7 @@ class Mischief:
             self._fault("a worker made by multiprocessing's fork does not end")
 
     def _fork(self, what: str) -> None:
-        ends, alive = os.pipe()  # what the child has of it closes when it ends
+        ends, alive = os.pipe()  # the child's copy closes when the child ends
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -148,7 +148,7 @@ def connections(master_port: int) -> list[tuple[int, str]]:
 
 
 def _twin(fd: int) -> socket.socket:
-    """The socket of a descriptor that somebody else owns.
+    """The socket of a descriptor that belongs to other code.
 
     Raises:
         OSError: there is none.
@@ -178,7 +178,7 @@ def _kind(twin: socket.socket, master_port: int, listened: set[int]) -> str:
 
 
 def reset(fd: int, abruptly: bool) -> None:
-    """Ends a connection of somebody else's: by an RST, which loses what is under way, or a FIN."""
+    """Ends a connection of other code: by an RST, which loses data in flight, or by a FIN."""
     with suppress(OSError), _twin(fd) as twin:  # it may be closed just now
         if abruptly and twin.family != socket.AF_UNIX:
             nowhere = ctypes.create_string_buffer(AF_UNSPEC.to_bytes(2, sys.byteorder), 16)

@@ -128,7 +128,7 @@ class Results(unittest.TestResult):
 
 
 def compare(files: list[Path]) -> int:
-    """Prints the table; the number of differences that nobody has explained."""
+    """Prints the table; the number of unexplained failures."""
     by_backend = {file.stem.removeprefix("torch_"): json.loads(file.read_text()) for file in files}
     print("| backend | passed | skipped | failed |\n| --- | --- | --- | --- |")
     for backend, found in by_backend.items():

@@ -1,8 +1,8 @@
 """A worker of a stress run: one process, which `python -m stress` starts.
 
-It joins the run of PCCL_MASTER, trains as one of PROGRAMS does until its stdin says "leave" or
-ends, and does to itself what its stdin says else (mischief.py). The results of programs are known:
-each writes down what it does (diary.py), for checker.py.
+It joins the run of PCCL_MASTER, and runs one of PROGRAMS until its stdin says "leave" or ends. Any
+other line on stdin names a fault that it inflicts on itself (mischief.py). It writes what it does
+into a diary (diary.py), which checker.py reads.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy as np
 
 import pccl
 
-REPEATS = 1, 700  # of a contribution: by way of the master, and around the ring; or more
-REPEATED = 64  # elements of the state for each
+REPEATS = 1, 700  # of a contribution: small enough for the master; large enough for the ring
+REPEATED = 64  # or as many repeats as the state has times this many elements
 TAGS = 4  # collectives of `overlap` that are under way at once
 SIZES_EVERY = 50  # revisions
 COMPUTE_S = 0.002
@@ -47,12 +47,12 @@ def gradient_of(revision: int, size: int) -> np.ndarray:
 
 
 class Membership:
-    """What a program has: a communicator, its worker's diary, and what it is told."""
+    """What a program is given: a communicator, its worker's diary, and settings."""
 
     def __init__(
         self,
         comm: pccl.Communicator,  # is connected
-        notes: diary.Notes,  # its worker's diary
+        notes: diary.Diary,  # its worker's
         number: int,  # of its worker
         elements: int,  # of the state
         optimize: bool,  # whether all measure links after each admission
@@ -66,13 +66,13 @@ class Membership:
         self._optimize = optimize
 
     def admit(self) -> None:
-        """Lets in who waits."""
+        """Admits newcomers."""
         if self.comm.are_peers_pending():
             self.comm.update_topology()
             self.optimize()
 
     def optimize(self) -> None:
-        """Measures links, as all do who were here at an admission, and those admitted."""
+        """Measures links, which all members do after an admission, newcomers included."""
         world = self.comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE)
         if not self._optimize or world < 2:
             return
@@ -213,7 +213,7 @@ class Sums:
 
 
 class Overlap(Loop):
-    """Several collectives at once, of which each peer awaits another one first."""
+    """Several collectives at once, which each peer awaits in another order."""
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
@@ -332,22 +332,22 @@ PROGRAMS: dict[str, Program] = {
     **{f"diloco-{mode}": lambda m, mode=mode: DiLoCo(m, mode) for mode in MODES},
     "ddp": DataParallel,
 }
-KNOWN = ("loop", "overlap")  # whose shared state is known, and who measure links
+KNOWN = ("loop", "overlap")  # programs whose shared state is known, and that measure links
 
 
 class Worker:
-    """Joins, and joins again where that is its right."""
+    """Joins, and joins again if it was dropped after it had cut its own link."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._notes = diary.Notes(args.number, args.diary)
+        self._notes = diary.Diary(diary.path_of(args.diary, args.number))
         self._ending = threading.Event()
         port = int(os.environ["PCCL_MASTER"].rpartition(":")[2])
         self._mischief = mischief.Mischief(port, self._fail)
         threading.Thread(target=self._obey, daemon=True).start()
 
     def live(self) -> int:
-        """Until it is told to leave, or is dropped; the exit code."""
+        """Runs until it is told to leave, or is dropped; the exit code."""
         try:
             while self._belong() and not self._ending.is_set():
                 pass
@@ -361,7 +361,7 @@ class Worker:
 
     def _obey(self) -> None:
         rest = b""
-        while data := os.read(0, 4096):  # sys.stdin has a lock that would be in the way at the end
+        while data := os.read(0, 4096):  # not sys.stdin, whose lock could block the exit
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if line == b"leave":
@@ -371,7 +371,7 @@ class Worker:
         self._ending.set()
 
     def _belong(self) -> bool:
-        """One membership; whether another one should follow."""
+        """Runs one membership; True if it should join again."""
         args = self._args
         comm = pccl.Communicator(os.environ["PCCL_MASTER"], args.group)
         try:

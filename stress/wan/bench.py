@@ -3,10 +3,10 @@
     python stress/wan/bench.py --mbit 1000 --rtt-ms 100 -- all_reduce -b 64M -e 64M --quantize int8
     python stress/wan/bench.py --peers 4 -- ddp --wire int8 -n 10
 
-Each peer is a host, and the master is one that is as far from all of them as they are from each
-other. Of an all-reduce the time is also given as a multiple of the bound: bytes / rate and 2 round
-trips. `--scale 4` is for machines whose processors do not keep up with 1 Gbit/s: a quarter of the
-rate, of the buffers and of the windows that losses allow; give a quarter of the bytes, too.
+Each peer has its own host, and so has the master; all hosts are equally far from each other. The
+time of an all-reduce is also given as a multiple of the minimum: bytes / rate + 2 round trips.
+`--scale 4` is for machines whose processors do not keep up with 1 Gbit/s: it divides the rate, the
+buffers and the windows that losses allow by four. Give a quarter of the bytes, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
             for row in json.loads(results.read_text(encoding="utf-8"))["results"]:
                 bound_s = link.bound_s(row["size"])
                 share = row["in_place"]["time"] * 1e-6 / bound_s
-                print(f"# {row['size']} bytes: {share:.2f} times the bound, {bound_s:.3f} s")
+                print(f"# {row['size']} bytes: {share:.2f} times the minimum, {bound_s:.3f} s")
     return min(1, failed)
 
 

@@ -26,7 +26,7 @@ _names = itertools.count()
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between any two hosts.
+    """The link between any two hosts.
 
     Attributes:
         mbit: rate of each direction, Mbit/s.
@@ -68,7 +68,7 @@ class Link:
 
 
 class Network:
-    """Hosts that stand.
+    """Running hosts.
 
     Args:
         spaces: the network namespaces of all hosts.
@@ -101,7 +101,7 @@ def reports(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) ->
 
 
 def kind() -> str:
-    """What carries the packets here."""
+    """The emulator that is used here."""
     return "wanem" if importlib.util.find_spec("wanem") else "netem"
 
 

@@ -2,10 +2,10 @@
 
     python stress/wan/state.py [--bytes 268435456] [--iterations 3] [--cases 0 1 2]
 
-Each holder's link has a rate of its own, the newcomer's none that matters. The bound is the bytes
-over the sum of these rates. Every iteration is a run of its own, with new processes: connections
-are cold, as a newcomer's are. Time is that of `sync_shared_state` on the newcomer, hashing of what
-it has included.
+The links of the holders limit the rate; the newcomer's own link is faster. The minimum is the bytes
+over the sum of the holders' rates. Each iteration is a new run with new processes, so connections
+are as cold as a newcomer's. The time is that of `sync_shared_state` on the newcomer, including the
+hashing of its own content.
 """
 
 from __future__ import annotations
