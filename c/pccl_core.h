@@ -432,12 +432,6 @@ typedef struct pccl_zmq {
     void (*atomic_counter_destroy)(void **counter);
 } pccl_zmq;
 
-/* Sends a message of one frame without waiting, and sets *sent to 1 once it is sent: so a caller
- * that an exception interrupts right after this call can tell. Returns 1 if the socket has messages
- * to receive (this call has consumed their notification), 0 if not, or a negative error. */
-int pccl_send_now(const pccl_zmq *table, void *socket, const void *data, size_t size,
-                  int32_t *sent);
-
 /* For a table without libzmq: fills in the msg_ and atomic_counter_ members, except msg_send and
  * msg_recv. Their messages are plain blocks of memory, without properties. Only one thread at a
  * time may use them. */
@@ -469,10 +463,12 @@ int pccl_mail_take_from(const pccl_zmq *zmq, void *router, pccl_mail *mail);
 /* Releases the messages. */
 void pccl_mail_drop(const pccl_zmq *zmq, pccl_mail *mail);
 
-/* Sends a copy of these bytes without waiting. Returns 1 if the socket has messages to receive
- * (this call has consumed their notification), 0 if not, or a negative errno, as -EAGAIN if there
- * is no room. */
-int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size);
+/* Sends a copy of these bytes as a message of one frame, without waiting. If `sent` is not NULL,
+ * sets *sent to whether the message was sent: so a caller that an exception interrupts right after
+ * this call can tell. Returns 1 if the socket has messages to receive (this call has consumed their
+ * notification), 0 if not, or a negative errno, such as -EAGAIN if there is no room. */
+int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size,
+                   int32_t *sent);
 
 /* Sends them to one of the connections of a ROUTER. Returns 0 or a negative errno. */
 int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,

@@ -13,6 +13,7 @@ int main(void)
     pccl_mail mail = {0};
     char text[8] = "message";
     void *ctx, *pull, *push;
+    int32_t sent;
     int i;
     fake_reset(1);
     ctx = zmq->ctx_new();
@@ -45,8 +46,9 @@ int main(void)
     CHECK(pccl_mail_take_from(zmq, pull, &mail) == 1 && mail.size[1] == 1);
     CHECK(pccl_mail_take_from(zmq, pull, &mail) == 0 && mail.n == 0);
     CHECK(zmq->connect(push, endpoint) == 0);
-    while (pccl_mail_send(zmq, push, text, sizeof text) == -EAGAIN)
-        CHECK(fake_tick());
+    while (pccl_mail_send(zmq, push, text, sizeof text, &sent) == -EAGAIN)
+        CHECK(!sent && fake_tick());
+    CHECK(sent);
     while (pccl_mail_take(zmq, pull, &mail, PCCL_MAIL_MAX) == 0)
         CHECK(fake_tick());
     CHECK(mail.size[0] == sizeof text && memcmp(mail.data[0], text, sizeof text) == 0);

@@ -1,4 +1,5 @@
-/* mail.c - see pccl_core.h: receives all waiting messages in one call, and sends messages. */
+/* mail.c - see pccl_core.h: receives all waiting messages in one call, and sends messages without
+ * waiting. */
 #include "pccl_core.h"
 
 #include <errno.h>
@@ -67,18 +68,26 @@ static int send_frame(const pccl_zmq *zmq, void *socket, pccl_msg *frame, int fl
     return 0;
 }
 
-int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size)
+int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size,
+                   int32_t *sent)
 {
     pccl_msg message;
     int error, events = 0;
     size_t width = sizeof events;
+    if (sent != NULL)
+        *sent = 0;
     if (zmq->msg_init_size(&message, size) < 0)
         return -ENOMEM;
-    memcpy(zmq->msg_data(&message), data, size);
+    if (size > 0)
+        memcpy(zmq->msg_data(&message), data, size);
     error = send_frame(zmq, socket, &message, ZMQ_DONTWAIT);
-    if (error == 0 && zmq->getsockopt(socket, ZMQ_EVENTS, &events, &width) < 0)
-        error = -zmq->errno_();
-    return error < 0 ? error : (events & ZMQ_POLLIN) != 0;
+    if (error < 0)
+        return error;
+    if (sent != NULL)
+        *sent = 1;
+    if (zmq->getsockopt(socket, ZMQ_EVENTS, &events, &width) < 0)
+        return -zmq->errno_();
+    return (events & ZMQ_POLLIN) != 0;
 }
 
 int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,

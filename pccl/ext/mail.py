@@ -59,7 +59,8 @@ class Mail:
         self._mail = _memory()
         take = _locked("pccl_mail_take", socket, ctypes.c_void_p, ctypes.c_uint32)
         self._receive = partial(take, _address(self._mail), lib.PCCL_MAIL_MAX)
-        self._send = _locked("pccl_mail_send", socket, ctypes.c_char_p, ctypes.c_size_t)
+        bytes_ = (ctypes.c_char_p, ctypes.c_size_t)
+        self._send = _locked("pccl_mail_send", socket, *bytes_, ctypes.c_void_p)
 
     def _check_open(self) -> None:
         """Checks that the socket is open: C has only its address, which may be reused."""
@@ -77,7 +78,7 @@ class Mail:
             self._socket.send(data, zmq.DONTWAIT)
             return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
         self._check_open()
-        waiting = self._send(data, len(data))
+        waiting = self._send(data, len(data), None)
         _check(waiting)
         return waiting > 0
 

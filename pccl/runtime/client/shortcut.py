@@ -41,4 +41,4 @@ class Shortcut:
         if backend.name != "libzmq":  # the other backend calls back into Python
             return False
         table, socket = backend.table, ffi.cast("void *", dealer.socket.underlying)
-        return bool(lib.pccl_send_now(table, socket, vote, len(vote), self._sent) == 0)
+        return bool(lib.pccl_mail_send(table, socket, vote, len(vote), self._sent) == 0)
