@@ -1,15 +1,15 @@
 """Decides whether peers can reach each other, and how. Pure functions.
 
-A newcomer says at which hosts others may reach it, or that it cannot be reached. Then (it is
-`outgoing`: behind NAT) it connects to others, and they do not connect to it: a stream to it has a
-rendezvous point, at its sender, to which it connects on the master's word. If the sender cannot be
-reached either, the two are *apart*. They can meet at a third peer only, which relays if its
-operator wants that.
+A newcomer says at which hosts others may reach it, or that it cannot be reached (it is `outgoing`:
+behind NAT). An outgoing peer connects to others, but they do not connect to it. A stream to it
+needs a rendezvous point at its sender, and the master tells the outgoing peer to connect there. If
+the sender is outgoing too, the two are *apart*: they can only meet at a third peer, which relays if
+its operator has enabled that.
 
 The master dials a newcomer once, at the hosts that others would use. If it reaches the newcomer,
-they most likely can. If not, that proves nothing about peers on the same machine, which need no
-network, or about an address in a private network that the master may not belong to. In these cases
-the newcomer is admitted with a warning; if its neighbours cannot reach it either, it is dropped.
+others most likely can. If it does not, peers on the same machine may still reach the newcomer
+without a network, and peers in a private network that the master is not part of. In these cases the
+newcomer is admitted with a warning; if its neighbours cannot reach it either, it is dropped.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def rendezvous(
     """The messages that follow when a sender asks its receiver to connect, by recipient.
 
     Args:
-        sender: it asks.
-        receiver: of its stream.
-        request: what it asks.
+        sender: the peer that asks.
+        receiver: the receiver of its stream.
+        request: the sender's message.
         relays: the peers that relay.
     """
     token, lanes, port = request.token, request.lanes, request.port
     if not receiver.outgoing:
-        return []  # it goes nowhere on the word of a peer that could come itself
+        return []  # the sender can connect to it
     if port:
         return [
             (
@@ -114,13 +114,14 @@ def _behind_one(one: m.PeerInfo, other: m.PeerInfo) -> bool:
 
 
 def concluded(answers: Mapping[str, str | None]) -> str | None:
-    """Combines the results of dials to all hosts of a peer into one: "" where it was reached, else
-    why not; None: unknown.
+    """Combines the results of dials to all hosts of a peer: "" if it was reached, or why not.
+
+    None: it is unknown. Other peers may reach a host that the master did not dial, if that is the
+    first one or an address that means the same machine everywhere (for example an IPv6 address,
+    when the master has no IPv6).
 
     Args:
-        answers: by host, "" where it has reached the peer, else why not; None: no dial was made.
-            Without one to the first host, or to an address that is the same for all (IPv6, of which
-            the master may have none), others may reach what the master does not.
+        answers: for each host, "" if the peer was reached there, or why not; None: not dialled.
     """
     first = next(iter(answers))
     if "" in answers.values():
@@ -164,12 +165,12 @@ def _kind(host: str) -> int:
         return 0
 
 
-# What to do about two of these.
+# The remedy for two peers that are `foreign`.
 BRIDGE = (
     "one has IPv4 alone and the other IPv6 alone: give one of them an address of the other kind, "
     "or connect both by a VPN"
 )
-# What to do about a peer that reaches no other.
+# The remedy for a peer that reaches no other peer.
 EGRESS = (
     "let its connections out through the firewall, to the ports of the other peers; to the master "
     "alone is not enough"

@@ -13,7 +13,7 @@ from pccl.protocol import reach
 from pccl.protocol.messages import PeerInfo, Ring, Spec
 from pccl.protocol.topology import EXACT_MAX, Hop, exact, hops
 
-ALIGNMENT = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl_core.h)
+ALIGNMENT = 64  # elements; shares, segments and chunks begin at its multiples (c/pccl_core.h)
 BARRED = 1 << 20  # the cost of a hop that must be avoided at any price
 COSTLY_MAX = 4  # costly hops improved at the same time
 
@@ -44,12 +44,12 @@ class RingPlace:
 
 
 def checksum(order: Sequence[int]) -> int:
-    """Of the order of a ring's peers, from which ranks follow; never 0."""
+    """A checksum of the order of a ring's peers, from which the ranks follow; never 0."""
     return zlib.crc32(" ".join(map(str, order)).encode()) or 1
 
 
 def free(hop: Hop) -> int:
-    """The cost of hops if there is nothing against any of them."""
+    """The cost of a hop if no hop is to be avoided."""
     return 0
 
 
@@ -91,10 +91,10 @@ def _spread(
 
     Args:
         order: of a ring.
-        outgoing: those peers to which nobody can connect.
-        barred: whether a hop is between two of these that are apart.
+        outgoing: the peers that others cannot connect to.
+        barred: whether a hop is between two outgoing peers that are apart.
     """
-    blocks: list[list[int]] = []  # of outgoing peers of a machine; the others, each by itself
+    blocks: list[list[int]] = []  # outgoing peers of one machine, or one other peer
     for number in order:
         before = blocks[-1][-1] if blocks else -1
         if number in outgoing and before in outgoing and not barred((before, number)):
@@ -181,9 +181,9 @@ def successors(rings: Sequence[Ring], number: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)  # the same work comes again and again
 def span(work: Spec) -> int:
-    """The offsets of a collective's data: its tensors one after the other, in whole blocks.
+    """The number of offsets of a collective's data: its tensors in sequence, in whole blocks.
 
-    If members give different numbers of rows, the offsets of the one that gives the most.
+    If members send different numbers of rows, it is that of the member that sends the most.
     """
     counts = [part.count for part in work.parts] or [work.count]
     rows = max(work.rows, default=1)

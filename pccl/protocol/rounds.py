@@ -5,14 +5,14 @@ the run, or those of one group. A peer votes by entering the call. When all memb
 round commits; when a member disappears the rest decide without it. A peer waits in a round from its
 vote until the round ends.
 
-Some rounds exclude each other: a peer in an exclusive call cannot enter another call before that
-returns, so if two peers of one scope wait in two such rounds, neither round can ever complete.
+Some rounds exclude each other: a peer in an exclusive call cannot enter another call before it
+returns. So if two peers of one scope wait in two such rounds, neither round can ever complete.
 Other calls may run at the same time, because a peer may have several threads; a peer with a single
 thread says that it is *stuck* in such a call. Two peers of one group that are stuck in two rounds
 can never meet either.
 
-It is enough to consider pairs of rounds: an awaited peer that can never come is stuck in another
-round, which belongs to the same group, or to the whole run like the first.
+It is enough to consider pairs of rounds: a peer that can never enter a round is stuck in another
+one, and that belongs to the same group, or to the whole run like the first.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 OPEN_MAX = 4096  # rounds and collectives of one peer at the same time
-HELD_MAX = 128 << 20  # bytes, about, of one peer's waiting votes
-GRACE_MAX_S = 4_000_000  # which fit into 32 bits as milliseconds
+HELD_MAX = 128 << 20  # approximate bytes of one peer's waiting votes
+GRACE_MAX_S = 4_000_000  # fits into 32 bits as milliseconds
 
 
 class Kind(StrEnum):
@@ -77,7 +77,7 @@ RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.FINISH, Kind.PENDING, Kind.OPTIMIZE))
 
 
 class RoundId(NamedTuple):
-    """Kind, group (None: the whole run), tag for collectives, and who sends to whom in a PAIR."""
+    """Kind, group (None: the whole run), tag of a collective; sender and receiver of a PAIR."""
 
     kind: Kind
     group: int | None
@@ -90,9 +90,9 @@ PENDING = RoundId(Kind.PENDING, None)
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """How long a voter waits for others, once `enough` of its group have entered with a grace.
+    """How long a voter waits for the rest, once `enough` of its group have entered with a grace.
 
-    At most GRACE_MAX_S.
+    `seconds` is at most GRACE_MAX_S.
     """
 
     enough: int
@@ -101,7 +101,7 @@ class Grace:
 
 @dataclass(frozen=True, slots=True)
 class Vote(Generic[T]):
-    """A peer's vote: the number of its call, what it asks for, and the data it brings.
+    """A peer's vote: the number of its call, what it asks for, and its data.
 
     `since_s` is only for the status of the run; no decision depends on it.
     """
@@ -111,7 +111,7 @@ class Vote(Generic[T]):
     data: bytes | None = None
     stuck: bool = False
     rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # for each rank, and from each
-    held: int = 0  # bytes, about, that it takes in memory
+    held: int = 0  # approximate bytes that it takes in memory
     since_s: float = 0.0  # when it was cast
     grace: Grace | None = None  # None: its caller waits for all
 
@@ -141,7 +141,7 @@ class Round(Generic[T]):
 
 
 def described(round_id: RoundId, payload: object, peer: int) -> str:
-    """A peer's call that asks for this in a round, in words."""
+    """A peer's call in a round, in words; `payload` is what it asks for."""
     if round_id.pair is not None:
         return paired(str(payload), round_id.pair, peer, round_id.tag)
     if round_id.kind is Kind.START:
@@ -150,7 +150,7 @@ def described(round_id: RoundId, payload: object, peer: int) -> str:
 
 
 def paired(send: str, pair: tuple[int, int], peer: int, tag: int | None) -> str:
-    """A send, in words, as one of its two peers calls it."""
+    """A send or recv, in words, as one of its two peers has called it."""
     giver, taker = pair
     if peer == giver:
         return f"{send} to peer {taker} with tag {tag}"
@@ -173,7 +173,7 @@ class _Voter:
 
 
 def _add(counts: dict[K, int], key: K, change: int) -> None:
-    """Changes a count; there are none of 0. A Counter calls Python for each key it lacks."""
+    """Changes a count, and removes it at 0. (A Counter runs Python code for each missing key.)"""
     count = counts.get(key, 0) + change
     if count:
         counts[key] = count
@@ -213,11 +213,11 @@ class OpenRounds:
         return self._voters[peer].rounds if peer in self._voters else {}
 
     def held(self, peer: int) -> int:
-        """The bytes, about, that a peer's waiting votes take."""
+        """The approximate bytes that a peer's waiting votes take."""
         return self._voters[peer].held if peer in self._voters else 0
 
     def too_much(self, peer: int, vote: Vote[object], running: int) -> str:
-        """Why one more vote is too much for a peer with that many collectives; empty if not."""
+        """Why a peer with `running` collectives may not vote once more; empty if it may."""
         if len(self.of(peer)) + running >= OPEN_MAX:
             return f"{OPEN_MAX} calls wait already"
         if self.held(peer) + vote.held > HELD_MAX:
@@ -272,10 +272,10 @@ class OpenRounds:
             self._forget(peer, round_)
 
     def in_the_way(self, peer: int, mine: Round[object]) -> Iterator[Round[object]]:
-        """Open rounds with a voter that will never come to `mine`, nor `peer` there.
+        """Open rounds with a voter that will never enter `mine`, and that `peer` will never enter.
 
-        `peer` has just entered `mine`. Both rounds are of all peers, or all of a group: of those in
-        PAIRs, each waits for one peer only (see `deadlock` in master/voting.py).
+        `peer` has just entered `mine`. Both rounds are of all peers, or of all peers of a group. In
+        a PAIR a peer waits for one peer only (see `deadlock` in master/voting.py).
         """
         if mine.id.kind is Kind.PAIR:
             return

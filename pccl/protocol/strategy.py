@@ -1,10 +1,9 @@
-"""How a collective travels: the one place that decides it, for C and Python to carry out.
+"""Chooses how the data of a collective travels; C and Python carry it out.
 
-`choose` is a pure function of what is asked for (the spec, which the votes compare), of what is
-known of the group, and of this peer's settings. What all members must do alike follows from the
-spec and the plan, which they know alike; the size of chunks and of steps concerns their sender
-alone. `pccl bench --explain` prints what is chosen, and docs/internals/architecture.md has a table
-of it.
+`choose` is a pure function of the spec (which the votes compare), the group, and this peer's
+settings. Choices that all members must make in the same way follow from the spec and the plan,
+which are the same on all members; the sizes of chunks and steps matter to their sender only. `pccl
+bench --explain` prints the choice, and docs/internals/architecture.md has a table.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from pccl.types import DataType, ReduceOp
 
 KIB, MIB = 1 << 10, 1 << 20
 
-INLINE_ALWAYS_BYTES = 64 * KIB  # of a contribution, however many members there are
+INLINE_ALWAYS_BYTES = 64 * KIB  # of a contribution, for any number of members
 INLINE_TOTAL_BYTES = 512 * KIB  # of all contributions, which the master handles one by one
-# Elements that two members on one machine send each other without a ring: of more, the additional
-# work of the processors costs more time than the second hop.
+# Elements up to which two members on one machine send each other everything. With more elements the
+# additional work of the processors takes longer than the second hop of a ring.
 ONE_SHOT_LOCAL_MAX = 1 << 18
-# Elements of a step, in whole alignment blocks: 4 MiB of float32. More than travel with a vote,
-# which may be sent when the first step is on the host.
+# Elements of a step, in whole alignment blocks: 4 MiB of float32. It exceeds any contribution that
+# travels with a vote, because the vote may be sent when the first step is on the host.
 STEP = 1 << 20
 TRANSFER_BYTES = 4 * MIB  # a transfer of state uses the chunks of a segment of this size
 
@@ -46,14 +45,14 @@ _INTEGERS = {dtype.value for dtype in DataType if dtype.is_integer}
 
 
 class Algorithm(StrEnum):
-    """The way of a collective's data; the same on all members."""
+    """How the data of a collective travels; the same on all members."""
 
     INLINE = "inline"  # with the votes; the master reduces it
     ONE_SHOT = "one-shot"  # two members send each other everything
     RING = "ring"
-    RINGS = "rings"  # several, each with a share of the data
+    RINGS = "rings"  # several rings, each with a share of the data
     EXCHANGE = "exchange"  # rows, along the ring with the fewest hops
-    PAIR = "pair"  # from one member to another one, on a stream of their own
+    PAIR = "pair"  # from one member to another one, on a separate stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,10 @@ class Settings:
     """The user's settings.
 
     Attributes:
-        inline_bytes: the largest contribution that travels with its vote; None: by the members.
+        inline_bytes: the largest contribution that travels with its vote; None: it depends on the
+            number of members.
         pool_size: connections (lanes) to each neighbour; 0: not set.
-        lanes: the same, to neighbours on other machines.
+        lanes: connections to each neighbour on another machine; 0: not set.
     """
 
     inline_bytes: int | None = None
@@ -79,12 +79,12 @@ class Conditions:
     """One member's knowledge of its group.
 
     Attributes:
-        number: the member's.
-        members: how many there are.
-        rings: of the plan.
-        together: whether all have one host and machine, as all members know alike.
-        local: whether this one reaches all others without a network.
-        settings: this peer's.
+        number: the member's number.
+        members: the number of members.
+        rings: the rings of the plan.
+        together: whether all members have the same host and machine; the same on all members.
+        local: whether this member reaches all others without a network.
+        settings: this peer's settings.
     """
 
     number: int
@@ -96,7 +96,7 @@ class Conditions:
 
     @classmethod
     def of(cls, plan: Plan, number: int, settings: Settings) -> Conditions:
-        """Those of a plan."""
+        """The conditions of collectives under a plan."""
         own = next((info for info in plan.peers if info.peer == number), None)
         together = len({(info.machine, info.host) for info in plan.peers}) < 2
         local = own is None or all(reach.local(own, info) for info in plan.peers)
@@ -108,17 +108,17 @@ class Strategy:
     """How one collective travels.
 
     Attributes:
-        spec: for which the peer votes.
-        nbytes: that are reduced, or gathered, as they go over the wire.
+        spec: the spec in the peer's vote.
+        nbytes: bytes that are reduced, or gathered, as they go over the wire.
         inline: whether the contribution travels with the vote; if so, the rest does not matter.
-        algorithm: if it does not.
+        algorithm: how the data travels otherwise.
         eager: whether members may send before the master has answered their votes, once another
             collective has committed on the same rings.
-        chunk_bytes: of a message.
-        lanes: connections to the next member; 0: by the round trip.
-        step: elements that are copied from and to a device while the others travel; 0: all are
-            copied before, and after.
-        wide: whether sums would not fit the type of the elements: it averages integers.
+        chunk_bytes: the size of a message.
+        lanes: connections to the next member; 0: chosen by the round trip.
+        step: elements that are copied from or to a device while others travel; 0: all are copied
+            before and after the collective.
+        wide: whether integers are averaged, whose sums need a wider type.
     """
 
     spec: Spec
@@ -147,9 +147,9 @@ def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Strategy:
     """How a collective travels.
 
     Args:
-        spec: what is asked for.
+        spec: the spec of the call.
         nbytes: as in `Strategy`.
-        conditions: under which it is.
+        conditions: what this member knows of the group.
     """
     voted, inline = _inline(spec, conditions)
     algorithm = _algorithm(spec, conditions)
@@ -170,10 +170,10 @@ def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Strategy:
 
 
 def _inline(spec: Spec, conditions: Conditions) -> tuple[Spec, bool]:
-    """The spec as a vote has it, and whether the contribution travels with the vote.
+    """The spec for the vote, and whether the contribution travels with the vote.
 
-    Where that depends on the number of members, as far as the size leaves a choice, the vote says
-    the number that the voter knows: so voters who know different ones do not meet, and try again.
+    If that depends on the number of members, the spec has the number that the voter knows. So votes
+    with different numbers do not match, and the voters try again.
     """
     if spec.what not in INLINE or spec.parts:
         return spec, False
@@ -199,9 +199,9 @@ def _algorithm(spec: Spec, conditions: Conditions) -> Algorithm:
 def _is_one_shot(spec: Spec, conditions: Conditions) -> bool:
     """True if two members send each other everything: as many bytes as around a ring, in one hop.
 
-    That costs memory bandwidth, which is the limit on one machine, and saves half a round trip, and
-    another one where one peer is ahead of the other; on one machine, three thread switches on each
-    side. What is quantized is then quantized once, and not once more after it was reduced.
+    This saves half a round trip, and another one if one peer is ahead of the other; on one machine,
+    three thread switches on each side. It needs more memory bandwidth, which is the limit on one
+    machine. Quantized data is then quantized only once, not again after the reduction.
     """
     if conditions.members != 2 or not conditions.rings or spec.what != CollectiveKind.ALL_REDUCE:
         return False
@@ -239,8 +239,10 @@ def chunk_bytes(total: int, members: int, local: bool, quantized: bool) -> int:
 
 
 def lanes(local: bool, settings: Settings) -> int:
-    """Connections to a neighbour: as the user wants, else one on this machine; 0: the engine
-    chooses by the round trip."""
+    """Connections to a neighbour: the user's setting, or one on this machine.
+
+    0: the engine chooses by the round trip.
+    """
     return settings.pool_size or (1 if local else settings.lanes)
 
 

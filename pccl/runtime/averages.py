@@ -20,7 +20,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def widen(given: np.ndarray) -> np.ndarray:
-    """Integers, in the type in which they are summed up."""
+    """The integers in a type that is wide enough for their sums."""
     if given.itemsize < 8:
         return given.astype(np.int32 if given.itemsize < 4 else np.int64)
     halves = np.empty(given.size, HALVES)
@@ -30,7 +30,7 @@ def widen(given: np.ndarray) -> np.ndarray:
 
 
 def code_of(dtype: np.dtype) -> int:
-    """The engine's number of such a type."""
+    """The engine's number of a type that `widen` returns."""
     return DataType.DOUBLE.value + 1 if dtype == HALVES else DataType.from_numpy_dtype(dtype).value
 
 
@@ -44,7 +44,7 @@ def narrow(total: np.ndarray, members: int, dtype: np.dtype) -> np.ndarray:
     if total.dtype != HALVES:
         return _divided(total, members, total < 0).astype(dtype)
     lower, negative = total["lower"], total["upper"] < 0
-    # by hand, 32 bits at a time: the first quotient is the upper half of the mean
+    # Long division, 32 bits at a time: the first quotient is the upper half of the mean.
     over = (total["upper"] << 32) + (lower >> _HALF).astype(np.int64)
     upper, rest = np.divmod(over, members)
     mean = _divided((rest << 32) + (lower & _LOW).astype(np.int64), members, negative)
@@ -58,7 +58,7 @@ def _divided(total: np.ndarray, members: int, negative: np.ndarray) -> np.ndarra
 
 
 def average(parts: Sequence[bytes], dtype: DataType) -> bytes:
-    """The mean of arrays of integers that lie in one place."""
+    """The mean of arrays of integers, given as bytes."""
     kind = dtype.to_numpy_dtype()
     arrays = [np.frombuffer(part, kind) for part in parts]
     if kind.itemsize < 8:

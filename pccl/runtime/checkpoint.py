@@ -27,8 +27,8 @@ from pccl.ext import ffi
 from pccl.runtime.digest import digest
 from pccl.types import DataType
 
-METADATA = "__metadata__"  # the one name that no entry can have
-_HEADER_BYTES_MAX = 100 << 20  # as other readers of the format have it
+METADATA = "__metadata__"  # a name that no entry can have
+_HEADER_BYTES_MAX = 100 << 20  # the limit of other readers of the format
 
 _DTYPES = {
     DataType.UINT8: "U8",

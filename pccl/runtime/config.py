@@ -23,8 +23,8 @@ from pccl.support.text import parse_advertised, parse_ports
 
 log = logging.getLogger("pccl")
 
-WEEK_S = 7 * 24 * 3600  # in milliseconds it still fits an int of libzmq
-# settings that are read elsewhere, or are no numbers
+WEEK_S = 7 * 24 * 3600  # as milliseconds it fits in an int of libzmq
+# Settings that are read elsewhere, or are not numbers.
 _OTHERS = (
     "PCCL_MASTER", "PCCL_NAME", "PCCL_ADVERTISE", "PCCL_PORT_RANGE", "PCCL_CURVE_DIR",
     "PCCL_TRANSPORT", "PCCL_OUTGOING_ONLY", "PCCL_RELAY", "PCCL_LOG_LEVEL", "PCCL_ENGINE",
@@ -62,11 +62,11 @@ class Config:
     """Settings of one peer or master.
 
     Attributes:
-        name: of the peer, for people: at most PEER_NAME_CHARS_MAX characters that can be printed;
-            empty: its host and process, and its LOCAL_RANK, if it has one.
+        name: a name of the peer, for errors and logs: at most PEER_NAME_CHARS_MAX printable
+            characters; empty: its host and process, and its LOCAL_RANK if it has one.
         advertise: the hosts at which other peers reach this one; empty: the address that the master
             sees, and `further_hosts`.
-        ports: a peer listens for bulk data on one of them; empty: on any.
+        ports: a peer listens for bulk data on one of these ports; empty: on any port.
         ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
         heartbeat_ms: heartbeat interval of every connection.
         heartbeat_timeout_ms: heartbeat timeout; a connection that is silent for this time is lost.
@@ -79,7 +79,7 @@ class Config:
         sync_mbits: the most Mbit/s at which a peer sends shared state to others; None: no limit.
         lanes: connections to a neighbour on another machine, unless the Communicator sets
             p2p_connection_pool_size; 0: chosen by the round trip.
-        outgoing: whether nobody can connect to this peer, as behind NAT: it connects to others.
+        outgoing: whether no peer can connect to this one, as behind NAT: it connects to others.
         relay: whether this peer joins streams of others that cannot connect to each other.
         dial_back: whether the master checks that it can reach a peer, by dialling it.
         inline_bytes: the largest all-reduce whose data travels with the votes and is reduced by the
@@ -156,7 +156,7 @@ class Config:
 
 @functools.cache
 def _warn_of_unknown(names: tuple[str, ...]) -> None:
-    """Once for the same names."""
+    """Warns of unknown settings, once for the same names."""
     known = {*_OTHERS, *(found.variable for found in RANGES.values() if found.variable)}
     for name in names:
         if name not in known:
@@ -184,7 +184,7 @@ def _switch(env: Mapping[str, str], name: str) -> bool:
 
 
 def default_name(env: Mapping[str, str] = os.environ) -> str:
-    """The name of a peer to which nobody gives one: its host and process, and its LOCAL_RANK."""
+    """The name of a peer that is given none: its host and process, and its LOCAL_RANK."""
     rank = f"/{env['LOCAL_RANK']}" if env.get("LOCAL_RANK", "").isdecimal() else ""
     own = f":{os.getpid()}{rank}"[:PEER_NAME_CHARS_MAX]
     host = "".join(c if c.isprintable() else "?" for c in socket.gethostname())

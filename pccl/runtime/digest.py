@@ -1,10 +1,10 @@
 """XXH3-128 digests of memory, by leaves.
 
 The digest of n bytes is XXH3-128 over the digests of its leaves of 4 MiB (the last may be
-shorter). So leaves can be hashed in any order and by several threads, and a receiver that knows
-their digests can verify them one by one. xxhash releases the GIL while it hashes, at about the
-speed at which one core can read memory. It detects drift and broken memory; it is not
-cryptographic, and so no defence against malice.
+shorter). So several threads can hash leaves in any order, and a receiver that knows the leaves'
+digests can verify them one by one. xxhash releases the GIL while it hashes, at about the speed at
+which one core can read memory. The digest detects drift and broken memory. It is not cryptographic,
+so it does not protect against attacks.
 """
 
 from __future__ import annotations

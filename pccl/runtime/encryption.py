@@ -1,8 +1,8 @@
-"""CURVE on sockets: encryption, and the authentication of connections for libzmq.
+"""CURVE on sockets: encryption, and the authentication of connections.
 
-libzmq asks by ZAP (ZeroMQ RFC 27), in messages over inproc to a handler in the same context, which
-decides whose keys are allowed. The handler is polled in the thread of its owner's other sockets, so
-no locks are needed.
+For each connection, libzmq sends a request by ZAP (ZeroMQ RFC 27) over inproc to a handler in the
+same context, which decides whether its key is allowed. The handler is polled in the thread of its
+owner's other sockets, so it needs no locks.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Zap:
         """Answers the requests that have arrived.
 
         Args:
-            decide: whether the holder of a public key may connect; None: that is not known yet, and
-                the connection waits for a later call, within the time limit of handshakes.
+            decide: whether the holder of a public key may connect. None: not known yet; the
+                connection waits for a later call, within the time limit of handshakes.
         """
         while self._read() or self._decided(decide):
             pass
 
     def _decided(self, decide: Callable[[str], bool | None]) -> bool:
-        """Replies if the request can be decided. Whether it did."""
+        """Replies to the requests that can be decided. Returns whether there were any."""
         before = len(self._waiting)
         undecided = []
         for request in self._waiting:
@@ -99,7 +99,7 @@ class Zap:
         return len(self._waiting) < before
 
     def _read(self) -> bool:
-        """Reads all requests. Whether there were any."""
+        """Reads all requests. Returns whether there were any."""
         before = len(self._waiting)
         while True:
             try:
@@ -107,7 +107,7 @@ class Zap:
             except zmq.Again:
                 return len(self._waiting) > before
             route, _, _, number, _, address, _, mechanism, *credentials = frames
-            assert mechanism == b"CURVE" and len(credentials) == 1  # its sockets speak nothing else
+            assert mechanism == b"CURVE" and len(credentials) == 1  # its sockets use only CURVE
             key = z85.encode(credentials[0]).decode()
             self._waiting.append(_Request(route, number, address.decode(), key))
 
@@ -117,7 +117,7 @@ class Zap:
         status = (b"200", b"OK") if allowed else (b"400", b"this key is not allowed")
         user = request.key.encode() if allowed else b""
         parts = [request.route, b"", _VERSION, request.number, *status, user, b""]
-        frames = [zmq.Frame(part, copy=True) for part in parts]  # memory for all, or for none
+        frames = [zmq.Frame(part, copy=True) for part in parts]  # allocates all before it sends any
         self.socket.send_multipart(frames, copy=False)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Forked children: disables the parent's peer in them, and closes its sockets there.
 
-A child has its parent's memory and descriptors, but none of its threads, so the parent's peer
-cannot work there. And the kernel closes a connection only when no process has it open: while a
-child kept it open, the death of the parent would go unnoticed, and its port would stay in use.
+A child has its parent's memory and descriptors, but not its threads, so the parent's peer cannot
+work there. The kernel closes a connection only when no process has it open. If a child kept it
+open, the death of the parent would go unnoticed, and the parent's port would stay in use.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def let_go(ports: Collection[int], path: str, others: Collection[Address]) -> No
 
     Args:
         ports: the TCP ports on which the parent listens and accepts connections.
-        path: the same for ipc.
+        path: the ipc socket on which it does.
         others: the addresses to which it has connected.
     """
     if not os.path.isdir(DESCRIPTORS):
         return
     for name in os.listdir(DESCRIPTORS):
-        with contextlib.suppress(OSError):  # it is the directory's own, or not such a socket
+        with contextlib.suppress(OSError):  # the directory's own descriptor, or not such a socket
             descriptor = int(name)
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 found = socket.socket(fileno=descriptor)

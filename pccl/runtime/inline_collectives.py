@@ -14,12 +14,12 @@ KEPT_BYTES = 4 << 20  # the allocator keeps at most twice as much
 
 
 def keep_memory() -> None:
-    """Has the allocator keep what a master frees after each round, for the next one.
+    """Makes the allocator keep the memory that a master frees after each round.
 
-    glibc's gives memory at the top of a heap back to the system as soon as there are 128 KiB of
-    it, and takes large blocks directly from the system, until a program has once freed a large
-    block: then it expects the next one. Without this, each page of the votes, of the result and of
-    the answers would be a page fault in each round, which cost twice as much as all else.
+    By default glibc returns free memory at the top of a heap to the system as soon as it has
+    128 KiB, and takes large blocks directly from the system. That ends when a program has once
+    freed a large block. Otherwise each page of the votes, the result and the answers would be a
+    page fault in each round; these cost twice as much as everything else.
     """
     with contextlib.suppress(MemoryError):
         bytearray(KEPT_BYTES)

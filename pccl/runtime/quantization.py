@@ -24,7 +24,7 @@ def fingerprint(
     """`Work.algorithm` and `Work.quantized` of a collective of `dtype` elements.
 
     Raises:
-        ValueError: it cannot be quantized so; the text says why.
+        ValueError: it cannot be quantized like this; the text says why.
     """
     if options is None or options.algorithm is QuantizationAlgorithm.NONE:
         return 0, 0

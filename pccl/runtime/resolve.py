@@ -1,11 +1,11 @@
 """Resolves host names in separate threads, and finds which of several addresses answers first.
 
-As RFC 8305 recommends, the next address is tried before the one before has failed: an address in a
-network that does not reach this far is silent more often than it refuses. A peer's engine greets
-whoever connects. Whether it is the right peer, only the handshake of a stream shows.
-
 Resolving a name may take half a minute if a name server is silent, and libzmq would do it in the
 thread that moves all data. So sockets connect only to numeric addresses.
+
+As RFC 8305 recommends, the next address is tried before the previous one has failed: an address in
+an unreachable network is more often silent than it refuses connections. A peer's engine greets
+everyone who connects; only the handshake of a stream shows whether it is the right peer.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def first_to_answer(
     """The first address that answers ("": none does), and why others do not, as far as is known.
 
     Args:
-        addresses: numeric ones, in the order in which they are tried.
-        port: of all.
-        limit_s: for everything.
-        greets: whether who listens there is to greet; else a connection is enough.
+        addresses: numeric addresses, in the order in which they are tried.
+        port: the port at all addresses.
+        limit_s: the time limit for all attempts together.
+        greets: whether the listener must send a greeting; otherwise a connection is enough.
     """
     race = _Race(port, greets, min(limits.STAGGER_S, limit_s / (1 + len(addresses))))
     try:
@@ -137,11 +137,11 @@ class Found(NamedTuple):
     why: str = ""
 
 
-_SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"  # with which ZeroMQ's greeting begins
-_SAID_MAX = 40  # bytes that are shown of another service's greeting
+_SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"  # the beginning of ZeroMQ's greeting
+_SAID_MAX = 40  # bytes of another service's greeting that errors show
 
 Then = Callable[[Found], None]
-WORLD = "192.0.2.1", "2001:db8::1"  # addresses for documentation, to which default routes lead
+WORLD = "192.0.2.1", "2001:db8::1"  # addresses for documentation: packets take default routes
 
 
 def is_address(host: str) -> bool:
@@ -154,7 +154,7 @@ def is_address(host: str) -> bool:
 
 
 def everywhere(address: str) -> str:
-    """The wildcard address to listen on: that of IPv6 is one of IPv4 too, where a system has both.
+    """The wildcard address to listen on; if the system has both, that of IPv6 includes IPv4.
 
     Args:
         address: the master's address.
@@ -163,13 +163,13 @@ def everywhere(address: str) -> str:
 
 
 def further_hosts(config: Config, address: str) -> tuple[str, ...]:
-    """Where a peer may be reached besides its first host.
+    """The hosts at which a peer may be reached besides its first host.
 
-    If it is not told, it says from where its connections come: those to the master, and those to
-    the rest of the world by IPv4 and by IPv6. The kernel knows that, and nothing is sent.
+    If `config` has none, these are the local addresses of connections to the master, and to the
+    internet by IPv4 and by IPv6. The kernel knows them; nothing is sent.
 
     Args:
-        config: what it is told.
+        config: the settings.
         address: the master's address.
     """
     if config.advertise or config.outgoing:
@@ -178,14 +178,14 @@ def further_hosts(config: Config, address: str) -> tuple[str, ...]:
 
 
 def _source(destination: str) -> str:
-    """The address from which this machine speaks to another one; "" if others cannot use it."""
+    """This machine's address in connections to another one; "" if others cannot use it."""
     family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((destination, 9))
             source = str(probe.getsockname()[0])
     except OSError:
-        return ""  # there is no way to that network
+        return ""  # there is no route to that network
     known = ipaddress.ip_address(source.partition("%")[0])
     return "" if known.is_loopback or known.is_link_local or known.is_unspecified else source
 
@@ -194,7 +194,7 @@ def asked(host: str) -> queue.SimpleQueue[list[str] | OSError]:
     """Looks a host up in a thread. The queue receives its addresses, or why there are none.
 
     Raises:
-        OSError: there is no thread to be had.
+        OSError: no thread can be started.
     """
     found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
     _in_thread(lambda: found.put(_look_up(host)))
@@ -247,12 +247,15 @@ def reachable(host: str, port: int, limit_s: float) -> str:
 
 
 class AnotherServiceError(OSError):
-    """Whatever listens there is no master."""
+    """What listens at the master's address is not a master."""
 
 
 def _try_connecting(address: str, port: int, limit_s: float) -> None:
-    """Raises OSError if a connection to a numeric address fails, takes longer, or greets us as
-    nothing does that speaks ZeroMQ's protocol."""
+    """Connects to a numeric address, and checks that a ZeroMQ socket answers.
+
+    Raises:
+        OSError: it fails, takes longer than the limit, or something else answers.
+    """
     began_s = time.monotonic()
     family, kind, _, _, where = destination(address, port)
     with socket.socket(family, kind) as connection:
@@ -266,8 +269,8 @@ def _try_connecting(address: str, port: int, limit_s: float) -> None:
 def _greeting(connection: socket.socket, limit_s: float) -> bytes:
     """The first bytes of the other side; empty if it hangs up, or there is too little time.
 
-    What speaks ZeroMQ's protocol begins at once. Other services may wait until they are spoken to,
-    and say nothing then either.
+    A ZeroMQ socket sends its greeting at once. Other services may wait for the first bytes of the
+    client, and may not answer those either.
     """
     within_s = max(0.001, min(limit_s, limits.GREETING_S))
     for part in (1 / 8, 7 / 8):
@@ -306,7 +309,7 @@ def _look_up(host: str) -> list[str] | OSError:
 
 
 class Ways(NamedTuple):
-    """Hosts of a peer, the port that it has at all of them, and whether it greets there."""
+    """Hosts of a peer, its port at all of them, and whether it sends a greeting there."""
 
     hosts: tuple[str, ...]
     port: int
@@ -316,8 +319,8 @@ class Ways(NamedTuple):
         """The first address that answers, and why others do not; takes up to `limit_s`.
 
         Args:
-            but: what is left out, if anything else is there.
-            limit_s: for everything.
+            but: addresses to leave out, unless there are no others.
+            limit_s: the time limit for everything.
         """
         until_s, failed = time.monotonic() + limit_s, dict[str, str]()
         found: dict[str, None] = {}
@@ -351,7 +354,7 @@ class Resolver:
         self._asked: dict[str, list[Then]] = {}  # look-ups in progress, and their callbacks
         self._working: dict[Ways, str] = {}  # the address that has answered
         self._useless: dict[Ways, dict[str, str]] = {}  # addresses that did not work, and why
-        self._raced: dict[Ways, list[Then]] = {}  # what is being found out, and the callbacks
+        self._raced: dict[Ways, list[Then]] = {}  # races in progress, and their callbacks
 
     def find(self, host: str, then: Then) -> None:
         """Calls `then` with the address of a host: at once if it is known."""
@@ -370,7 +373,7 @@ class Resolver:
                 self._tell(host, error)
 
     def reach(self, ways: Ways, limit_s: float, then: Then) -> None:
-        """Calls `then` with an address at which a peer answers: at once if there is one only."""
+        """Calls `then` with an address at which a peer answers: at once if it has only one."""
         if len(ways.hosts) == 1:
             self.find(ways.hosts[0], then)
         elif ways in self._working:
@@ -400,8 +403,11 @@ class Resolver:
             then(Found(address, "" if address else why))
 
     def useless(self, ways: Ways, why: str) -> str:
-        """A connection to the address found last has failed: the next time, another one is tried
-        first, if there is any. Returns why, and why others were not found before it."""
+        """A connection to the address found last has failed: next time others are tried first.
+
+        Returns:
+            Why it failed, and why the other addresses did not answer.
+        """
         self.failed(ways.hosts[0])
         address = self._working.pop(ways, "")
         if not address:

@@ -1,8 +1,8 @@
-"""The signals that end pccl's own programs: its commands, and a script that only serves.
+"""The signals that end pccl's own programs: its commands, and scripts that only run a master.
 
-Their handlers are installed explicitly, as servers do, because a process that a shell starts in the
-background ignores Ctrl-C otherwise. A library must not decide that, so `MasterNode` and
-`Communicator` never replace a program's own handlers.
+These programs install handlers explicitly, as servers do, because a process that a shell starts in
+the background ignores Ctrl-C otherwise. A library must not decide that for a program, so
+`MasterNode` and `Communicator` never replace a program's handlers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ended_by(handler: Handler) -> AbstractContextManager[None]:
 
 @contextmanager
 def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Installs handlers of signals, by their numbers, for a while; only in the main thread."""
+    """Installs signal handlers, by signal number, for the context; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -47,7 +47,7 @@ def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A handler: each of these signals is a Ctrl-C."""
+    """A handler: raises KeyboardInterrupt, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 

@@ -35,7 +35,7 @@ def each_span(
         for span in _spans(sizes):
             work(*span)
         return
-    # aside: after an exception in the caller, no thread may still use its memory
+    # In a separate thread: after an exception in the caller, no thread may still use its memory.
     aside(lambda: _share(list(_spans(sizes)), work, threads))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-INSISTENCE = 100  # after this many interruptions, such as Ctrl-C, the work is abandoned
+INSISTENCE = 100  # interruptions, such as Ctrl-C, after which the work is abandoned
 
 
 def insist(work: Callable[[], None]) -> None:

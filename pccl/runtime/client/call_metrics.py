@@ -21,7 +21,7 @@ NO_CPU = -1.0
 
 @dataclass(slots=True)
 class _Marks:
-    """When a collective under way has come how far."""
+    """The times of a collective under way, and the engine's processor time then."""
 
     what: str
     small: bool
@@ -40,15 +40,17 @@ class CallMetrics:
     Attributes:
         succeeded: collectives, by call.
         failed: calls, by fault.
-        tx_bytes: payload of what has succeeded.
-        rx_bytes: likewise.
+        tx_bytes: payload bytes sent in calls that have succeeded.
+        rx_bytes: payload bytes received in calls that have succeeded.
         syncs: synchronizations of the shared state that have succeeded.
         sync_s: how long these took.
-        entering_s: of the collectives that have succeeded, and so on.
+        entering_s: total first span of the collectives that have succeeded.
+        moving_s: total second span.
+        finishing_s: total third span.
         recoveries: collectives that started after another one had failed.
-        recovery_s: from the failures to these starts.
-        samples: of the last collectives.
-        moved_s: for so long data of any collective moved since the streams were opened.
+        recovery_s: total time from the failures to these starts.
+        samples: the last collectives.
+        moved_s: the time in which collectives moved data since the streams were opened.
     """
 
     def __init__(self, engine_s: Callable[[], float]) -> None:

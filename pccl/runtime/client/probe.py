@@ -35,7 +35,7 @@ BATCH = 64  # results, sent to the engine together
 def optimize(client: PeerClient, call: Call, deadline: Deadline) -> End:
     """Takes part in an optimization until it ends, and returns the end.
 
-    After an exception the call is still in progress, and the caller must let go of it.
+    After an exception the call is still in progress, and the caller must cancel it.
     """
     content, scratch = os.urandom(max(SIZES)), bytearray(max(SIZES))
     client.optimize(call, _pieces(ffi.from_buffer("char[]", content)), content)

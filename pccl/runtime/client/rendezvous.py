@@ -1,11 +1,11 @@
-"""Streams between peers of which neither can connect to the other: both come to a rendezvous.
+"""Streams to peers that cannot be reached: both ends connect to a rendezvous point.
 
-A peer behind NAT can connect, and nobody can connect to it. So the sender of a stream to it, or a
-third peer that relays, listens, and both ends of each lane connect there. They speak SOCKS 5
-(RFC 1928), as libzmq does, up to the answer; the destination that they ask for is a token, which
+A peer behind NAT can connect to others, but they cannot connect to it. So the sender of a stream to
+it, or a third peer that relays, listens, and both ends of each lane connect there. They use SOCKS 5
+(RFC 1928), as libzmq does, up to the answer. The destination that they request is a token, which
 the master has passed on, and a side. From then on their bytes pass through the C core's pump,
-without the interpreter. So both ends authenticate each other as ever, and encrypt if they have
-keys. Who names no token that is expected here is sent away.
+without the interpreter. The ends authenticate each other as in any other stream, and encrypt if
+they have keys. Connections that name no expected token are closed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RendezvousPoint:
     Args:
         host: the address to listen on; "::" for IPv6 and IPv4.
         ports: it listens on the first free one; empty: any port.
-        limit_s: how long who has come waits for the other side.
+        limit_s: how long a connection waits for the other side.
 
     Raises:
         OSError: it cannot listen, or the system provides no thread.
@@ -274,7 +274,7 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def destination(token: str, side: int) -> str:
-    """The endpoint by which a rendezvous point knows who belongs together.
+    """The endpoint that tells a rendezvous point which connections belong together.
 
     It has the form of an address, so that libzmq does not look up a name when a connection ends.
     """

@@ -1,20 +1,18 @@
-"""One synchronization of shared state: what is hashed, fetched, verified leaf by leaf, and put in
-place.
+"""One synchronization of shared state, in the thread of the caller.
 
-That is the memory of the shared state itself if the plan says so, because the old content is worth
-nothing any more. Otherwise it is staging memory, and the old content stays until all has arrived.
+The peer hashes its entries and offers them. It fetches what the master's plan lists, verifies it
+leaf by leaf, and votes. The master may replace a plan at any time, for example when a holder dies.
+
+If this peer's content is out of date, the plan says to fetch in place. Then a failed call leaves
+the shared state torn, and manifests say so until a call succeeds. Otherwise the peer fetches into
+staging memory, and overwrites the caller's memory only when all receivers have voted; so a failed
+call changes nothing.
 
 An entry of several leaves has a table of their digests, which is fetched first. The elected digest
 verifies the table, and the table verifies each leaf when it arrives. So wrong data is detected at
 once, and fetched again from another holder.
 
 The engine numbers pieces: piece `entry` is an entry's table, piece `entries + entry` its content.
-
-The peer offers its content. As the master's plan says, it fetches what differs, verifies it leaf by
-leaf, and votes. If its own content is worth nothing any more, the plan says to fetch in place. Then
-a failed call leaves it torn, as its manifests say until a call succeeds. Otherwise it fetches into
-staging memory, and overwrites the caller's memory only when all receivers have voted; so a failed
-call changes nothing. The master may replace a plan at any time, for example when a holder dies.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ class _Entry:
     table: Any  # a char array; None for an entry of one leaf
     table_arrived: int = 0  # leaves of the table so far
     table_proven: bool = False
-    waiting: list[int] = field(default_factory=list)  # leaves that arrived before it was
+    waiting: list[int] = field(default_factory=list)  # leaves that arrived before the table
     proven: int = 0  # leaves of the content so far
 
 
@@ -250,10 +248,10 @@ class Memory(Protocol):
         """True if a failed call has overwritten a part of it."""
 
     def tear(self, entries: Sequence[int]) -> None:
-        """These entries will be overwritten, by and by."""
+        """From now on these entries may be partly overwritten."""
 
     def adopt(self, synced: effects.Synced, overwritten: Sequence[int]) -> None:
-        """The call has succeeded: all is whole, and these entries have other content now."""
+        """The call has succeeded: nothing is torn, and these entries have new content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +280,7 @@ def synchronize(
 ) -> Outcome:
     """Takes part in a synchronization until it ends.
 
-    After an exception the call is still in progress, and the caller must let go of it; the shared
+    After an exception the call is still in progress, and the caller must cancel it; the shared
     state is unchanged, torn (and `memory` knows it), or completely overwritten.
 
     Args:
