@@ -61,9 +61,9 @@ SIZES_MIN = 8  # of a worker, to be compared
 
 # ---- eras: a shared state begins anew when all who held it are gone ----
 
-# A run that loses everybody goes on with whoever comes next, at the first step. What its workers
-# did before has nothing to do with what they do now, so each era is judged by itself. But while any
-# worker holds the state, no other one may begin.
+# A run that loses all workers continues with the next ones to come, from the first step. The steps
+# of before do not count any more, so each era is judged by itself. But while any worker holds the
+# state, no new era may begin.
 
 FOREVER_S = float("inf")
 Times: TypeAlias = defaultdict[int, list[float]]  # by worker

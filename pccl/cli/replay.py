@@ -267,7 +267,7 @@ class Case:
             self._over = bool(entry.line.failed)
 
     def text(self, log: Path) -> str:
-        """The test. Raises OSError: there is nothing to test, or too much."""
+        """The test. Raises OSError if the log has no beginning, or the test is too large."""
         encoded = b"\n".join(map(msgspec.json.encode, self._lines)).decode()
         if not self._lines:
             raise OSError(f"{log} has no beginning of a master, from which a test could start")

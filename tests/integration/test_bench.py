@@ -125,7 +125,7 @@ class Alone:
 
 
 def test_what_comes_out_wrong_is_counted() -> None:
-    """Each collective's check, on results that no other peer has had a part in."""
+    """The check of each collective finds results that contain no other peer's contribution."""
 
     for what in collectives.FACTORS:
         trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000)  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ def test_a_program_that_fails_is_named_and_its_faults_are_kept(
 
 
 def staged(path: Path) -> Director:
-    """A run of three copies that were not really started."""
+    """A run of three copies, none of which was really started."""
     crew = Strangers(["true"])
     plan = kinds.Schedule(7, 3, 60.0, (kinds.Fault(1.0, "freeze", lasts_s=2.0),))
     stage = Stage(crew.command, path, {})

@@ -1,7 +1,7 @@
-"""The first hour of somebody who has cloned this repository, in the order in which it is met.
+"""The first hour of a new user of this repository, in order.
 
-Each step is done as a new user does it: by the commands of the README, in the clone's root, in
-processes. What else the parts can do is for their own tests.
+Each step runs the commands of the README, in the clone's root, in processes. The parts have tests
+of their own for everything else.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 def output(process: subprocess.Popen[str], status: int = 0) -> str:
-    """What a process prints that ends well, without a word on stderr."""
+    """The stdout of a process that ends with that status and prints nothing to stderr."""
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (status, ""), out + err
     return out
@@ -101,7 +101,7 @@ def test_what_was_installed_works_in_the_clone_s_root(start: Start, clone: Path)
 
 
 def test_peers_and_a_master_in_three_terminals(start: Start) -> None:
-    """In any order: the master is the last."""
+    """Peers may start before the master."""
     with pccl.MasterNode("127.0.0.1:0") as master:
         address = master.address
     patience = {"PCCL_CONNECT_TIMEOUT_S": "60", "PCCL_LOG_LEVEL": "INFO"}
@@ -126,7 +126,7 @@ runpy.run_path("examples/all_reduce.py")
 """
 
 
-def test_who_waits_for_peers_says_how_many_are_there(start: Start) -> None:
+def test_a_peer_that_waits_for_others_says_how_many_are_there(start: Start) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         waits = (
             "import sys, pccl\nc = pccl.Communicator(sys.argv[1])\nc.connect(); c.wait_for_peers(5)"
@@ -139,7 +139,7 @@ def test_who_waits_for_peers_says_how_many_are_there(start: Start) -> None:
 
 
 def test_one_terminal_too_few(start: Start) -> None:
-    """Who waits says so, and for whom; and Ctrl-C is enough to end it."""
+    """A peer that waits says so, and names what it waits for; Ctrl-C ends it."""
     with pccl.MasterNode("127.0.0.1:0") as master:
         peer = start("-c", IN_A_TERMINAL, PCCL_MASTER=master.address)
         assert peer.stderr is not None

@@ -103,7 +103,7 @@ def test_links_come_from_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "0", "1e999", "1.2.3", "5X", "nan"])
-def test_what_is_no_quantity(text: str) -> None:
+def test_invalid_quantities(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="not a positive number"):
         quantity(text)
 

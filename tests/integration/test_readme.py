@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there, and survives what it says that it survives."""
+"""The programs and commands of the README run as they stand there, and survive a kill."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def program_of_the_readme() -> str:
 
 
 def test_the_loop_survives_a_kill_and_a_peer_that_joins(tmp_path: Path) -> None:
-    """All that are there at the end hold the same weights."""
+    """All peers at the end hold the same weights."""
     program = program_of_the_readme()
     with pccl.MasterNode("127.0.0.1:0") as master:
         peers = Peers(program, master.address, tmp_path)

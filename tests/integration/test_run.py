@@ -171,7 +171,7 @@ def test_copies_that_fail_alike_at_once_are_not_started_again(
 def test_copies_that_are_killed_one_after_the_other_are_started_again(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Which is no sign that the program is wrong."""
+    """A kill does not mean that the program is wrong."""
     monkeypatch.setattr(run, "PAUSE_S", 0.1)
     once = (
         "import os, pathlib, signal\n"

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, where it runs, that it works where nothing else of ours is."""
+"""The wheel: its content, the systems that it runs on, and that it works in a clean environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def run(*command: str | Path, **options: object) -> str:
-    """What a command prints that succeeds."""
+    """The output of a command, which must succeed."""
     ended = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)  # type: ignore[call-overload]
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return str(ended.stdout + ended.stderr)
@@ -35,7 +35,7 @@ def run(*command: str | Path, **options: object) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the source distribution, so that this has all that is needed."""
+    """Built from the source distribution, to show that nothing is missing in that."""
     if importlib.util.find_spec("build") is None:
         pytest.skip("not here: pip install -e .[release]")
     home = tmp_path_factory.mktemp("release")
@@ -103,7 +103,7 @@ def interpreter(version: str) -> str | None:
 
 @pytest.mark.parametrize("version", PYTHONS)
 def test_it_works_in_a_clean_environment(version: str, wheel: Path, tmp_path: Path) -> None:
-    """With Python peers, and with a C program that knows nothing of the environment."""
+    """With Python peers, and with a C program that runs outside of the environment."""
     python = interpreter(version)
     if python is None:
         pytest.skip(f"no Python {version} here")

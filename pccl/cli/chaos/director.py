@@ -151,7 +151,7 @@ class Director:
         return chronicle
 
     def finish(self, grace_s: float) -> None:
-        """Asks all copies to end, and kills the rest after so many seconds."""
+        """Asks all copies to end, and kills the rest after `grace_s`."""
         self._finishing = True
         for copy in self.stage.alive():
             copy.befell.append((time.monotonic(), kinds.LEAVE))
