@@ -104,7 +104,7 @@ class Sharded(Replica):
         if any(one != mesh for one in meshes) or mesh.ndim != 1:
             raise ValueError(
                 f"the parameters are on {mesh} and may be on others: DiLoCo needs one mesh of one "
-                "dimension, over which they are sharded; the run itself replicates them"
+                "dimension, which shards them; the run itself replicates them"
             )
         for name, parameter in named:
             (placement,) = parameter.placements  # type: ignore[attr-defined]

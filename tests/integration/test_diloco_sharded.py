@@ -36,7 +36,7 @@ def _replica() -> Iterator[None]:
 
 
 def resumed(address: str, state: Any, model: nn.Module) -> tuple[dict[str, Any], float]:
-    """The whole state of one who resumes, and its inner learning rate."""
+    """The whole state of a peer that resumes, and its inner learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     with pccl.torch.communicator(address) as comm:
         diloco = DiLoCo(comm, model, optimizer, state=state, **OPTIONS)

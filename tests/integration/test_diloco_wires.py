@@ -46,7 +46,7 @@ def residual(diloco: Any) -> Any:
 
 
 def expected(wire: str, mode: str, rounds: int) -> diloco_oracle.Quantizing:
-    """Of two peers, of which each moves by random(100 * its number + round)."""
+    """Two peers; each moves by random(100 * its number + round)."""
     moves = [{peer: random(100 * peer + k).numpy() for peer in (0, 1)} for k in range(rounds)]
     oracle = diloco_oracle.Quantizing(wire, lag=int(mode == "delayed"))
     return oracle.run(np.full(N, 0.5, np.float32), moves)
@@ -268,14 +268,16 @@ def test_who_sends_what_is_no_pseudo_gradient_is_named_on_all_peers(address: str
                 watched.all_gather_async = gather
                 diloco = make(watched, model, wire="sparse", min_peers=2)
                 model.move(random(number))
-                with pytest.raises(ValueError, match="has sent a pseudo-gradient") as caught:
+                with pytest.raises(
+                    ValueError, match="has sent an invalid pseudo-gradient"
+                ) as caught:
                     diloco.step()
                 return str(caught.value)
 
         return run
 
     for text in together(body(0), body(1)):
-        assert text.startswith(f"the peer of rank {ranks[0]}, of 2, has sent a pseudo-gradient")
+        assert text.startswith(f"rank {ranks[0]} of 2 has sent an invalid pseudo-gradient")
         assert text.endswith("are not bytes of numbers quantized as sparse")
 
 
