@@ -316,7 +316,7 @@ def test_a_checkpoint_of_another_model_is_refused(address: str) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoints() -> dict[int, tuple[str, dict[str, Any]]]:
-    """The digest and the state of one run after so many outer steps."""
+    """The digest and the state of one run after some outer steps."""
     found = {}
 
     def body() -> None:

@@ -1,4 +1,4 @@
-"""By which algorithm DiLoCo averages pseudo-gradients, by the number of peers."""
+"""The algorithm by which DiLoCo averages pseudo-gradients, for different numbers of peers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_peer_explains_its_algorithm(address: str) -> None:
 def test_peers_that_hear_of_a_loss_at_different_times_take_the_same_algorithm(
     address: str, mode: str
 ) -> None:
-    """Of three, one leaves when they go around the ring: one other knows, and one does not yet."""
+    """One of three leaves in a ring round; one of the others knows it, and one does not yet."""
     ring = "all_reduce" if mode in ("sync", "streaming") else "all_reduce_async"
     entered = threading.Event()
     digests: dict[int, set[str]] = {}

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Schedule:
-    """Who trains, who leaves when, and what all have seen of their runs."""
+    """The peers that train, when each leaves, and what they have seen of their runs."""
 
     def __init__(self, seed: int, **options: Any) -> None:
         self.draw = random.Random(seed)

@@ -38,7 +38,7 @@ def address() -> Iterator[str]:
 
 
 class Scene:
-    """Three peers, of which one stands still in its second round until two are over without it."""
+    """Three peers; one stands still in its second round until two rounds have ended without it."""
 
     def __init__(self, address: str, hand: Hand, pattern: Any = 1.0, **options: Any) -> None:
         self.address, self.hand = address, hand
@@ -55,7 +55,7 @@ class Scene:
         return MOVES[number] * self.pattern
 
     def play(self) -> list[Any]:
-        """Of each peer: of each round the report, theta, w and the digest; and w at the end."""
+        """For each peer: report, theta, w and digest of each round, and w at the end."""
         return together(*(lambda i=i: self._peer(i) for i in range(3)))  # type: ignore[misc]
 
     def _peer(self, number: int) -> Any:
@@ -135,7 +135,7 @@ def test_so_does_a_round_whose_mean_is_applied_later(address: str, hand: Hand, m
 def test_no_progress_is_lost_or_counted_twice(
     address: str, hand: Hand, mode: str, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What all means have applied, and what peers have not sent yet, is what all have trained."""
+    """The applied means, and the progress not sent yet, are together all that was trained."""
     if wire != "fp32":
         monkeypatch.setitem(CODECS, wire, replace(CODECS[wire], decay=1.0))  # else it forgets
     scene = Scene(address, hand, random(0), mode=mode, wire=wire)

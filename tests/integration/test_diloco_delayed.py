@@ -490,7 +490,7 @@ def test_a_delayed_run_goes_on_from_its_checkpoint(address: str, peers: int) -> 
 
 
 def test_a_checkpoint_serves_another_mode(address: str) -> None:
-    """What was under way is not in it for them, and theta is."""
+    """They get theta from it, but not the mean that was under way."""
     with pccl.Communicator(address) as comm:
         model = Model()
         diloco = make(comm, model, mode="delayed", alone="step")

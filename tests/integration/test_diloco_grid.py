@@ -26,7 +26,7 @@ ROUNDS = 4
 
 
 def move(replica: int, shard: int, k: int) -> Any:
-    """What a process trains in a round: eighths, whose sums of three are exact in fp32."""
+    """The progress of a process in a round: eighths, so that sums of three are exact in fp32."""
     seed = 1000 * replica + 100 * shard + k
     return torch.randint(-8, 8, (N,), generator=torch.Generator().manual_seed(seed)) / 8
 

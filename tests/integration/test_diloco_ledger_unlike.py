@@ -127,7 +127,7 @@ def test_samples_of_who_is_late_are_consumed_with_the_next_round(
 def test_samples_of_who_is_late_and_then_alone_are_consumed_once(
     address: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It applies its own progress, of which its vote has said that no mean would have it."""
+    """It applies its own progress, although its vote said that no mean would have it."""
     run = Run(address)
     with pccl.Communicator(address) as comm:
         model, ledger, diloco = make(comm, deadline_peers=1, mode=mode)

@@ -1,4 +1,4 @@
-"""What a script may do wrong and nobody would notice: a warning says so, once, and what to do."""
+"""Silent mistakes of a script: each is warned of once, with what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the modes of DiLoCo have in common; and how a loop, a block and a schedule use them."""
+"""The common behaviour of DiLoCo's modes, in loops, in `with` blocks and with schedules."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_delayed_with_the_mean_awaited_at_once_is_sync_shifted_by_one(address: s
 
 
 def test_eager_and_alone_is_sync_and_its_theta_is_delayed(address: str) -> None:
-    """To the bit: what a peer guesses of a mean of its own is that mean."""
+    """To the bit: the guess of a peer that is alone is its mean."""
     trained = []
     for mode in ("sync", "eager", "delayed"):
         model, seen = Model(), []
@@ -112,7 +112,7 @@ def test_eager_and_alone_is_sync_and_its_theta_is_delayed(address: str) -> None:
 
 @pytest.mark.parametrize("mode", ["delayed", "eager"])
 def test_who_has_lost_all_others_has_its_progress_and_no_guess(address: str, mode: str) -> None:
-    """Of two rounds: that whose mean was under way, and that which was trained meanwhile."""
+    """That of two rounds: the one whose mean was under way, and the one trained meanwhile."""
     launched, left = threading.Event(), threading.Event()
 
     def veteran() -> None:

@@ -607,7 +607,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def wrongs(value: Any) -> list[Any]:
-    """What nobody has saved in place of a value."""
+    """A value of a type that no state has."""
     if not torch.is_tensor(value):
         return [object(), "?", torch.zeros(2), *([-1] if isinstance(value, int) else [])]
     if value.dtype == torch.uint8:

@@ -152,7 +152,7 @@ def test_one_fragment_that_waits_and_mixes_nothing_is_sync_to_the_bit(wire: str)
     [("are_peers_pending", 2), ("all_gather_async", 2), ("sync_shared_state", 2)],
 )
 def test_a_peer_may_be_lost_at_any_point(address: str, name: str, nth: int) -> None:
-    """Also of those who quantize what they send: each fragment has a residual of its own."""
+    """With quantized wires, too: each fragment has its own residual."""
     options = {**STREAMING, **OUTER, "min_peers": 3, "wire": "int4"}
 
     def survivor(number: int) -> Any:

@@ -100,8 +100,8 @@ def test_theta_and_residuals_are_those_of_the_oracle(address: str, mode: str, wi
 def test_nothing_is_lost_over_200_rounds(
     address: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was applied and the residuals are the progress, while peers leave in either stage, and
-    others join. All hold the same bits.
+    """The applied means and residuals sum to the progress, while peers leave in either stage and
+    others join. All peers hold the same bits.
     """
     rounds, founders, every = 200, 5, 25
     launch = extension.launch
@@ -173,7 +173,7 @@ def test_nothing_is_lost_over_200_rounds(
 
 
 def test_weights_are_those_of_the_samples(address: str) -> None:
-    """Of peers that train on different numbers of samples, nothing is lost either."""
+    """Nothing is lost with peers that train on different numbers of samples, either."""
     rounds, samples = 30, (1, 2, 5, 9)
 
     def peer(number: int) -> Callable[[], Any]:

@@ -172,7 +172,7 @@ def test_samples_of_who_was_alone_count_when_its_progress_does(address: str) -> 
 
 
 def test_each_does_what_it_can_in_the_time(address: str, clock: Clock) -> None:
-    """And nobody begins a step that would end after the grace."""
+    """And no peer begins a step that would end after the grace."""
 
     def peer(step_s: float, steps: list[int]) -> Callable[[], Any]:
         def body() -> Any:

@@ -58,7 +58,7 @@ class Grid:
                 process.kill()
 
     def rounds(self) -> dict[int, dict[int, list[dict[str, Any]]]]:
-        """What was reported of each outer step, by replica."""
+        """The reports of each outer step, by replica."""
         found: dict[int, dict[int, list[dict[str, Any]]]] = {}
         for number, replica in enumerate(self.replicas):
             for report in replica[0].reports + replica[1].reports:

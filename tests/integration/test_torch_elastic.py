@@ -73,7 +73,7 @@ class Replica:
 
 
 class Plan:
-    """Who is lost when; and in which step the others are when somebody joins."""
+    """The steps in which peers are lost, and in which newcomers join."""
 
     def __init__(self, cluster: Cluster, lost: dict[int, int], joins_at: int) -> None:
         self._cluster = cluster
@@ -142,7 +142,7 @@ def test_replicas_stay_equal_while_one_joins_and_one_is_lost(cluster: Cluster) -
     "wire", ["e3m0", *(pytest.param(wire, marks=pytest.mark.slow) for wire in ("int8", "int4"))]
 )
 def test_quantized_gradients_leave_replicas_equal_and_near(cluster: Cluster, wire: str) -> None:
-    """What quantization takes from one step is added to the next one, so the error stays small."""
+    """The quantization error of one step is added to the next one, so it stays small."""
     until, plan = 12, Plan(cluster, {}, joins_at=1000)
     replicas = [Replica(peer, wire) for peer in range(2)]
     cluster.each(lambda i, comm: replicas[i].train(comm, until, plan))

@@ -57,7 +57,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "integrations"
 
 
 def ended(*commands: list[str], **env: str) -> str:
-    """What they print, when all have ended well."""
+    """The output of the commands, all of which must succeed."""
     processes = [
         subprocess.Popen(
             [sys.executable, *command],
@@ -103,7 +103,7 @@ def test_diloco_in_the_trainer_of_a_framework(framework: str, address: str, tmp_
     script = str(EXAMPLES / f"{framework}_diloco.py")
 
     def digests(steps: int) -> tuple[set[str], set[str]]:
-        """The outer steps, and the shared states, after so many steps of each trainer."""
+        """The outer steps, and the shared states, after `steps` steps of each trainer."""
         commands = [[script, str(tmp_path / name), address, str(steps)] for name in ("a", "b")]
         found = re.findall(r"outer steps (\d+): (\S+)", ended(*commands))
         assert len(found) == 2

@@ -227,7 +227,7 @@ def test_sparse_tensors_are_summed(three: Groups) -> None:
 
 
 def test_messages_between_two_members(three: Groups) -> None:
-    """Those with one tag keep their order; a receive from anyone takes the first that comes."""
+    """Those with one tag keep their order; a receive from any sender takes the first that comes."""
 
     def job(group: ProcessGroup) -> list[float]:
         rank = group.rank()
@@ -479,7 +479,7 @@ class _Gathering:
 
 
 class _Bucket:
-    """What torch gives to a hook, of these parameters."""
+    """A bucket of these parameters, as torch passes it to a hook."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], gradient: Tensor) -> None:
         self.parameters, self.buffer = lambda: parameters, lambda: gradient

@@ -112,7 +112,7 @@ def test_a_receive_from_anyone_that_timed_out_loses_no_message(three: Groups) ->
 
 
 def test_a_receive_from_anyone_survives_a_loss(three: Groups) -> None:
-    """It fails only when nobody is left who may send."""
+    """It fails only when no possible sender is left."""
     ready, gone = threading.Barrier(2), threading.Event()
 
     def job(group: ProcessGroup) -> list[float]:

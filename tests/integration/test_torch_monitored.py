@@ -1,4 +1,4 @@
-"""monitored_barrier of torch.distributed: who is missing, by rank, and that the next one works."""
+"""monitored_barrier of torch.distributed: it names the missing ranks, and the next one works."""
 
 from __future__ import annotations
 

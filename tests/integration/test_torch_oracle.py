@@ -41,7 +41,7 @@ NUMBERS = [[100, 3, 0, 7, 1, 2], [120, 2, 5, 1, 1, 4], [127, 4, 3, 6, 0, 8]]
 
 
 def numbers(rank: int, dtype: torch.dtype, length: int = 6) -> list[Any]:
-    """What a member gives: sums pass the range of small integers; floats stay exact."""
+    """A member's input: sums exceed the range of small integers; floats stay exact."""
     mine: list[Any] = [NUMBERS[rank][i % 6] for i in range(length)]
     if dtype == torch.bool:
         return [n % 2 == 0 for n in mine]

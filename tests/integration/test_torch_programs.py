@@ -211,7 +211,7 @@ def test_an_elastic_torchrun_goes_on_without_a_node_and_takes_another_one_in(
 def test_pccl_run_goes_on_without_a_copy(
     launch: Callable[..., Launched], gate: Callable[[str], Gate], tmp_path: Path
 ) -> None:
-    """torch's own class admits nobody, so the copy is not started again."""
+    """torch's own class admits no newcomers, so the copy is not started again."""
     epochs, one_is_lost = 20, gate("one is lost")
     script = PROGRAMS / "ddp.py", epochs, 5, tmp_path / "saved"
     run = [sys.executable, "-m", "pccl", "run", "-n", 3, "--restarts", 0, "--", sys.executable]

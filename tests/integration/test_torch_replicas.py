@@ -31,7 +31,7 @@ def gradient(replica: int, shard: int, step: int, layer: int) -> torch.Tensor:
 
 
 def reference(shard: int, first: float, of: Callable[[int], list[int]]) -> torch.Tensor:
-    """The shard after all steps of an undisturbed training; `of` a step: by which replicas."""
+    """The shard after all steps of an undisturbed training; `of` gives the replicas of a step."""
     layers = nn.ParameterList([torch.full((3,), first) for _ in range(2)])
     optimizer = torch.optim.SGD(layers.parameters(), 0.5, momentum=0.5)
     for step in range(LAST):
@@ -329,7 +329,7 @@ class Receiving(Replica):
 
 
 def test_a_replica_that_received_half_a_state_says_so(master: pccl.MasterNode) -> None:
-    """Nobody is left who has the other half: it would train a model of two that do not fit."""
+    """No other replica has the other half: it would train a model of two different halves."""
     first = Vanishing(master.address, 0)
     newcomer = Receiving(master.address, 1, first.has_given)
     first.start(begin=1)

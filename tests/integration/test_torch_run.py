@@ -39,7 +39,7 @@ def check(found: list[dict[str, float]], size: int) -> None:
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[dict[str, float]]:
-    """What they report, once all have ended well."""
+    """The reports of the processes, all of which must succeed."""
     texts = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), texts
     return reports("".join(texts))

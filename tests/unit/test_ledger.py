@@ -37,7 +37,7 @@ class Peer:
         self.progress = np.zeros(samples * epochs, np.int64)
 
     def train(self, count: int | None = None) -> None:
-        """On the first so many of its share; None: on all."""
+        """Trains on the first samples of its share; None: on all."""
         places = [place for part in self.ledger.share for place in part][:count]
         self.progress[places] += 1
         if count is not None:
@@ -77,7 +77,7 @@ class Group:
         self.agree()
 
     def launch(self) -> None:
-        """The progress of those who live now, and who may be lost before it has arrived."""
+        """Averages the progress of living peers, some of which may be lost before it arrives."""
         late = [self.counted and self.random.random() < 0.2 for _ in self.peers]
         votes = [
             peer.ledger.vote(counted=self.counted, late=is_late)

@@ -1,4 +1,4 @@
-"""What a program says of itself, for tests: a line of JSON on stdout."""
+"""Reports of a program for tests: lines of JSON on stdout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from waiting import pass_gate
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Of the bits of all of them."""
+    """A digest of the bits of all tensors."""
     found = xxhash.xxh3_64()
     for tensor in tensors:
         found.update(tensor.detach().contiguous().numpy().tobytes())
@@ -27,9 +27,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def tell(**what: Any) -> None:
-    """Also who says it: the process, its rank, and how many there are.
+    """Prints a report, with the process, its rank, and the number of members.
 
-    GATES names gates, by epoch, in JSON: it waits there when it has told of that epoch.
+    GATES has the names of gates, by epoch, in JSON: after the report of that epoch, it waits there.
     """
     who = {"pid": os.getpid(), "rank": dist.get_rank(), "size": dist.get_world_size()}
     sys.stdout.write(json.dumps({**who, **what}) + "\n")
