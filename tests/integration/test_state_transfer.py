@@ -96,7 +96,7 @@ def holders(
 def test_holders_are_lost_in_the_middle(
     backend: str, how: str, victims: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of two: what one lacks comes from the other; without any the newcomer's is torn."""
+    """If one of two holders is lost, the other serves the rest; if both are, content is torn."""
     mib = 64
     if how == "SIGSTOP":
         monkeypatch.setenv("PCCL_HEARTBEAT_MS", "200")
@@ -124,9 +124,9 @@ def test_holders_are_lost_in_the_middle(
                 out, _ = running[1].communicate(timeout=30)
                 assert 0 < int(out)
             else:
-                for _ in range(2):  # nobody is left to mend it
+                for _ in range(2):  # no holder is left to mend it
                     with pytest.raises(
-                        pccl.PCCLError, match=r"nobody is left .* load\(\)"
+                        pccl.PCCLError, match=r"no peer is left .* load\(\)"
                     ) as error:
                         comm.sync_shared_state(shared)
                     assert error.value.result is pccl.Result.NO_SHARED_STATE_AVAILABLE

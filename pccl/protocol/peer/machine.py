@@ -18,10 +18,10 @@ its call ends as soon as the engine is settled, and may remain as an abandoned o
 How it is made
 --------------
 
-`Peer` hands each event to the part that it concerns. The parts are objects that know only those
-they are given, in this order: `Outbox`, `Knowledge`, `AbandonedCalls` and `Withdrawals`, `Streams`;
-`Votes` for calls that are one round, `Collectives`, and `Transfers` with `Synchronizations` and
-`Optimizations`, which say what plans and results mean for a transfer.
+`Peer` passes each event to the part that handles it. Each part uses only the parts before it, in
+this order: `Outbox`, `Knowledge`, `AbandonedCalls` and `Withdrawals`, `Streams`; `Votes` for calls
+that are one round, `Collectives`, and `Transfers`. `Synchronizations` and `Optimizations` handle
+the plans and results of transfers.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Peer:
 
     Args:
         master: `host:port` of its master, for messages.
-        settings: on which it depends how collectives travel.
+        settings: the settings for the strategy of collectives.
 
     Attributes:
-        knowledge: what it knows of the run.
+        knowledge: what this peer knows of the run.
     """
 
     def __init__(self, master: str = "", settings: Settings = DEFAULTS) -> None:
@@ -193,8 +193,9 @@ class Peer:
     ) -> list[Effect]:
         """Answered with a bool. `stuck`: until then this peer makes no other call.
 
-        `patient`: while all voters are patient, "no" is not answered (see `hurry`). `grace`: who is
-        not there when it is over is dropped; None: this peer waits for all.
+        `patient`: while all voters are patient, the answer False is held back (see `hurry`).
+        `grace`: members that have not voted when it is over are dropped; None: this peer waits for
+        all.
         """
         vote = m.PendingVote(call, stuck, patient)
         if grace is not None:
@@ -230,9 +231,9 @@ class Peer:
         """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
-        `said`: its vote was already sent (`heard_if_free`). `rows`: how many are for each rank, and
-        from each, unless it is one each. `pair`: who sends to whom, of a send. `nbytes`: as in
-        `strategy.choose`.
+        `said`: its vote was already sent (`heard_if_free`). `rows`: how many rows are for each
+        rank, and from each, unless it is one each. `pair`: the sender and the receiver of a send.
+        `nbytes`: as in `strategy.choose`.
         """
         one = Collective(call, tag, work, data, stuck, rows, pair, nbytes, settled=data is not None)
         return self._enter(call, one.place, lambda: self.collectives.enter(one, said))
@@ -419,7 +420,7 @@ class Peer:
         self._refuse(refused(refusal.call, refusal))
 
     def _failed(self, failure: m.Failure) -> None:
-        """A call has failed for all who had made it; if under an earlier master, this peer too."""
+        """A call has failed for all that made it; for this peer too, if under an earlier master."""
         self.knowledge.fails(failure)
         if self._outbox.known:
             return
@@ -480,12 +481,12 @@ class Peer:
 
     @property
     def moving(self) -> list[int]:
-        """The ops of which the master may be told how far they are."""
+        """The ops whose progress may be reported to the master."""
         fetching = self.transfers.fetching
         return [*self.collectives.moving, *([fetching] if fetching else [])]
 
     def engine_progress(self, op: int, done: int) -> list[Effect]:
-        """An op is so far, in thousandths: who watches the run hears of it."""
+        """The progress of an op, in thousandths; the master shows it to people."""
         one = self.collectives.get(op)
         if one is not None:
             self.collectives.progress(one, done)

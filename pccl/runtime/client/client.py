@@ -1,6 +1,6 @@
-"""The control thread of a peer: what user threads ask of its state machine.
+"""The control thread of a peer, and the methods by which user threads give it commands.
 
-shortcut.py describes the one thing that they do themselves.
+shortcut.py describes the only work that user threads do themselves.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class PeerClient(ControlThread):
     """One peer's membership in one run, from connect to the end.
 
     Args:
-        host, port, address, config, security, group, team: as of a ControlThread.
+        host, port, address, config, security, group, team: as for a ControlThread.
         pool_size: lanes to each neighbour; 0: chosen by the engine.
 
     Attributes:
-        metrics: what its calls have cost.
+        metrics: the cost of its calls.
 
     Raises:
         OSError: the engine cannot listen here.
@@ -125,10 +125,11 @@ class PeerClient(ControlThread):
     def are_peers_pending(
         self, call: Call, stuck: bool = False, patient: bool = False, grace: Grace | None = None
     ) -> None:
-        """Enters the round that asks. `stuck`: the caller makes no other call before the answer.
+        """Enters the round of `are_peers_pending`.
 
-        `patient`: while all callers are patient, "no" is not answered (see `hurry`). `grace`: who
-        is not there when it is over is dropped from the run.
+        `stuck`: the caller makes no other call before the answer. `patient`: while all callers are
+        patient, the answer False is held back (see `hurry`). `grace`: members that have not entered
+        when it is over are dropped from the run.
         """
         peer = self._peer
         self._begin(call, lambda number: peer.are_peers_pending(number, stuck, patient, grace))
@@ -143,7 +144,7 @@ class PeerClient(ControlThread):
 
     @property
     def conditions(self) -> Conditions:
-        """On which it depends how a collective travels, as of the last answer."""
+        """The conditions for the strategy of a collective, as of the last answer."""
         return self._peer.knowledge.conditions
 
     def collective(
@@ -297,7 +298,7 @@ class PeerClient(ControlThread):
         self._inbox.post(note)
 
     def _tell_withdrawn(self) -> None:
-        """Tells those who wait for it that the master has taken back the vote of their call."""
+        """Tells waiting callers that the master has taken back the vote of their call."""
         for number in [n for n in self._withdrawing if not self._peer.awaits_withdrawal(n)]:
             self._withdrawing.pop(number).set()
 
@@ -312,12 +313,12 @@ class PeerClient(ControlThread):
 
 
 class Progress:
-    """Has the engine say how far its ops are, for the master to show: only of those that take long.
+    """Asks the engine for the progress of long ops, which the master shows.
 
-    Asks about each op that is under way at two looks in a row.
+    It checks from time to time, and asks about each op that was under way at two checks in a row.
 
     Attributes:
-        due_s: when to look next; None: nothing was under way.
+        due_s: when to check next; None: nothing was under way.
     """
 
     def __init__(self, engine: Engine, peer: Peer) -> None:
@@ -326,7 +327,7 @@ class Progress:
         self.due_s: float | None = None
 
     def tick(self) -> None:
-        """Looks, if it is time to."""
+        """Checks, if it is time to."""
         now_s = time.monotonic()
         if self.due_s is None:
             if self._peer.moves:

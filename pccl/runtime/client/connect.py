@@ -1,4 +1,4 @@
-"""From a master's address to a client that has joined its run, peer or not."""
+"""Connects a client, a peer or a client of weights, to a master until it has joined."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class RetryPolicy:
         n_attempts: number of attempts, if `connect_timeout` is None.
         connect_timeout: seconds for any number of attempts.
         timeout: seconds for the whole call, including the admission; this limit always applies.
-        name: of the call, for messages.
-        waits_for_others: whether another service that answers may be a proxy of a master that is
-            down: it is waited for, if `connect_timeout` says how long.
+        name: name of the call, for messages.
+        waits_for_others: whether to wait, for `connect_timeout`, while another service answers: it
+            may be the proxy of a master that is down.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -70,7 +70,7 @@ class RetryPolicy:
     def failed(self, why: str, another: bool = False) -> None:
         """An attempt has failed; returns when it is time for the next one.
 
-        `another`: because another service answers.
+        `another`: it has failed because another service answers.
 
         Raises:
             PCCLTimeoutError: the time limit of the whole call has passed.
@@ -185,7 +185,7 @@ def connect(
     """
     name = policy.name
     try:
-        aside(require_resources)  # it opens threads and descriptors, and must close them
+        aside(require_resources)  # it must end the threads and descriptors that it opens
     except OutOfResourcesError as error:
         raise error_for(Result.INTERNAL_ERROR, name, str(error)) from None
 

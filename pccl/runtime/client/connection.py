@@ -1,4 +1,4 @@
-"""The connection to the master: who this peer is, the socket, and what is done when it breaks.
+"""The connection to the master: this peer's credentials, the socket, and reconnecting.
 
 A broken connection is replaced: new ones are opened, one after another, until the master answers or
 the time limit expires. The master's name is resolved again for each.
@@ -30,7 +30,7 @@ from pccl.security import KeyPair, Security
 from pccl.support.text import address_text
 from pccl.types import Result
 
-# the first frame of what a monitor says; zmq.utils.monitor reads it too, and imports asyncio
+# The first frame of a monitor's message. zmq.utils.monitor would read it, but imports asyncio.
 _EVENT = struct.Struct("=hi")
 
 
@@ -115,7 +115,7 @@ class Dealer:
         secure: sets a socket's keys.
 
     Attributes:
-        unsent: what was sent since the last `flush`, encoded.
+        unsent: the encoded messages that `flush` will send.
 
     Raises:
         OSError: the system provides no socket.
@@ -165,11 +165,11 @@ class Dealer:
             raise OSError(error.errno, f"no connection can be opened: {error}") from None
 
     def send(self, message: m.PeerMessage) -> None:
-        """Keeps a message until `flush`, which sends those of one moment together."""
+        """Keeps a message until `flush`, which sends all kept messages together."""
         self.unsent.append(m.encode(message))
 
     def flush(self) -> bool:
-        """Sends what was sent. Whether there are messages to be heard now."""
+        """Sends the kept messages. Returns whether there may be messages to receive."""
         unsent, self.unsent = self.unsent, []
         waiting = False
         try:
@@ -209,9 +209,9 @@ class Dealer:
         return DealerEvent.HANDSHAKE_FAILED if number & HANDSHAKE_FAILED else DealerEvent.BROKEN
 
     def close(self) -> None:
-        """Closes the connection; if it is established, what was sent is still sent."""
+        """Closes the connection; if it is established, unsent messages are still sent."""
         self.flush()
-        for _ in self.events():  # updates whether it is connected
+        for _ in self.events():  # updates `_up`
             pass
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
@@ -255,10 +255,10 @@ class Machine(Protocol):
         """The connection broke."""
 
     def reconnected(self) -> list[Any]:
-        """There is another one."""
+        """There is a new connection."""
 
     def lost_master(self, why: str) -> list[Any]:
-        """There will be no other one."""
+        """The connection is gone for good."""
 
     def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Any]:
         """An op holds its whole result. `settled`: nothing refers to its memory any more."""
@@ -303,7 +303,7 @@ class MasterConnection:
         self._config, self._identity, self._peer = config, identity, peer
         self._waiter, self._resolver = waiter, resolver
         self.address = ""
-        self._resolving = False  # the master's name, on the way back to it
+        self._resolving = False  # whether the master's name is being resolved again
         self._trouble = ""  # what was wrong with the last connection
         self._retry_at: float | None = None
         self._give_up_at = 0.0

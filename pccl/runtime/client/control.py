@@ -1,4 +1,4 @@
-"""The control thread of a client, which is a peer or publishes or follows weights.
+"""The control thread of a client: of a peer, or of a client that publishes or follows weights.
 
 An exception can be raised between any two bytecodes of a user thread: by a signal handler in the
 main thread, by `PyThreadState_SetAsyncExc` in any thread. During protocol work it would separate a
@@ -48,9 +48,9 @@ Command: TypeAlias = Callable[[], None]
 class Inbox:
     """Commands in the order in which they were queued.
 
-    The control thread says when it is about to wait (`may_wait`), and looks once more after that.
-    So a command wakes it only if it waits: one that comes while it works is carried out with those
-    before it, and what they say travels together.
+    The control thread calls `may_wait` when it is about to wait, and checks for commands once more
+    after that. So a command wakes it only if it waits. A command that comes while it works is
+    carried out with those before it, and their messages are sent together.
 
     Attributes:
         socket: readable when there may be commands.
@@ -86,7 +86,7 @@ class Inbox:
             self.carry_out()
 
     def may_wait(self) -> bool:
-        """The control thread is about to wait, until `works`. Whether there are no commands."""
+        """The control thread may wait until `works`. Returns True if there are no commands."""
         self._waits = True
         return not self._commands
 
@@ -122,7 +122,7 @@ class Inbox:
 
 
 class Timer(Protocol):
-    """Something to be done at some time."""
+    """Work that is due at some time."""
 
     @property
     def due_s(self) -> float | None:
@@ -146,9 +146,9 @@ class ControlThread:
         security: the keys; None: nothing is encrypted.
         machine: the state machine.
         lanes: to each neighbour; 0: chosen by the engine.
-        group: of the peer.
-        team: of the peer, and the size of that.
-        client: whether it is no peer.
+        group: the peer's group.
+        team: the peer's team, and the team's size.
+        client: whether it is a client of weights, not a peer.
 
     Raises:
         OSError: the engine cannot listen here.
@@ -184,7 +184,7 @@ class ControlThread:
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
-        with contextlib.ExitStack() as opened:  # what a start that fails closes
+        with contextlib.ExitStack() as opened:  # closed if the start fails
             self._inbox = Inbox()
             opened.callback(self._inbox.end)
             self._waiter = Waiter()
@@ -348,7 +348,7 @@ class ControlThread:
         self._shut_down()
 
     def _worked(self) -> None:
-        """Wakes those who wait for what was done."""
+        """Wakes threads that wait for what was done."""
         self._driver.pending.notify()
 
     def _work(self, ready: Sequence[Callable[[], object]]) -> None:
@@ -367,7 +367,7 @@ class ControlThread:
             self._break_down(error)
 
     def _exchange(self) -> bool:
-        """Sends what there is to send, and reads what has come. Whether anything was read."""
+        """Sends and reads what there is. Returns whether anything may have been read."""
         driver = self._driver
         driver.flush()
         mail, driver.mail_waits = driver.mail_waits, False
@@ -395,7 +395,7 @@ class ControlThread:
 
     @property
     def _name(self) -> str:
-        """Of this client, in the log."""
+        """This client's name in the log."""
         return f"peer {self._machine.number}"
 
     def _read_master(self) -> None:

@@ -47,7 +47,7 @@ def _parts(memory: Operands) -> list[Part]:
         wide = memory.wide.parts
     else:
         wide = [None] * len(memory.each)
-    # the engine writes to the root's alone what is reduced, but wants all to have an address
+    # The engine writes the result only on the root, but needs an address on every peer.
     unused = memory.work.what is CollectiveKind.REDUCE
     return [
         Part(
@@ -69,7 +69,7 @@ class PendingCalls:
     """Calls by number, and memory by op.
 
     Args:
-        ended: counts a call that has ended, and when it began.
+        ended: called with the end of a call, and the time at which the call began.
 
     Attributes:
         memory: op -> what the engine refers to, or is about to.
@@ -120,13 +120,13 @@ class PendingCalls:
             self._answered.append((call, effect))
 
     def notify(self) -> None:
-        """Delivers the answers; last, because waking callers contends for the global lock."""
+        """Delivers the answers. This comes last, because woken callers compete for the GIL."""
         told, self._answered = self._answered, []
         for call, end in told:
             call.put(end)
 
     def fail_all(self, over: effects.Fail | None) -> None:
-        """Fails every call that no one will answer any more, for the reason given."""
+        """Fails all calls that wait, for the reason given."""
         ended = effects.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
         for number in list(self._calls):
             self.answer(replace(over or ended, call=number))
@@ -136,7 +136,7 @@ class PendingCalls:
 class Driver:
     """Performs the effects of a state machine in their order, and reads the engine's events.
 
-    A peer and a client of weights add to its two tables what only they have.
+    Peers and clients of weights add their own entries to its two tables.
 
     Args:
         machine: the state machine.
@@ -148,9 +148,9 @@ class Driver:
     Attributes:
         pending: the calls, and their memory.
         mail_waits: whether messages of the master may be there without a further signal.
-        events_wait: the same of the engine's events.
-        effects: what performs an effect, by its type.
-        events: what handles an event, by its kind; it returns further effects.
+        events_wait: whether events of the engine may be there without a further signal.
+        effects: the function that performs an effect, by the effect's type.
+        events: the function that handles an event, by the event's kind; it returns effects.
     """
 
     def __init__(
@@ -276,12 +276,12 @@ class Driver:
 
 
 class PeerDriver(Driver):
-    """That of a peer.
+    """The driver of a peer.
 
     Args:
         peer: the state machine.
-        engine, streams, master, pending: as of a Driver.
-        metrics: count the collectives.
+        engine, streams, master, pending: as for a Driver.
+        metrics: counts the collectives.
     """
 
     def __init__(
