@@ -54,7 +54,7 @@ RECIPES = {
         (150, 150, 100),
         "--elements",
         (256, 25_600, 2_560_000),
-        ("--seconds", "0.1", "--min-peers", "2"),
+        ("--seconds", "0.02", "--min-peers", "2"),
         last="done: ",
     ),
     "checkpoint.py": Recipe(

@@ -64,6 +64,7 @@ def program_of_the_readme() -> str:
     return program
 
 
+@pytest.mark.slow
 def test_the_loop_survives_a_kill_and_a_peer_that_joins(tmp_path: Path) -> None:
     """All peers at the end hold the same weights."""
     program = program_of_the_readme()

@@ -19,6 +19,7 @@ COPIES = 3
 ENVIRONMENT = {n: value for n, value in os.environ.items() if not n.startswith("PCCL")}
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="finds a copy in /proc"),
     pytest.mark.timeout(3 * PATIENCE_S),
 ]
