@@ -27,6 +27,12 @@ settings.load_profile("pccl")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("PCCL_INLINE_BYTES", "16384")  # so that rings are tested with small arrays
 
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: a third of the tests' time is waiting."""
+    return (os.cpu_count() or 1) + 1
+
+
 GRACE_S = 60.0  # for a test whose time is over, to end
 LIMIT_S = pytest.StashKey[float]()
 FAILED = pytest.StashKey[bool]()
