@@ -25,7 +25,7 @@ from pccl.extension import Operands, Ranks
 from pccl.torch.members import Members
 from pccl.torch.p2p import Sends, monitored_barrier
 from pccl.torch.tensors import Reduction, flat, movable, moved_size, put, reducible
-from pccl.torch.work import CoalescedWork, Handle, Operation, Task, Work, eager
+from pccl.torch.work import CoalescedWork, Handle, Task, Work, eager
 
 FIRST_TAG = 1 << 32  # lower ones are for the user and for this integration's own calls
 
@@ -96,12 +96,12 @@ class Collectives:
         self._launching = threading.Lock()
         self._next_tag = FIRST_TAG
         self._coalescing: list[Work] | None = None
-        self._under_way: set[Operation] = set()
+        self._under_way: set[Work] = set()
 
     def _drain(self) -> None:
         """Waits until all collectives have succeeded or failed."""
-        for operation in list(self._under_way):
-            operation.drive()
+        for work in list(self._under_way):
+            work.drive()
         self._sends.give_up()
 
     def _restart(self) -> None:
@@ -126,12 +126,12 @@ class Collectives:
         limit = options.timeout
         timeout = limit if limit is not None and limit > timedelta(0) else self.timeout
         with self._launching:
-            operation = Operation(task, self._next_tag, self.members, timeout.total_seconds())
-            operation.begin(self._under_way)
+            work = Work(task, self._next_tag, self.members, timeout.total_seconds())
+            work.begin(self._under_way)
             self._next_tag += task.counts
         if options.is_async:
-            operation.follow()
-        return Work(operation)
+            work.follow()
+        return work
 
     def _get_sequence_number_for_group(self) -> int:
         return self._next_tag - FIRST_TAG

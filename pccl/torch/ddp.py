@@ -455,7 +455,7 @@ def average(group: ProcessGroup, gradient: torch.Tensor) -> None:
     while True:
         work = group.allreduce([gradient], options)
         work.wait()
-        contributors = [work.operation.contributors]
+        contributors = [work.contributors]
         if all(said == contributors for said in group.shards(contributors)):
             return
         gradient.detach().copy_(own)

@@ -25,7 +25,7 @@ from pccl.security import Security
 from pccl.torch.collectives import Collectives
 from pccl.torch.hosted import HostedMaster, RunStore, serve
 from pccl.torch.members import Members, Offer, Reconfigurer, Shards, agree, no_shards
-from pccl.torch.work import CoalescedWork, Operation, Task, Work, eager, in_pool
+from pccl.torch.work import CoalescedWork, Task, Work, eager, in_pool
 
 TIMEOUT = timedelta(minutes=30)
 _ENCRYPTED = (
@@ -244,9 +244,9 @@ class ProcessGroup(Collectives, BaseGroup):
             self.agree()
             return AsyncReduceHandle(None, None)  # it has ended
 
-        operation = Operation(Task("reconfigure", launch, [], counts=False), 0, self.members, None)
-        operation.begin(self._under_way)
-        return Work(operation)
+        work = Work(Task("reconfigure", launch, [], counts=False), 0, self.members, None)
+        work.begin(self._under_way)
+        return work
 
     def _enter(self, deadline: Deadline) -> None:
         """Waits until this process has been admitted, if it has not been yet."""

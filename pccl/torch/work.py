@@ -155,7 +155,7 @@ class Task:
     counts: bool = True
 
 
-class Operation:
+class Work(BaseWork):
     """A task under way. A thread that waits for it drives it, or one of the callback pool.
 
     Attributes:
@@ -165,6 +165,7 @@ class Operation:
     """
 
     def __init__(self, task: Task, tag: int, members: Members, timeout_s: float | None) -> None:
+        super().__init__()
         self.task = task
         self.error: Exception | None = None
         self.contributors = 1
@@ -176,18 +177,14 @@ class Operation:
         self._lock = threading.Lock()
         self._handle: Handle | None = None
         self._is_followed = False
-        self._future: Future[None] | None = None
-        self._untold: Future[None] | None = None
-        self._under_way: set[Operation] = set()
+        self._future: Future[Any] | None = None
+        self._untold: Future[None] | None = None  # completes `_future`
+        self._under_way: set[Work] = set()
 
-    @property
-    def ended(self) -> bool:
-        return self._ended.is_set()
-
-    def begin(self, under_way: set[Operation]) -> None:
+    def begin(self, under_way: set[Work]) -> None:
         """Launches it; it is in `under_way` until it ends.
 
-        A failure is reported by the future and the Work, because C++ does not survive a call that
+        A failure is reported by the future and `wait`, because C++ does not survive a call that
         raises, for example in the middle of a backward pass. Wrong arguments do raise.
         """
         try:
@@ -208,16 +205,6 @@ class Operation:
         if handle is not None and not self._is_followed:
             self._is_followed = True
             handle.add_done_callback(lambda: POOL.run(self._drive_and_tell))
-
-    def future(self) -> Future[None]:
-        """A future that is complete when it has ended, whether it has succeeded or failed."""
-        with self._lock:
-            if self._future is None:
-                self._future = self._untold = Future()
-            future = self._future
-        if self._ended.is_set():
-            self._tell()
-        return future
 
     def _launch(self) -> None:
         """Launches it, or does its work alone in a group of one."""
@@ -317,36 +304,15 @@ class Operation:
             left.append(max(0.0, self._deadline_s - time.monotonic()))
         return min(left) if left else None
 
-
-def _in_words_of_torch(error: Exception) -> Exception:
-    """Adds gloo's words for a lost peer, which programs look for."""
-    if not isinstance(error, PeerLostError):
-        return error
-    why = f"Connection closed by peer: {error.message}"
-    found = type(error)(error.result, error.func_name, why)
-    found.__cause__ = error.__cause__
-    return found
-
-
-class Work(BaseWork):
-    """The Work of one operation.
-
-    Attributes:
-        operation: the operation.
-    """
-
-    def __init__(self, operation: Operation) -> None:
-        super().__init__()
-        self.operation = operation
-        self._future: Future[Any] | None = None
+    # ---- torch's Work ----
 
     @eager
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the end; a timeout of zero is no limit. Raises the error if it has failed."""
         seconds = None if timeout is None else timeout.total_seconds()
-        self.operation.drive(seconds if seconds and seconds > 0 else None)
-        if self.operation.error is not None:
-            raise self.operation.error
+        self.drive(seconds if seconds and seconds > 0 else None)
+        if self.error is not None:
+            raise self.error
         return True
 
     @eager
@@ -356,38 +322,50 @@ class Work(BaseWork):
         To fail, it raises in a callback: C++ would take an exception that is set by the future's
         own methods for the result.
         """
-        if self._future is None:
-            operation = self.operation
-
-            def outcome(_: Future[None]) -> Any:
-                if operation.error is not None:
-                    raise operation.error
-                return operation.task.result
-
-            self._future = operation.future().then(outcome)
-            operation.follow()
+        with self._lock:
+            if self._future is None:
+                self._untold = Future()
+                self._future = self._untold.then(self._outcome)
+        if self._ended.is_set():
+            self._tell()
+        self.follow()
         return self._future
 
+    def _outcome(self, _: Future[None]) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.task.result
+
     def is_completed(self) -> bool:
-        return self.operation.ended
+        return self._ended.is_set()
 
     def is_success(self) -> bool:
-        return self.operation.ended and self.operation.error is None
+        return self._ended.is_set() and self.error is None
 
     def exception(self) -> Exception | None:
-        return self.operation.error
+        return self.error
 
     def result(self) -> list[Tensor]:
-        found = self.operation.task.result
+        found = self.task.result
         return [found] if isinstance(found, Tensor) else found
 
     def synchronize(self) -> None:
         pass
 
     def source_rank(self) -> int:
-        return self.operation.task.source()
+        return self.task.source()
 
     _source_rank = source_rank
+
+
+def _in_words_of_torch(error: Exception) -> Exception:
+    """Adds gloo's words for a lost peer, which programs look for."""
+    if not isinstance(error, PeerLostError):
+        return error
+    why = f"Connection closed by peer: {error.message}"
+    found = type(error)(error.result, error.func_name, why)
+    found.__cause__ = error.__cause__
+    return found
 
 
 class CoalescedWork(BaseWork):
@@ -408,7 +386,7 @@ class CoalescedWork(BaseWork):
         deadline_s = time.monotonic() + seconds if seconds > 0 else None
         for work in self.works:
             left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
-            work.operation.drive(left_s)
+            work.drive(left_s)
         error = self.exception()
         if error is not None:
             raise error

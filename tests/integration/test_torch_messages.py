@@ -12,7 +12,6 @@ from torch_groups import Groups
 
 import pccl
 from pccl.torch import ProcessGroup
-from pccl.torch.work import Operation
 
 SOON = timedelta(seconds=0.2)
 
@@ -181,8 +180,7 @@ def test_an_interrupted_wait_completes_the_future(two: Groups) -> None:
             return
         work = group.recv([torch.empty(1)], 1)
         future = work.get_future()
-        operation: Operation = work.operation
-        handle, operation._handle = operation._handle, Interrupted()  # type: ignore[assignment]
+        handle, work._handle = work._handle, Interrupted()  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
             work.wait()
         with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
