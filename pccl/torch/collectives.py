@@ -19,14 +19,15 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.distributed import ReduceOp
 
-from pccl import Communicator, extension, operands
+from pccl import Communicator, PCCLError, extension, operands
 from pccl import ReduceOp as Op
-from pccl.extension import Operands, Ranks
+from pccl.extension import Deadline, Operands, Ranks
 from pccl.torch.members import Members
-from pccl.torch.p2p import Sends, monitored_barrier
+from pccl.torch.p2p import BARRIER_TAG, Sends
 from pccl.torch.tensors import Reduction, flat, movable, moved_size, put, reducible
 from pccl.torch.work import CoalescedWork, Handle, Task, Work, eager
 
+_LEAST_S = 0.001  # the least time limit, for messages that have arrived already
 FIRST_TAG = 1 << 32  # lower ones are for the user and for this integration's own calls
 
 Tensors: TypeAlias = Sequence[Tensor]
@@ -594,16 +595,48 @@ class Collectives:
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Waits for all members. After `timeout`, rank 0 raises an error with a missing rank.
+        """Waits for all members, up to `timeout`.
 
-        With `wait_all_ranks`, it names all missing ranks.
+        Raises:
+            RuntimeError: on rank 0, others have not come: names the first one, or with
+                `wait_all_ranks` all of them. On others, rank 0 has not answered.
         """
-        limit = self.timeout if timeout is None else timeout
+        limit_s = (self.timeout if timeout is None else timeout).total_seconds()
+        deadline, limit = Deadline(limit_s), f"{limit_s * 1000:.0f} ms"
 
-        def start(task: Task, left: timedelta) -> Work:
+        def message(make: Callable[[Tensor, int, int], Task], rank: int) -> Work:
+            left = timedelta(seconds=max(_LEAST_S, deadline.left_s or 0.0))
+            task = make(torch.ones(1), rank, BARRIER_TAG)
             return self.run(task, Options(timeout=left, is_async=False))
 
-        monitored_barrier(self.members, self._sends, start, limit, wait_all_ranks)
+        send, recv, rank = self._sends.send, self._sends.recv, self.members.rank
+        if rank != 0:
+            try:
+                message(send, 0).wait()
+                message(recv, 0).wait()
+            except PCCLError as error:
+                raise RuntimeError(
+                    f"Rank {rank} successfully reached monitoredBarrier, but received errors "
+                    f"while waiting for send/recv from rank 0: {error}"
+                ) from error
+            return
+        if deadline.left_s == 0:
+            raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit}")
+        others = range(1, self.members.size)
+        works = [message(recv, other) for other in others]
+        missing = {}
+        for other, work in zip(others, works, strict=True):
+            try:
+                work.wait()
+            except PCCLError as error:
+                missing[other] = error
+        if missing:
+            named = list(missing) if wait_all_ranks else list(missing)[:1]
+            who = f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
+            why = missing[named[0]]
+            raise RuntimeError(f"{who} failed to pass monitoredBarrier in {limit}: {why}") from why
+        for other in others:
+            message(send, other).wait()
 
     allreduce_coalesced = allreduce
     all_gather_single_coalesced = all_gather_single

@@ -75,27 +75,7 @@ def _variable(function: str, name: str) -> Any:
     return None if frame is None else frame.f_locals.get(name)
 
 
-class Joined:
-    """Keeps the group that a pccl:// address has joined, until torch asks for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._group: ProcessGroup | None = None
-
-    def put(self, group: ProcessGroup) -> None:
-        with self._lock:
-            before, self._group = self._group, group
-        if before is not None:
-            before.shutdown()
-
-    def take(self) -> ProcessGroup | None:
-        """The group that was put here; None: the default group has no pccl:// address."""
-        with self._lock:
-            group, self._group = self._group, None
-        return group
-
-
-joined = Joined()
+joined: list[ProcessGroup] = []  # by a pccl:// address, until torch asks for the group
 
 
 def join(
@@ -165,9 +145,8 @@ def _group(options: Any) -> ProcessGroup:
     """
     store, rank, size = options.store, options.group_rank, options.group_size
     is_default = not options.global_ranks_in_group
-    group = joined.take() if is_default else None
-    if group is not None:
-        return group
+    if is_default and joined:
+        return joined.pop()
     timeout: timedelta = options.timeout
     address = os.environ.get(VARIABLE, "") if is_default else ""
     if address and is_to_be_reconfigured():
@@ -258,7 +237,9 @@ def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Sto
     else:
         size = int(asked.get("world_size", ["1"])[0])
         group = join(parts.netloc, size, timeout=timeout, rank=int(asked.get("rank", ["-1"])[0]))
-    joined.put(group)
+    while joined:
+        joined.pop().shutdown()
+    joined.append(group)
     yield group.get_group_store(), group.getRank(), group.getSize()
     raise RuntimeError("a run is joined once: make the process group anew")
 

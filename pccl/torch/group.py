@@ -87,7 +87,8 @@ class ProcessGroup(Collectives, BaseGroup):
         if master is not None:
             master.own = comm
         encrypted = Security.of(None) is not None
-        self._offer = Offer(shards, rank, size=size, wants_store=store is None and not encrypted)
+        wants_store = store is None and not encrypted
+        self._offer = Offer(rank=rank, size=size, wants_store=wants_store)
         self._no_store = _ENCRYPTED if encrypted else "the process that served it is lost"
         self._own_store = RunStore() if store is None else None
         self._store = store if self._own_store is None else self._own_store
@@ -106,17 +107,18 @@ class ProcessGroup(Collectives, BaseGroup):
 
     def agree(self) -> None:
         """All members, and newcomers that have just been admitted, agree on ranks."""
-        again = True
+        own, again = self._offer, True
         while again:
-            agreed = agree(self._comm, self.members, self._offer)
-            self._offer.begun = agreed.begun
-            self.members.arrange(agreed.order)
-            again = agreed.again
-            if agreed.must_serve:
-                self._serve()
+            offers = agree(self._comm, self.members, own, self.shards)
+            first = offers[0]
+            own.begun = first.begun or len(offers) >= max(each.size for each in offers)
+            self.members.arrange([each.number for each in offers])
+            again = own.begun and first.wants_store and not first.store
+            if again and first.number == own.number:
+                self._served, own.store = serve(extension.member(self._comm).host)
         if self._own_store is not None:
             served = self._served if self.getRank() == 0 else None
-            self._own_store.use(agreed.store, served, self._no_store)
+            self._own_store.use(first.store, served, self._no_store)
         self._restart()
 
     def _begin(self, deadline: Deadline) -> None:
@@ -150,9 +152,6 @@ class ProcessGroup(Collectives, BaseGroup):
     def origin(self) -> int:
         """The smallest peer number among the processes of this one's replica."""
         return self._offer.origin
-
-    def _serve(self) -> None:
-        self._served, self._offer.store = serve(extension.member(self._comm).host)
 
     # ---- torch's ProcessGroup ----
 

@@ -7,7 +7,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -125,32 +124,22 @@ def no_shards(numbers: list[int]) -> list[list[int]]:
     return [numbers]
 
 
-class _Row(msgspec.Struct, frozen=True):
-    number: int
-    origin: int  # the smallest number of its replica's processes
-    begun: bool  # whether it has a rank already
-    size: int  # the number of members that the group begins with
-    rank: int  # its rank, or the one that it was started with; -1: none
-    store: str  # the address of its store; empty: it has none
-    wants_store: bool
-
-
-@dataclass(slots=True)
-class Offer:
-    """What this peer tells the others in an agreement.
+class Offer(msgspec.Struct):
+    """What a peer tells the others in an agreement.
 
     Attributes:
-        shards: gathers numbers from the processes of its replica.
-        origin: the smallest number of these; orders replicas alike in all their groups.
-        rank: the rank that it was started with; -1: none.
+        number: its own.
+        origin: the smallest number of its replica's processes; orders replicas alike in all their
+            groups.
+        rank: its rank, or the one that it was started with; -1: none.
         begun: whether it has a rank in this group.
         size: the number of members that the group begins with.
         store: `host:port` of the store that it serves; empty: none.
         wants_store: whether it came without a store.
     """
 
-    shards: Shards = no_shards
-    origin: int = field(default=0, init=False)
+    number: int = 0
+    origin: int = 0
     rank: int = -1
     begun: bool = False
     size: int = 1
@@ -158,57 +147,35 @@ class Offer:
     wants_store: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The result of an agreement.
-
-    Attributes:
-        order: the numbers of the peers, by torch's rank.
-        begun: whether the group has begun, before or now that it has enough members.
-        store: `host:port` of the first member's store; empty: none.
-        must_serve: whether this peer must serve a store before all agree again.
-        again: whether all must agree again.
-    """
-
-    order: tuple[int, ...]
-    begun: bool
-    store: str
-    must_serve: bool
-    again: bool
-
-
-def agree(comm: Communicator, members: Members, offer: Offer) -> Agreement:
+def agree(comm: Communicator, members: Members, own: Offer, shards: Shards) -> list[Offer]:
     """Agrees with all members on their order; no collective may be under way.
 
     Members keep their order, and newcomers come last. Peers that begin together are ordered by the
     ranks that they were started with, or else by joining. If a replica is several processes, each
     in another group, all these groups have the same replicas in the same order.
+
+    Returns:
+        What all members have said, in their order.
     """
-    rank = members.rank if offer.begun else offer.rank
-    if not offer.origin:
-        offer.origin = min(number for (number,) in offer.shards([members.own]))
-    row = _Row(
-        members.own, offer.origin, offer.begun, offer.size, rank, offer.store, offer.wants_store
-    )
-    rows = _rows(comm, row)
+    own.number = members.own
+    own.rank = members.rank if own.begun else own.rank
+    if not own.origin:
+        own.origin = min(number for (number,) in shards([own.number]))
+    offers = _offers(comm, own)
     # a replica may be lost when some groups have agreed, and others have not
-    while len({size for (size,) in offer.shards([len(rows)])}) > 1:
-        rows = _rows(comm, row)
-    first = rows[0]
-    begun = first.begun or len(rows) >= max(each.size for each in rows)
-    again = begun and first.wants_store and not first.store
-    order = tuple(each.number for each in rows)
-    return Agreement(order, begun, first.store, again and first.number == members.own, again)
+    while len({size for (size,) in shards([len(offers)])}) > 1:
+        offers = _offers(comm, own)
+    return offers
 
 
-def _rows(comm: Communicator, row: _Row) -> list[_Row]:
+def _offers(comm: Communicator, own: Offer) -> list[Offer]:
     while True:
         try:
-            rows = _exchange(comm, row, AGREE_TAG)
+            found = _exchange(comm, own, AGREE_TAG)
         except PeerLostError:
             continue
         return sorted(
-            rows, key=lambda each: (not each.begun, each.rank < 0, each.rank, each.origin)
+            found, key=lambda each: (not each.begun, each.rank < 0, each.rank, each.origin)
         )
 
 

@@ -1,4 +1,4 @@
-"""Point-to-point calls: send, recv, and monitored_barrier, which is made of them.
+"""Point-to-point calls: send and recv.
 
 Messages with one tag from one member to another arrive in the order in which they are sent: the
 n-th send and the n-th receive match by their number. A number is taken at the launch. If a message
@@ -14,21 +14,19 @@ import heapq
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pccl import Communicator, PCCLError, PCCLTimeoutError, PeerLostError, extension, operands
-from pccl.extension import Deadline
 from pccl.torch.members import Members
 from pccl.torch.tensors import movable, put
-from pccl.torch.work import POOL, Handle, Task, Work
+from pccl.torch.work import POOL, Handle, Task
 from pccl.types import Result
 
-BARRIER_TAG = (1 << 31) - 1  # of `monitored_barrier`
+BARRIER_TAG = (1 << 31) - 1  # of monitored_barrier
 TAG_MAX = BARRIER_TAG - 1
 
 
@@ -36,17 +34,27 @@ class _Numbers:
     """The numbers of the messages of one tag, from one member to another."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._next = 0
         self._free: list[int] = []
 
-    def take(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        self._next += 1
-        return self._next - 1
+    @contextlib.contextmanager
+    def take(self) -> Iterator[int]:
+        """Takes the next number; gives it back if the launch raises."""
+        with self._lock:
+            if self._free:
+                number = heapq.heappop(self._free)
+            else:
+                number, self._next = self._next, self._next + 1
+        try:
+            yield number
+        except BaseException:
+            self.give_back(number)
+            raise
 
     def give_back(self, number: int) -> None:
-        heapq.heappush(self._free, number)
+        with self._lock:
+            heapq.heappush(self._free, number)
 
 
 @dataclass(eq=False)
@@ -77,38 +85,30 @@ class _Request:
 
     Attributes:
         other: the number of the sender; None: any, until a message has come.
-        error: why it has failed.
-        piece: the message.
+        message: a future of it.
     """
 
     def __init__(self, mailbox: _Mailbox, other: int | None, nbytes: int) -> None:
         self.other = other
         self.nbytes = nbytes
-        self.error: Exception | None = None
-        self.piece: Tensor | None = None
+        self.message: Future[Tensor] = Future()
         self._mailbox = mailbox
-        self._ended = threading.Event()
-        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def error(self) -> Exception | None:
+        found = self.message.exception()
+        assert found is None or isinstance(found, Exception)
+        return found
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._mailbox.lock:
-            if not self._ended.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
+        self.message.add_done_callback(lambda _: callback())
 
     def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]:
         """Waits for a message. After a time-out, the message is for the next request."""
-        if not self._ended.wait(timeout):
+        if not wait([self.message], timeout).done:
             self._mailbox.forget(self, timeout or 0.0)
-        if self.error is None:
-            return True, Result.SUCCESS.value, None
-        return False, Result.RANK_CONNECTION_LOST.value, None
-
-    def end(self) -> None:
-        self._ended.set()
-        for callback in self._callbacks:
-            POOL.run(callback)
+        well = self.error is None
+        return well, (Result.SUCCESS if well else Result.RANK_CONNECTION_LOST).value, None
 
 
 class _Mailbox:
@@ -190,13 +190,14 @@ class _Mailbox:
                 return
             self._requests.remove(request)
             if arrived[0].nbytes != request.nbytes:
-                request.error = ValueError(
+                why = (
                     f"a receive of {request.nbytes} bytes: an earlier receive from any sender has "
-                    f"asked the same member for {arrived[0].nbytes}"
                 )
+                why += f"asked the same member for {arrived[0].nbytes}"
+                request.message.set_exception(ValueError(why))
             else:
-                request.other, request.piece = other, arrived.popleft()
-            request.end()
+                request.other = other
+                request.message.set_result(arrived.popleft())
 
     def _fail(self, other: int, error: Exception | None) -> None:
         """A receive from that member has failed, and so has the request that it was for.
@@ -210,8 +211,7 @@ class _Mailbox:
                 if any(source.posted for source in self._sources.values()):
                     continue
             self._requests.remove(request)
-            request.error = error
-            request.end()
+            request.message.set_exception(error)
             return
 
     def forget(self, request: _Request, seconds: float) -> None:
@@ -220,10 +220,9 @@ class _Mailbox:
             if request not in self._requests:
                 return
             self._requests.remove(request)
-            request.error = PCCLTimeoutError(
-                Result.RANK_CONNECTION_LOST, "recv", f"no message has come within {seconds:g} s"
-            )
-            request.end()
+            why = f"no message has come within {seconds:g} s"
+            error = PCCLTimeoutError(Result.RANK_CONNECTION_LOST, "recv", why)
+            request.message.set_exception(error)
 
     def give_up(self) -> None:
         """Ends the receives that no request is waiting for."""
@@ -238,7 +237,6 @@ class Sends:
     def __init__(self, comm: Communicator, members: Members) -> None:
         self._comm = comm
         self._members = members
-        self._lock = threading.Lock()
         # by the other member and the tag
         self._sent: defaultdict[tuple[int, int], _Numbers] = defaultdict(_Numbers)
         self._received: defaultdict[tuple[int, int], _Numbers] = defaultdict(_Numbers)
@@ -258,18 +256,6 @@ class Sends:
         if not 0 <= tag <= TAG_MAX and tag != BARRIER_TAG:
             raise ValueError(f"tag is {tag}: it must be in 0 to {TAG_MAX}")
 
-    @contextlib.contextmanager
-    def _number(self, numbers: _Numbers) -> Iterator[int]:
-        """Takes the next number of a message; gives it back if the launch raises."""
-        with self._lock:
-            number = numbers.take()
-        try:
-            yield number
-        except BaseException:
-            with self._lock:
-                numbers.give_back(number)
-            raise
-
     def _launch(self, name: str, work: Any, tag: int, number: int) -> Handle:
         return extension.launch(self._comm, name, work, tag << 32 | number & 0xFFFFFFFF)
 
@@ -280,15 +266,14 @@ class Sends:
         taken: list[int] = []
 
         def launch(_: int) -> Handle:
-            with self._number(numbers) as number:
+            with numbers.take() as number:
                 handle = self._launch(name, work, tag, number)
                 taken.append(number)
             return handle
 
         def failed() -> None:
-            with self._lock:
-                while taken:
-                    numbers.give_back(taken.pop())
+            while taken:
+                numbers.give_back(taken.pop())
 
         def settle() -> None:
             if name == "recv":
@@ -325,15 +310,11 @@ class Sends:
 
     def _mailbox(self, tag: int) -> _Mailbox:
         def post(piece: Tensor, other: int) -> tuple[int, Handle]:
-            with self._number(self._received[other, tag]) as number:
+            with self._received[other, tag].take() as number:
                 work = operands.recv(piece, (other, self._members.own))
                 return number, self._launch("recv", work, tag, number)
 
-        def free(other: int, number: int) -> None:
-            with self._lock:
-                self._received[other, tag].give_back(number)
-
-        return _Mailbox(post, free)
+        return _Mailbox(post, lambda other, number: self._received[other, tag].give_back(number))
 
     def _requested(self, mailbox: _Mailbox, tensor: Tensor, other: int | None) -> Task:
         requests: list[_Request] = []
@@ -346,8 +327,7 @@ class Sends:
             return requests[0]
 
         def settle() -> None:
-            assert requests[0].piece is not None
-            put(tensor, requests[0].piece)
+            put(tensor, requests[0].message.result())
 
         def source() -> int:
             order, sender = self._members.order, requests[0].other if requests else None
@@ -360,65 +340,3 @@ class Sends:
         for mailbox in self._mailboxes.values():
             with contextlib.suppress(PCCLError):
                 mailbox.give_up()
-
-
-_LEAST_S = 0.001  # the least time limit, for messages that have arrived already
-
-
-def monitored_barrier(
-    members: Members,
-    sends: Sends,
-    start: Callable[[Task, timedelta], Work],
-    timeout: timedelta,
-    wait_all_ranks: bool,
-) -> None:
-    """Waits for all members.
-
-    Args:
-        members: of the group.
-        sends: of the group.
-        start: launches a task, with a time limit.
-        timeout: for the whole barrier.
-        wait_all_ranks: whether rank 0 names all missing ranks, and not only the first.
-
-    Raises:
-        RuntimeError: on rank 0, others have not come; on others, rank 0 has not answered.
-    """
-    deadline = Deadline(timeout.total_seconds())
-    limit = f"{timeout.total_seconds() * 1000:.0f} ms"
-
-    def begin(task: Task) -> Work:
-        return start(task, timedelta(seconds=max(_LEAST_S, deadline.left_s or 0.0)))
-
-    def send(rank: int) -> Work:
-        return begin(sends.send(torch.ones(1), rank, BARRIER_TAG))
-
-    def recv(rank: int) -> Work:
-        return begin(sends.recv(torch.empty(1), rank, BARRIER_TAG))
-
-    if members.rank != 0:
-        try:
-            send(0).wait()
-            recv(0).wait()
-        except PCCLError as error:
-            raise RuntimeError(
-                f"Rank {members.rank} successfully reached monitoredBarrier, but received errors "
-                f"while waiting for send/recv from rank 0: {error}"
-            ) from error
-        return
-    if deadline.left_s == 0:
-        raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit}")
-    others = range(1, members.size)
-    missing: dict[int, PCCLError] = {}
-    for rank, work in [(rank, recv(rank)) for rank in others]:
-        try:
-            work.wait()
-        except PCCLError as error:
-            missing[rank] = error
-    if missing:
-        named = list(missing) if wait_all_ranks else list(missing)[:1]
-        who = f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
-        why = missing[named[0]]
-        raise RuntimeError(f"{who} failed to pass monitoredBarrier in {limit}: {why}") from why
-    for rank in others:
-        send(rank).wait()

@@ -84,9 +84,7 @@ def newcomer(address: str) -> ProcessGroup:
     assert (rank, size) == (0, 1)
     from pccl.torch.creation import joined
 
-    group = joined.take()
-    assert group is not None
-    return group
+    return joined.pop()
 
 
 def test_newcomers_are_named_by_handles_while_a_member_is_lost(cluster: Cluster) -> None:
