@@ -11,12 +11,17 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
+from torch.autograd import (  # type: ignore[attr-defined]
+    _record_function_with_args_enter,
+    _record_function_with_args_exit,
+    profiler,
+)
 from torch.distributed import ReduceOp
 
 from pccl import Communicator, PCCLError, extension, operands
@@ -25,7 +30,7 @@ from pccl.extension import Deadline, Operands, Ranks
 from pccl.torch.members import Members
 from pccl.torch.p2p import BARRIER_TAG, Sends
 from pccl.torch.tensors import Reduction, flat, movable, moved_size, put, reducible
-from pccl.torch.work import CoalescedWork, Handle, Task, Work, eager
+from pccl.torch.work import CoalescedWork, Handle, Task, Work, eager, in_pool
 
 _LEAST_S = 0.001  # the least time limit, for messages that have arrived already
 FIRST_TAG = 1 << 32  # lower ones are for the user and for this integration's own calls
@@ -75,7 +80,9 @@ def _collective(build: Callable[..., Task]) -> Callable[..., Work]:
         tensors = {name: named.pop(name) for name in names if name in named}
         count = len(names) - len(tensors)
         options = Options.of(*given[count:], *named.values())
-        return self.run(build(self, *given[:count], **tensors, options=options), options)
+        tensors.update(zip([name for name in names if name not in tensors], given, strict=False))
+        inputs = [each for name, each in tensors.items() if not name.startswith("output")]
+        return self.run(build(self, **tensors, options=options), options, inputs)
 
     return call
 
@@ -110,20 +117,18 @@ class Collectives:
         with self._launching:
             self._next_tag = FIRST_TAG
 
-    def run(self, task: Task, options: Options = Options()) -> Work:  # noqa: B008 - immutable
-        """Launches a task. If it is asynchronous, it ends without its caller, too."""
-        if profiler._is_profiler_enabled:
-            with profiler.record_function(f"pccl:{task.name}") as span:
-                work = self._launch(task, options)
-                if not work.is_completed():
-                    span._call_end_callbacks_on_future(work.get_future())
-        else:
-            work = self._launch(task, options)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
+    def run(
+        self,
+        task: Task,
+        options: Options = Options(),  # noqa: B008 - immutable
+        inputs: Any = (),
+    ) -> Work:
+        """Launches a task. If it is asynchronous, it ends without its caller, too.
 
-    def _launch(self, task: Task, options: Options) -> Work:
+        A profile shows it until its end, with the shapes of `inputs`, which may be nested in lists.
+        """
+        if profiler._is_profiler_enabled:
+            task = replace(task, ended=_span(f"pccl:{task.name}", _flat(inputs)))
         limit = options.timeout
         timeout = limit if limit is not None and limit > timedelta(0) else self.timeout
         with self._launching:
@@ -132,6 +137,8 @@ class Collectives:
             self._next_tag += task.counts
         if options.is_async:
             work.follow()
+        if self._coalescing is not None:
+            self._coalescing.append(work)
         return work
 
     def _get_sequence_number_for_group(self) -> int:
@@ -579,17 +586,17 @@ class Collectives:
     @eager
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        return self.run(self._sends.send(tensor, dst, tag))
+        return self.run(self._sends.send(tensor, dst, tag), inputs=tensors)
 
     @eager
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        return self.run(self._sends.recv(tensor, src, tag))
+        return self.run(self._sends.recv(tensor, src, tag), inputs=tensors)
 
     @eager
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         (tensor,) = tensors
-        return self.run(self._sends.recv_any(tensor, tag))
+        return self.run(self._sends.recv_any(tensor, tag), inputs=tensors)
 
     @eager
     def monitored_barrier(
@@ -662,12 +669,27 @@ class Collectives:
         return CoalescedWork(works)
 
 
+def _span(name: str, inputs: Tensors) -> Callable[[], None]:
+    """Begins a span of the profiler. Returns a function that ends it.
+
+    It ends in another thread: so torch takes it for asynchronous, and not for work of the caller.
+    """
+    span = _record_function_with_args_enter(name, *inputs)
+    return lambda: in_pool(lambda: _record_function_with_args_exit(span)).result()
+
+
 def _all_gather(sent: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
     return operands.all_gather(sent, received, ranks)[0]
 
 
 def _list(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _flat(tensors: Any) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return [each for inner in tensors for each in _flat(inner)]
 
 
 def _inner(tensors: Any) -> Any:

@@ -333,7 +333,8 @@ class Sends:
             order, sender = self._members.order, requests[0].other if requests else None
             return order.index(sender) if sender in order else -1
 
-        return Task("recv", launch, [tensor], settle=settle, source=source, counts=False)
+        name = "recv" if other is not None else "recvAnySource"
+        return Task(name, launch, [tensor], settle=settle, source=source, counts=False)
 
     def give_up(self) -> None:
         """Ends the receives that no request is waiting for."""

@@ -139,6 +139,7 @@ class Task:
         alone: does the work of a group of one.
         settle: copies the result to the caller's tensors; called once, after success.
         failed: called once, after a failure.
+        ended: called once, after success or failure.
         again: whether it may be launched again if a peer is lost in it.
         source: torch's rank of the sender whose message a receive has taken.
         counts: whether all members launch it, so that it has a tag of their sequence.
@@ -150,6 +151,7 @@ class Task:
     alone: Callable[[], None] = _nothing
     settle: Callable[[], None] = _nothing
     failed: Callable[[], None] = _nothing
+    ended: Callable[[], None] = _nothing
     again: bool = False
     source: Callable[[], int] = lambda: -1
     counts: bool = True
@@ -191,8 +193,7 @@ class Work(BaseWork):
             self._launch()
         except PCCLError as error:
             self.error = _in_words_of_torch(error)
-            self.task.failed()
-            self._ended.set()
+            self._finish()
             return
         self._under_way = under_way
         under_way.add(self)
@@ -264,10 +265,14 @@ class Work(BaseWork):
                 self.error = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
                 raise
             finally:
-                if self.error is not None:
-                    self.task.failed()
-                self._ended.set()
+                self._finish()
                 self._under_way.discard(self)
+
+    def _finish(self) -> None:
+        if self.error is not None:
+            self.task.failed()
+        self.task.ended()
+        self._ended.set()
 
     def _conclude(self, timeout_s: float | None) -> None:
         while self._handle is not None:
