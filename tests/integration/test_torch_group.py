@@ -202,9 +202,11 @@ def test_the_profiler_shows_collectives_until_they_end(two: Groups) -> None:
         if group.rank() == 1:
             job(group)
             return
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(record_shapes=True) as profile:
             job(group)
-        assert {"pccl:all_reduce", "pccl:broadcast"} <= {event.name for event in profile.events()}
+        shown = {event.name: event for event in profile.events()}
+        for name in ("pccl:all_reduce", "pccl:broadcast"):
+            assert shown[name].is_async and shown[name].input_shapes == [[1]]
 
     two.each(profiled)
 
