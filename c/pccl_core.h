@@ -200,10 +200,10 @@
  * have rows for one. In memory, rows for several members, or from several, lie in the order of the
  * ranks. Nothing is computed: element types matter only for their size.
  *
- * A message is a piece of the rows of one array, from one member to another. It travels unchanged
- * from position to position until it reaches its receiver; if there are several rings, on the one
- * with the fewest steps. So a link carries only messages that have no shorter path. A member first
- * sends the rows with the longest path. COMPLETE says that a member has sent all its rows and holds
+ * A message is a piece of the rows of one array, from one member to another. If its sender has a
+ * stream to its receiver, it travels on that stream. Otherwise, or if that stream is lost before it
+ * has carried anything, it travels unchanged from position to position; if there are several rings,
+ * on the one with the fewest steps. On a ring a member first sends the rows with the longest path. COMPLETE says that a member has sent all its rows and holds
  * all rows that are for it; it forwards the rows of others until its COMMIT. ABORT restores
  * nothing: recv is then unspecified. The engine never overwrites rows of send.
  *
@@ -534,7 +534,8 @@ typedef struct pccl_end {
 /* One command. Each kind lists the members that it uses:
  *   OPEN_STREAM   stream (a number that was never used before). Ops can be started on it at once.
  *   CONNECT_STREAM  stream (an open one, never connected before); lanes (0: as many as suit the
- *                 link); hwm (messages queued for each lane); endpoint; peer (the neighbour's
+ *                 link); shares (the streams that send at the same time, and so need fewer lanes
+ *                 each; 0: as 1); hwm (messages queued for each lane); endpoint; peer (the neighbour's
  *                 number); curve_server (the neighbour's public key, if the engine has keys), else
  *                 nonce (of the epoch); via (empty, or the `address:port` of a meeting point).
  *                 The host of a TCP endpoint must be an address: libzmq would look up a name in its
@@ -578,7 +579,8 @@ typedef struct pccl_end {
  *                 COLLECTIVE: oneshot (whether its two members send each other everything).
  *                 BROADCAST, REDUCE: the position of the root in each ring.
  *                 EXCHANGE: begin and count are not used. A member that sends and forwards nothing
- *                 needs no stream (0).
+ *                 needs no stream (0). direct (NULL, or the stream to each member by rank, copied; 0:
+ *                 rows for it go around a ring).
  *                 SERVE: n_ends, ends: each stream leads to the requester with that slot.
  *                 FETCH: n_ends, ends: each stream leads to a holder, at which we have that slot.
  *                 SERVE and FETCH take any number of START commands, which add to each other; seq,
@@ -612,6 +614,7 @@ typedef struct pccl_command {
     uint32_t kind;
     uint32_t stream;
     uint32_t lanes;
+    uint32_t shares;
     uint32_t hwm;
     char endpoint[256];
     char via[128];
@@ -631,6 +634,7 @@ typedef struct pccl_command {
     const pccl_piece *pieces;
     const uint64_t *send_rows;
     const uint64_t *recv_rows;
+    const uint32_t *direct;
     uint64_t limit;
     uint64_t window;
     uint64_t offset;

@@ -25,6 +25,7 @@ from pccl.communicator import Communicator
 from pccl.operands import Ranks
 from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
+from pccl.protocol.strategy import DIRECT_MAX
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.memory import Operands
 from pccl.runtime.client.sync import SyncOptions
@@ -34,7 +35,7 @@ from pccl.shared_state import SharedState, sync_shared_state
 from pccl.types import ReduceInfo, SharedStateSyncInfo, SharedStateSyncStrategy
 
 __all__ = [
-    "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
+    "DIRECT_MAX", "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
     "are_peers_pending", "await_newcomers", "launch", "limit_master_patience", "member", "ranks",
     "repeat_until_enough", "ring", "run", "synchronize_once", "update_topology",
 ]  # fmt: skip

@@ -1,8 +1,10 @@
 /* exchange.c - see exchange.h.
  *
- * A message goes unchanged from position to position until it reaches its receiver. So a complete
- * member keeps forwarding messages that others need, until its COMMIT: only then is it certain that
- * all members have everything.
+ * A message travels directly to its receiver where its sender has a stream to it, and otherwise
+ * goes unchanged from position to position. Only its sender decides that: the header is the same,
+ * and receivers do not ask on which stream a message came. So a stream to a receiver that cannot be
+ * connected costs nothing but forwards. A complete member keeps forwarding messages that others
+ * need, until its COMMIT: only then is it certain that all members have everything.
  *
  * The old content of recv is no input, so ABORT restores nothing. Messages that arrive before START
  * wait for it, because they cannot be checked until our place in the ring is known. */
@@ -153,8 +155,24 @@ void exchange_drop(struct op *op, struct flow *flow)
         packets_drop(op->source.zmq, &exchange_of(op)->early, NULL);
 }
 
+/* Sends the rows of a route around its ring. Returns whether a stream leads there. */
+static bool go_around(struct route *route)
+{
+    route->direct = 0;
+    route->flow.stream = op_of(&route->flow)->flows[route->ring]->stream;
+    flow_request_turn(&route->flow);
+    return route->flow.stream != NULL;
+}
+
+/* A stream to a receiver has carried nothing if it was never connected. */
 void exchange_lose(struct op *op, const struct stream *stream)
 {
+    uint32_t i;
+    for (i = 0; i < op->n_flows; i++) {
+        struct route *route = route_of(exchange_of(op), i);
+        if (route->direct == stream->number && !route->used && go_around(route))
+            return;
+    }
     op_fail_stream(op, stream->number, stream->text);
 }
 
@@ -178,7 +196,7 @@ static bool find_next(struct route *route)
     const pccl_ring *place = &route->place;
     while (route->steps > 0) {
         uint32_t rank = rank_at(place, (place->position + route->steps) % place->members);
-        bool ours = exchange->ways[rank].ring == route->flow.index
+        bool ours = exchange->ways[rank].flow == route->flow.index
             && exchange->send_at[rank] < exchange->send_at[rank + 1];
         for (; ours && route->index < exchange->n_rows; route->index++, route->offset = 0)
             if (route->offset < bytes_of(&exchange->rows[route->index], exchange->send_at, rank))
@@ -207,7 +225,7 @@ enum turn exchange_send(struct flow *flow)
     struct wire_header header = op_header(op, WIRE_ROW);
     struct packet packet = {0};
     uint32_t members = route->place.members, rank;
-    header.ring = (uint8_t)flow->index;
+    header.ring = (uint8_t)route->ring;
     header.members = (uint16_t)members;
     header.segment = (uint16_t)route->place.position;
     header.step = (uint16_t)((route->place.position + route->steps) % members);
@@ -227,6 +245,7 @@ enum turn exchange_send(struct flow *flow)
         return TURN_BLOCKED;
     }
     exchange->done += header.length;
+    route->used = true;
     route->offset += header.length;
     if (is_complete(exchange))
         op_complete(op);             /* does not free it: its kind is obliging */
@@ -241,7 +260,7 @@ static const char *check_way(const struct exchange *exchange, const struct wire_
 {
     const pccl_ring *place;
     uint32_t steps;
-    if (header->ring >= exchange->op.n_flows || header->members != exchange->members
+    if (header->ring >= exchange->n_rings || header->members != exchange->members
         || header->segment >= exchange->members || header->step >= exchange->members)
         return "a row has an impossible place in the ring";
     place = &route_of(exchange, header->ring)->place;
@@ -373,6 +392,7 @@ static void find_ways(struct exchange *exchange, const pccl_command *command)
             if (way->steps == 0 || steps < way->steps) {
                 way->steps = (uint16_t)steps;
                 way->ring = (uint16_t)i;
+                way->flow = i;
             }
         }
 }
@@ -389,7 +409,38 @@ static bool join_rings(struct exchange *exchange, const pccl_command *command)
         if (route == NULL)
             return false;
         route->place = *place;
+        route->ring = i;
         route->steps = exchange->members - 1;
+    }
+    exchange->n_rings = op->n_flows;
+    return true;
+}
+
+/* Creates the flows of the streams to receivers that are not the next on their ring, or fails the
+ * op. */
+static bool go_directly(struct exchange *exchange, const pccl_command *command)
+{
+    struct op *op = &exchange->op;
+    uint32_t rank;
+    for (rank = 0; command->direct != NULL && rank < exchange->members; rank++) {
+        struct way *way = &exchange->ways[rank];
+        struct stream *stream;
+        struct route *route;
+        if (command->direct[rank] == 0 || way->steps < 2)
+            continue;
+        stream = streams_find(op->ops->streams, command->direct[rank]);
+        if (stream == NULL)
+            continue;
+        route = (struct route *)op_add_flow(op, stream);
+        if (route == NULL) {
+            op_fail(op, PCCL_ENOMEM, "no memory for a stream to a member");
+            return false;
+        }
+        route->place = command->rings[way->ring];
+        route->ring = way->ring;
+        route->direct = command->direct[rank];
+        route->steps = way->steps;
+        way->flow = route->flow.index;
     }
     return true;
 }
@@ -440,9 +491,9 @@ void exchange_start(struct op *op, const pccl_command *command)
         op_fail(op, PCCL_EINVAL, "%s", why);
         return;
     }
-    if (!join_rings(exchange, command))
-        return;
     find_ways(exchange, command);
+    if (!join_rings(exchange, command) || !go_directly(exchange, command))
+        return;
     keep_own(exchange);
     op_begin(op, command);
     exchange->chunk = op_chunk_bytes(command);

@@ -16,10 +16,11 @@ struct rows {
     uint64_t begin;          /* its first block in the set of blocks that have arrived */
 };
 
-/* The path of rows to a member. */
+/* The path of rows to a member: the shortest one around a ring, unless a stream leads to it. */
 struct way {
     uint16_t steps;
     uint16_t ring;
+    uint32_t flow;           /* the flow that sends them */
 };
 
 struct exchange {
@@ -30,16 +31,20 @@ struct exchange {
     uint64_t *send_at;       /* by rank: the first row for it; at the end the number of all rows */
     uint64_t *recv_at;       /* by rank: the first row from it; at the end the number of all rows */
     struct way *ways;        /* by rank */
+    uint32_t n_rings;        /* the first flows */
     uint64_t chunk;          /* bytes of a message, about */
     uint64_t done, wanted;   /* bytes sent and received so far, and in all */
     uint64_t *here;          /* blocks that have arrived */
     struct packets early;    /* messages that came before START */
 };
 
-/* A ring of an exchange, and where our next message on it begins. */
+/* A ring of an exchange, or a stream to one receiver, and where our next message on it begins. */
 struct route {
     struct flow flow;
     pccl_ring place;         /* our place in the ring */
+    uint32_t ring;           /* its index */
+    uint32_t direct;         /* the stream to the receiver; 0: it is a ring */
+    bool used;               /* it has sent a message */
     uint32_t steps;          /* to the receiver of the next message; 0: all is sent */
     uint32_t index;          /* of the array */
     uint64_t offset;         /* in the rows for that receiver */

@@ -183,6 +183,7 @@ void streams_command_connect(struct streams *streams, const pccl_command *comman
     stream->peer = command->peer;
     stream->distant = command->via[0] != '\0';
     stream->automatic = command->lanes == 0 && !stream->distant;
+    stream->shares = command->shares > 0 ? command->shares : 1;
     stream->lanes = stream->automatic ? 1 : lanes_requested(command);
     memcpy(stream->endpoint, command->endpoint, sizeof stream->endpoint);
     if (command->hwm == 0 || memchr(command->endpoint, 0, sizeof command->endpoint) == NULL
@@ -319,14 +320,15 @@ static void greet_lane(struct stream *stream, int fd)
 {
     struct tcp_connection connection;
     bool known = tcp_know(fd, stream->port, &connection);
-    uint32_t round_trip_us = known ? tcp_round_trip_us(&connection) : 0;
+    uint32_t round_trip_us = known ? tcp_round_trip_us(&connection) : 0, wanted;
     ipc_prepare(fd, stream->endpoint);
     if (round_trip_us >= DISTANT_US) {
         stream->distant = true;
         tcp_prepare_distant(&connection);
         lanes_add(&stream->running, &connection);
     }
-    if (!stream->measured && open_lanes(stream, choose_lanes(round_trip_us)) < 0)
+    wanted = (choose_lanes(round_trip_us) + stream->shares - 1) / stream->shares;
+    if (!stream->measured && open_lanes(stream, wanted) < 0)
         stream_lose(stream, PCCL_EZMQ, "cannot open one more lane: %.60s",
                     strerror(table(stream)->errno_()));
     stream->measured = true;

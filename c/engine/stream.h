@@ -45,6 +45,7 @@ struct stream {
     struct streams *streams;
     uint32_t number;
     uint32_t lanes, lanes_failed;
+    uint32_t shares;         /* streams that send at the same time as this one, itself included */
     uint32_t standing;       /* handshakes that have succeeded */
     uint32_t port;           /* TCP port that the lanes connect to; 0: they are not TCP */
     uint32_t coming;         /* lanes that were opened later and are not connected yet */

@@ -767,12 +767,16 @@ void trade_register(struct peers *peers, int who, const struct trade *trade)
 void trade_start(struct peers *peers, int who, const struct trade *trade, uint32_t rings)
 {
     static uint16_t backwards[TEST_PEERS_MAX];       /* engines read it until SETTLED */
+    static uint32_t direct[TEST_PEERS_MAX];
     uint32_t n = (uint32_t)trade->n, i;
     pccl_command command = {0};
-    for (i = 0; i < n; i++)
+    for (i = 0; i < n; i++) {
         backwards[i] = (uint16_t)(n - 1 - i);
+        direct[i] = TRADE_DIRECT + i;
+    }
     command.kind = PCCL_START;
     command.op = TRADE_OP;
+    command.direct = trade->direct ? direct : NULL;
     command.seq = TRADE_SEQ;
     command.nonce = TEST_NONCE;
     command.chunk_bytes = trade->chunk_bytes;

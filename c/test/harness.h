@@ -160,6 +160,7 @@ bool job_abort(struct peers *peers, const struct job *job);
 /* ---- exchanges ---- */
 
 enum { TRADE_PARTS_MAX = 4, TRADE_OP = 3, TRADE_TAG = 41, TRADE_SEQ = 20 };
+enum { TRADE_DIRECT = 10 };          /* the number of the stream to member 0, and so on */
 
 /* Which members have rows for which: the root for all, all for the root, all for all, or any for
  * any. */
@@ -170,6 +171,7 @@ struct trade {
     int n;
     uint32_t root;
     bool in_place;                   /* SCATTER, GATHER: send and recv share the root's own rows */
+    bool direct;                     /* each member has a stream to each other one */
     uint32_t chunk_bytes;
     int n_parts;
     int dtype[TRADE_PARTS_MAX];

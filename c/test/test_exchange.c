@@ -26,7 +26,7 @@ static struct trade make_list(enum trade_kind kind, uint64_t count, bool in_plac
 static void open_rings(const struct trade *trade, uint64_t seed, uint32_t rings)
 {
     pccl_options options = peers_options();
-    int i, n = trade->n;
+    int i, to, n = trade->n;
     options.forward_max = 1 + (uint32_t)(seed % 8);
     peers_open(&peers, n, &options, seed);
     if (n > 1)
@@ -34,6 +34,9 @@ static void open_rings(const struct trade *trade, uint64_t seed, uint32_t rings)
     for (i = 0; i < n; i++) {
         if (rings > 1)
             peers_stream(&peers, i, (i + n - 1) % n, 2, 1, 1);
+        for (to = 0; to < n && trade->direct; to++)
+            if (to != i)
+                peers_stream(&peers, i, to, TRADE_DIRECT + (uint32_t)to, 1, 1);
         trade_register(&peers, i, trade);
     }
 }
@@ -99,6 +102,59 @@ static void test_two_rings(void)
             trade.chunk_bytes = seed % 4 ? 512 : 1;
             run_one(&trade, 2 + (int)(seed % 7), seed, 2);
         }
+}
+
+/* Directly, beside one ring and two. */
+static void test_direct(void)
+{
+    uint64_t seed;
+    int kind;
+    for (kind = 0; kind < TRADE_KINDS; kind++)
+        for (seed = 1; seed <= 24; seed++) {
+            struct trade trade = make_list((enum trade_kind)kind, 2000 + seed, seed % 2);
+            trade.direct = true;
+            trade.chunk_bytes = seed % 4 ? 512 : 1;
+            run_one(&trade, 2 + (int)(seed % 7), seed, 1 + (uint32_t)(seed > 12));
+        }
+}
+
+/* Lets a direct stream be lost after some passes, while its handshake lasts or later. If it has carried nothing, the rows go around the ring; otherwise the exchange fails. */
+static void test_lost_direct_stream(void)
+{
+    uint64_t seed;
+    int i, around = 0, failed = 0;
+    for (seed = 1; seed <= 60; seed++) {
+        struct trade trade = make_list(ALL_TO_ALL, 900, false);
+        pccl_command lose = {0};
+        trade.direct = true;
+        trade.chunk_bytes = 512;
+        trade_make(&trade, 5, seed);
+        open_rings(&trade, seed, 1);
+        for (i = 0; i < 5; i++)
+            trade_start(&peers, i, &trade, 1);
+        for (i = 0; i < (int)(seed % 12); i++)
+            (void)peers_step(&peers);
+        lose.kind = PCCL_LOSE_STREAM;
+        lose.stream = TRADE_DIRECT + 3;
+        (void)snprintf(lose.endpoint, sizeof lose.endpoint, "unreachable");
+        peers_command(&peers, 0, &lose);
+        peers_run(&peers);
+        CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, TRADE_DIRECT + 3) == 1);
+        if (peers_count(&peers, 0, PCCL_FAILED, TRADE_OP) == 1) {
+            failed++;
+            CHECK(peers_event(&peers, 0, PCCL_FAILED, TRADE_OP)->status == PCCL_ESTREAM);
+            CHECK(trade_end(&peers, PCCL_ABORT));
+        } else {
+            CHECK(trade_is_right(&peers, &trade));
+            CHECK(trade_end(&peers, PCCL_COMMIT));
+            around += peers_event(&peers, 1, PCCL_SETTLED, TRADE_OP)->tx_bytes
+                > peers_event(&peers, 4, PCCL_SETTLED, TRADE_OP)->tx_bytes;
+        }
+        peers_close(&peers);
+        trade_free(&trade);
+    }
+    CHECK(around > 3);
+    CHECK(failed > 3);
 }
 
 /* Some peers get START only when the others can make no progress without them. */
@@ -169,29 +225,30 @@ static void test_aborts(void)
                 abort_anywhere((enum trade_kind)kind, in_place, cut);
 }
 
-/* Rows travel no farther than they must. The table has the rows that each position has sent in a
- * ring of four, and in two opposite ones. The root is the last position. */
+/* Rows travel no farther than they must. The table has the rows that each position of four has sent
+ * directly, in a ring, and in two opposite ones. The root is the last position. */
 static void test_how_far_rows_travel(void)
 {
-    static const uint64_t sent[3][2][4] = {
-        {{2, 1, 0, 3}, {1, 0, 0, 3}},        /* one way: 3 + 2 + 1; both: 2 + 1, and 1 */
-        {{1, 2, 3, 0}, {1, 1, 2, 0}},
-        {{6, 6, 6, 6}, {4, 4, 4, 4}},
+    static const uint64_t sent[3][3][4] = {
+        {{0, 0, 0, 3}, {2, 1, 0, 3}, {1, 0, 0, 3}},  /* one way: 3 + 2 + 1; both: 2 + 1, and 1 */
+        {{1, 1, 1, 0}, {1, 2, 3, 0}, {1, 1, 2, 0}},
+        {{3, 3, 3, 3}, {6, 6, 6, 6}, {4, 4, 4, 4}},
     };
     uint32_t rings;
     int kind, i;
     for (kind = SCATTER; kind <= ALL_TO_ALL; kind++)
-        for (rings = 1; rings <= 2; rings++) {
+        for (rings = 0; rings <= 2; rings++) {
             struct trade trade = trade_plain((enum trade_kind)kind, 64, false);
+            trade.direct = rings == 0;
             trade_make(&trade, 4, 3);
             open_rings(&trade, 3, rings);
             for (i = 0; i < 4; i++)
-                trade_start(&peers, i, &trade, rings);
+                trade_start(&peers, i, &trade, rings > 0 ? rings : 1);
             peers_run(&peers);
             CHECK(trade_end(&peers, PCCL_COMMIT));
             for (i = 0; i < 4; i++) {
                 const pccl_event *event = peers_event(&peers, i, PCCL_SETTLED, TRADE_OP);
-                if (!CHECK(event->tx_bytes == sent[kind][rings - 1][i] * 256))
+                if (!CHECK(event->tx_bytes == sent[kind][rings][i] * 256))
                     fprintf(stderr, "  kind %d rings %u position %d: %lu rows\n", kind, rings, i,
                             (unsigned long)(event->tx_bytes / 256));
             }
@@ -441,6 +498,8 @@ int main(void)
     test_sizes();
     test_types();
     test_two_rings();
+    test_direct();
+    test_lost_direct_stream();
     test_early_messages();
     test_aborts();
     test_how_far_rows_travel();

@@ -15,6 +15,7 @@ from typing import Final, Literal
 from pccl import kernels
 from pccl.cli.arguments import http_port, option, whole_number
 from pccl.cli.status import ask
+from pccl.protocol.strategy import DIRECT_MAX
 
 RTT_S, STEP_S = 0.05, 1.0  # assumed, unless --rtt and --step are given
 LINK_SHARE: Final = 0.9  # the payload of an all-reduce gets this share of a link's rate
@@ -50,8 +51,9 @@ class Cluster:
         """The exchange of DiLoCo: a gather, a mean in two stages, or an fp32 all-reduce."""
         others, size = self.peers - 1, _bytes_of(wire)
         chosen = self._exchange(wire, others * size, others)
-        if wire in TWO_STAGE:
-            two_stage = self._exchange(wire, others * (1 / 2 + 1 / self.peers) * size, 2 * others)
+        if wire in TWO_STAGE and self.peers <= DIRECT_MAX:
+            hops = 1 + others + 4  # to an owner, around, and the votes of a second collective
+            two_stage = self._exchange(wire, 2 * others / self.peers * size, hops)
             if two_stage.sent <= 0.8 * chosen.sent:
                 chosen = two_stage
         return min(self.all_reduce(), chosen, key=lambda exchange: exchange.sent)

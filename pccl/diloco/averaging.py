@@ -37,11 +37,12 @@ class Selector:
     Of R peers, with q bytes of a quantized pseudo-gradient and p in fp32, each receives
 
         gather       (R - 1) q
-        two-stage    (R - 1) (1 / 2 + 1 / R) q    parts go to their owners along the ring, and back
+        two-stage    (R - 1) 2 / R q    parts go to their owners, and their means to all
         ring         (R - 1) 2 / R p
 
     The ring is chosen where it receives the least, so no wire costs more than an fp32 all-reduce.
-    Two stages quantize twice, so they must save a fifth of a gather's bytes: from 4 peers on.
+    Two stages quantize twice, so they must save a fifth of a gather's bytes: from 3 peers on. In
+    groups where parts would not go directly to their owners, they would cost more than the ring.
 
     All peers must choose the same algorithm. The current world size cannot decide: one peer may
     have heard of a loss that another has not. So R is the number of peers in the last applied mean,
@@ -97,9 +98,9 @@ class Sizes:
         """Bytes that each of `peers` peers receives, by algorithm."""
         others = max(0, peers - 1)
         found: dict[Algorithm, int] = {"gather": others * (self.quantized + self.beside)}
-        if self.two_stage:
-            around = others * (peers + 2) * self.quantized // max(1, 2 * peers)
-            found["two-stage"] = around + others * self.beside
+        if self.two_stage and peers <= extension.DIRECT_MAX:
+            parts = 2 * others * self.quantized // max(1, peers)
+            found["two-stage"] = parts + others * self.beside
         found["ring"] = 2 * others * (self.plain + self.beside) // max(1, peers)
         return found
 

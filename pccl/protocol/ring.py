@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from pccl.protocol import reach
-from pccl.protocol.messages import PeerInfo, Ring, Spec
+from pccl.protocol.messages import CollectiveKind, PeerInfo, Ring, Spec
 from pccl.protocol.topology import EXACT_MAX, Hop, exact, hops
 
 ALIGNMENT = 64  # elements; shares, segments and chunks begin at its multiples (c/pccl_core.h)
@@ -177,6 +177,20 @@ def _order(peers: Sequence[PeerInfo], chosen: Sequence[int]) -> tuple[int, ...]:
 def successors(rings: Sequence[Ring], number: int) -> tuple[int, ...]:
     """A peer's successor in each ring."""
     return tuple(ring.order[(ring.order.index(number) + 1) % len(ring.order)] for ring in rings)
+
+
+def receivers(
+    work: Spec, gives: Sequence[int], rings: Sequence[Ring], number: int
+) -> frozenset[int]:
+    """The peers for which a peer has rows; `gives`: the numbers of rows by rank; empty: equal."""
+    order = rings[0].order
+    if work.what == CollectiveKind.GATHER:
+        found = {order[work.root]}
+    elif work.what == CollectiveKind.SCATTER and number != order[work.root]:
+        found = set()
+    else:
+        found = {peer for rank, peer in enumerate(order) if not gives or gives[rank]}
+    return frozenset(found - {number})
 
 
 @functools.lru_cache(maxsize=64)  # the same work comes again and again

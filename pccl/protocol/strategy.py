@@ -38,6 +38,9 @@ ONE_SHOT_LOCAL_MAX = 1 << 18
 # Elements of a step, in whole alignment blocks: 4 MiB of float32. It exceeds any contribution that
 # travels with a vote, because the vote may be sent when the first step is on the host.
 STEP = 1 << 20
+# Members that exchange rows directly. Each has a stream to each other one, which takes about 5
+# descriptors at the sender and 1 at the receiver.
+DIRECT_MAX = 128
 TRANSFER_BYTES = 4 * MIB  # a transfer of state uses the chunks of a segment of this size
 
 _ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
@@ -51,7 +54,7 @@ class Algorithm(StrEnum):
     ONE_SHOT = "one-shot"  # two members send each other everything
     RING = "ring"
     RINGS = "rings"  # several rings, each with a share of the data
-    EXCHANGE = "exchange"  # rows, along the ring with the fewest hops
+    EXCHANGE = "exchange"  # rows, directly to their receivers where `Strategy.direct`
     PAIR = "pair"  # from one member to another one, on a separate stream
 
 
@@ -64,11 +67,13 @@ class Settings:
             number of members.
         pool_size: connections (lanes) to each neighbour; 0: not set.
         lanes: connections to each neighbour on another machine; 0: not set.
+        direct_max: the most members to which this peer can have streams at the same time.
     """
 
     inline_bytes: int | None = None
     pool_size: int = 0
     lanes: int = 0
+    direct_max: int = DIRECT_MAX
 
 
 DEFAULTS = Settings()
@@ -119,6 +124,7 @@ class Strategy:
         step: elements that are copied from or to a device while others travel; 0: all are copied
             before and after the collective.
         wide: whether integers are averaged, whose sums need a wider type.
+        direct: whether this member sends rows directly to their receivers, not around the rings.
     """
 
     spec: Spec
@@ -130,6 +136,7 @@ class Strategy:
     lanes: int
     step: int
     wide: bool
+    direct: bool
 
     def __str__(self) -> str:
         if self.inline:
@@ -166,6 +173,8 @@ def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Strategy:
         lanes(conditions.local, conditions.settings),
         STEP if in_steps else 0,
         wide,
+        algorithm is Algorithm.EXCHANGE
+        and 2 < members <= min(DIRECT_MAX, conditions.settings.direct_max),
     )
 
 

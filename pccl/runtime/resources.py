@@ -39,8 +39,14 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def streams_max() -> int:
+    """The number of peers to which this process can have streams at the same time."""
+    return max(0, descriptor_limit() - DESCRIPTORS) // STREAM_DESCRIPTORS
+
+
 # A peer needs 28 (measured), and one for each lane: a long link has up to 16 in each direction.
 DESCRIPTORS = 64
+STREAM_DESCRIPTORS = 8  # of a stream with two lanes, and of one in the other direction
 THREADS = 8  # of a peer, with those of libzmq
 FIRST_BYTES = 1 << 16  # the first allocation of a trial thread
 BUFFER_BYTES = 16 << 20  # a peer allocates more than this when it starts

@@ -40,7 +40,7 @@ def move(peer: int, k: int) -> Any:
     return torch.randn(N, generator=torch.Generator().manual_seed(1000 * peer + k))
 
 
-def make(comm: Any, model: Wide, **options: Any) -> DiLoCo:
+def make(comm: Any, model: torch.nn.Module, **options: Any) -> DiLoCo:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     usual = {"inner_steps": 1, "outer_lr": 0.7, "outer_momentum": 0.9, "min_peers": 4}
     return DiLoCo(comm, model, optimizer, **{**usual, "wire": "int4", **options})
@@ -91,9 +91,30 @@ def test_theta_and_residuals_are_those_of_the_oracle(address: str, mode: str, wi
         first, *others = received
         assert first == ("gather", 3 * size)
         assert {algorithm for algorithm, _ in others[lag:]} == {"two-stage"}
-    # parts differ by a block, and the ring forwards them: about 3 (1 / 2 + 1 / 4) of the bytes
+    # parts differ by a block, and each is received by its owner and by all others
     total = sum(received[-1][1] for _, received in found)
-    assert total == pytest.approx(4 * 2.25 * size, rel=0.05)
+    assert total == pytest.approx(2 * 3 * size, rel=0.02)
+
+
+def test_a_peer_sends_a_byte_for_a_parameter_however_many_there_are(address: str) -> None:
+    count, rounds = 200_000, 3
+
+    def peer() -> tuple[list[str], int]:
+        model = torch.nn.Linear(count, 1, bias=False)
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=8)
+            taken = []
+            for _ in range(rounds):
+                model.weight.grad = torch.randn(1, count)
+                outer = diloco.step()
+                assert outer is not None
+                taken.append((outer.algorithm, outer.tx_bytes))
+        return [algorithm for algorithm, _ in taken], taken[-1][1]
+
+    found = together(*[peer] * 8)
+    assert {algorithm for chosen, _ in found for algorithm in chosen[1:]} == {"two-stage"}
+    sent = sum(tx_bytes for _, tx_bytes in found) / (8 * count)
+    assert sent == pytest.approx(0.5625 * 2 * 7 / 8, rel=0.05)
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed"])

@@ -189,7 +189,7 @@ CODECS = {
 class Quantizing:
     """Peers that quantize what they send, in fp32, to the bit. Each moves by given numbers.
 
-    A round after one of four peers or more averages in two stages, unless the codec forgets.
+    A round after one of three peers or more averages in two stages, unless the codec forgets.
 
     Attributes:
         thetas: after each round.
@@ -213,7 +213,7 @@ class Quantizing:
         before = 0  # peers in the round before
         for of_peers in moves:
             total = None
-            two_stage = before >= 4 and decay == 1
+            two_stage = before >= 3 and decay == 1
             before = len(of_peers)
             for peer, move in of_peers.items():
                 residual = residuals.get(peer, np.zeros_like(theta))

@@ -21,6 +21,7 @@ from simulator import EXCLUSIVE
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail, Fault
+from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import Grace
 from pccl.types import Result
 
@@ -114,6 +115,7 @@ class Scenario:
     lawful: bool = False  # all peers make the same calls: nothing may ever fail to meet
     graces: bool = False  # callers of are_peers_pending do not wait for others without end
     middling: bool = False  # how the data of "small" ones travels depends on the members
+    rows: bool = False  # large collectives are all_to_alls
 
 
 # ---- scenarios from seeds ----
@@ -145,6 +147,10 @@ def draw(seed: int) -> Scenario:
         scripts.append(Script(rng.randrange(groups), chosen, walled, age, *links))
     scripts = _in_teams(scripts, random.Random(f"teams of {seed}"))
     scripts = _behind_nat(scripts, random.Random(f"NAT of {seed}"))
+    rows = random.Random(f"rows of {seed}")
+    all_to_all = rows.random() < 0.25
+    if all_to_all:
+        scripts = _together(scripts, rows)
     if lawful:
         scripts = _with_an_odd_one(scripts, random.Random(f"the odd one of {seed}"))
     joins = [i for i in range(1, len(scripts)) if rng.random() < 0.4]
@@ -176,6 +182,7 @@ def draw(seed: int) -> Scenario:
         lawful=lawful,
         graces=rng.random() < 0.3,
         middling=random.Random(f"sizes of {seed}").random() < 0.3,
+        rows=all_to_all,
     )
 
 
@@ -196,6 +203,14 @@ def _behind_nat(scripts: list[Script], rng: random.Random) -> list[Script]:
     return [
         replace(script, outgoing=out, relay=not out and rng.random() < relays)
         for script, out in zip(scripts, hidden, strict=True)
+    ]
+
+
+def _together(scripts: list[Script], rng: random.Random) -> list[Script]:
+    """The same in one group, some without a link to one of the others."""
+    return [
+        replace(script, group=0, cut_from=(rng.randrange(6),) if rng.random() < 0.2 else ())
+        for script in scripts
     ]
 
 
@@ -367,7 +382,11 @@ class Facade:
         self._check(end)
 
     def _work(self, call: Call) -> m.Spec:
-        return OTHER_WORK[call.variant - 1] if call.variant else WORK
+        plan = self.peer.machine.plan
+        if call.variant or not (self.play.scenario.rows and plan.rings):
+            return OTHER_WORK[call.variant - 1] if call.variant else WORK
+        order = plan.rings[0].order
+        return m.Spec("all_to_all", 0, 10, 1000, members=len(order), ring=checksum(order))
 
     def _check(self, end: End) -> None:
         if self.lawful and isinstance(end, Fail) and not self.play.forgetful:

@@ -66,6 +66,7 @@ class SimOp:
     ending: bool = False  # told to commit or abort
     walled: tuple[m.PeerInfo, ...] = ()  # it needs streams to these, and cannot reach them
     streams: tuple[int, ...] = ()  # that it sends on
+    direct: tuple[int, ...] = ()  # of these: its rows go another way if they cannot be connected
     broken: bool = False  # one of these was lost before it started
     deaf: set[int] = field(default_factory=set)  # serve: receivers that may lack something for ever
     tag: tuple[int, int] = (0, 0)  # run and tag
@@ -376,7 +377,8 @@ class SimPeer:
             "withdrawals": machine._withdrawals,
             "abandoned": machine._abandoned,
             "streams": machine._streams.ring,
-            "streams of sends": machine._streams._direct,
+            "direct streams": machine._streams._direct,
+            "streams of sends": machine._streams._sends,
             "lost streams": machine._streams._lost,
         }
         left = {name: len(table) for name, table in tables.items() if len(table)}
@@ -398,11 +400,11 @@ class SimPeer:
                     self.ops[op] = SimOp(self.kinds[op], tag=(run, tag))
                 case EagerOp(op, rings):
                     self.run.eager.begin(self, op, self.ops[op], rings)
-                case StartOp(op, seq, _, parts, strategy, calls):
+                case StartOp(op, seq, _, parts, strategy, calls, direct):
                     alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in parts]
                     how = ("the strategy", self.machine.run, seq)
                     self.run.agree(how, (strategy.algorithm, strategy.eager, alike), self)
-                    self.start(self.ops[op], seq, parts, calls)
+                    self.start(self.ops[op], seq, parts, calls, direct)
                 case StartTransfer(op, seq, _, parts):
                     self.start(self.ops[op], seq, parts)
                 case CommitOp(op) | AbortOp(op):
@@ -455,7 +457,8 @@ class SimPeer:
 
     def missed(self, op: SimOp) -> tuple[m.PeerInfo, ...]:
         """The peers that an op has streams to and that will never join it."""
-        tokens = ((self.streams.get(stream), self.tokens.get(stream)) for stream in op.streams)
+        around = (stream for stream in op.streams if stream not in op.direct)
+        tokens = ((self.streams.get(stream), self.tokens.get(stream)) for stream in around)
         return tuple(
             to for to, token in tokens if to and token and self.run.rendezvous.is_void(token)
         )
@@ -477,13 +480,15 @@ class SimPeer:
         seq: int,
         parts: Sequence[RingPlace | effects.End],
         calls: Sequence[int] = (),
+        direct: Sequence[int] = (),
     ) -> None:
         numbers = tuple(part.stream for part in parts if part.stream)  # 0: it sends nothing
-        assert all(stream in self.streams for stream in numbers), "a stream that is not open"
+        op.direct = tuple(stream for stream in direct if stream)
         op.seq = key = (self.machine.run, seq)
-        op.streams, op.deaf = numbers, set()
+        op.streams, op.deaf = (*numbers, *op.direct), set()
+        assert all(stream in self.streams for stream in op.streams), "a stream that is not open"
         gone = {self.streams[stream].peer for stream in op.streams if stream in self.lost}
-        ends = [self.streams[stream] for stream in op.streams]
+        ends = [self.streams[stream] for stream in numbers]
         op.walled = tuple(to for to in ends if self.run.blocked(self, to.peer))
         self.run.rendezvous.needs(key, (self.tokens[n] for n in numbers if n in self.tokens))
         if op.kind == "collective":
@@ -536,7 +541,30 @@ class SimPeer:
                     choices.append((self.progress, number))
             if self.can_fail(op):
                 choices.append((self.fail, number))
+            choices += [(self.forgo, stream) for stream in self.unconnected(op)]
         return choices
+
+    def unconnected(self, op: SimOp) -> list[int]:
+        """The direct streams that will never be connected."""
+        void = self.run.rendezvous.is_void
+        return [
+            stream
+            for stream in op.direct
+            if stream in self.streams and stream not in self.lost
+            if self.run.blocked(self, self.streams[stream].peer)
+            or (stream in self.tokens and void(self.tokens[stream]))
+        ]
+
+    def forgo(self, stream: int) -> None:
+        """A direct stream could not be connected: the engine sends its rows around the rings."""
+        to = self.streams[stream]
+        self.run.say(f"peer {self.name} has no stream to", to)
+        self.lost.add(stream)
+        for op in self.ops.values():
+            op.streams = tuple(each for each in op.streams if each != stream)
+        if self.run.random.random() < 0.8:
+            self.perform(self.machine.unreached(to, "a wall", stream))
+        self.perform(self.machine.stream_lost(stream, "a wall", up=False))
 
     def can_complete(self, op: SimOp) -> bool:
         if not op.seq or op.complete or not self.run.rendezvous.has_all(op.seq):
@@ -544,7 +572,7 @@ class SimPeer:
         if op.kind == "collective":
             allowed = self.run.cut_to.get(op.seq)
             everyone = len(self.run.starters[op.seq]) == op.members
-            whole = everyone and not self.run.eager.lacking(op.seq)
+            whole = everyone and not (self.run.eager.lacking(op.seq) or self.unconnected(op))
             return whole and (allowed is None or self.name in allowed)
         if op.kind != "fetch" or self.run.deafened(self.machine.number, op.seq):
             return False

@@ -38,6 +38,7 @@ from pccl.protocol.peer.effects import (
 from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.peer.transfers import Optimizations, Synchronizations, Transfer, Transfers
+from pccl.protocol.strategy import DIRECT_MAX, Settings
 from pccl.protocol.weights import WeightsMachine
 from pccl.runtime.client.call import _ERRORS
 from pccl.types import Result
@@ -284,3 +285,88 @@ def test_members_are_those_of_the_last_plan() -> None:
         knowledge.plan = m.Plan(5, infos, (), 0)
         assert knowledge.members == tuple(info.peer for info in infos)
         assert knowledge.members is knowledge.members
+
+
+ROWS = m.Spec("all_to_all", 0, 10, 5, members=5)
+
+
+def bench_of_five(outgoing: tuple[int, ...] = ()) -> Bench:
+    """Peer 2 of five on five machines, in two rings."""
+    bench = Bench()
+    infos = tuple(
+        m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}", outgoing=n in outgoing) for n in range(1, 6)
+    )
+    rings = m.Ring((1, 2, 3, 4, 5), 1), m.Ring((4, 3, 2, 1, 5), 1)
+    bench.knowledge.plan = m.Plan(5, infos, rings, 0)
+    return bench
+
+
+def start(
+    bench: Bench, call: int, work: m.Spec = ROWS, gives: tuple[int, ...] = ()
+) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """Starts a collective. Returns its direct streams; and the peers to which streams were opened,
+    with the shares of these."""
+    bench.collectives.enter(Collective(call, call, work, rows=(gives, gives)), said=False)
+    bench.collectives.start(m.Started(call, call, 5))
+    done = bench.done
+    direct = next(one.direct for one in done if isinstance(one, StartOp))
+    return direct, [(one.to.peer, one.shares) for one in done if isinstance(one, OpenStream)]
+
+
+def test_rows_go_directly_to_receivers_that_are_not_next_on_a_ring() -> None:
+    bench = bench_of_five()
+    uneven = start(bench, 1, gives=(3, 0, 0, 4, 0))
+    assert uneven == ((0, 0, 0, 3, 0), [(3, 1), (1, 1), (4, 2)]), "two rings, and one receiver"
+    assert start(bench, 2) == ((0, 0, 0, 3, 4), [(5, 4)])
+    gather = m.Spec("gather", 0, 10, 5, root=3, members=5)
+    assert start(bench, 3, gather) == ((0, 0, 0, 3, 0), [])
+    scatter = m.Spec("scatter", 0, 10, 5, root=3, members=5)
+    assert start(bench, 4, scatter) == ((0, 0, 0, 0, 0), [])
+    assert start(bench, 5, WORK) == ((), [])
+    bench.streams.renew(6)
+    assert {one.stream for one in bench.done if isinstance(one, CloseStream)} == {1, 2, 3, 4}
+
+
+def test_rows_go_around_where_no_direct_stream_can_be_connected() -> None:
+    bench = bench_of_five(outgoing=(2, 5))
+    assert start(bench, 1)[0] == (0, 0, 0, 3, 0), "neither 2 nor 5 can connect to the other"
+    bench.streams.unreached(4)
+    bench.collectives.stream_lost(3, "timed out", up=False)
+    assert not bench.done, "nobody is blamed"
+    assert start(bench, 2)[0] == (0, 0, 0, 0, 0)
+    bench.streams.keep({1, 2, 3, 5})
+    assert start(bench, 3)[0] == (0, 0, 0, 4, 0), "the number may not come back; others do"
+
+
+def test_a_lost_direct_stream_breaks_the_epoch_if_it_has_carried_rows() -> None:
+    bench = bench_of_five()
+    assert start(bench, 1)[0] == (0, 0, 0, 3, 4)
+    one = bench.collectives.get(1)
+    assert one is not None
+    bench.collectives.complete(one, False, 9, 9)
+    bench.done.clear()
+    bench.collectives.stream_lost(4, "reset", up=True)
+    assert bench.done == [Send(m.Stalled(5, 0, "reset"))]
+    assert start(bench, 2) == ((0, 0, 0, 3, 5), [(5, 4)])
+
+
+@pytest.mark.parametrize(
+    ("members", "own", "direct"),
+    [
+        (2, DIRECT_MAX, False),
+        (3, 3, True),
+        (4, 3, False),
+        (DIRECT_MAX, DIRECT_MAX, True),
+        (DIRECT_MAX + 1, DIRECT_MAX + 1, False),
+    ],
+)
+def test_rows_go_directly_in_groups_that_are_not_too_large(
+    members: int, own: int, direct: bool
+) -> None:
+    bench = Bench()
+    order = tuple(range(1, members + 1))
+    infos = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in order)
+    bench.knowledge.plan = m.Plan(5, infos, (m.Ring(order, 1),), 0)
+    bench.knowledge.settings = Settings(direct_max=own)
+    found, _ = start(bench, 1, m.Spec("all_to_all", 0, 10, 5, members=members))
+    assert any(found) == direct

@@ -40,7 +40,7 @@ from pccl.protocol.peer.effects import (
 )
 from pccl.protocol.peer.state import OUTCOMES_KEPT, AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.ring import RingPlace, places
+from pccl.protocol.ring import RingPlace, places, receivers
 from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.protocol.strategy import Strategy, choose
 
@@ -165,15 +165,23 @@ class Collectives:
             return
         one.epoch = started.epoch
         self._streams.renew(started.epoch)
-        found = self._places(one), self._strategy(one)
-        self._outbox.do(StartOp(one.call, seq, started.nonce, *found, started.calls))
+        places, strategy = self._places(one), self._strategy(one)
+        direct: tuple[int, ...] = ()
+        if strategy.direct:
+            plan = self._knowledge.plan
+            direct = self._streams.direct(
+                receivers(one.work, one.rows[0], plan.rings, self._knowledge.number)
+            )
+        self._outbox.do(
+            StartOp(one.call, seq, started.nonce, places, strategy, started.calls, direct)
+        )
 
     def _start_send(self, one: Collective, started: m.Started) -> None:
         """Starts a send: its data goes around a ring of two, which uses only one of its links."""
         giver, taker = one.pair
         gives = self._knowledge.number == giver
         if gives:
-            one.stream = self._streams.direct(taker)
+            one.stream = self._streams.of_send(taker)
         place = RingPlace(one.stream, members=2, position=int(not gives))
         self._outbox.do(StartOp(one.call, one.seq, started.nonce, (place,), self._strategy(one)))
 
@@ -243,16 +251,17 @@ class Collectives:
         one.tx_bytes, one.rx_bytes = tx, rx
         self._conclude(one)
 
-    def stream_lost(self, stream: int, why: str) -> None:
+    def stream_lost(self, stream: int, why: str, up: bool) -> None:
         """A stream is lost, perhaps with data that an op had queued there.
 
         The engine may have forgotten that op; then only this object knows that a neighbour waits.
+        A direct stream that was never `up` has carried nothing, and its rows go around the rings.
         """
-        if stream in self._streams.ring:
+        if stream in self._streams.ring or (up and self._streams.is_direct(stream)):
             self._stall([one for one in self._by_call.values() if not one.pair], why)
         else:
             self._stall([one for one in self._by_call.values() if one.stream == stream], why)
-            self._streams.lost(stream)
+        self._streams.lost(stream)
 
     def _stall(self, collectives: Iterable[Collective], why: str) -> None:
         """Tells the master, once, that other peers may never complete these collectives."""

@@ -30,11 +30,15 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Connect a stream to a peer, which admits it by the nonce."""
+    """Connect a stream to a peer, which admits it by the nonce.
+
+    `shares`: the streams that send at the same time as this one, itself included.
+    """
 
     stream: int
     to: m.PeerInfo
     nonce: int
+    shares: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class StartOp:
     """Start the registered op of a collective, on these rings.
 
     `calls`: the call of the predecessor in each ring, which may have sent before the start; empty:
-    none has.
+    none has. `direct`: streams to the receivers of rows, by rank; 0, or none: around the rings.
     """
 
     op: int
@@ -58,6 +62,7 @@ class StartOp:
     rings: tuple[RingPlace, ...]
     strategy: Strategy
     calls: tuple[int, ...] = ()
+    direct: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -392,7 +392,7 @@ class Peer:
             self._compare(before, plan)
         keys = tuple(info.curve for info in plan.peers if info.curve)
         self._outbox.do(Expect(self.number, plan.nonce, keys))
-        self._streams.keep(info.peer for info in plan.peers)
+        self._streams.keep({info.peer for info in plan.peers})
 
     def _compare(self, before: m.Plan, plan: m.Plan) -> None:
         """Tells the log who has joined the group, and who is gone."""
@@ -519,18 +519,24 @@ class Peer:
             self.transfers.settle(op, tx, rx)
         return self._outbox.take()
 
-    def stream_lost(self, stream: int, why: str) -> list[Effect]:
-        """A stream is lost. Ops that still need it fail (`engine_failed`)."""
-        self.collectives.stream_lost(stream, why)
+    def stream_lost(self, stream: int, why: str, up: bool = True) -> list[Effect]:
+        """A stream is lost. Ops that still need it fail (`engine_failed`).
+
+        `up`: whether it was ever connected.
+        """
+        self.collectives.stream_lost(stream, why, up)
         return self._outbox.take()
 
-    def unreached(self, info: m.PeerInfo, why: str) -> list[Effect]:
+    def unreached(self, info: m.PeerInfo, why: str, stream: int = 0) -> list[Effect]:
         """No stream to a peer could be opened. Ops that need it fail (`engine_failed`).
 
-        In a probe this is a result and not reported: a ring may have other neighbours.
+        In a probe this is a result and not reported: a ring may have other neighbours. Nor is it
+        reported of a direct stream. `stream`: the lost one; `stream_lost` follows.
         """
         transfer = self.transfers.current
-        if transfer is None or not transfer.optimizes:
+        if self._streams.is_direct(stream):
+            self._streams.unreached(info.peer)
+        elif transfer is None or not transfer.optimizes:
             self._outbox.send(m.Unreached(info.peer, self.plan.epoch, why[:WHY_MAX]))
         return self._outbox.take()
 

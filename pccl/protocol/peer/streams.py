@@ -1,8 +1,10 @@
-"""A peer's streams: those around its rings, those of sends, and others that are opened one by one.
+"""A peer's streams: around its rings, to receivers of rows, of sends, and others.
 
 The rings' streams belong to an epoch. The first collective of a new epoch closes the old ones and
 opens new ones; nothing in an old epoch still needs them, because an epoch ends only when no
-collective is running or all are interrupted.
+collective is running or all are interrupted. Direct streams, to members that are not next on a
+ring, belong to the epoch as well. They are opened when rows for these members are first to be
+sent. If one cannot be connected, the rows travel around the rings, so nobody is blamed for it.
 
 When a collective has committed in an epoch, all members have streams of that epoch. From then on a
 peer may send data to its successors before the master has started a collective. The successors hold
@@ -11,9 +13,10 @@ the data until the collective starts, and drop it if the epoch ends instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Set
 
 from pccl.protocol import messages as m
+from pccl.protocol import reach
 from pccl.protocol.peer.effects import CloseStream, OpenStream, Outbox
 from pccl.protocol.peer.state import Knowledge
 from pccl.protocol.ring import successors
@@ -33,14 +36,16 @@ class Streams:
         self._next = 1
         self.ring: tuple[int, ...] = ()
         self.epoch = self.proven = 0
-        self._direct: dict[int, int] = {}  # the streams of sends, by peer
-        self._lost: set[int] = set()  # lost streams of sends that are not closed yet
+        self._direct: dict[int, int] = {}  # the direct streams of `epoch`, by peer
+        self._unreached: set[int] = set()  # peers that no direct stream can be connected to
+        self._sends: dict[int, int] = {}  # the streams of sends, by peer
+        self._lost: set[int] = set()  # lost streams that are not closed yet
 
-    def open(self, info: m.PeerInfo) -> int:
-        """Opens a stream to a peer. Returns its number."""
+    def open(self, info: m.PeerInfo, shares: int = 1) -> int:
+        """Opens a stream to a peer; `shares` as in `OpenStream`. Returns its number."""
         stream = self._next
         self._next += 1
-        self._outbox.do(OpenStream(stream, info, self._knowledge.plan.nonce))
+        self._outbox.do(OpenStream(stream, info, self._knowledge.plan.nonce, shares))
         return stream
 
     def close(self, streams: Iterable[int]) -> None:
@@ -49,46 +54,82 @@ class Streams:
             self._outbox.do(CloseStream(stream))
 
     def renew(self, epoch: int) -> None:
-        """Replaces the rings' streams by those of an epoch, unless they are of that epoch."""
+        """Replaces the streams of an epoch by those of another one, which are opened now.
+
+        Direct ones are opened when they are needed.
+        """
         if self.epoch == epoch:
             return
-        self.close(self.ring)
+        self._close_epoch()
         plan = self._knowledge.plan
         infos = {info.peer: info for info in plan.peers}
         to = successors(plan.rings, self._knowledge.number)
         self.ring, self.epoch = tuple(self.open(infos[n]) for n in to), epoch
+
+    def _close_epoch(self) -> None:
+        self._clear()
+        self.close((*self.ring, *self._direct.values()))
+        self.ring = ()
+        self._direct.clear()
 
     @property
     def ready(self) -> bool:
         """True if the successors hold data that is sent to them before a collective starts."""
         return bool(self.ring) and self.epoch == self.proven == self._knowledge.plan.epoch
 
+    # ---- to receivers of rows ----
+
+    def direct(self, receivers: Collection[int]) -> tuple[int, ...]:
+        """Streams to the receivers of this peer's rows, by rank, opened if necessary.
+
+        0: the rows travel around the rings.
+        """
+        plan, number = self._knowledge.plan, self._knowledge.number
+        infos = {info.peer: info for info in plan.peers}
+        near = {*successors(plan.rings, number), *self._unreached}
+        found: list[int] = []
+        for peer in plan.rings[0].order:
+            wanted = peer in receivers and peer not in near
+            if wanted and peer not in self._direct and not reach.apart(infos[number], infos[peer]):
+                self._direct[peer] = self.open(infos[peer], len(receivers))
+            found.append(self._direct.get(peer, 0) if wanted else 0)
+        return tuple(found)
+
+    def is_direct(self, stream: int) -> bool:
+        """True if a stream of the epoch is not one of a ring."""
+        return stream in self._direct.values()
+
+    def unreached(self, peer: int) -> None:
+        """No direct stream can be connected to a peer: none is tried again."""
+        self._unreached.add(peer)
+
     # ---- of sends ----
 
-    def direct(self, peer: int) -> int:
+    def of_send(self, peer: int) -> int:
         """The stream for sends to a peer; opened if necessary. It does not depend on the epoch."""
         self._clear()
-        if peer not in self._direct:
-            self._direct[peer] = self.open(self._knowledge.info(peer))
-        return self._direct[peer]
+        if peer not in self._sends:
+            self._sends[peer] = self.open(self._knowledge.info(peer))
+        return self._sends[peer]
 
-    def keep(self, peers: Iterable[int]) -> None:
+    def keep(self, peers: Set[int]) -> None:
         """Closes the streams of sends to all other peers, which have left the group."""
         self._clear()
-        gone = self._direct.keys() - set(peers)
-        self.close(self._direct.pop(peer) for peer in sorted(gone))
+        self._unreached.intersection_update(peers)
+        gone = self._sends.keys() - peers
+        self.close(self._sends.pop(peer) for peer in sorted(gone))
 
     def lost(self, stream: int) -> None:
-        """The stream of a send is lost; the next send opens another one."""
-        for peer in [peer for peer, each in self._direct.items() if each == stream]:
-            self._lost.add(self._direct.pop(peer))
+        """A direct stream, or that of a send, is lost; another one is opened when it is needed."""
+        for streams in (self._direct, self._sends):
+            for peer in [peer for peer, each in streams.items() if each == stream]:
+                self._lost.add(streams.pop(peer))
 
     def _clear(self) -> None:
         self.close(sorted(self._lost))
         self._lost.clear()
 
     def end(self) -> None:
-        """Closes the rings' streams, and those of sends, for good."""
-        self.close(self.ring)
-        self.ring = ()
-        self.keep(())
+        """Closes the streams of the epoch, and those of sends, for good."""
+        self._close_epoch()
+        self.keep(frozenset())

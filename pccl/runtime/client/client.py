@@ -23,6 +23,7 @@ from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.ops import PeerDriver, PendingCalls
 from pccl.runtime.client.shortcut import Shortcut
 from pccl.runtime.config import Config
+from pccl.runtime.resources import streams_max
 from pccl.runtime.uninterrupted import insist
 from pccl.security import Security
 from pccl.support.text import address_text
@@ -57,7 +58,7 @@ class PeerClient(ControlThread):
         team: tuple[int, int],
         pool_size: int,
     ) -> None:
-        settings = Settings(config.inline_bytes, pool_size, config.lanes)
+        settings = Settings(config.inline_bytes, pool_size, config.lanes, streams_max())
         self._peer = peer = Peer(address_text(host, port), settings)
         super().__init__(
             host, port, address, config, security, peer, lanes=pool_size, group=group, team=team

@@ -332,6 +332,7 @@ class Engine:
         *,
         lanes: int,
         hwm: int,
+        shares: int = 1,
         peer: int = 0,
         nonce: int = 0,
         curve_server: str = "",
@@ -346,6 +347,7 @@ class Engine:
             endpoint: tcp://address:port, with a numeric address, or ipc://path.
             lanes: number of connections; 0: chosen from the round trip.
             hwm: messages queued for each connection, at least 1.
+            shares: the streams that send at the same time, and so need fewer connections each.
             peer: the neighbour's number.
             nonce: of the epoch; without keys the neighbour checks it.
             curve_server: the neighbour's public key, if this engine has keys.
@@ -363,6 +365,7 @@ class Engine:
             stream=stream,
             lanes=lanes,
             hwm=hwm,
+            shares=shares,
             endpoint=encoded,
             peer=peer,
             nonce=nonce,
@@ -564,6 +567,7 @@ class Engine:
         rings: Sequence[RingPlace],
         oneshot: bool = False,
         calls: Sequence[int] = (),
+        direct: Sequence[int] = (),
     ) -> None:
         """Starts a registered collective.
 
@@ -576,6 +580,7 @@ class Engine:
             oneshot: whether its two members send each other everything.
             calls: the op number of the predecessor in each ring, if it may have sent chunks before
                 its start, else 0; empty: all 0.
+            direct: of an exchange, streams to members by rank, or 0; empty: all 0.
         """
         self._send(
             lib.PCCL_START,
@@ -586,6 +591,7 @@ class Engine:
             rings=self._rings(op, rings, calls),
             n_rings=len(rings),
             oneshot=oneshot,
+            direct=self._keep(op, ffi.new("uint32_t[]", direct)) if any(direct) else ffi.NULL,
         )
 
     def start_eagerly(

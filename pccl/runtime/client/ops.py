@@ -167,7 +167,6 @@ class Driver:
         self.effects: dict[type, Callable[[Any], object]] = {
             effects.Send: lambda effect: master.dealer.send(effect.message),
             effects.Expect: lambda one: engine.expect(one.number, one.nonce, one.keys),
-            effects.OpenStream: lambda one: streams.open(one.stream, one.to, one.nonce),
             effects.CloseStream: lambda effect: streams.close(effect.stream),
             effects.Arrange: lambda effect: streams.arranged(effect.message),
             effects.RegisterOp: self._register,
@@ -343,8 +342,9 @@ class PeerDriver(Driver):
         log.info("peer %d: its connection to %s: %s", self._peer.number, to, text)
         if to is None:
             return []
-        todo = self._peer.unreached(to, text) if unreached else []
-        return todo + self._peer.stream_lost(event.stream, f"its connection to {to}: {text}")
+        todo = self._peer.unreached(to, text, event.stream) if unreached else []
+        up = self._streams.was_up(event.stream)
+        return todo + self._peer.stream_lost(event.stream, f"its connection to {to}: {text}", up)
 
     def _written(self, event: Event) -> list[Any]:
         memory = self.pending.memory.get(event.op)
@@ -354,7 +354,7 @@ class PeerDriver(Driver):
 
     def _open_stream(self, effect: effects.OpenStream) -> None:
         self._metrics.opened()
-        self._streams.open(effect.stream, effect.to, effect.nonce)
+        self._streams.open(effect.stream, effect.to, effect.nonce, effect.shares)
 
     def _start_eagerly(self, effect: effects.EagerOp) -> None:
         self._engine.start_eagerly(
@@ -373,6 +373,7 @@ class PeerDriver(Driver):
             rings=effect.rings,
             oneshot=effect.strategy.algorithm is Algorithm.ONE_SHOT,
             calls=effect.calls,
+            direct=effect.direct,
         )
         self._metrics.started(effect.op, effect.strategy.spec.what)
 

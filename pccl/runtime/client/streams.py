@@ -44,6 +44,8 @@ class _Stream:
     via: str = ""  # where, once it is known
     ways: Ways | None = None  # of which the resolver chooses
     said: str = ""  # why it was lost, if that is longer than what the engine repeats
+    shares: int = 1  # streams that send at the same time as this one
+    up: bool = False  # whether it was ever connected
 
 
 class Refused(Exception):
@@ -105,15 +107,16 @@ class Streams:
         times = [t for each in self._waiting.values() for t in (each.due_s, each.retry_s) if t]
         return min(times, default=None)
 
-    def open(self, number: int, to: m.PeerInfo, nonce: int) -> None:
+    def open(self, number: int, to: m.PeerInfo, nonce: int, shares: int = 1) -> None:
         """Opens a stream to a peer, and connects it when the address is known.
 
         Args:
             number: number of the stream, never used before.
             to: the peer.
             nonce: nonce of the stream's epoch.
+            shares: the streams that send at the same time as this one, itself included.
         """
-        one = _Stream(to, nonce, time.monotonic() + self._limit_s)
+        one = _Stream(to, nonce, time.monotonic() + self._limit_s, shares=shares)
         self._open[number] = self._waiting[number] = one
         self._engine.open_stream(number)
         if self._uses_ipc(to):
@@ -132,9 +135,16 @@ class Streams:
     def up(self, number: int) -> None:
         """The first lane of a stream is connected."""
         self._refused = 0
-        one = self._waiting.pop(number, None)
+        self._waiting.pop(number, None)
+        one = self._open.get(number)
         if one is not None:
+            one.up = True
             self._doubted.discard(one.to.peer)
+
+    def was_up(self, number: int) -> bool:
+        """True if a stream that is not closed was ever connected."""
+        one = self._open.get(number)
+        return one is not None and one.up
 
     def lost(self, event: Event) -> tuple[m.PeerInfo | None, bool]:
         """The peer of a lost stream (None if it was closed), and whether it is unreachable.
@@ -232,7 +242,7 @@ class Streams:
 
     def _request_rendezvous(self, number: int, one: _Stream) -> None:
         try:
-            one.token, via = self._rendezvous.ask(one.to, self._lanes_met)
+            one.token, via = self._rendezvous.ask(one.to, self._lanes_met(one))
         except OSError as error:
             one.why, one.refused = f"cannot listen for {one.to}: {error}", True
             return  # `tick` abandons it
@@ -264,9 +274,8 @@ class Streams:
         self._waiting[number].ways = ways
         self._resolver.reach(ways, self._limit_s, resolved)
 
-    @property
-    def _lanes_met(self) -> int:
-        return lanes(False, self._settings) or limits.RENDEZVOUS_LANES
+    def _lanes_met(self, one: _Stream) -> int:
+        return -(-(lanes(False, self._settings) or limits.RENDEZVOUS_LANES) // one.shares)
 
     def _connect(self, number: int, one: _Stream, endpoint: str, via: str = "") -> None:
         one.via = via
@@ -275,7 +284,8 @@ class Streams:
         self._engine.connect_stream(
             number,
             endpoint,
-            lanes=self._lanes_met if via else lanes(local, self._settings),
+            lanes=self._lanes_met(one) if via else -(-lanes(local, self._settings) // one.shares),
+            shares=one.shares,
             hwm=high_water_mark(local),
             peer=one.to.peer,
             nonce=one.nonce,
