@@ -16,7 +16,6 @@ from pccl.support.text import DEFAULT_PORT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl master`."""
     parser.add_argument(
         "--listen-address",
         default=f"0.0.0.0:{DEFAULT_PORT}",
@@ -85,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m pccl.master` and the console script `pccl_master`."""
     parser = argparse.ArgumentParser(prog="pccl_master", description="The master of a pccl run.")
     add_arguments(parser)
     return run(parser.parse_args(argv))

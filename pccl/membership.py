@@ -49,9 +49,8 @@ class CallsInFlight:
     def enter(self, name: str, call: Call, *tags: int | str) -> None:
         """A call begins. A collective passes its tags; a send passes its tag with its two peers.
 
-        Raises:
-            PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
-                excludes it.
+        Raises PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
+        excludes it.
         """
         with self._lock:
             self._may_enter(name)
@@ -169,25 +168,16 @@ class Membership:
 
     def begin(
         self,
-        host: str,
-        port: int,
-        config: Config,
-        make: Callable[[str], PeerClient],
-        retry: RetryPolicy,
-        owner: object,
+        host: str,  # host of the master
+        port: int,  # port of the master
+        config: Config,  # timings and limits
+        make: Callable[[str], PeerClient],  # makes a client of the master at an address
+        retry: RetryPolicy,  # the time limits of the attempts
+        owner: object,  # the object that uses this membership
     ) -> None:
         """Joins a run; see `connect`. Leaves it when `owner` is garbage-collected, or before.
 
-        Args:
-            host: host of the master.
-            port: port of the master.
-            config: timings and limits.
-            make: makes a client of the master at an address.
-            retry: the time limits of the attempts.
-            owner: the object that uses this membership.
-
-        Raises:
-            PCCLError: INVALID_USAGE: this peer is in a run already; or as `connect`.
+        Raises PCCLError: INVALID_USAGE: this peer is in a run already; or as `connect`.
         """
         if self._client is not None and self._client.over is FORKED:
             raise error_of("connect", FORKED)
@@ -226,8 +216,7 @@ class Membership:
     def client(self, name: str) -> PeerClient:
         """The client, for the API call `name`.
 
-        Raises:
-            PCCLError: INVALID_USAGE before `begin`; after the end, the reason for the end.
+        Raises PCCLError: INVALID_USAGE before `begin`; after the end, the reason for the end.
         """
         client = self._client
         if client is None:
@@ -241,8 +230,7 @@ class Membership:
     def last(self, name: str) -> PeerClient:
         """The client, even if its membership is over.
 
-        Raises:
-            PCCLError: INVALID_USAGE before `begin`.
+        Raises PCCLError: INVALID_USAGE before `begin`.
         """
         return self.client(name) if self._client is None else self._client
 
@@ -255,8 +243,7 @@ class Membership:
     def one_of_several(self, name: str) -> PeerClient:
         """The client, if its group has other members.
 
-        Raises:
-            PCCLError: TOO_FEW_PEERS, or as `client`.
+        Raises PCCLError: TOO_FEW_PEERS, or as `client`.
         """
         client = self.client(name)
         if client.world.local_size < 2:
@@ -309,8 +296,7 @@ class Membership:
     ) -> effects.Answer:
         """Takes part in a round of the whole run until it ends.
 
-        Raises:
-            PCCLError: the round has failed, or another call in progress excludes it.
+        Raises PCCLError: the round has failed, or another call in progress excludes it.
         """
         call = client.call()
         try:

@@ -30,18 +30,12 @@ Root: TypeAlias = int | Literal["first"]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A peer's rank among the members of its group, as far as it knows.
+    """A peer's rank among the members of its group, as far as it knows."""
 
-    Attributes:
-        rank: its own rank.
-        members: number of members.
-        first: the rank of the member that joined the run first.
-        ring: the checksum of the ring's order, from which the ranks follow; 0: not known.
-    """
-
-    rank: int
-    members: int
-    first: int
+    rank: int  # its own rank
+    members: int  # number of members
+    first: int  # the rank of the member that joined the run first
+    # the checksum of the ring's order, from which the ranks follow; 0: not known
     ring: int = field(default=0, compare=False)
 
 
@@ -90,8 +84,7 @@ def quantization_of(
 ) -> QuantizationOptions | None:
     """The quantization, from the options or from their short name.
 
-    Raises:
-        ValueError: both are given, or the name is unknown.
+    Raises ValueError: both are given, or the name is unknown.
     """
     if name is None:
         return options
@@ -142,8 +135,7 @@ def of_buffers(
 ) -> Operands:
     """The operands of an all-reduce of one buffer.
 
-    Raises:
-        PCCLError: INVALID_ARGUMENT: it cannot be quantized like this.
+    Raises PCCLError: INVALID_ARGUMENT: it cannot be quantized like this.
     """
     none = Several([], [], False)
     each = [Operand(send, recv, send.count)]
@@ -414,8 +406,7 @@ def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
 def reduce_op(op: ReduceOp | OpName) -> ReduceOp:
     """The operation with this name, in upper or lower case; "mean" is "avg". Or `op` itself.
 
-    Raises:
-        ValueError: it is unknown.
+    Raises ValueError: it is unknown.
     """
     if isinstance(op, ReduceOp):
         return op
@@ -508,8 +499,8 @@ def _check_slice(
 ) -> None:
     """Checks that `whole` consists of one slice for each member, each of them like `block`.
 
-    Raises:
-        ValueError: it does not; or they overlap, and `block` is not this peer's slice of `whole`.
+    Raises ValueError: it does not; or they overlap, and `block` is not this peer's slice of
+    `whole`.
     """
     if whole.dtype is not block.dtype:
         raise ArgumentError(
@@ -656,8 +647,7 @@ def _like(array: Array) -> Array:
 def send(arrays: Arrays, pair: tuple[int, int]) -> Operands:
     """The operands of a send; `pair` is the sender and the receiver.
 
-    Raises:
-        ValueError: the arrays cannot be sent.
+    Raises ValueError: the arrays cannot be sent.
     """
     given = several(arrays)
     work = make(CollectiveKind.SEND, given, _only_sent(given))
@@ -667,8 +657,7 @@ def send(arrays: Arrays, pair: tuple[int, int]) -> Operands:
 def recv(arrays: Arrays, pair: tuple[int, int]) -> Operands:
     """The operands of a recv; `pair` is the sender and the receiver.
 
-    Raises:
-        ValueError: the arrays cannot be written to.
+    Raises ValueError: the arrays cannot be written to.
     """
     given = several(arrays)
     work = make(CollectiveKind.SEND, given, _only_received(given))

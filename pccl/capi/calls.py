@@ -104,7 +104,6 @@ def build_info(info: Any) -> None:
 
 @implements("pcclCreateCommunicator")
 def create_communicator(params: Any, made: Any) -> None:
-    """Creates a communicator."""
     given(params, "params")
     given(made, "comm_out")
     address = values.address(params.master_address)
@@ -114,13 +113,11 @@ def create_communicator(params: Any, made: Any) -> None:
 
 @implements("pcclConnect")
 def connect(comm: Any) -> None:
-    """Joins the run."""
     peers[comm].comm.connect()
 
 
 @implements("pcclDestroyCommunicator")
 def destroy_communicator(comm: Any) -> None:
-    """Leaves the run."""
     peers.remove(comm).comm.close()
 
 
@@ -135,7 +132,6 @@ def get_attribute(comm: Any, attribute: int, value: Any) -> None:
 
 @implements("pcclUpdateTopology")
 def update_topology(comm: Any) -> None:
-    """Admits peers that wait."""
     peers[comm].comm.update_topology()
 
 
@@ -148,7 +144,6 @@ def are_peers_pending(comm: Any, pending: Any) -> None:
 
 @implements("pcclOptimizeTopology")
 def optimize_topology(comm: Any) -> None:
-    """Measures the links between the peers."""
     peers[comm].comm.optimize_topology()
 
 
@@ -157,7 +152,6 @@ def optimize_topology(comm: Any) -> None:
 
 @implements("pcclAllReduce")
 def all_reduce(send: Any, recv: Any, work: Any, comm: Any, info: Any) -> None:
-    """Reduces over all peers of the group."""
     peer = peers[comm]
     described = values.all_reduce(send, recv, given(work, "descriptor"))
     tag = described.reduce_descriptor.tag
@@ -167,7 +161,6 @@ def all_reduce(send: Any, recv: Any, work: Any, comm: Any, info: Any) -> None:
 
 @implements("pcclAllReduceAsync")
 def all_reduce_async(send: Any, recv: Any, work: Any, comm: Any, op: Any) -> None:
-    """Launches an all-reduce."""
     peer = peers[comm]
     given(op, "reduce_handle_out")
     described = values.all_reduce(send, recv, given(work, "descriptor"))
@@ -179,7 +172,6 @@ def all_reduce_async(send: Any, recv: Any, work: Any, comm: Any, op: Any) -> Non
 
 @implements("pcclAwaitAsyncReduce")
 def await_async_reduce(op: Any, info: Any) -> None:
-    """Waits for an all-reduce that was launched."""
     given(op, "reduce_handle")
     handle = peers[op.comm].launched.pop(op.tag, None)
     if handle is None:
@@ -225,14 +217,12 @@ def synchronize(comm: Any, state: Any, strategy: int, info: Any) -> None:
 
 @implements("pcclCreateMaster")
 def create_master(address: Any, made: Any) -> None:
-    """Creates a master."""
     given(made, "master_out")
     made[0] = masters.add(Master(MasterNode(values.address(address))))
 
 
 @implements("pcclRunMaster")
 def run_master(master: Any) -> None:
-    """Starts to serve in the background."""
     found = masters[master]
     failures: list[BaseException] = []
 
@@ -253,7 +243,6 @@ def run_master(master: Any) -> None:
 
 @implements("pcclInterruptMaster")
 def interrupt_master(master: Any) -> None:
-    """Stops a master."""
     found = masters[master]
     found.stopped = found.started  # even if interrupt() reports that it has failed before
     found.node.interrupt()
@@ -261,7 +250,6 @@ def interrupt_master(master: Any) -> None:
 
 @implements("pcclMasterAwaitTermination")
 def await_master(master: Any) -> None:
-    """Returns when a master has stopped."""
     found = masters[master]
     if not found.started:
         why = "this master was never started: call pcclRunMaster() first"
@@ -274,7 +262,6 @@ def await_master(master: Any) -> None:
 
 @implements("pcclDestroyMaster")
 def destroy_master(master: Any) -> None:
-    """Frees a master that does not run."""
     found = masters[master]
     if found.started and not found.stopped:
         why = "this master is running: call pcclInterruptMaster() first"

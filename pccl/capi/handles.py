@@ -37,11 +37,7 @@ class Handles(Generic[T]):
         return ffi.cast(self._kind, number)
 
     def __getitem__(self, handle: Any) -> T:
-        """The object of a handle.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The object of a handle. Raises ValueError: there is none."""
         number = int(ffi.cast("uintptr_t", handle))
         with self._lock:
             if number in self._objects:
@@ -53,8 +49,7 @@ class Handles(Generic[T]):
     def remove(self, handle: Any) -> T:
         """Removes and returns an object. Its handle becomes invalid.
 
-        Raises:
-            ValueError: there is none.
+        Raises ValueError: there is none.
         """
         found = self[handle]
         with self._lock:

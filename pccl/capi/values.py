@@ -26,22 +26,14 @@ E = TypeVar("E", bound=Enum)
 
 
 def given(pointer: Any, name: str) -> Any:
-    """Checks that a pointer is not NULL, and returns it.
-
-    Raises:
-        ValueError: it is NULL.
-    """
+    """Checks that a pointer is not NULL, and returns it. Raises ValueError: it is NULL."""
     if pointer == ffi.NULL:
         raise ValueError(f"{name} is NULL")
     return pointer
 
 
 def member(kind: type[E], value: int, name: str) -> E:
-    """The member of an enumeration.
-
-    Raises:
-        ValueError: it has no such member.
-    """
+    """The member of an enumeration. Raises ValueError: it has no such member."""
     try:
         return kind(value)
     except ValueError:
@@ -50,11 +42,7 @@ def member(kind: type[E], value: int, name: str) -> E:
 
 
 def address(socket: Any) -> str:
-    """A ccoip_socket_address_t as "host:port".
-
-    Raises:
-        ValueError: its protocol is unknown.
-    """
+    """A ccoip_socket_address_t as "host:port". Raises ValueError: its protocol is unknown."""
     inet = socket.inet
     if inet.protocol == IPV4:
         host = str(IPv4Address(bytes(inet.ipv4.data)))
@@ -68,9 +56,8 @@ def address(socket: Any) -> str:
 def all_reduce(send: Any, recv: Any, work: Any) -> ReduceOpDescriptor:
     """The all-reduce that a pcclReduceDescriptor_t describes, with its memory.
 
-    Raises:
-        ValueError: a member is not in its enumeration, or a buffer is NULL, or the buffers overlap
-            in part.
+    Raises ValueError: a member is not in its enumeration, or a buffer is NULL, or the buffers
+    overlap in part.
     """
     source = work.src_descriptor
     dtype = member(DataType, source.datatype, "src_descriptor.datatype")
@@ -119,8 +106,7 @@ class State:
     def of(self, state: Any) -> SharedState:
         """The shared state of a pcclSharedState_t.
 
-        Raises:
-            ValueError: an entry is not valid, or there are no entries.
+        Raises ValueError: an entry is not valid, or there are no entries.
         """
         if state.count:
             given(state.infos, "infos")

@@ -36,7 +36,6 @@ def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
     if not (number := _finite(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return number

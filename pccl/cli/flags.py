@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one line, quoted for a shell."""
     made = cflags() if args.command == "cflags" else libs()
     print(" ".join(map(shlex.quote, made)))
     return 0
@@ -51,7 +50,6 @@ def libs() -> list[str]:
 
 
 def _python() -> Path:
-    """The library of this Python."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     name = f"libpython{sysconfig.get_config_var('LDVERSION')}{suffix}"
     for home in (sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LIBPL")):

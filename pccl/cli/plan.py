@@ -133,7 +133,6 @@ def advise(cluster: Cluster) -> Advice | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl plan`."""
     parser.add_argument(
         "--params",
         type=quantity,

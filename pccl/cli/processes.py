@@ -39,10 +39,7 @@ _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, and of lines that 
 class Process(Closing):
     """A started program, which leads its own process group.
 
-    `status` is None until `poll` or `wait` has seen its end.
-
-    Raises:
-        OSError: it cannot be started.
+    `status` is None until `poll` or `wait` has seen its end. Raises OSError: it cannot be started.
     """
 
     def __init__(
@@ -261,11 +258,9 @@ class Fleet(Closing):
         reader.start()
 
     def say(self, number: int, line: str) -> None:
-        """Writes a line to the stdin of one process."""
         self._processes[number].say(line)
 
     def kill(self, number: int) -> None:
-        """Kills one process."""
         self._processes[number].kill()
 
     def errors(self, number: int) -> str:

@@ -99,8 +99,6 @@ _LAST_UNIX_S = 253402300800  # the year 10000
 
 
 class Entry(NamedTuple):
-    """One line of a log."""
-
     where: str  # file and line
     unix_s: float  # when
     line: Line  # what it says
@@ -287,8 +285,6 @@ RUN_WIDE = {m.TopologyVote, m.PendingVote, m.OptimizeVote}
 
 @dataclass
 class Call:
-    """A call that a peer has entered."""
-
     peer: int  # its number
     number: int  # of the call, among those of the peer
     what: str  # with its arguments

@@ -263,8 +263,6 @@ class Copy(threading.Thread):
 
 
 class Copies:
-    """All copies of the program."""
-
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], n: int, restarts: int
     ) -> None:

@@ -60,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Answer(NamedTuple):
-    """A master's answer, raw and decoded."""
-
     body: bytes
     status: Status
 

@@ -32,17 +32,11 @@ COPY_MAX = 8192
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A table and its backend.
+    """A table and its backend."""
 
-    Attributes:
-        name: `libzmq` or `pyzmq`.
-        reason: why the backend is not libzmq; empty if it is.
-        table: the `pccl_zmq *`, which must outlive all engines that use it.
-    """
-
-    name: str
-    reason: str
-    table: Any
+    name: str  # `libzmq` or `pyzmq`
+    reason: str  # why the backend is not libzmq; empty if it is
+    table: Any  # the `pccl_zmq *`, which must outlive all engines that use it
 
     def context(self, pointer: Any) -> zmq.Context[zmq.Socket[bytes]]:
         """A pyzmq context for an engine's context, only to create sockets in it."""
@@ -104,8 +98,7 @@ def _fill_from_libzmq() -> Any:
 def _find_library() -> ctypes.CDLL:
     """The extension module of pyzmq's backend, through which libzmq's symbols can be looked up.
 
-    Raises:
-        RuntimeError: no loaded module has libzmq's symbols.
+    Raises RuntimeError: no loaded module has libzmq's symbols.
     """
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) or ""

@@ -180,7 +180,6 @@ class PeerInfo(Struct, array_like=True, frozen=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All hosts where it may be reached."""
         return self.host, *self.others
 
     @property
@@ -225,12 +224,10 @@ class Package(Struct, array_like=True, frozen=True):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Identifies the package."""
         return self.version, self.base
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self.head_bytes + self.body_bytes
 
 
@@ -1137,7 +1134,6 @@ _from_master: msgspec.msgpack.Decoder[MasterMessage] = msgspec.msgpack.Decoder(M
 
 
 def encode(message: PeerMessage | MasterMessage) -> bytes:
-    """The bytes of a message."""
     return _encoder.encode(message)
 
 
@@ -1171,7 +1167,6 @@ _several = msgspec.msgpack.Decoder(tuple[int, _Raws])
 
 
 def frames(messages: Sequence[bytes]) -> Sequence[bytes]:
-    """Packs encoded messages into as few frames as possible."""
     if len(messages) == 1:
         return messages
     made: list[bytes] = []
@@ -1197,8 +1192,7 @@ def _frame(messages: Sequence[bytes]) -> bytes:
 def opened(frame: bytes) -> Sequence[bytes]:
     """Unpacks the encoded messages of a frame.
 
-    Raises:
-        ProtocolError: it is no frame of this protocol. The messages themselves are not checked.
+    Raises ProtocolError: it is no frame of this protocol. The messages themselves are not checked.
     """
     if not frame.startswith(_HEAD):
         return (frame,)

@@ -55,19 +55,12 @@ def apart(one: m.PeerInfo, other: m.PeerInfo) -> bool:
 
 
 def rendezvous(
-    sender: m.PeerInfo,
-    receiver: m.PeerInfo,
-    request: m.RendezvousRequest,
-    relays: Sequence[m.PeerInfo],
+    sender: m.PeerInfo,  # the peer that asks
+    receiver: m.PeerInfo,  # the receiver of its stream
+    request: m.RendezvousRequest,  # the sender's message
+    relays: Sequence[m.PeerInfo],  # the peers that relay
 ) -> list[tuple[m.PeerInfo, m.MasterMessage]]:
-    """The messages that follow when a sender asks its receiver to connect, by recipient.
-
-    Args:
-        sender: the peer that asks.
-        receiver: the receiver of its stream.
-        request: the sender's message.
-        relays: the peers that relay.
-    """
+    """The messages that follow when a sender asks its receiver to connect, by recipient."""
     token, lanes, port = request.token, request.lanes, request.port
     if not receiver.outgoing:
         return []  # the sender can connect to it

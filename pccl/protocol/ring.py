@@ -22,25 +22,15 @@ Cost = Callable[[Hop], int]
 
 @dataclass(frozen=True, slots=True)
 class RingPlace:
-    """A peer's place in one ring of a collective: fields of a pccl_ring (c/pccl_core.h).
+    """A peer's place in one ring of a collective: fields of a pccl_ring (c/pccl_core.h)."""
 
-    Attributes:
-        stream: leads to the successor.
-        members: the number of the ring's members.
-        position: this peer's position in the ring.
-        begin: the offset at which the ring's share of the data begins.
-        count: the number of offsets in the share.
-        root: the position of the root, if the collective has one.
-        ranks: the members' ranks by position; empty: they are the positions.
-    """
-
-    stream: int
-    members: int
-    position: int
-    begin: int = 0
-    count: int = 0
-    root: int = 0
-    ranks: tuple[int, ...] = ()
+    stream: int  # leads to the successor
+    members: int  # the number of the ring's members
+    position: int  # this peer's position in the ring
+    begin: int = 0  # the offset at which the ring's share of the data begins
+    count: int = 0  # the number of offsets in the share
+    root: int = 0  # the position of the root, if the collective has one
+    ranks: tuple[int, ...] = ()  # the members' ranks by position; empty: they are the positions
 
 
 def checksum(order: Sequence[int]) -> int:
@@ -175,7 +165,6 @@ def _order(peers: Sequence[PeerInfo], chosen: Sequence[int]) -> tuple[int, ...]:
 
 
 def successors(rings: Sequence[Ring], number: int) -> tuple[int, ...]:
-    """A peer's successor in each ring."""
     return tuple(ring.order[(ring.order.index(number) + 1) % len(ring.order)] for ring in rings)
 
 

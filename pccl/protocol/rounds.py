@@ -132,11 +132,9 @@ class Round(Generic[T]):
 
     @property
     def calls(self) -> dict[int, int]:
-        """The calls of the voters."""
         return {number: vote.call for number, vote in self.votes.items()}
 
     def describe(self, peer: int) -> str:
-        """A peer's call, in words."""
         return described(self.id, self.votes[peer].payload, peer)
 
 
@@ -205,11 +203,9 @@ class OpenRounds:
         return self._rounds.get(round_.id) is round_
 
     def get(self, round_id: RoundId) -> Round[object] | None:
-        """The open round with this name, if there is one."""
         return self._rounds.get(round_id)
 
     def of(self, peer: int) -> Mapping[RoundId, Round[object]]:
-        """The rounds in which a peer waits."""
         return self._voters[peer].rounds if peer in self._voters else {}
 
     def held(self, peer: int) -> int:

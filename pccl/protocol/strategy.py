@@ -60,19 +60,13 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The user's settings.
+    """The user's settings."""
 
-    Attributes:
-        inline_bytes: the largest contribution that travels with its vote; None: it depends on the
-            number of members.
-        pool_size: connections (lanes) to each neighbour; 0: not set.
-        lanes: connections to each neighbour on another machine; 0: not set.
-        direct_max: the most members to which this peer can have streams at the same time.
-    """
-
+    # the largest contribution that travels with its vote; None: it depends on the number of members
     inline_bytes: int | None = None
-    pool_size: int = 0
-    lanes: int = 0
+    pool_size: int = 0  # connections (lanes) to each neighbour; 0: not set
+    lanes: int = 0  # connections to each neighbour on another machine; 0: not set
+    # the most members to which this peer can have streams at the same time
     direct_max: int = DIRECT_MAX
 
 
@@ -81,23 +75,14 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True, eq=False)  # compared by identity: one is made for each plan
 class Conditions:
-    """One member's knowledge of its group.
+    """One member's knowledge of its group."""
 
-    Attributes:
-        number: the member's number.
-        members: the number of members.
-        rings: the rings of the plan.
-        together: whether all members have the same host and machine; the same on all members.
-        local: whether this member reaches all others without a network.
-        settings: this peer's settings.
-    """
-
-    number: int
-    members: int
-    rings: tuple[Ring, ...]
-    together: bool
-    local: bool
-    settings: Settings = DEFAULTS
+    number: int  # the member's number
+    members: int  # the number of members
+    rings: tuple[Ring, ...]  # the rings of the plan
+    together: bool  # whether all members have the same host and machine; the same on all members
+    local: bool  # whether this member reaches all others without a network
+    settings: Settings = DEFAULTS  # this peer's settings
 
     @classmethod
     def of(cls, plan: Plan, number: int, settings: Settings) -> Conditions:
@@ -110,33 +95,22 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How one collective travels.
+    """How one collective travels."""
 
-    Attributes:
-        spec: the spec in the peer's vote.
-        nbytes: bytes that are reduced, or gathered, as they go over the wire.
-        inline: whether the contribution travels with the vote; if so, the rest does not matter.
-        algorithm: how the data travels otherwise.
-        eager: whether members may send before the master has answered their votes, once another
-            collective has committed on the same rings.
-        chunk_bytes: the size of a message.
-        lanes: connections to the next member; 0: chosen by the round trip.
-        step: elements that are copied from or to a device while others travel; 0: all are copied
-            before and after the collective.
-        wide: whether integers are averaged, whose sums need a wider type.
-        direct: whether this member sends rows directly to their receivers, not around the rings.
-    """
-
-    spec: Spec
-    nbytes: int
-    inline: bool
-    algorithm: Algorithm
+    spec: Spec  # the spec in the peer's vote
+    nbytes: int  # bytes that are reduced, or gathered, as they go over the wire
+    inline: bool  # whether the contribution travels with the vote; if so, the rest does not matter
+    algorithm: Algorithm  # how the data travels otherwise
+    # whether members may send before the master has answered their votes, once another collective
+    # has committed on the same rings
     eager: bool
-    chunk_bytes: int
-    lanes: int
+    chunk_bytes: int  # the size of a message
+    lanes: int  # connections to the next member; 0: chosen by the round trip
+    # elements that are copied from or to a device while others travel; 0: all are copied before and
+    # after the collective
     step: int
-    wide: bool
-    direct: bool
+    wide: bool  # whether integers are averaged, whose sums need a wider type
+    direct: bool  # whether this member sends rows directly to their receivers, not around the rings
 
     def __str__(self) -> str:
         if self.inline:

@@ -54,7 +54,6 @@ class Everything:
             self._slots.append({number: senders for number, senders in distant.items() if senders})
 
     def next(self, links: Mapping[Hop, Link]) -> Slot:
-        """See `Schedule`."""
         return self._slots.popleft() if self._slots else {}
 
 
@@ -73,7 +72,6 @@ class Survey:
         self._slots = 0
 
     def next(self, links: Mapping[Hop, Link]) -> Slot:
-        """See `Schedule`."""
         for a, b in self._asked:
             self._learn(a, b, [links.get((a, b)), links.get((b, a))])
         self._slots += 1

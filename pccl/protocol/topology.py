@@ -32,15 +32,10 @@ Hop: TypeAlias = tuple[int, int]  # from whom, to whom
 
 
 class Link(NamedTuple):
-    """The measured path from one peer to another.
+    """The measured path from one peer to another."""
 
-    Attributes:
-        rate: bytes per second; 0: nothing arrived.
-        delay_us: until the first bytes.
-    """
-
-    rate: int
-    delay_us: int
+    rate: int  # bytes per second; 0: nothing arrived
+    delay_us: int  # until the first bytes
 
 
 LOCAL = Link(8 << 30, 100)  # within a machine: more than any network, and not worth measuring
@@ -58,20 +53,16 @@ class Links:
 
     An unknown one is as the typical one between the sites of its ends, where these are known, else
     as bad as the worst one known at its ends.
-
-    Args:
-        measured: by sender and receiver.
-        local: whether two peers are on one machine.
-        inflow: bytes per second that reach a peer when all peers on other machines send to it, and
-            to each other, at once; as far as known.
-        site_of: the site of each peer, where that is known.
     """
 
     def __init__(
         self,
-        measured: Mapping[tuple[int, int], Link],
-        local: Callable[[int, int], bool],
+        measured: Mapping[tuple[int, int], Link],  # by sender and receiver
+        local: Callable[[int, int], bool],  # whether two peers are on one machine
+        # bytes per second that reach a peer when all peers on other machines send to it, and to
+        # each other, at once; as far as known
         inflow: Mapping[int, int],
+        # the site of each peer, where that is known
         site_of: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._measured, self.local, self.inflow = measured, local, inflow
@@ -82,7 +73,6 @@ class Links:
                 self._worst[end] = _worse(self._worst.get(end, link), link)
 
     def __getitem__(self, hop: tuple[int, int], /) -> Link:
-        """The link of a hop."""
         if hop in self._measured:
             return self._measured[hop]
         if self.local(*hop):
@@ -172,7 +162,6 @@ def hops(order: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def slowest(order: Sequence[int], links: Hops) -> tuple[int, int]:
-    """The slowest link of a ring."""
     return min(hops(order), key=lambda hop: links[hop].rate)
 
 

@@ -152,8 +152,6 @@ SEQ = 1  # the sequence number of all transfers: an op has a single package
 
 @dataclass(slots=True)
 class Held:
-    """A package that is served."""
-
     package: m.Package
     op: int
     receivers: dict[int, int] = field(default_factory=dict)  # receiver -> stream to it
@@ -173,17 +171,14 @@ class BlobCache:
 
     @property
     def packages(self) -> Sequence[m.Package]:
-        """The packages that it serves."""
         return [one.package for one in self._held.values()]
 
     def put(self, package: m.Package) -> None:
-        """Serves a package from now on."""
         if package.key not in self._held:
             self._held[package.key] = held = Held(package, self._number())
             self._do(RegisterServe(held.op, package))
 
     def drop(self, package: m.Package) -> None:
-        """Stops serving a package."""
         held = self._held.pop(package.key, None)
         if held is None:
             return
@@ -245,8 +240,6 @@ def nonce_of(package: m.Package) -> int:
 
 
 class State(Enum):
-    """The state of a fetch."""
-
     SEEKING = auto()  # the master was asked for a holder
     FETCHING = auto()
     RESTING = auto()  # a pause before the master is asked again
@@ -255,8 +248,6 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Fetch:
-    """The package that is being fetched."""
-
     package: m.Package
     state: State = State.SEEKING
     op: int = 0  # 0: no memory yet
@@ -369,7 +360,6 @@ class WeightsMachine:
         return self._take(Send(request)) if self._connected else self._take()
 
     def leave(self, why: str) -> list[Effect]:
-        """Leaves."""
         if self.over is None:
             self._do(Send(m.Leave()))
             self._end(Result.INVALID_USAGE.value, why, Fault.OTHER)
@@ -378,7 +368,6 @@ class WeightsMachine:
     # ---- the connection to the master ----
 
     def received(self, message: m.MasterMessage) -> list[Effect]:
-        """Handles a message of the master."""
         handler = self._by_type.get(type(message))
         if handler is not None and self.over is None:
             handler(message)
@@ -392,7 +381,6 @@ class WeightsMachine:
         return self._take()
 
     def reconnected(self) -> list[Effect]:
-        """There is a new connection."""
         return self._take() if self._hello is None else self._take(Send(self._hello))
 
     def lost_master(self, why: str) -> list[Effect]:
@@ -503,7 +491,6 @@ class WeightsMachine:
         fetch.stream = fetch.holder = 0
 
     def _drop(self, fetch: Fetch) -> None:
-        """Gives up a fetch."""
         self._part(fetch)
         self._fetch = None
         if fetch.op:

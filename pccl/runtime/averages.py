@@ -35,7 +35,6 @@ def code_of(dtype: np.dtype) -> int:
 
 
 def empty(count: int, dtype: np.dtype) -> np.ndarray:
-    """Memory for sums."""
     return np.empty(count, dtype)
 
 

@@ -48,8 +48,6 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor and its memory."""
-
     name: str
     dtype: DataType
     shape: tuple[int, ...]

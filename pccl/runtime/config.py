@@ -59,49 +59,40 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of one peer or master.
+    """Settings of one peer or master."""
 
-    Attributes:
-        name: a name of the peer, for errors and logs: at most PEER_NAME_CHARS_MAX printable
-            characters; empty: its host and process, and its LOCAL_RANK if it has one.
-        advertise: the hosts at which other peers reach this one; empty: the address that the master
-            sees, and `further_hosts`.
-        ports: a peer listens for bulk data on one of these ports; empty: on any port.
-        ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
-        heartbeat_ms: heartbeat interval of every connection.
-        heartbeat_timeout_ms: heartbeat timeout; a connection that is silent for this time is lost.
-        handshake_timeout_s: time limit for establishing a connection, with its handshake.
-        connect_timeout_s: how long a peer tries to reach a master that is not up yet; None: as
-            many attempts as the arguments of `connect` say.
-        master_patience_s: how long a peer tries to reconnect to the master.
-        straggler_s: how long a peer may keep others waiting before the master drops it; None: no
-            limit.
-        sync_mbits: the most Mbit/s at which a peer sends shared state to others; None: no limit.
-        lanes: connections to a neighbour on another machine, unless the Communicator sets
-            p2p_connection_pool_size; 0: chosen by the round trip.
-        outgoing: whether no peer can connect to this one, as behind NAT: it connects to others.
-        relay: whether this peer joins streams of others that cannot connect to each other.
-        dial_back: whether the master checks that it can reach a peer, by dialling it.
-        inline_bytes: the largest all-reduce whose data travels with the votes and is reduced by the
-            master; None: as `pccl.protocol.strategy` says. It takes one round trip to the master,
-            and none around the ring.
-    """
-
+    # a name of the peer, for errors and logs: at most PEER_NAME_CHARS_MAX printable characters;
+    # empty: its host and process, and its LOCAL_RANK if it has one
     name: str = ""
+    # the hosts at which other peers reach this one; empty: the address that the master sees, and
+    # `further_hosts`
     advertise: tuple[str, ...] = ()
+    # a peer listens for bulk data on one of these ports; empty: on any port
     ports: range = range(0)
-    ipc: bool = True
-    heartbeat_ms: int = 1000
+    ipc: bool = True  # whether neighbours on the same machine use ipc:// instead of tcp://
+    heartbeat_ms: int = 1000  # heartbeat interval of every connection
+    # heartbeat timeout; a connection that is silent for this time is lost
     heartbeat_timeout_ms: int = 5000
-    handshake_timeout_s: float = 5.0
+    handshake_timeout_s: float = 5.0  # time limit for establishing a connection, with its handshake
+    # how long a peer tries to reach a master that is not up yet; None: as many attempts as the
+    # arguments of `connect` say
     connect_timeout_s: float | None = None
-    master_patience_s: float = 60.0
+    master_patience_s: float = 60.0  # how long a peer tries to reconnect to the master
+    # how long a peer may keep others waiting before the master drops it; None: no limit
     straggler_s: float | None = None
+    # the most Mbit/s at which a peer sends shared state to others; None: no limit
     sync_mbits: int | None = None
+    # connections to a neighbour on another machine, unless the Communicator sets
+    # p2p_connection_pool_size; 0: chosen by the round trip
     lanes: int = 0
+    # whether no peer can connect to this one, as behind NAT: it connects to others
     outgoing: bool = False
+    # whether this peer joins streams of others that cannot connect to each other
     relay: bool = False
-    dial_back: bool = True
+    dial_back: bool = True  # whether the master checks that it can reach a peer, by dialling it
+    # the largest all-reduce whose data travels with the votes and is reduced by the master; None:
+    # as `pccl.protocol.strategy` says. It takes one round trip to the master, and none around the
+    # ring.
     inline_bytes: int | None = None
 
     @property
@@ -133,8 +124,7 @@ class Config:
     def from_env(env: Mapping[str, str] = os.environ) -> Config:
         """The defaults, overridden by PCCL_ADVERTISE, PCCL_TRANSPORT, PCCL_HEARTBEAT_MS and so on.
 
-        Raises:
-            ValueError: a variable has an invalid value.
+        Raises ValueError: a variable has an invalid value.
         """
         _warn_of_unknown(tuple(sorted(name for name in env if name.startswith("PCCL_"))))
         transport = env.get("PCCL_TRANSPORT", "auto")

@@ -31,7 +31,6 @@ class Digest:
 
 
 def leaf_digest(address: int, nbytes: int) -> bytes:
-    """The 16-byte digest of one leaf."""
     return xxhash.xxh3_128_digest(ffi.buffer(ffi.cast("char *", address), nbytes))
 
 
@@ -41,7 +40,6 @@ def root_digest(table: bytes | bytearray | memoryview) -> bytes:
 
 
 def leaf_count(nbytes: int) -> int:
-    """The number of leaves of `nbytes` bytes."""
     return -(-nbytes // LEAF_BYTES)
 
 

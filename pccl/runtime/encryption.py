@@ -33,7 +33,6 @@ def require_curve() -> None:
 
 
 def new_keys() -> KeyPair:
-    """A fresh key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
@@ -61,13 +60,10 @@ class _Request(NamedTuple):
 
 
 class Zap:
-    """The ZAP handler of one context, to be made before a CURVE server binds.
-
-    Attributes:
-        socket: readable when a connection waits for `answer`.
-    """
+    """The ZAP handler of one context, to be made before a CURVE server binds."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        # readable when a connection waits for `answer`
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
         self.socket.bind(_ENDPOINT)

@@ -47,9 +47,6 @@ class FileLock:
     Args:
         path: of the lock's own file; created if it does not exist.
 
-    Attributes:
-        text: the text of the previous holder; "" if it cannot be read.
-
     Raises:
         Taken: it is held already, by this process or another.
         OSError: the file cannot be opened.
@@ -65,7 +62,7 @@ class FileLock:
             if error.errno in HELD:
                 raise Taken(text) from None
             raise
-        self.text = self._read()
+        self.text = self._read()  # the text of the previous holder; "" if it cannot be read
 
     def _read(self) -> str:
         with contextlib.suppress(OSError):  # Windows lets no other process read a locked byte

@@ -26,7 +26,6 @@ def keep_memory() -> None:
 
 
 def contribution(buffer: Buffer) -> bytes:
-    """A copy of the buffer's bytes."""
     return bytes(ffi.buffer(ffi.cast("char *", buffer.address), buffer.nbytes))
 
 

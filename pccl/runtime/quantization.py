@@ -23,8 +23,7 @@ def fingerprint(
 ) -> tuple[int, int]:
     """`Work.algorithm` and `Work.quantized` of a collective of `dtype` elements.
 
-    Raises:
-        ValueError: it cannot be quantized like this; the text says why.
+    Raises ValueError: it cannot be quantized like this; the text says why.
     """
     if options is None or options.algorithm is QuantizationAlgorithm.NONE:
         return 0, 0

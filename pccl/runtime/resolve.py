@@ -193,8 +193,7 @@ def _source(destination: str) -> str:
 def asked(host: str) -> queue.SimpleQueue[list[str] | OSError]:
     """Looks a host up in a thread. The queue receives its addresses, or why there are none.
 
-    Raises:
-        OSError: no thread can be started.
+    Raises OSError: no thread can be started.
     """
     found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
     _in_thread(lambda: found.put(_look_up(host)))
@@ -204,8 +203,7 @@ def asked(host: str) -> queue.SimpleQueue[list[str] | OSError]:
 def addresses(host: str, limit_s: float) -> list[str]:
     """The addresses of a host, IPv4 first, because every peer listens there.
 
-    Raises:
-        OSError: there are none, or the look-up took longer than the limit.
+    Raises OSError: there are none, or the look-up took longer than the limit.
     """
     if is_address(host):
         return [host]
@@ -223,10 +221,8 @@ def reachable(host: str, port: int, limit_s: float) -> str:
     """The first address of a host at which a master answers at a port.
 
     Of several addresses, the first one that greets as ZeroMQ does is taken. If none does at once,
-    all are tried in turn, each for an equal share of the time that is left, to find out why.
-
-    Raises:
-        OSError: there is none, or it was not found in about that time; the text says why.
+    all are tried in turn, each for an equal share of the time that is left, to find out why. Raises
+    OSError: there is none, or it was not found in about that time; the text says why.
     """
     until_s = time.monotonic() + limit_s
     problem = OSError(f"the name {host} has no address")
@@ -253,8 +249,7 @@ class AnotherServiceError(OSError):
 def _try_connecting(address: str, port: int, limit_s: float) -> None:
     """Connects to a numeric address, and checks that a ZeroMQ socket answers.
 
-    Raises:
-        OSError: it fails, takes longer than the limit, or something else answers.
+    Raises OSError: it fails, takes longer than the limit, or something else answers.
     """
     began_s = time.monotonic()
     family, kind, _, _, where = destination(address, port)
@@ -423,7 +418,6 @@ class Resolver:
             known.addresses.append(known.addresses.pop(0))
 
     def forget(self) -> None:
-        """Drops all callbacks."""
         self._asked.clear()
         self._raced.clear()
 

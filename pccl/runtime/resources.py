@@ -74,8 +74,7 @@ def out_of_resources(error: OSError) -> OutOfResourcesError | None:
 def require_resources() -> None:
     """Checks that a peer or master can start.
 
-    Raises:
-        OutOfResourcesError: it cannot; the text says which limit to raise.
+    Raises OutOfResourcesError: it cannot; the text says which limit to raise.
     """
     if os.name == "posix":
         _require_descriptors()

@@ -56,13 +56,10 @@ class Stopping:
 
     Args:
         stop: asks the program to stop; it must neither block nor raise.
-
-    Attributes:
-        number: the first signal; 0 before it.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
-        self.number = 0
+        self.number = 0  # the first signal; 0 before it
         self._stop = stop
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

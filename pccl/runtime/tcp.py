@@ -20,25 +20,15 @@ _FIELDS = struct.Struct("=52xI12xI28xI44xI8xQQQ8x")
 
 
 class TcpInfo(NamedTuple):
-    """A connection.
+    """A connection."""
 
-    Attributes:
-        silent_s: since bytes last came from the other side.
-        rtt_s: the round trip, as the kernel smooths it.
-        retransmits: packets that were sent again.
-        min_rtt_s: the least round trip lately.
-        delivery_rate: bytes per second, as acknowledgements last came.
-        busy_s: the time in which bytes were on the way, or waited to be sent.
-        rwnd_limited_s: the part of `busy_s` in which the other side had no room for more.
-    """
-
-    silent_s: float
-    rtt_s: float
-    retransmits: int
-    min_rtt_s: float
-    delivery_rate: int
-    busy_s: float
-    rwnd_limited_s: float
+    silent_s: float  # since bytes last came from the other side
+    rtt_s: float  # the round trip, as the kernel smooths it
+    retransmits: int  # packets that were sent again
+    min_rtt_s: float  # the least round trip lately
+    delivery_rate: int  # bytes per second, as acknowledgements last came
+    busy_s: float  # the time in which bytes were on the way, or waited to be sent
+    rwnd_limited_s: float  # the part of `busy_s` in which the other side had no room for more
 
 
 def parse(data: bytes) -> TcpInfo | None:
@@ -135,10 +125,7 @@ class Shutter:
         """Shuts a connection down, unless its descriptor was reused meanwhile.
 
         `still` is called after the duplication, and says whether the descriptor is still that of
-        the connection.
-
-        Raises:
-            OSError: the connection has just been closed.
+        the connection. Raises OSError: the connection has just been closed.
         """
         if sys.platform == "win32":
             with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as twin:

@@ -11,8 +11,7 @@ INSISTENCE = 100  # interruptions, such as Ctrl-C, after which the work is aband
 def insist(work: Callable[[], None]) -> None:
     """Runs work that must be done, and restarts it if an exception interrupts it.
 
-    Raises:
-        BaseException: the first exception that interrupted it, when the work is done.
+    Raises BaseException: the first exception that interrupted it, when the work is done.
     """
     came: BaseException | None = None
     for _ in range(INSISTENCE):
@@ -28,8 +27,7 @@ def insist(work: Callable[[], None]) -> None:
 def aside(work: Callable[[], None]) -> None:
     """Runs work to its end in a separate thread, where no exception can interrupt it.
 
-    Raises:
-        BaseException: raised by the work, or in this thread meanwhile.
+    Raises BaseException: raised by the work, or in this thread meanwhile.
     """
     claim, done = threading.Lock(), threading.Event()
     failed: list[BaseException] = []

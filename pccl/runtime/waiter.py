@@ -33,7 +33,6 @@ class Waiter:
         self._new: list[Callable[[], object]] = []
 
     def add(self, source: Source, read: Callable[[], object]) -> None:
-        """Adds a source."""
         self._selector.register(source, selectors.EVENT_READ, read)
         self._new.append(read)
 
@@ -47,5 +46,4 @@ class Waiter:
         return new or [key.data for key, _ in self._selector.select(timeout_s)]
 
     def close(self) -> None:
-        """Ends waiting for good."""
         self._selector.close()

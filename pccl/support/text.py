@@ -13,10 +13,7 @@ KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # of CURVE, in Z8
 def parse_address(address: str) -> tuple[str, int]:
     """(host, port) of `host:port`, or of `host`, whose port is DEFAULT_PORT.
 
-    host is a name, an IPv4 address, or an IPv6 one in brackets.
-
-    Raises:
-        ValueError: it is malformed.
+    host is a name, an IPv4 address, or an IPv6 one in brackets. Raises ValueError: it is malformed.
     """
     scheme, separator, rest = address.partition("://")
     if separator:
@@ -39,8 +36,7 @@ def parse_address(address: str) -> tuple[str, int]:
 def parse_listening(address: str) -> tuple[str, int]:
     """(host, port) of `host:port`, or of a port alone, which is one of this machine only.
 
-    Raises:
-        ValueError: it is malformed.
+    Raises ValueError: it is malformed.
     """
     return parse_address(address if ":" in address else f"127.0.0.1:{address}")
 
@@ -60,8 +56,7 @@ def duration_text(seconds: float) -> str:
 def parse_advertised(text: str, what: str) -> tuple[str, ...]:
     """The hosts of `a,b`, of which `what` is the source; none of "".
 
-    Raises:
-        ValueError: it is anything else, such as one with a port, or there are too many.
+    Raises ValueError: it is anything else, such as one with a port, or there are too many.
     """
     hosts = tuple(text.split(",")) if text else ()
     for host in hosts:
@@ -81,8 +76,7 @@ def parse_advertised(text: str, what: str) -> tuple[str, ...]:
 def parse_ports(text: str, what: str) -> range:
     """The ports of FIRST-LAST, of which `what` is the source; none of "".
 
-    Raises:
-        ValueError: it is malformed.
+    Raises ValueError: it is malformed.
     """
     if not text:
         return range(0)

@@ -35,27 +35,17 @@ _MEMORY_MAX = 1 << 57  # bytes that a process can address, on the systems of tod
 
 @dataclass(slots=True)  # not frozen: that takes four times as long, for each array of a list
 class Buffer:
-    """A stretch of elements without gaps.
+    """A stretch of elements without gaps."""
 
-    Attributes:
-        address: of the first element; of any alignment.
-        count: elements.
-        dtype: of an element.
-        owner: keeps the memory alive.
-        device_type: where it is.
-        layout: the order of the elements; None: C's.
-    """
-
-    address: int
-    count: int
-    dtype: DataType
-    owner: object = field(repr=False, compare=False)
-    device_type: DeviceType = DeviceType.CPU
-    layout: Layout | None = None
+    address: int  # of the first element; of any alignment
+    count: int  # elements
+    dtype: DataType  # of an element
+    owner: object = field(repr=False, compare=False)  # keeps the memory alive
+    device_type: DeviceType = DeviceType.CPU  # where it is
+    layout: Layout | None = None  # the order of the elements; None: C's
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return self.count * self.dtype.itemsize
 
     @property
@@ -81,9 +71,8 @@ class Buffer:
     ) -> Buffer:
         """Memory that the caller vouches for.
 
-        Raises:
-            ValueError: the count is negative, or no memory can have so many elements; or there are
-                elements at address 0.
+        Raises ValueError: the count is negative, or no memory can have so many elements; or there
+        are elements at address 0.
         """
         if count < 0:
             raise ValueError(f"count is {count}: it must not be negative")

@@ -15,14 +15,10 @@ class Layout:
     """The order of a dense array, such as a transposed one, or one in torch.channels_last.
 
     Dense: its elements fill one stretch of memory, each in a place of its own.
-
-    Attributes:
-        shape: of the array, without dimensions of one element, which say nothing.
-        strides: in elements, not bytes.
     """
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: tuple[int, ...]  # of the array, without dimensions of one element, which say nothing
+    strides: tuple[int, ...]  # in elements, not bytes
 
     @classmethod
     def of(cls, shape: Sequence[int], strides: Sequence[float]) -> Layout | None:

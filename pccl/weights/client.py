@@ -76,15 +76,12 @@ class Incoming:
         self._staging = Staging(plan, _regions(package))
 
     def put(self, leaf: Leaf) -> None:
-        """A leaf has arrived."""
         self._arrived(self, leaf)
 
     def pieces(self) -> Pieces:
-        """The memory into which the engine writes."""
         return self._staging.pieces()
 
     def verify(self, piece: int, leaf: int) -> list[LeafResult]:
-        """See `Staging.verify`."""
         return self._staging.verify(piece, leaf)
 
     def blob(self) -> Blob:
@@ -258,8 +255,6 @@ class WeightsClient(ControlThread):
         """A publication cannot be taken back."""
 
     def publish(self, call: Call, blobs: tuple[Blob, ...]) -> None:
-        """Publishes a version."""
-
         def begin(number: int) -> list[Any]:
             if why := self._weights.objection(blobs[0].package.version):
                 return [effects.Fail(number, Result.INVALID_USAGE, why)]
@@ -416,12 +411,10 @@ class _Backoff:
         self.due_s: float | None = None
 
     def begin(self, why: str) -> None:
-        """Begins the pause."""
         log.info("weights: a fetch goes on elsewhere: %s", why)
         self.due_s = time.monotonic() + limits.WEIGHTS_REST_S
 
     def tick(self) -> None:
-        """Ends the pause, if it is time to."""
         if self.due_s is not None and self.due_s <= time.monotonic():
             self.due_s = None
             self._retry()
@@ -433,31 +426,25 @@ class _Pace:
     Args:
         engine: repeats the requests.
         slow: called, once for each holder, when a fetch takes long.
-
-    Attributes:
-        due_s: when to repeat them; None: nothing is fetched.
     """
 
     def __init__(self, engine: Engine, slow: Callable[[], None]) -> None:
         self._engine, self._slow = engine, slow
         self._op = 0  # of the fetch; 0: there is none
-        self.due_s: float | None = None
+        self.due_s: float | None = None  # when to repeat them; None: nothing is fetched
         self._first_s = 0.0  # when the fetch began
         self._since_s = 0.0  # when it began with its present holder
         self._is_slow = False
 
     def fetches(self, op: int) -> None:
-        """A new fetch begins."""
         self._op, self._first_s = op, time.monotonic()
 
     def began(self, op: int) -> None:
-        """An op has begun, or goes on with another holder."""
         if op == self._op:
             self._is_slow, now = False, time.monotonic()
             self._since_s, self.due_s = now, now + limits.REMIND_S
 
     def ended(self, op: int) -> None:
-        """An op has ended."""
         if op == self._op:
             self._op, self.due_s = 0, None
 

@@ -188,9 +188,6 @@ class Tensors:
         parameters: by name; numpy arrays or torch tensors, on the CPU or a CUDA device.
         writable: whether they will be written to.
 
-    Attributes:
-        nbytes: bytes of memory for all of them.
-
     Raises:
         ValueError, UnsupportedError: there are none, or they are not arrays that pccl supports.
     """
@@ -206,7 +203,7 @@ class Tensors:
         for buffer in self._buffers:
             self._starts.append(at)
             at += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
-        self.nbytes = at
+        self.nbytes = at  # bytes of memory for all of them
 
     def stretch(self) -> Bytes:
         """New memory for all tensors, with zeros between them."""
@@ -295,8 +292,7 @@ class Tensors:
     def apply(self, memory: Bytes, head: Head, body: memoryview) -> None:
         """Applies the differences of a package to a stretch, in place.
 
-        Raises:
-            Damaged: the body is not a difference of these tensors; the stretch is then torn.
+        Raises Damaged: the body is not a difference of these tensors; the stretch is then torn.
         """
         at = 0
         for index, (own, tensor) in enumerate(zip(self.within(memory), head.tensors, strict=True)):

@@ -24,7 +24,6 @@ OTHERS: dict[str, tuple[str, Any]] = {  # measurements other than collectives: h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what can be measured, each with its options."""
     measurements = parser.add_subparsers(dest="measurement", required=True, metavar="WHAT")
 
     def add(name: str, text: str, description: str | None, options: Any, run: Any) -> None:

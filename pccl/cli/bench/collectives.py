@@ -327,7 +327,6 @@ class Row:
         op: str,
         all_measured: Sequence[Measured],
     ) -> Row:
-        """Combines what the peers measured of `count` elements."""
         timings = {}
         for name in all_measured[0].times_s:
             each = zip(*(measured.times_s[name] for measured in all_measured), strict=True)

@@ -72,8 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One row of the table."""
-
     name: str
     call: Callable[[], object]  # what is timed
     traffic: int  # bytes that a call reads and writes

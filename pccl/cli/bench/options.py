@@ -55,14 +55,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def write_json(args: argparse.Namespace, found: dict[str, object]) -> None:
-    """Writes results where --json says, if it does."""
     if args.json:
         text = json.dumps({"version": __version__, **found}, indent=2) + "\n"
         args.json.write_text(text, encoding="utf-8")
 
 
 def sizes(args: argparse.Namespace) -> list[int]:
-    """The sizes in bytes that -b, -e and -f ask for."""
     found = []
     nbytes = args.minbytes
     while nbytes <= args.maxbytes:

@@ -56,15 +56,11 @@ class Job:
 
 @dataclass(slots=True)
 class Measured:
-    """One size by one peer.
+    """One size by one peer."""
 
-    Attributes:
-        times_s: seconds of each timed iteration, by way.
-        wrong: bytes that were not those of the holders, after all synchronizations.
-    """
-
+    # seconds of each timed iteration, by way
     times_s: dict[str, list[float]] = field(default_factory=dict)
-    wrong: int = 0
+    wrong: int = 0  # bytes that were not those of the holders, after all synchronizations
 
     def time(self, way: str, call: Callable[[], object]) -> None:
         began = time.perf_counter()

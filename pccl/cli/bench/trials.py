@@ -36,7 +36,6 @@ Bits = NDArray[Any]  # elements as numpy knows them; bfloat16 as the upper halve
 
 
 def value_max(peers: int) -> int:
-    """The largest value of a contribution, with that many peers."""
     return min(VALUE_MAX, EXACT_MAX // peers)
 
 
@@ -66,7 +65,6 @@ def expected(dtype: DataType, op: ReduceOp, peers: int) -> Bits:
 
 
 def tiled(table: Bits, count: int) -> Bits:
-    """`count` elements that repeat the table."""
     return np.resize(table, count)
 
 
@@ -136,7 +134,6 @@ class Host:
     """Numpy arrays; for bfloat16, torch tensors on the CPU."""
 
     def put(self, bits: Bits, dtype: DataType) -> Array:
-        """An array of these elements."""
         return as_array(bits.copy(), dtype)
 
     def bits(self, array: Any) -> Bits:
@@ -151,8 +148,6 @@ class Host:
 
 
 class Device:
-    """Torch tensors on the device of that name."""
-
     def __init__(self, name: str) -> None:
         self._torch: Any = importlib.import_module("torch")
         self._device = self._torch.device(name)
@@ -174,7 +169,6 @@ class Device:
         array.copy_(self._on_host(bits, DataType.from_torch_dtype(array.dtype)))
 
     def finish(self) -> None:
-        """Waits for all streams of the device."""
         if self._device.type == "cuda":
             self._torch.cuda.synchronize(self._device)
 
@@ -248,8 +242,6 @@ _TAG = 1  # of what is timed; the meetings before it have tag 0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run a collective."""
-
     meet: Callable[[], object]  # returns on all peers at about the same time
     run: Callable[[], object]  # what is timed
     sent: Callable[[], int]  # runs it once more; the bytes that this peer sent

@@ -34,8 +34,6 @@ HEARTBEATS = {"PCCL_HEARTBEAT_MS": "500", "PCCL_HEARTBEAT_TIMEOUT_MS": "2000"}
 
 
 class Program(NamedTuple):
-    """A program to run under faults."""
-
     title: str
     copies: int  # the most that run at once
     # the words of the command line before the options of a run, and after them

@@ -99,8 +99,6 @@ class Strangers:
 
 
 class Director:
-    """Makes one run."""
-
     def __init__(
         self,
         stage: Stage,
@@ -130,7 +128,6 @@ class Director:
         self._sized_s = 0.0
 
     def run(self) -> Chronicle:
-        """The whole run, until all processes have ended."""
         chronicle = self.chronicle
         try:
             self.stage.start_master()

@@ -28,8 +28,6 @@ class Target(Enum):
 
 
 class Kind(NamedTuple):
-    """A kind of fault."""
-
     text: str  # what is done
     target: Target  # what it hits
     weight: int  # how often it is drawn, relative to others
@@ -95,8 +93,6 @@ MOMENT_SHARE = 0.4  # this share of the faults waits for a named moment, too
 
 
 class Fault(Struct, frozen=True, omit_defaults=True):
-    """A fault."""
-
     at_s: float  # when it is due, in seconds since the faults began
     what: str  # the name of its kind
     whom: float = 0.0  # in [0, 1): selects one of the possible targets
@@ -119,7 +115,6 @@ class Schedule(Struct, frozen=True):
         return msgspec.structs.replace(self, faults=tuple(faults), seconds=seconds)
 
     def save(self, path: Path) -> None:
-        """Writes a file that `load` reads."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
 
 

@@ -35,8 +35,7 @@ class NetworkError(Exception):
 class Network(Closing):
     """Hosts: number 0 for the master, and one for each copy that runs at once.
 
-    Raises:
-        NetworkError: this machine cannot have them.
+    Raises NetworkError: this machine cannot have them.
     """
 
     def __init__(self, copies: int) -> None:
@@ -142,7 +141,6 @@ class Network(Closing):
         return undo
 
     def name(self, host: int | str) -> str:
-        """Of the network namespace."""
         return f"{self._prefix}.{host}"
 
     @staticmethod

@@ -19,8 +19,6 @@ from pccl.support.closing import Closing
 
 
 class Metrics(NamedTuple):
-    """Numbers of a run."""
-
     steps: int  # how many there were
     goodput: float  # the share of undisturbed speed that was reached
     recoveries_s: list[float]  # for each fault, how long it took to the next step

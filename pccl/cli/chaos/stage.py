@@ -35,8 +35,6 @@ def nothing() -> None:
 
 @dataclass(eq=False)
 class Copy:
-    """One copy of the program."""
-
     number: int  # in the order of their starts
     host: int  # its number among those of the network, if there is one
     process: Process  # that runs it

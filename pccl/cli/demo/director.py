@@ -61,7 +61,6 @@ _decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
 def encode(report: Report) -> str:
-    """One line of JSON, without its end."""
     return msgspec.json.encode(report).decode()
 
 
@@ -87,22 +86,16 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Tell the audience."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End a peer's process at once."""
-
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Let a peer join the run."""
-
     number: int
 
 
@@ -193,7 +186,6 @@ class Director:
                 return []
 
     def exited(self, number: int, status: int) -> None:
-        """A peer's process is gone."""
         peer = self.peers[number]
         peer.gone = True
         if peer.state is State.KILLED or (peer.state is State.FINISHED and status == 0):

@@ -111,7 +111,6 @@ _GREY = "#555555"
 
 
 def save(director: Director, path: Path) -> None:
-    """Writes the chart of a finished run."""
     # imported late, because that takes a second or more without any output
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

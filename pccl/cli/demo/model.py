@@ -18,8 +18,7 @@ _SHARD_BYTES_MAX = 4 << 20
 class Corpus:
     """One peer's shard of the training files, and the validation files, which all peers share.
 
-    Raises:
-        FileNotFoundError: this Python comes without the source of its standard library.
+    Raises FileNotFoundError: this Python comes without the source of its standard library.
     """
 
     def __init__(self, *, shard: int, shards: int, seed: int) -> None:

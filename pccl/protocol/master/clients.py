@@ -29,17 +29,13 @@ Key = tuple[int, int]
 
 
 class Catalogue:
-    """The packages that clients hold.
-
-    Attributes:
-        head: the newest version of the weights that was ever published.
-    """
+    """The packages that clients hold."""
 
     def __init__(self) -> None:
         self._packages: dict[Key, m.Package] = {}
         self._holders: dict[Key, dict[int, None]] = {}
         self._held: dict[int, dict[Key, None]] = {}  # by holder
-        self.head = 0
+        self.head = 0  # the newest version of the weights that was ever published
 
     @property
     def packages(self) -> tuple[m.Package, ...]:
@@ -105,8 +101,6 @@ PLACES_SMALL = 8  # receivers of a holder at a time, for such packages
 
 @dataclass(slots=True)
 class Client:
-    """A process that publishes or follows weights."""
-
     conn: bytes
     info: m.PeerInfo
     nonce: int  # admits other clients to its streams
@@ -159,7 +153,6 @@ class Clients:
     # ---- joining and leaving ----
 
     def register(self, conn: bytes, info: m.PeerInfo, warning: str) -> None:
-        """Registers a newcomer."""
         if len(self._all) >= SLOTS:
             self._outbox.do(Drop(conn, f"there are {SLOTS} clients already"))
             return
@@ -184,12 +177,10 @@ class Clients:
             self._assign()
 
     def drop(self, conn: bytes, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
-        """Drops a client, and tells it why."""
         self._outbox.do(Send(conn, m.Kicked(result.value, plain(why))), Drop(conn, plain(why)))
         self.lose([conn], why)
 
     def farewell(self, result: Result, why: str) -> None:
-        """Tells all clients that the master ends for good."""
         for one in self._all.values():
             self._send(one, m.Kicked(result.value, why))
 
@@ -213,7 +204,6 @@ class Clients:
     # ---- messages ----
 
     def received(self, conn: bytes, message: m.PeerMessage) -> None:
-        """Handles a message of a client."""
         one = self._all[self._by_conn[conn]]
         match message:
             case m.Publish():

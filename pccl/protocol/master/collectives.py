@@ -164,7 +164,6 @@ class CollectiveTable:
         return len(self._running)
 
     def get(self, seq: int) -> Running | None:
-        """The collective with this number, if it runs."""
         return self._running.get(seq)
 
     def of_group(self, group: int) -> list[Running]:
@@ -180,14 +179,12 @@ class CollectiveTable:
         return self._counts.get(number, 0)
 
     def add(self, running: Running) -> None:
-        """Adds a collective that has started."""
         self._running[running.seq] = running
         counts = self._counts
         for number in running.members:
             counts[number] = counts.get(number, 0) + 1
 
     def remove(self, running: Running) -> None:
-        """Removes a collective that has an outcome."""
         del self._running[running.seq]
         counts = self._counts
         for number in running.members:
@@ -229,11 +226,6 @@ class Collectives(Part):
         common: what all parts use.
         table: the running collectives.
         combine: reduces contributions of the work's size, in their order.
-
-    Attributes:
-        small_max: the most small results that peers may lack at a time. A small result is final
-            when it is sent: only the master's death can keep it from a living peer, and then
-            another peer tells the next master. All such results must fit into one message.
     """
 
     def __init__(self, common: Common, table: CollectiveTable, combine: Combine) -> None:
@@ -241,12 +233,14 @@ class Collectives(Part):
         self._table, self._combine = table, combine
         # by group: seqs and sizes of small results that some peer may lack
         self._small: dict[int, deque[tuple[int, int]]] = {}
+        # the most small results that peers may lack at a time. A small result is final when it is
+        # sent: only the master's death can keep it from a living peer, and then another peer tells
+        # the next master. All such results must fit into one message.
         self.small_max = 128
 
     # ---- the start ----
 
     def start(self, round_: Round[object]) -> None:
-        """All members of a group have voted to start a collective."""
         group_number = round_.id.group
         assert group_number is not None
         # a peer that knows that it is alone does not vote, so the others have just left
@@ -305,7 +299,6 @@ class Collectives(Part):
             self._outbox.send(number, started)
 
     def pair(self, round_: Round[object]) -> None:
-        """Both peers of a send have voted."""
         group_number = round_.id.group
         assert group_number is not None and round_.id.pair is not None
         if why := self._rendezvous.severed([round_.id.pair]):
@@ -496,26 +489,19 @@ class Collectives(Part):
         self.interrupt([running], why, reason=Reason.MASTER_LOST)
 
     def forget(self, group: int) -> None:
-        """Forgets a group that is empty."""
         self._small.pop(group, None)
 
 
 class Accusations(Part):
-    """Collects reports of streams that could not be opened, and acts on the verdicts.
-
-    Args:
-        common: what all parts use.
-        table: the running collectives.
-        collectives: interrupts them.
-        synchronizes: tells whether a group has a synchronization in progress, which belongs to
-            the group's epoch but has its own streams.
-    """
+    """Collects reports of streams that could not be opened, and acts on the verdicts."""
 
     def __init__(
         self,
-        common: Common,
-        table: CollectiveTable,
-        collectives: Collectives,
+        common: Common,  # what all parts use
+        table: CollectiveTable,  # the running collectives
+        collectives: Collectives,  # interrupts them
+        # tells whether a group has a synchronization in progress, which belongs to the group's
+        # epoch but has its own streams
         synchronizes: Callable[[int], bool],
     ) -> None:
         super().__init__(common)

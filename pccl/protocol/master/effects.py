@@ -22,8 +22,6 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message on a connection."""
-
     conn: bytes
     message: m.MasterMessage
 
@@ -109,7 +107,6 @@ class Outbox:
         self._effects: list[Effect] = []
 
     def send(self, number: int, message: m.MasterMessage) -> None:
-        """Sends a message to a peer."""
         self._effects.append(Send(self._peers[number].conn, message))
 
     def answer(self, round_: Round[object], make: Callable[[int], m.MasterMessage]) -> None:
@@ -120,7 +117,6 @@ class Outbox:
     def fail(
         self, number: int, call: int, result: Result, why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
-        """Tells a peer that its call failed before anything happened."""
         self.send(number, m.CallError(call, result.value, plain(why), cause))
 
     def fail_voters(
@@ -162,14 +158,11 @@ class Outbox:
         self.send(number, m.CallError(call, failure.result, failure.why, failure.cause, *what))
 
     def note(self, text: str, warns: bool = False) -> None:
-        """Logs a text, which may quote peers."""
         self._effects.append(Note(plain(text), warns))
 
     def do(self, *effects: Effect) -> None:
-        """Adds any other effect."""
         self._effects += effects
 
     def take(self) -> list[Effect]:
-        """Takes all effects so far."""
         effects, self._effects = self._effects, []
         return effects

@@ -41,7 +41,6 @@ class Redactor:
         self._key = key
 
     def run(self, number: int) -> int:
-        """Redacts the number of a run."""
         if self._key is None:
             return number
         return int.from_bytes(self._hash(b"run %d" % number, RUN_BYTES))
@@ -179,61 +178,34 @@ Size: TypeAlias = Annotated[int, Meta(ge=0, le=m.INLINE_BYTES_MAX)]
 
 
 class Told(Struct, frozen=True, omit_defaults=True):
-    """A message that the master sent to some peers.
+    """A message that the master sent to some peers."""
 
-    Attributes:
-        say: the type of the message.
-        to: the numbers of the peers; 0: a process that is no peer.
-        calls: the number of each peer's call, if the message answers calls.
-        seq: the number of the collective or synchronization.
-        final: whether the start of a collective also brings its result.
-        ok: whether it was a success.
-        epoch: the epoch of a plan.
-        rings: the rings of a plan.
-        holders: the peers to fetch from, or to probe.
-        fetches: how many entries to fetch.
-        revision: the revision of the shared state after a synchronization.
-        why: the reason, in words.
-    """
-
-    say: str
-    to: tuple[int, ...]
-    calls: tuple[int, ...] = ()
-    seq: int = 0
-    final: bool = False
-    ok: bool = True
-    epoch: int = 0
-    rings: tuple[tuple[int, ...], ...] = ()
-    holders: tuple[int, ...] = ()
-    fetches: int = 0
-    revision: int | None = None
-    why: str = ""
+    say: str  # the type of the message
+    to: tuple[int, ...]  # the numbers of the peers; 0: a process that is no peer
+    calls: tuple[int, ...] = ()  # the number of each peer's call, if the message answers calls
+    seq: int = 0  # the number of the collective or synchronization
+    final: bool = False  # whether the start of a collective also brings its result
+    ok: bool = True  # whether it was a success
+    epoch: int = 0  # the epoch of a plan
+    rings: tuple[tuple[int, ...], ...] = ()  # the rings of a plan
+    holders: tuple[int, ...] = ()  # the peers to fetch from, or to probe
+    fetches: int = 0  # how many entries to fetch
+    revision: int | None = None  # the revision of the shared state after a synchronization
+    why: str = ""  # the reason, in words
 
 
 class Line(Struct, frozen=True, omit_defaults=True, tag="event"):
-    """One input of a master, and its effects.
+    """One input of a master, and its effects."""
 
-    Attributes:
-        at_s: the time, by the master's clock.
-        input: the input, without secrets.
-        peer: the peer that it comes from, or that it registers; 0: none.
-        sizes: bytes of each payload that is left out.
-        notes: the texts that the master logged.
-        told: the messages that it sent.
-        gone: the peers that it dropped, or that had left.
-        effects: a digest of all effects, in hexadecimal.
-        failed: the exception that the input raised.
-    """
-
-    at_s: float
-    input: inputs.Input
-    peer: int = 0
-    sizes: tuple[Size, ...] = ()
-    notes: tuple[str, ...] = ()
-    told: tuple[Told, ...] = ()
-    gone: tuple[int, ...] = ()
-    effects: str = ""
-    failed: str = ""
+    at_s: float  # the time, by the master's clock
+    input: inputs.Input  # the input, without secrets
+    peer: int = 0  # the peer that it comes from, or that it registers; 0: none
+    sizes: tuple[Size, ...] = ()  # bytes of each payload that is left out
+    notes: tuple[str, ...] = ()  # the texts that the master logged
+    told: tuple[Told, ...] = ()  # the messages that it sent
+    gone: tuple[int, ...] = ()  # the peers that it dropped, or that had left
+    effects: str = ""  # a digest of all effects, in hexadecimal
+    failed: str = ""  # the exception that the input raised
 
 
 class Gap(Struct, frozen=True, tag="gap"):
@@ -369,14 +341,10 @@ class Differs(Exception):
 
 
 class Replay:
-    """A master that is fed the lines of an event log.
-
-    Attributes:
-        master: None before the first `Began`, and after `lose`.
-    """
+    """A master that is fed the lines of an event log."""
 
     def __init__(self) -> None:
-        self.master: Master | None = None
+        self.master: Master | None = None  # None before the first `Began`, and after `lose`
         self._recorder = Recorder(None)
 
     def lose(self) -> None:
@@ -386,8 +354,7 @@ class Replay:
     def feed(self, line: Line) -> bool:
         """Feeds one input. Returns False if that is impossible because earlier ones are missing.
 
-        Raises:
-            Differs: the effects are not those in the log.
+        Raises Differs: the effects are not those in the log.
         """
         # a Began with `why` has effects of the master before it, which is missing here
         comparable = self.master is not None or not getattr(line.input, "why", "")
@@ -432,7 +399,6 @@ class Replay:
 
 
 def lines(text: str) -> list[Line]:
-    """Decodes lines of an event log."""
     decoder = msgspec.json.Decoder(Line)
     return [decoder.decode(line) for line in text.split("\n") if line]
 

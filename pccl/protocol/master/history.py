@@ -83,16 +83,13 @@ class Numbers:
 
     @property
     def incarnation(self) -> int:
-        """How often the run's master was restarted."""
         return self.next_seq >> INCARNATION_SHIFT
 
     def take_seq(self) -> int:
-        """Takes the next sequence number."""
         self.next_seq += 1
         return self.next_seq - 1
 
     def take_epoch(self) -> int:
-        """Takes the next epoch."""
         self.epoch += 1
         return self.epoch
 
@@ -104,11 +101,9 @@ class Numbers:
         return seq >= self.next_seq
 
     def nonce_of_call(self, seq: int) -> int:
-        """The nonce of the bulk data of a sequence number."""
         return self._nonce(b"call %d" % seq)
 
     def nonce_of_epoch(self, epoch: int) -> int:
-        """The nonce of the streams between an epoch's peers."""
         return self._nonce(b"epoch %d" % epoch)
 
     def nonce_of_client(self, number: int) -> int:
@@ -121,8 +116,6 @@ class Numbers:
 
 @dataclass(slots=True)
 class StateHistory:
-    """The history of a group's shared state."""
-
     revision: int | None = None
     syncs: int = 0  # number of its last synchronization, counted over all groups
     last_plan: int = 0  # seq of the last plan of the last synchronization
@@ -159,7 +152,6 @@ class History:
         self._syncs = max((state.syncs for state in self._groups.values()), default=0)
 
     def of(self, group: int) -> StateHistory:
-        """The history of a group's shared state."""
         if group not in self._groups:
             self._groups[group] = StateHistory()
         return self._groups[group]
@@ -181,7 +173,6 @@ class History:
         return True
 
     def forget(self, group: int) -> None:
-        """Forgets a group that is empty."""
         self._groups.pop(group, None)
 
     def done(self, group: int) -> m.Done:

@@ -31,8 +31,6 @@ class Began(Struct, frozen=True, tag="began"):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """Master.hello."""
-
     conn: bytes
     message: m.Hello
     host: str
@@ -40,8 +38,6 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Examine(Struct, frozen=True, tag="examine"):
-    """Master.examine."""
-
     conn: bytes
     host: str
     unreached: str | None
@@ -49,23 +45,17 @@ class Examine(Struct, frozen=True, tag="examine"):
 
 
 class Resume(Struct, frozen=True, tag="resume"):
-    """Master.resume."""
-
     conn: bytes
     message: m.Resume
     host: str
 
 
 class Received(Struct, frozen=True, tag="received"):
-    """Master.received."""
-
     conn: bytes
     message: m.PeerMessage
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):
-    """Master.rejected."""
-
     conn: bytes
     why: str
 
@@ -78,15 +68,11 @@ class Disconnected(Struct, frozen=True, tag="disconnected"):
 
 
 class Dialled(Struct, frozen=True, tag="dialled"):
-    """Master.dialled."""
-
     peer: int
     why: str | None
 
 
 class Tick(Struct, frozen=True, tag="tick"):
-    """Master.tick."""
-
     now_s: float
 
 

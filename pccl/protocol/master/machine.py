@@ -78,31 +78,21 @@ FINISH = RoundId(Kind.FINISH, None)
 
 
 class Master:
-    """The master of one run.
-
-    Args:
-        run: the run's number, which distinguishes its bulk data from that of other runs.
-        combine: reduces contributions of the work's size, in their order.
-        straggler_s: peers that keep others waiting for this long are dropped (`tick`).
-        journal: the journal of the previous master, if there was one.
-        secret: random bytes, unique to this master, from which nonces are made.
-
-    Attributes:
-        run: the state of the run.
-        peers: all registered peers, by number.
-    """
+    """The master of one run."""
 
     def __init__(
         self,
-        run: int,
-        combine: Combine,
+        run: int,  # the run's number, which distinguishes its bulk data from that of other runs
+        combine: Combine,  # reduces contributions of the work's size, in their order
+        # peers that keep others waiting for this long are dropped (`tick`)
         straggler_s: float | None = None,
-        journal: Journal | None = None,
+        journal: Journal | None = None,  # the journal of the previous master, if there was one
         *,
-        secret: bytes,
+        secret: bytes,  # random bytes, unique to this master, from which nonces are made
     ) -> None:
-        self.run = Run(run, combine, journal, secret)
+        self.run = Run(run, combine, journal, secret)  # the state of the run
         self._members, self._outbox = self.run.membership, self.run.outbox
+        # all registered peers, by number
         self.peers: Mapping[int, PeerRecord] = self._members.peers
         self._stragglers = Stragglers(straggler_s)
         self._deadlines = Deadlines(self._members)
@@ -137,7 +127,6 @@ class Master:
         self.run.tally.now_s = now_s
 
     def status(self) -> Status:
-        """A snapshot of the run, as of `now_s`."""
         awaited = None if self._recovery is None else sorted(self._recovery.missing)
         return snapshot(self.run, self.now_s, awaited)
 
@@ -201,7 +190,6 @@ class Master:
         return self._outbox.take()
 
     def received(self, conn: bytes, message: m.PeerMessage) -> list[Effect]:
-        """Handles any later message of a peer."""
         if self.run.clients.has(conn):
             self.run.clients.received(conn, message)
             return self._outbox.take()

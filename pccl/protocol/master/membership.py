@@ -37,19 +37,16 @@ class Teams:
         return ""
 
     def add(self, info: m.PeerInfo) -> None:
-        """Adds a registered peer."""
         if info.team:
             self._members.setdefault(info.team, {})[info.peer] = info
 
     def remove(self, info: m.PeerInfo) -> None:
-        """Removes a peer that is gone."""
         if info.team:
             del self._members[info.team][info.peer]
             if not self._members[info.team]:
                 del self._members[info.team]
 
     def is_whole(self, info: m.PeerInfo) -> bool:
-        """True if all members of a peer's team are registered."""
         return not info.team or len(self._members[info.team]) == info.team_size
 
     def partners(self, infos: Iterable[m.PeerInfo]) -> Iterator[tuple[int, m.PeerInfo]]:
@@ -133,8 +130,6 @@ NAMES_MAX = 8  # peers listed by name in one text
 
 @dataclass(slots=True)
 class PeerRecord:
-    """One registered peer."""
-
     conn: bytes
     info: m.PeerInfo
     accepted: bool = False
@@ -154,35 +149,29 @@ class Membership:
 
     Args:
         next_number: the number of the next peer; numbers never repeat.
-
-    Attributes:
-        peers: all registered peers by number, in the order of registration.
-        teams: the registered members of each team.
     """
 
     def __init__(self, next_number: int = 1) -> None:
         self._peers: dict[int, PeerRecord] = {}
+        # all registered peers by number, in the order of registration
         self.peers: Mapping[int, PeerRecord] = self._peers
         self._numbers: dict[bytes, int] = {}  # by connection
         self._accepted: dict[int | None, dict[int, None]] = {}  # by group, in order; None: all
         # accepted peers whose connections broke after the last message of any accepted peer
         self._lost: dict[int, m.PeerInfo] = {}
         self._arithmetic = b""
-        self.teams = Teams()
+        self.teams = Teams()  # the registered members of each team
         self.next_number = next_number
 
     # ---- queries ----
 
     def at(self, conn: bytes) -> int | None:
-        """The number of the peer on a connection, if there is one."""
         return self._numbers.get(conn)
 
     def info(self, number: int) -> m.PeerInfo:
-        """The addresses of a peer."""
         return self._peers[number].info
 
     def group_of(self, number: int) -> int:
-        """The group of a peer."""
         return self._peers[number].info.group
 
     @property
@@ -192,7 +181,6 @@ class Membership:
 
     @property
     def pending(self) -> list[int]:
-        """The peers that are not accepted yet."""
         return [number for number, peer in self._peers.items() if not peer.accepted]
 
     @property
@@ -212,7 +200,6 @@ class Membership:
         return list(self._accepted.get(group, ()))
 
     def size(self, group: int | None = None) -> int:
-        """The number of accepted peers of a group, or of all."""
         return len(self._accepted.get(group, ()))
 
     def has(self, number: int, group: int | None) -> bool:
@@ -265,7 +252,6 @@ class Membership:
         return peer
 
     def remove(self, number: int) -> PeerRecord:
-        """Removes a peer."""
         peer = self._peers.pop(number)
         del self._numbers[peer.conn]
         self.teams.remove(peer.info)
@@ -323,13 +309,10 @@ class Deadlines:
     the votes of a group differ, the most patient one counts. Votes without a grace do not count, so
     a group with too few graces waits for all its members. Each group decides only about its own
     members.
-
-    Attributes:
-        left_s: seconds until the next grace is over, at the time of the last `late`; None: none has
-            begun.
     """
 
     def __init__(self, membership: Membership) -> None:
+        # seconds until the next grace is over, at the time of the last `late`; None: none has begun
         self.left_s: float | None = None
         self._membership = membership
         self._round: Round[object] | None = None

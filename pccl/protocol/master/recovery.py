@@ -129,26 +129,18 @@ class Recovery:
     A master with a journal knows its run and peers, and trusts no others. One without a journal
     continues the run that most of the returning peers name, so that a stranger that comes first
     cannot take over. If only one peer comes back, it waits longer.
-
-    Args:
-        run: the journal's run; None: there is no journal.
-        expected: the accepted peers in the journal.
-        complete: whether the journal is complete.
-        refused: peers that were dropped, and why.
-
-    Attributes:
-        backlog: other events that arrive meanwhile, to be handled afterwards.
     """
 
     def __init__(
         self,
-        run: int | None,
-        expected: Iterable[int] = (),
-        complete: bool = False,
-        refused: Mapping[int, Refusal] | None = None,
+        run: int | None,  # the journal's run; None: there is no journal
+        expected: Iterable[int] = (),  # the accepted peers in the journal
+        complete: bool = False,  # whether the journal is complete
+        refused: Mapping[int, Refusal] | None = None,  # peers that were dropped, and why
     ) -> None:
         self._run, self._expected, self._complete = run, frozenset(expected), complete
         self._refused = refused or {}
+        # other events that arrive meanwhile, to be handled afterwards
         self.backlog: list[Callable[[], list[Effect]]] = []
         self._back: dict[int, dict[int, Back]] = {}  # by run and number, in order
         self._conns: dict[bytes, tuple[int, int]] = {}
@@ -195,7 +187,6 @@ class Recovery:
         return CROWDED if crowded or full else None
 
     def add(self, conn: bytes, host: str, resume: m.Resume) -> None:
-        """Adds a peer that has come back."""
         number = resume.info.peer
         self._held[resume.run] += weight(resume)
         self._conns[conn] = resume.run, number

@@ -35,15 +35,13 @@ class Run:
         combine: reduces contributions of the work's size, in their order.
         journal: the journal of the previous master, if there was one.
         secret: random bytes, unique to this master, from which nonces are made.
-
-    Attributes:
-        refused: why the latest peers were dropped. They may not have received the reason.
     """
 
     def __init__(
         self, number: int, combine: Combine, journal: Journal | None, secret: bytes
     ) -> None:
         self.number = number if journal is None else journal.run
+        # why the latest peers were dropped. They may not have received the reason.
         self.refused = {} if journal is None else dict(journal.refused)
         self.membership = Membership(1 if journal is None else journal.next_peer)
         self.numbers = Numbers(secret, 0 if journal is None else journal.incarnation)
@@ -113,7 +111,6 @@ class Run:
         return f"{size} peer{'s' * (size != 1)}"
 
     def publish_world(self) -> None:
-        """Tells all peers the world sizes."""
         for numbers, world in self.membership.worlds():
             message = m.WorldSizes(world)
             for number in numbers:

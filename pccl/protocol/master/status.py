@@ -111,8 +111,6 @@ CLIENTS_MAX = 256  # clients shown
 
 
 class Phase(StrEnum):
-    """The phase of a call."""
-
     ADMISSION = "admission"  # a newcomer waits to be admitted
     ENTERING = "entering"  # not all have entered the call
     RUNNING = "running"  # not all have finished the collective
@@ -121,131 +119,82 @@ class Phase(StrEnum):
 
 
 class CallStatus(Struct, frozen=True):
-    """A call that a peer is in.
+    """A call that a peer is in."""
 
-    Attributes:
-        call: the call, with its arguments.
-        phase: its phase.
-        waited_s: how long the peer has been in it; if it is RUNNING, how long all have.
-        done: the share of a RUNNING or RECEIVING call that the peer has finished, as it last
-            reported. Peers report every few seconds in calls that take long. null: no report.
-    """
-
-    call: str
-    phase: Phase
-    waited_s: float
+    call: str  # the call, with its arguments
+    phase: Phase  # its phase
+    waited_s: float  # how long the peer has been in it; if it is RUNNING, how long all have
+    # the share of a RUNNING or RECEIVING call that the peer has finished, as it last reported.
+    # Peers report every few seconds in calls that take long. null: no report.
     done: float | None = None
 
 
 class PeerStatus(Struct, frozen=True):
-    """A peer.
+    """A peer."""
 
-    Attributes:
-        peer: its number.
-        host: the host where others reach it.
-        port: the port where others reach it.
-        group: the number of its group.
-        accepted: whether it is accepted; if not, it is pending.
-        here_s: seconds since it joined, or since the master was restarted.
-        silent_s: seconds since its last message. It sends none while it computes.
-        synchronised: whether it took part in its group's last synchronization.
-        calls: the calls that it is in; of many the first ones.
-        heartbeat_s: seconds since anything came over its connection, including heartbeats. They
-            continue while it computes, and stop when its process or network does. null: the
-            master's system does not tell.
-        name: the name that it gave itself.
-        late_s: how long the first of the others waited for it to enter a call: a moving average
-            over its last calls, about ten of them.
-        late_total_s: the sum of these times over all its calls.
-        awaited_s: how long others have been waiting for it now; 0: no peer waits for it.
-    """
-
-    peer: int
-    host: str
-    port: int
-    group: int
-    accepted: bool
-    here_s: float
-    silent_s: float
-    synchronised: bool
-    calls: tuple[CallStatus, ...]
+    peer: int  # its number
+    host: str  # the host where others reach it
+    port: int  # the port where others reach it
+    group: int  # the number of its group
+    accepted: bool  # whether it is accepted; if not, it is pending
+    here_s: float  # seconds since it joined, or since the master was restarted
+    silent_s: float  # seconds since its last message. It sends none while it computes.
+    synchronised: bool  # whether it took part in its group's last synchronization
+    calls: tuple[CallStatus, ...]  # the calls that it is in; of many the first ones
+    # seconds since anything came over its connection, including heartbeats. They continue while it
+    # computes, and stop when its process or network does. null: the master's system does not tell.
     heartbeat_s: float | None = None
-    name: str = ""
+    name: str = ""  # the name that it gave itself
+    # how long the first of the others waited for it to enter a call: a moving average over its last
+    # calls, about ten of them
     late_s: float = 0.0
-    late_total_s: float = 0.0
-    awaited_s: float = 0.0
+    late_total_s: float = 0.0  # the sum of these times over all its calls
+    awaited_s: float = 0.0  # how long others have been waiting for it now; 0: no peer waits for it
 
 
 class WaitStatus(Struct, frozen=True):
-    """A call that some peers are in and that waits for others.
+    """A call that some peers are in and that waits for others."""
 
-    Attributes:
-        call: the call, with its arguments.
-        group: the group that makes it; null: all peers do.
-        phase: its phase.
-        waited_s: how long the first peer has been in it; if it is RUNNING, how long all have.
-        entered: the number of peers in it.
-        missing: the peers that it waits for; of many the first ones.
-        missing_count: the number of peers that it waits for.
-        why: which peers it waits for, where these are, and their progress, in words.
-        done: the least share of a RUNNING or RECEIVING call that a missing peer has reported;
-            null: none has reported any.
-    """
-
-    call: str
-    group: int | None
-    phase: Phase
-    waited_s: float
-    entered: int
-    missing: tuple[int, ...]
-    missing_count: int
-    why: str
+    call: str  # the call, with its arguments
+    group: int | None  # the group that makes it; null: all peers do
+    phase: Phase  # its phase
+    waited_s: float  # how long the first peer has been in it; if it is RUNNING, how long all have
+    entered: int  # the number of peers in it
+    missing: tuple[int, ...]  # the peers that it waits for; of many the first ones
+    missing_count: int  # the number of peers that it waits for
+    why: str  # which peers it waits for, where these are, and their progress, in words
+    # the least share of a RUNNING or RECEIVING call that a missing peer has reported; null: none
+    # has reported any
     done: float | None = None
 
 
 class RingStatus(Struct, frozen=True):
-    """A ring: the peers in order, each sending to the next.
+    """A ring: the peers in order, each sending to the next."""
 
-    Attributes:
-        order: the numbers of the peers.
-        weight: the ring's share of the data, relative to the group's other rings.
-        rates: bytes per second from each peer to the next, as the last optimize_topology measured
-            them; null where it did not, for example between peers on one machine.
-    """
-
-    order: tuple[int, ...]
-    weight: int
+    order: tuple[int, ...]  # the numbers of the peers
+    weight: int  # the ring's share of the data, relative to the group's other rings
+    # bytes per second from each peer to the next, as the last optimize_topology measured them; null
+    # where it did not, for example between peers on one machine
     rates: tuple[int | None, ...]
 
 
 class GroupStatus(Struct, frozen=True):
-    """A group: its accepted peers, its rings, and its shared state if it has one.
+    """A group: its accepted peers, its rings, and its shared state if it has one."""
 
-    Attributes:
-        group: its number.
-        size: the number of its accepted peers.
-        epoch: the epoch of its rings.
-        rings: its rings.
-        running: the number of its running collectives.
-        revision: the revision of its shared state; null: it has none.
-        holders: the number of peers that took part in its last synchronization.
-        synchronising: whether a synchronization is in progress.
-        bus_rate: bytes per second that each link carried in the last collective around the ring;
-            null before the first.
-        goodput: the share of the time since the first collective that was not lost. Time is lost by
-            collectives that are aborted, until the next one starts, and by waiting for peers to
-            enter calls.
-    """
-
-    group: int
-    size: int
-    epoch: int
-    rings: tuple[RingStatus, ...]
-    running: int
-    revision: int | None
-    holders: int
-    synchronising: bool
+    group: int  # its number
+    size: int  # the number of its accepted peers
+    epoch: int  # the epoch of its rings
+    rings: tuple[RingStatus, ...]  # its rings
+    running: int  # the number of its running collectives
+    revision: int | None  # the revision of its shared state; null: it has none
+    holders: int  # the number of peers that took part in its last synchronization
+    synchronising: bool  # whether a synchronization is in progress
+    # bytes per second that each link carried in the last collective around the ring; null before
+    # the first
     bus_rate: float | None
+    # the share of the time since the first collective that was not lost. Time is lost by
+    # collectives that are aborted, until the next one starts, and by waiting for peers to enter
+    # calls.
     goodput: float | None
 
 
@@ -257,94 +206,57 @@ class EventStatus(Struct, frozen=True):
 
 
 class ClientStatus(Struct, frozen=True):
-    """A client: a process that publishes or follows weights.
+    """A client: a process that publishes or follows weights."""
 
-    Attributes:
-        client: its number.
-        host: the host where others reach it.
-        port: the port where others reach it.
-        version: the version of its weights; 0: it has none.
-        published: the newest version that it has published to this master; null: none.
-        seeks: the version that it fetches or waits to fetch; null: none.
-        source: the number of the client that it fetches from; null: none.
-        slow: whether it has taken so long that its source serves another client in its place.
-        rate: bytes per second of its last fetch; null: it has fetched nothing.
-        receivers: the numbers of the clients that fetch from it.
-        name: the name that it gave itself.
-    """
-
-    client: int
-    host: str
-    port: int
-    version: int
-    published: int | None
-    seeks: int | None
-    source: int | None
-    slow: bool
-    rate: int | None
-    receivers: tuple[int, ...]
-    name: str = ""
+    client: int  # its number
+    host: str  # the host where others reach it
+    port: int  # the port where others reach it
+    version: int  # the version of its weights; 0: it has none
+    published: int | None  # the newest version that it has published to this master; null: none
+    seeks: int | None  # the version that it fetches or waits to fetch; null: none
+    source: int | None  # the number of the client that it fetches from; null: none
+    slow: bool  # whether it has taken so long that its source serves another client in its place
+    rate: int | None  # bytes per second of its last fetch; null: it has fetched nothing
+    receivers: tuple[int, ...]  # the numbers of the clients that fetch from it
+    name: str = ""  # the name that it gave itself
 
 
 class WeightsStatus(Struct, frozen=True):
-    """The weights that are published beside the run.
+    """The weights that are published beside the run."""
 
-    Attributes:
-        version: the newest version that was ever published; 0: none.
-        followers: the number of clients that have published nothing, by their version.
-        clients: the clients; of many the first ones.
-        clients_left_out: the number of further clients.
-    """
-
-    version: int
-    followers: dict[int, int]
-    clients: tuple[ClientStatus, ...]
-    clients_left_out: int
+    version: int  # the newest version that was ever published; 0: none
+    followers: dict[int, int]  # the number of clients that have published nothing, by their version
+    clients: tuple[ClientStatus, ...]  # the clients; of many the first ones
+    clients_left_out: int  # the number of further clients
 
 
 class Status(Struct, frozen=True):
-    """A run, as its master knows it.
+    """A run, as its master knows it."""
 
-    Attributes:
-        version: the version of pccl.
-        recovering: whether a restarted master waits for its earlier peers.
-        awaited: the numbers of these peers, as far as it knows them.
-        peers: the registered peers.
-        groups: the groups that have accepted peers.
-        waits: the calls that wait: first the oldest rounds, then calls in later phases.
-        waits_left_out: the number of further waits.
-        counts: counters of events.
-        events: the latest events, the last one last: peers that joined and left, and why, rings
-            that were chosen, calls that could never meet.
-        weights: the published weights; null: none, and there are no clients.
-    """
-
-    version: str
-    recovering: bool
-    awaited: tuple[int, ...]
-    peers: tuple[PeerStatus, ...]
-    groups: tuple[GroupStatus, ...]
+    version: str  # the version of pccl
+    recovering: bool  # whether a restarted master waits for its earlier peers
+    awaited: tuple[int, ...]  # the numbers of these peers, as far as it knows them
+    peers: tuple[PeerStatus, ...]  # the registered peers
+    groups: tuple[GroupStatus, ...]  # the groups that have accepted peers
+    # the calls that wait: first the oldest rounds, then calls in later phases
     waits: tuple[WaitStatus, ...]
-    waits_left_out: int
-    counts: Counts
+    waits_left_out: int  # the number of further waits
+    counts: Counts  # counters of events
+    # the latest events, the last one last: peers that joined and left, and why, rings that were
+    # chosen, calls that could never meet
     events: tuple[EventStatus, ...] = ()
+    # the published weights; null: none, and there are no clients
     weights: WeightsStatus | None = None
 
 
 class _Waits:
-    """Collects the waits of a run, and the calls that each peer is in.
-
-    Attributes:
-        found: the waits.
-        calls: the calls of peers, by number.
-        awaited_s: how long others have waited for a peer, by number.
-    """
+    """Collects the waits of a run, and the calls that each peer is in."""
 
     def __init__(self, run: Run, now_s: float) -> None:
         self._run, self._now_s = run, now_s
-        self.found: list[WaitStatus] = []
-        self.calls: dict[int, list[CallStatus]] = {}
-        self.awaited_s: dict[int, float] = {}
+        self.found: list[WaitStatus] = []  # the waits
+        self.calls: dict[int, list[CallStatus]] = {}  # the calls of peers, by number
+        self.awaited_s: dict[int, float] = {}  # how long others have waited for a peer, by number
         for round_ in islice(run.voting.open, WAITS_MAX):
             self._round(round_)
         for running in islice(run.table, WAITS_MAX):

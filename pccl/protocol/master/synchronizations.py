@@ -82,33 +82,23 @@ class Decision:
 
 
 class Rejection(Exception):
-    """No synchronization is possible. All calls fail, and no peer is dropped.
-
-    Attributes:
-        result: the result of the calls.
-    """
+    """No synchronization is possible. All calls fail, and no peer is dropped."""
 
     def __init__(self, why: str, result: Result = Result.INVALID_ARGUMENT) -> None:
         super().__init__(why)
-        self.result = result
+        self.result = result  # the result of the calls
 
 
 def elect(
-    manifests: Mapping[int, Manifest],
-    last: int | None,
-    joined: frozenset[int],
+    manifests: Mapping[int, Manifest],  # the members' manifests, in the order of acceptance
+    last: int | None,  # the group's revision, None before the first synchronization
+    joined: frozenset[int],  # the members that have not taken part in a synchronization yet
+    # whether a peer joined or was lost, or a collective failed, since the last one
     repeatable: bool = False,
 ) -> Decision:
     """Decides a synchronization. A decision that drops peers decides nothing else.
 
-    Args:
-        manifests: the members' manifests, in the order of acceptance.
-        last: the group's revision, None before the first synchronization.
-        joined: the members that have not taken part in a synchronization yet.
-        repeatable: whether a peer joined or was lost, or a collective failed, since the last one.
-
-    Raises:
-        Rejection: the offered revisions break the rules, or there is no candidate.
+    Raises Rejection: the offered revisions break the rules, or there is no candidate.
     """
     newcomers = joined if last is not None else frozenset()
     kicks = _impossible_strategies(manifests, newcomers)
@@ -358,7 +348,6 @@ class Synchronizations(Part):
         return sync if sync is not None and number in sync.members else None
 
     def of_group(self, group: int) -> Sync | None:
-        """The synchronization of a group, if there is one."""
         return self._current.get(group)
 
     def begin(self, round_: Round[object]) -> None:
@@ -449,7 +438,6 @@ class Synchronizations(Part):
             self._outbox.send(number, plan)
 
     def fetched(self, number: int, vote: m.FetchedVote) -> None:
-        """Handles a receiver that has fetched everything, or failed."""
         seq = vote.seq
         sync = self.of(number)
         if sync is None or sync.seq != seq or number not in sync.fetching:

@@ -26,16 +26,12 @@ ENCODINGS = {kind.value: kind.name.lower() for kind in QuantizationAlgorithm}
 
 
 class Loss(StrEnum):
-    """How the run lost an accepted peer."""
-
     LEFT = "left"
     DISCONNECTED = "disconnected"
     DISMISSED = "dismissed"
 
 
 class Reason(StrEnum):
-    """Why a collective was aborted."""
-
     PEER_LOST = "peer_lost"
     LINK = "link"  # a peer could not complete it, or could not forward data
     TIMEOUT = "timeout"  # a caller's time was up
@@ -50,7 +46,6 @@ class Histogram(Struct):
     total_s: float = 0.0
 
     def add(self, duration_s: float) -> None:
-        """Adds a duration."""
         self.counts[bisect_left(BOUNDS_S, duration_s)] += 1
         self.total_s += duration_s
 
@@ -60,38 +55,29 @@ def _histograms(kinds: Iterable[K]) -> dict[K, Histogram]:
 
 
 class Counts(Struct):
-    """Counters since the master began. Durations are histograms with the bounds tally.BOUNDS_S.
+    """Counters since the master began. Durations are histograms with the bounds tally.BOUNDS_S."""
 
-    Attributes:
-        joined: peers that were accepted.
-        lost: accepted peers that were lost, by how.
-        committed: collectives that committed.
-        aborted: collectives that were aborted.
-        votes: how long the first peer waited for the last one to vote, by the kind of the vote.
-        collectives: how long committed collectives took once all had entered them, by kind.
-        carried: bytes that each member gave to these, before quantization, by encoding.
-        retries: collectives that were aborted, by reason.
-        syncs: how long synchronizations took once all had entered them.
-        synced_bytes: bytes of shared state that peers lacked and received.
-        resynced_bytes: the part of these that went to peers of the previous synchronization.
-        parity_failures: peers that had other content at the elected revision.
-        recoveries: how long a group had no collective after one was interrupted.
-    """
-
-    joined: int = 0
+    joined: int = 0  # peers that were accepted
+    # accepted peers that were lost, by how
     lost: dict[Loss, int] = field(default_factory=lambda: dict.fromkeys(Loss, 0))
-    committed: int = 0
-    aborted: int = 0
+    committed: int = 0  # collectives that committed
+    aborted: int = 0  # collectives that were aborted
+    # how long the first peer waited for the last one to vote, by the kind of the vote
     votes: dict[Kind, Histogram] = field(default_factory=lambda: _histograms(Kind))
+    # how long committed collectives took once all had entered them, by kind
     collectives: dict[CollectiveKind, Histogram] = field(
         default_factory=lambda: _histograms(CollectiveKind)
     )
+    # bytes that each member gave to these, before quantization, by encoding
     carried: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENCODINGS.values(), 0))
+    # collectives that were aborted, by reason
     retries: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    # how long synchronizations took once all had entered them
     syncs: Histogram = field(default_factory=Histogram)
-    synced_bytes: int = 0
-    resynced_bytes: int = 0
-    parity_failures: int = 0
+    synced_bytes: int = 0  # bytes of shared state that peers lacked and received
+    resynced_bytes: int = 0  # the part of these that went to peers of the previous synchronization
+    parity_failures: int = 0  # peers that had other content at the elected revision
+    # how long a group had no collective after one was interrupted
     recoveries: Histogram = field(default_factory=Histogram)
 
 
@@ -100,13 +86,11 @@ class Course:
 
     An aborted collective loses the time since its start, and the time until the next collective
     starts: the recovery. Time is also lost while a member waits for others to enter a call.
-
-    Attributes:
-        bus_rate: bytes per second that each link of the ring carried in the last collective around
-            it; None before the first.
     """
 
     def __init__(self) -> None:
+        # bytes per second that each link of the ring carried in the last collective around it; None
+        # before the first
         self.bus_rate: float | None = None
         self._began_s: float | None = None  # when the first collective started
         self._lost_s = 0.0
@@ -168,16 +152,11 @@ def stuck_since_s(round_: Round[object]) -> float | None:
 
 
 class Tally:
-    """The counters of a master, and the course of each group's collectives.
-
-    Attributes:
-        now_s: the time, set by the caller.
-        counts: the counters.
-    """
+    """The counters of a master, and the course of each group's collectives."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
-        self.counts = Counts()
+        self.now_s = 0.0  # the time, set by the caller
+        self.counts = Counts()  # the counters
         self._courses: dict[int, Course] = {}
 
     def committed(self, round_: Round[object]) -> None:
@@ -191,18 +170,15 @@ class Tally:
             self._courses[number].lost(since_s, last.since_s)
 
     def course(self, group: int) -> Course:
-        """The course of a group's collectives."""
         course = self._courses.get(group)
         if course is None:
             course = self._courses[group] = Course()
         return course
 
     def forget(self, group: int) -> None:
-        """Forgets a group that is empty."""
         self._courses.pop(group, None)
 
     def started(self, group: int) -> None:
-        """Counts the start of a collective."""
         recovery_s = self.course(group).started(self.now_s)
         if recovery_s is not None:
             self.counts.recoveries.add(recovery_s)
@@ -220,7 +196,6 @@ class Tally:
             self.course(group).bus_rate = around * given / taken_s
 
     def aborted(self, group: int, reason: Reason, since_s: float, interrupted_s: float) -> None:
-        """Counts an aborted collective."""
         self.counts.aborted += 1
         self.counts.retries[reason] += 1
         self.course(group).aborted(since_s, interrupted_s)

@@ -70,8 +70,6 @@ class Verdict(NamedTuple):
 
 
 class Blame:
-    """The evidence of one group."""
-
     def __init__(self) -> None:
         self.blocked: dict[Hop, str] = {}  # blocked links, and why
         self.dials: dict[int, str] = {}  # results of dials: "" if reached, else why not
@@ -120,7 +118,6 @@ class Blame:
             self._current.pop(link, None)
 
     def forget(self, number: int) -> None:
-        """Forgets a peer that is gone."""
         self.blocked = {link: why for link, why in self.blocked.items() if number not in link}
         self._current = {link: at for link, at in self._current.items() if link in self.blocked}
         self._dialled.discard(number)
@@ -239,8 +236,6 @@ class Blame:
 
 @dataclass(slots=True)
 class Group:
-    """The state that the peers of one group share."""
-
     epoch: int = 0
     rings: tuple[m.Ring, ...] = ()  # the optimized rings
     planned: tuple[m.Ring, ...] = ()  # the rings of this epoch
@@ -293,7 +288,6 @@ class Groups:
             self._outbox.send(peer.peer, plan)
 
     def plan(self, number: int) -> tuple[m.Ring, ...]:
-        """Plans the rings of a group."""
         group = self._groups[number]
         infos = [self._membership.info(one) for one in self._membership.accepted(number)]
         return plan_rings(infos, group.rings, group.blame.cost())
@@ -308,7 +302,6 @@ class Groups:
         self._groups[number] = Group(rings=rings)
 
     def forget(self, number: int) -> None:
-        """Forgets a group that is empty."""
         self._groups.pop(number, None)
 
 
@@ -325,7 +318,6 @@ class Rendezvous:
 
     @property
     def relays(self) -> list[m.PeerInfo]:
-        """The peers that relay."""
         infos = map(self._membership.info, self._membership.accepted())
         return [info for info in infos if info.relay]
 
@@ -371,11 +363,9 @@ class Dismissals:
     def dismiss_all(
         self, whys: Mapping[int, str], result: Result, cause: m.Cause = m.Cause.OTHER
     ) -> None:
-        """Drops peers, and tells each of them why."""
         self._remove_all(whys, result, cause)
 
     def dismiss(self, number: int, why: str, result: Result) -> None:
-        """Drops a peer, and tells it why."""
         self.dismiss_all({number: why}, result)
 
     def convict(self, group: int, verdict: Verdict) -> None:
@@ -429,18 +419,13 @@ class Optimization:
 
 
 class Optimizations(Part):
-    """Has links measured, and installs the best rings.
-
-    Attributes:
-        current: the optimization in progress, if any.
-    """
+    """Has links measured, and installs the best rings."""
 
     def __init__(self, common: Common) -> None:
         super().__init__(common)
-        self.current: Optimization | None = None
+        self.current: Optimization | None = None  # the optimization in progress, if any
 
     def begin(self, round_: Round[object]) -> None:
-        """Begins an optimization: all accepted peers have voted for it."""
         groups = dict.fromkeys(map(self._membership.group_of, round_.votes))
         schedules = {group: self._schedule(self._membership.accepted(group)) for group in groups}
         calls = {number: vote.call for number, vote in round_.votes.items()}
@@ -485,7 +470,6 @@ class Optimizations(Part):
             self._outbox.send(number, m.Probe(calls[number], seq, senders, nonce))
 
     def measured(self, number: int, measured: m.Measured) -> None:
-        """A peer reports the result of a measurement."""
         optimization = self.current
         if (
             optimization is None
@@ -509,7 +493,6 @@ class Optimizations(Part):
         return self.current is not None and number in self.current.calls
 
     def lose(self, lost: Set[int]) -> None:
-        """Stops measuring the links of lost peers."""
         optimization = self.current
         if optimization is None or not optimization.calls.keys() & lost:
             return

@@ -173,9 +173,6 @@ class Voting(Part):
         common: what all parts use.
         table: the running collectives; each counts like a round for the limits of a peer.
         commit: called with a round when all members have voted and it is closed.
-
-    Attributes:
-        open: the open rounds.
     """
 
     def __init__(self, common: Common, table: CollectiveTable, commit: Commit) -> None:
@@ -186,10 +183,9 @@ class Voting(Part):
         # unsettled disputes: rounds whose votes differ, and pairs of rounds that exclude each other
         self._mixed: dict[RoundId, None] = {}
         self._barred: dict[_Pair, None] = {}
-        self.open = OpenRounds()
+        self.open = OpenRounds()  # the open rounds
 
     def enter(self, number: int, round_id: RoundId, vote: Vote[object]) -> None:
-        """Enters a peer's vote."""
         if number in self._rejections and self._reject(number, round_id, vote):
             return
         stands_in = self.open.of(number)
@@ -244,7 +240,6 @@ class Voting(Part):
                 self._settle()
 
     def absent(self, round_: Round[object]) -> list[int]:
-        """The members that have not voted."""
         return [number for number in self._members(round_) if number not in round_.votes]
 
     def _members(self, round_: Round[object]) -> Sequence[int]:
@@ -265,7 +260,6 @@ class Voting(Part):
         self._rejections.pop(number, None)
 
     def take_back(self, numbers: Iterable[int]) -> None:
-        """Takes back the votes of lost peers."""
         for number in numbers:
             for round_ in list(self.open.of(number).values()):
                 self.open.take_back(number, round_)

@@ -72,8 +72,6 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 @dataclass(slots=True)
 class Collective:
-    """A collective that this peer has voted for."""
-
     call: int
     tag: int
     work: m.Spec
@@ -111,7 +109,6 @@ class Collective:
         return self.state is State.COMPLETE and self.outcome is None and self.data is None
 
     def vote(self, heard: int) -> m.StartVote:
-        """The vote to start it."""
         stuck, rows = self.stuck, self.rows
         data, pair = self.data, self.pair
         return m.StartVote(self.call, self.tag, self.work, data, heard, stuck, *rows, pair)
@@ -123,7 +120,6 @@ class Collective:
 
     @property
     def title(self) -> str:
-        """The call, in words."""
         return f"{self.work} with tag {self.tag}"
 
     @property
@@ -139,7 +135,6 @@ class Collective:
 
     @property
     def phase(self) -> str:
-        """Its progress, in words."""
         if self.seq == 0:
             return ENTERING
         if self.whole:
@@ -228,7 +223,6 @@ class Votes:
         return next(waiting, None)
 
     def enter(self, call: int, vote: Vote) -> None:
-        """A caller enters its round."""
         self._waiting[call] = vote
         self._outbox.send(vote)
 
@@ -242,7 +236,6 @@ class Votes:
     # ---- results ----
 
     def topology(self, result: m.TopologyResult) -> None:
-        """A round of `update_topology` or `finish` has ended."""
         vote = self._waiting.get(result.call)
         finished = isinstance(vote, m.TopologyVote) and vote.finish
         self._knowledge.learn(
@@ -251,12 +244,10 @@ class Votes:
         self._reply(result.call, self._knowledge.world.local_size)
 
     def pending(self, result: m.PendingResult) -> None:
-        """A round of `are_peers_pending` has ended."""
         self._knowledge.learn(pending=result.round, were_pending=result.pending)
         self._reply(result.call, result.pending)
 
     def refuse(self, fail: Fail) -> None:
-        """A call has failed."""
         self._end(fail.call, fail)
 
     def _reply(self, call: int, value: object) -> None:

@@ -55,12 +55,7 @@ def tag_of_send(tag: int, pair: tuple[int, ...]) -> int:
 
 
 class Collectives:
-    """All collectives for which this peer has voted and whose calls are not answered.
-
-    Args:
-        succeeded_without: called, with call and title, for a collective that has succeeded for the
-            others after its caller had left.
-    """
+    """All collectives for which this peer has voted and whose calls are not answered."""
 
     def __init__(
         self,
@@ -69,6 +64,8 @@ class Collectives:
         streams: Streams,
         abandoned: AbandonedCalls,
         withdrawals: Withdrawals,
+        # called, with call and title, for a collective that has succeeded for the others after its
+        # caller had left
         succeeded_without: Callable[[int, str], None],
     ) -> None:
         self._knowledge, self._outbox, self._streams = knowledge, outbox, streams
@@ -84,7 +81,6 @@ class Collectives:
         return len(self._by_call)
 
     def get(self, call: int) -> Collective | None:
-        """The collective of a call."""
         return self._by_call.get(call)
 
     def waiting(self, tag: int, pair: tuple[int, ...]) -> int | None:
@@ -99,7 +95,6 @@ class Collectives:
 
     @property
     def moving(self) -> list[int]:
-        """The ops of collectives whose data is under way."""
         return [one.call for one in self._by_seq.values() if one.state is State.RUNNING]
 
     # ---- the start ----
@@ -132,7 +127,6 @@ class Collectives:
         return places(one.work, rings, number, self._streams.ring)
 
     def start(self, started: m.Started) -> None:
-        """The master says that all members have voted."""
         self._knowledge.last_seq = started.seq
         if started.data is not None:
             while self._small and self._small[0].seq <= started.stable:
@@ -223,7 +217,6 @@ class Collectives:
     # ---- the engine ----
 
     def complete(self, one: Collective, settled: bool, tx: int, rx: int) -> None:
-        """The engine holds the whole result."""
         one.tx_bytes, one.rx_bytes, one.settled = tx, rx, settled
         if one.move(Event.HELD):
             one.whole = True
@@ -231,12 +224,10 @@ class Collectives:
         self._conclude(one)
 
     def progress(self, one: Collective, done: int) -> None:
-        """How much the engine has done, in thousandths."""
         if one.state is State.RUNNING and one.seq in self._by_seq:
             self._outbox.send(m.Progress(one.seq, done))
 
     def fail(self, one: Collective, why: str, cause: m.Cause) -> None:
-        """The engine cannot complete a collective."""
         if one.state is State.COMPLETE:
             self._stall([one], why)
         elif one.state is State.VOTING and one.move(Event.BROKEN):
@@ -246,7 +237,6 @@ class Collectives:
             self._give_up(one, Event.BROKEN, why, cause)
 
     def settle(self, one: Collective, tx: int, rx: int) -> None:
-        """The engine has settled a collective."""
         one.settled = True
         one.tx_bytes, one.rx_bytes = tx, rx
         self._conclude(one)
@@ -282,7 +272,6 @@ class Collectives:
             self._give_up(one, Event.STOPPED, interrupt.why)
 
     def finish(self, finished: m.Finished) -> None:
-        """A collective has its outcome."""
         one = self._by_seq.pop(finished.seq, None)
         if one is None:
             return
@@ -304,7 +293,6 @@ class Collectives:
         self._conclude(one)
 
     def refuse(self, fail: Fail) -> None:
-        """A collective has failed before it started."""
         one = self._by_call[fail.call]
         self._abort(one, fail)
         self._conclude(one)
@@ -379,7 +367,6 @@ class Collectives:
                 self._outbox.send(m.FinishVote(seq, one.state is State.COMPLETE))
 
     def end(self, over: Fail) -> None:
-        """The run is over for this peer."""
         self._by_seq.clear()
         for one in list(self._by_call.values()):
             if one.outcome is None:

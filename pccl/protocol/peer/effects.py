@@ -14,8 +14,6 @@ from pccl.types import Result
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to the master."""
-
     message: m.PeerMessage
 
 
@@ -132,8 +130,6 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A call succeeded."""
-
     call: int
     value: object
 
@@ -257,8 +253,6 @@ Effect: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """The answer to a collective."""
-
     world_size: int
     tx_bytes: int
     rx_bytes: int
@@ -275,14 +269,11 @@ class Synced:
 
 
 class Outbox:
-    """Collects effects until they are taken.
-
-    Attributes:
-        known: whether the master knows this peer on its current connection. If not, this peer may
-            only introduce itself, and Resume reports everything else.
-    """
+    """Collects effects until they are taken."""
 
     def __init__(self) -> None:
+        # whether the master knows this peer on its current connection. If not, this peer may only
+        # introduce itself, and Resume reports everything else.
         self.known = True
         self._effects: list[Effect] = []
 
@@ -296,10 +287,8 @@ class Outbox:
         self._effects.append(Send(message))
 
     def do(self, *effects: Effect) -> None:
-        """Adds other effects."""
         self._effects += effects
 
     def take(self) -> list[Effect]:
-        """Takes all effects so far."""
         effects, self._effects = self._effects, []
         return effects

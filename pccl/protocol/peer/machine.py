@@ -75,14 +75,11 @@ class Peer:
     Args:
         master: `host:port` of its master, for messages.
         settings: the settings for the strategy of collectives.
-
-    Attributes:
-        knowledge: what this peer knows of the run.
     """
 
     def __init__(self, master: str = "", settings: Settings = DEFAULTS) -> None:
         self._away = f"while the master{f' at {master}' if master else ''} was away"
-        self.knowledge = Knowledge(settings=settings)
+        self.knowledge = Knowledge(settings=settings)  # what this peer knows of the run
         self._outbox = Outbox()
         self._abandoned = AbandonedCalls()
         self._withdrawals = Withdrawals()
@@ -130,7 +127,6 @@ class Peer:
 
     @property
     def run(self) -> int:
-        """The run's number."""
         return self.knowledge.run
 
     @property
@@ -140,12 +136,10 @@ class Peer:
 
     @property
     def plan(self) -> m.Plan:
-        """The peers and rings of its group."""
         return self.knowledge.plan
 
     @property
     def world(self) -> m.World:
-        """The world sizes."""
         return self.knowledge.world
 
     @property
@@ -264,7 +258,6 @@ class Peer:
     def fetched(
         self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
     ) -> list[Effect]:
-        """The caller has fetched what a plan requires, or has failed."""
         self._syncs.fetched(seq, ok, why, differences)
         return self._outbox.take()
 
@@ -367,7 +360,6 @@ class Peer:
     # ---- the master ----
 
     def received(self, message: m.MasterMessage) -> list[Effect]:
-        """Handles a message of the master."""
         handler = self._by_type.get(type(message))
         if handler is not None and self.over is None:  # after the end, nothing counts
             handler(message)
@@ -511,7 +503,6 @@ class Peer:
         return self._outbox.take()
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Effect]:
-        """The engine has settled an op."""
         one = self.collectives.get(op)
         if one is not None:
             self.collectives.settle(one, tx, rx)

@@ -38,33 +38,20 @@ FAILURE_CHARS_KEPT = 1 << 17  # of the failures' texts: the master limits the si
 
 @dataclass(slots=True)
 class Knowledge:
-    """A peer's knowledge, as told by the master.
+    """A peer's knowledge, as told by the master."""
 
-    Attributes:
-        number: this peer's number; 0 before it is registered.
-        run: the run's number.
-        accepted: whether it is a member of the run, or was until it was `over`.
-        plan: the peers and rings of its group.
-        world: the world sizes.
-        last_seq: the greatest sequence number that it has heard of.
-        done: the rounds whose results it knows.
-        veteran: whether it has completed a collective or synchronization in this run.
-        failures: the latest calls that have failed for all members; others may not know that yet.
-        over: why it is no longer in the run; None while it is.
-        settings: this peer's own.
-    """
-
-    number: int = 0
-    run: int = 0
-    accepted: bool = False
-    plan: m.Plan = NO_PLAN
-    world: m.World = NO_WORLD
-    last_seq: int = 0
-    done: m.Done = field(default_factory=m.Done)
-    veteran: bool = False
+    number: int = 0  # this peer's number; 0 before it is registered
+    run: int = 0  # the run's number
+    accepted: bool = False  # whether it is a member of the run, or was until it was `over`
+    plan: m.Plan = NO_PLAN  # the peers and rings of its group
+    world: m.World = NO_WORLD  # the world sizes
+    last_seq: int = 0  # the greatest sequence number that it has heard of
+    done: m.Done = field(default_factory=m.Done)  # the rounds whose results it knows
+    veteran: bool = False  # whether it has completed a collective or synchronization in this run
+    # the latest calls that have failed for all members; others may not know that yet
     failures: deque[m.Failure] = field(default_factory=lambda: deque(maxlen=OUTCOMES_KEPT))
-    over: Fail | None = None
-    settings: Settings = DEFAULTS
+    over: Fail | None = None  # why it is no longer in the run; None while it is
+    settings: Settings = DEFAULTS  # this peer's own
     _counted: m.Plan = NO_PLAN
     _members: tuple[int, ...] = ()
     _conditions: tuple[m.Plan | None, Conditions] = (None, Conditions(0, 0, (), True, True))
@@ -86,11 +73,9 @@ class Knowledge:
         return found
 
     def heard(self, seq: int) -> None:
-        """Notes a sequence number."""
         self.last_seq = max(self.last_seq, seq)
 
     def fails(self, failure: m.Failure) -> None:
-        """Notes a call that has failed for all members."""
         self.heard(failure.seq)
         self.failures.append(failure)
         while sum(len(one.why) for one in self.failures) > FAILURE_CHARS_KEPT:
@@ -107,7 +92,6 @@ class Knowledge:
         self.done = msgspec.structs.replace(self.done, **results)
 
     def info(self, number: int) -> m.PeerInfo:
-        """The addresses of a peer of the group."""
         return next(info for info in self.plan.peers if info.peer == number)
 
 
@@ -131,7 +115,6 @@ class AbandonedCalls:
 
     @property
     def calls(self) -> list[int]:
-        """Their numbers."""
         return list(self._places)
 
     def add(self, call: int, place: Place, late: bool) -> None:

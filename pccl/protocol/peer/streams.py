@@ -49,7 +49,6 @@ class Streams:
         return stream
 
     def close(self, streams: Iterable[int]) -> None:
-        """Closes streams."""
         for stream in streams:
             self._outbox.do(CloseStream(stream))
 

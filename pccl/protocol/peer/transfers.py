@@ -73,7 +73,6 @@ class Transfer:
 
     @property
     def phase(self) -> str:
-        """Its progress, in words."""
         if self.optimizes:
             measuring = "while links were measured"
             return measuring if self.planned else f"{ENTERING}, or others measured links"
@@ -121,7 +120,6 @@ class Transfers:
         return one if one is not None and one.planned and one.seq == seq else None
 
     def enter(self, transfer: Transfer) -> None:
-        """A caller enters a transfer."""
         self._current = transfer
         transfer.ops.add(transfer.serve_op)
         run, heard = self._knowledge.run, self._knowledge.last_seq
@@ -141,23 +139,15 @@ class Transfers:
 
     def plan(
         self,
-        one: Transfer,
-        seq: int,
-        nonce: int,
-        content: Content | None,
-        serve: Sequence[int],
+        one: Transfer,  # the transfer
+        seq: int,  # the plan's number; 0: the plan is void
+        nonce: int,  # names the plan's data
+        content: Content | None,  # to fetch
+        serve: Sequence[int],  # the receivers to serve
+        # the holders from which the current fetch continues; None: it does not
         resumed: Sequence[int] | None = None,
     ) -> None:
-        """Replaces the plan.
-
-        Args:
-            one: the transfer.
-            seq: the plan's number; 0: the plan is void.
-            nonce: names the plan's data.
-            content: to fetch.
-            serve: the receivers to serve.
-            resumed: the holders from which the current fetch continues; None: it does not.
-        """
+        """Replaces the plan."""
         earlier, one.streams = one.streams, {}
         one.seq, one.nonce, one.content, one.planned = seq, nonce, content, True
         one.serves, one.group = bool(serve), self._knowledge.plan
@@ -179,13 +169,11 @@ class Transfers:
         self._fetch(one, holders)
 
     def void_fetch(self, one: Transfer) -> None:
-        """Voids the fetch."""
         if one.fetch_op:
             self._let_go(one, one.fetch_op, AbortOp)
             one.fetch_op, one.fetched = 0, False
 
     def report(self, one: Transfer, ok: bool, why: str) -> None:
-        """Tells the caller that its fetch has ended."""
         self._outbox.do(Fetched(one.call, one.seq, ok, why))
 
     def _fetch(self, one: Transfer, holders: Sequence[int]) -> None:
@@ -207,7 +195,6 @@ class Transfers:
     # ---- the engine ----
 
     def complete(self, op: int, settled: bool, rx: int) -> None:
-        """An op has fetched everything."""
         one = self._current
         if one is None or op != one.fetch_op:
             return
@@ -235,7 +222,6 @@ class Transfers:
             self.report(one, False, why)
 
     def settle(self, op: int, tx: int, rx: int) -> None:
-        """The engine has settled an op."""
         one = self._current
         if one is not None and op in one.ops:
             one.tx_bytes += tx
@@ -275,7 +261,6 @@ class Transfers:
         self._conclude(one)
 
     def _let_go(self, one: Transfer, op: int, effect: type[AbortOp] | type[CommitOp]) -> None:
-        """Ends an op, once."""
         if op in one.ops and op not in one.ending:
             one.ending.add(op)
             self._outbox.do(effect(op))
@@ -317,7 +302,6 @@ class Synchronizations:
     # ---- plans ----
 
     def planned(self, plan: m.SyncPlan) -> None:
-        """The master has sent a plan."""
         one = self._transfers.of(plan.call)
         if one is None:
             return
@@ -453,7 +437,6 @@ class Optimizations:
     # ---- the end ----
 
     def optimized(self, result: m.OptimizeResult) -> None:
-        """The optimization has ended."""
         self._knowledge.learn(optimized=result.round)
         self._abandoned.resolve(result.call)
         one = self._transfers.current

@@ -88,7 +88,6 @@ class Quiet:
 
     @property
     def seconds(self) -> float:
-        """Time since the wait began."""
         return time.monotonic() - self._began_s
 
     @property
@@ -103,21 +102,17 @@ class Quiet:
 
 
 class Call:
-    """An API call in progress: it receives notes, the last of which is an Answer or a Fail.
-
-    Attributes:
-        end: the last note, when it has come. Nothing refers to the caller's memory then.
-        callbacks: called with the end; only the control thread adds to them.
-        aim: what the call is made for, which the log says if it takes long.
-    """
+    """An API call in progress: it receives notes, the last of which is an Answer or a Fail."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.began_s = time.monotonic()
         self.serve_op = 0  # of a synchronization
-        self.aim = ""
+        self.aim = ""  # what the call is made for, which the log says if it takes long
         self._quiet = Quiet()
+        # the last note, when it has come. Nothing refers to the caller's memory then.
         self.end: End | None = None
+        # called with the end; only the control thread adds to them
         self.callbacks: list[Callable[[End], None]] = []
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
@@ -151,7 +146,6 @@ class Call:
         return self._quiet.is_over
 
     def settle(self) -> None:
-        """Returns when the call has ended."""
         while self.end is None:
             self.next()
 

@@ -105,7 +105,6 @@ class CallMetrics:
         self._recovered(now_s)
 
     def held(self, op: int) -> None:
-        """The engine holds the whole result of an op."""
         marks = self._marks.get(op)
         if marks is not None:
             marks.held_s, marks.held_cpu_s = time.monotonic(), self._engine_s()

@@ -22,18 +22,12 @@ from pccl.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The result of an examination.
+    """The result of an examination."""
 
-    Attributes:
-        report: the master's report.
-        address: `host:port`, or several, at which the master has tried to reach this machine.
-        round_trip_s: round trip to the master, from TCP's handshake.
-        clock_s: how far this machine's clock is ahead of the master's, within half a round trip.
-    """
-
-    report: m.Report
-    address: str
-    round_trip_s: float
+    report: m.Report  # the master's report
+    address: str  # `host:port`, or several, at which the master has tried to reach this machine
+    round_trip_s: float  # round trip to the master, from TCP's handshake
+    # how far this machine's clock is ahead of the master's, within half a round trip
     clock_s: float
 
 

@@ -81,12 +81,10 @@ class PeerClient(ControlThread):
 
     @property
     def plan(self) -> m.Plan:
-        """The group's peers and rings as of the last answer."""
         return self._peer.plan
 
     @property
     def number(self) -> int:
-        """This peer's number."""
         return self._peer.number
 
     def explain(self) -> Explanation:
@@ -317,15 +315,12 @@ class Progress:
     """Asks the engine for the progress of long ops, which the master shows.
 
     It checks from time to time, and asks about each op that was under way at two checks in a row.
-
-    Attributes:
-        due_s: when to check next; None: nothing was under way.
     """
 
     def __init__(self, engine: Engine, peer: Peer) -> None:
         self._engine, self._peer = engine, peer
         self._before: set[int] = set()  # what was under way at the last look
-        self.due_s: float | None = None
+        self.due_s: float | None = None  # when to check next; None: nothing was under way
 
     def tick(self) -> None:
         """Checks, if it is time to."""

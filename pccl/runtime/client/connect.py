@@ -25,29 +25,20 @@ log = logging.getLogger("pccl")
 class RetryPolicy:
     """The time limits of connecting, and what is logged while the master does not answer.
 
-    Time counts from the construction.
-
-    Args:
-        master: `host:port`, for messages.
-        n_attempts: number of attempts, if `connect_timeout` is None.
-        connect_timeout: seconds for any number of attempts.
-        timeout: seconds for the whole call, including the admission; this limit always applies.
-        name: name of the call, for messages.
-        waits_for_others: whether to wait, for `connect_timeout`, while another service answers: it
-            may be the proxy of a master that is down.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
+    Time counts from the construction. Raises TypeError, ValueError: an argument is invalid.
     """
 
     def __init__(
         self,
-        master: str,
-        n_attempts: int,
-        connect_timeout: float | None,
+        master: str,  # `host:port`, for messages
+        n_attempts: int,  # number of attempts, if `connect_timeout` is None
+        connect_timeout: float | None,  # seconds for any number of attempts
+        # seconds for the whole call, including the admission; this limit always applies
         timeout: float | None,
         *,
-        name: str = "connect",
+        name: str = "connect",  # name of the call, for messages
+        # whether to wait, for `connect_timeout`, while another service answers: it may be the proxy
+        # of a master that is down
         waits_for_others: bool = True,
     ) -> None:
         if n_attempts < 1:
@@ -124,8 +115,7 @@ class RetryPolicy:
     def admission(self, client: Connecting, call: Call) -> Note:
         """Waits for the peers of the run to admit this one, after the master has registered it.
 
-        Raises:
-            PCCLTimeoutError: the time limit of the whole call has passed.
+        Raises PCCLTimeoutError: the time limit of the whole call has passed.
         """
         while self._call.left_s != 0:
             left_s = math.inf if self._call.left_s is None else self._call.left_s
@@ -161,27 +151,18 @@ class _Unreachable(Exception):
 
 
 def connect(
-    host: str,
-    port: int,
-    config: Config,
-    make: Callable[[str], C],
-    joined: Callable[[C], None],
-    policy: RetryPolicy,
+    host: str,  # host of the master
+    port: int,  # port of the master
+    config: Config,  # timings and limits
+    make: Callable[[str], C],  # makes a client of the master at an address
+    joined: Callable[[C], None],  # receives the client that has joined. All others are closed.
+    policy: RetryPolicy,  # the time limits of the attempts
 ) -> None:
     """Makes a client that joins a run; returns when it has joined.
 
-    Args:
-        host: host of the master.
-        port: port of the master.
-        config: timings and limits.
-        make: makes a client of the master at an address.
-        joined: receives the client that has joined. All others are closed.
-        policy: the time limits of the attempts.
-
-    Raises:
-        PCCLError: the master does not answer within the time limits (MASTER_CONNECTION_FAILED), or
-            it has refused the client; INTERNAL_ERROR: the system has no descriptors or threads for
-            it; INVALID_USAGE: no port is free for it.
+    Raises PCCLError: the master does not answer within the time limits (MASTER_CONNECTION_FAILED),
+    or it has refused the client; INTERNAL_ERROR: the system has no descriptors or threads for it;
+    INVALID_USAGE: no port is free for it.
     """
     name = policy.name
     try:

@@ -36,28 +36,19 @@ _EVENT = struct.Struct("=hi")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One peer's credentials, which do not change during its life.
+    """One peer's credentials, which do not change during its life."""
 
-    Attributes:
-        token: the password with which the master may dial it.
-        keys: the key pair that the master allows, if encrypted; several peers may share it.
-        master_key: the master's public key, if encrypted.
-        lanes: the key pair of its streams, if encrypted. It is unique to this peer, so a peer that
-            opens a stream to it knows that it has reached this one.
-    """
-
-    token: str
+    token: str  # the password with which the master may dial it
+    # the key pair that the master allows, if encrypted; several peers may share it
     keys: KeyPair | None = None
-    master_key: str = ""
+    master_key: str = ""  # the master's public key, if encrypted
+    # the key pair of its streams, if encrypted. It is unique to this peer, so a peer that opens a
+    # stream to it knows that it has reached this one.
     lanes: KeyPair | None = None
 
     @classmethod
     def of(cls, security: Security | None) -> Identity:
-        """New credentials.
-
-        Raises:
-            PCCLError: INVALID_USAGE: keys are missing or unsafe.
-        """
+        """New credentials. Raises PCCLError: INVALID_USAGE: keys are missing or unsafe."""
         token = secrets.token_hex(16)
         if security is None:
             return cls(token)
@@ -96,8 +87,6 @@ _NEVER_MS = 1 << 30
 
 
 class DealerEvent(Enum):
-    """An event of a connection, from its monitor."""
-
     UP = auto()
     BROKEN = auto()
     HANDSHAKE_FAILED = auto()
@@ -107,27 +96,16 @@ class DealerEvent(Enum):
 class Dealer:
     """A connection to the master, from the first attempt to its end.
 
-    Args:
-        context: of the sockets.
-        host: numeric address of the master; libzmq would resolve a name in its own thread.
-        port: port of the master.
-        config: timings and limits.
-        secure: sets a socket's keys.
-
-    Attributes:
-        unsent: the encoded messages that `flush` will send.
-
-    Raises:
-        OSError: the system provides no socket.
+    Raises OSError: the system provides no socket.
     """
 
     def __init__(
         self,
-        context: zmq.Context[Any],
-        host: str,
-        port: int,
-        config: Config,
-        secure: Callable[[zmq.Socket[bytes]], None],
+        context: zmq.Context[Any],  # of the sockets
+        host: str,  # numeric address of the master; libzmq would resolve a name in its own thread
+        port: int,  # port of the master
+        config: Config,  # timings and limits
+        secure: Callable[[zmq.Socket[bytes]], None],  # sets a socket's keys
     ) -> None:
         options = {
             zmq.LINGER: limits.LAST_WORDS_MS,
@@ -143,7 +121,7 @@ class Dealer:
             zmq.IPV6: int(":" in host),
         }
         self._up = False
-        self.unsent: list[bytes] = []
+        self.unsent: list[bytes] = []  # the encoded messages that `flush` will send
         try:
             self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
             try:
@@ -180,11 +158,7 @@ class Dealer:
         return waiting
 
     def receive(self) -> Iterator[m.MasterMessage]:
-        """All messages so far.
-
-        Raises:
-            ProtocolError: the master has sent something else.
-        """
+        """All messages so far. Raises ProtocolError: the master has sent something else."""
         for frame in self._mail.take():
             yield from map(m.decode_from_master, m.opened(frame))
 
@@ -271,38 +245,25 @@ class Machine(Protocol):
 
 
 class MasterConnection:
-    """The current connection to the master; its user must hold the client's lock.
+    """The current connection to the master; its user must hold the client's lock."""
 
-    Args:
-        host: of the master.
-        port: of the master.
-        config: timings and limits.
-        identity: the keys of this peer.
-        peer: the state machine; it is told when the connection is lost, restored or given up.
-        waiter: waits for messages and events.
-        resolver: looks up the master's name again.
-
-    Attributes:
-        dealer: the connection that was opened last.
-        address: the master's address for that connection.
-    """
-
-    dealer: Dealer
+    dealer: Dealer  # the connection that was opened last
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        config: Config,
-        identity: Identity,
+        host: str,  # of the master
+        port: int,  # of the master
+        config: Config,  # timings and limits
+        identity: Identity,  # the keys of this peer
+        # the state machine; it is told when the connection is lost, restored or given up
         peer: Machine,
-        waiter: Waiter,
-        resolver: Resolver,
+        waiter: Waiter,  # waits for messages and events
+        resolver: Resolver,  # looks up the master's name again
     ) -> None:
         self.host, self.port = host, port
         self._config, self._identity, self._peer = config, identity, peer
         self._waiter, self._resolver = waiter, resolver
-        self.address = ""
+        self.address = ""  # the master's address for that connection
         self._resolving = False  # whether the master's name is being resolved again
         self._trouble = ""  # what was wrong with the last connection
         self._retry_at: float | None = None
@@ -315,22 +276,12 @@ class MasterConnection:
 
     def begin(
         self,
-        context: zmq.Context[Any],
-        address: str,
-        read: Callable[[], None],
-        perform: Callable[[list[Any]], None],
+        context: zmq.Context[Any],  # of its sockets
+        address: str,  # the first address of the master to try
+        read: Callable[[], None],  # reads the messages that have arrived
+        perform: Callable[[list[Any]], None],  # performs the effects of what was read
     ) -> None:
-        """Opens the first connection.
-
-        Args:
-            context: of its sockets.
-            address: the first address of the master to try.
-            read: reads the messages that have arrived.
-            perform: performs the effects of what was read.
-
-        Raises:
-            OSError: the system provides no socket.
-        """
+        """Opens the first connection. Raises OSError: the system provides no socket."""
         self._context, self._read, self._perform = context, read, perform
         self.dealer = self._open(address)
 
@@ -341,7 +292,6 @@ class MasterConnection:
         self.dealer.close()
 
     def answered(self) -> None:
-        """The master has answered on this connection."""
         self._give_up_at = 0.0
 
     @property
@@ -352,7 +302,6 @@ class MasterConnection:
         return min(self._give_up_at, self._retry_at or self._give_up_at)
 
     def tick(self) -> None:
-        """Does whatever is due."""
         if not self._give_up_at:
             return
         now = time.monotonic()

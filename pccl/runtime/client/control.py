@@ -100,12 +100,10 @@ class Inbox:
         self._commands.clear()
 
     def clear_signal(self) -> None:
-        """Clears the wake-up signal."""
         with contextlib.suppress(BlockingIOError):
             self.socket.recv(4096)
 
     def carry_out(self) -> None:
-        """Runs all queued commands."""
         while self._commands:
             try:
                 command = self._commands.popleft()
@@ -138,18 +136,6 @@ class ControlThread:
 
     A subclass makes its driver, and then calls `_start`.
 
-    Args:
-        host: host of the master.
-        port: port of the master.
-        address: current address of that host; to reconnect, the name is resolved again.
-        config: timings and limits.
-        security: the keys; None: nothing is encrypted.
-        machine: the state machine.
-        lanes: to each neighbour; 0: chosen by the engine.
-        group: the peer's group.
-        team: the peer's team, and the team's size.
-        client: whether it is a client of weights, not a peer.
-
     Raises:
         OSError: the engine cannot listen here.
         PCCLError: INVALID_USAGE: keys are missing or unsafe.
@@ -161,17 +147,17 @@ class ControlThread:
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        address: str,
-        config: Config,
-        security: Security | None,
-        machine: Machine,
+        host: str,  # host of the master
+        port: int,  # port of the master
+        address: str,  # current address of that host; to reconnect, the name is resolved again
+        config: Config,  # timings and limits
+        security: Security | None,  # the keys; None: nothing is encrypted
+        machine: Machine,  # the state machine
         *,
-        lanes: int = 0,
-        group: int = 0,
-        team: tuple[int, int] = (0, 0),
-        client: bool = False,
+        lanes: int = 0,  # to each neighbour; 0: chosen by the engine
+        group: int = 0,  # the peer's group
+        team: tuple[int, int] = (0, 0),  # the peer's team, and the team's size
+        client: bool = False,  # whether it is a client of weights, not a peer
     ) -> None:
         from pccl.version import __version__  # here, as it takes long to find out
 
@@ -236,8 +222,7 @@ class ControlThread:
     def _start(self, *others: threading.Thread) -> None:
         """Opens the first connection to the master, and starts the threads.
 
-        Raises:
-            OSError: the system provides no socket, or no thread.
+        Raises OSError: the system provides no socket, or no thread.
         """
         self._perform = self._driver.perform
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)

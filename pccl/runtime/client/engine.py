@@ -71,34 +71,21 @@ COMMANDS_ENDPOINT = "inproc://pccl-engine"  # in the engine's own context
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Settings of an engine.
+    """Settings of an engine."""
 
-    Attributes:
-        io_threads: number of libzmq's I/O threads.
-        forward_max: messages that may wait to be forwarded; if there are more, none is received.
-        recv_hwm: received messages queued for each connection.
-        heartbeat_ms: interval of heartbeats to all senders to this engine; 0: none.
-        heartbeat_timeout_ms: a sender without a heartbeat for this long loses its stream.
-        connect_timeout_ms: time limit for connecting, and for a handshake on either side.
-        copy_max: payloads with more bytes than this are sent without a copy.
-        fetch_window: most requests in flight from a fetch to one holder.
-        curve_public: public key of this peer, in Z85; empty: nothing is encrypted.
-        curve_secret: its secret key.
-        dialler: the public key, or without keys the password, of the master, which may connect to
-            check that this engine can be reached. Without keys and without this, anyone may
-            connect.
-    """
-
-    io_threads: int = 1
+    io_threads: int = 1  # number of libzmq's I/O threads
+    # messages that may wait to be forwarded; if there are more, none is received
     forward_max: int = 256
-    recv_hwm: int = 4
-    heartbeat_ms: int = 1000
-    heartbeat_timeout_ms: int = 5000
-    connect_timeout_ms: int = 5000
-    copy_max: int = 16384
-    fetch_window: int = 64
-    curve_public: bytes = b""
-    curve_secret: bytes = field(default=b"", repr=False)
+    recv_hwm: int = 4  # received messages queued for each connection
+    heartbeat_ms: int = 1000  # interval of heartbeats to all senders to this engine; 0: none
+    heartbeat_timeout_ms: int = 5000  # a sender without a heartbeat for this long loses its stream
+    connect_timeout_ms: int = 5000  # time limit for connecting, and for a handshake on either side
+    copy_max: int = 16384  # payloads with more bytes than this are sent without a copy
+    fetch_window: int = 64  # most requests in flight from a fetch to one holder
+    curve_public: bytes = b""  # public key of this peer, in Z85; empty: nothing is encrypted
+    curve_secret: bytes = field(default=b"", repr=False)  # its secret key
+    # the public key, or without keys the password, of the master, which may connect to check that
+    # this engine can be reached. Without keys and without this, anyone may connect.
     dialler: bytes = field(default=b"", repr=False)
 
 
@@ -106,53 +93,31 @@ PART = struct.Struct("@PPQI0Q")  # a pccl_part
 
 
 class Part(Struct, frozen=True):
-    """An array of a collective.
+    """An array of a collective."""
 
-    Attributes:
-        send: address of the input.
-        recv: address of the result.
-        count: elements of a slice.
-        dtype: a pccl.DataType value.
-    """
-
-    send: int
-    recv: int
-    count: int
-    dtype: int
+    send: int  # address of the input
+    recv: int  # address of the result
+    count: int  # elements of a slice
+    dtype: int  # a pccl.DataType value
 
 
 class Event(NamedTuple):
-    """An event of the engine.
+    """An event of the engine."""
 
-    Attributes:
-        kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP, LEAF, PROGRESS or WRITTEN.
-        status: 0 or one of c/pccl_core.h's negative error numbers.
-        op: number of the op, except for STREAM_LOST and STREAM_UP.
-        stream: STREAM_LOST, STREAM_UP: number of the stream. FAILED: the stream that `text`
-            describes, or 0.
-        settled: COMPLETE: whether the op has settled, so that it needs no COMMIT.
-        tx_bytes: payload bytes sent by the op.
-        rx_bytes: payload bytes received by the op.
-        seq: sequence number of the op's last start.
-        piece: LEAF: number of the piece.
-        leaf: LEAF: index in the piece.
-        done: PROGRESS: the part of the op that is done, in thousandths. WRITTEN: the number of the
-            window.
-        text: FAILED, STREAM_LOST: the reason.
-    """
-
-    kind: int
-    status: int
-    op: int
+    kind: int  # COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP, LEAF, PROGRESS or WRITTEN
+    status: int  # 0 or one of c/pccl_core.h's negative error numbers
+    op: int  # number of the op, except for STREAM_LOST and STREAM_UP
+    # STREAM_LOST, STREAM_UP: number of the stream. FAILED: the stream that `text` describes, or 0.
     stream: int
-    settled: bool
-    tx_bytes: int
-    rx_bytes: int
-    seq: int
-    piece: int
-    leaf: int
+    settled: bool  # COMPLETE: whether the op has settled, so that it needs no COMMIT
+    tx_bytes: int  # payload bytes sent by the op
+    rx_bytes: int  # payload bytes received by the op
+    seq: int  # sequence number of the op's last start
+    piece: int  # LEAF: number of the piece
+    leaf: int  # LEAF: index in the piece
+    # PROGRESS: the part of the op that is done, in thousandths. WRITTEN: the number of the window.
     done: int
-    text: str
+    text: str  # FAILED, STREAM_LOST: the reason
 
 
 class Engine:
@@ -167,12 +132,6 @@ class Engine:
         unsent: the commands that wait for `flush`.
         broken: the error that has stopped the engine; empty if it runs.
 
-    Args:
-        options: its settings.
-        host: the address to listen on; "::" for IPv6 and IPv4.
-        ports: the engine listens on the first free one; empty: on any port.
-        stopped: called in the engine's thread when an error has stopped the engine.
-
     Raises:
         OSError: it cannot listen at that address, or none of the ports is free.
         MemoryError: there is not enough memory.
@@ -180,10 +139,11 @@ class Engine:
 
     def __init__(
         self,
-        options: EngineOptions | None = None,
+        options: EngineOptions | None = None,  # its settings
         *,
-        host: str = "0.0.0.0",
-        ports: Sequence[int] = (),
+        host: str = "0.0.0.0",  # the address to listen on; "::" for IPv6 and IPv4
+        ports: Sequence[int] = (),  # the engine listens on the first free one; empty: on any port
+        # called in the engine's thread when an error has stopped the engine
         stopped: Callable[[], None] = lambda: None,
     ) -> None:
         options = options or EngineOptions()
@@ -327,35 +287,23 @@ class Engine:
 
     def connect_stream(
         self,
-        stream: int,
-        endpoint: str,
+        stream: int,  # its number
+        endpoint: str,  # tcp://address:port, with a numeric address, or ipc://path
         *,
-        lanes: int,
-        hwm: int,
-        shares: int = 1,
-        peer: int = 0,
-        nonce: int = 0,
-        curve_server: str = "",
+        lanes: int,  # number of connections; 0: chosen from the round trip
+        hwm: int,  # messages queued for each connection, at least 1
+        shares: int = 1,  # the streams that send at the same time: they need fewer connections each
+        peer: int = 0,  # the neighbour's number
+        nonce: int = 0,  # of the epoch; without keys the neighbour checks it
+        curve_server: str = "",  # the neighbour's public key, if this engine has keys
+        # `address:port` of the meeting point to which the neighbour connects, too; empty: the
+        # neighbour listens at the endpoint
         via: str = "",
     ) -> None:
         """Connects an open stream `lanes` times to a neighbour's engine.
 
-        If STREAM_UP does not follow in time, the caller must give it up (`lose_stream`).
-
-        Args:
-            stream: its number.
-            endpoint: tcp://address:port, with a numeric address, or ipc://path.
-            lanes: number of connections; 0: chosen from the round trip.
-            hwm: messages queued for each connection, at least 1.
-            shares: the streams that send at the same time, and so need fewer connections each.
-            peer: the neighbour's number.
-            nonce: of the epoch; without keys the neighbour checks it.
-            curve_server: the neighbour's public key, if this engine has keys.
-            via: `address:port` of the meeting point to which the neighbour connects, too;
-                empty: the neighbour listens at the endpoint.
-
-        Raises:
-            ValueError: the endpoint is too long.
+        If STREAM_UP does not follow in time, the caller must give it up (`lose_stream`). Raises
+        ValueError: the endpoint is too long.
         """
         encoded = endpoint.encode()
         if len(encoded) >= lib.PCCL_ENDPOINT_MAX:
@@ -410,36 +358,24 @@ class Engine:
 
     def register_collective(
         self,
-        op: int,
+        op: int,  # a new number
         *,
-        run: int,
-        tag: int,
-        min_seq: int,
-        what: CollectiveKind,
-        redop: int,
-        members: int,
-        parts: Sequence[Part],
-        format: int = 0,
+        run: int,  # the run's number, 64 bits
+        tag: int,  # the collective's tag
+        min_seq: int,  # the sequence number of the op will be greater
+        what: CollectiveKind,  # which collective
+        redop: int,  # the operation, a pccl.ReduceOp value
+        members: int,  # number of slices in the larger buffers of reduce_scatter and all_gather
+        parts: Sequence[Part],  # the arrays, which complete or fail together
+        format: int = 0,  # the format for quantization, a pccl_format; 0: none
+        # all_gather with slices that differ: the number of rows in the slice of each rank. The
+        # `count` of a part is then the number of elements in a row.
         rows: Sequence[int] = (),
+        # all_reduce whose input is filled while it runs (`ready`): the length in offsets of a
+        # window, for which a WRITTEN event follows; 0: the input is complete
         window: int = 0,
     ) -> None:
-        """Registers a collective. The buffers belong to the engine until the op is settled.
-
-        Args:
-            op: a new number.
-            run: the run's number, 64 bits.
-            tag: the collective's tag.
-            min_seq: the sequence number of the op will be greater.
-            what: which collective.
-            redop: the operation, a pccl.ReduceOp value.
-            members: number of slices in the larger buffers of reduce_scatter and all_gather.
-            parts: the arrays, which complete or fail together.
-            format: the format for quantization, a pccl_format; 0: none.
-            rows: all_gather with slices that differ: the number of rows in the slice of each rank.
-                The `count` of a part is then the number of elements in a row.
-            window: all_reduce whose input is filled while it runs (`ready`): the length in offsets
-                of a window, for which a WRITTEN event follows; 0: the input is complete.
-        """
+        """Registers a collective. The buffers belong to the engine until the op is settled."""
         self._send(
             lib.PCCL_REGISTER,
             op,
@@ -464,17 +400,12 @@ class Engine:
         run: int,
         tag: int,
         min_seq: int,
-        members: int,
-        parts: Sequence[Part],
+        members: int,  # number of members
+        parts: Sequence[Part],  # the arrays; `count` is the number of elements in a row
+        # the number of rows for each rank, and from each rank; empty: none
         rows: tuple[Sequence[int], Sequence[int]],
     ) -> None:
-        """Registers an exchange. Other arguments are as in register_collective.
-
-        Args:
-            members: number of members.
-            parts: the arrays; `count` is the number of elements in a row.
-            rows: the number of rows for each rank, and from each rank; empty: none.
-        """
+        """Registers an exchange. Other arguments are as in register_collective."""
         sends, recvs = (self._keep(op, ffi.new("uint64_t[]", one or [0] * members)) for one in rows)
         self._send(
             lib.PCCL_REGISTER,
@@ -492,26 +423,16 @@ class Engine:
 
     def register_serve(
         self,
-        op: int,
+        op: int,  # a new number
         *,
-        run: int,
-        tag: int,
-        min_seq: int,
-        pieces: Sequence[tuple[int, int, int]],
-        first_counted: int = 0,
-        limit: int = 0,
+        run: int,  # the run's number, 64 bits
+        tag: int,  # the transfer's tag
+        min_seq: int,  # the sequence number of the op will be greater
+        pieces: Sequence[tuple[int, int, int]],  # (number, address, bytes) of each
+        first_counted: int = 0,  # pieces with lower numbers do not count in tx_bytes and rx_bytes
+        limit: int = 0,  # bytes that may be sent before the first `allow`; 0: no limit
     ) -> None:
-        """Registers an op that answers requests for the bytes of `pieces`.
-
-        Args:
-            op: a new number.
-            run: the run's number, 64 bits.
-            tag: the transfer's tag.
-            min_seq: the sequence number of the op will be greater.
-            pieces: (number, address, bytes) of each.
-            first_counted: pieces with lower numbers do not count in tx_bytes and rx_bytes.
-            limit: bytes that may be sent before the first `allow`; 0: no limit.
-        """
+        """Registers an op that answers requests for the bytes of `pieces`."""
         ids = {"run": run, "tag": tag, "min_seq": min_seq}
         self._register_pieces(op, lib.PCCL_SERVE, pieces, first_counted, **ids, limit=limit)
 
@@ -559,29 +480,21 @@ class Engine:
 
     def start(
         self,
-        op: int,
+        op: int,  # its number
         *,
-        seq: int,
-        nonce: int,
-        chunk_bytes: int,
-        rings: Sequence[RingPlace],
-        oneshot: bool = False,
+        seq: int,  # the agreed sequence number
+        nonce: int,  # of the collective; chunks with another nonce do not belong to it
+        chunk_bytes: int,  # size of one message
+        rings: Sequence[RingPlace],  # this peer's place in each ring, at most PCCL_RINGS_MAX
+        oneshot: bool = False,  # whether its two members send each other everything
+        # the op number of the predecessor in each ring, if it may have sent chunks before its
+        # start, else 0; empty: all 0
         calls: Sequence[int] = (),
-        direct: Sequence[int] = (),
+        direct: Sequence[
+            int
+        ] = (),  # of an exchange, streams to members by rank, or 0; empty: all 0
     ) -> None:
-        """Starts a registered collective.
-
-        Args:
-            op: its number.
-            seq: the agreed sequence number.
-            nonce: of the collective; chunks with another nonce do not belong to it.
-            chunk_bytes: size of one message.
-            rings: this peer's place in each ring, at most PCCL_RINGS_MAX.
-            oneshot: whether its two members send each other everything.
-            calls: the op number of the predecessor in each ring, if it may have sent chunks before
-                its start, else 0; empty: all 0.
-            direct: of an exchange, streams to members by rank, or 0; empty: all 0.
-        """
+        """Starts a registered collective."""
         self._send(
             lib.PCCL_START,
             op,
@@ -758,11 +671,7 @@ _PATH_MAX = 100  # bytes; sun_path holds 104 on macOS
 class Directory:
     """A new directory for the ipc socket, locked until `remove`.
 
-    Attributes:
-        path: the path of the socket; empty if it would be too long.
-
-    Raises:
-        OSError: the directory cannot be made.
+    Raises OSError: the directory cannot be made.
     """
 
     def __init__(self) -> None:
@@ -771,6 +680,7 @@ class Directory:
             pass
         self._directory, self._lock = made
         path = str(self._directory / SOCKET)
+        # the path of the socket; empty if it would be too long
         self.path = path if len(os.fsencode(path)) <= _PATH_MAX else ""
 
     def remove(self) -> None:

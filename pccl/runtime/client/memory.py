@@ -54,18 +54,15 @@ class Operand(Struct, frozen=True):
 
 
 class Wide:
-    """An average of integers: the engine sums up copies of the arrays in a wider type.
-
-    Attributes:
-        parts: for each array the copies' addresses to send from and to receive at, the elements,
-            and the engine's number of their type; None for an array that needs no copy.
-        is_used: whether the engine has got the copies; arrays that travel with the votes need none.
-    """
+    """An average of integers: the engine sums up copies of the arrays in a wider type."""
 
     def __init__(self, each: tuple[Operand, ...]) -> None:
         from pccl.runtime import averages  # imports numpy
 
+        # whether the engine has got the copies; arrays that travel with the votes need none
         self.is_used = False
+        # for each array the copies' addresses to send from and to receive at, the elements, and the
+        # engine's number of their type; None for an array that needs no copy
         self.parts: list[tuple[int, int, int, int] | None] = []
         self._arrays: list[tuple[Operand, np.ndarray, np.ndarray]] = []
         for given in each:
@@ -93,13 +90,10 @@ class Wide:
 class Progressive:
     """Host memory that is filled, and read, while the collective runs (c/pccl_core.h,
     PROGRESSIVE COLLECTIVES).
-
-    Attributes:
-        step: the offsets of a step.
-        written: called by the control thread for each step that holds the result.
     """
 
-    step: int
+    step: int  # the offsets of a step
+    # called by the control thread for each step that holds the result
     written: Callable[[int], None]
 
 
@@ -300,29 +294,20 @@ class Step:
 
 
 class Copies:
-    """The copies of one collective: `begin`, launch it, `go_on`, and `settle` when it has ended.
-
-    Args:
-        pipe: makes the copies.
-        steps: what is copied, by the engine's number of the step.
-        order: the numbers of the steps, in the order in which they are read.
-        progressive: whether the engine is told of each step read, and reports each step written.
-            Otherwise there is a single step.
-        in_place: whether results overwrite contributions before the call has succeeded.
-
-    Attributes:
-        wide: the sums from which the result on the host is made before it is copied; None: the
-            engine has written the result itself.
-    """
+    """The copies of one collective: `begin`, launch it, `go_on`, and `settle` when it has ended."""
 
     def __init__(
         self,
-        pipe: Pipe,
-        steps: Sequence[Step],
-        order: Iterable[int],
+        pipe: Pipe,  # makes the copies
+        steps: Sequence[Step],  # what is copied, by the engine's number of the step
+        order: Iterable[int],  # the numbers of the steps, in the order in which they are read
+        # whether the engine is told of each step read, and reports each step written. Otherwise
+        # there is a single step.
         progressive: bool,
-        in_place: bool,
+        in_place: bool,  # whether results overwrite contributions before the call has succeeded
     ) -> None:
+        # the sums from which the result on the host is made before it is copied; None: the engine
+        # has written the result itself
         self.wide: Wide | None = None
         self._pipe, self._steps = pipe, steps
         self._progressive, self._in_place = progressive, in_place
@@ -359,8 +344,7 @@ class Copies:
     def settle(self) -> None:
         """Returns when the device has its final content; the call has ended.
 
-        Raises:
-            Exception: the device could not copy.
+        Raises Exception: the device could not copy.
         """
 
         def wait() -> None:
@@ -444,10 +428,8 @@ def on_host(
     """Moves a collective's operands to host memory, and returns them with the copies to make.
 
     The copies are None if all arrays are in host memory already. The order in which the chunks are
-    needed follows from the strategy.
-
-    Raises:
-        UnsupportedError: an array is on a device that does not exist.
+    needed follows from the strategy. Raises UnsupportedError: an array is on a device that does not
+    exist.
     """
     for operand in work.each:
         if DeviceType.CUDA in (operand.send.device_type, operand.recv.device_type):
@@ -469,18 +451,13 @@ def on_host(
 
 
 class _Twins:
-    """The host's copies of buffers on devices; two buffers that overlap share one copy.
-
-    Attributes:
-        read: the buffers to read, as a whole, before the collective.
-        written: the buffers to write after it.
-        pairs: for each operand, what is to be read and what is to be written.
-    """
+    """The host's copies of buffers on devices; two buffers that overlap share one copy."""
 
     def __init__(self, allocate: Callable[[int], HostMemory]) -> None:
         self._allocate = allocate
-        self.read: list[Stretch] = []
-        self.written: list[Stretch] = []
+        self.read: list[Stretch] = []  # the buffers to read, as a whole, before the collective
+        self.written: list[Stretch] = []  # the buffers to write after it
+        # for each operand, what is to be read and what is to be written
         self.pairs: list[tuple[Stretch | None, Stretch | None]] = []
 
     def of(self, operand: Operand) -> Operand:

@@ -70,25 +70,21 @@ class PendingCalls:
 
     Args:
         ended: called with the end of a call, and the time at which the call began.
-
-    Attributes:
-        memory: op -> what the engine refers to, or is about to.
-        closed: whether the control thread has ended; then calls are answered in their own threads.
     """
 
     def __init__(self, ended: Callable[[End, float], None] = lambda end, began_s: None) -> None:
         self._ended = ended
+        # op -> what the engine refers to, or is about to
         self.memory: dict[int, Operands | Pool] = {}
+        # whether the control thread has ended; then calls are answered in their own threads
         self.closed = False
         self._calls: dict[int, Call] = {}
         self._answered: list[tuple[Call, End]] = []  # not notified yet
 
     def __contains__(self, number: int) -> bool:
-        """True if the call waits for its answer."""
         return number in self._calls
 
     def add(self, call: Call) -> None:
-        """Adds a call."""
         self._calls[call.number] = call
 
     def welcomed(self, message: m.Welcome) -> None:
@@ -126,7 +122,6 @@ class PendingCalls:
             call.put(end)
 
     def fail_all(self, over: effects.Fail | None) -> None:
-        """Fails all calls that wait, for the reason given."""
         ended = effects.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
         for number in list(self._calls):
             self.answer(replace(over or ended, call=number))
@@ -138,13 +133,6 @@ class Driver:
 
     Peers and clients of weights add their own entries to its two tables.
 
-    Args:
-        machine: the state machine.
-        engine: moves bulk data.
-        streams: opens and closes the engine's streams.
-        master: the connection to it.
-        pending: the calls, and their memory.
-
     Attributes:
         pending: the calls, and their memory.
         mail_waits: whether messages of the master may be there without a further signal.
@@ -155,11 +143,11 @@ class Driver:
 
     def __init__(
         self,
-        machine: Machine,
-        engine: Engine,
-        streams: Streams,
-        master: MasterConnection,
-        pending: PendingCalls,
+        machine: Machine,  # the state machine
+        engine: Engine,  # moves bulk data
+        streams: Streams,  # opens and closes the engine's streams
+        master: MasterConnection,  # the connection to it
+        pending: PendingCalls,  # the calls, and their memory
     ) -> None:
         self.mail_waits = self.events_wait = True
         self.pending = pending
@@ -185,7 +173,6 @@ class Driver:
         }
 
     def perform(self, todo: list[Any]) -> None:
-        """Performs effects in order."""
         for effect in todo:
             self.effects[type(effect)](effect)
 

@@ -58,8 +58,7 @@ class _Guest:
     def receive(self) -> bool:
         """Reads what has come. Whether its place is known now, and was not before.
 
-        Raises:
-            OSError, _Invalid: it is to be sent away.
+        Raises OSError, _Invalid: it is to be sent away.
         """
         try:
             data = self.connection.recv(limits.GUEST_BYTES)
@@ -98,9 +97,6 @@ class _Guest:
 class RendezvousPoint:
     """A rendezvous point and its two threads.
 
-    Attributes:
-        port: where it listens.
-
     Args:
         host: the address to listen on; "::" for IPv6 and IPv4.
         ports: it listens on the first free one; empty: any port.
@@ -119,7 +115,7 @@ class RendezvousPoint:
         self._closed = False
         with contextlib.ExitStack() as made:
             self._listener = made.enter_context(_listen(host, ports))
-            self.port = int(self._listener.getsockname()[1])
+            self.port = int(self._listener.getsockname()[1])  # where it listens
             self._wake_in, self._wake_out = map(made.enter_context, socket.socketpair())
             self._control, self._pump_end = map(made.enter_context, socket.socketpair())
             self._selector = made.enter_context(selectors.DefaultSelector())
@@ -286,26 +282,17 @@ class Rendezvous:
     """This peer's rendezvous point, if it has one, and its way to those of others.
 
     A relay has one from the beginning, because its port is in its first message; another peer, as
-    soon as it has something to send to a peer that only dials out.
-
-    Args:
-        engine: connects to rendezvous points.
-        resolver: resolves the names of those.
-        config: whether this peer relays, whether it can be reached, and its ports.
-        host: the address to listen on.
-        say: sends a message to the master.
-
-    Raises:
-        OSError: it is to relay, and cannot listen.
+    soon as it has something to send to a peer that only dials out. Raises OSError: it is to relay,
+    and cannot listen.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        resolver: Resolver,
-        config: Config,
-        host: str,
-        say: Callable[[m.RendezvousRequest], None],
+        engine: Engine,  # connects to rendezvous points
+        resolver: Resolver,  # resolves the names of those
+        config: Config,  # whether this peer relays, whether it can be reached, and its ports
+        host: str,  # the address to listen on
+        say: Callable[[m.RendezvousRequest], None],  # sends a message to the master
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
         self._host, self._say = host, say
@@ -329,11 +316,8 @@ class Rendezvous:
     def ask(self, to: m.PeerInfo, lanes: int) -> tuple[str, str]:
         """Asks that a peer connects to a stream from this one.
 
-        Returns the token of their rendezvous, and the `address:port` of its point; that is empty
-        if the master must say where.
-
-        Raises:
-            OSError: this peer cannot listen for it.
+        Returns the token of their rendezvous, and the `address:port` of its point; that is empty if
+        the master must say where. Raises OSError: this peer cannot listen for it.
         """
         token = secrets.token_hex(16)
         if self._config.outgoing:

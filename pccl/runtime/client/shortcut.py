@@ -16,15 +16,11 @@ from pccl.runtime.client.connection import Dealer
 
 
 class Shortcut:
-    """The shortcut of one call.
-
-    Attributes:
-        entered: whether the control thread has already entered the call.
-    """
+    """The shortcut of one call."""
 
     def __init__(self) -> None:
         self._sent: Any = ffi.new("int32_t *")
-        self.entered = False
+        self.entered = False  # whether the control thread has already entered the call
 
     @property
     def sent(self) -> bool:

@@ -53,25 +53,16 @@ class Refused(Exception):
 
 
 class Streams:
-    """The open streams.
-
-    Args:
-        engine: the engine of these streams.
-        resolver: resolves host names.
-        config: timings and limits.
-        pool_size: lanes to each neighbour; 0: chosen by the engine.
-        local: whether a peer is on this machine.
-        rendezvous: with peers to which nobody can connect.
-    """
+    """The open streams."""
 
     def __init__(
         self,
-        engine: Engine,
-        resolver: Resolver,
-        config: Config,
-        pool_size: int,
-        local: Callable[[m.PeerInfo], bool],
-        rendezvous: Rendezvous,
+        engine: Engine,  # the engine of these streams
+        resolver: Resolver,  # resolves host names
+        config: Config,  # timings and limits
+        pool_size: int,  # lanes to each neighbour; 0: chosen by the engine
+        local: Callable[[m.PeerInfo], bool],  # whether a peer is on this machine
+        rendezvous: Rendezvous,  # with peers to which nobody can connect
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
         self._settings = Settings(pool_size=pool_size, lanes=config.lanes)
@@ -150,10 +141,8 @@ class Streams:
         """The peer of a lost stream (None if it was closed), and whether it is unreachable.
 
         A peer does not count as unreachable if this process gets no socket, or if a stream to it
-        fails at once for the first time: the peer may have lacked memory for a moment.
-
-        Raises:
-            Refused: this process got no socket for the third time in a row.
+        fails at once for the first time: the peer may have lacked memory for a moment. Raises
+        Refused: this process got no socket for the third time in a row.
         """
         self._waiting.pop(event.stream, None)
         one = self._open.get(event.stream)
@@ -179,7 +168,6 @@ class Streams:
         return one.to, True
 
     def text(self, event: Event) -> str:
-        """Why a stream was lost."""
         one = self._open.get(event.stream)
         return (one and one.said) or event.text
 
@@ -205,7 +193,6 @@ class Streams:
                 self._find(number, one)
 
     def clear(self) -> None:
-        """Forgets all streams."""
         self._open.clear()
         self._waiting.clear()
 
@@ -232,7 +219,6 @@ class Streams:
     # ---- peers to which nobody can connect ----
 
     def arranged(self, message: m.Rendezvous) -> None:
-        """The master has arranged a rendezvous."""
         if isinstance(message, m.RendezvousJoin):
             self._rendezvous.join(message)
         elif isinstance(message, m.RendezvousRelay):

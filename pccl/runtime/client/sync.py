@@ -116,7 +116,6 @@ class Staging:
 
     @property
     def entries_total(self) -> int:
-        """The number of entries to fetch."""
         return len(self._entries)
 
     def pieces(self) -> Pieces:
@@ -132,7 +131,6 @@ class Staging:
         ]
 
     def content(self, index: int) -> Any:
-        """The memory of an entry, as a buffer."""
         entry = self._entries[index]
         return ffi.buffer(entry.content, entry.region.nbytes)
 
@@ -223,21 +221,14 @@ BATCH = 64  # results on small entries, sent to the engine together
 
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
-    """The options of a synchronization.
+    """The options of a synchronization."""
 
-    Attributes:
-        strategy: a pccl.SharedStateSyncStrategy value.
-        strict: whether diverged content is an error on all peers.
-        progress: called now and then with the progress of a transfer.
-        deadline: when to give up.
-        min_peers: how many peers the group needs before the shared state may begin.
-    """
-
-    strategy: int
-    strict: bool
+    strategy: int  # a pccl.SharedStateSyncStrategy value
+    strict: bool  # whether diverged content is an error on all peers
+    # called now and then with the progress of a transfer
     progress: Callable[[SharedStateProgress], None] | None
-    deadline: Deadline
-    min_peers: int = 1
+    deadline: Deadline  # when to give up
+    min_peers: int = 1  # how many peers the group needs before the shared state may begin
 
 
 class Memory(Protocol):
@@ -256,41 +247,29 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a synchronization ended, and the cost of hashing this peer's shared state.
-
-    Attributes:
-        error: the exception of the caller's callback, if any. It ends the synchronization, unless
-            the result is already certain.
-    """
+    """How a synchronization ended, and the cost of hashing this peer's shared state."""
 
     end: effects.Synced | effects.Fail
+    # the exception of the caller's callback, if any. It ends the synchronization, unless the result
+    # is already certain.
     error: Exception | None
     hashed_bytes: int
     hash_seconds: float
 
 
 def synchronize(
-    client: PeerClient,
-    call: Call,
-    regions: Sequence[Region],
-    revision: int,
-    options: SyncOptions,
-    owner: object,
-    memory: Memory,
+    client: PeerClient,  # the peer
+    call: Call,  # a new call
+    regions: Sequence[Region],  # the shared state; its memory must not change meanwhile
+    revision: int,  # this peer's revision of the shared state
+    options: SyncOptions,  # further options
+    owner: object,  # kept alive as long as the engine refers to the memory
+    memory: Memory,  # is told what happens to the regions
 ) -> Outcome:
     """Takes part in a synchronization until it ends.
 
     After an exception the call is still in progress, and the caller must cancel it; the shared
     state is unchanged, torn (and `memory` knows it), or completely overwritten.
-
-    Args:
-        client: the peer.
-        call: a new call.
-        regions: the shared state; its memory must not change meanwhile.
-        revision: this peer's revision of the shared state.
-        options: further options.
-        owner: kept alive as long as the engine refers to the memory.
-        memory: is told what happens to the regions.
     """
     began = time.monotonic()
     found = digests([(region.address, region.nbytes) for region in regions])
@@ -444,7 +423,6 @@ class _Progress:
         self.error: Exception | None = None
 
     def begin(self, staging: Staging) -> None:
-        """Begins a transfer."""
         self._staging, self._told = staging, -1
         self._began = self._logged = time.monotonic()
         self._reported = self._began - limits.PROGRESS_S

@@ -69,8 +69,6 @@ class Cut(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """An accepted connection."""
-
     descriptor: int
     since_s: float  # when it was accepted, or its latest message was read
     counted: int = 0  # bytes received until then
@@ -80,20 +78,16 @@ class Line:
 
 
 class Guard:
-    """The connections of a server, as its monitor reports them.
-
-    Args:
-        received: returns the number of bytes that a descriptor has received; None: unknown.
-        lines_max: the most connections; further ones are cut. Half of them may be strangers; the
-            oldest strangers beyond that are cut.
-        clock: measures how long a look takes.
-    """
+    """The connections of a server, as its monitor reports them."""
 
     def __init__(
         self,
+        # returns the number of bytes that a descriptor has received; None: unknown
         received: Callable[[int], int | None],
+        # the most connections; further ones are cut. Half of them may be strangers; the oldest
+        # strangers beyond that are cut.
         lines_max: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,  # measures how long a look takes
     ) -> None:
         self._clock = clock
         self._received = received
@@ -104,7 +98,6 @@ class Guard:
         self._pause_s = limits.STRANGERS_LOOK_S
 
     def accepted(self, descriptor: int, now_s: float) -> Line:
-        """Adds an accepted connection."""
         self._lines.pop(descriptor, None)
         line = self._lines[descriptor] = Line(descriptor, now_s)
         self._pause_s = limits.STRANGERS_LOOK_S
@@ -209,14 +202,11 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Reserve:
     """Descriptors in reserve, held from construction on.
 
-    Attributes:
-        spent: whether the reserve is used up, so that new connections must be closed at once.
-
-    Raises:
-        OSError: the system provides no descriptors even at construction.
+    Raises OSError: the system provides no descriptors even at construction.
     """
 
     def __init__(self) -> None:
+        # whether the reserve is used up, so that new connections must be closed at once
         self.spent = False
         self._kept: list[int] = []
         self._said_s: float | None = None
@@ -256,7 +246,6 @@ class Reserve:
         self.spent = False
 
     def close(self) -> None:
-        """Closes the reserved descriptors."""
         while self._kept:
             os.close(self._kept.pop())
 
@@ -274,10 +263,6 @@ class Connections:
     Args:
         opened: closes what is opened here.
 
-    Attributes:
-        senders: connections that have sent a message and are not buried; read only.
-        flooded: whether the monitor may have more events and must be read again.
-
     Raises:
         OSError: the system provides no descriptors.
     """
@@ -285,8 +270,9 @@ class Connections:
     monitor: zmq.Socket[bytes]
 
     def __init__(self, opened: contextlib.ExitStack) -> None:
+        # connections that have sent a message and are not buried; read only
         self.senders: dict[bytes, Sender] = {}
-        self.flooded = False
+        self.flooded = False  # whether the monitor may have more events and must be read again
         self._conn_of: dict[int, bytes] = {}
         self._lost: list[bytes] = []  # lost connections, to be buried
         self._unreachable: set[bytes] = set()  # sending to them failed, so they are lost too

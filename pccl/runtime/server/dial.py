@@ -75,21 +75,15 @@ class Dialler:
     """The dials in progress. Each ends with a call of its `then`.
 
     The argument of `then` is "" if the peer was reached, else why not; None if no dial was made.
-
-    Args:
-        waiter: the waiter of the thread that uses this.
-        context: makes the sockets of handshakes.
-        keys: the master's keys, if the run has keys.
-        allowed: whether any dial may be made.
     """
 
     def __init__(
         self,
-        waiter: Waiter,
-        context: zmq.Context[zmq.Socket[bytes]],
-        keys: KeyPair | None = None,
+        waiter: Waiter,  # the waiter of the thread that uses this
+        context: zmq.Context[zmq.Socket[bytes]],  # makes the sockets of handshakes
+        keys: KeyPair | None = None,  # the master's keys, if the run has keys
         *,
-        allowed: bool = True,
+        allowed: bool = True,  # whether any dial may be made
     ) -> None:
         self._allowed = allowed
         self._waiter, self._context, self._keys = waiter, context, keys
@@ -295,23 +289,14 @@ class Dialler:
 
 
 def dial_hosts(
-    dialler: Dialler,
-    hosts: Sequence[str],
-    target: Target,
-    clock: Callable[[], float],
-    then: Then,
-    asker: str | None = None,
+    dialler: Dialler,  # makes the dials
+    hosts: Sequence[str],  # the hosts of the peer
+    target: Target,  # the peer; its `host` is not used
+    clock: Callable[[], float],  # the monotonic clock, in seconds
+    then: Then,  # as in `Dialler.dial`
+    asker: str | None = None,  # as in `Dialler.dial`
 ) -> None:
-    """Dials a peer at its first host; if that fails, at all others. Calls `then` once.
-
-    Args:
-        dialler: makes the dials.
-        hosts: the hosts of the peer.
-        target: the peer; its `host` is not used.
-        clock: the monotonic clock, in seconds.
-        then: as in `Dialler.dial`.
-        asker: as in `Dialler.dial`.
-    """
+    """Dials a peer at its first host; if that fails, at all others. Calls `then` once."""
     answers: dict[str, str | None] = dict.fromkeys(hosts)
     left = [*answers]
 

@@ -42,25 +42,15 @@ HEAD_START = b'{"type":"pccl event log",'
 
 
 class Head(Struct, frozen=True, tag="pccl event log"):
-    """The first line of a part that one master has written into a file.
+    """The first line of a part that one master has written into a file."""
 
-    Attributes:
-        version: the version of this format.
-        pccl: the master's version of pccl.
-        process: the master's process id.
-        unix_s: the time when the part was begun.
-        monotonic_s: the same time by the clock of the lines.
-        line: the number of the next line among all lines of this master, from 0.
-        missing: the number of lines missing before the next head; -1: some, not counted yet.
-    """
-
-    version: int
-    pccl: str
-    process: int
-    unix_s: float
-    monotonic_s: float
-    line: int
-    missing: int
+    version: int  # the version of this format
+    pccl: str  # the master's version of pccl
+    process: int  # the master's process id
+    unix_s: float  # the time when the part was begun
+    monotonic_s: float  # the same time by the clock of the lines
+    line: int  # the number of the next line among all lines of this master, from 0
+    missing: int  # the number of lines missing before the next head; -1: some, not counted yet
 
 
 class EventLogError(Exception):
@@ -224,8 +214,7 @@ def files(path: Path) -> list[Path]:
 def read(file: Path) -> Iterator[tuple[int, Head | Line | Gap | Damaged]]:
     """The lines of one file, with their line numbers.
 
-    Raises:
-        OSError: it cannot be read, or has a line that is too long for an event log.
+    Raises OSError: it cannot be read, or has a line that is too long for an event log.
     """
     decoder: msgspec.json.Decoder[Head | Line | Gap] = msgspec.json.Decoder(Head | Line | Gap)
     with file.open("rb") as lines:

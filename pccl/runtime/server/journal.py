@@ -68,20 +68,14 @@ class JournalError(Exception):
 
 @dataclass
 class State:
-    """The content of a journal.
+    """The content of a journal."""
 
-    Attributes:
-        run: the run's number.
-        incarnation: how often its master was restarted.
-        next_peer: the number of the next peer.
-        peers: the accepted peers: their numbers, and their encoded m.PeerInfo.
-        refused: peers that were dropped: their numbers, and their encoded Refusal.
-    """
-
-    run: int
-    incarnation: int = -1
-    next_peer: int = 1
+    run: int  # the run's number
+    incarnation: int = -1  # how often its master was restarted
+    next_peer: int = 1  # the number of the next peer
+    # the accepted peers: their numbers, and their encoded m.PeerInfo
     peers: dict[int, bytes] = field(default_factory=dict)
+    # peers that were dropped: their numbers, and their encoded Refusal
     refused: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -265,9 +259,6 @@ class Scribe:
         run: the number of a new run, if the journal is empty.
         on_error: what to do if it cannot be written.
 
-    Attributes:
-        remembered: its content, for the master's state machine.
-
     Raises:
         JournalError: it cannot be used.
     """
@@ -286,6 +277,7 @@ class Scribe:
             if isinstance(error, JournalError):
                 raise
             raise JournalError(f"the journal {path} cannot be written: {error}") from None
+        # its content, for the master's state machine
         self.remembered = Journal(
             state.run,
             state.incarnation,
@@ -347,8 +339,7 @@ class Scribe:
     def settle(self) -> None:
         """Returns when all changes are written, or cannot be written.
 
-        Raises:
-            JournalError: they cannot be written, and the master must stop.
+        Raises JournalError: they cannot be written, and the master must stop.
         """
         if self._asked == self._written:
             return

@@ -34,10 +34,6 @@ class Pauses:
     Args:
         timeout_s: the time after which peers consider this process lost.
         running, elapsed: the clocks; tests pass others.
-
-    Attributes:
-        total_s: the sum of all pauses by `time.monotonic`. `time.monotonic` minus this is the time
-            that the process has run.
     """
 
     def __init__(
@@ -47,6 +43,8 @@ class Pauses:
         self._running, self._elapsed = running, elapsed
         self._checked = running(), elapsed()
         self._woke_s: float | None = None  # the end of the latest pause
+        # the sum of all pauses by `time.monotonic`. `time.monotonic` minus this is the time that
+        # the process has run.
         self.total_s = 0.0
 
     def check(self, waited_s: float = 0.0) -> None:

@@ -78,15 +78,6 @@ def _router(
 class Server:
     """A master. It listens from construction on, and serves while a thread is in `serve`.
 
-    Args:
-        host: to listen on; "0.0.0.0" or "::" for all interfaces.
-        port: to listen on; 0: any free one.
-        config: timings and limits.
-        security: the master's keys and those of allowed peers; None: nothing is encrypted.
-        state: the file of the journal; None: a restarted master asks the peers.
-        on_journal_error: what to do if the journal cannot be written later.
-        event_log: the file that records all inputs of the state machine; None: no file.
-
     Raises:
         OSError: it cannot listen at that address.
         JournalError: the journal cannot be used.
@@ -96,12 +87,16 @@ class Server:
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        config: Config,
+        host: str,  # to listen on; "0.0.0.0" or "::" for all interfaces
+        port: int,  # to listen on; 0: any free one
+        config: Config,  # timings and limits
+        # the master's keys and those of allowed peers; None: nothing is encrypted
         security: Security | None = None,
+        # the file of the journal; None: a restarted master asks the peers
         state: Path | None = None,
+        # what to do if the journal cannot be written later
         on_journal_error: OnError = OnError.CONTINUE,
+        # the file that records all inputs of the state machine; None: no file
         event_log: Path | None = None,
     ) -> None:
         keys = None
@@ -181,7 +176,6 @@ class Server:
 
     @property
     def peers(self) -> int:
-        """The number of accepted and pending peers."""
         return len(self._master.peers)
 
     def stop(self) -> None:
@@ -349,7 +343,6 @@ class Server:
         return master
 
     def _feed(self, event: inputs.Event) -> list[effects.Effect]:
-        """Feeds an event to the master."""
         if self._events is None:
             return inputs.feed(self._master, event)
         return self._events.feed(self._master, event)
@@ -476,7 +469,6 @@ class Server:
         dial_hosts(self._dialler, info.hosts, target, self._awake_s, then)
 
     def _receive(self, conn: bytes, data: bytes | None) -> list[effects.Effect]:
-        """Decodes a message and returns its effects."""
         try:
             if data is None:
                 raise m.ProtocolError("not one frame of messages")
@@ -601,15 +593,12 @@ class Service:
     Args:
         server: the server.
         web: shows the run over HTTP; None: no HTTP.
-
-    Attributes:
-        server: the server.
-        failure: the exception that ended the server; None after `stop`.
     """
 
     def __init__(self, server: Server, web: Web | None = None) -> None:
-        self.server = server
+        self.server = server  # the server
         self._web = web
+        # the exception that ended the server; None after `stop`
         self.failure: BaseException | None = None
         self._pid = os.getpid()
         self._over = False
@@ -646,7 +635,6 @@ class Service:
             self._web.forked()
 
     def wait(self) -> None:
-        """Returns when the server has ended."""
         while not self.over:
             if self._serving.acquire(timeout=limits.SLICE_S):
                 self._serving.release()
