@@ -45,11 +45,7 @@ def _memory() -> Any:
 
 
 class Mail:
-    """Sends and receives messages of one frame on a socket. Only one thread at a time may use it.
-
-    Args:
-        socket: the socket.
-    """
+    """Sends and receives messages of one frame on a socket. Only one thread at a time may use it."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         backend = load()
@@ -108,11 +104,7 @@ class Mail:
 
 
 class RouterMail:
-    """Sends and receives messages on a ROUTER.
-
-    Args:
-        router: the socket; it must outlive this object.
-    """
+    """Sends and receives messages on a ROUTER."""
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:
         backend = load()

@@ -90,13 +90,7 @@ def severed(one: m.PeerInfo, other: m.PeerInfo) -> str:
 
 
 def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
-    """True if a newcomer that the master cannot reach must be refused.
-
-    Args:
-        info: the newcomer.
-        seen: its address as the master sees it.
-        group: the other peers of its group.
-    """
+    """True if a newcomer that the master cannot reach must be refused."""
     judged = info.host == seen or _same_for_all(info.host)
     return judged and not all(local(info, other) or _behind_one(info, other) for other in group)
 

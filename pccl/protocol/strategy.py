@@ -125,13 +125,7 @@ class Strategy:
 
 @functools.lru_cache(maxsize=256)  # the same work comes again and again under a plan
 def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Strategy:
-    """How a collective travels.
-
-    Args:
-        spec: the spec of the call.
-        nbytes: as in `Strategy`.
-        conditions: what this member knows of the group.
-    """
+    """How a collective travels."""
     voted, inline = _inline(spec, conditions)
     algorithm = _algorithm(spec, conditions)
     members = 2 if algorithm is Algorithm.PAIR else max(1, conditions.members)

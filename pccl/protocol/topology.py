@@ -141,11 +141,6 @@ def best_rings(
 
     Several only if the links to a peer are known to carry more together than each alone. The first
     ring begins with the lowest number, so that rank 0 stays with the same peer.
-
-    Args:
-        current: the current rings, of two or more peers.
-        links: all links among them.
-        order: the best one, where that is known.
     """
     order = order or best_order(current[0].order, links)
     found: tuple[Ring, ...] = (Ring(order, 1),)

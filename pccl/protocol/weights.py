@@ -158,12 +158,7 @@ class Held:
 
 
 class BlobCache:
-    """The packages that a client serves.
-
-    Args:
-        number: returns the next number of an op or stream.
-        do: takes an effect.
-    """
+    """The packages that a client serves."""
 
     def __init__(self, number: Callable[[], int], do: Callable[[Effect], None]) -> None:
         self._number, self._do = number, do

@@ -154,11 +154,7 @@ def is_address(host: str) -> bool:
 
 
 def everywhere(address: str) -> str:
-    """The wildcard address to listen on; if the system has both, that of IPv6 includes IPv4.
-
-    Args:
-        address: the master's address.
-    """
+    """The wildcard address to listen on; if the system has both, that of IPv6 includes IPv4."""
     return "::" if ":" in address or socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
@@ -167,10 +163,6 @@ def further_hosts(config: Config, address: str) -> tuple[str, ...]:
 
     If `config` has none, these are the local addresses of connections to the master, and to the
     internet by IPv4 and by IPv6. The kernel knows them; nothing is sent.
-
-    Args:
-        config: the settings.
-        address: the master's address.
     """
     if config.advertise or config.outgoing:
         return config.advertise[1:]

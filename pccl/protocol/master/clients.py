@@ -120,17 +120,7 @@ class Client:
 
 
 class Clients:
-    """All processes that publish or follow weights at one master.
-
-    Args:
-        numbers: makes nonces.
-        rendezvous: knows the peers that relay, also for clients.
-        outbox: collects effects.
-
-    Attributes:
-        catalogue: the available packages.
-        rendezvous: as given.
-    """
+    """All processes that publish or follow weights at one master."""
 
     def __init__(self, numbers: Numbers, rendezvous: Rendezvous, outbox: Outbox) -> None:
         self._numbers, self.rendezvous = numbers, rendezvous

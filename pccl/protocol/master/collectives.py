@@ -220,13 +220,7 @@ REASONS = {m.Cause.TIMEOUT: Reason.TIMEOUT, m.Cause.MEMORY: Reason.MEMORY}
 
 
 class Collectives(Part):
-    """Starts collectives, interrupts them, and settles their outcome.
-
-    Args:
-        common: what all parts use.
-        table: the running collectives.
-        combine: reduces contributions of the work's size, in their order.
-    """
+    """Starts collectives, interrupts them, and settles their outcome."""
 
     def __init__(self, common: Common, table: CollectiveTable, combine: Combine) -> None:
         super().__init__(common)

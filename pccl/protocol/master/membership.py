@@ -93,13 +93,7 @@ def hosts(said: m.Hello | m.Examine, seen: str) -> tuple[str, ...]:
 
 
 def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:
-    """Why a newcomer is refused, by its first message; empty if it is not.
-
-    Args:
-        said: its first message.
-        info: its addresses.
-        arithmetic: the arithmetic of the run's peers; None: there are none.
-    """
+    """Why a newcomer is refused, by its first message; empty if it is not."""
     if said.protocol != m.PROTOCOL_VERSION:
         return (
             f"this peer (pccl {said.version}) speaks protocol version {said.protocol}, the master "

@@ -28,14 +28,7 @@ LATENESS_WEIGHT = 0.1  # of the latest call, in the moving average of a peer
 
 
 class Run:
-    """Admits and removes peers, and tells all parts about it.
-
-    Args:
-        number: the run's number, which distinguishes its bulk data from that of other runs.
-        combine: reduces contributions of the work's size, in their order.
-        journal: the journal of the previous master, if there was one.
-        secret: random bytes, unique to this master, from which nonces are made.
-    """
+    """Admits and removes peers, and tells all parts about it."""
 
     def __init__(
         self, number: int, combine: Combine, journal: Journal | None, secret: bytes

@@ -32,14 +32,7 @@ ADMITTING = RoundId(Kind.TOPOLOGY, None)
 
 
 def explain(run: Run, number: int, call: int, seq: int) -> str:
-    """The reason why a peer's call waits; empty if its answer is on the way.
-
-    Args:
-        run: the state of the run.
-        number: the number of the peer.
-        call: the number of the call.
-        seq: the seq of a collective that has started; 0 otherwise.
-    """
+    """The reason why a peer's call waits; empty if its answer is on the way."""
     peer = run.membership.peers[number]
     if not peer.accepted and not run.membership.teams.is_whole(peer.info):
         return f"to be admitted: the other {peer.info.team_size - 1} of its team must connect()"
@@ -339,13 +332,7 @@ class _Waits:
 
 
 def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
-    """The status of a run.
-
-    Args:
-        run: the state of the run.
-        now_s: the time.
-        awaited: the earlier peers that a restarted master waits for; None: it is not recovering.
-    """
+    """The status of a run."""
     waits = _Waits(run, now_s)
     return Status(
         version=__version__,

@@ -306,12 +306,7 @@ class Groups:
 
 
 class Rendezvous:
-    """Tells peers that cannot connect to each other where they meet.
-
-    Args:
-        membership: the registered peers.
-        outbox: collects effects.
-    """
+    """Tells peers that cannot connect to each other where they meet."""
 
     def __init__(self, membership: Membership, outbox: Outbox) -> None:
         self._membership, self._outbox = membership, outbox
@@ -348,13 +343,7 @@ RemoveAll: TypeAlias = Callable[[Mapping[int, str], Result | None, m.Cause], Non
 
 
 class Dismissals:
-    """Drops peers.
-
-    Args:
-        membership: the registered peers.
-        groups: have the evidence against peers.
-        remove_all: drops peers. When it returns, all others continue without them.
-    """
+    """Drops peers."""
 
     def __init__(self, membership: Membership, groups: Groups, remove_all: RemoveAll) -> None:
         self._membership, self._groups = membership, groups
@@ -375,14 +364,7 @@ class Dismissals:
 
 
 class Common:
-    """The objects that all parts of a run use.
-
-    Args:
-        membership: the registered peers.
-        numbers: the numbers that this master gives.
-        history: the results of completed rounds.
-        remove_all: drops peers. When it returns, all others continue without them.
-    """
+    """The objects that all parts of a run use."""
 
     def __init__(
         self, membership: Membership, numbers: Numbers, history: History, remove_all: RemoveAll

@@ -118,12 +118,7 @@ class Stragglers:
     def late(
         self, now_s: float, waits: Iterable[tuple[object, Iterable[int], str]]
     ) -> Iterator[tuple[int, str]]:
-        """The peers that are too late, each with the title of the call that waits for it.
-
-        Args:
-            now_s: the time.
-            waits: the calls that wait: a key that does not change, the missing peers, and a title.
-        """
+        """The peers that are too late, each with the title of the call that waits for it."""
         if self.limit_s is None:
             return
         began, self._since = self._since, {}

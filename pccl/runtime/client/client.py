@@ -33,10 +33,6 @@ from pccl.types import Result
 class PeerClient(ControlThread):
     """One peer's membership in one run, from connect to the end.
 
-    Args:
-        host, port, address, config, security, group, team: as for a ControlThread.
-        pool_size: lanes to each neighbour; 0: chosen by the engine.
-
     Attributes:
         metrics: the cost of its calls.
 

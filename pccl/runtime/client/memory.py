@@ -227,12 +227,7 @@ class Device(Protocol):
 class HostView:
     """Buffers as host memory: those on a device as copies, the others as they are.
 
-    Args:
-        buffers: the buffers.
-        unread: indices of buffers whose content is not needed on the host.
-
-    Raises:
-        UnsupportedError: a buffer is on a device that does not exist.
+    Raises UnsupportedError: a buffer is on a device that does not exist.
     """
 
     def __init__(self, buffers: Sequence[Buffer], unread: Container[int] = ()) -> None:

@@ -262,13 +262,7 @@ class Driver:
 
 
 class PeerDriver(Driver):
-    """The driver of a peer.
-
-    Args:
-        peer: the state machine.
-        engine, streams, master, pending: as for a Driver.
-        metrics: counts the collectives.
-    """
+    """The driver of a peer."""
 
     def __init__(
         self,

@@ -92,12 +92,7 @@ class _Entry:
 
 
 class Staging:
-    """The memory for the entries that a plan tells this peer to fetch.
-
-    Args:
-        plan: the entries and their elected digests.
-        regions: the shared state.
-    """
+    """The memory for the entries that a plan tells this peer to fetch."""
 
     def __init__(self, plan: m.SyncPlan, regions: Sequence[Region]) -> None:
         self._regions = regions

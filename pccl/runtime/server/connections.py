@@ -260,11 +260,7 @@ class Sender(NamedTuple):
 class Connections:
     """The connections that the monitor has reported, and those that have sent a message.
 
-    Args:
-        opened: closes what is opened here.
-
-    Raises:
-        OSError: the system provides no descriptors.
+    Raises OSError: the system provides no descriptors.
     """
 
     monitor: zmq.Socket[bytes]

@@ -261,11 +261,7 @@ UNKNOWN = -1  # an unknown number of lines is missing
 class EventLog:
     """An event log, and the thread that writes it. To be used by one thread.
 
-    Args:
-        path: the file.
-
-    Raises:
-        EventLogError: it cannot be used.
+    Raises EventLogError: it cannot be used.
     """
 
     def __init__(self, path: Path) -> None:

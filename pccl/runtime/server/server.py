@@ -589,10 +589,6 @@ class Service:
     messages.
 
     A forked child has no such thread: `stop` and `wait` do nothing there.
-
-    Args:
-        server: the server.
-        web: shows the run over HTTP; None: no HTTP.
     """
 
     def __init__(self, server: Server, web: Web | None = None) -> None:
