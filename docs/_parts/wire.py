@@ -45,10 +45,8 @@ def messages(sender: str) -> str:
 
 def values() -> str:
     """All structures inside messages."""
-    said = {*typing.get_args(m.PeerMessage), *typing.get_args(m.MasterMessage)}
-    kinds = [one for one in vars(m).values() if isinstance(one, type)]
-    inner = [one for one in kinds if issubclass(one, msgspec.Struct) and one not in said]
-    return "\n".join(_struct(one, "") for one in inner if one is not msgspec.Struct)
+    kinds = [one for one in m.Value.__subclasses__() if one not in (m.FromPeer, m.FromMaster)]
+    return "\n".join(_struct(one, "") for one in kinds)
 
 
 def versions() -> str:

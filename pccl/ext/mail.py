@@ -45,7 +45,7 @@ def _memory() -> Any:
 
 
 class Mail:
-    """Sends and receives messages of one frame on a socket. Only one thread at a time may use it."""
+    """Sends and receives messages of one frame on a socket; for one thread at a time."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         backend = load()

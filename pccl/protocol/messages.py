@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum, StrEnum
-from typing import Annotated, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, Union, dataclass_transform
 
 import msgspec
 from msgspec import Meta, Struct
@@ -43,31 +43,14 @@ class CollectiveKind(StrEnum):
     BARRIER = "barrier"
 
 
-# The master may reduce these: contributions travel with the votes.
-INLINE = frozenset((CollectiveKind.ALL_REDUCE, CollectiveKind.BARRIER))
-# These apply a reduction.
-REDUCING = frozenset(
-    (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)
-)
-# These have a root.
-ROOTED = frozenset(
-    (
-        CollectiveKind.BROADCAST,
-        CollectiveKind.REDUCE,
-        CollectiveKind.GATHER,
-        CollectiveKind.SCATTER,
-    )
-)
-# These move rows from member to member.
-EXCHANGES = frozenset(
-    (
-        CollectiveKind.GATHER,
-        CollectiveKind.SCATTER,
-        CollectiveKind.ALL_TO_ALL,
-        CollectiveKind.SEND,
-    )
-)
+def _kinds(names: str) -> frozenset[CollectiveKind]:
+    return frozenset(map(CollectiveKind, names.split()))
 
+
+INLINE = _kinds("all_reduce barrier")  # the master may reduce these: data travels with the votes
+REDUCING = _kinds("all_reduce reduce_scatter reduce")
+ROOTED = _kinds("broadcast reduce gather scatter")
+EXCHANGES = _kinds("gather scatter all_to_all send")  # rows move from member to member
 
 _DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
 _OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
@@ -154,7 +137,20 @@ class Called(IntEnum):
     FINISH = 5
 
 
-class PeerInfo(Struct, array_like=True, frozen=True):
+@dataclass_transform(frozen_default=True)  # for type checkers; msgspec inherits `frozen`
+class Value(Struct, array_like=True, frozen=True):
+    """A structure inside messages."""
+
+
+class FromPeer(Value):
+    """A message of a peer."""
+
+
+class FromMaster(Value):
+    """A message of the master."""
+
+
+class PeerInfo(Value):
     """A peer and its addresses: `host`:`port`, and `ipc` on the same `machine`.
 
     `curve` is its public key, which authenticates it; empty without encryption. `team` is the team
@@ -198,7 +194,7 @@ def personal(text: str, number: int) -> str:
     return text if f"{title}you, " in text else text.replace(title, f"{title}you, ")
 
 
-class Gone(Struct, array_like=True, frozen=True):
+class Gone(Value):
     """A lost peer, and the reason. `left`: it left by itself."""
 
     peer: U64
@@ -206,7 +202,7 @@ class Gone(Struct, array_like=True, frozen=True):
     left: bool
 
 
-class Package(Struct, array_like=True, frozen=True):
+class Package(Value):
     """A step from version `base` of the weights to `version`; with `base` 0, from any version.
 
     It has two parts, each with its bytes and digest: a head, which describes the tensors, and a
@@ -235,7 +231,7 @@ Packages = Annotated[tuple[Package, ...], Meta(max_length=PACKAGES_MAX)]
 Avoided = Annotated[tuple[U64, ...], Meta(max_length=AVOIDED_MAX)]
 
 
-class Ring(Struct, array_like=True, frozen=True):
+class Ring(Value):
     """One ring: peers in order, each sending to the next; `weight`: its share of the data."""
 
     order: tuple[U64, ...]
@@ -246,7 +242,7 @@ Calls = Annotated[tuple[U64, ...], Meta(max_length=RINGS_MAX)]  # one for each r
 Rings = Annotated[tuple[Ring, ...], Meta(max_length=RINGS_MAX)]
 
 
-class World(Struct, array_like=True, frozen=True):
+class World(Value):
     """World sizes: accepted peers of the run and of the group, groups, peers of the largest
     group."""
 
@@ -256,7 +252,7 @@ class World(Struct, array_like=True, frozen=True):
     largest: U32
 
 
-class Part(Struct, array_like=True, frozen=True):
+class Part(Value):
     """One tensor of a collective over several; `name` is its key, if it has one.
 
     `layout` is the order of its elements in memory (pccl.tensors.layout); empty for C's.
@@ -272,7 +268,7 @@ class Part(Struct, array_like=True, frozen=True):
         return f"{self.name or 'a tensor'} of {what}"
 
 
-class Spec(Struct, array_like=True, frozen=True):
+class Spec(Value):
     """The description of a collective, the same on all peers.
 
     `algorithm` is a QuantizationAlgorithm, and `quantized` the DataType that it quantizes to, if it
@@ -349,7 +345,7 @@ class Spec(Struct, array_like=True, frozen=True):
         return words
 
 
-class Entry(Struct, array_like=True, frozen=True):
+class Entry(Value):
     """One tensor of the shared state, in a manifest. `layout`: as in Part.
 
     An empty `digest` means unknown content, which equals nothing.
@@ -363,7 +359,7 @@ class Entry(Struct, array_like=True, frozen=True):
     layout: Text = ""
 
 
-class Manifest(Struct, array_like=True, frozen=True):
+class Manifest(Value):
     """A peer's shared state. `strict`: divergence must be an error for all.
 
     A group's shared state must not begin with fewer than `min_peers` peers. `torn`: an unfinished
@@ -393,7 +389,7 @@ class Manifest(Struct, array_like=True, frozen=True):
         return replace(self, entries=unknown, torn=True)
 
 
-class Difference(Struct, array_like=True, frozen=True):
+class Difference(Value):
     """How one entry of a peer differed from the elected content.
 
     `ulp` is the largest difference of two elements that are not NaN, in units in the last place;
@@ -410,7 +406,7 @@ class Difference(Struct, array_like=True, frozen=True):
 Differences = Annotated[tuple[Difference, ...], Meta(max_length=DIFFERENCES_MAX)]
 
 
-class Divergence(Struct, array_like=True, frozen=True):
+class Divergence(Value):
     """A peer that had different content at the same revision, in `count` entries; `differences`
     describes the first ones."""
 
@@ -419,7 +415,7 @@ class Divergence(Struct, array_like=True, frozen=True):
     differences: Differences
 
 
-class Done(Struct, array_like=True, frozen=True):
+class Done(Value):
     """The rounds whose results a peer knows: numbers of completed rounds, and the latest results.
 
     A restarted master compares these: if a peer waits in a round whose result another peer knows,
@@ -438,7 +434,7 @@ class Done(Struct, array_like=True, frozen=True):
     finished: bool = False  # the run is finished
 
 
-class Open(Struct, array_like=True, frozen=True):
+class Open(Value):
     """A collective whose outcome a peer does not know; `vote` is None until it has voted.
 
     `paired`: the first of two members sends to the second.
@@ -451,7 +447,7 @@ class Open(Struct, array_like=True, frozen=True):
     paired: bool = False
 
 
-class Failure(Struct, array_like=True, frozen=True):
+class Failure(Value):
     """A call that the master refused, with the same error for all members that had made it.
 
     `called` is a `Called`; `tag` and `pair` are those of a collective; the rest as in CallError.
@@ -470,7 +466,7 @@ class Failure(Struct, array_like=True, frozen=True):
         return self.called not in (Called.COLLECTIVE, Called.SYNC)
 
 
-class Small(Struct, array_like=True, frozen=True):
+class Small(Value):
     """A committed small collective: its members and its result."""
 
     seq: U64
@@ -479,7 +475,7 @@ class Small(Struct, array_like=True, frozen=True):
     data: Data
 
 
-class Hello(Struct, array_like=True, frozen=True, tag=1):
+class Hello(FromPeer, tag=1):
     """Asks to join. `host` is the address to advertise; empty: the one that the master sees.
 
     In a run with keys, `curve` is the public key of the peer's streams; without keys, `dial` is the
@@ -508,14 +504,14 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     name: PeerName = ""
 
 
-class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
+class TopologyVote(FromPeer, tag=2):
     """Enters `update_topology`, or `finish`, which ends admissions."""
 
     call: U64
     finish: bool = False
 
 
-class PendingVote(Struct, array_like=True, frozen=True, tag=3):
+class PendingVote(FromPeer, tag=3):
     """Enters `are_peers_pending`. `stuck`: this peer cannot enter another call until it returns.
 
     If all voters are `patient`, the answer waits until a peer is pending. When `enough` members of
@@ -530,20 +526,20 @@ class PendingVote(Struct, array_like=True, frozen=True, tag=3):
     grace_ms: U32 = 0
 
 
-class Hurry(Struct, array_like=True, frozen=True, tag=16):
+class Hurry(FromPeer, tag=16):
     """A patient caller of `are_peers_pending` wants the answer now, even if it is no."""
 
     call: U64
 
 
-class Inquire(Struct, array_like=True, frozen=True, tag=17):
+class Inquire(FromPeer, tag=17):
     """Asks what `call` is waiting for. `seq`: that of a collective that has started, or 0."""
 
     call: U64
     seq: U64 = 0
 
 
-class StartVote(Struct, array_like=True, frozen=True, tag=4):
+class StartVote(FromPeer, tag=4):
     """Enters a collective: the peer's engine knows the buffers, or `data` is the contribution.
 
     `heard` is the greatest seq that the peer knows; it has all results up to it. `stuck`: as in
@@ -562,7 +558,7 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
     pair: Pair = ()
 
 
-class FinishVote(Struct, array_like=True, frozen=True, tag=5):
+class FinishVote(FromPeer, tag=5):
     """Votes whether the peer holds a collective's whole result. If not, gives the reason (`why`)
     and the `Cause`."""
 
@@ -572,7 +568,7 @@ class FinishVote(Struct, array_like=True, frozen=True, tag=5):
     cause: U16 = 0
 
 
-class Progress(Struct, array_like=True, frozen=True, tag=18):
+class Progress(FromPeer, tag=18):
     """A peer's progress in a long collective, or in its fetch of shared state, in thousandths.
 
     It is only for `status`.
@@ -582,7 +578,7 @@ class Progress(Struct, array_like=True, frozen=True, tag=18):
     done: U16
 
 
-class SyncVote(Struct, array_like=True, frozen=True, tag=6):
+class SyncVote(FromPeer, tag=6):
     """Enters `sync_shared_state`; the peer's engine already serves the offered content.
 
     `holds`: as in Done, for the latest synchronization of its group. A caller that left before the
@@ -594,7 +590,7 @@ class SyncVote(Struct, array_like=True, frozen=True, tag=6):
     holds: bool = True
 
 
-class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
+class FetchedVote(FromPeer, tag=7):
     """Votes whether a receiver of shared state has fetched and verified all of it.
 
     `differences` describes how its content differed before, if the plan asks for that.
@@ -606,11 +602,11 @@ class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
     differences: Differences = ()
 
 
-class Leave(Struct, array_like=True, frozen=True, tag=8):
+class Leave(FromPeer, tag=8):
     """Leaves the run."""
 
 
-class Withdraw(Struct, array_like=True, frozen=True, tag=9):
+class Withdraw(FromPeer, tag=9):
     """The caller's time is up: withdraws the vote of `call`, if it has not ended yet.
 
     `seq` is that of a collective that this peer has completed and others have not; 0 otherwise.
@@ -620,7 +616,7 @@ class Withdraw(Struct, array_like=True, frozen=True, tag=9):
     seq: U64 = 0
 
 
-class Unreached(Struct, array_like=True, frozen=True, tag=11):
+class Unreached(FromPeer, tag=11):
     """In `epoch`, no stream to `peer` could be opened, for the reason `why`."""
 
     peer: U64
@@ -628,7 +624,7 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
     why: Text = ""
 
 
-class RendezvousRequest(Struct, array_like=True, frozen=True, tag=19):
+class RendezvousRequest(FromPeer, tag=19):
     """Asks that the `outgoing` peer `peer` connects to a stream from this peer, `lanes` times.
 
     They meet at `port` of this peer; 0: it is `outgoing` itself. Connections with the same `token`
@@ -641,7 +637,7 @@ class RendezvousRequest(Struct, array_like=True, frozen=True, tag=19):
     lanes: Lanes
 
 
-class Stalled(Struct, array_like=True, frozen=True, tag=15):
+class Stalled(FromPeer, tag=15):
     """The peer cannot forward data, and others may wait for it forever.
 
     In `epoch` it has lost the stream to a neighbour, or failed otherwise, after it held the whole
@@ -654,7 +650,7 @@ class Stalled(Struct, array_like=True, frozen=True, tag=15):
     why: Text
 
 
-class Examine(Struct, array_like=True, frozen=True, tag=12):
+class Examine(FromPeer, tag=12):
     """Asks what a Hello would lead to, without joining; see Hello."""
 
     protocol: U32
@@ -666,13 +662,13 @@ class Examine(Struct, array_like=True, frozen=True, tag=12):
     others: Hosts = ()
 
 
-class OptimizeVote(Struct, array_like=True, frozen=True, tag=13):
+class OptimizeVote(FromPeer, tag=13):
     """Enters `optimize_topology`; the peer's engine already serves data to measure links with."""
 
     call: U64
 
 
-class Measured(Struct, array_like=True, frozen=True, tag=14):
+class Measured(FromPeer, tag=14):
     """The result of a probe of the links to this peer.
 
     `rate` is in bytes per second, 0 if nothing arrived. `delay_us` is the time until the first
@@ -684,7 +680,7 @@ class Measured(Struct, array_like=True, frozen=True, tag=14):
     delay_us: U64
 
 
-class Resume(Struct, array_like=True, frozen=True, tag=10):
+class Resume(FromPeer, tag=10):
     """An accepted peer comes back to a master that has lost its connections: all that it knows.
 
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
@@ -711,21 +707,21 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     veteran: bool = False
 
 
-class Publish(Struct, array_like=True, frozen=True, tag=40):
+class Publish(FromPeer, tag=40):
     """A client publishes a version of the weights. It serves the version already."""
 
     call: U64
     packages: Annotated[tuple[Package, ...], Meta(min_length=1, max_length=2)]
 
 
-class Holds(Struct, array_like=True, frozen=True, tag=41):
+class Holds(FromPeer, tag=41):
     """All packages that a client serves, and its version of the weights."""
 
     packages: Packages
     version: U64
 
 
-class Seek(Struct, array_like=True, frozen=True, tag=42):
+class Seek(FromPeer, tag=42):
     """A client wants this package, but from none of `avoid`. Replaces an earlier Seek.
 
     If the client was fetching, its holder has failed.
@@ -736,45 +732,17 @@ class Seek(Struct, array_like=True, frozen=True, tag=42):
     avoid: Avoided = ()
 
 
-class Got(Struct, array_like=True, frozen=True, tag=43):
+class Got(FromPeer, tag=43):
     """A client has fetched and verified the package that it sought, at `rate` bytes/s."""
 
     rate: U64
 
 
-class Slow(Struct, array_like=True, frozen=True, tag=44):
+class Slow(FromPeer, tag=44):
     """The client's current fetch is slow: others need not wait for its place at the holder."""
 
 
-PeerMessage: TypeAlias = (
-    Hello
-    | TopologyVote
-    | PendingVote
-    | Hurry
-    | Inquire
-    | StartVote
-    | FinishVote
-    | Progress
-    | SyncVote
-    | FetchedVote
-    | Leave
-    | Withdraw
-    | Unreached
-    | RendezvousRequest
-    | Stalled
-    | Examine
-    | OptimizeVote
-    | Measured
-    | Resume
-    | Publish
-    | Holds
-    | Seek
-    | Got
-    | Slow
-)
-
-
-class Welcome(Struct, array_like=True, frozen=True, tag=64):
+class Welcome(FromMaster, tag=64):
     """The peer is registered, and pending until `Admitted`. `warning` is for its user.
 
     A client is never admitted. Other clients connect to it with the `nonce`.
@@ -785,7 +753,7 @@ class Welcome(Struct, array_like=True, frozen=True, tag=64):
     nonce: U64 = 0
 
 
-class Refused(Struct, array_like=True, frozen=True, tag=65):
+class Refused(FromMaster, tag=65):
     """The answer to a Hello or Resume that is refused; `cause` as in Kicked."""
 
     result: U16
@@ -793,7 +761,7 @@ class Refused(Struct, array_like=True, frozen=True, tag=65):
     cause: U16 = 0
 
 
-class Plan(Struct, array_like=True, frozen=True, tag=66):
+class Plan(FromMaster, tag=66):
     """The group's peers and rings from now on. A new epoch means new streams.
 
     `topology` counts the rounds of `update_topology` so far. The `nonce` admits the peers to each
@@ -808,13 +776,13 @@ class Plan(Struct, array_like=True, frozen=True, tag=66):
     gone: Annotated[tuple[Gone, ...], Meta(max_length=GONE_MAX)] = ()
 
 
-class WorldSizes(Struct, array_like=True, frozen=True, tag=67):
+class WorldSizes(FromMaster, tag=67):
     """The world sizes from now on."""
 
     world: World
 
 
-class Admitted(Struct, array_like=True, frozen=True, tag=68):
+class Admitted(FromMaster, tag=68):
     """A pending peer is accepted into `run`. `done` describes the rounds before that, and `heard`
     is their last seq.
 
@@ -827,14 +795,14 @@ class Admitted(Struct, array_like=True, frozen=True, tag=68):
     heard: U64 = 0
 
 
-class TopologyResult(Struct, array_like=True, frozen=True, tag=69):
+class TopologyResult(FromMaster, tag=69):
     """`update_topology` or `finish` is done. It was the run's `round`-th of both together."""
 
     call: U64
     round: U64
 
 
-class PendingResult(Struct, array_like=True, frozen=True, tag=70):
+class PendingResult(FromMaster, tag=70):
     """The answer to `are_peers_pending`, the same for all. It was the run's `round`-th."""
 
     call: U64
@@ -842,7 +810,7 @@ class PendingResult(Struct, array_like=True, frozen=True, tag=70):
     round: U64
 
 
-class Started(Struct, array_like=True, frozen=True, tag=71):
+class Started(FromMaster, tag=71):
     """All members have entered the collective, which starts on the rings of `epoch`.
 
     If the contributions came with the votes, `data` is the result. If it is `final`, the collective
@@ -862,14 +830,14 @@ class Started(Struct, array_like=True, frozen=True, tag=71):
     calls: Calls = ()
 
 
-class Interrupt(Struct, array_like=True, frozen=True, tag=72):
+class Interrupt(FromMaster, tag=72):
     """The collective may never complete: the peer must stop, and vote whether it has the result."""
 
     seq: U64
     why: Text
 
 
-class Finished(Struct, array_like=True, frozen=True, tag=73):
+class Finished(FromMaster, tag=73):
     """The outcome of a collective; `cause` is the `Cause` of a failure."""
 
     seq: U64
@@ -878,7 +846,7 @@ class Finished(Struct, array_like=True, frozen=True, tag=73):
     cause: U16 = 0
 
 
-class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
+class SyncPlan(FromMaster, tag=74):
     """Tells a peer what to send and fetch in a synchronization.
 
     The peer serves the peers `serve`, fetches the entries `fetch` from `holders`, and verifies
@@ -898,7 +866,7 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
     in_place: bool = False
 
 
-class SyncResult(Struct, array_like=True, frozen=True, tag=75):
+class SyncResult(FromMaster, tag=75):
     """All receivers have the elected content and may keep it; the shared state is at `revision`.
 
     This was the run's `round`-th synchronization. `plan` is the seq of its last plan, if any. A
@@ -916,7 +884,7 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
     short: U64 = 0
 
 
-class CallError(Struct, array_like=True, frozen=True, tag=76):
+class CallError(FromMaster, tag=76):
     """A call failed before anything happened. `result` is a pccl.Result, `cause` a `Cause`.
 
     `seq` is not 0 if all members that made the call get this error. A restarted master must know of
@@ -933,7 +901,7 @@ class CallError(Struct, array_like=True, frozen=True, tag=76):
     pair: Pair = ()
 
 
-class Resumed(Struct, array_like=True, frozen=True, tag=78):
+class Resumed(FromMaster, tag=78):
     """The restarted master knows the run again. `done` describes the rounds that are over.
 
     A peer that waits in one of these gets its result from this message. In all other rounds it
@@ -943,13 +911,13 @@ class Resumed(Struct, array_like=True, frozen=True, tag=78):
     done: Done
 
 
-class Missed(Struct, array_like=True, frozen=True, tag=79):
+class Missed(FromMaster, tag=79):
     """A small collective that the peer waits in has committed, but the peer missed the result."""
 
     small: Small
 
 
-class Failed(Struct, array_like=True, frozen=True, tag=87):
+class Failed(FromMaster, tag=87):
     """A call has failed for all peers that had made it.
 
     The peer may still wait in it, if an earlier master failed it and the answer was lost. Otherwise
@@ -959,7 +927,7 @@ class Failed(Struct, array_like=True, frozen=True, tag=87):
     failure: Failure
 
 
-class Report(Struct, array_like=True, frozen=True, tag=80):
+class Report(FromMaster, tag=80):
     """The answer to Examine.
 
     `host` is the address that the master sees. `unreached` says why it could not reach the peer
@@ -977,7 +945,7 @@ class Report(Struct, array_like=True, frozen=True, tag=80):
     dialled: bool = True
 
 
-class Probe(Struct, array_like=True, frozen=True, tag=81):
+class Probe(FromMaster, tag=81):
     """The peer must measure the rate from `peers`, and send `Measured`. They may measure too.
 
     Replaces an earlier probe of the same call.
@@ -989,21 +957,21 @@ class Probe(Struct, array_like=True, frozen=True, tag=81):
     nonce: U64 = 0
 
 
-class OptimizeResult(Struct, array_like=True, frozen=True, tag=82):
+class OptimizeResult(FromMaster, tag=82):
     """`optimize_topology` is done, and rings are chosen. It was the run's `round`-th."""
 
     call: U64
     round: U64
 
 
-class Waiting(Struct, array_like=True, frozen=True, tag=83):
+class Waiting(FromMaster, tag=83):
     """The answer to Inquire: what the call waits for."""
 
     call: U64
     why: Text
 
 
-class RendezvousJoin(Struct, array_like=True, frozen=True, tag=84):
+class RendezvousJoin(FromMaster, tag=84):
     """The peer must connect to a stream of `sender`, `lanes` times, at a host."""
 
     sender: PeerInfo
@@ -1019,7 +987,7 @@ class RendezvousJoin(Struct, array_like=True, frozen=True, tag=84):
         return self.host, *self.others
 
 
-class RendezvousResult(Struct, array_like=True, frozen=True, tag=85):
+class RendezvousResult(FromMaster, tag=85):
     """The answer to a request without a port: the two meet at `relay`; or `why` they cannot."""
 
     token: Token
@@ -1027,7 +995,7 @@ class RendezvousResult(Struct, array_like=True, frozen=True, tag=85):
     why: Text = ""
 
 
-class RendezvousRelay(Struct, array_like=True, frozen=True, tag=86):
+class RendezvousRelay(FromMaster, tag=86):
     """The peer must relay between the connections of these two that name the token."""
 
     token: Token
@@ -1038,7 +1006,7 @@ class RendezvousRelay(Struct, array_like=True, frozen=True, tag=86):
 Rendezvous = RendezvousJoin | RendezvousResult | RendezvousRelay  # what the master arranges
 
 
-class Kicked(Struct, array_like=True, frozen=True, tag=77):
+class Kicked(FromMaster, tag=77):
     """The peer is dropped from the run. `cause` is the `Cause` for its waiting calls."""
 
     result: U16
@@ -1046,20 +1014,20 @@ class Kicked(Struct, array_like=True, frozen=True, tag=77):
     cause: U16 = 0
 
 
-class Published(Struct, array_like=True, frozen=True, tag=100):
+class Published(FromMaster, tag=100):
     """The version of a Publish is available to others."""
 
     call: U64
 
 
-class Available(Struct, array_like=True, frozen=True, tag=101):
+class Available(FromMaster, tag=101):
     """All available packages of weights. `head` is the newest version ever published."""
 
     packages: Packages
     head: U64
 
 
-class Source(Struct, array_like=True, frozen=True, tag=102):
+class Source(FromMaster, tag=102):
     """The client fetches the package that it seeks from `holder`, in this `slot` of the holder.
 
     The `nonce` admits its stream there.
@@ -1072,7 +1040,7 @@ class Source(Struct, array_like=True, frozen=True, tag=102):
     slot: U32
 
 
-class Serve(Struct, array_like=True, frozen=True, tag=103):
+class Serve(FromMaster, tag=103):
     """The client serves this package to `receiver`; the rest as in Source."""
 
     version: U64
@@ -1082,44 +1050,18 @@ class Serve(Struct, array_like=True, frozen=True, tag=103):
     slot: U32
 
 
-class Served(Struct, array_like=True, frozen=True, tag=104):
+class Served(FromMaster, tag=104):
     """The client `receiver` no longer fetches from this one."""
 
     receiver: U64
 
 
-MasterMessage: TypeAlias = (
-    Welcome
-    | Refused
-    | Plan
-    | WorldSizes
-    | Admitted
-    | TopologyResult
-    | PendingResult
-    | Waiting
-    | Started
-    | Interrupt
-    | Finished
-    | SyncPlan
-    | SyncResult
-    | CallError
-    | Kicked
-    | Resumed
-    | Missed
-    | Failed
-    | Report
-    | Probe
-    | OptimizeResult
-    | RendezvousJoin
-    | RendezvousResult
-    | RendezvousRelay
-    | Published
-    | Available
-    | Source
-    | Serve
-    | Served
-)
-
+if TYPE_CHECKING:
+    PeerMessage: TypeAlias = FromPeer
+    MasterMessage: TypeAlias = FromMaster
+else:
+    PeerMessage = Union[tuple(FromPeer.__subclasses__())]  # noqa: UP007
+    MasterMessage = Union[tuple(FromMaster.__subclasses__())]  # noqa: UP007
 
 T = TypeVar("T")
 
