@@ -13,9 +13,11 @@ and reports what it holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, TypeAlias
+from typing import Any
+
+from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import (
@@ -24,6 +26,7 @@ from pccl.protocol.peer.effects import (
     Arrange,
     CloseStream,
     CommitOp,
+    Effect,
     End,
     Expect,
     Fail,
@@ -35,77 +38,49 @@ from pccl.protocol.peer.effects import (
 from pccl.types import Result
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterServe:
+class RegisterServe(Effect):
     """Register an op that serves a package; the caller has its memory."""
 
     op: int
     package: m.Package
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterFetch:
+class RegisterFetch(Effect):
     """Register an op that fetches a package; the caller provides the memory."""
 
     op: int
     package: m.Package
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Effect):
     """A package is complete and verified; the caller calls `taken` when it has worked it in."""
 
     package: m.Package
 
 
-@dataclass(frozen=True, slots=True)
-class Forgotten:
+class Forgotten(Effect):
     """A package is no longer served; an op that uses its memory may not have settled yet."""
 
     package: m.Package
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
+class Backoff(Effect):
     """Call `retry` after a pause: an immediate attempt would fail for the same reason."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(Effect):
     """The available packages, or the newest version ever (`head`), have changed."""
 
     packages: tuple[m.Package, ...]
     head: int
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
+class Over(Effect):
     """The client has ended after it had joined."""
 
     fail: Fail
-
-
-Effect: TypeAlias = (
-    Send
-    | Expect
-    | OpenStream
-    | CloseStream
-    | Arrange
-    | RegisterServe
-    | RegisterFetch
-    | StartTransfer
-    | CommitOp
-    | AbortOp
-    | Answer
-    | Fail
-    | Arrived
-    | Forgotten
-    | Backoff
-    | News
-    | Over
-)
 
 
 KEPT_MAX = 200  # packages kept by a holder; a message has space for somewhat more

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, dataclass_transform
+
+from msgspec import Struct
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.membership import PeerRecord
@@ -20,60 +21,56 @@ class Refusal(NamedTuple):
     cause: m.Cause = m.Cause.OTHER
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+@dataclass_transform(frozen_default=True)
+class Effect(Struct, frozen=True):
+    """An effect."""
+
+
+class Send(Effect):
     conn: bytes
     message: m.MasterMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Effect):
     """Drop a connection: its later messages are ignored. `why` is for the log."""
 
     conn: bytes
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Effect):
     """Log a text for operators; `warns`: as a warning."""
 
     text: str
     warns: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Remember:
+class Remember(Effect):
     """Write to the journal that a peer is accepted, before later messages are sent."""
 
     info: m.PeerInfo
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Effect):
     """Write to the journal that a peer is gone, and why if it was dropped."""
 
     number: int
     why: Refusal | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
+class Dial(Effect):
     """Dial a peer at its address, then call `Master.dialled` with the result."""
 
     info: m.PeerInfo
     password: str
 
 
-@dataclass(frozen=True, slots=True)
-class Adopt:
+class Adopt(Effect):
     """Write to the journal the run's number, and how often its master was restarted."""
 
     run: int
     incarnation: int
 
-
-Effect: TypeAlias = Send | Drop | Note | Remember | Forget | Adopt | Dial
 
 WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
 CALLED = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-import msgspec
+from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Answer, Fail, Fault, Outbox
@@ -230,7 +230,7 @@ class Votes:
         """The caller of `are_peers_pending` is no longer patient."""
         vote = self._waiting.get(call)
         if isinstance(vote, m.PendingVote):
-            self._waiting[call] = msgspec.structs.replace(vote, patient=False)
+            self._waiting[call] = replace(vote, patient=False)
             self._outbox.send(m.Hurry(call))
 
     # ---- results ----

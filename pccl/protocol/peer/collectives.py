@@ -20,8 +20,9 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import GONE, WHY_MAX, Collective, Event, State, failed, timed_out

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import dataclass_transform
+
+from msgspec import Struct
 
 from pccl.protocol import messages as m
 from pccl.protocol.ring import RingPlace
@@ -12,13 +13,16 @@ from pccl.protocol.strategy import Strategy
 from pccl.types import Result
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+@dataclass_transform(frozen_default=True)
+class Effect(Struct, frozen=True):
+    """An effect."""
+
+
+class Send(Effect):
     message: m.PeerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Expect:
+class Expect(Effect):
     """Admit streams with this nonce, from peers with these keys; `number` is this peer's."""
 
     number: int
@@ -26,8 +30,7 @@ class Expect:
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStream:
+class OpenStream(Effect):
     """Connect a stream to a peer, which admits it by the nonce.
 
     `shares`: the streams that send at the same time as this one, itself included.
@@ -39,15 +42,13 @@ class OpenStream:
     shares: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class CloseStream:
+class CloseStream(Effect):
     """Close a stream; queued messages are dropped."""
 
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartOp:
+class StartOp(Effect):
     """Start the registered op of a collective, on these rings.
 
     `calls`: the call of the predecessor in each ring, which may have sent before the start; empty:
@@ -63,8 +64,7 @@ class StartOp:
     direct: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class EagerOp:
+class EagerOp(Effect):
     """Send what the registered op of a collective may send before it starts.
 
     If it then starts on other streams, what was sent is void.
@@ -75,8 +75,7 @@ class EagerOp:
     strategy: Strategy
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     """A stream of a transfer, and the slot of its receiver.
 
     A receiver's slot is its position in the group, and the same at all holders.
@@ -86,8 +85,7 @@ class End:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartTransfer:
+class StartTransfer(Effect):
     """Start the registered op of a transfer: serve receivers, or fetch from holders."""
 
     op: int
@@ -96,8 +94,7 @@ class StartTransfer:
     ends: tuple[End, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterOp:
+class RegisterOp(Effect):
     """Register an op; the caller knows its buffers by the op number."""
 
     op: int
@@ -106,30 +103,26 @@ class RegisterOp:
     min_seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class CommitOp:
+class CommitOp(Effect):
     """Keep the result of an op."""
 
     op: int
 
 
-@dataclass(frozen=True, slots=True)
-class AbortOp:
+class AbortOp(Effect):
     """Stop the op, and restore and release its memory."""
 
     op: int
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(Effect):
     """Store the result of a collective without an op; its call is answered next."""
 
     call: int
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Effect):
     call: int
     value: object
 
@@ -149,8 +142,7 @@ class Fault(Enum):
     TOO_FEW_PEERS = "fewer than the min_peers of the shared state"
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Effect):
     """A call failed; `phase` describes its progress.
 
     `again`: another peer was at fault, so the same call may succeed when repeated.
@@ -164,8 +156,7 @@ class Fail:
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Follow:
+class Follow(Effect):
     """A synchronization has a new plan, which voids what was fetched before.
 
     If the plan lists entries to fetch, the caller fetches them and votes with `fetched`. If it is
@@ -177,8 +168,7 @@ class Follow:
     resumed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(Effect):
     """A probe: the caller must fetch from all these holders at once, and call `measured`.
 
     It voids an earlier probe; without holders there is no new one.
@@ -189,8 +179,7 @@ class Measure:
     holders: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(Effect):
     """A fetch has ended: all has arrived, and must be verified (`ok`), or it failed."""
 
     call: int
@@ -199,23 +188,20 @@ class Fetched:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Arrange:
+class Arrange(Effect):
     """The master says where this peer meets another one, or that two others meet here."""
 
     message: m.Rendezvous
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
+class Waits(Effect):
     """Log what a long call waits for."""
 
     call: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class MembersChanged:
+class MembersChanged(Effect):
     """Log which peers have joined or left the group, with the reason; it has `size` peers now.
 
     `begun`: the group has completed a call, so a newcomer is worth a warning.
@@ -228,38 +214,13 @@ class MembersChanged:
     begun: bool
 
 
-Effect: TypeAlias = (
-    Send
-    | Expect
-    | OpenStream
-    | CloseStream
-    | EagerOp
-    | StartOp
-    | StartTransfer
-    | RegisterOp
-    | CommitOp
-    | AbortOp
-    | Store
-    | Answer
-    | Fail
-    | Follow
-    | Measure
-    | Fetched
-    | Arrange
-    | Waits
-    | MembersChanged
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
+class Reduced(Struct, frozen=True):
     world_size: int
     tx_bytes: int
     rx_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Synced:
+class Synced(Struct, frozen=True):
     """The answer to a synchronization: the elected revision, payload bytes, diverged peers."""
 
     revision: int

@@ -27,10 +27,9 @@ the plans and results of transfers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, get_args
 
-import msgspec
+from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import (
@@ -568,7 +567,7 @@ class Peer:
             known.plan.peers,
             known.plan.epoch,
             known.last_seq,
-            msgspec.structs.replace(known.done, topology=topology),
+            replace(known.done, topology=topology),
             open_,
             outcomes,
             small,

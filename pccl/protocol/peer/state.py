@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-import msgspec
+from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
@@ -89,7 +89,7 @@ class Knowledge:
 
     def learn(self, **results: object) -> None:
         """Notes rounds that have ended: changes fields of `done`."""
-        self.done = msgspec.structs.replace(self.done, **results)
+        self.done = replace(self.done, **results)
 
     def info(self, number: int) -> m.PeerInfo:
         return next(info for info in self.plan.peers if info.peer == number)

@@ -13,9 +13,9 @@ overwritten are never offered again, neither by this peer nor by the master.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import ENTERING, WHY_MAX
@@ -126,7 +126,7 @@ class Transfers:
         self._outbox.do(RegisterOp(transfer.serve_op, run, 0, heard))
         if isinstance(transfer.vote, m.SyncVote):  # an abandoned call may have decided it by now
             holds = self._knowledge.done.holds
-            transfer.vote = msgspec.structs.replace(transfer.vote, holds=holds)
+            transfer.vote = replace(transfer.vote, holds=holds)
         self._outbox.send(transfer.vote)
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.messages import EXCHANGES, CollectiveKind
