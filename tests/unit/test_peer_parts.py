@@ -35,8 +35,8 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
     Synced,
 )
-from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
-from pccl.protocol.peer.streams import Streams
+from pccl.protocol.peer.state import Knowledge
+from pccl.protocol.peer.streams import Common
 from pccl.protocol.peer.transfers import Optimizations, Synchronizations, Transfer, Transfers
 from pccl.protocol.strategy import DIRECT_MAX, Settings
 from pccl.protocol.weights import WeightsMachine
@@ -53,16 +53,15 @@ class Bench:
     def __init__(self) -> None:
         plan = m.Plan(5, INFOS, (m.Ring((1, 2, 3), 1),), 0)
         self.knowledge = Knowledge(2, 7, True, plan, m.World(3, 3, 1, 3))
-        self.outbox = Outbox()
-        self.abandoned, self.withdrawals = AbandonedCalls(), Withdrawals()
-        self.streams = Streams(self.knowledge, self.outbox)
+        common = Common(self.knowledge)
+        self.outbox, self.streams = common.outbox, common.streams
+        self.abandoned, self.withdrawals = common.abandoned, common.withdrawals
         self.missed: list[tuple[int, str]] = []
-        self.votes = Votes(self.knowledge, self.outbox, self.abandoned, self.withdrawals)
-        around = (self.knowledge, self.outbox, self.streams, self.abandoned, self.withdrawals)
-        self.collectives = Collectives(*around, lambda *one: self.missed.append(one))
-        self.transfers = Transfers(*around)
-        known = self.knowledge, self.outbox, self.abandoned, self.transfers
-        self.syncs, self.optimizations = Synchronizations(*known), Optimizations(*known)
+        self.votes = Votes(common)
+        self.collectives = Collectives(common, lambda *one: self.missed.append(one))
+        self.transfers = Transfers(common)
+        self.syncs = Synchronizations(common, self.transfers)
+        self.optimizations = Optimizations(common, self.transfers)
 
     @property
     def done(self) -> list[Effect]:
@@ -245,10 +244,8 @@ def steps_to_start(size: int, rings: int) -> int:
     infos = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", "m") for n in range(1, size + 1))
     order = tuple(info.peer for info in infos)
     plan = m.Plan(5, infos, (m.Ring(order, 1),) * rings, 0)
-    knowledge, outbox = Knowledge(2, 7, True, plan, m.World(size, size, 1, size)), Outbox()
-    abandoned, withdrawals = AbandonedCalls(), Withdrawals()
-    streams = Streams(knowledge, outbox)
-    part = Collectives(knowledge, outbox, streams, abandoned, withdrawals, lambda *_: None)
+    common = Common(Knowledge(2, 7, True, plan, m.World(size, size, 1, size)))
+    part = Collectives(common, lambda *_: None)
     calls: list[str] = []
 
     def count(frame: typing.Any, event: str, _: object) -> None:
@@ -267,7 +264,7 @@ def steps_to_start(size: int, rings: int) -> int:
         finally:
             sys.setprofile(before)
             gc.enable()
-    started = [effect for effect in outbox.take() if isinstance(effect, StartOp)]
+    started = [effect for effect in common.outbox.take() if isinstance(effect, StartOp)]
     assert [len(one.rings) for one in started] == [rings, rings]
     assert {place.members for one in started for place in one.rings} == {size}
     return len(calls)

@@ -9,8 +9,8 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.effects import Answer, Fail, Fault, Outbox
-from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
+from pccl.protocol.peer.effects import Answer, Fail, Fault
+from pccl.protocol.peer.streams import Common, Part
 from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.types import Result
 
@@ -197,18 +197,11 @@ def _called(vote: Vote) -> m.Called:
     return m.Called.FINISH if vote.finish else m.Called.TOPOLOGY
 
 
-class Votes:
+class Votes(Part):
     """The calls that wait for their rounds, with their votes."""
 
-    def __init__(
-        self,
-        knowledge: Knowledge,
-        outbox: Outbox,
-        abandoned: AbandonedCalls,
-        withdrawals: Withdrawals,
-    ) -> None:
-        self._knowledge, self._outbox = knowledge, outbox
-        self._abandoned, self._withdrawals = abandoned, withdrawals
+    def __init__(self, common: Common) -> None:
+        super().__init__(common)
         self._waiting: dict[int, Vote] = {}
 
     def __contains__(self, call: int) -> bool:
@@ -257,7 +250,7 @@ class Votes:
     def _end(self, call: int, end: Answer | Fail) -> None:
         """Ends a call; its caller is told unless it has left."""
         del self._waiting[call]
-        self._withdrawals.forget(call)
+        self._withdrawals.pop(call, None)
         if call in self._abandoned:
             self._abandoned.resolve(call)
         else:
@@ -268,7 +261,7 @@ class Votes:
     def release(self, call: int, fail: Fail) -> None:
         """A caller leaves before its round has ended."""
         vote = self._waiting[call]
-        self._withdrawals.forget(call)
+        self._withdrawals.pop(call, None)
         self._abandoned.add(call, type(vote).__name__, fail.fault is Fault.TIMEOUT)
         self._outbox.do(replace(fail, result=WITHDRAWN[KINDS[_called(vote)]], phase=ENTERING))
 

@@ -33,14 +33,13 @@ from pccl.protocol.peer.effects import (
     EagerOp,
     Fail,
     Fault,
-    Outbox,
     Reduced,
     RegisterOp,
     StartOp,
     Store,
 )
-from pccl.protocol.peer.state import OUTCOMES_KEPT, AbandonedCalls, Knowledge, Withdrawals
-from pccl.protocol.peer.streams import Streams
+from pccl.protocol.peer.state import OUTCOMES_KEPT
+from pccl.protocol.peer.streams import Common, Part
 from pccl.protocol.ring import RingPlace, places, receivers
 from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.protocol.strategy import Strategy, choose
@@ -55,25 +54,20 @@ def tag_of_send(tag: int, pair: tuple[int, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-class Collectives:
+class Collectives(Part):
     """All collectives for which this peer has voted and whose calls are not answered."""
 
     def __init__(
         self,
-        knowledge: Knowledge,
-        outbox: Outbox,
-        streams: Streams,
-        abandoned: AbandonedCalls,
-        withdrawals: Withdrawals,
+        common: Common,
         # called, with call and title, for a collective that has succeeded for the others after its
         # caller had left
         succeeded_without: Callable[[int, str], None],
     ) -> None:
-        self._knowledge, self._outbox, self._streams = knowledge, outbox, streams
-        self._abandoned, self._withdrawals = abandoned, withdrawals
+        super().__init__(common)
         self._succeeded_without = succeeded_without
         self._by_call: dict[int, Collective] = {}
-        self._by_seq: dict[int, Collective] = {}  # those that have started and have no outcome
+        self.started: dict[int, Collective] = {}  # those that have started and have no outcome
         self._small: deque[m.Small] = deque()  # results that others may lack
         self._outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES_KEPT)
         self._unvoted: set[int] = set()  # those that Resume reported without a vote
@@ -90,13 +84,8 @@ class Collectives:
         return next((one.call for one in found if (one.tag, one.pair) == (tag, pair)), None)
 
     @property
-    def started(self) -> dict[int, Collective]:
-        """The collectives that have started and have no outcome, by sequence number."""
-        return self._by_seq
-
-    @property
     def moving(self) -> list[int]:
-        return [one.call for one in self._by_seq.values() if one.state is State.RUNNING]
+        return [one.call for one in self.started.values() if one.state is State.RUNNING]
 
     # ---- the start ----
 
@@ -146,13 +135,13 @@ class Collectives:
 
     def _start_op(self, one: Collective, started: m.Started) -> None:
         seq = started.seq
-        self._by_seq[seq] = one
+        self.started[seq] = one
         if not one.move(Event.STARTED):
             why = one.broken[:WHY_MAX] if one.parting is None else GONE
             self._outbox.send(m.FinishVote(seq, False, why, one.cause))
             return
         if one.impatient:  # it started while the vote was being taken back
-            fail = timed_out(one.call, self._withdrawals.why(one.call, GONE))
+            fail = timed_out(one.call, self._withdrawals.get(one.call, GONE))
             self.stop(one, GONE, m.Cause.TIMEOUT, fail)
             return
         if one.pair:
@@ -182,7 +171,7 @@ class Collectives:
 
     def _vote_on(self, one: Collective, data: bytes) -> None:
         """A small collective has its result, which is not final."""
-        self._by_seq[one.seq] = one
+        self.started[one.seq] = one
         if not one.move(Event.RESULT):
             self._outbox.send(m.FinishVote(one.seq, False, GONE))
             return
@@ -225,7 +214,7 @@ class Collectives:
         self._conclude(one)
 
     def progress(self, one: Collective, done: int) -> None:
-        if one.state is State.RUNNING and one.seq in self._by_seq:
+        if one.state is State.RUNNING and one.seq in self.started:
             self._outbox.send(m.Progress(one.seq, done))
 
     def fail(self, one: Collective, why: str, cause: m.Cause) -> None:
@@ -268,12 +257,12 @@ class Collectives:
 
     def interrupt(self, interrupt: m.Interrupt) -> None:
         """Another peer cannot complete a collective: this peer votes on it now."""
-        one = self._by_seq.get(interrupt.seq)
+        one = self.started.get(interrupt.seq)
         if one is not None:
             self._give_up(one, Event.STOPPED, interrupt.why)
 
     def finish(self, finished: m.Finished) -> None:
-        one = self._by_seq.pop(finished.seq, None)
+        one = self.started.pop(finished.seq, None)
         if one is None:
             return
         self._outcomes.append((finished.seq, finished.ok))
@@ -318,7 +307,7 @@ class Collectives:
         if one.outcome is None or not one.settled:
             return
         del self._by_call[one.call]
-        self._withdrawals.forget(one.call)
+        self._withdrawals.pop(one.call, None)
         if one.told:
             self._abandoned.resolve(one.call)
         elif isinstance(one.outcome, Fail):
@@ -336,7 +325,7 @@ class Collectives:
 
     def release(self, one: Collective, fail: Fail) -> None:
         """A caller leaves before its collective has ended."""
-        self._withdrawals.forget(one.call)
+        self._withdrawals.pop(one.call, None)
         if one.outcome is not None:
             return
         self._abandoned.add(one.call, one.place, fail.fault is Fault.TIMEOUT)
@@ -354,7 +343,7 @@ class Collectives:
 
     def report(self) -> tuple[tuple[m.Open, ...], Outcomes, tuple[m.Small, ...]]:
         """The report to a restarted master: open collectives, outcomes, and small results."""
-        open_ = tuple(one.open for _, one in sorted(self._by_seq.items()))
+        open_ = tuple(one.open for _, one in sorted(self.started.items()))
         self._unvoted = {each.seq for each in open_ if each.vote is None}
         return open_, tuple(self._outcomes), tuple(self._small)
 
@@ -363,12 +352,12 @@ class Collectives:
         for one in self._by_call.values():
             if one.unstarted and one.parting is None:
                 self._outbox.send(one.vote(self._knowledge.last_seq))
-        for seq, one in self._by_seq.items():
+        for seq, one in self.started.items():
             if seq in self._unvoted and one.state is not State.RUNNING:
                 self._outbox.send(m.FinishVote(seq, one.state is State.COMPLETE))
 
     def end(self, over: Fail) -> None:
-        self._by_seq.clear()
+        self.started.clear()
         for one in list(self._by_call.values()):
             if one.outcome is None:
                 self._abort(one, replace(over, call=one.call, phase=one.phase))

@@ -18,10 +18,9 @@ its call ends as soon as the engine is settled, and may remain as an abandoned o
 How it is made
 --------------
 
-`Peer` passes each event to the part that handles it. Each part uses only the parts before it, in
-this order: `Outbox`, `Knowledge`, `AbandonedCalls` and `Withdrawals`, `Streams`; `Votes` for calls
-that are one round, `Collectives`, and `Transfers`. `Synchronizations` and `Optimizations` handle
-the plans and results of transfers.
+`Peer` passes each event to the part that handles it: `Votes` for calls that are one round,
+`Collectives`, and `Transfers`. `Synchronizations` and `Optimizations` handle the plans and results
+of transfers. The parts share the objects in `Common` (streams.py).
 """
 
 from __future__ import annotations
@@ -55,11 +54,10 @@ from pccl.protocol.peer.effects import (
     Fail,
     Fault,
     MembersChanged,
-    Outbox,
     Waits,
 )
-from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, AbandonedCalls, Knowledge, Withdrawals
-from pccl.protocol.peer.streams import Streams
+from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, Knowledge
+from pccl.protocol.peer.streams import Common
 from pccl.protocol.peer.transfers import Optimizations, Synchronizations, Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.strategy import DEFAULTS, Settings
@@ -79,18 +77,14 @@ class Peer:
     def __init__(self, master: str = "", settings: Settings = DEFAULTS) -> None:
         self._away = f"while the master{f' at {master}' if master else ''} was away"
         self.knowledge = Knowledge(settings=settings)  # what this peer knows of the run
-        self._outbox = Outbox()
-        self._abandoned = AbandonedCalls()
-        self._withdrawals = Withdrawals()
-        self._streams = Streams(self.knowledge, self._outbox)
-        known = self.knowledge, self._outbox
-        self.votes = Votes(*known, self._abandoned, self._withdrawals)
-        self.collectives = Collectives(
-            *known, self._streams, self._abandoned, self._withdrawals, self._succeeded_without
-        )
-        self.transfers = Transfers(*known, self._streams, self._abandoned, self._withdrawals)
-        self._syncs = Synchronizations(*known, self._abandoned, self.transfers)
-        self._optimizations = Optimizations(*known, self._abandoned, self.transfers)
+        common = Common(self.knowledge)
+        self._outbox, self._streams = common.outbox, common.streams
+        self._abandoned, self._withdrawals = common.abandoned, common.withdrawals
+        self.votes = Votes(common)
+        self.collectives = Collectives(common, self._succeeded_without)
+        self.transfers = Transfers(common)
+        self._syncs = Synchronizations(common, self.transfers)
+        self._optimizations = Optimizations(common, self.transfers)
         self._hello: m.Hello | None = None
         self._joining: int | None = None
         self._by_type: dict[type, Callable[[Any], None]] = {
@@ -304,7 +298,7 @@ class Peer:
         elif call in self.votes or one is not None or self.transfers.of(call):
             if one is not None:
                 one.impatient = True
-            self._withdrawals.add(call, why)
+            self._withdrawals[call] = why
             self._send_withdraw(call)
         return self._outbox.take()
 
@@ -541,7 +535,7 @@ class Peer:
     def disconnected(self, why: str) -> list[Effect]:
         """The connection to the master broke; `reconnected` or `lost_master` follows."""
         self._outbox.known = False
-        for call, reason in self._withdrawals.all():
+        for call, reason in list(self._withdrawals.items()):
             self._release(timed_out(call, f"{reason}, {self._away}"))
         if self.number == 0 and self.over is None:  # not even registered
             self._end(Result.MASTER_CONNECTION_FAILED, why, Fault.MASTER_LOST)

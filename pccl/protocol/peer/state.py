@@ -178,33 +178,3 @@ class AbandonedCalls:
 def _both(enter: Enter, then: Enter) -> None:
     enter()
     then()
-
-
-class Withdrawals:
-    """Calls that are being withdrawn, until the master has answered."""
-
-    def __init__(self) -> None:
-        self._whys: dict[int, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._whys)
-
-    def add(self, call: int, why: str) -> None:
-        """The caller of a call has withdrawn."""
-        self._whys[call] = why
-
-    def why(self, call: int, otherwise: str) -> str:
-        """Why the caller has withdrawn; `otherwise` if it has not."""
-        return self._whys.get(call, otherwise)
-
-    def forget(self, call: int) -> None:
-        """A call has ended."""
-        self._whys.pop(call, None)
-
-    def all(self) -> list[tuple[int, str]]:
-        """All withdrawn calls, and why."""
-        return list(self._whys.items())
-
-    def clear(self) -> None:
-        """All calls have ended."""
-        self._whys.clear()

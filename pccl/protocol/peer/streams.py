@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Set
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.peer.effects import CloseStream, OpenStream, Outbox
-from pccl.protocol.peer.state import Knowledge
+from pccl.protocol.peer.state import AbandonedCalls, Knowledge
 from pccl.protocol.ring import successors
 
 
@@ -132,3 +132,23 @@ class Streams:
         """Closes the streams of the epoch, and those of sends, for good."""
         self._close_epoch()
         self.keep(frozenset())
+
+
+class Common:
+    """The objects that all parts of a peer use."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self.knowledge, self.outbox = knowledge, Outbox()
+        self.streams = Streams(knowledge, self.outbox)
+        self.abandoned = AbandonedCalls()
+        # calls that the master is asked to take back, until it answers, and why
+        self.withdrawals: dict[int, str] = {}
+
+
+class Part:
+    """A part of a peer; it has what is common to all parts."""
+
+    def __init__(self, common: Common) -> None:
+        self._knowledge, self._outbox = common.knowledge, common.outbox
+        self._streams, self._abandoned = common.streams, common.abandoned
+        self._withdrawals = common.withdrawals

@@ -29,13 +29,11 @@ from pccl.protocol.peer.effects import (
     Fetched,
     Follow,
     Measure,
-    Outbox,
     RegisterOp,
     StartTransfer,
     Synced,
 )
-from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
-from pccl.protocol.peer.streams import Streams
+from pccl.protocol.peer.streams import Common, Part
 from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.types import Result, SharedStateSyncStrategy
 
@@ -83,30 +81,17 @@ class Transfer:
         return "while peers fetched the content that they lack"
 
 
-class Transfers:
+class Transfers(Part):
     """The transfer in which this peer takes part, if any."""
 
-    def __init__(
-        self,
-        knowledge: Knowledge,
-        outbox: Outbox,
-        streams: Streams,
-        abandoned: AbandonedCalls,
-        withdrawals: Withdrawals,
-    ) -> None:
-        self._knowledge, self._outbox, self._streams = knowledge, outbox, streams
-        self._abandoned, self._withdrawals = abandoned, withdrawals
-        self._current: Transfer | None = None
-
-    @property
-    def current(self) -> Transfer | None:
-        """The transfer, until the engine has settled it."""
-        return self._current
+    def __init__(self, common: Common) -> None:
+        super().__init__(common)
+        self.current: Transfer | None = None  # until the engine has settled it
 
     @property
     def open(self) -> Transfer | None:
         """The transfer, until its end is known."""
-        one = self._current
+        one = self.current
         return one if one is not None and one.outcome is None else None
 
     def of(self, call: int) -> Transfer | None:
@@ -120,7 +105,7 @@ class Transfers:
         return one if one is not None and one.planned and one.seq == seq else None
 
     def enter(self, transfer: Transfer) -> None:
-        self._current = transfer
+        self.current = transfer
         transfer.ops.add(transfer.serve_op)
         run, heard = self._knowledge.run, self._knowledge.last_seq
         self._outbox.do(RegisterOp(transfer.serve_op, run, 0, heard))
@@ -195,7 +180,7 @@ class Transfers:
     # ---- the engine ----
 
     def complete(self, op: int, settled: bool, rx: int) -> None:
-        one = self._current
+        one = self.current
         if one is None or op != one.fetch_op:
             return
         one.fetched = True
@@ -211,7 +196,7 @@ class Transfers:
 
     def fail(self, op: int, why: str, starved: int) -> None:
         """An op has failed; `starved`: only for lack of streams, under the plan of this number."""
-        one = self._current
+        one = self.current
         if one is not None and op == one.serve_op:
             self._serve_failed(one, why, starved)
         elif one is not None and op == one.fetch_op and one.planned:
@@ -222,7 +207,7 @@ class Transfers:
             self.report(one, False, why)
 
     def settle(self, op: int, tx: int, rx: int) -> None:
-        one = self._current
+        one = self.current
         if one is not None and op in one.ops:
             one.tx_bytes += tx
             one.rx_bytes += rx
@@ -245,7 +230,7 @@ class Transfers:
 
     def release(self, one: Transfer, fail: Fail) -> None:
         """A caller leaves before its transfer has ended."""
-        self._withdrawals.forget(one.call)
+        self._withdrawals.pop(one.call, None)
         self._abandoned.add(one.call, type(one.vote).__name__, fail.fault is Fault.TIMEOUT)
         result = WITHDRAWN[Kind.OPTIMIZE if one.optimizes else Kind.SYNC]
         self.end(one, replace(fail, result=result, phase=one.phase))
@@ -268,8 +253,8 @@ class Transfers:
     def _conclude(self, one: Transfer) -> None:
         if one.outcome is None or one.ops:
             return
-        self._current = None
-        self._withdrawals.forget(one.call)
+        self.current = None
+        self._withdrawals.pop(one.call, None)
         if isinstance(one.outcome, m.SyncResult):
             result = one.outcome
             synced = Synced(result.revision, one.tx_bytes, one.rx_bytes, result.divergence)
@@ -289,14 +274,12 @@ def _slot(one: Transfer, receiver: int) -> int:
 RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 
 
-class Synchronizations:
+class Synchronizations(Part):
     """Handles plans and results of synchronizations."""
 
-    def __init__(
-        self, knowledge: Knowledge, outbox: Outbox, abandoned: AbandonedCalls, transfers: Transfers
-    ) -> None:
-        self._knowledge, self._outbox = knowledge, outbox
-        self._abandoned, self._transfers = abandoned, transfers
+    def __init__(self, common: Common, transfers: Transfers) -> None:
+        super().__init__(common)
+        self._transfers = transfers
         self._plan: m.SyncPlan | None = None
 
     # ---- plans ----
@@ -400,14 +383,12 @@ class Synchronizations:
         self.synced(m.SyncResult(one.call, done.revision, done.sync, done.plan, short=done.short))
 
 
-class Optimizations:
+class Optimizations(Part):
     """Handles probes and results of optimizations."""
 
-    def __init__(
-        self, knowledge: Knowledge, outbox: Outbox, abandoned: AbandonedCalls, transfers: Transfers
-    ) -> None:
-        self._knowledge, self._outbox = knowledge, outbox
-        self._abandoned, self._transfers = abandoned, transfers
+    def __init__(self, common: Common, transfers: Transfers) -> None:
+        super().__init__(common)
+        self._transfers = transfers
         self._holders: tuple[int, ...] = ()
 
     # ---- probes ----
