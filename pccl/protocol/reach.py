@@ -16,25 +16,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from pccl.protocol import messages as m
 from pccl.support.text import address_text
 
 
-class Placed(Protocol):
-    """An object with a peer's machine, such as a PeerInfo or a Hello."""
-
-    @property
-    def ipc(self) -> str:
-        """Its address for peers of the same machine."""
-
-    @property
-    def machine(self) -> str:
-        """Its machine."""
-
-
-def local(one: Placed, other: Placed) -> bool:
+def local(one: m.PeerInfo | m.Hello, other: m.PeerInfo) -> bool:
     """True if two peers reach each other without a network."""
     return bool(one.ipc and other.ipc) and one.machine == other.machine
 

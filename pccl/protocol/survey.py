@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from pccl.protocol.topology import SPREAD_MAX, Hop, Link, best_order, hops, tournament, typical
 
@@ -23,13 +23,6 @@ SLOTS_MAX = 32  # of a survey; sets that have not been compared by then count as
 SITE_US = 25_000  # until the first bytes, which takes five round trips: of one site
 
 Slot: TypeAlias = dict[int, tuple[int, ...]]  # what is measured at once: receivers, their senders
-
-
-class Schedule(Protocol):
-    """The measurements of one group."""
-
-    def next(self, links: Mapping[Hop, Link]) -> Slot:
-        """The next slot, by the links that are known so far; empty: there is no more."""
 
 
 class Everything:
@@ -54,6 +47,7 @@ class Everything:
             self._slots.append({number: senders for number, senders in distant.items() if senders})
 
     def next(self, links: Mapping[Hop, Link]) -> Slot:
+        """The next slot, by the links that are known so far; empty: there is no more."""
         return self._slots.popleft() if self._slots else {}
 
 
@@ -122,6 +116,9 @@ class Survey:
                 done.add(both)
                 pairs.append((free[name].pop(), free[other].pop()))
         return pairs
+
+
+Schedule: TypeAlias = Everything | Survey  # the measurements of one group
 
 
 def tour(sites: Sequence[Sequence[int]], measured: Mapping[Hop, Link]) -> tuple[int, ...]:

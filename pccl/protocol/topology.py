@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, permutations
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pccl.protocol.messages import RINGS_MAX, Ring
 
@@ -39,13 +39,6 @@ class Link(NamedTuple):
 
 
 LOCAL = Link(8 << 30, 100)  # within a machine: more than any network, and not worth measuring
-
-
-class Hops(Protocol):
-    """Links, by hop."""
-
-    def __getitem__(self, hop: tuple[int, int], /) -> Link:
-        """The link of a hop: from the first peer to the second."""
 
 
 class Links:
@@ -156,11 +149,11 @@ def hops(order: Sequence[int]) -> Iterator[tuple[int, int]]:
     return pairwise((*order, order[0]))
 
 
-def slowest(order: Sequence[int], links: Hops) -> tuple[int, int]:
+def slowest(order: Sequence[int], links: Links | Mapping[Hop, Link]) -> tuple[int, int]:
     return min(hops(order), key=lambda hop: links[hop].rate)
 
 
-def best_order(current: Sequence[int], links: Hops) -> tuple[int, ...]:
+def best_order(current: Sequence[int], links: Links | Mapping[Hop, Link]) -> tuple[int, ...]:
     """The best order of one ring over the peers of `current`; it begins with the lowest number."""
     if len(current) <= EXACT_MAX:
         found = exact(current, {hop: _hop_seconds(links[hop]) for hop in permutations(current, 2)})
@@ -176,7 +169,7 @@ def _hop_seconds(link: Link) -> tuple[float, float]:
     return NOMINAL_BYTES / rate, 2 * (link.delay_us * 1e-6 + CHUNK_BYTES / rate)
 
 
-def _order_seconds(order: Sequence[int], links: Hops) -> float:
+def _order_seconds(order: Sequence[int], links: Links | Mapping[Hop, Link]) -> float:
     """The part of `seconds` that depends on the order of a ring."""
     costs = [_hop_seconds(links[hop]) for hop in hops(order)]
     return max(all_s for all_s, _ in costs) + sum(chunk_s for _, chunk_s in costs)
@@ -229,14 +222,14 @@ def exact(current: Sequence[int], costs: Mapping[Hop, tuple[float, float]]) -> t
     return best
 
 
-def _search(current: Sequence[int], links: Hops) -> tuple[int, ...]:
+def _search(current: Sequence[int], links: Links | Mapping[Hop, Link]) -> tuple[int, ...]:
     """The better result of local search from the current order and from a greedy one."""
     found = [_improved(start, links) for start in (list(current), _greedy(current, links))]
     best = min(found, key=lambda order: _order_seconds(order, links))
     return tuple(best)
 
 
-def _greedy(current: Sequence[int], links: Hops) -> list[int]:
+def _greedy(current: Sequence[int], links: Links | Mapping[Hop, Link]) -> list[int]:
     """From each peer to the one with the best rate among those left."""
     order, left = [current[0]], set(current[1:])
     while left:
@@ -246,7 +239,7 @@ def _greedy(current: Sequence[int], links: Hops) -> list[int]:
     return order
 
 
-def _improved(order: list[int], links: Hops) -> list[int]:
+def _improved(order: list[int], links: Links | Mapping[Hop, Link]) -> list[int]:
     """An order that no single change improves, unless the search takes too long."""
     best_s, steps, better = _order_seconds(order, links), 0, True
     while better:

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
 from pccl.ext.mail import Mail
 from pccl.protocol import messages as m
-from pccl.protocol.peer import effects
 from pccl.runtime import limits
 from pccl.runtime.client.engine import EngineOptions
 from pccl.runtime.config import Config
@@ -29,6 +28,10 @@ from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 from pccl.support.text import address_text
 from pccl.types import Result
+
+if TYPE_CHECKING:
+    from pccl.protocol.peer import Peer
+    from pccl.protocol.weights import WeightsMachine
 
 # The first frame of a monitor's message. zmq.utils.monitor would read it, but imports asyncio.
 _EVENT = struct.Struct("=hi")
@@ -195,53 +198,8 @@ class Dealer:
 log = logging.getLogger("pccl")
 
 
-class Machine(Protocol):
-    """The state machine of a client; its effects are performed by a `Driver`."""
-
-    @property
-    def number(self) -> int:
-        """The number that the master has given this peer, or 0."""
-
-    @property
-    def over(self) -> effects.Fail | None:
-        """Why it has ended, and needs no connection any more."""
-
-    @property
-    def idle(self) -> bool:
-        """True if no op refers to any memory."""
-
-    def join(self, call: int, hello: m.Hello) -> list[Any]:
-        """Asks to join."""
-
-    def leave(self, why: str) -> list[Any]:
-        """Leaves; all waiting calls fail."""
-
-    def broken(self, why: str) -> list[Any]:
-        """A thread of pccl in this process has failed."""
-
-    def rendezvous(self, request: m.RendezvousRequest) -> list[Any]:
-        """A stream leads to a client to which this one cannot connect."""
-
-    def received(self, message: m.MasterMessage) -> list[Any]:
-        """Handles a message of the master."""
-
-    def disconnected(self, why: str) -> list[Any]:
-        """The connection broke."""
-
-    def reconnected(self) -> list[Any]:
-        """There is a new connection."""
-
-    def lost_master(self, why: str) -> list[Any]:
-        """The connection is gone for good."""
-
-    def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Any]:
-        """An op holds its whole result. `settled`: nothing refers to its memory any more."""
-
-    def engine_failed(self, op: int, why: str, starved: int, cause: m.Cause) -> list[Any]:
-        """An op cannot complete. `starved`: under the plan of this seq, for lack of a stream."""
-
-    def engine_settled(self, op: int, tx: int, rx: int) -> list[Any]:
-        """The engine no longer refers to the memory of an op."""
+# The state machine of a client; its effects are performed by a `Driver`.
+Machine: TypeAlias = "Peer | WeightsMachine"
 
 
 class MasterConnection:
