@@ -323,9 +323,6 @@ def _served(master: MasterNode) -> bool:
 
 def _forget_all() -> None:
     """In a forked child: forgets the masters, which belong to the parent."""
-    for master in _running:
-        if master._service is not None:
-            master._service.forked()
     _running.clear()
     _handle_sigterm(False)
 

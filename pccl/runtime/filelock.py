@@ -12,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+from pccl.runtime import forks
+
 if sys.platform == "win32":
     import msvcrt
 
@@ -62,6 +64,7 @@ class FileLock:
             if error.errno in HELD:
                 raise Taken(text) from None
             raise
+        forks.watch(self)
         self.text = self._read()  # the text of the previous holder; "" if it cannot be read
 
     def _read(self) -> str:
@@ -76,5 +79,9 @@ class FileLock:
         os.write(self._descriptor, (" " + text.ljust(WIDTH - 1) + "\n").encode())
 
     def close(self) -> None:
-        """Releases it. In a forked child it closes the child's copy: the parent keeps the lock."""
-        os.close(self._descriptor)
+        """Releases it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    forked = close  # in a forked child this closes the child's copy: the parent keeps the lock

@@ -144,10 +144,6 @@ class EventFile:
         self._shut()
         self._lock.close()
 
-    def forked(self) -> None:
-        """Called in a forked child: the lock belongs to the parent."""
-        self._lock.close()
-
     def _open(self, number: int) -> None:
         """Opens the file, and appends a head after the lines of earlier masters."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
@@ -310,10 +306,6 @@ class EventLog:
             self._news.notify_all()
         self._over.set()
         self._thread.join(limits.JOURNAL_CLOSE_S)
-
-    def forked(self) -> None:
-        """Called in a forked child: the file belongs to the parent."""
-        self._file.forked()
 
     def _note(
         self, at_s: float, event: inputs.Input, effects: list[Effect], failed: str = ""

@@ -170,10 +170,6 @@ class JournalFile:
         self._shut()
         self._lock.close()
 
-    def forked(self) -> None:
-        """Called in a forked child: the lock belongs to the parent."""
-        self._lock.close()
-
     def _mark(self, behind: bool) -> None:
         self._lock.leave(f"{'behind' if behind else 'complete'}, process {os.getpid()}")
         self._marked = behind
@@ -364,10 +360,6 @@ class Scribe:
             self._ending = True
             self._news.notify_all()
         self._thread.join(limits.JOURNAL_CLOSE_S)
-
-    def forked(self) -> None:
-        """Called in a forked child: the file belongs to the parent."""
-        self._file.forked()
 
     # ---- the thread ----
 

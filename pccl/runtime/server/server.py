@@ -194,13 +194,6 @@ class Server:
         with contextlib.suppress(OSError):  # it has ended, or will wake up anyway
             self._wake_out.send(b"\0")
 
-    def forked(self) -> None:
-        """Called in a forked child: releases the parent's lock of the journal there."""
-        if self._journal is not None:
-            self._journal.forked()
-        if self._events is not None:
-            self._events.forked()
-
     def close(self) -> None:
         """Closes everything, if no thread serves. The port can be bound again at once."""
         self._opened.close()
@@ -623,12 +616,6 @@ class Service:
         """Asks the server to end, from any thread or a signal handler."""
         if os.getpid() == self._pid:
             self.server.stop()
-
-    def forked(self) -> None:
-        """Called in a forked child: releases there what belongs to the parent."""
-        self.server.forked()
-        if self._web is not None:
-            self._web.forked()
 
     def wait(self) -> None:
         while not self.over:

@@ -34,7 +34,7 @@ from pccl.protocol.master.status import Phase
 from pccl.protocol.master.tally import BOUNDS_S, Histogram
 from pccl.protocol.rounds import Kind
 from pccl.protocol.topology import hops
-from pccl.runtime import limits
+from pccl.runtime import forks, limits
 from pccl.support.text import address_text
 
 log = logging.getLogger("pccl")
@@ -364,6 +364,7 @@ class Web:
         self._made: dict[str, Reply] = {}  # replies made from the last status, by path
         self._stale_s = 0.0  # when the last status expires
         self._thread = threading.Thread(target=self._run, name="pccl-http", daemon=True)
+        forks.watch(self)
 
     def start(self) -> None:
         """Begins to answer. Raises RuntimeError if no thread can be started."""
