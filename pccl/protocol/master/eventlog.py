@@ -11,10 +11,11 @@ The file is runtime/server/eventlog.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -26,6 +27,7 @@ from pccl.protocol.master.effects import Drop, Effect, Note, Send
 from pccl.protocol.master.machine import Master
 from pccl.support.text import KEY
 
+T = TypeVar("T")
 RUN_BYTES = 7  # any number of a run has 62 bits
 
 
@@ -47,74 +49,17 @@ class Redactor:
 
     def event(self, event: inputs.Input) -> inputs.Input:
         """Redacts an input, and leaves its payloads out; `sizes` gives their sizes."""
-        match event:
-            case inputs.Received(_, m.StartVote() as vote) if vote.data is not None:
-                return replace(event, message=replace(vote, data=b""))
-            case inputs.Received(_, m.RendezvousRequest() as meet):
-                return replace(event, message=replace(meet, token=self._token(meet.token)))
-            case inputs.Hello(_, hello):
-                safe = replace(hello, curve=self._curve(hello.curve), dial="")
-                return replace(event, message=safe)
-            case inputs.Resume(_, resume):
-                safe_resume = replace(
-                    resume,
-                    run=self.run(resume.run),
-                    info=self._info(resume.info),
-                    known=self._infos(resume.known),
-                    small=tuple(replace(one, data=b"") for one in resume.small),
-                    dial="",
-                )
-                return replace(event, message=safe_resume)
-            case inputs.Began(run, _, journal):
-                if journal is not None:
-                    journal = type(journal)(
-                        self.run(journal.run),
-                        journal.incarnation,
-                        journal.next_peer,
-                        journal.accepted,
-                        journal.complete,
-                        journal.refused,
-                    )
-                return replace(event, run=self.run(run), journal=journal)
-        return event
+        return self._clean(event, lambda data: b"")
 
     def message(self, message: m.MasterMessage) -> m.MasterMessage:
         """Redacts a message of the master, and replaces data by its size."""
-        match message:
-            case m.Started(data=data):
-                size = None if data is None else b"%d" % len(data)
-                return replace(message, data=size, nonce=0)
-            case m.Plan(peers=peers):
-                return replace(message, peers=self._infos(peers), nonce=0)
-            case m.SyncPlan() | m.Probe():
-                return replace(message, nonce=0)
-            case m.Welcome():
-                return replace(message, nonce=0)
-            case m.Source(holder=info):
-                return replace(message, holder=self._info(info), nonce=0)
-            case m.Serve(receiver=info):
-                return replace(message, receiver=self._info(info), nonce=0)
-            case m.RendezvousJoin(sender=info, token=token):
-                return replace(message, sender=self._info(info), token=self._token(token))
-            case m.RendezvousResult(token=token, relay=relay):
-                relay = None if relay is None else self._info(relay)
-                return replace(message, token=self._token(token), relay=relay)
-            case m.RendezvousRelay(token, sender, receiver):
-                one, other = self._infos((sender, receiver))
-                return m.RendezvousRelay(self._token(token), one, other)
-            case m.Admitted(run=run):
-                return replace(message, run=self.run(run))
-            case m.Missed(small=small):
-                return replace(message, small=replace(small, data=b"%d" % len(small.data)))
-        return message
+        return self._clean(message, lambda data: b"%d" % len(data))
 
-    def effect(self, effect: effects.Effect) -> Any:
+    def effect(self, effect: Effect) -> Any:
         """Redacts an effect, except for the message of a `Send`."""
         match effect:
-            case effects.Remember(info):
-                return self._info(info)
-            case effects.Dial(info):
-                return self._info(info)
+            case effects.Remember(info) | effects.Dial(info):
+                return self._clean(info, bytes)
             case effects.Adopt(run, incarnation):
                 return self.run(run), incarnation
             case effects.Drop(conn, why):
@@ -126,11 +71,31 @@ class Redactor:
             case effects.Send(conn):
                 return conn
 
-    def _info(self, info: m.PeerInfo) -> m.PeerInfo:
-        return replace(info, curve=self._curve(info.curve)) if info.curve else info
-
-    def _infos(self, infos: Iterable[m.PeerInfo]) -> tuple[m.PeerInfo, ...]:
-        return tuple(map(self._info, infos))
+    def _clean(self, value: T, data: Callable[[bytes], bytes]) -> T:
+        """A structure, or several, without secrets: these are known by the names of fields."""
+        if isinstance(value, tuple):
+            return cast(T, tuple(self._clean(each, data) for each in value))
+        if not isinstance(value, Struct):
+            return value
+        changed: dict[str, object] = {}
+        for name in _secrets(type(value)):
+            before = getattr(value, name)
+            match name:
+                case "run":
+                    changed[name] = self.run(before)
+                case "token":
+                    changed[name] = self._token(before)
+                case "curve":
+                    changed[name] = self._curve(before)
+                case "nonce":
+                    changed[name] = 0
+                case "dial":
+                    changed[name] = ""
+                case "data" if before is not None:
+                    changed[name] = data(before)
+                case _:
+                    changed[name] = self._clean(before, data)
+        return replace(value, **changed) if changed else value
 
     def _curve(self, key: str) -> str:
         """A pseudonym for a key. Text that is no key stays, because errors quote it."""
@@ -146,6 +111,24 @@ class Redactor:
     def _hash(self, what: bytes, nbytes: int) -> bytes:
         assert self._key is not None
         return blake2b(what, key=self._key, digest_size=nbytes).digest()
+
+
+SECRETS = {"run", "token", "curve", "nonce", "dial", "data"}
+
+
+@functools.cache
+def _secrets(kind: type[Struct]) -> tuple[str, ...]:
+    """The fields of a structure that are secrets, or have any inside."""
+    hints = get_type_hints(kind).items()
+    return tuple(n for n, hint in hints if n in SECRETS or any(map(_secrets, _structures(hint))))
+
+
+def _structures(hint: Any) -> Iterator[type[Struct]]:
+    """The structures in a type."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        yield hint
+    for inner in get_args(hint):
+        yield from _structures(inner)
 
 
 def sizes(event: inputs.Input) -> tuple[int, ...]:
@@ -299,31 +282,22 @@ class Recorder:
 
 def _without_call(message: m.MasterMessage) -> Told:
     """A message without the fields that differ from peer to peer."""
-    name = type(message).__name__
+    same = ("seq", "final", "ok", "epoch", "holders", "revision", "why")
+    told = {name: getattr(message, name) for name in same if hasattr(message, name)}
     match message:
-        case m.Started(_, seq, epoch, _, final):
-            return Told(name, (), seq=seq, epoch=epoch, final=final)
-        case m.Finished(seq, ok, why):
-            return Told(name, (), seq=seq, ok=ok, why=why)
-        case m.Interrupt(seq, why):
-            return Told(name, (), seq=seq, ok=False, why=why)
-        case m.CallError(_, _, why, _, seq):
-            return Told(name, (), seq=seq, ok=False, why=why)
-        case m.Refused(_, why) | m.Kicked(_, why):
-            return Told(name, (), ok=False, why=why)
-        case m.Plan(epoch, _, rings):
-            return Told(name, (), epoch=epoch, rings=tuple(ring.order for ring in rings))
-        case m.SyncPlan(_, seq, _, holders, fetch):
-            return Told(name, (), seq=seq, holders=holders, fetches=len(fetch))
-        case m.SyncResult(_, revision, _, plan, _, short):
-            return Told(name, (), seq=plan, revision=revision, ok=not short)
-        case m.Probe(_, seq, peers):
-            return Told(name, (), seq=seq, holders=peers)
-        case m.PendingResult(_, pending):
-            return Told(name, (), ok=pending)
-        case m.Waiting(_, why):
-            return Told(name, (), why=why)
-    return Told(name, ())
+        case m.Interrupt() | m.CallError() | m.Refused() | m.Kicked():
+            told["ok"] = False
+        case m.Plan(rings=rings):
+            told["rings"] = tuple(ring.order for ring in rings)
+        case m.SyncPlan(fetch=fetch):
+            told["fetches"] = len(fetch)
+        case m.SyncResult(plan=plan, short=short):
+            told["seq"], told["ok"] = plan, not short
+        case m.Probe(peers=peers):
+            told["holders"] = peers
+        case m.PendingResult(pending=pending):
+            told["ok"] = pending
+    return Told(type(message).__name__, (), **told)
 
 
 def _told(say: Told, those: list[tuple[int, m.MasterMessage]]) -> Told:

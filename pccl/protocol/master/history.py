@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from msgspec import Struct
+
 from pccl.protocol import messages as m
 from pccl.protocol.master.effects import Refusal
 from pccl.types import Result
@@ -37,8 +39,7 @@ def keep_latest(refused: MutableMapping[int, Any]) -> None:
         del refused[min(refused.keys() - {WHOLE_RUN})]
 
 
-@dataclass(frozen=True, slots=True)
-class Journal:
+class Journal(Struct, frozen=True):
     """What a restarted master knows: the run, the number of restarts, the accepted peers, and why
     others were dropped.
 
@@ -50,7 +51,7 @@ class Journal:
     next_peer: int
     accepted: frozenset[int]
     complete: bool = True
-    refused: Mapping[int, Refusal] = field(default_factory=dict)
+    refused: Mapping[int, Refusal] = {}
 
 
 NONCE_BYTES = 8
