@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from http import HTTPStatus
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -70,186 +70,127 @@ def _hash(content: str) -> str:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+Values = Mapping[str, float | Histogram | None]  # by labels; None: not known
+
+
 def exposition(status: Status) -> str:
     """All metrics of a run, in the text format of Prometheus."""
-    return "".join(f"{line}\n" for line in _lines(status))
+    lines: list[str] = []
+    for name, kind, text, values in _metrics(status):
+        lines += [f"# HELP pccl_{name} {text}", f"# TYPE pccl_{name} {kind}"]
+        for labels, value in values.items():
+            if isinstance(value, Histogram):
+                lines += _histogram(f"pccl_{name}", labels, value)
+            elif value is not None:
+                lines.append(
+                    f"pccl_{name}{{{labels}}} {value}" if labels else f"pccl_{name} {value}"
+                )
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _lines(status: Status) -> Iterator[str]:
-    accepted = sum(group.size for group in status.groups)
-    yield from _metric(
-        "build_info", "gauge", "The version of pccl.", {status.version: 1}, label="version"
-    )
-    yield from _metric("world_size", "gauge", "Accepted peers.", {"": accepted})
-    pending = len(status.peers) - accepted
-    yield from _metric("peers_pending", "gauge", "Peers that wait for admission.", {"": pending})
-    text = "Whether a restarted master waits for its earlier peers."
-    yield from _metric("recovering", "gauge", text, {"": int(status.recovering)})
-    yield from _groups(status)
-    yield from _bandwidth(status)
-    yield from _links(status)
-    yield from _waits(status)
-    yield from _lateness(status)
-    yield from _weights(status)
-    yield from _counts(status)
-    yield from _bytes(status)
-    yield from _durations(status)
+def _histogram(name: str, labels: str, durations: Histogram) -> Iterator[str]:
+    cumulated = list(accumulate(durations.counts))
+    for bound, count in zip((*BOUNDS_S, "+Inf"), cumulated, strict=True):
+        yield f'{name}_bucket{{{labels}{"," if labels else ""}le="{bound}"}} {count}'
+    shown = f"{{{labels}}}" if labels else ""
+    yield f"{name}_sum{shown} {durations.total_s}"
+    yield f"{name}_count{shown} {cumulated[-1]}"
 
 
-def _groups(status: Status) -> Iterator[str]:
-    columns = (
-        ("peer_group_size", "Accepted peers of a group.", "size"),
-        ("epoch", "The epoch of a group's rings, which grows when they are renewed.", "epoch"),
-        ("collectives_running", "Collectives that have started and not ended.", "running"),
-        ("shared_state_revision", "The revision of a group's shared state.", "revision"),
-        ("shared_state_holders", "Peers that took part in its last synchronization.", "holders"),
-        ("goodput_ratio", "The share of the time that was not lost to aborts.", "goodput"),
-    )
-    for name, text, field in columns:
-        fields = {str(group.group): getattr(group, field) for group in status.groups}
-        known = {number: value for number, value in fields.items() if value is not None}
-        yield from _metric(name, "gauge", text, known, label="group")
-
-
-def _bandwidth(status: Status) -> Iterator[str]:
-    text = "What each link of the ring carried in the last collective, as nccl-tests counts it."
-    rates = {
-        str(group.group): group.bus_rate / 1e9
-        for group in status.groups
-        if group.bus_rate is not None
-    }
-    yield from _metric("bus_bandwidth_gbs", "gauge", text, rates, label="group")
-
-
-def _links(status: Status) -> Iterator[str]:
-    name = "pccl_link_bandwidth_bytes_per_second"
-    yield f"# HELP {name} A link of a ring, as the last optimize_topology has measured it."
-    yield f"# TYPE {name} gauge"
-    rings = [ring for group in status.groups for ring in group.rings]
-    rates = {
-        hop: rate
-        for ring in rings
-        for hop, rate in zip(hops(ring.order), ring.rates, strict=True)
-        if rate is not None
-    }
-    for (src, dst), rate in rates.items():
-        yield f'{name}{{src="{src}",dst="{dst}"}} {rate}'
-
-
-def _waits(status: Status) -> Iterator[str]:
-    text = "Calls that some peers stand in and that wait for others."
-    number = len(status.waits) + status.waits_left_out
-    yield from _metric("waits", "gauge", text, {"": number})
-    longest = dict.fromkeys(map(str, Phase), 0.0)
-    for wait in status.waits:
-        longest[wait.phase] = max(longest[wait.phase], wait.waited_s)
-    text = "For how long the longest of these waits has lasted."
-    yield from _metric("longest_wait_seconds", "gauge", text, longest, label="phase")
-
-
-def _lateness(status: Status) -> Iterator[str]:
-    """The metrics of each peer. All others have labels with few values."""
-    columns = (
-        ("late_seconds", "gauge", "How long others waited for a peer per call, of late.", "late_s"),
-        ("late_seconds_total", "counter", "How long others waited for a peer.", "late_total_s"),
-        ("awaited_seconds", "gauge", "How long others wait for a peer just now.", "awaited_s"),
-    )
-    for name, kind, text, field in columns:
-        name = f"pccl_peer_{name}"
-        yield f"# HELP {name} {text}"
-        yield f"# TYPE {name} {kind}"
-        for peer in status.peers:
-            own = f'peer="{peer.peer}",name="{_escaped(peer.name)}"'
-            yield f"{name}{{{own}}} {getattr(peer, field)}"
+def _by(label: str, values: Mapping[Any, float | Histogram | None]) -> Values:
+    return {f'{label}="{_escaped(str(of))}"': value for of, value in values.items()}
 
 
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def _weights(status: Status) -> Iterator[str]:
-    weights = status.weights
+GROUP = (  # of each group: metric, what it is, field
+    ("peer_group_size", "Accepted peers of a group.", "size"),
+    ("epoch", "The epoch of a group's rings, which grows when they are renewed.", "epoch"),
+    ("collectives_running", "Collectives that have started and not ended.", "running"),
+    ("shared_state_revision", "The revision of a group's shared state.", "revision"),
+    ("shared_state_holders", "Peers that took part in its last synchronization.", "holders"),
+    ("goodput_ratio", "The share of the time that was not lost to aborts.", "goodput"),
+)
+PEER = (  # of each peer; all others have labels with few values
+    ("late_seconds", "gauge", "How long others waited for a peer per call, of late.", "late_s"),
+    ("late_seconds_total", "counter", "How long others waited for a peer.", "late_total_s"),
+    ("awaited_seconds", "gauge", "How long others wait for a peer just now.", "awaited_s"),
+)
+
+
+def _metrics(status: Status) -> Iterator[tuple[str, str, str, Values]]:
+    """The name of each metric, its type, what it is, and its values."""
+    groups, counts, weights = status.groups, status.counts, status.weights
+    accepted = sum(group.size for group in groups)
+    yield "build_info", "gauge", "The version of pccl.", _by("version", {status.version: 1})
+    yield "world_size", "gauge", "Accepted peers.", {"": accepted}
+    pending = len(status.peers) - accepted
+    yield "peers_pending", "gauge", "Peers that wait for admission.", {"": pending}
+    text = "Whether a restarted master waits for its earlier peers."
+    yield "recovering", "gauge", text, {"": int(status.recovering)}
+    for name, text, field in GROUP:
+        own = {group.group: getattr(group, field) for group in groups}
+        yield name, "gauge", text, _by("group", own)
+    text = "What each link of the ring carried in the last collective, as nccl-tests counts it."
+    rates = {one.group: None if one.bus_rate is None else one.bus_rate / 1e9 for one in groups}
+    yield "bus_bandwidth_gbs", "gauge", text, _by("group", rates)
+    text = "A link of a ring, as the last optimize_topology has measured it."
+    links = {
+        f'src="{src}",dst="{dst}"': rate
+        for group in groups
+        for ring in group.rings
+        for (src, dst), rate in zip(hops(ring.order), ring.rates, strict=True)
+        if rate is not None
+    }
+    yield "link_bandwidth_bytes_per_second", "gauge", text, links
+    text = "Calls that some peers stand in and that wait for others."
+    yield "waits", "gauge", text, {"": len(status.waits) + status.waits_left_out}
+    longest = dict.fromkeys(Phase, 0.0)
+    for wait in status.waits:
+        longest[wait.phase] = max(longest[wait.phase], wait.waited_s)
+    text = "For how long the longest of these waits has lasted."
+    yield "longest_wait_seconds", "gauge", text, _by("phase", longest)
+    for name, kind, text, field in PEER:
+        late = {
+            f'peer="{one.peer}",name="{_escaped(one.name)}"': getattr(one, field)
+            for one in status.peers
+        }
+        yield f"peer_{name}", kind, text, late
     newest = 0 if weights is None else weights.version
     text = "The newest version of the weights that was published."
-    yield from _metric("weights_version", "gauge", text, {"": newest})
+    yield "weights_version", "gauge", text, {"": newest}
     has = dict.fromkeys(("newest", "older", "none"), 0)
     for version, count in () if weights is None else weights.followers.items():
         has["none" if not version else "older" if version < newest else "newest"] += count
     text = "Processes that have published no weights, by the version that they have."
-    yield from _metric("weights_followers", "gauge", text, has, label="has")
-
-
-def _counts(status: Status) -> Iterator[str]:
-    counts = status.counts
-    text = "Peers that were accepted."
-    yield from _metric("peers_joined_total", "counter", text, {"": counts.joined})
+    yield "weights_followers", "gauge", text, _by("has", has)
+    yield "peers_joined_total", "counter", "Peers that were accepted.", {"": counts.joined}
     text = "Accepted peers that have gone."
-    lost = {str(how): number for how, number in counts.lost.items()}
-    yield from _metric("peers_lost_total", "counter", text, lost, label="cause")
-    text = "Collectives that had started, and have ended."
+    yield "peers_lost_total", "counter", text, _by("cause", counts.lost)
     ended = {"committed": counts.committed, "aborted": counts.aborted}
-    yield from _metric("collectives_total", "counter", text, ended, label="outcome")
-
-
-def _bytes(status: Status) -> Iterator[str]:
-    counts = status.counts
+    text = "Collectives that had started, and have ended."
+    yield "collectives_total", "counter", text, _by("outcome", ended)
     text = "Collectives that were aborted, for their callers to make again."
-    retries = {str(reason): number for reason, number in counts.retries.items()}
-    yield from _metric("retries_total", "counter", text, retries, label="reason")
+    yield "retries_total", "counter", text, _by("reason", counts.retries)
     text = "Bytes that each member gave to committed collectives, before quantization."
-    yield from _metric("collective_bytes_total", "counter", text, counts.carried, label="wire")
+    yield "collective_bytes_total", "counter", text, _by("wire", counts.carried)
     text = "Payload of shared state that peers lacked and received."
-    yield from _metric("state_sync_bytes_total", "counter", text, {"": counts.synced_bytes})
+    yield "state_sync_bytes_total", "counter", text, {"": counts.synced_bytes}
     text = "Of these, bytes of peers that took part in the synchronization before."
-    yield from _metric("state_resync_bytes_total", "counter", text, {"": counts.resynced_bytes})
+    yield "state_resync_bytes_total", "counter", text, {"": counts.resynced_bytes}
     text = "Peers whose content differed from that elected at the same revision."
-    yield from _metric("parity_failures_total", "counter", text, {"": counts.parity_failures})
-
-
-def _durations(status: Status) -> Iterator[str]:
-    counts = status.counts
+    yield "parity_failures_total", "counter", text, {"": counts.parity_failures}
     text = "How long the first peer of a round waited for the last one to enter it."
-    votes = {
-        "collective" if kind is Kind.START else kind.value: waited
-        for kind, waited in counts.votes.items()
-    }
-    yield from _histogram("vote_wait_seconds", text, votes, label="phase")
+    votes = {"collective" if k is Kind.START else k: waited for k, waited in counts.votes.items()}
+    yield "vote_wait_seconds", "histogram", text, _by("phase", votes)
     text = "How long committed collectives took, once all members had entered them."
-    taken = {str(kind): durations for kind, durations in counts.collectives.items()}
-    yield from _histogram("collective_seconds", text, taken, label="collective")
+    yield "collective_seconds", "histogram", text, _by("collective", counts.collectives)
     text = "How long synchronizations took, once all members had entered them."
-    yield from _histogram("state_sync_seconds", text, {"": counts.syncs})
+    yield "state_sync_seconds", "histogram", text, {"": counts.syncs}
     text = "From the interruption of a collective to the start of the next one of its group."
-    yield from _histogram("recovery_seconds", text, {"": counts.recoveries})
-
-
-def _histogram(
-    name: str, text: str, values: Mapping[str, Histogram], label: str = ""
-) -> Iterator[str]:
-    """A histogram, for each value of its label if it has one."""
-    name = f"pccl_{name}"
-    yield f"# HELP {name} {text}"
-    yield f"# TYPE {name} histogram"
-    for of, durations in values.items():
-        own = f'{label}="{of}"' if label else ""
-        cumulated = list(accumulate(durations.counts))
-        for bound, count in zip((*BOUNDS_S, "+Inf"), cumulated, strict=True):
-            labels = f'{own},le="{bound}"' if own else f'le="{bound}"'
-            yield f"{name}_bucket{{{labels}}} {count}"
-        shown = f"{{{own}}}" if own else ""
-        yield f"{name}_sum{shown} {durations.total_s}"
-        yield f"{name}_count{shown} {cumulated[-1]}"
-
-
-def _metric(
-    name: str, kind: str, text: str, values: Mapping[str, float], label: str = ""
-) -> Iterator[str]:
-    """A metric, for each value of its label if it has one."""
-    name = f"pccl_{name}"
-    yield f"# HELP {name} {text}"
-    yield f"# TYPE {name} {kind}"
-    for of, value in values.items():
-        yield f'{name}{{{label}="{of}"}} {value}' if label else f"{name} {value}"
+    yield "recovery_seconds", "histogram", text, {"": counts.recoveries}
 
 
 REQUEST = re.compile(r"([A-Z]+) (/\S*) HTTP/1\.[01]")
