@@ -150,6 +150,14 @@ class FromMaster(Value):
     """A message of the master."""
 
 
+class PeerNotice(FromPeer):
+    """A message that an accepted peer may send at any time."""
+
+
+class MasterNotice(FromMaster):
+    """A message that an accepted peer may receive at any time."""
+
+
 class PeerInfo(Value):
     """A peer and its addresses: `host`:`port`, and `ipc` on the same `machine`.
 
@@ -532,7 +540,7 @@ class Hurry(FromPeer, tag=16):
     call: U64
 
 
-class Inquire(FromPeer, tag=17):
+class Inquire(PeerNotice, tag=17):
     """Asks what `call` is waiting for. `seq`: that of a collective that has started, or 0."""
 
     call: U64
@@ -616,7 +624,7 @@ class Withdraw(FromPeer, tag=9):
     seq: U64 = 0
 
 
-class Unreached(FromPeer, tag=11):
+class Unreached(PeerNotice, tag=11):
     """In `epoch`, no stream to `peer` could be opened, for the reason `why`."""
 
     peer: U64
@@ -624,7 +632,7 @@ class Unreached(FromPeer, tag=11):
     why: Text = ""
 
 
-class RendezvousRequest(FromPeer, tag=19):
+class RendezvousRequest(PeerNotice, tag=19):
     """Asks that the `outgoing` peer `peer` connects to a stream from this peer, `lanes` times.
 
     They meet at `port` of this peer; 0: it is `outgoing` itself. Connections with the same `token`
@@ -637,7 +645,7 @@ class RendezvousRequest(FromPeer, tag=19):
     lanes: Lanes
 
 
-class Stalled(FromPeer, tag=15):
+class Stalled(PeerNotice, tag=15):
     """The peer cannot forward data, and others may wait for it forever.
 
     In `epoch` it has lost the stream to a neighbour, or failed otherwise, after it held the whole
@@ -761,7 +769,7 @@ class Refused(FromMaster, tag=65):
     cause: U16 = 0
 
 
-class Plan(FromMaster, tag=66):
+class Plan(MasterNotice, tag=66):
     """The group's peers and rings from now on. A new epoch means new streams.
 
     `topology` counts the rounds of `update_topology` so far. The `nonce` admits the peers to each
@@ -776,7 +784,7 @@ class Plan(FromMaster, tag=66):
     gone: Annotated[tuple[Gone, ...], Meta(max_length=GONE_MAX)] = ()
 
 
-class WorldSizes(FromMaster, tag=67):
+class WorldSizes(MasterNotice, tag=67):
     """The world sizes from now on."""
 
     world: World
@@ -917,7 +925,7 @@ class Missed(FromMaster, tag=79):
     small: Small
 
 
-class Failed(FromMaster, tag=87):
+class Failed(MasterNotice, tag=87):
     """A call has failed for all peers that had made it.
 
     The peer may still wait in it, if an earlier master failed it and the answer was lost. Otherwise
@@ -964,14 +972,14 @@ class OptimizeResult(FromMaster, tag=82):
     round: U64
 
 
-class Waiting(FromMaster, tag=83):
+class Waiting(MasterNotice, tag=83):
     """The answer to Inquire: what the call waits for."""
 
     call: U64
     why: Text
 
 
-class RendezvousJoin(FromMaster, tag=84):
+class RendezvousJoin(MasterNotice, tag=84):
     """The peer must connect to a stream of `sender`, `lanes` times, at a host."""
 
     sender: PeerInfo
@@ -987,7 +995,7 @@ class RendezvousJoin(FromMaster, tag=84):
         return self.host, *self.others
 
 
-class RendezvousResult(FromMaster, tag=85):
+class RendezvousResult(MasterNotice, tag=85):
     """The answer to a request without a port: the two meet at `relay`; or `why` they cannot."""
 
     token: Token
@@ -995,7 +1003,7 @@ class RendezvousResult(FromMaster, tag=85):
     why: Text = ""
 
 
-class RendezvousRelay(FromMaster, tag=86):
+class RendezvousRelay(MasterNotice, tag=86):
     """The peer must relay between the connections of these two that name the token."""
 
     token: Token
@@ -1060,8 +1068,11 @@ if TYPE_CHECKING:
     PeerMessage: TypeAlias = FromPeer
     MasterMessage: TypeAlias = FromMaster
 else:
-    PeerMessage = Union[tuple(FromPeer.__subclasses__())]  # noqa: UP007
-    MasterMessage = Union[tuple(FromMaster.__subclasses__())]  # noqa: UP007
+    _bases = {FromPeer, PeerNotice}, {FromMaster, MasterNotice}
+    PeerMessage, MasterMessage = (
+        Union[tuple({kind for base in each for kind in base.__subclasses__()} - each)]  # noqa: UP007
+        for each in _bases
+    )
 
 T = TypeVar("T")
 
