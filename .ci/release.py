@@ -17,9 +17,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VERSION = re.compile(r'^version = "([^"]+)"$', re.MULTILINE)
+VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 HEADING = re.compile(r"^## (\S+) \((not released|\d{4}-\d\d-\d\d)\)$", re.MULTILINE)
 NOT_YET = "not released"
+SOURCE = "pccl/version.py"
 
 
 class Refused(Exception):
@@ -32,14 +33,14 @@ def read(root: Path, name: str) -> str:
 
 
 def named(root: Path) -> tuple[str, str, str]:
-    """The version of pyproject.toml; the newest one of the changelog, and its date.
+    """The version of the package; the newest one of the changelog, and its date.
 
     Raises:
         Refused: one of them has none.
     """
-    versions = VERSION.findall(read(root, "pyproject.toml"))
+    versions = VERSION.findall(read(root, SOURCE))
     if len(versions) != 1:
-        raise Refused(f"pyproject.toml has {len(versions)} lines `version = ...`, and not one")
+        raise Refused(f"{SOURCE} has {len(versions)} lines `__version__ = ...`, and not one")
     newest = HEADING.search(read(root, "CHANGELOG.md"))
     if newest is None:
         raise Refused(f"CHANGELOG.md has no heading such as `## 0.2.0 ({NOT_YET})`")
@@ -50,7 +51,7 @@ def check(root: Path, tag: str | None) -> None:
     """Raises Refused unless version and changelog agree, and a tag with them."""
     version, newest, date = named(root)
     if version != newest:
-        raise Refused(f"pyproject.toml says {version}, the changelog's newest heading {newest}")
+        raise Refused(f"{SOURCE} says {version}, the changelog's newest heading {newest}")
     if tag is None:
         return
     if tag != f"v{version}":
@@ -89,12 +90,12 @@ def release(root: Path, version: str, today: datetime.date) -> None:
         raise Refused(f"the tag v{version} exists already")
     before, newest, date = named(root)
     if _numbers(version) < _numbers(before):
-        raise Refused(f"pyproject.toml says {before} already, which is above {version}")
+        raise Refused(f"{SOURCE} says {before} already, which is above {version}")
     if newest != version or date != NOT_YET:
         wanted = f"`## {version} ({NOT_YET})`"
         raise Refused(f"the changelog's newest heading is `## {newest} ({date})`, not {wanted}")
     for name, old, new in (
-        ("pyproject.toml", f'version = "{before}"', f'version = "{version}"'),
+        (SOURCE, f'__version__ = "{before}"', f'__version__ = "{version}"'),
         ("CHANGELOG.md", f"## {version} ({NOT_YET})", f"## {version} ({today:%Y-%m-%d})"),
     ):
         (root / name).write_text(read(root, name).replace(old, new, 1), encoding="utf-8")

@@ -37,10 +37,10 @@ from pccl.types import (
     SharedStateSyncInfo,
     SharedStateSyncStrategy,
 )
+from pccl.version import __version__
 
 if TYPE_CHECKING:
     from pccl.master_node import MasterNode
-    from pccl.version import __version__
 
 __all__ = [
     "AsyncReduceHandle",
@@ -83,7 +83,7 @@ __all__ = [
 
 
 # what takes long to import, and only some programs need
-_LAZY = {"MasterNode": "pccl.master_node", "__version__": "pccl.version"}
+_LAZY = {"MasterNode": "pccl.master_node"}
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,8 @@ def git(home: Path, *words: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0.1.0"\n')
+    (tmp_path / "pccl").mkdir()
+    (tmp_path / "pccl" / "version.py").write_text('__version__ = "0.1.0"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 0.2.0 (not released)\n\n- One.\n")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "config", "user.name", "A")
@@ -47,7 +48,7 @@ def test_a_release_sets_version_and_date_and_tags(
 ) -> None:
     assert release.main(["0.2.0"], repository) == 0
     assert "git push --atomic origin HEAD v0.2.0" in capsys.readouterr().out
-    assert 'version = "0.2.0"' in (repository / "pyproject.toml").read_text()
+    assert '__version__ = "0.2.0"' in (repository / "pccl" / "version.py").read_text()
     assert git(repository, "describe", "--exact-match").strip() == "v0.2.0"
     assert not git(repository, "status", "--porcelain")
     assert release.main(["--check", "v0.2.0"], repository) == 0
@@ -58,26 +59,26 @@ def test_a_release_sets_version_and_date_and_tags(
 
 
 @pytest.mark.parametrize(
-    ("version", "pyproject", "changelog", "why"),
+    ("version", "source", "changelog", "why"),
     [
         ("0.3.0", None, None, "the changelog's newest heading is `## 0.2.0 (not released)`"),
         ("0.2", None, None, "'0.2' is not a version such as 0.2.0"),
-        ("0.2.0", 'version = "0.3.0"\n', None, "pyproject.toml says 0.3.0 already"),
-        ("0.2.0", "\n", None, "pyproject.toml has 0 lines `version = ...`"),
+        ("0.2.0", '__version__ = "0.3.0"\n', None, "version.py says 0.3.0 already"),
+        ("0.2.0", "\n", None, "version.py has 0 lines `__version__ = ...`"),
         ("0.2.0", None, "# Changes\n", "CHANGELOG.md has no heading such as"),
         ("0.2.0", None, "## 0.2.0 (2026-01-31)\n", "not `## 0.2.0 (not released)`"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(
     version: str,
-    pyproject: str | None,
+    source: str | None,
     changelog: str | None,
     why: str,
     release: ModuleType,
     repository: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, text in (("pyproject.toml", pyproject), ("CHANGELOG.md", changelog)):
+    for name, text in (("pccl/version.py", source), ("CHANGELOG.md", changelog)):
         if text is not None:
             (repository / name).write_text(text)
             git(repository, "commit", "--quiet", "--all", "--message", "another")

@@ -39,6 +39,7 @@ from pccl.runtime.resolve import Resolver, everywhere, further_hosts
 from pccl.runtime.uninterrupted import insist
 from pccl.runtime.waiter import Waiter
 from pccl.security import Security
+from pccl.version import __version__
 
 log = logging.getLogger("pccl")
 
@@ -159,8 +160,6 @@ class ControlThread:
         team: tuple[int, int] = (0, 0),  # the peer's team, and the team's size
         client: bool = False,  # whether it is a client of weights, not a peer
     ) -> None:
-        from pccl.version import __version__  # here, as it takes long to find out
-
         self._config, self._address, self._machine = config, address, machine
         self._numbers = itertools.count(1)
         self._ended = threading.Event()
