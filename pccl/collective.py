@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from pccl import operands
 from pccl.descriptors import ReduceOpDescriptor
-from pccl.errors import PCCLError, error_for, not_picklable
+from pccl.errors import AGAIN, PCCLError, error_for, not_picklable
 from pccl.membership import Membership
 from pccl.protocol.peer import effects
 from pccl.protocol.strategy import choose
@@ -113,7 +113,7 @@ class Launch:
         self.over = True
         self._calls.leave(self.call)
         if isinstance(end, effects.Fail):
-            if end.result is Result.RANK_CONNECTION_LOST:
+            if end.result in AGAIN:
                 self._ranks.lose(self._client.plan, self._client.number)
         elif self._wide is not None:
             self._wide.narrow(info(end).world_size)

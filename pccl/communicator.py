@@ -436,8 +436,7 @@ class Communicator(Closing):
             timeout: seconds to wait for the others, and for the measurements.
 
         Raises:
-            PCCLTimeoutError: TOPOLOGY_OPTIMIZATION_FAILED: the time limit of a peer has passed;
-                raised on all peers.
+            PCCLTimeoutError: the time limit of a peer has passed; raised on all peers.
             PCCLError: INVALID_USAGE (not connected, fewer than two peers, or other peers are in
                 calls that exclude this one), PENDING_ASYNC_OPS.
         """

@@ -7,7 +7,7 @@
     +-- KickedError           the master dropped this peer
     +-- MasterLostError       MASTER_CONNECTION_FAILED: the master cannot be reached
     +-- RunFinishedError      INVALID_USAGE: the run is finished; also a SystemExit, of status 0
-    +-- PCCLTimeoutError      the caller's time limit has passed; also a TimeoutError
+    +-- PCCLTimeoutError      TIMEOUT: a time limit has passed; also a TimeoutError
     +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
     +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: not supported by this version
 
@@ -23,6 +23,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pccl.types import Result
+
+# a collective has failed on all peers, inputs hold what they held, and calling again is right
+AGAIN = (Result.RANK_CONNECTION_LOST, Result.TIMEOUT)
 
 
 class ArgumentError(ValueError, AssertionError):
@@ -164,7 +167,7 @@ class RunFinishedError(PCCLError, SystemExit):
 
 
 class PCCLTimeoutError(PCCLError, TimeoutError):
-    """The caller's time limit has passed; the message says which peers the call waited for.
+    """A time limit has passed; the message says whose, and which peers the call waited for.
 
     The communicator is usable. Call again, with more time or without these peers.
     """
@@ -194,6 +197,7 @@ _LEAVES: dict[Result, type[PCCLError]] = {
     Result.RANK_CONNECTION_LOST: PeerLostError,
     Result.TOO_FEW_PEERS: TooFewPeersError,
     Result.MASTER_CONNECTION_FAILED: MasterLostError,
+    Result.TIMEOUT: PCCLTimeoutError,
 }
 
 

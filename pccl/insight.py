@@ -158,7 +158,14 @@ class Limit:
 class Explanation:
     """The limits of a peer's last collectives.
 
-    `str()` gives a text. The explanation is about the kind of collective that took most time.
+    `str()` gives a text, as in `print(comm.explain())`. The explanation is about the kind of
+    collective that took most time.
+
+    >>> late = Limit(Cause.LATE, seconds=0.2, without=0.3, why="the longest wait took 0.4 s")
+    >>> print(Explanation("all_reduce", count=64, seconds=0.5, rate=5e7, limits=(late,)))
+    the last 64 of all_reduce took 500 ms each, and sent 50 MB/s
+     40 %, 200 ms: waiting for peers that enter later: the longest wait took 0.4 s. If all entered \
+at once: 300 ms
 
     Attributes:
         what: the call; empty: there was none.

@@ -118,7 +118,7 @@ class MasterNode:
             return service.server.ask().result(timeout)
         except (TimeoutError, CancelledError):
             why = f"the master has not answered within {timeout:g} s, or has ended"
-            raise PCCLTimeoutError(Result.INTERNAL_ERROR, "MasterNode.status", why) from None
+            raise PCCLTimeoutError(Result.TIMEOUT, "MasterNode.status", why) from None
 
     def run(self) -> None:
         """Starts to serve in the background and returns. After `interrupt` it may be called again.

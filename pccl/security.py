@@ -39,6 +39,9 @@ class KeyPair:
 class Security:
     """Encryption and authentication by the keys in a directory, which are read when needed.
 
+        keys = pccl.Security.from_dir("run-keys")  # `pccl keys run-keys` makes it
+        comm = pccl.Communicator("the-masters-host", security=keys)
+
     Attributes:
         directory: holds the keys, as `pccl keys` creates them.
     """

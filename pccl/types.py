@@ -33,6 +33,7 @@ class Result(Enum):
     PENDING_ASYNC_OPS = 10
     UPDATE_TOPOLOGY_FAILED = 11
     TOPOLOGY_OPTIMIZATION_FAILED = 12
+    TIMEOUT = 13  # not in pypccl, which has no time limits
 
 
 class ReduceOp(Enum):

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from pccl.communicator import Communicator
 from pccl.data import rows
-from pccl.errors import PCCLError
+from pccl.errors import AGAIN, PCCLError
 from pccl.shared_state import TensorInfo
 from pccl.types import Result
 
@@ -297,7 +297,7 @@ def _gather(comm: Communicator, want: rows.Want) -> list[rows.Want]:
         except PCCLError as error:
             if error.result is Result.TOO_FEW_PEERS:
                 return [want]
-            if error.result is not Result.RANK_CONNECTION_LOST:
+            if error.result not in AGAIN:
                 raise
         else:
             return [rows.Want(*map(int, row)) for row in gathered]

@@ -24,6 +24,7 @@ from pccl.diloco.model import Buffers, Replica
 from pccl.diloco.outer import OuterState
 from pccl.diloco.settings import WeightBy
 from pccl.diloco.stats import Meter
+from pccl.errors import AGAIN
 
 _log = logging.getLogger("pccl.diloco")
 
@@ -87,7 +88,7 @@ class AsyncAverage:
         if handle is None:
             return self._info is not None
         committed, _, _ = handle.wait()
-        certain = (Result.RANK_CONNECTION_LOST, Result.TOO_FEW_PEERS)
+        certain = (*AGAIN, Result.TOO_FEW_PEERS)
         return committed or (handle.error is None or handle.error.result not in certain)
 
     def _end_attempt(self, handle: Handle) -> None:
@@ -100,7 +101,7 @@ class AsyncAverage:
         assert error is not None
         if error.result is Result.TOO_FEW_PEERS:
             return
-        if error.result is not Result.RANK_CONNECTION_LOST:
+        if error.result not in AGAIN:
             self._error = error
             raise error
         _log.warning("a peer was lost, retrying with the others: %s", error)
@@ -503,7 +504,7 @@ class Exchange:
             except PCCLError as error:
                 if error.result is Result.TOO_FEW_PEERS:
                     return Average(None, retries)
-                if error.result is not Result.RANK_CONNECTION_LOST:
+                if error.result not in AGAIN:
                     raise
                 _log.warning("a peer was lost, retrying with the others: %s", error)
                 retries += 1

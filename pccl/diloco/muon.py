@@ -68,7 +68,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     adjust_lr_fn="match_rms_adamw").
 
         optimizer = MuonAndAdamW(model, lr=1e-3)
-        diloco = DiLoCo(comm, model, optimizer, inner_steps=30, **muloco(peers=4))
+        diloco = DiLoCo(comm, model, optimizer, **muloco(peers=4))
 
     A schedule may change "lr" in `param_groups`, whose first group is Muon's.
 

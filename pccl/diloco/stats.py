@@ -12,11 +12,16 @@ import torch
 
 from pccl import Communicator, PCCLError, ReduceInfo, Result, SharedStateSyncInfo
 from pccl.diloco.averaging import Algorithm
+from pccl.errors import AGAIN
 
 
 @dataclass(frozen=True, slots=True)
 class PeerShare:
     """The work of one peer in a round.
+
+    >>> share = PeerShare(inner_steps=30, samples=480, compute_s=12.0, utilisation=0.8, late=False)
+    >>> f"{share.samples / share.compute_s:.0f} samples a second"
+    '40 samples a second'
 
     Attributes:
         inner_steps: inner steps that it has taken.
@@ -52,7 +57,7 @@ def gather_shares(comm: Communicator, own: PeerShare) -> tuple[PeerShare, ...]:
         except PCCLError as error:
             if error.result is Result.TOO_FEW_PEERS:
                 return (own,)
-            if error.result is not Result.RANK_CONNECTION_LOST:
+            if error.result not in AGAIN:
                 raise
     gathered: Any = handle.result  # a tensor
     rows: list[list[float]] = gathered.tolist()
@@ -64,7 +69,18 @@ def gather_shares(comm: Communicator, own: PeerShare) -> tuple[PeerShare, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OuterRound:
-    """The result of one outer round, on this peer.
+    """The result of one outer round, on this peer: what `DiLoCo.step` returns after the last inner
+    step of a round.
+
+    >>> outer = OuterRound(
+    ...     outer_step=7, contributors=4, retries=0, admitted=False, rejoined=False, fragment=0,
+    ...     compute_s=27.0, reduce_s=2.5, admit_s=0.0, sync_s=0.5, total_s=3.0,
+    ...     tx_bytes=6_000_000, rx_bytes=6_000_000, algorithm="two-stage", peers=(),
+    ... )
+    >>> f"round {outer.outer_step}, {outer.contributors} peers, {outer.tx_bytes / 1e6:.0f} MB sent"
+    'round 7, 4 peers, 6 MB sent'
+    >>> f"{outer.total_s / (outer.compute_s + outer.total_s):.0%} of the time is not training"
+    '10% of the time is not training'
 
     Attributes:
         outer_step: k after the round.

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
-from pccl.types import Result
-
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -43,17 +41,6 @@ class Kind(StrEnum):
     START = "a collective"
     PAIR = "send and recv"
 
-
-# The result of a withdrawn call: nothing has happened, and it can be made again.
-WITHDRAWN = {
-    Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
-    Kind.FINISH: Result.RANK_CONNECTION_LOST,
-    Kind.PENDING: Result.RANK_CONNECTION_LOST,
-    Kind.OPTIMIZE: Result.TOPOLOGY_OPTIMIZATION_FAILED,
-    Kind.SYNC: Result.RANK_CONNECTION_LOST,
-    Kind.START: Result.RANK_CONNECTION_LOST,
-    Kind.PAIR: Result.RANK_CONNECTION_LOST,
-}
 
 # Pairs of kinds that one peer may wait in at the same time: collectives with different tags are
 # launched in any order, with send and recv between them, and are_peers_pending may be called while

@@ -255,7 +255,7 @@ class ProcessGroup(Collectives, BaseGroup):
             self._joining.result(deadline.left_s)
         except TimeoutError:
             why = "the members of the group have not admitted this process in time"
-            raise PCCLTimeoutError(Result.RANK_CONNECTION_LOST, "reconfigure", why) from None
+            raise PCCLTimeoutError(Result.TIMEOUT, "reconfigure", why) from None
         self._joining = None
         self.members.enter()
 

@@ -253,7 +253,7 @@ class Reconfigurer:
         if there == wanted:
             return True
         if deadline.left_s == 0:
-            raise PCCLTimeoutError(Result.RANK_CONNECTION_LOST, "reconfigure", "")
+            raise PCCLTimeoutError(Result.TIMEOUT, "reconfigure", "")
         if there < wanted:
             extension.await_newcomers(self._comm, _PATIENCE_S, deadline)
         else:

@@ -221,7 +221,7 @@ class _Mailbox:
                 return
             self._requests.remove(request)
             why = f"no message has come within {seconds:g} s"
-            error = PCCLTimeoutError(Result.RANK_CONNECTION_LOST, "recv", why)
+            error = PCCLTimeoutError(Result.TIMEOUT, "recv", why)
             request.message.set_exception(error)
 
     def give_up(self) -> None:

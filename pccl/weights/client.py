@@ -400,7 +400,7 @@ def client(
 
 def timed_out(what: str, timeout: float, why: str) -> PCCLTimeoutError:
     """The exception for a wait that was too long."""
-    return PCCLTimeoutError(Result.INVALID_USAGE, what, f"{why} within {timeout:g} s")
+    return PCCLTimeoutError(Result.TIMEOUT, what, f"{why} within {timeout:g} s")
 
 
 class _Backoff:

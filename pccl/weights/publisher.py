@@ -34,6 +34,11 @@ WHOLE_FROM = 0.5
 class Publication:
     """A version that was published.
 
+    >>> published = Publication(7, delta_bytes=9_000_000, whole_bytes=None, seconds=0.4)
+    >>> if published.delta_bytes is not None:
+    ...     print(f"version {published.version}: {published.delta_bytes / 1e6:.0f} MB to fetch")
+    version 7: 9 MB to fetch
+
     Attributes:
         version: its number.
         delta_bytes: bytes that a subscriber with the previous version fetches; None: no differences

@@ -195,7 +195,7 @@ def test_who_waits_no_longer_ends_it_for_all(
     puppets = gathered(start, [0, 0, 0])
     puppets[0].begin("optimize_topology", timeout=0.2)
     alone = puppets[0].end()
-    assert (alone["error"], alone["result"]) == ("PCCLTimeoutError", "TOPOLOGY_OPTIMIZATION_FAILED")
+    assert (alone["error"], alone["result"]) == ("PCCLTimeoutError", "TIMEOUT")
     assert "waited for peer 2 (" in alone["text"]
     puppets[0].begin("optimize_topology")
     puppets[2].begin("optimize_topology")

@@ -114,7 +114,7 @@ def test_a_caller_that_goes_leaves_a_ghost(bench: Bench) -> None:
     bench.votes.release(1, timed_out(1, "late"))
     _, fail = bench.done
     assert isinstance(fail, Fail) and fail.fault is Fault.TIMEOUT
-    assert fail.result is Result.UPDATE_TOPOLOGY_FAILED
+    assert fail.result is Result.TIMEOUT
     assert 1 in bench.abandoned and bench.abandoned.late(1)
     bench.votes.topology(m.TopologyResult(1, 1))
     assert not bench.done and 1 not in bench.abandoned

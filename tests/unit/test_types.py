@@ -14,15 +14,18 @@ import pytest
 
 from pccl import cuda, descriptors, errors, insight, types
 from pccl.types import DataType, DeviceType, ReduceOp, Result
+from pccl.weights import publisher
 
 torch = pytest.importorskip("torch", reason="half of the conversions are torch's")
+
+from pccl.diloco import stats  # noqa: E402
 
 MEMBERS = {
     types.Result: (
         "SUCCESS 0, NOT_INITIALIZED 1, INTERNAL_ERROR 2, INVALID_ARGUMENT 3, INVALID_USAGE 4, "
         "TOO_FEW_PEERS 5, MASTER_CONNECTION_FAILED 6, RANK_CONNECTION_FAILED 7, "
         "RANK_CONNECTION_LOST 8, NO_SHARED_STATE_AVAILABLE 9, PENDING_ASYNC_OPS 10, "
-        "UPDATE_TOPOLOGY_FAILED 11, TOPOLOGY_OPTIMIZATION_FAILED 12"
+        "UPDATE_TOPOLOGY_FAILED 11, TOPOLOGY_OPTIMIZATION_FAILED 12, TIMEOUT 13"
     ),
     types.ReduceOp: "SUM 0, AVG 1, PROD 2, MAX 3, MIN 4",
     types.Attribute: (
@@ -195,7 +198,7 @@ def test_every_leaf_is_listed_and_says_what_to_do_next() -> None:
 
 def test_a_timeout_is_a_timeout() -> None:
     with pytest.raises(TimeoutError, match="waited"):
-        raise errors.PCCLTimeoutError(Result.INTERNAL_ERROR, "connect", "waited 5 s for peer 3")
+        raise errors.PCCLTimeoutError(Result.TIMEOUT, "connect", "waited 5 s for peer 3")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,7 @@ def test_a_timeout_is_a_timeout() -> None:
         (Result.RANK_CONNECTION_LOST, errors.PeerLostError),
         (Result.TOO_FEW_PEERS, errors.TooFewPeersError),
         (Result.MASTER_CONNECTION_FAILED, errors.MasterLostError),
+        (Result.TIMEOUT, errors.PCCLTimeoutError),
         (Result.INVALID_USAGE, errors.PCCLError),
     ],
 )
@@ -221,7 +225,7 @@ def test_check_lets_success_pass_and_knows_all_numbers() -> None:
     assert caught.value.result is Result.INTERNAL_ERROR
 
 
-@pytest.mark.parametrize("module", [types, descriptors, insight])
+@pytest.mark.parametrize("module", [types, descriptors, insight, publisher, stats])
 def test_examples_are_right(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed

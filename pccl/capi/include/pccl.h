@@ -53,7 +53,8 @@ typedef enum pcclResult_t {
     pcclNoSharedStateAvailable = 9, /* no peer offers what this one must receive */
     pcclPendingAsyncOps = 10,       /* await the launched collectives first */
     pcclUpdateTopologyFailed = 11,
-    pcclTopologyOptimizationFailed = 12
+    pcclTopologyOptimizationFailed = 12,
+    pcclTimeout = 13 /* a time limit has passed, this peer's or another one's: call again */
 } pcclResult_t;
 
 /* Types of an element. */

@@ -42,7 +42,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master.tally import SIZES
 from pccl.protocol.master.topology import Common, Part
 from pccl.protocol.messages import Entry, Manifest, dtype_name
-from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId, Vote
+from pccl.protocol.rounds import Kind, Round, RoundId, Vote
 from pccl.tensors.layout import described
 from pccl.types import Result, SharedStateSyncStrategy
 
@@ -500,7 +500,7 @@ class Synchronizations(Part):
             self._elect(sync)
         else:
             why = f"{sync.stalls} times in one synchronization data was lost; the last time {why}"
-            self._fail(sync, WITHDRAWN[Kind.SYNC], why)
+            self._fail(sync, Result.RANK_CONNECTION_LOST, why)
 
     def withdraw(self, number: int, call: int) -> bool:
         """Withdraws a caller, which ends the synchronization for all. False if it is in none."""
@@ -508,7 +508,7 @@ class Synchronizations(Part):
         if sync is None or sync.members[number].call != call:
             return False
         why = f"{self._membership.info(number)} waited no longer"
-        self._fail(sync, WITHDRAWN[Kind.SYNC], why, m.Cause.TIMEOUT)
+        self._fail(sync, Result.TIMEOUT, why, m.Cause.TIMEOUT)
         return True
 
     def lose(self, group: int, lost: Iterable[int]) -> None:

@@ -32,7 +32,6 @@ from pccl.protocol.rounds import (
     EXCLUSIVE,
     OPEN_MAX,
     PENDING,
-    WITHDRAWN,
     Kind,
     OpenRounds,
     Round,
@@ -229,7 +228,7 @@ class Voting(Part):
             if round_.votes[number].call == call:
                 why = f"waited for {self._membership.names(self.absent(round_))}"
                 self.open.take_back(number, round_)
-                self._outbox.fail(number, call, WITHDRAWN[round_.id.kind], why, m.Cause.TIMEOUT)
+                self._outbox.fail(number, call, Result.TIMEOUT, why, m.Cause.TIMEOUT)
                 for own in list(self.open.of(number).values()):
                     self._dispute(number, own)  # it may have waited for this peer
                 self._settle()

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Answer, Fail, Fault
 from pccl.protocol.peer.streams import Common, Part
-from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.types import Result
 
 ENTERING = "while peers were still entering it"
@@ -169,13 +168,13 @@ def failed(collective: Collective, told: m.Finished) -> Fail:
     own = collective.impatient or collective.cause is not m.Cause.OTHER
     cause = m.Cause.TIMEOUT if collective.impatient else told.cause
     fault = _FAULTS.get(cause, Fault.PEER_LOST)
-    lost = Result.RANK_CONNECTION_LOST
-    return Fail(collective.call, lost, told.why, fault, collective.phase, again=not own)
+    result = Result.TIMEOUT if fault is Fault.TIMEOUT else Result.RANK_CONNECTION_LOST
+    return Fail(collective.call, result, told.why, fault, collective.phase, again=not own)
 
 
 def timed_out(call: int, why: str) -> Fail:
     """The failure of a call whose time was up before the master answered it."""
-    return Fail(call, Result.RANK_CONNECTION_LOST, why, Fault.TIMEOUT, ENTERING)
+    return Fail(call, Result.TIMEOUT, why, Fault.TIMEOUT, ENTERING)
 
 
 def abandoned(call: int) -> Fail:
@@ -184,11 +183,6 @@ def abandoned(call: int) -> Fail:
 
 
 Vote: TypeAlias = m.TopologyVote | m.PendingVote
-KINDS = {
-    m.Called.TOPOLOGY: Kind.TOPOLOGY,
-    m.Called.FINISH: Kind.FINISH,
-    m.Called.PENDING: Kind.PENDING,
-}
 
 
 def _called(vote: Vote) -> m.Called:
@@ -263,7 +257,7 @@ class Votes(Part):
         vote = self._waiting[call]
         self._withdrawals.pop(call, None)
         self._abandoned.add(call, type(vote).__name__, fail.fault is Fault.TIMEOUT)
-        self._outbox.do(replace(fail, result=WITHDRAWN[KINDS[_called(vote)]], phase=ENTERING))
+        self._outbox.do(replace(fail, phase=ENTERING))
 
     def resume(self, before: m.Done, done: m.Done) -> None:
         """Answers calls whose results were missed, and votes anew in the other rounds."""

@@ -41,7 +41,6 @@ from pccl.protocol.peer.effects import (
 from pccl.protocol.peer.state import OUTCOMES_KEPT
 from pccl.protocol.peer.streams import Common, Part
 from pccl.protocol.ring import RingPlace, places, receivers
-from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.protocol.strategy import Strategy, choose
 
 OTHER = m.Cause.OTHER
@@ -329,7 +328,7 @@ class Collectives(Part):
         if one.outcome is not None:
             return
         self._abandoned.add(one.call, one.place, fail.fault is Fault.TIMEOUT)
-        one.parting = replace(fail, result=WITHDRAWN[Kind.START], phase=one.phase)
+        one.parting = replace(fail, phase=one.phase)
         if one.move(Event.LEFT) and not one.settled:
             self._outbox.do(AbortOp(one.call))
         self._conclude(one)

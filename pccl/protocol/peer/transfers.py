@@ -34,7 +34,6 @@ from pccl.protocol.peer.effects import (
     Synced,
 )
 from pccl.protocol.peer.streams import Common, Part
-from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.types import Result, SharedStateSyncStrategy
 
 # The entries that a plan requires, and their digests.
@@ -232,8 +231,7 @@ class Transfers(Part):
         """A caller leaves before its transfer has ended."""
         self._withdrawals.pop(one.call, None)
         self._abandoned.add(one.call, type(one.vote).__name__, fail.fault is Fault.TIMEOUT)
-        result = WITHDRAWN[Kind.OPTIMIZE if one.optimizes else Kind.SYNC]
-        self.end(one, replace(fail, result=result, phase=one.phase))
+        self.end(one, replace(fail, phase=one.phase))
 
     def end(self, one: Transfer, outcome: m.SyncResult | m.OptimizeResult | Fail) -> None:
         """The outcome is known: ends all ops, then answers."""

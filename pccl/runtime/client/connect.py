@@ -90,7 +90,7 @@ class RetryPolicy:
                 f"no pccl master has answered at {self._master} within {self._timeout:g} s "
                 f"({why}, {self._made})"
             )
-            raise PCCLTimeoutError(Result.MASTER_CONNECTION_FAILED, self.name, text)
+            raise PCCLTimeoutError(Result.TIMEOUT, self.name, text)
         if self._connect_timeout is None:
             enough = another or self._attempts >= self._n_attempts
         else:
@@ -123,7 +123,7 @@ class RetryPolicy:
             if not isinstance(note, m.Welcome | None):  # a restarted master sends a second Welcome
                 return note
         raise PCCLTimeoutError(
-            Result.MASTER_CONNECTION_FAILED,
+            Result.TIMEOUT,
             "connect",
             f"the peers of the run at {self._master} did not admit this one within "
             f"{self._timeout:g} s: each of them must call update_topology()",
