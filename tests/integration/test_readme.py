@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,23 +111,3 @@ def test_the_launcher_runs_as_many_as_it_is_told(
     out, err = capfd.readouterr()
     assert status == 0, err
     assert out.count(f"the mean over {number} peers is {(1 + number) / 2}") == number
-
-
-@pytest.mark.slow
-def test_type_checkers_see_the_types(tmp_path: Path) -> None:
-    """Of a user's program, in a directory of its own, by what the README installs."""
-    pytest.importorskip("mypy", reason='not here: pip install -e ".[dev]"')
-    (tmp_path / "readme.py").write_text(program_of_the_readme(), encoding="utf-8")
-    (tmp_path / "wrong.py").write_text('import pccl\npccl.Communicator(b"h:1").all_reduce(3)\n')
-    for name in ("all_reduce", "checkpoint"):
-        shutil.copy(ROOT / "examples" / f"{name}.py", tmp_path)
-    check = [sys.executable, "-P", "-m", "mypy", "--strict"]
-    right = subprocess.run(
-        [*check, "readme.py", "all_reduce.py", "checkpoint.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert right.stdout == "Success: no issues found in 3 source files\n", right.stderr
-    wrong = subprocess.run([*check, "wrong.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert wrong.stdout.count("[arg-type]") == 2, wrong.stdout

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -101,16 +103,23 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+def clean_environment(python: str, folder: Path, wheel: Path, *options: str) -> Path:
+    """A new environment with the wheel; its folder of programs."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    run(python, "-m", "venv", folder, env=env)
+    quiet = ("-q", "--disable-pip-version-check")
+    run(folder / "bin" / "pip", "install", *quiet, *options, wheel, env=env)
+    return folder / "bin"
+
+
 @pytest.mark.parametrize("version", PYTHONS)
 def test_it_works_in_a_clean_environment(version: str, wheel: Path, tmp_path: Path) -> None:
     """With Python peers, and with a C program that runs outside of the environment."""
     python = interpreter(version)
     if python is None:
         pytest.skip(f"no Python {version} here")
+    own = clean_environment(python, tmp_path / "venv", wheel)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    run(python, "-m", "venv", tmp_path / "venv", env=env)
-    own = tmp_path / "venv" / "bin"
-    run(own / "pip", "install", "-q", "--disable-pip-version-check", wheel, env=env)
     run(own / "pccl", "doctor", env=env, cwd=tmp_path)
     example = ROOT / "examples" / "all_reduce.py"
     said = run(own / "pccl", "run", "-n", "2", "--", own / "python", example, env=env, cwd=tmp_path)
@@ -127,3 +136,36 @@ def test_it_works_in_a_clean_environment(version: str, wheel: Path, tmp_path: Pa
         port = probe.getsockname()[1]
     run("cc", "-std=c99", *flags[0], source, *flags[1], "-pthread", "-o", program)
     run(program, "master", str(port), env={})
+
+
+CHECKERS = {
+    "mypy": ("--strict", "--python-executable"),
+    "pyright": ("--project", "pyrightconfig.json", "--pythonpath"),
+}
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_type_checkers_see_the_types(checker: str, wheel: Path, tmp_path: Path) -> None:
+    """Of a user's programs, in a directory of their own: strictly, and without an error."""
+    if importlib.util.find_spec(checker) is None:
+        pytest.skip("not here: pip install -e .[dev,release]")
+    own = clean_environment(sys.executable, tmp_path / "venv", wheel, "--no-deps")
+    (packages,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    # numpy, torch and the others: those of this environment
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}', encoding="utf-8")
+    (tmp_path / "wrong.py").write_text('import pccl\npccl.Communicator(b"h:1").all_reduce(3)\n')
+    programs = ["elastic.py", "all_reduce.py", "checkpoint.py"]
+    for name in programs:
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    shutil.copy(ROOT / "tests" / "support" / "typed_program.py", tmp_path)
+
+    def check(*programs: str) -> tuple[int, str]:
+        words = [sys.executable, "-P", "-m", checker, *CHECKERS[checker], own / "python", *programs]
+        ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        return ended.returncode, ended.stdout
+
+    right = check("typed_program.py", *programs)
+    assert right[0] == 0, right[1]
+    status, said = check("wrong.py")
+    assert status == 1 and len(re.findall(r"arg-type|reportArgumentType", said)) == 2, said
