@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import settings
 import pccl
 from pccl import master_node
 from pccl.ext import tables
+from pccl.support.logs import configure_logging
 
 settings.register_profile("pccl", deadline=None)  # speed is not what is tested
 settings.load_profile("pccl")
@@ -26,6 +28,9 @@ settings.load_profile("pccl")
 # or each of the hundreds of processes that tests start compiles the package anew
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("PCCL_INLINE_BYTES", "16384")  # so that rings are tested with small arrays
+
+configure_logging()
+logging.getLogger("pccl").propagate = True  # to `caplog`, in each test
 
 
 def pytest_xdist_auto_num_workers() -> int:

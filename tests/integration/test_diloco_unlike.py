@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -199,9 +198,8 @@ def test_each_does_what_it_can_in_the_time(address: str, clock: Clock) -> None:
 
 
 def test_a_step_longer_than_the_time_is_told(
-    address: str, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    address: str, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
     model = Model()
     with pccl.Communicator(address) as comm:
         diloco = make(comm, model, inner_steps=None, inner_seconds=2.0, alone="step")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import logging
 import os
 import re
 import threading
@@ -41,7 +40,6 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def log(caplog: Log, monkeypatch: pytest.MonkeyPatch) -> Log:
-    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
     monkeypatch.setattr(limits, "JOURNAL_RETRY_S", 0.01)
     return caplog
 

@@ -169,8 +169,6 @@ def test_an_error_in_the_state_machine_costs_one_connection(
         return received(master, conn, message)  # type: ignore[return-value]
 
     monkeypatch.setattr(Master, "received", fail_once)
-    logger = logging.getLogger("pccl")
-    monkeypatch.setattr(logger, "propagate", True)
     server = Server("127.0.0.1", 0, Config())
     with serving(server), speaker(zmq.DEALER, server.port) as honest:
         honest.send(m.encode(HELLO))
@@ -255,7 +253,6 @@ def test_a_peer_that_reads_nothing_does_not_fill_the_master(
 
 
 def test_random_bytes_end_as_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("pccl").propagate = True
     server = Server("127.0.0.1", 0, Config())
     with (
         serving(server),
@@ -294,7 +291,6 @@ def test_a_master_without_memory_throws_nobody_out(
             return float(x[0])
 
     with Cluster(3) as cluster:
-        monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
         if lacking == "for a message":
             monkeypatch.setattr(RouterMail, "send", sent)
         else:

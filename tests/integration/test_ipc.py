@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from cluster import Cluster
 
 from pccl.runtime.client import engine
 from pccl.runtime.filelock import FileLock
-from pccl.support.logs import configure_logging
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there is no ipc here")
 
@@ -95,8 +93,6 @@ def test_without_a_place_for_files_peers_are_reached_over_tcp(
     def none(**_: object) -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
-    configure_logging()
-    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
     monkeypatch.setattr(tempfile, "mkdtemp", none)
     with Cluster(2) as cluster:
         infos = cluster.each(lambda _, comm: comm.all_reduce(np.ones(100_000)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sqlite3
 import subprocess
@@ -58,7 +57,6 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Log:
-    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
     monkeypatch.setattr(limits, "JOURNAL_RETRY_S", 0.02)
     return caplog
 

@@ -22,7 +22,6 @@ from torch.distributed import distributed_c10d as c10d
 from waiting import wait_until
 
 import pccl
-from pccl.support.logs import configure_logging
 from pccl.torch import ProcessGroup, creation, hosted
 from pccl.torch.hosted import KEY, HostedMaster
 
@@ -249,8 +248,6 @@ def test_who_comes_to_a_group_that_admits_nobody_is_told_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a copy that was started again and whose others go on with torch's own classes."""
-    configure_logging()
-    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
     monkeypatch.setattr(creation, "HINT_S", 0.1)
     with pccl.MasterNode("127.0.0.1:0") as master:
         group = creation.join(master.address, 1, timeout=timedelta(seconds=20))

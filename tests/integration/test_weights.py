@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -219,7 +218,6 @@ def test_who_waits_for_holders_that_it_cannot_meet_says_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
     monkeypatch.setattr(limits, "QUIET_S", 0.1)
     monkeypatch.setenv("PCCL_OUTGOING_ONLY", "1")
     monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
