@@ -9,14 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import scripts
 from cluster import grow, in_threads
 
 import pccl
 from pccl.protocol.master.status import PeerStatus
 
+WARNED = Path(__file__).resolve().parents[1] / "support" / "warned.py"
 LOST = """
 import os, sys
 import numpy as np
@@ -128,3 +132,40 @@ def test_a_late_peer_is_named() -> None:
         assert found["late"].late_s > 0.02 and not found["late"].awaited_s
         for comm in comms:
             comm.close()
+
+
+@pytest.mark.parametrize("method", ["DiLoCo", "DDP"])
+def test_a_training_process_is_warned_of_a_loss_and_of_a_newcomer(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without any setting of the log, at the peers and at the master."""
+    pytest.importorskip("torch")
+    started: list[Any] = []
+
+    def start(master: str, name: str) -> Any:
+        started.append(scripts.start(WARNED, method, master, env={"PCCL_NAME": name}))
+        return started[-1]
+
+    def wait_for(peer: Any, *wanted: str) -> None:
+        """Until it has said all of that, in this order."""
+        for text in wanted:
+            assert any(text in line for line in peer.stdout), text
+
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        try:
+            survivor = start(master.address, "survivor")
+            mortal = start(master.address, "mortal")
+            wait_for(survivor, "2 peers\n")
+            mortal.kill()
+            wait_for(survivor, "WARNING peer ", "1 peers\n")
+            start(master.address, "newcomer")
+            wait_for(survivor, ": joined: peer 3 (newcomer, ", "2 peers\n")
+        finally:
+            for peer in started:
+                peer.kill()
+                peer.wait()
+                peer.stdin.close()
+                peer.stdout.close()
+    told = [text for text in said(caplog) if text.startswith("master: ")]
+    assert re.match(r"master: lost: peer [12] \(mortal, .*; 1 peer now", told[0])
+    assert re.match(r"master: joined: peer 3 \(newcomer, .*; 2 peers now", told[1])
