@@ -47,7 +47,6 @@ from pccl.runtime.config import RANGES, Config
 from pccl.security import Security
 from pccl.shared_state import SharedState, sync_shared_state
 from pccl.support.closing import Closing
-from pccl.support.logs import configure_logging
 from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
 from pccl.types import (
     Attribute,
@@ -173,7 +172,6 @@ class Communicator(Closing):
             limit = config.connect_timeout_s
         host, port, lanes = self._host, self._port, self._pool_size
         retry = RetryPolicy(self.address, n_attempts, limit, timeout)
-        configure_logging()
         security = Security.of(self._security)
 
         def make(address: str) -> PeerClient:

@@ -124,8 +124,11 @@ class Config:
     def from_env(env: Mapping[str, str] = os.environ) -> Config:
         """The defaults, overridden by PCCL_ADVERTISE, PCCL_TRANSPORT, PCCL_HEARTBEAT_MS and so on.
 
+        Sets up the log, too, by PCCL_LOG_LEVEL.
+
         Raises ValueError: a variable has an invalid value.
         """
+        configure_logging()
         _warn_of_unknown(tuple(sorted(name for name in env if name.startswith("PCCL_"))))
         transport = env.get("PCCL_TRANSPORT", "auto")
         if transport not in ("auto", "tcp"):
@@ -152,7 +155,6 @@ def _warn_of_unknown(names: tuple[str, ...]) -> None:
         if name not in known:
             import difflib  # here, so that importing pccl does not import it
 
-            configure_logging()
             near = difflib.get_close_matches(name, known, 1, 0.8)
             hint = f"did you mean {near[0]}?" if near else "docs/howto/tuning.md lists all"
             log.warning("%s is no setting of pccl, and has no effect: %s", name, hint)

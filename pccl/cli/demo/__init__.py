@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import queue
 import sys
@@ -117,6 +118,8 @@ def _output_problem(path: Path) -> str | None:
 def _perform(args: argparse.Namespace, director: Director) -> int:
     began_s = time.monotonic()
     with pccl.MasterNode("127.0.0.1:0") as master, Fleet("pccl.cli.demo.peer") as fleet:
+        if "PCCL_LOG_LEVEL" not in os.environ:  # the display says who is lost and who joins
+            logging.getLogger("pccl").setLevel(logging.ERROR)
         options = {
             "master": master.address,
             "shards": len(director.peers),

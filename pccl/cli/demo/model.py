@@ -73,7 +73,7 @@ CONTEXT = 64
 class Shape:
     """Of a GPT; `width` is a multiple of `heads`."""
 
-    width: int = 128
+    width: int = 96
     layers: int = 3
     heads: int = 4
     context: int = CONTEXT
