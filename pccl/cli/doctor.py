@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pccl
+from pccl.cli import plan
 from pccl.cli.arguments import http_port, master, option
 from pccl.cli.status import ask
 from pccl.cli.terminal import Style, painted
@@ -275,6 +276,10 @@ def explanation(status: Status) -> Iterator[str]:
         yield from _links(group, running_s)
     yield from _latest(status)
     yield from _failures(status)
+    peers, uplink = plan.measured(status)
+    if uplink:
+        fits = f"pccl plan --params NUMBER --peers {peers} --uplink {uplink / 1e6:.4g}M"
+        yield f"which settings fit these links: {fits}"
 
 
 def _latest(status: Status) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Final, Literal
 from pccl import kernels
 from pccl.cli.arguments import http_port, option, whole_number
 from pccl.cli.status import ask
+from pccl.protocol.master import Status
 from pccl.protocol.strategy import DIRECT_MAX
 
 RTT_S, STEP_S = 0.05, 1.0  # assumed, unless --rtt and --step are given
@@ -170,12 +171,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan; the exit code is 1 if nothing fits."""
     peers, uplink = args.peers, args.uplink
     if args.links:
-        rings = [ring for group in ask(*args.links).status.groups for ring in group.rings]
-        rates = [8.0 * rate for ring in rings for rate in ring.rates if rate]
-        if not rates and uplink is None:
+        there, slowest = measured(ask(*args.links).status)
+        if not slowest and uplink is None:
             raise OSError("no link of that run is measured: call optimize_topology() there")
-        peers = peers or max((len(ring.order) for ring in rings), default=0)
-        uplink = uplink or min(rates)
+        peers, uplink = peers or there, uplink or slowest
     if not peers or peers < 2 or uplink is None:
         raise OSError("give --peers of at least 2 and --uplink, or --links of a run that has both")
     rtt_s = RTT_S if args.rtt is None else args.rtt / 1e3
@@ -187,6 +186,13 @@ def run(args: argparse.Namespace) -> int:
     for line in lines(cluster, advice, assumed):
         print(line)
     return int(advice is None)
+
+
+def measured(status: Status) -> tuple[int, float]:
+    """The peers of a run's largest ring, and the bit/s of its slowest link; 0: not measured."""
+    rings = [ring for group in status.groups for ring in group.rings]
+    rates = [8.0 * rate for ring in rings for rate in ring.rates if rate]
+    return max((len(ring.order) for ring in rings), default=0), min(rates, default=0.0)
 
 
 def lines(cluster: Cluster, advice: Advice | None, assumed: Sequence[str] = ()) -> Iterator[str]:

@@ -54,13 +54,16 @@ def test_where_the_time_goes() -> None:
 def test_the_slowest_link_and_what_there_would_be_without_it() -> None:
     rate = round(4e6 * 4 / 3 / 0.25)  # that each link has carried
     rates = {(1, 2): 2 * rate, (2, 3): rate, (3, 1): 4 * rate}
-    (line,) = list(explanation(measured(a_run(0.0, 0.25), rates)))[3:]
+    line, fits = list(explanation(measured(a_run(0.0, 0.25), rates)))[3:]
     assert line.startswith(
         "group 0: the slowest link, from peer 2 to peer 3, carries 170.7 Mbit/s; "
     )
     assert line.endswith("the next slowest would, with 341.3 Mbit/s: 125 ms in place of 250 ms")
     fast = {hop: 10 * rate for hop in rates}
-    (line,) = list(explanation(measured(a_run(0.0, 0.25), fast)))[3:]
+    assert fits == (
+        "which settings fit these links: pccl plan --params NUMBER --peers 3 --uplink 170.7M"
+    )
+    line, _ = list(explanation(measured(a_run(0.0, 0.25), fast)))[3:]
     assert "links are not what limits it, but votes, round trips or processors" in line
 
 
