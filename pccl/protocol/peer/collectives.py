@@ -17,11 +17,11 @@ user's memory, and has restored it unless the outcome is a commit. Then the call
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
+import xxhash
 from msgspec.structs import replace
 
 from pccl.protocol import messages as m
@@ -50,7 +50,7 @@ Outcomes: TypeAlias = tuple[tuple[int, bool], ...]  # of collectives, by seq
 def tag_of_send(tag: int, pair: tuple[int, ...]) -> int:
     """The tag of a send's data, different from other sends' tags except if hashes collide."""
     text = f"{tag} {pair}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    return xxhash.xxh3_64_intdigest(text)
 
 
 class Collectives(Part):

@@ -7,7 +7,7 @@ the time limit expires. The master's name is resolved again for each.
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ class Identity:
     @classmethod
     def of(cls, security: Security | None) -> Identity:
         """New credentials. Raises PCCLError: INVALID_USAGE: keys are missing or unsafe."""
-        token = secrets.token_hex(16)
+        token = os.urandom(16).hex()
         if security is None:
             return cls(token)
         require_curve()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import queue
-import secrets
 import selectors
 import socket
 import struct
@@ -319,7 +319,7 @@ class Rendezvous:
         Returns the token of their rendezvous, and the `address:port` of its point; that is empty if
         the master must say where. Raises OSError: this peer cannot listen for it.
         """
-        token = secrets.token_hex(16)
+        token = os.urandom(16).hex()
         if self._config.outgoing:
             self._say(m.RendezvousRequest(to.peer, token, 0, lanes))
             return token, ""
