@@ -19,8 +19,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from msgspec.structs import replace
-
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import (
     AbortOp,
