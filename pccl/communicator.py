@@ -490,10 +490,10 @@ class Communicator(Closing):
         deadline = Deadline(timeout)
         if min_peers < 1:
             raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
-        options = SyncOptions(strategy.value, raise_on_divergence, progress, deadline, min_peers)
+        options = SyncOptions(strategy.value, raise_on_divergence, progress, min_peers)
 
         def synchronized() -> SharedStateSyncInfo:
-            return sync_shared_state(self._membership, shared_state, options)
+            return sync_shared_state(self._membership, shared_state, options, deadline)
 
         return self._membership.repeat_until_enough(synchronized, min_peers, timeout)
 

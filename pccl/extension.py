@@ -154,8 +154,8 @@ def synchronize_once(
         TooFewPeersError: there are fewer than `min_peers`; raised on all peers.
     """
     popular = SharedStateSyncStrategy.ENFORCE_POPULAR.value
-    options = SyncOptions(popular, False, None, Deadline(None), min_peers)
-    return sync_shared_state(comm._membership, shared_state, options)
+    options = SyncOptions(popular, False, None, min_peers)
+    return sync_shared_state(comm._membership, shared_state, options, Deadline(None))
 
 
 def repeat_until_enough(comm: Communicator, attempt: Callable[[], T], min_peers: int) -> T:

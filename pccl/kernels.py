@@ -6,6 +6,7 @@ float32 unless a function says otherwise.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -255,6 +256,7 @@ def outer_sgd(
     )
 
 
+@functools.cache
 def arithmetic_digest() -> bytes:
     """Identifies this machine's arithmetic: XXH3-128 of the kernels' results for fixed inputs."""
     out = ffi.new_allocator(should_clear_after_alloc=False)("unsigned char[]", _SELF_TEST_BYTES)

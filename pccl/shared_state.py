@@ -18,10 +18,10 @@ from pccl.membership import Membership
 from pccl.protocol.messages import ENTRY_BYTES_MAX, LIST_BYTES_MAX, NAME_CHARS_MAX
 from pccl.protocol.peer import effects
 from pccl.runtime import checkpoint
-from pccl.runtime.client.call import Call, error_of
+from pccl.runtime.client.call import Deadline, error_of
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import HostView
-from pccl.runtime.client.sync import Outcome, Region, SyncOptions, synchronize
+from pccl.runtime.client.sync import Region, SyncOptions, synchronize
 from pccl.tensors.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
 from pccl.types import (
     DataType,
@@ -318,7 +318,7 @@ TORN = (
 
 
 def sync_shared_state(
-    membership: Membership, shared_state: SharedState, options: SyncOptions
+    membership: Membership, shared_state: SharedState, options: SyncOptions, deadline: Deadline
 ) -> SharedStateSyncInfo:
     """Makes the shared state of all peers of the group bit-identical; see `Communicator`."""
     client = membership.client("sync_shared_state")
@@ -327,7 +327,12 @@ def sync_shared_state(
     call = client.call()
     try:
         membership.calls.enter("sync_shared_state", call)
-        outcome, regions = _synchronize(membership, client, call, shared_state, options)
+        view = HostView(shared_state._buffers)
+        regions = shared_state._regions(view)
+        memory = _Memory(membership, shared_state, view)
+        revision, owner = shared_state.revision, (shared_state, view)
+        steps = synchronize(client, call, regions, revision, options, owner, memory)
+        outcome = deadline.follow(client, call, steps)
         membership.calls.leave(call)
     except BaseException as error:
         membership.cancel(client, call)
@@ -351,21 +356,6 @@ def sync_shared_state(
         hash_seconds=outcome.hash_seconds,
         divergence=divergence,
     )
-
-
-def _synchronize(
-    membership: Membership,
-    client: PeerClient,
-    call: Call,
-    shared_state: SharedState,
-    options: SyncOptions,
-) -> tuple[Outcome, list[Region]]:
-    view = HostView(shared_state._buffers)
-    regions = shared_state._regions(view)
-    owner = shared_state, view
-    memory = _Memory(membership, shared_state, view)
-    revision = shared_state.revision
-    return synchronize(client, call, regions, revision, options, owner, memory), regions
 
 
 def _note(error: BaseException, shared_state: SharedState) -> None:

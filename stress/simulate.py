@@ -11,6 +11,7 @@ gives the same one. The exit code is 1 when a run fails.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from pathlib import Path
@@ -84,6 +85,7 @@ def main() -> int:
     what.add_argument("--shrink", type=int, metavar="SEED", help="take away what is not needed")
     parser.add_argument("--tries", type=int, default=30, help="schedules for each smaller scenario")
     args = parser.parse_args()
+    logging.getLogger("pccl").addHandler(logging.NullHandler())  # the trace says it too
     if args.seeds is not None:
         return search(args.seeds)
     if args.replay is not None:

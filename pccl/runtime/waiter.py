@@ -1,4 +1,4 @@
-"""Waits for ZeroMQ sockets with a single system call.
+"""Waits for ZeroMQ sockets, and for other threads, with a single system call.
 
 zmq.Poller queries each socket before and after waiting, with two system calls each time. This
 module waits only for their descriptors (ZMQ_FD). Such a descriptor is edge-triggered: it becomes
@@ -9,6 +9,7 @@ sender reads again before it waits, and a new source is read before the first wa
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 from collections.abc import Callable
@@ -29,8 +30,14 @@ class Waiter:
     """Sources, and for each a function that reads it until it is empty."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
         self._new: list[Callable[[], object]] = []
+        with contextlib.ExitStack() as opened:
+            self._selector = opened.enter_context(selectors.DefaultSelector())
+            self._alarm, self._woken = map(opened.enter_context, socket.socketpair())
+            for end in (self._alarm, self._woken):
+                end.setblocking(False)
+            self._selector.register(self._woken, selectors.EVENT_READ, self._silence)
+            self._opened = opened.pop_all()
 
     def add(self, source: Source, read: Callable[[], object]) -> None:
         self._selector.register(source, selectors.EVENT_READ, read)
@@ -45,5 +52,14 @@ class Waiter:
         new, self._new = self._new, []
         return new or [key.data for key, _ in self._selector.select(timeout_s)]
 
+    def wake(self) -> None:
+        """Makes `wait` return, now or the next time; from any thread, or a signal handler."""
+        with contextlib.suppress(OSError):  # it is closed, or full, and will return anyway
+            self._alarm.send(b"\0")
+
+    def _silence(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+
     def close(self) -> None:
-        self._selector.close()
+        self._opened.close()

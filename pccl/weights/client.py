@@ -364,9 +364,10 @@ class WeightsClient(ControlThread):
             log.warning("weights: %s sends other data than what was published", to)
         return self._weights.stream_lost(event.stream, event.status == LIED)
 
-    def _shut_down(self) -> None:
+    def end(self) -> None:
+        """Ends the thread that verifies, too."""
         self._jobs.put(None)
-        super()._shut_down()
+        super().end()
 
 
 def client(

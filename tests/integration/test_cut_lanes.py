@@ -113,8 +113,8 @@ def run(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     def join(client: PeerClient, call: Call) -> None:
         joins.append(client)
         if len(joins) == 2:
-            gate.target = client._hello.port
-            client._hello = msgspec.structs.replace(client._hello, port=gate.port)
+            gate.target = client.hello.port
+            client.hello = msgspec.structs.replace(client.hello, port=gate.port)
         real(client, call)
 
     monkeypatch.setattr(PeerClient, "join", join)
@@ -141,7 +141,7 @@ def test_a_lane_that_is_lost_after_completion(run: Cluster, gate: Gate) -> None:
         assert gate.full.wait(PATIENCE_S)
         client = run.comms[0]._membership._client
         assert client is not None
-        started = client._peer.collectives.started
+        started = client.peer.collectives.started
         wait_until(lambda: any(one.state is State.COMPLETE for one in [*started.values()]))
         gate.reset()
 

@@ -81,7 +81,7 @@ def test_a_step_of_the_wall_clock_delays_nothing(
         monkeypatch.setattr(recovery, "WAIT_S", 0.5)
         server._faltered = "a test"  # as after a restart: it waits for peers, one never comes
         comms[2]._membership.seen("a test")._resolver.find = lambda *_: None
-        server._wake()
+        server._waiter.wake()
         wait_until(lambda: not server._faltered and not server._master.recovering)
         in_threads([one.update_topology for one in comms[:2]])
         assert [one.world_size for one in comms[:2]] in ([2, 2], [3, 3])
@@ -192,7 +192,7 @@ class Nap:
     def plan(self, *pauses: list[int]) -> None:
         """Plans pauses, each by the peers whose connections break, once all of them are there."""
         self._pauses = [*pauses]
-        self._server._wake()
+        self._server._waiter.wake()
 
     def over(self, peers: list[int]) -> bool:
         """True if all pauses are over, and these peers are back."""

@@ -327,9 +327,7 @@ def test_a_master_for_which_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) 
         assert again.address == address
 
 
-@pytest.mark.parametrize(
-    "where", ["pccl.runtime.server.server.socket.socketpair", "os.dup", "os.open"]
-)
+@pytest.mark.parametrize("where", ["pccl.runtime.waiter.socket.socketpair", "os.dup", "os.open"])
 def test_a_master_for_which_there_are_no_descriptors(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ def slow_pairs(monkeypatch: pytest.MonkeyPatch) -> set[frozenset[int]]:
 
     def lies(client: PeerClient, seq: int, rate: int, delay_us: int) -> None:
         assert rate > 0
-        transfer = client._peer.transfers.current
+        transfer = client.peer.transfers.current
         assert transfer is not None
         pair = frozenset((client.number, *transfer.streams))
         rate = 10**8 if pairs else 10**8 * len(transfer.streams)

@@ -10,7 +10,7 @@ from cluster import Cluster
 
 import pccl
 from pccl.ext import tables
-from pccl.runtime.client.shortcut import Shortcut
+from pccl.runtime.client.connection import Dealer
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_what_came_meanwhile_is_read(quick: None) -> None:
 def test_what_cannot_be_sent_here_is_left_to_the_control_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Shortcut, "send", lambda *arguments: False)
+    monkeypatch.setattr(Dealer, "send_now", lambda *arguments: False)
     with Cluster(2) as cluster:
         cluster.each(lambda _, comm: reduce_often(comm, 20))
 
@@ -61,14 +61,14 @@ class Alarm(Exception):
 def test_a_vote_that_is_gone_is_taken_back(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with Cluster(2) as cluster:
         ours, other = cluster.comms
-        send = Shortcut.send
+        send = Dealer.send_now
 
         def interrupted(*arguments: object) -> bool:
             send(*arguments)  # type: ignore[arg-type]
             raise Alarm
 
         with monkeypatch.context() as patch:
-            patch.setattr(Shortcut, "send", interrupted)
+            patch.setattr(Dealer, "send_now", interrupted)
             with pytest.raises(Alarm):
                 ours.all_reduce(np.ones(8, np.float32))
         with pytest.raises(pccl.PCCLTimeoutError):

@@ -27,9 +27,8 @@ import pccl
 from pccl.ext import lib
 from pccl.protocol import messages as m
 from pccl.runtime import limits, resolve
-from pccl.runtime.client import connection as connection_module
+from pccl.runtime.client import control, streams
 from pccl.runtime.client import engine as engine_module
-from pccl.runtime.client import streams
 from pccl.runtime.client.connection import Dealer
 from pccl.runtime.client.engine import (
     ANOTHER,
@@ -117,7 +116,9 @@ class FakeRendezvous:
 class Desk:
     """Streams over an engine that only notes, and the commands that wait for their thread."""
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
+    def __init__(
+        self, limit_s: float = LIMIT_S, shortage: Callable[[], str] = streams.shortage
+    ) -> None:
         self.engine = FakeEngine()
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.resolver = Resolver(self.posted.put)
@@ -129,6 +130,8 @@ class Desk:
             0,
             lambda info: info.machine == "here",
             self.rendezvous,  # type: ignore[arg-type]
+            time.monotonic,
+            shortage,
         )
 
     def work(self) -> None:
@@ -277,13 +280,12 @@ def test_a_process_without_sockets_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert "this process gets no socket (Too many open files)" in desk.wait()
 
 
-def test_a_process_without_sockets_blames_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk()
+def test_a_process_without_sockets_blames_itself() -> None:
+    desk = Desk(shortage=lambda: ": this process gets no socket")
     for stream in range(1, 6):
         desk.streams.open(stream, NUMBER, 5)
     assert desk.streams.lost(lost(1, REFUSED)) == (NUMBER, False)
     desk.streams.up(2)
-    monkeypatch.setattr(streams, "_shortage", lambda: ": this process gets no socket")
     desk.wait()
     assert desk.streams.lost(lost(3)) == (NUMBER, False)
     assert desk.streams.lost(lost(4)) == (NUMBER, False)
@@ -554,7 +556,7 @@ def test_a_process_without_descriptors_tries_on_to_get_back_to_its_master(
     master = Master("--state", str(tmp_path / "master.db"))
     try:
         with pccl.Communicator(master.address) as comm:
-            monkeypatch.setattr(connection_module, "Dealer", Scarce)
+            monkeypatch.setattr(control, "Dealer", Scarce)
             master.kill()
             master.start()
             (pending,) = in_threads([comm.are_peers_pending])

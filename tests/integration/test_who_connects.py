@@ -281,13 +281,13 @@ def test_who_was_a_member_cannot_forge_what_others_reduce() -> None:
             succeeded = 0
             for step in range(50):
                 x = np.full(COUNT, float(index + step), np.float32)
-                seq, forges = client._peer.knowledge.last_seq + 1, index == 0 and step % 2 == 1
+                seq, forges = client.peer.knowledge.last_seq + 1, index == 0 and step % 2 == 1
                 if forges:
-                    push.send_multipart(forged(client._peer.run, seq, 0, draw))
+                    push.send_multipart(forged(client.peer.run, seq, 0, draw))
                 handle = comm.all_reduce_async(x, x, op=pccl.ReduceOp.SUM)
                 if forges:
-                    wait_until(lambda: client._peer.knowledge.last_seq >= seq)  # noqa: B023
-                    push.send_multipart(forged(client._peer.run, seq, 1, draw))
+                    wait_until(lambda: client.peer.knowledge.last_seq >= seq)  # noqa: B023
+                    push.send_multipart(forged(client.peer.run, seq, 1, draw))
                 if handle.wait()[0]:
                     assert (x == 2 * step + 1).all()
                     succeeded += 1
@@ -309,14 +309,14 @@ def test_a_forwarding_that_leads_to_another_peer(
         monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
     with Cluster(2) as run:
         assert run.comms[1]._membership._client is not None
-        port = run.comms[1]._membership._client._hello.port
+        port = run.comms[1]._membership._client.hello.port
 
         join = PeerClient.join
 
         def misled(client: PeerClient, call: Call) -> None:
             name = {"host": "localhost", "others": ()}  # which is not dialled
             changed = {**name, "port": port, "ipc": ""}
-            client._hello = msgspec.structs.replace(client._hello, **changed)
+            client.hello = msgspec.structs.replace(client.hello, **changed)
             join(client, call)
 
         with monkeypatch.context() as patched:

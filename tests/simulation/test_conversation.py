@@ -40,7 +40,7 @@ def storm(seed: int) -> SimulatedRun:
 
 
 def idle(peer: SimPeer) -> Thread:
-    yield 0
+    yield peer.client.call()
 
 
 def founded() -> SimulatedRun:
@@ -54,12 +54,7 @@ def founded() -> SimulatedRun:
 
 def arrive(run: SimulatedRun, protocol: int = m.PROTOCOL_VERSION) -> SimPeer:
     """One more peer says hello, and hears the answer."""
-    name = len(run.peers) + 1
-    peer = SimPeer(name, b"c%d" % name, run)
-    run.peers.append(peer)
-    call = peer.number()
-    hello = m.Hello(protocol, "1", 0, "", 1000 + name, "", f"m{name}", b"")
-    peer.begin(call, "connect", peer.machine.join(call, hello))
+    peer = run.add(protocol=protocol)
     while run.step():
         pass
     return peer
@@ -195,10 +190,10 @@ def test_every_transition_of_a_collective_happens(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Collective, "move", watched)
     peer = arrive(founded())  # the engine gives up before the start: no simulated one does
-    peer.perform(
-        peer.machine.collective(peer.number("collective"), 0, m.Spec("all_reduce", 0, 10, 1))
-    )
-    peer.perform(peer.machine.engine_failed(peer.calls, "an impossible chunk"))
+    call = peer.launch()
+    peer.work()
+    peer.engine.give_up(call.number)
+    peer.work()
     for _ in runs():
         if not missing:
             break

@@ -13,7 +13,7 @@ from pccl.protocol.peer import Peer, effects
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote
 from pccl.types import Result
 
-SEEDS = 60
+SEEDS, PART = 50, 10
 STEPS, TAGS = 5, 3
 OTHER = m.Spec("all_reduce", 0, 10, 999)
 MISFITS = {effects.Fault.TIMEOUT, effects.Fault.MISMATCH}
@@ -81,11 +81,11 @@ def story(seed: int) -> SimulatedRun:
     return run
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 30))
+@pytest.mark.parametrize("first", range(0, SEEDS, PART))
 def test_what_is_sent_early_is_of_the_call_that_starts(first: int) -> None:
-    runs = [story(seed) for seed in range(first, first + 30)]
+    runs = [story(seed) for seed in range(first, first + PART)]
     sent, used = (sum(getattr(run.eager, name) for run in runs) for name in ("sent", "used"))
-    assert used > 200 and sent > used  # some of it is void
+    assert used > 60 and sent > used  # some of it is void
 
 
 # ---- single rules ----

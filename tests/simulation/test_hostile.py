@@ -10,6 +10,7 @@ from hostile import Blow, draw_script, hostile_run, pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manual_run import ENTRY, OTHER, RUN, WORK, ManualRun, resume
+from seeds import parts
 from simulator import remembered
 
 from pccl.protocol import messages as m
@@ -22,12 +23,11 @@ from pccl.types import Result
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 CORPUS = sorted((SUPPORT / "fuzz" / "corpus").iterdir())
-SEEDS = 600
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 100))
-def test_no_siege_does_harm(first: int) -> None:
-    for seed in range(first, first + 100):
+@parts(600, 300, 50)
+def test_no_siege_does_harm(part: range) -> None:
+    for seed in part:
         try:
             hostile_run(draw_script(random.Random(seed)), seed)
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from manual_run import ENTRY, SECRET, WORK, ManualRun, RestartedRun
+from seeds import parts
 from trainers import story_of_an_odd_one
 
 from pccl.protocol import messages as m
@@ -11,8 +12,6 @@ from pccl.protocol.master import Journal, Master
 from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
-SEEDS = 1200
-PARTS = pytest.mark.parametrize("first", range(0, SEEDS, 200))
 LISTED = m.Spec("all_reduce", 0, 0, 0, parts=(m.Part(10, 3, "a"), m.Part(10, 4, "b")))
 OTHERS = {
     "one element longer": m.Spec("all_reduce", 0, 10, 1001),
@@ -293,11 +292,11 @@ def test_a_restarted_master_knows_who_is_a_veteran(knows: str) -> None:
 # ---- whole runs ----
 
 
-@PARTS
-def test_who_agrees_with_most_never_pays_for_one_that_does_not(first: int) -> None:
+@parts(1200, 500, 50)
+def test_peers_that_agree_with_most_never_pay_for_one_that_does_not(part: range) -> None:
     paid = 0
-    for seed in range(first, first + 200):
+    for seed in part:
         run, odd = story_of_an_odd_one(seed)
         assert run.odd <= {odd.machine.number}, f"seed {seed}"
         paid += len(run.odd)
-    assert paid > 100, "the odd one is hardly ever met"
+    assert paid > 0.4 * len(part), "the odd one is hardly ever met"

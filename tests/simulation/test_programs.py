@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import programs
 import pytest
+from seeds import parts
 
 from pccl.protocol.master.voting import Voting
 
-SEEDS = 4000
-ENOUGH = 2000  # to notice at once what is broken; the others find what is rare
-PART = 250
-PARTS = [
-    pytest.param(first, marks=pytest.mark.slow if first >= ENOUGH else [])
-    for first in range(0, SEEDS, PART)
-]
 
-
-@pytest.mark.parametrize("first", PARTS)
-def test_every_call_ends_and_every_round_has_one_outcome(first: int) -> None:
-    for seed in range(first, first + PART):
+@parts(4000, 1200, 100)
+def test_every_call_ends_and_every_round_has_one_outcome(part: range) -> None:
+    for seed in part:
         why = programs.failure(programs.draw(seed))
         assert not why, f"seed {seed} (python stress/simulate.py --shrink {seed}): {why}"
 

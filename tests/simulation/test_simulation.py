@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from seeds import parts
 from simulator import Program, SimPeer, SimulatedRun, Thread
 from trainers import insist, natural, reduce, simulate, story_of_newcomers_alone
 
 from pccl.protocol.peer import effects
 from pccl.types import Result, SharedStateSyncStrategy
 
-SEEDS = 400
 SEND_ONLY = SharedStateSyncStrategy.SEND_ONLY.value
 RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 
@@ -40,9 +39,9 @@ def late_joiner(steps: int, founder: bool) -> Program:
     return program
 
 
-@pytest.mark.parametrize("first", range(0, 100, 50))
-def test_late_joiners_only_receive(first: int) -> None:
-    for seed in range(first, first + 50):
+@parts(100, 100, 25)
+def test_late_joiners_only_receive(part: range) -> None:
+    for seed in part:
         run = SimulatedRun(seed)
         draw = run.random
         for _ in range(draw.randint(1, 3)):
@@ -59,9 +58,9 @@ def test_late_joiners_only_receive(first: int) -> None:
         run.finish()
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 50))
-def test_every_run_ends_and_agrees(first: int) -> None:
-    for seed in range(first, first + 50):
+@parts(400, 250, 50)
+def test_every_run_ends_and_agrees(part: range) -> None:
+    for seed in part:
         try:
             simulate(seed)
         except BaseException:
@@ -69,22 +68,22 @@ def test_every_run_ends_and_agrees(first: int) -> None:
             raise
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 100))
-def test_newcomers_go_on_when_all_who_were_there_die(first: int) -> None:
+@parts(400, 250, 50)
+def test_newcomers_go_on_when_all_who_were_there_die(part: range) -> None:
     ended = 0
-    for seed in range(first, first + 100):
+    for seed in part:
         try:
             run = story_of_newcomers_alone(seed)
         except BaseException:
             print(f"seed {seed}")
             raise
         ended += run.peers[-1].left
-    assert ended > 80, "who is not given up makes all its steps"
+    assert ended > 0.8 * len(part), "newcomers that are not given up make all their steps"
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 50))
-def test_who_goes_back_to_the_top_of_its_loop_after_a_loss_goes_on(first: int) -> None:
-    for seed in range(first, first + 50):
+@parts(400, 250, 50)
+def test_a_loop_that_starts_over_after_a_loss_goes_on(part: range) -> None:
+    for seed in part:
         try:
             simulate(seed, natural)
         except BaseException:

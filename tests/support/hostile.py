@@ -13,10 +13,10 @@ from __future__ import annotations
 import random
 import re
 import struct
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from simpeer import End
+from simpeer import End, Waits
 from simulator import Program, SimPeer, SimulatedRun, Thread
 
 from pccl.protocol import messages as m
@@ -271,17 +271,17 @@ OUTVOTED = re.compile(
 )
 
 
-def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None, None]:
+def insist(call: Callable[[], Waits[End]]) -> Waits[None]:
     """Makes a call again and again while others spoil it."""
     while not isinstance((yield from call()), Answer):
         pass
 
 
-def synchronize(peer: SimPeer) -> Generator[int, None, None]:
+def synchronize(peer: SimPeer) -> Waits[None]:
     """Synchronizes until it succeeds; without a holder, a torn peer loads a checkpoint."""
     while not isinstance(end := (yield from peer.sync()), Answer):
         if end.result is Result.NO_SHARED_STATE_AVAILABLE:
-            peer.torn = False
+            peer.load()
 
 
 def survivor(steps: int) -> Program:

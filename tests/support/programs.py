@@ -12,17 +12,18 @@ A scenario that fails is made small by `shrink`: it takes parts away as long as 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hostile import OUTVOTED, Blow, HostileRun, draw_script
-from simpeer import WORK, End, Program, SimPeer, Tag, Thread
+from simpeer import WORK, End, Program, SimPeer, Tag, Thread, Waits
 from simulator import EXCLUSIVE
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail, Fault
 from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import Grace
+from pccl.runtime.client import call
 from pccl.types import Result
 
 CALLS = (
@@ -81,7 +82,7 @@ class Event:
 
 
 Calls = tuple[Call, ...]
-Handle = tuple[int, Tag]  # a call that was launched
+Handle = tuple[call.Call, Tag]  # a collective that was launched
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ class Facade:
                 positions[machine.run, machine.knowledge.done.topology + 1] = i + 1
             yield calls[i]
 
-    def _perform(self, call: Call, handles: list[Handle]) -> Generator[int, None, None]:
+    def _perform(self, call: Call, handles: list[Handle]) -> Waits[None]:
         peer = self.peer
         synchronize = "sync_shared_state"
         exclusive = {"sync": synchronize, "begin": synchronize}.get(call.what, call.what)
@@ -335,11 +336,11 @@ class Facade:
                     if not lost or call.tag in peer.tags or peer.machine.world.local_size < 2:
                         break
 
-    def _wait(self, handles: list[Handle]) -> Generator[int, None, None]:
+    def _wait(self, handles: list[Handle]) -> Waits[None]:
         while handles:
             self._check((yield from self.peer.awaits(*handles.pop(0))))
 
-    def _send(self, call: Call, handles: list[Handle]) -> Generator[int, None, None]:
+    def _send(self, call: Call, handles: list[Handle]) -> Waits[None]:
         """To the one after it, or from the one before it, as it knows them."""
         peer, swap = self.peer, call.what == "swap"
         numbers = [info.peer for info in peer.machine.plan.peers]
@@ -362,7 +363,7 @@ class Facade:
             else:
                 self._check((yield from peer.awaits(*handle)))
 
-    def _sync(self, call: Call) -> Generator[int, None, None]:
+    def _sync(self, call: Call) -> Waits[None]:
         peer = self.peer
         revision, text = peer.content
         if call.tag % 2:
@@ -522,7 +523,7 @@ class ProgramRun(HostileRun):
             for call in peer.waiters
             if not peer.frozen and call not in peer.given_up | (set() if taken else peer.stuck)
         ]
-        calls = [(peer, call) for peer, call in calls if peer.standing[call][0] != "connect"]
+        calls = [(peer, call) for peer, call in calls if peer.standing[call].what != "connect"]
         if calls:
             self.given_up = True
             peer, call = self.random.choice(calls)

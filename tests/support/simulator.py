@@ -1,14 +1,10 @@
-"""Whole runs of the real state machines of master and peers, from one seed, without I/O.
+"""Whole runs of the real master and the real clients of its peers, from one seed, without I/O.
 
 Messages travel in queues, one for each direction of each connection, in order; connections are not
-ordered against each other. The lane engines are modelled by what the protocol may assume of them: a
-collective completes on a peer some time after all its members have started it, but maybe never once
-a member has died, given up, or lost a stream, be it after its own part is done; an aborted or
-committed op is settled some time later; a stream may break at any time. Each step draws one thing
-that can happen now.
+ordered against each other. The lane engines are simulated (simengine.py), and so are clocks and
+sockets (simsystem.py). Each step draws one thing that can happen now.
 
-A peer's program is one or more generators, its threads, which yield the number of the call that
-they wait for. The peer itself (simpeer.py) does what the runtime and the facade would.
+A peer's program is one or more generators, its threads, which yield the call that they wait for.
 """
 
 from __future__ import annotations
@@ -18,7 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from simpeer import Key, Program, SimPeer, SimRendezvous, Tag, Thread, brief
+from simengine import Key, Meetings, Op, Stream
+from simpeer import IDLE_S, Program, SimPeer, Tag, Thread, brief
+from simsystem import RELAY_PORT
 from unexpected import Eager
 from watched import Watched
 
@@ -42,11 +40,13 @@ from pccl.protocol.master.status import CALLS_MAX, Phase
 from pccl.protocol.master.voting import ODD, are_held
 from pccl.protocol.peer.effects import Answer, Fail, Fault
 from pccl.protocol.rounds import PENDING, Grace, OpenRounds, RoundId
+from pccl.runtime.client.connection import DealerEvent
 
 # a peer in one of these can enter no other call; repeated here, to check the protocol's rules
 EXCLUSIVE = {"update_topology", "finish", "optimize_topology", "sync_shared_state"}
 RUN_WIDE = {"update_topology", "finish", "are_peers_pending", "optimize_topology"}
 INVERTED = bytes(byte ^ 255 for byte in range(256))
+IDLE_MAX = 3  # times that all clocks go on while nothing happens
 
 
 class SimulatedRun:
@@ -76,8 +76,9 @@ class SimulatedRun:
         self.heard: dict[tuple[object, ...], list[SimPeer]] = {}
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
-        self.rendezvous = SimRendezvous(self)
+        self.meetings = Meetings(self)
         self.eager = Eager(self)
+        self.unready: dict[Key, set[Stream]] = {}  # streams that a collective still lacks
         self.starters: dict[Key, set[int]] = {}  # the peers whose engines started it
         self.completed: dict[Key, set[int]] = {}  # the peers that hold the whole result
         self.cut_to: dict[Key, set[int]] = {}  # the only peers that can still complete it
@@ -103,6 +104,7 @@ class SimulatedRun:
         self.failure_rate = self.random.choice([0.0, 0.0, 0.02, 0.1])
         self.loss_rate = self.random.choice([0.0, 0.0, 0.01, 0.05])  # of streams, at any time
         self.losses = 0
+        self._idle = 0  # how often all clocks have gone on since something happened
 
     def _new_master(self, number: int, journal: Journal | None = None) -> Master:
         secret = self.random.randbytes(32)
@@ -129,9 +131,8 @@ class SimulatedRun:
             heard = [p for verdict in verdicts for p in self.heard.get(verdict, ())]
             others = [p for p in heard if p is not peer and p.present]
             known = any(not self.given_up_by_master(other) for other in others)
-            same = isinstance(end, Fail) and any(
-                end.why == why or (end.why, *what) in self.heard for why, *what in verdicts
-            )
+            told = end.why.replace(" (you, ", " (") if isinstance(end, Fail) else ""
+            same = any(told == why or (told, *what) in self.heard for why, *what in verdicts)
             assert same or not known, f"peer {peer.name} in {call}: {end}"
 
     def _begin_history(self, of: int | None) -> None:
@@ -161,16 +162,17 @@ class SimulatedRun:
         group: int = 0,
         team: tuple[int, int] = (0, 0),
         nat: tuple[bool, bool] = (False, False),
+        protocol: int = m.PROTOCOL_VERSION,
     ) -> SimPeer:
         """One more peer joins and runs its programs, a thread each, once it is accepted."""
         name = len(self.peers) + 1
-        peer = SimPeer(name, b"c%d" % name, self, group, team[0], programs, nat=nat)
+        relay = RELAY_PORT if nat[1] else 0
+        place = ("", 1000 + name, "", f"m{name}", b"", "", "", *team, False, nat[0], relay)
+        peer = SimPeer(name, b"c%d" % name, self, m.Hello(protocol, "1", group, *place), programs)
         self.peers.append(peer)
-        place = ("", 1000 + name, "", f"m{name}", b"", "", "", *team, False, nat[0], 7 * nat[1])
-        hello = m.Hello(m.PROTOCOL_VERSION, "1", group, *place)
 
         def whole() -> Thread:
-            end = yield from peer.join(hello)
+            end = yield from peer.join()
             if isinstance(end, Answer):
                 for program in peer.programs:
                     peer.start_thread(program(peer))
@@ -184,8 +186,8 @@ class SimulatedRun:
         peer.alive = False
         for _ in range(self.random.randint(0, len(peer.up))):
             peer.up.pop()
-        self.eager.lose(peer)
-        for op in peer.ops.values():
+        self.eager.lose(peer.engine)
+        for op in peer.engine.ops.values():
             self.cut(op.seq)
         if peer.connection == "up":
             self.broken.append(peer.conn)
@@ -285,18 +287,20 @@ class SimulatedRun:
             or other.walled
             or not other.alive
             or other.name in peer.cut_from
-            or self.rendezvous.are_severed(peer, other)
+            or self.are_severed(peer, other)
             for other in self.peers
             if other.machine.number == number and other is not peer
         )
 
-    def serves(self, number: int, seq: Key | None) -> bool:
-        return any(
-            op.kind == "serve" and op.seq == seq and not op.ending
-            for peer in self.peers
-            if peer.alive and peer.machine.number == number
-            for op in peer.ops.values()
-        )
+    def are_severed(self, sender: SimPeer, receiver: SimPeer) -> bool:
+        """Whether neither can connect to the other, or the one who must cannot connect at all."""
+        relayed = any(peer.relay for peer in self.peers)
+        return receiver.outgoing and (receiver.caged or (sender.outgoing and not relayed))
+
+    def serving(self, number: int, seq: Key | None) -> Op | None:
+        """The op by which a peer serves a plan."""
+        living = (p for p in self.peers if p.alive and p.machine.number == number)
+        return next((op for peer in living if (op := peer.engine.serves(seq))), None)
 
     def deafened(self, number: int, seq: Key | None) -> bool:
         """Whether a peer waits for what a holder has sent, and a stream has lost."""
@@ -304,7 +308,7 @@ class SimulatedRun:
             op.kind == "serve" and op.seq == seq and number in op.deaf and not op.ending
             for peer in self.peers
             if peer.alive
-            for op in peer.ops.values()
+            for op in peer.engine.ops.values()
         )
 
     # ---- what must be true ----
@@ -350,7 +354,9 @@ class SimulatedRun:
                 known = peer.machine.over is not None or peer.machine.plan.epoch == epoch
                 assert known, "a start in another epoch than the plan's"
                 if call in peer.standing:  # else its caller has gone
-                    self.agree(("start", run, seq), (group, epoch, peer.standing[call]), peer)
+                    one = peer.standing[call]
+                    self.agree(("start", run, seq), (group, epoch, *one.place, one.spec), peer)
+                self.eager.epochs[run, seq] = epoch
                 if message.data is None:
                     self.check_nonce(message.nonce, ("call", run, seq), peer)
             case m.SyncPlan(_, seq):
@@ -385,7 +391,8 @@ class SimulatedRun:
             or (peer.severed and GIVEN_UP.why in why)
             or (self.incarnation and GIVEN_UP.why in why)
             or ("could not reach" in why and self.may_go(peer))
-            or (self.incarnation and not peer.machine.number)  # it had hardly said hello
+            # it had hardly said hello
+            or ((self.incarnation or peer.severed) and not peer.machine.number)
             or (self.incarnation and not self.journaled and "started another run" in why)
             or (self.incarnation and self.overrun and "this is another one" in why)
             or (self.straggler_s is not None and "others waited for it" in why)
@@ -573,6 +580,8 @@ class SimulatedRun:
         for peer in self.peers:
             if peer.alive:
                 peer.check_empty()
+        while self.broken:
+            self._bury()
         self.perform(self.master.tick(self.now_s))
         left = {name: size for name, size in remembered(self.master).items() if size}
         assert not left, f"all have left, but the master still has {left}"
@@ -640,22 +649,26 @@ class SimulatedRun:
             self._to_master(peer)
         self.say(f"the master sees that the connection of peer {peer.name} is gone")
         if peer.alive:
-            peer.connection = "breaking"
+            peer.connection = "breaking" if peer.machine.over is None else "down"
         self.perform(self.master.disconnected(peer.conn, "its connection broke"))
 
     def _break_connection(self, peer: SimPeer) -> None:
         self.say(f"peer {peer.name} sees that its connection is gone")
         peer.connection = "down"
         peer.up.clear()
-        peer.perform(peer.machine.disconnected("the connection broke"))
+        peer.dealer.happens(DealerEvent.BROKEN)
+        peer.work()
         for call in peer.given_up & peer.standing.keys():
             peer.check_ends(call, True)
 
     def _new_connection(self, peer: SimPeer) -> None:
+        while peer.dealer.broken:  # it tries again, some time later
+            peer.pass_time()
         peer.connection = "up"
         peer.connections += 1
         peer.conn = b"c%d.%d" % (peer.name, peer.connections)
-        peer.perform(peer.machine.reconnected())
+        peer.dealer.happens(DealerEvent.UP)
+        peer.work()
 
     def _look_at_the_clock(self) -> None:
         """Ticks, as the server does after each message. Dropped peers must have been late."""
@@ -694,14 +707,18 @@ class SimulatedRun:
                 choices.append((self._to_master, peer))
             if not peer.alive or peer.frozen:
                 continue
+            if peer.waiter.pending:
+                choices.append((SimPeer.work, peer))
+            elif self.random.random() < 0.05 and peer.due_s < IDLE_S:
+                choices.append((SimPeer.pass_time, peer))
             if peer.down:
                 choices.append((SimPeer.deliver, peer))
             elif peer.connection == "breaking":
                 choices.append((self._break_connection, peer))
             elif peer.connection == "down" and peer.machine.over is None:
                 choices.append((self._new_connection, peer))
-            if peer.ops or peer.streams:
-                choices += peer.engine_choices()
+            if peer.engine.ops or peer.engine.streams:
+                choices += peer.engine.choices()
         if self.broken:
             choices.append((SimulatedRun._bury, self))
         if self.dials:
@@ -721,8 +738,19 @@ class SimulatedRun:
         if choices:
             what, subject = self.random.choice(choices)
             what(subject)
+            if isinstance(subject, SimPeer):
+                subject.wake()
             self.check_teams()
-        return moved or bool(choices) or any(p.hurry() for p in self.peers if p.present)
+        if moved or choices or any(p.hurry() for p in self.peers if p.present):
+            self._idle = 0
+            return True
+        self._idle += 1
+        if self._idle > IDLE_MAX:
+            return False
+        for peer in self.peers:
+            if peer.alive and not peer.frozen:
+                peer.pass_time(IDLE_S)
+        return True
 
     def unblock(self) -> bool:
         """Nothing can happen: makes something happen that may; False when there is nothing."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
-from simpeer import End
+from simpeer import End, Waits
 from simulator import Program, SimPeer, SimulatedRun, Thread
 
 from pccl.errors import AGAIN
@@ -14,7 +14,7 @@ from pccl.protocol.peer import effects
 from pccl.types import Result
 
 
-def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None, effects.Answer]:
+def insist(call: Callable[[], Waits[End]]) -> Waits[effects.Answer]:
     """Makes a call again and again while its own or another caller gives up."""
     while True:
         end = yield from call()
@@ -23,22 +23,22 @@ def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None
         assert end.fault is effects.Fault.TIMEOUT or "data was lost" in end.why, end
 
 
-def synchronize(peer: SimPeer) -> Generator[int, None, None]:
+def synchronize(peer: SimPeer) -> Waits[None]:
     """Synchronizes; who was receiving from somebody who is gone begins with a checkpoint."""
 
-    def call() -> Generator[int, None, End]:
+    def call() -> Waits[End]:
         while True:
             end = yield from peer.sync()
             if isinstance(end, effects.Answer) or not peer.torn:
                 return end
             if end.result is not Result.NO_SHARED_STATE_AVAILABLE:
                 return end
-            peer.torn = False
+            peer.load()
 
     yield from insist(call)
 
 
-def reduce(peer: SimPeer) -> Generator[int, None, bool]:
+def reduce(peer: SimPeer) -> Waits[bool]:
     """Reduces with whoever is left, or has one of them tell; False when this peer is alone."""
     revision = peer.content[0]
     data = b"%8d" % revision if revision % 3 == 1 else None  # all are in step

@@ -357,6 +357,7 @@ class Collectives(Part):
 
     def end(self, over: Fail) -> None:
         self.started.clear()
+        self._unvoted.clear()
         for one in list(self._by_call.values()):
             if one.outcome is None:
                 self._abort(one, replace(over, call=one.call, phase=one.phase))

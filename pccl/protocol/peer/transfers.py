@@ -308,8 +308,7 @@ class Synchronizations(Part):
 
     def fetched(self, seq: int, ok: bool, why: str, differences: m.Differences) -> None:
         """The caller has fetched what a plan requires, or has failed."""
-        one = self._transfers.current
-        if one is not None and one.planned and one.seq == seq:
+        if self._transfers.by(seq) is not None:
             self._outbox.send(m.FetchedVote(seq, ok, why[:WHY_MAX], differences))
 
     # ---- the end ----

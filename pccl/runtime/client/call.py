@@ -14,9 +14,9 @@ import numbers
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypeVar
 
 from pccl.errors import (
     DivergenceError,
@@ -54,6 +54,10 @@ Note = (
     | Leaf
 )
 End = effects.Answer | effects.Fail
+T = TypeVar("T")
+# A caller's part in a call: it yields for how many seconds it waits for the next note, and is sent
+# the note, or None if none has come in that time.
+Steps: TypeAlias = Generator[float, Note | None, T]
 
 _ERRORS: dict[effects.Fault, type[PCCLError]] = {
     effects.Fault.OTHER: PCCLError,
@@ -216,6 +220,16 @@ class Deadline:
             self._notice(client, call)
             if time.monotonic() >= due:
                 return None
+
+    def follow(self, client: Caller, call: Call, steps: Steps[T]) -> T:
+        """Waits for the notes of a call on behalf of `steps`, and returns what these return."""
+        try:
+            seconds = next(steps)
+            while True:
+                seconds = steps.send(self.next_within(client, call, seconds))
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
     def _notice(self, client: Caller, call: Call) -> None:
         """No note came: withdraws the call if its time is up, or logs what it waits for."""

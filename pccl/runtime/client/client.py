@@ -1,14 +1,18 @@
 """The control thread of a peer, and the methods by which user threads give it commands.
 
-shortcut.py describes the only work that user threads do themselves.
+User threads do only one thing themselves: they send the vote of a small collective, which saves one
+thread switch (`collective`). No exception can interrupt that halfway. The command that enters the
+call is queued first, where nothing overtakes it; then a single C call sends the vote and records
+that it was sent. Whatever happens next (the answer, a broken connection, an exception that ends the
+call), the control thread first enters the call, and knows whether the vote was sent.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
+from pccl.ext import ffi
 from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
@@ -17,11 +21,10 @@ from pccl.protocol.strategy import Conditions, Settings, Strategy
 from pccl.runtime import limits, tcp
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.call_metrics import CallMetrics
-from pccl.runtime.client.control import ControlThread
+from pccl.runtime.client.control import ControlThread, System
 from pccl.runtime.client.engine import Engine
 from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.ops import PeerDriver, PendingCalls
-from pccl.runtime.client.shortcut import Shortcut
 from pccl.runtime.config import Config
 from pccl.runtime.resources import streams_max
 from pccl.runtime.uninterrupted import insist
@@ -34,6 +37,7 @@ class PeerClient(ControlThread):
     """One peer's membership in one run, from connect to the end.
 
     Attributes:
+        peer: the state machine.
         metrics: the cost of its calls.
 
     Raises:
@@ -53,11 +57,21 @@ class PeerClient(ControlThread):
         group: int,
         team: tuple[int, int],
         pool_size: int,
+        system: System | None = None,
     ) -> None:
         settings = Settings(config.inline_bytes, pool_size, config.lanes, streams_max())
-        self._peer = peer = Peer(address_text(host, port), settings)
+        self.peer = peer = Peer(address_text(host, port), settings)
         super().__init__(
-            host, port, address, config, security, peer, lanes=pool_size, group=group, team=team
+            host,
+            port,
+            address,
+            config,
+            security,
+            peer,
+            lanes=pool_size,
+            group=group,
+            team=team,
+            system=system,
         )
         self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
         self.metrics = metrics = CallMetrics(lambda: self._engine.cpu_s)
@@ -65,7 +79,7 @@ class PeerClient(ControlThread):
         self._driver = PeerDriver(
             peer, self._engine, self._streams, self._master, self._pending, metrics
         )
-        self._timers.append(Progress(self._engine, peer))
+        self._timers.append(Progress(self._engine, peer, self.now))
         self._start()
 
     # ---- called by user threads ----
@@ -73,15 +87,15 @@ class PeerClient(ControlThread):
     @property
     def world(self) -> m.World:
         """The world sizes as of the last answer."""
-        return self._peer.world
+        return self.peer.world
 
     @property
     def plan(self) -> m.Plan:
-        return self._peer.plan
+        return self.peer.plan
 
     @property
     def number(self) -> int:
-        return self._peer.number
+        return self.peer.number
 
     def explain(self) -> Explanation:
         """The limits of the last collectives, from the metrics and the kernel's facts about the
@@ -111,11 +125,11 @@ class PeerClient(ControlThread):
 
     def update_topology(self, call: Call) -> None:
         """Enters the round that admits pending peers."""
-        self._begin(call, self._peer.update_topology)
+        self._begin(call, self.peer.update_topology)
 
     def finish(self, call: Call) -> None:
         """Enters the round that ends the run."""
-        self._begin(call, self._peer.finish)
+        self._begin(call, self.peer.finish)
 
     def are_peers_pending(
         self, call: Call, stuck: bool = False, patient: bool = False, grace: Grace | None = None
@@ -126,47 +140,48 @@ class PeerClient(ControlThread):
         patient, the answer False is held back (see `hurry`). `grace`: members that have not entered
         when it is over are dropped from the run.
         """
-        peer = self._peer
+        peer = self.peer
         self._begin(call, lambda number: peer.are_peers_pending(number, stuck, patient, grace))
 
     def hurry(self, call: Call) -> None:
         """The caller of `are_peers_pending` is no longer patient."""
-        self._inbox.post(lambda: self._perform(self._peer.hurry(call.number)))
+        self._inbox.post(lambda: self._perform(self.peer.hurry(call.number)))
 
     def inquire(self, call: Call) -> None:
         """Logs which peers a call waits for."""
-        self._inbox.post(lambda: self._perform(self._peer.inquire(call.number)))
+        self._inbox.post(lambda: self._perform(self.peer.inquire(call.number)))
 
     @property
     def conditions(self) -> Conditions:
         """The conditions for the strategy of a collective, as of the last answer."""
-        return self._peer.knowledge.conditions
+        return self.peer.knowledge.conditions
 
     def collective(
         self, call: Call, tag: int, operands: Operands, strategy: Strategy, stuck: bool = False
     ) -> None:
         """Enters a collective. `stuck`: the caller makes no other call before the answer."""
         work, data = strategy.spec, operands.contribution() if strategy.inline else None
-        shortcut = Shortcut()
+        sent, entered = ffi.new("int32_t *"), False
 
         def begin(number: int) -> list[effects.Effect]:
-            shortcut.entered = True
+            nonlocal entered
+            entered = True
             self._pending.memory[number] = operands
             rows, pair, nbytes = operands.rows, operands.pair, strategy.nbytes
-            return self._peer.collective(
-                number, tag, work, data, stuck, shortcut.sent, rows, pair, nbytes
+            return self.peer.collective(
+                number, tag, work, data, stuck, bool(sent[0]), rows, pair, nbytes
             )
 
         self._leave_to_begin(call, begin)
         if data is not None:
             with self._working:
-                if shortcut.entered:
+                if entered:
                     return
-                heard = None if self._pending.closed else self._peer.heard_if_free
+                heard = None if self._pending.closed else self.peer.heard_if_free
                 if heard is not None:
                     vote = m.StartVote(call.number, tag, work, data, heard, stuck)
                     before, self._driver.mail_waits = self._driver.mail_waits, True
-                    if shortcut.send(self._master.dealer, m.encode(vote)):
+                    if self._master.dealer.send_now(m.encode(vote), sent):
                         self._driver.mail_waits = before  # unless an exception comes in between
                         return
         self._inbox.signal()
@@ -178,11 +193,11 @@ class PeerClient(ControlThread):
     def sync(self, call: Call, manifest: m.Manifest, pieces: Pieces, owner: object) -> None:
         """Enters a synchronization. Notes before the answer: Plan, Leaf, Fetched, in any number."""
         pool = Pool(pieces, len(manifest.entries), owner, limit=self.serve_limit)
-        self._serve(call, pool, lambda number, serve: self._peer.sync(number, serve, manifest))
+        self._serve(call, pool, lambda number, serve: self.peer.sync(number, serve, manifest))
 
     def optimize(self, call: Call, pieces: Pieces, owner: object) -> None:
         """Enters an optimization. Notes before the answer: Plan, Leaf, Fetched, in any number."""
-        self._serve(call, Pool(pieces, 0, owner), self._peer.optimize)
+        self._serve(call, Pool(pieces, 0, owner), self.peer.optimize)
 
     def _serve(
         self, call: Call, pool: Pool, enter: Callable[[int, int], list[effects.Effect]]
@@ -213,7 +228,7 @@ class PeerClient(ControlThread):
         op = next(self._numbers)
 
         def begin() -> None:
-            todo = self._peer.fetch(op, seq)
+            todo = self.peer.fetch(op, seq)
             if todo:
                 self._pending.memory[op] = Pool(pieces, first_counted, owner, call)
             self._perform(todo)
@@ -242,15 +257,26 @@ class PeerClient(ControlThread):
         self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
     ) -> None:
         """Reports whether a plan's content has arrived, and how the old content differed."""
-        self._inbox.post(lambda: self._perform(self._peer.fetched(seq, ok, why, differences)))
+        self._inbox.post(lambda: self._perform(self.peer.fetched(seq, ok, why, differences)))
 
     def measured(self, seq: int, rate: int, delay_us: int) -> None:
         """Reports the result of a probe, and ends it; see `Measured`."""
-        self._inbox.post(lambda: self._perform(self._peer.measured(seq, rate, delay_us)))
+        self._inbox.post(lambda: self._perform(self.peer.measured(seq, rate, delay_us)))
 
     def time_out(self, call: Call, why: str) -> None:
         """Withdraws a call, which is then answered soon, with its result or a failure."""
-        self._inbox.post(lambda: self._perform(self._peer.time_out(call.number, why)))
+        self._inbox.post(lambda: self._perform(self.peer.time_out(call.number, why)))
+
+    def abandon(self, call: Call) -> None:
+        """The caller leaves by an exception: the call, if it has begun, is answered soon."""
+
+        def leave() -> None:
+            if call.number in self._pending:
+                self._perform(self.peer.cancel(call.number))
+            elif call.end is None:
+                call.put(effects.Fail(call.number, Result.INVALID_USAGE, "it was never made"))
+
+        self._inbox.post(leave)
 
     def cancel(self, call: Call) -> None:
         """Ends a call whose caller is leaving by an exception; it may not even have begun.
@@ -261,15 +287,9 @@ class PeerClient(ControlThread):
         """
         withdrawn = threading.Event()
 
-        def leave() -> None:
-            if call.number in self._pending:
-                self._perform(self._peer.cancel(call.number))
-            elif call.end is None:
-                call.put(effects.Fail(call.number, Result.INVALID_USAGE, "it was never made"))
-
         def settle() -> None:
             if call.end is None:
-                self._inbox.post(leave)
+                self.abandon(call)
                 call.settle()
 
         def watch() -> None:
@@ -294,7 +314,7 @@ class PeerClient(ControlThread):
 
     def _tell_withdrawn(self) -> None:
         """Tells waiting callers that the master has taken back the vote of their call."""
-        for number in [n for n in self._withdrawing if not self._peer.awaits_withdrawal(n)]:
+        for number in [n for n in self._withdrawing if not self.peer.awaits_withdrawal(n)]:
             self._withdrawing.pop(number).set()
 
     def _worked(self) -> None:
@@ -313,14 +333,14 @@ class Progress:
     It checks from time to time, and asks about each op that was under way at two checks in a row.
     """
 
-    def __init__(self, engine: Engine, peer: Peer) -> None:
-        self._engine, self._peer = engine, peer
+    def __init__(self, engine: Engine, peer: Peer, now: Callable[[], float]) -> None:
+        self._engine, self._peer, self._now = engine, peer, now
         self._before: set[int] = set()  # what was under way at the last look
         self.due_s: float | None = None  # when to check next; None: nothing was under way
 
     def tick(self) -> None:
         """Checks, if it is time to."""
-        now_s = time.monotonic()
+        now_s = self._now()
         if self.due_s is None:
             if self._peer.moves:
                 self.due_s, self._before = now_s + limits.PROGRESS_LOOK_S, set(self._peer.moving)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import struct
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
+from pccl.ext import ffi, lib, tables
 from pccl.ext.mail import Mail
 from pccl.protocol import messages as m
 from pccl.runtime import limits
@@ -160,6 +160,23 @@ class Dealer:
             return True  # the connection broke; its monitor knows why, and is read next
         return waiting
 
+    def send_now(self, vote: bytes, sent: Any) -> bool:
+        """Sends the vote of a small collective from its caller's thread, in a single C call.
+
+        Args:
+            vote: the encoded message.
+            sent: an `int32_t *`, which becomes 1 when it is sent, whatever happens then.
+
+        Returns:
+            True on success. False if the control thread must be woken: the vote was not sent, or
+            the socket has messages to read that would otherwise go unnoticed.
+        """
+        backend = tables.load()
+        if backend.name != "libzmq":  # the other backend calls back into Python
+            return False
+        socket = ffi.cast("void *", self.socket.underlying)
+        return bool(lib.pccl_mail_send(backend.table, socket, vote, len(vote), sent) == 0)
+
     def receive(self) -> Iterator[m.MasterMessage]:
         """All messages so far. Raises ProtocolError: the master has sent something else."""
         for frame in self._mail.take():
@@ -217,8 +234,11 @@ class MasterConnection:
         peer: Machine,
         waiter: Waiter,  # waits for messages and events
         resolver: Resolver,  # looks up the master's name again
+        dial: Callable[..., Dealer],  # begins a connection, as System.dealer does
+        now: Callable[[], float],  # the clock
     ) -> None:
         self.host, self.port = host, port
+        self._dial, self._now = dial, now
         self._config, self._identity, self._peer = config, identity, peer
         self._waiter, self._resolver = waiter, resolver
         self.address = ""  # the master's address for that connection
@@ -234,13 +254,12 @@ class MasterConnection:
 
     def begin(
         self,
-        context: zmq.Context[Any],  # of its sockets
         address: str,  # the first address of the master to try
         read: Callable[[], None],  # reads the messages that have arrived
         perform: Callable[[list[Any]], None],  # performs the effects of what was read
     ) -> None:
         """Opens the first connection. Raises OSError: the system provides no socket."""
-        self._context, self._read, self._perform = context, read, perform
+        self._read, self._perform = read, perform
         self.dealer = self._open(address)
 
     def close(self) -> None:
@@ -262,7 +281,7 @@ class MasterConnection:
     def tick(self) -> None:
         if not self._give_up_at:
             return
-        now = time.monotonic()
+        now = self._now()
         if self._give_up_at <= now:
             self._give_up()
         elif self._retry_at is not None and self._retry_at <= now:
@@ -272,7 +291,7 @@ class MasterConnection:
 
     def _open(self, address: str) -> Dealer:
         self.address = address
-        dealer = Dealer(self._context, address, self.port, self._config, self._identity.secure)
+        dealer = self._dial(address, self.port, self._config, self._identity.secure)
         self._waiter.add(dealer.socket, self._read)
         self._waiter.add(dealer.monitor, self._read_monitor)
         return dealer
@@ -315,7 +334,7 @@ class MasterConnection:
         if self._retry_at is not None or self._resolving or self._peer.over is not None:
             return
         self._trouble = why
-        now = time.monotonic()
+        now = self._now()
         patience_s = self._config.master_patience_s
         if not self._give_up_at:
             self._give_up_at = now + patience_s

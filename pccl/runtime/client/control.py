@@ -14,11 +14,12 @@ import contextlib
 import errno
 import itertools
 import logging
-import socket
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import zmq
@@ -29,14 +30,14 @@ from pccl.protocol import reach
 from pccl.protocol.peer import effects
 from pccl.runtime import forks
 from pccl.runtime.client.call import Call
-from pccl.runtime.client.connection import Identity, Machine, MasterConnection
+from pccl.runtime.client.connection import Dealer, Identity, Machine, MasterConnection
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.client.ops import Driver
-from pccl.runtime.client.rendezvous import Rendezvous
-from pccl.runtime.client.streams import Refused, Streams
+from pccl.runtime.client.rendezvous import Rendezvous, RendezvousPoint
+from pccl.runtime.client.streams import Refused, Streams, shortage
 from pccl.runtime.config import Config, default_name, machine_id
 from pccl.runtime.resolve import Resolver, everywhere, further_hosts
-from pccl.runtime.uninterrupted import insist
+from pccl.runtime.uninterrupted import aside, insist
 from pccl.runtime.waiter import Waiter
 from pccl.security import Security
 from pccl.version import __version__
@@ -53,16 +54,14 @@ class Inbox:
     after that. So a command wakes it only if it waits. A command that comes while it works is
     carried out with those before it, and their messages are sent together.
 
-    Attributes:
-        socket: readable when there may be commands.
+    Args:
+        wake: wakes the control thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         self._commands: deque[Command] = deque()
         self._ended = self._forked = self._waits = False
-        self._out, self.socket = socket.socketpair()
-        for end in (self._out, self.socket):
-            end.setblocking(False)
+        self._wake = wake
 
     def post(self, command: Command) -> None:
         """Queues a command, and wakes the control thread if it waits."""
@@ -76,13 +75,8 @@ class Inbox:
 
     def signal(self) -> None:
         """Wakes the control thread; after its end, runs the commands in this thread."""
-        try:
-            if self._waits and not (self._ended or self._forked):
-                self._out.send(b"\0")
-        except BlockingIOError:
-            pass  # full: the control thread will wake anyway
-        except OSError:
-            assert self._ended, "the inbox is closed only at the end"
+        if self._waits and not (self._ended or self._forked):
+            self._wake()
         if self._ended:
             self.carry_out()
 
@@ -100,10 +94,6 @@ class Inbox:
         self._forked = True
         self._commands.clear()
 
-    def clear_signal(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self.socket.recv(4096)
-
     def carry_out(self) -> None:
         while self._commands:
             try:
@@ -115,8 +105,6 @@ class Inbox:
     def end(self) -> None:
         """The control thread ends. Later commands run in the thread that posts them."""
         self._ended = True
-        self._out.close()
-        self.socket.close()
         self.carry_out()
 
 
@@ -129,6 +117,53 @@ class Timer(Protocol):
 
     def tick(self) -> None:
         """Does whatever is due."""
+
+
+class System:
+    """What a client uses of the operating system. A simulation passes another one.
+
+    Attributes:
+        now: the clock of all that has a time limit, in seconds.
+        token: makes a secret.
+        aside: does work that no exception may interrupt.
+        shortage: says why the system provides no socket.
+        waiter, engine, point: make these.
+
+    Raises:
+        OSError: there is no descriptor left.
+    """
+
+    now = staticmethod(time.monotonic)
+    token = staticmethod(lambda: secrets.token_hex(16))
+    aside, shortage = staticmethod(aside), staticmethod(shortage)
+    waiter, engine, point = Waiter, Engine, RendezvousPoint
+
+    def __init__(self) -> None:
+        try:
+            self._context = zmq.Context()
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"cannot begin: {error}") from None
+
+    def dealer(
+        self, address: str, port: int, config: Config, secure: Callable[[zmq.Socket[bytes]], None]
+    ) -> Dealer:
+        """Begins to connect to a master. The arguments are those of a Dealer."""
+        return Dealer(self._context, address, port, config, secure)
+
+    def start(self, thread: threading.Thread) -> None:
+        """Starts a thread.
+
+        Raises:
+            OSError: the system provides none.
+        """
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
+
+    def close(self) -> None:
+        """Returns when what was sent last is on its way; what is still open is closed."""
+        self._context.destroy(linger=0)
 
 
 class ControlThread:
@@ -159,22 +194,27 @@ class ControlThread:
         group: int = 0,  # the peer's group
         team: tuple[int, int] = (0, 0),  # the peer's team, and the team's size
         client: bool = False,  # whether it is a client of weights, not a peer
+        system: System | None = None,  # what it uses of the operating system; None: the real one
     ) -> None:
         self._config, self._address, self._machine = config, address, machine
+        self._system = system = system or System()
+        self.now, self.aside = system.now, system.aside
+        self.failure: BaseException | None = None
         self._numbers = itertools.count(1)
         self._ended = threading.Event()
-        self._leaving = self._failed = self._forked = False
+        self._leaving = self._forked = False
         self._working = threading.RLock()  # its holder uses the connection to the master
         self._identity, here = Identity.of(security), everywhere(address)
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
         with contextlib.ExitStack() as opened:  # closed if the start fails
-            self._inbox = Inbox()
-            opened.callback(self._inbox.end)
-            self._waiter = Waiter()
+            opened.callback(system.close)
+            self._waiter = system.waiter()
             opened.callback(self._waiter.close)
-            self._engine = Engine(
+            self._inbox = Inbox(self._waiter.wake)
+            opened.callback(self._inbox.end)
+            self._engine = system.engine(
                 self._identity.guard(options),
                 host=here,
                 ports=config.ports,
@@ -187,18 +227,34 @@ class ControlThread:
                 self._engine,
                 self._resolver,
                 config,
-                here,
+                partial(system.point, here),
+                system.token,
                 lambda request: self._perform(machine.rendezvous(request)),
             )
             opened.callback(self._rendezvous.close)
             self._streams = Streams(
-                self._engine, self._resolver, config, lanes, self._local, self._rendezvous
+                self._engine,
+                self._resolver,
+                config,
+                lanes,
+                self._local,
+                self._rendezvous,
+                self.now,
+                system.shortage,
             )
             self._master = MasterConnection(
-                host, port, config, self._identity, machine, self._waiter, self._resolver
+                host,
+                port,
+                config,
+                self._identity,
+                machine,
+                self._waiter,
+                self._resolver,
+                system.dealer,
+                self.now,
             )
             self._timers: list[Timer] = [self._streams, self._master]
-            self._hello = m.Hello(
+            self.hello = m.Hello(
                 m.PROTOCOL_VERSION,
                 __version__,
                 group,
@@ -227,23 +283,16 @@ class ControlThread:
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
         forks.watch(self)
         try:
-            self._context = zmq.Context()
-        except zmq.ZMQError as error:
-            self._opened.close()
-            raise OSError(error.errno, f"cannot begin: {error}") from None
-        try:
-            self._master.begin(self._context, self._address, self._read_master, self._perform)
+            self._master.begin(self._address, self._read_master, self._perform)
+            self._waiter.add(self._engine.socket, self._driver.read)
             for thread in (*others, self._thread):
-                thread.start()
-        except BaseException as error:
-            self._context.destroy(linger=0)
+                self._system.start(thread)
+        except BaseException:
             self._opened.close()
-            if isinstance(error, RuntimeError):
-                raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
             raise
 
     def _local(self, info: m.PeerInfo) -> bool:
-        return reach.local(self._hello, info)
+        return reach.local(self.hello, info)
 
     # ---- called by user threads ----
 
@@ -270,21 +319,23 @@ class ControlThread:
 
     def join(self, call: Call) -> None:
         """Asks to join; answered when this client is registered and, if a peer, accepted."""
-        self._begin(call, lambda number: self._machine.join(number, self._hello))
+        self._begin(call, lambda number: self._machine.join(number, self.hello))
 
-    def close(self, why: str) -> None:
-        """Leaves the run; waiting calls fail with `why`. Idempotent.
-
-        Returns when nothing refers to users' memory any more.
-        """
+    def leave(self, why: str) -> None:
+        """Leaves the run; waiting calls fail with `why`."""
 
         def leave() -> None:
             self._leaving = True
             self._perform(self._machine.leave(why))
 
+        if not self._ended.is_set():
+            self._inbox.post(leave)
+
+    def close(self, why: str) -> None:
+        """Leaves the run, and returns when nothing refers to users' memory any more. Idempotent."""
+
         def wait() -> None:
-            if not self._ended.is_set():
-                self._inbox.post(leave)
+            self.leave(why)
             # a client may be garbage-collected in a thread of its own
             if threading.current_thread() not in self._own_threads:
                 self._ended.wait()
@@ -317,19 +368,32 @@ class ControlThread:
 
     def _run(self) -> None:
         try:
-            self._waiter.add(self._inbox.socket, self._inbox.clear_signal)
-            self._waiter.add(self._engine.socket, self._driver.read)
-            while not (self._failed or self._done):
-                ready = self._waiter.wait(self._patience_s() if self._inbox.may_wait() else 0.0)
-                self._inbox.works()
-                with self._working:
-                    self._work(ready)
-                self._worked()
+            while self.turn(self._waiter.wait(self.pause())):
+                pass
         except BaseException as error:  # of any kind: waiting callers need an answer
             self._break_down(error)
+        self.end()
+
+    def pause(self) -> float | None:
+        """How long the control thread waits if nothing happens; None: nothing has a time limit."""
+        if not self._inbox.may_wait():
+            return 0.0
+        if self._machine.over is not None:
+            return None
+        due = [each for timer in self._timers if (each := timer.due_s) is not None]
+        return max(0.0, min(due) - self.now()) if due else None
+
+    def turn(self, ready: Sequence[Callable[[], object]]) -> bool:
+        """Handles what has happened. Returns False if the thread must end.
+
+        Args:
+            ready: reads what has arrived.
+        """
+        self._inbox.works()
         with self._working:
-            self._driver.pending.closed = True
-        self._shut_down()
+            self._work(ready)
+        self._worked()
+        return not (self.failure or self._done)
 
     def _worked(self) -> None:
         """Wakes threads that wait for what was done."""
@@ -338,7 +402,7 @@ class ControlThread:
     def _work(self, ready: Sequence[Callable[[], object]]) -> None:
         """Runs commands, reads sockets, and performs effects until nothing is left to do."""
         try:
-            self._inbox.carry_out()  # first: a message may answer a queued command (shortcut.py)
+            self._inbox.carry_out()  # first: a message may answer a command (send_now)
             self._driver.flush()  # each call of a socket may cost a wait for the global lock
             for read in ready:
                 read()
@@ -364,7 +428,7 @@ class ControlThread:
 
     def _break_down(self, error: BaseException) -> None:
         """Ends the membership after an internal error, with its reason."""
-        self._failed = True
+        self.failure = error
         if self._engine.broken:
             why = self._engine.broken
         elif isinstance(error, Refused):
@@ -374,7 +438,7 @@ class ControlThread:
         else:
             log.error("the control thread of %s failed", self._name, exc_info=error)
             why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"
-        with contextlib.suppress(Exception):  # `_shut_down` answers the remaining calls
+        with contextlib.suppress(Exception):  # `end` answers the remaining calls
             self._perform(self._machine.broken(why))
 
     @property
@@ -396,18 +460,13 @@ class ControlThread:
         if welcome.warning:
             log.warning("%s: %s", self._name, welcome.warning)
 
-    def _patience_s(self) -> float | None:
-        """How long to wait for events; None if nothing has a time limit."""
-        if self._machine.over is not None:
-            return None
-        due = [each for timer in self._timers if (each := timer.due_s) is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
     # ---- the end ----
 
-    def _shut_down(self) -> None:
+    def end(self) -> None:
         """Releases everything and answers all waiting calls, whatever fails on the way."""
         pending = self._driver.pending
+        with self._working:
+            pending.closed = True
         with contextlib.ExitStack() as last:  # runs in reverse order
             last.callback(self._ended.set)
             last.callback(lambda: pending.fail_all(self._machine.over))
@@ -415,7 +474,7 @@ class ControlThread:
             last.callback(self._inbox.end)
             last.callback(pending.memory.clear)
             last.callback(self._waiter.close)
-            last.callback(self._context.term)
+            last.callback(self._system.close)
             last.callback(self._rendezvous.close)
             last.callback(self._engine.close)  # restores and releases what is not settled
             last.callback(self._streams.clear)

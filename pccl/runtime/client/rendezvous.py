@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import queue
-import selectors
 import socket
 import struct
 import threading
@@ -28,6 +26,7 @@ from pccl.runtime import limits
 from pccl.runtime.client.engine import Engine
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import Found, Resolver, Ways
+from pccl.runtime.waiter import Waiter
 from pccl.support.text import address_text
 
 log = logging.getLogger("pccl")
@@ -116,17 +115,15 @@ class RendezvousPoint:
         with contextlib.ExitStack() as made:
             self._listener = made.enter_context(_listen(host, ports))
             self.port = int(self._listener.getsockname()[1])  # where it listens
-            self._wake_in, self._wake_out = map(made.enter_context, socket.socketpair())
             self._control, self._pump_end = map(made.enter_context, socket.socketpair())
-            self._selector = made.enter_context(selectors.DefaultSelector())
+            self._waiter = Waiter()
+            made.callback(self._waiter.close)
             self._threads = [
                 threading.Thread(target=self._pump, name="pccl-pump", daemon=True),
                 threading.Thread(target=self._serve, name="pccl-rendezvous", daemon=True),
             ]
-            self._wake_out.setblocking(False)
             self._pump_end.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
+            self._waiter.add(self._listener, self._accept)
             try:
                 for thread in self._threads:
                     thread.start()
@@ -138,19 +135,15 @@ class RendezvousPoint:
     def expect(self, token: str) -> None:
         """Joins, for a while from now on, connections that name this token; from any thread."""
         self._told.put(token)
-        self._wake()
+        self._waiter.wake()
 
     def close(self) -> None:
         """Closes all connections, and returns when its threads have ended."""
         self._closed = True
-        self._wake()
+        self._waiter.wake()
         for thread in reversed(self._threads):
             thread.join()
         self._opened.close()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it will wake up anyway
-            self._wake_out.send(b"\0")
 
     def _pump(self) -> None:
         status = lib.pccl_pump_run(self._pump_end.fileno())
@@ -165,9 +158,9 @@ class RendezvousPoint:
                 due_s = min((guest.until_s for guest in self._guests.values()), default=None)
                 now_s = time.monotonic()
                 wait_s = None if due_s is None else max(0.0, due_s - now_s)
-                for key, _ in self._selector.select(wait_s):
-                    tell: Callable[[], None] = key.data
-                    tell()
+                for read in self._waiter.wait(wait_s):
+                    read()
+                self._expect_told()
                 self._expire(time.monotonic())
         except Exception:
             log.exception("the rendezvous point at port %d failed", self.port)
@@ -176,8 +169,7 @@ class RendezvousPoint:
                 self._send_away(guest)
             self._control.close()  # which ends the pump
 
-    def _woken(self) -> None:
-        self._wake_in.recv(64)
+    def _expect_told(self) -> None:
         while not self._told.empty():
             token = self._told.get()
             self._expected[token] = time.monotonic() + self._limit_s + limits.STREAM_LATE_S
@@ -193,7 +185,7 @@ class RendezvousPoint:
             self._send_away(min(self._guests.values(), key=lambda guest: guest.until_s))
         guest = _Guest(connection, time.monotonic() + self._limit_s)
         self._guests[connection] = guest
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(guest))
+        self._waiter.add(connection, lambda: self._receive(guest))
 
     def _receive(self, guest: _Guest) -> None:
         if guest.connection not in self._guests:
@@ -227,7 +219,7 @@ class RendezvousPoint:
 
     def _forget(self, guest: _Guest) -> None:
         del self._guests[guest.connection]
-        self._selector.unregister(guest.connection)
+        self._waiter.remove(guest.connection)
         if guest.place is not None:
             self._waiting[guest.place].remove(guest)
             if not self._waiting[guest.place]:
@@ -291,11 +283,13 @@ class Rendezvous:
         engine: Engine,  # connects to rendezvous points
         resolver: Resolver,  # resolves the names of those
         config: Config,  # whether this peer relays, whether it can be reached, and its ports
-        host: str,  # the address to listen on
+        # makes a rendezvous point that listens on one of these ports, with a time limit
+        point: Callable[[Sequence[int], float], RendezvousPoint],
+        token: Callable[[], str],  # makes a secret
         say: Callable[[m.RendezvousRequest], None],  # sends a message to the master
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
-        self._host, self._say = host, say
+        self._make_point, self._token, self._say = point, token, say
         self._point: RendezvousPoint | None = None
         self._visited: set[tuple[str, int]] = set()
         self._relayed: set[tuple[int, int]] = set()
@@ -319,7 +313,7 @@ class Rendezvous:
         Returns the token of their rendezvous, and the `address:port` of its point; that is empty if
         the master must say where. Raises OSError: this peer cannot listen for it.
         """
-        token = os.urandom(16).hex()
+        token = self._token()
         if self._config.outgoing:
             self._say(m.RendezvousRequest(to.peer, token, 0, lanes))
             return token, ""
@@ -363,6 +357,6 @@ class Rendezvous:
         if self._point is None:
             ports = [port for port in self._config.ports if port != self._engine.port]
             limit_s = self._config.handshake_timeout_s + limits.STREAM_LATE_S
-            self._point = RendezvousPoint(self._host, ports, limit_s)
+            self._point = self._make_point(ports, limit_s)
             log.info("peers that only dial out meet this one at port %d", self._point.port)
         return self._point

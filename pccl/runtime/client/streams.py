@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import stat
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,10 +62,13 @@ class Streams:
         pool_size: int,  # lanes to each neighbour; 0: chosen by the engine
         local: Callable[[m.PeerInfo], bool],  # whether a peer is on this machine
         rendezvous: Rendezvous,  # with peers to which nobody can connect
+        now: Callable[[], float],  # the clock
+        shortage: Callable[[], str],  # why this process gets no socket, if it does not
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
         self._settings = Settings(pool_size=pool_size, lanes=config.lanes)
-        self._local, self._rendezvous = local, rendezvous
+        self._local, self._rendezvous, self._now = local, rendezvous, now
+        self._shortage = shortage
         self._limit_s, self._machine = config.handshake_timeout_s, machine_id()
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # those that are not connected yet
@@ -107,7 +109,7 @@ class Streams:
             nonce: nonce of the stream's epoch.
             shares: the streams that send at the same time as this one, itself included.
         """
-        one = _Stream(to, nonce, time.monotonic() + self._limit_s, shares=shares)
+        one = _Stream(to, nonce, self._now() + self._limit_s, shares=shares)
         self._open[number] = self._waiting[number] = one
         self._engine.open_stream(number)
         if self._uses_ipc(to):
@@ -162,7 +164,7 @@ class Streams:
             return one.to, False  # the next stream shows whether it can be reached
         if one.ways is not None:
             one.said = self._resolver.useless(one.ways, self.text(event))
-        if time.monotonic() < one.due_s and one.to.peer not in self._doubted:
+        if self._now() < one.due_s and one.to.peer not in self._doubted:
             self._doubted.add(one.to.peer)
             return one.to, False
         return one.to, True
@@ -183,7 +185,7 @@ class Streams:
         """Abandons overdue streams, and tries again to resolve names."""
         if not self._waiting:
             return
-        now = time.monotonic()
+        now = self._now()
         for number, one in list(self._waiting.items()):
             if one.due_s <= now:
                 del self._waiting[number]
@@ -210,7 +212,7 @@ class Streams:
         if found.address:
             self._connect(number, one, f"tcp://{address_text(found.address, one.to.port)}")
         elif not all(map(is_address, one.ways.hosts if one.ways else ())):  # it may resolve soon
-            one.retry_s = time.monotonic() + limits.NAME_RETRY_S
+            one.retry_s = self._now() + limits.NAME_RETRY_S
         else:
             del self._waiting[number]
             one.said = f"no address of it answers at port {one.to.port} ({found.why})"
@@ -265,7 +267,7 @@ class Streams:
 
     def _connect(self, number: int, one: _Stream, endpoint: str, via: str = "") -> None:
         one.via = via
-        one.endpoint, one.due_s = endpoint, time.monotonic() + self._limit_s + limits.STREAM_LATE_S
+        one.endpoint, one.due_s = endpoint, self._now() + self._limit_s + limits.STREAM_LATE_S
         local = self._local(one.to)
         self._engine.connect_stream(
             number,
@@ -292,9 +294,9 @@ class Streams:
         if one.token and not one.why:
             return f"the master did not say within {limit_s:.3g} s where to meet {one.to}"
         if one.endpoint:
-            shortage = _shortage()
-            one.refused = bool(shortage)
-            return f"no lane to {one.endpoint} stood within {limit_s:.3g} s{shortage}"
+            why = self._shortage()
+            one.refused = bool(why)
+            return f"no lane to {one.endpoint} stood within {limit_s:.3g} s{why}"
         if one.why:
             return f"{one.why} (tried for {self._limit_s:.3g} s)"
         hosts = " or ".join(one.to.hosts)
@@ -325,7 +327,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _shortage() -> str:
+def shortage() -> str:
     """The reason why the system refuses this process a socket, or nothing: libzmq does not report
     it."""
     try:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime import limits
-from pccl.runtime.client.call import Call, Deadline, Leaf, Note
+from pccl.runtime.client.call import Call, Leaf, Note, Steps
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import Pieces
 from pccl.runtime.digest import (
@@ -42,7 +43,6 @@ from pccl.runtime.digest import (
     root_digest,
 )
 from pccl.runtime.spans import each_span
-from pccl.runtime.uninterrupted import aside
 from pccl.types import SharedStateProgress
 
 # Not cleared: staging memory is used only once all of it is written, and clearing costs time.
@@ -222,7 +222,6 @@ class SyncOptions:
     strict: bool  # whether diverged content is an error on all peers
     # called now and then with the progress of a transfer
     progress: Callable[[SharedStateProgress], None] | None
-    deadline: Deadline  # when to give up
     min_peers: int = 1  # how many peers the group needs before the shared state may begin
 
 
@@ -260,8 +259,8 @@ def synchronize(
     options: SyncOptions,  # further options
     owner: object,  # kept alive as long as the engine refers to the memory
     memory: Memory,  # is told what happens to the regions
-) -> Outcome:
-    """Takes part in a synchronization until it ends.
+) -> Steps[Outcome]:
+    """Takes part in a synchronization until it ends; see `Deadline.follow`.
 
     After an exception the call is still in progress, and the caller must cancel it; the shared
     state is unchanged, torn (and `memory` knows it), or completely overwritten.
@@ -279,7 +278,7 @@ def synchronize(
     )
     client.sync(call, manifest, pieces, (owner, found, tables))
     receiver = _Receiver(client, call, regions, options, owner, memory)
-    end = receiver.receive()
+    end = yield from receiver.receive()
     hashed_bytes = sum(region.nbytes for region in regions)
     return Outcome(end, receiver.error, hashed_bytes, hash_seconds)
 
@@ -296,10 +295,9 @@ class _Receiver:
         owner: object,
         memory: Memory,
     ) -> None:
-        self._client = client
+        self._client, self._now = client, client.now
         self._call = call
         self._regions = regions
-        self._options = options
         self._owner, self._memory = owner, memory
         self._staging: Staging | None = None
         self._plan = m.SyncPlan(0, 0, (), (), (), ())
@@ -310,17 +308,17 @@ class _Receiver:
         self._fail_at = 0.0
         self._failures = 0
         self._results: list[LeafResult] = []
-        self._progress = _Progress(options.progress)
+        self._progress = _Progress(options.progress, client.now)
 
     @property
     def error(self) -> Exception | None:
         """The exception of the caller's callback, if any."""
         return self._progress.error
 
-    def receive(self) -> effects.Synced | effects.Fail:
+    def receive(self) -> Steps[effects.Synced | effects.Fail]:
         """Returns the end of the synchronization; on success the caller's memory is overwritten."""
         while True:
-            match self._next():
+            match (yield from self._next()):
                 case effects.Follow(_, plan, resumed):
                     self._follow(plan, resumed)
                 case Leaf(op, piece, leaf) if op == self._op and self._staging is not None:
@@ -329,7 +327,7 @@ class _Receiver:
                     self._vote()
                 case effects.Fetched(_, seq, False, why) if seq == self._plan.seq:
                     self._failure = why
-                    self._fail_at = time.monotonic() + limits.TRANSFER_FAILURE_S * 4**self._failures
+                    self._fail_at = self._now() + limits.TRANSFER_FAILURE_S * 4**self._failures
                     self._failures += 1
                 case effects.Answer(_, effects.Synced() as synced):
                     self._install(synced)
@@ -343,7 +341,7 @@ class _Receiver:
                 why = "the callback of its caller has failed"
                 self._client.time_out(self._call, why)
 
-    def _next(self) -> Note:
+    def _next(self) -> Steps[Note]:
         """Waits for the next note.
 
         Meanwhile a peer with a rate limit renews its allowance for serving, and a peer that fetches
@@ -351,28 +349,25 @@ class _Receiver:
         if no other plan arrives soon: usually its holders have died, which the master is about to
         notice, and nobody is to blame.
         """
-        deadline = self._options.deadline
         while True:
-            pauses = []
+            pauses = [math.inf]
             limited = bool(self._plan.serve) and self._client.serve_limit > 0
             if limited:
                 pauses.append(limits.SERVE_INTERVAL_S)
             if self._failure:
-                pauses.append(max(0.0, self._fail_at - time.monotonic()))
+                pauses.append(max(0.0, self._fail_at - self._now()))
             if self._op and not self._complete:
-                pauses.append(max(0.0, self._remind_at - time.monotonic()))
-            if not pauses:
-                return deadline.next(self._client, self._call)
-            note = deadline.next_within(self._client, self._call, min(pauses))
+                pauses.append(max(0.0, self._remind_at - self._now()))
+            note = yield min(pauses)
             if note is not None:
                 return note
             if limited:
                 self._client.allow(self._call)
-            if self._failure and time.monotonic() >= self._fail_at:
+            if self._failure and self._now() >= self._fail_at:
                 self._client.fetched(self._plan.seq, False, self._failure)
                 self._failure = ""
-            if self._op and time.monotonic() >= self._remind_at:
-                self._remind_at = time.monotonic() + limits.REMIND_S
+            if self._op and self._now() >= self._remind_at:
+                self._remind_at = self._now() + limits.REMIND_S
                 self._client.remind(self._op, limits.REMINDERS_MAX)
 
     def _follow(self, plan: m.SyncPlan, resumed: bool) -> None:
@@ -389,14 +384,17 @@ class _Receiver:
             self._op = self._client.fetch(
                 self._call, plan.seq, staging.pieces(), len(self._regions), owner
             )
-            self._remind_at = time.monotonic() + limits.REMIND_S
+            self._remind_at = self._now() + limits.REMIND_S
             self._progress.begin(staging)
 
     def _install(self, synced: effects.Synced) -> None:
         staging, memory = self._staging, self._memory
         assert staging is None or self._complete, "the master kept what this peer has not proven"
-        # must not be interrupted: half overwritten memory is no valid state
-        aside(lambda: memory.adopt(synced, staging.install() if staging is not None else ()))
+
+        def adopt() -> None:
+            memory.adopt(synced, staging.install() if staging is not None else ())
+
+        self._client.aside(adopt)  # half overwritten memory is no valid state
 
     def _vote(self) -> None:
         self._complete = True
@@ -410,8 +408,10 @@ class _Receiver:
 class _Progress:
     """Reports the progress of a transfer to the caller and the log."""
 
-    def __init__(self, callback: Callable[[SharedStateProgress], None] | None) -> None:
-        self._callback = callback
+    def __init__(
+        self, callback: Callable[[SharedStateProgress], None] | None, now: Callable[[], float]
+    ) -> None:
+        self._callback, self._now = callback, now
         self._staging: Staging | None = None
         self._began = self._reported = self._logged = 0.0
         self._told = -1  # bytes proven, as of the last call of the callback
@@ -419,12 +419,12 @@ class _Progress:
 
     def begin(self, staging: Staging) -> None:
         self._staging, self._told = staging, -1
-        self._began = self._logged = time.monotonic()
+        self._began = self._logged = self._now()
         self._reported = self._began - limits.PROGRESS_S
 
     def report(self) -> bool:
         """Reports if it is time to. Returns False once, when the callback has failed."""
-        staging, now = self._staging, time.monotonic()
+        staging, now = self._staging, self._now()
         if staging is None:
             return True
         done = staging.bytes_proven == staging.bytes_total

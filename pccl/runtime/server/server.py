@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from collections import deque
@@ -152,9 +151,6 @@ class Server:
         self._waiter = Waiter()
         opened.callback(self._waiter.close)
         self._connections = Connections(opened)
-        self._wake_out, self._wake_in = map(opened.enter_context, socket.socketpair())
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
         self._context = zmq.Context()
         opened.callback(self._context.destroy, linger=0)  # `term` would wait for open sockets
         self._router = _router(self._context, config, ipv6=":" in host)
@@ -181,18 +177,14 @@ class Server:
     def stop(self) -> None:
         """Makes `serve` return: from any thread, from a signal handler, or before `serve`."""
         self._stop = True
-        self._wake()
+        self._waiter.wake()
 
     def ask(self) -> Future[Status]:
         """Asks `serve` for the status of the run; from any thread."""
         future: Future[Status] = Future()
         self._asked.append(future)
-        self._wake()
+        self._waiter.wake()
         return future
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or will wake up anyway
-            self._wake_out.send(b"\0")
 
     def close(self) -> None:
         """Closes everything, if no thread serves. The port can be bound again at once."""
@@ -201,7 +193,6 @@ class Server:
     def serve(self) -> None:
         """Serves until `stop`, then closes everything. The port can be bound again at once."""
         waiter = self._waiter
-        waiter.add(self._wake_in, self._woken)
         waiter.add(self._router, _nothing)  # the loop reads it anyway
         waiter.add(self._connections.monitor, self._connections.read_monitor)
         if (zap := self._zap) is not None:
@@ -363,10 +354,6 @@ class Server:
         except PCCLError as error:
             log.warning("master: nobody can join: %s", error)
             return False
-
-    def _woken(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wake_in.recv(64)
 
     def _bury(self, now_s: float, drained: bool) -> None:
         lost = self._connections.take_lost(drained)
