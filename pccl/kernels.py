@@ -323,21 +323,22 @@ def _strips(format: Format, count: int) -> Iterator[tuple[int, int, int]]:
 def _writer(format: Format) -> Callable[[CData, CData, int], object]:
     """Encodes: (data, numbers, how many)."""
     if format in _PAYLOADS:
-        return partial(_of_payload(format, "encode"))
+        return _of_payload(format, "encode")
     return partial(lib.pccl_quantize, _BLOCKS[format], DataType.FLOAT.value)
 
 
 def _reader(format: Format, how: Literal["decode", "add"]) -> Callable[[CData, CData, int], object]:
     """Decodes or adds: (numbers, data, how many). The result is true if the data is invalid."""
     if format in _PAYLOADS:
-        return partial(_of_payload(format, how))
+        return _of_payload(format, how)
     read = lib.pccl_dequantize if how == "decode" else lib.pccl_dequantize_add
     return partial(read, _BLOCKS[format], DataType.FLOAT.value)
 
 
-def _of_payload(format: Format, what: str) -> Any:
+def _of_payload(format: Format, what: str) -> Callable[..., Any]:
     """The function of the C core for a format in `_PAYLOADS`."""
-    return getattr(lib, f"pccl_{_PAYLOADS[format]}_{what}")
+    found: Callable[..., Any] = getattr(lib, f"pccl_{_PAYLOADS[format]}_{what}")
+    return found
 
 
 def _bytes(buffer: Buffer) -> CData:

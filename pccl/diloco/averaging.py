@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -561,9 +561,8 @@ class Quantized(Averager):
 
 
 CODECS: dict[Wire, Codec] = {
-    "int8": Codec("int8", two_stage=True),
-    "int4": Codec("int4", two_stage=True),
-    "e3m0": Codec("e3m0", two_stage=True),  # Streaming DiLoCo, arXiv 2501.18512
+    # e3m0: Streaming DiLoCo, arXiv 2501.18512
+    **{format: Codec(format, two_stage=True) for format in get_args(kernels.Format)},
     "2bit": Codec("2bit", decay=0.9),  # MuLoCo, arXiv 2505.23725
     "sparse": Codec("sparse", decay=0.95),  # SparseLoCo, arXiv 2508.15706; a mean is not sparse
 }

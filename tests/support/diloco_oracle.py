@@ -179,9 +179,10 @@ def _blocks(name: str) -> Codec:
 CODECS = {
     "int8": _blocks("BLOCK_8"),
     "int4": _blocks("BLOCK_4"),
-    "e3m0": Codec(payloads.e3m0, payloads.from_e3m0),
-    "2bit": Codec(payloads.stat2, payloads.from_stat2, 0.9),
-    "sparse": Codec(payloads.sparse, payloads.from_sparse, 0.95),
+    **{
+        name: Codec(encode, payloads.DECODINGS[name], {"2bit": 0.9, "sparse": 0.95}.get(name, 1.0))
+        for name, encode in payloads.ENCODINGS.items()
+    },
 }
 
 

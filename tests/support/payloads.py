@@ -169,4 +169,5 @@ def from_sparse(data: bytes, n: int) -> Array:
 
 
 ENCODINGS = {"e3m0": e3m0, "2bit": stat2, "sparse": sparse}
+BLOCKS = {"e3m0": 64, "2bit": 1024, "sparse": 65536}  # elements that share a NaN
 DECODINGS = {"e3m0": from_e3m0, "2bit": from_stat2, "sparse": from_sparse}

@@ -10,7 +10,7 @@ import pytest
 
 from pccl import kernels
 
-FORMATS: tuple[kernels.Format, ...] = ("e3m0", "2bit", "sparse")
+FORMATS = tuple(payloads.ENCODINGS)
 SIZES = (0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2050, 4095, 4096, 4097)
 LARGE = (8191, 65535, 65536, 65537, 70_001)
 Array = np.ndarray[Any, Any]
@@ -97,7 +97,7 @@ def test_extremes_are_those_of_numpy(format: kernels.Format, case: str) -> None:
 @formats
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_makes_its_block_nan(format: kernels.Format, value: float) -> None:
-    run = {"e3m0": 64, "2bit": 1024, "sparse": 65536}[format]
+    run = payloads.BLOCKS[format]
     values = samples(2 * run + 100, 1)
     values[run + 5] = value
     data = encode(format, values)
