@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, get_args
 
 import pccl
 from pccl.cli.arguments import option, output
-from pccl.cli.demo.director import STEPS_MIN, Director, Go, Kill, Order, Say, State, decode
+from pccl.cli.demo.director import STEPS_MIN, Director, State, decode
 from pccl.cli.processes import Fleet
 from pccl.cli.terminal import complain, shown
 from pccl.kernels import Wire
@@ -64,11 +64,8 @@ def run(args: argparse.Namespace) -> int:
     if problem:
         complain("demo", problem)
         return 2
-    director = Director(
-        peers=args.peers, steps=args.steps, inner_steps=args.inner_steps, chaos=not args.no_chaos
-    )
     try:
-        return _perform(args, director)
+        return _perform(args)
     except KeyboardInterrupt:
         complain("demo", "interrupted")
         return 130
@@ -115,11 +112,20 @@ def _output_problem(path: Path) -> str | None:
     return None
 
 
-def _perform(args: argparse.Namespace, director: Director) -> int:
+def _perform(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     with pccl.MasterNode("127.0.0.1:0") as master, Fleet("pccl.cli.demo.peer") as fleet:
         if "PCCL_LOG_LEVEL" not in os.environ:  # the display says who is lost and who joins
             logging.getLogger("pccl").setLevel(logging.ERROR)
+        director = Director(
+            peers=args.peers,
+            steps=args.steps,
+            inner_steps=args.inner_steps,
+            chaos=not args.no_chaos,
+            say=lambda text: display.say(text, time.monotonic() - began_s),
+            kill=fleet.kill,
+            go=lambda number: fleet.say(number, "go"),
+        )
         options = {
             "master": master.address,
             "shards": len(director.peers),
@@ -153,19 +159,8 @@ def _follow(fleet: Fleet, director: Director, display: Display, began_s: float) 
         if isinstance(news, int):
             director.exited(number, news)
         else:
-            for order in director.heard(number, decode(news), last_s - began_s):
-                _obey(order, fleet, display, last_s - began_s)
+            director.heard(number, decode(news), last_s - began_s)
         display.refresh()
-
-
-def _obey(order: Order, fleet: Fleet, display: Display, now_s: float) -> None:
-    match order:
-        case Say(text):
-            display.say(text, now_s)
-        case Kill(number):
-            fleet.kill(number)
-        case Go(number):
-            fleet.say(number, "go")
 
 
 def _conclude(args: argparse.Namespace, director: Director, complaints: str) -> int:

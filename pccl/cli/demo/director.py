@@ -1,7 +1,6 @@
 """The course of the demonstration, and the reports of its peers.
 
-A state machine without processes or clock: it takes reports and the time, and returns orders and
-lines to print.
+A state machine without processes or clock: it takes reports and the time, and gives orders.
 
     1. `peers` founders train together; an understudy has loaded everything and waits.
     2. After two fifths of the outer steps, the last founder is killed during its inner steps.
@@ -11,6 +10,7 @@ lines to print.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -84,24 +84,6 @@ class State(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Say:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Go:
-    number: int
-
-
-Order = Say | Kill | Go
-
-
 @dataclass(slots=True)
 class Peer:
     """The state of one peer. Times are seconds since the start; losses nats per byte."""
@@ -139,7 +121,18 @@ class Director:
     With `chaos`, a founder is killed, and the understudy, the number of which is `peers`, joins.
     """
 
-    def __init__(self, *, peers: int, steps: int, inner_steps: int, chaos: bool) -> None:
+    def __init__(
+        self,
+        *,
+        peers: int,
+        steps: int,
+        inner_steps: int,
+        chaos: bool,
+        say: Callable[[str], object],  # prints a line
+        kill: Callable[[int], object],  # kills a peer
+        go: Callable[[int], object],  # has a peer join that stands by
+    ) -> None:
+        self._say, self._kill, self._go = say, kill, go
         assert peers >= 2 and (not chaos or steps >= STEPS_MIN)
         self.peers = [Peer(number) for number in range(peers + int(chaos))]
         self.founders = peers
@@ -164,26 +157,28 @@ class Director:
         last = self._reduce_s.get(self.outer_step)
         return self.reduce_bytes / min(last) if last else 0.0
 
-    def heard(self, number: int, report: Report, now_s: float) -> list[Order]:
-        """Takes in a report and says what is to be done."""
+    def heard(self, number: int, report: Report, now_s: float) -> None:
+        """Takes in a report, and does what it calls for."""
         peer = self.peers[number]
         if peer.state is State.KILLED:
-            return []  # last words, read after its end
+            return  # last words, read after its end
         match report:
             case Loaded():
-                return self._loaded(peer)
+                self._loaded(peer)
             case Joined():
-                return self._joined(peer, report, now_s)
+                self._joined(peer, report, now_s)
             case Trained():
                 peer.training.append((now_s, report.loss))
                 peer.tokens_per_s = report.tokens_per_s
-                return self._kill(peer, now_s)
+                if peer is self._victim and peer.outer_step >= self._kill_step:
+                    peer.state, peer.killed_s = State.KILLED, now_s
+                    self._kill(peer.number)
+                    self._say(f"{peer.name} was killed amid outer step {peer.outer_step}")
             case Averaged():
-                return self._averaged(peer, report, now_s)
+                self._averaged(peer, report, now_s)
             case Finished():
                 peer.state = State.FINISHED
                 peer.digest = report.digest
-                return []
 
     def exited(self, number: int, status: int) -> None:
         peer = self.peers[number]
@@ -220,37 +215,29 @@ class Director:
         """The digest of the state that the survivors share; to be asked after a good verdict."""
         return next(peer.digest for peer in self.peers if peer.digest)
 
-    def _loaded(self, peer: Peer) -> list[Order]:
+    def _loaded(self, peer: Peer) -> None:
         peer.state = State.STANDBY if peer is self._understudy else State.JOINING
         ready = sum(one.state is not State.LOADING for one in self.peers)
-        said = Say(f"{peer.name} has loaded model and text: {ready} of {len(self.peers)}")
-        return [said] if peer is self._understudy else [said, Go(peer.number)]
+        self._say(f"{peer.name} has loaded model and text: {ready} of {len(self.peers)}")
+        if peer is not self._understudy:
+            self._go(peer.number)
 
-    def _joined(self, peer: Peer, report: Joined, now_s: float) -> list[Order]:
+    def _joined(self, peer: Peer, report: Joined, now_s: float) -> None:
         peer.state = State.TRAINING
         peer.joined_s, peer.joined_step = now_s, report.outer_step
         peer.outer_step = report.outer_step
         peer.validation.append((now_s, report.validation_loss))
         if peer is not self._understudy:
-            return []
+            return
         if not report.outer_step:
             self.failure = f"{peer.name} came too late: the others had finished"
-            return []
-        return [
-            Say(
-                f"{peer.name} has joined at outer step {report.outer_step}: it received the shared "
-                f"state and starts at a loss of {report.validation_loss:.3f}"
-            )
-        ]
+            return
+        self._say(
+            f"{peer.name} has joined at outer step {report.outer_step}: it received the shared "
+            f"state and starts at a loss of {report.validation_loss:.3f}"
+        )
 
-    def _kill(self, peer: Peer, now_s: float) -> list[Order]:
-        if peer is not self._victim or peer.outer_step < self._kill_step:
-            return []
-        peer.state = State.KILLED
-        peer.killed_s = now_s
-        return [Kill(peer.number), Say(f"{peer.name} was killed amid outer step {peer.outer_step}")]
-
-    def _averaged(self, peer: Peer, report: Averaged, now_s: float) -> list[Order]:
+    def _averaged(self, peer: Peer, report: Averaged, now_s: float) -> None:
         peer.outer_step = report.outer_step
         peer.tx_bytes = report.tx_bytes
         peer.validation.append((now_s, report.validation_loss))
@@ -260,30 +247,22 @@ class Director:
         self.reduce_bytes = report.reduce_bytes
         if n > 1:
             self._reduce_s.setdefault(report.outer_step, []).append(report.reduce_s)
-        orders: list[Order] = []
         if report.outer_step > self.outer_step:
             self.outer_step = report.outer_step
-            orders.append(Say(self._progress(report)))
+            self._say(
+                f"outer step {report.outer_step}/{self.steps}: validation loss "
+                f"{report.validation_loss:.3f}, mean of {n} peers"
+                + (" (after a retry without a lost one)" if report.retries else "")
+            )
         if self._victim and self._victim.killed_s is not None and n < self.founders:
-            orders += self._survived(peer)
-        return orders
+            self._survived(peer)
 
-    def _progress(self, report: Averaged) -> str:
-        text = (
-            f"outer step {report.outer_step}/{self.steps}: validation loss "
-            f"{report.validation_loss:.3f}, mean of {report.contributors} peers"
-        )
-        return text + (" (after a retry without a lost one)" if report.retries else "")
-
-    def _survived(self, peer: Peer) -> list[Order]:
+    def _survived(self, peer: Peer) -> None:
         if peer.number == 0:
             self._rounds_without -= 1
-        if self._rounds_without > 0 or self._understudy is None:
-            return []
-        if self._understudy.state is not State.STANDBY:
-            return []
-        self._understudy.state = State.JOINING
-        return [
-            Go(self._understudy.number),
-            Say(f"{self._understudy.name} asks to join; it has never seen this run"),
-        ]
+        understudy = self._understudy
+        if self._rounds_without > 0 or understudy is None or understudy.state is not State.STANDBY:
+            return
+        understudy.state = State.JOINING
+        self._go(understudy.number)
+        self._say(f"{understudy.name} asks to join; it has never seen this run")
