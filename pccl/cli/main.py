@@ -28,7 +28,7 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
     ),
     "bench": ("measure collectives, in the manner of nccl-tests", "pccl.cli.bench"),
     "status": ("print the state of a run, as its master sees it", "pccl.cli.status"),
-    "top": ("show a run in the terminal, refreshed every second", "pccl.cli.top"),
+    "top": ("show a run in the terminal, refreshed every second", "pccl.cli.status"),
     "replay": ("tell from a master's event log who waited for whom", "pccl.cli.replay"),
     "cflags": ("print what a C compiler needs for programs that use pccl", "pccl.cli.flags"),
     "libs": ("print what a linker needs for C programs that use pccl", "pccl.cli.flags"),

@@ -1,4 +1,4 @@
-"""`pccl status`: prints the state of a run once, from its master's HTTP port.
+"""`pccl status` and `pccl top`: the state of a run, from the HTTP port of its master.
 
 First come the calls that wait, and the peers that they wait for; then the groups, the peers with
 their calls, and the published weights with their followers.
@@ -7,14 +7,16 @@ their calls, and the published weights with their followers.
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from http.client import HTTPConnection, HTTPException
 from typing import NamedTuple
 
 import msgspec
 
-from pccl.cli.arguments import http_port, option
-from pccl.cli.terminal import Styled, printable, shown, table
+from pccl.cli.arguments import http_port, option, whole_number
+from pccl.cli.terminal import Screen, Styled, printable, shown, table
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import (
     ClientStatus,
@@ -34,22 +36,20 @@ CLIENT = "client,name,address,has,published,fetches,from,gives to,last fetched a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_address(parser)
-    parser.add_argument("--json", action="store_true", help="print the master's answer as it is")
-
-
-def add_address(parser: argparse.ArgumentParser) -> None:
-    option(
-        parser,
-        "address",
-        "[HOST:]PORT",
-        http_port,
-        "the address of the master's --http",
-    )
+    option(parser, "address", "[HOST:]PORT", http_port, "the address of the master's --http")
+    if parser.prog.endswith(" top"):
+        kind = whole_number(1, 3600)
+        option(parser, "--interval", "SECONDS", kind, "time between two refreshes", 1)
+    else:
+        parser.add_argument(
+            "--json", action="store_true", help="print the master's answer as it is"
+        )
 
 
 def run(args: argparse.Namespace) -> int:
     """Asks and prints; the exit code is 1 if no answer comes."""
+    if args.command == "top":
+        return top(args)
     answer = ask(*args.address)
     if args.json:
         print(answer.body.decode())
@@ -57,6 +57,26 @@ def run(args: argparse.Namespace) -> int:
     for line in lines(answer.status):
         print(shown(line))
     return 0
+
+
+def top(args: argparse.Namespace) -> int:
+    """Shows the run until Ctrl-C; the exit code is 1 if the first answer does not come."""
+    if not sys.stdout.isatty():
+        raise OSError("it needs a terminal; pccl status prints the same once")
+    shown = list(lines(ask(*args.address).status))
+    state = ""
+    try:
+        with Screen() as screen:
+            while True:
+                screen.show([state, *shown] if state else shown)
+                time.sleep(args.interval)
+                try:
+                    shown, state = list(lines(ask(*args.address).status)), ""
+                except OSError as error:  # the last answer stays on the screen
+                    since = state.partition(": ")[0] or f"since {time.strftime('%H:%M:%S')}"
+                    state = f"{since}: {error}"
+    except KeyboardInterrupt:
+        return 0
 
 
 class Answer(NamedTuple):

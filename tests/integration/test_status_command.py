@@ -21,7 +21,6 @@ import pccl
 from pccl.cli import main as cli
 from pccl.cli import status as command
 from pccl.cli import terminal as terminal_codes
-from pccl.cli import top
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import WAITS_MAX, ClientStatus, WeightsStatus
@@ -261,8 +260,8 @@ def looks(monkeypatch: pytest.MonkeyPatch, *answers: Status | str) -> list[int]:
         if len(pauses) == len(answers):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(top, "ask", answer)
-    monkeypatch.setattr(top.time, "sleep", pause)
+    monkeypatch.setattr(command, "ask", answer)
+    monkeypatch.setattr(command.time, "sleep", pause)
     return pauses
 
 
