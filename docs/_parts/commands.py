@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 
 from pccl.cli import main as cli
 from pccl.cli import plan
-from pccl.cli.bench.strategies import chosen
+from pccl.cli.bench.collectives import chosen
 from pccl.cli.chaos import kinds
 
 
