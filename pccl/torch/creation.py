@@ -223,20 +223,24 @@ def _own_host(store: Any) -> str:
 def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Joins the run; yields its store, this peer's rank and the number of members.
 
+    "pccl://" alone names the master of PCCL_MASTER.
+
     Raises:
         ValueError: the URL is malformed.
     """
     parts = urlsplit(url)
     asked = parse_qs(parts.query)
     unknown = asked.keys() - {"rank", "world_size", "reconfigure"}
-    if unknown or parts.path not in ("", "/") or not parts.netloc:
-        raise ValueError(f"{url!r}: it must be pccl://host[:port], where a master is")
+    address = parts.netloc or os.environ.get(VARIABLE, "")
+    if unknown or parts.path not in ("", "/") or not address:
+        why = f"it must be pccl://host[:port], where a master is, or pccl:// beside {VARIABLE}"
+        raise ValueError(f"{url!r}: {why}")
     if asked.get("reconfigure") == ["1"] or is_to_be_reconfigured():
-        comm = Communicator(parts.netloc, connect_timeout=timeout.total_seconds())
+        comm = Communicator(address, connect_timeout=timeout.total_seconds())
         group = ProcessGroup(comm, timeout=timeout, waits=True)
     else:
         size = int(asked.get("world_size", ["1"])[0])
-        group = join(parts.netloc, size, timeout=timeout, rank=int(asked.get("rank", ["-1"])[0]))
+        group = join(address, size, timeout=timeout, rank=int(asked.get("rank", ["-1"])[0]))
     while joined:
         joined.pop().shutdown()
     joined.append(group)

@@ -143,7 +143,8 @@ def test_a_training_process_is_warned_of_a_loss_and_of_a_newcomer(
     started: list[Any] = []
 
     def start(master: str, name: str) -> Any:
-        started.append(scripts.start(WARNED, method, master, env={"PCCL_NAME": name}))
+        env = {"PCCL_NAME": name, "PCCL_MASTER": master}
+        started.append(scripts.start(WARNED, method, env=env))
         return started[-1]
 
     def wait_for(peer: Any, *wanted: str) -> None:

@@ -1,4 +1,4 @@
-"""A peer that trains until it is killed, by DiLoCo or by DDP: python warned.py METHOD MASTER.
+"""A peer that trains until it is killed, by DiLoCo or by DDP: python warned.py METHOD.
 
 It says how many peers the last mean had whenever that number changes. What it logs goes to stdout.
 """
@@ -18,8 +18,8 @@ import pccl.torch
 from pccl.diloco import DiLoCo
 
 
-def by_diloco(model: nn.Module, optimizer: torch.optim.Optimizer, master: str) -> Iterator[int]:
-    with pccl.Communicator(master) as comm:
+def by_diloco(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    with pccl.Communicator(os.environ["PCCL_MASTER"]) as comm:
         diloco = DiLoCo(comm, model, optimizer, inner_steps=2, min_peers=2, alone="step")
         while True:
             model(torch.randn(4, 3)).square().mean().backward()
@@ -27,8 +27,8 @@ def by_diloco(model: nn.Module, optimizer: torch.optim.Optimizer, master: str) -
                 yield outer.contributors
 
 
-def by_ddp(model: nn.Module, optimizer: torch.optim.Optimizer, master: str) -> Iterator[int]:
-    dist.init_process_group("pccl", init_method=f"pccl://{master}", world_size=2)
+def by_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    dist.init_process_group("pccl", init_method="pccl://", world_size=2)
     ddp = pccl.torch.DistributedDataParallel(model, {"optimizer": optimizer})
     while True:
         ddp(torch.randn(4, 3)).square().mean().backward()
@@ -42,9 +42,9 @@ def main() -> None:
     torch.seed()
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    method, master = sys.argv[1:]
+    (method,) = sys.argv[1:]
     peers = 0
-    for now in {"DiLoCo": by_diloco, "DDP": by_ddp}[method](model, optimizer, master):
+    for now in {"DiLoCo": by_diloco, "DDP": by_ddp}[method](model, optimizer):
         if now != peers:
             peers = now
             print(f"{now} peers", flush=True)
