@@ -28,6 +28,7 @@ import pccl
 comm = pccl.Communicator(sys.argv[1], name="mortal")
 comm.connect()
 comm.all_reduce(np.ones(4))
+sys.stdin.read()
 os._exit(7)
 """
 
@@ -86,11 +87,13 @@ def test_who_is_lost_and_who_joins_is_a_warning(caplog: pytest.LogCaptureFixture
     with pccl.MasterNode("127.0.0.1:0") as master:
         here = pccl.Communicator(master.address, name="survivor")
         here.connect()
-        mortal = subprocess.Popen([sys.executable, "-c", LOST, master.address])
+        program = [sys.executable, "-c", LOST, master.address]
+        mortal = subprocess.Popen(program, stdin=subprocess.PIPE)
         grow(here, 2)
         here.all_reduce(np.ones(4))
         assert said(caplog) == [], "a run that begins is no news"
-        assert mortal.wait(30) == 7
+        mortal.communicate(timeout=30)
+        assert mortal.returncode == 7
         wait_until(lambda: sum("lost: " in text for text in said(caplog)) == 2)
         at_peer, at_master = sorted(said(caplog), key=lambda text: text.startswith("master"))
         why = "its connection broke, because its process ended"
