@@ -153,7 +153,9 @@ def cage() -> None:
     """No stream of this process leads anywhere, as behind a firewall."""
     opened = Streams.open
 
-    def open_nowhere(self: Streams, number: int, to: m.PeerInfo, nonce: int) -> None:
+    def open_nowhere(
+        self: Streams, number: int, to: m.PeerInfo, nonce: int, shares: int = 1
+    ) -> None:
         opened(self, number, msgspec.structs.replace(to, host="127.0.0.1", port=1, ipc=""), nonce)
 
     Streams.open = open_nowhere  # type: ignore[method-assign]
