@@ -163,6 +163,11 @@ class Total:
             torch.sum(row, 0, dtype=sum.dtype, out=sum)
 
     @property
+    def weights(self) -> int:
+        """The sum of all weights in the last mean; 0 before it."""
+        return int(self._sum[0])
+
+    @property
     def contributors(self) -> int | None:
         """Peers whose weight is above 0; None if all peers weigh the same."""
         return None if self.own is None else int(self._sum[1])
@@ -180,7 +185,7 @@ class Total:
         """
         if self.own is None:
             return peers
-        return _divisor(int(self._sum[0]))
+        return _divisor(self.weights)
 
 
 def _divisor(weights: int) -> int:

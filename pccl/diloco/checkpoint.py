@@ -15,8 +15,8 @@ import torch
 from pccl.diloco.exchange import Exchange, LedgerHooks
 from pccl.diloco.membership import Group
 from pccl.diloco.model import Buffers, Frozen, Saved, check_shapes
-from pccl.diloco.modes import Schedule
 from pccl.diloco.outer import Outer
+from pccl.diloco.schedule import Schedule
 from pccl.diloco.settings import decode
 
 _SAVED = {"config", "parameters", "clock", "theta", "velocity", "revision", "frozen", "buffers"}

@@ -386,6 +386,18 @@ class Exchange:
         self._buffers.reclaim(self._moves)
         self._ledger.settle(applied=False)
 
+    def keep(self) -> None:
+        """The mean has failed, and the model still has the progress."""
+        self.measured = self.sent = False
+        self._ledger.settle(applied=False)
+
+    def own_part(self, peers: int) -> float:
+        """The part of this peer's progress in a mean of `peers`; with weights, as in the last."""
+        weight, total = self.weight.value, self.averager.total.weights
+        if weight is None or (weight and not total):
+            return 1 / peers
+        return min(1.0, weight / max(1, total))
+
     def step(self, contributors: int) -> None:
         """Takes the outer step, by the mean of `contributors` peers."""
         self._state.step(contributors)

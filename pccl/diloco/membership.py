@@ -73,13 +73,15 @@ class Group:
         self.shared.revision = min(self.shared.revision, 1)
         self.join(config, min_peers=1)
 
-    def arrive(self, pace: Pace) -> None:
+    def arrive(self, pace: Pace, patient: bool) -> None:
         """Waits for the others at the beginning of a round, at most as long as the pace allows.
+
+        `patient`: without limit; this peer has waited for others, which begin now.
 
         Raises:
             KickedError: the others did not wait for this peer.
         """
-        self._pace = pace
+        self._pace = None if patient else pace
         if not pace.waits_for_all:
             self.are_pending()
 

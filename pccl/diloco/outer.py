@@ -161,10 +161,10 @@ class View:
     def rebase(self) -> None:
         """Sets the base to theta; the model keeps its progress since the old base."""
 
-    def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
+    def look_ahead(self, applied: bool, peers: int, own: float) -> None:
         """Moves the base, after the progress of a round was measured.
 
-        `applied`: theta has just taken an outer step. `late`: this peer's progress will not be in
+        `applied`: theta has just taken an outer step. `own`: the part of this peer's progress in
         the mean that is launched next.
         """
 
@@ -172,8 +172,8 @@ class View:
 class Eager(View):
     """The base is theta_m: see docs/internals/diloco.md, "Eager".
 
-    `_share` is d(k-1) / M, the own progress that this peer applied a round ago. It is taken back
-    when the mean with it arrives, so in the long run M does not matter.
+    `_share` is the part of d(k-1) that this peer applied a round ago. It is taken back when the
+    mean with it arrives, so in the long run it does not matter how large that part is.
     """
 
     def __init__(self, state: OuterState) -> None:
@@ -192,9 +192,8 @@ class Eager(View):
         self.reset()
 
     @torch.no_grad()
-    def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
+    def look_ahead(self, applied: bool, peers: int, own: float) -> None:
         state = self._state
-        own = 0.0 if late else 1 / peers
         guess = self._share.neg_().add_(state.delta, alpha=own)
         if applied:
             guess.add_(state.mean)
@@ -255,7 +254,7 @@ class Outer:
     """The outer state of a model: theta, v and k of each fragment.
 
     Attributes:
-        fragments: of the model; one, except in mode "streaming".
+        fragments: of the model.
         clock: k of each fragment, and then the run's name.
     """
 

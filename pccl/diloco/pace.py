@@ -1,11 +1,11 @@
-"""Decides when a peer has trained enough for an outer round, in modes without fragments."""
+"""Decides when a peer has trained enough for an outer round: when its segment ends."""
 
 from __future__ import annotations
 
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,8 +50,8 @@ class Pace(ABC):
         """The entries that a newcomer needs."""
         return []
 
-    def begin(self) -> None:
-        """Starts a round: the last one has ended, or this peer has joined."""
+    def begin(self, inner_steps: int) -> None:
+        """Starts a round of that many inner steps, if the pace counts them."""
 
     def rejoin(self) -> None:
         """A round has ended without this peer, whose progress goes into the next one."""
@@ -61,17 +61,23 @@ class Pace(ABC):
 
 
 class Steps(Pace):
-    """A round is due after a number of inner steps."""
+    """A round is due after a number of inner steps.
 
-    def __init__(self, inner_steps: Callable[[], int]) -> None:
-        super().__init__()
-        self._inner_steps = inner_steps  # of the current round
+    It is known when the round begins, and does not change if a mean is applied in its course.
+    """
+
+    def __init__(self, waits_for_all: bool = True) -> None:
+        super().__init__(waits_for_all)
+        self._inner_steps = 1  # of the round
+
+    def begin(self, inner_steps: int) -> None:
+        self._inner_steps = inner_steps
 
     def fraction(self, inner_step: int) -> float:
-        return min(1.0, inner_step / self._inner_steps())
+        return min(1.0, inner_step / self._inner_steps)
 
     def due(self, inner_step: int) -> bool:
-        return inner_step == self._inner_steps()
+        return inner_step >= self._inner_steps
 
 
 class _Clock:
@@ -114,7 +120,7 @@ class Seconds(Pace):
         self._clock = _Clock()
         self._reminder = Reminder(_log)
 
-    def begin(self) -> None:
+    def begin(self, inner_steps: int) -> None:
         self._clock.begin()
 
     @property
@@ -132,12 +138,13 @@ class Seconds(Pace):
         return elapsed_s >= self._seconds or self._clock.next_s > self._seconds + self._grace
 
 
-class Deadline(Pace):
+class Deadline(Steps):
     """A round is due after a number of inner steps, or when `enough` peers would wait for this one.
 
     In each round the peers tell each other how long their steps take. So each can predict when
     `enough` of them will be ready. The grace begins then, and a peer that would need longer stops
-    there: it is late. It goes on in the next round, in which it is not late.
+    there: it is late. It goes on in the next round, in which it is not late. With several fragments
+    it is not late, but contributes what it has: else it could be late for the same ones for ever.
 
     This forecast saves a slow peer from being dropped: once `enough` peers have come, they wait for
     the others for at most the grace.
@@ -146,10 +153,10 @@ class Deadline(Pace):
     at least one inner step, and a tenth of the last time.
     """
 
-    def __init__(self, inner_steps: Callable[[], int], enough: int, grace: float | None) -> None:
+    def __init__(self, enough: int, grace: float | None, fragments: int) -> None:
         super().__init__(waits_for_all=False)
-        self._inner_steps = inner_steps
         self._enough = enough
+        self._may_be_late = fragments == 1
         self._given_s = grace
         self._clock = _Clock()
         # until enough peers were ready, in the last rounds, the newest last; 0: unknown
@@ -161,7 +168,8 @@ class Deadline(Pace):
     def entries(self) -> list[TensorInfo]:
         return [TensorInfo.from_numpy(self._times_s, "diloco.pace.times")]
 
-    def begin(self) -> None:
+    def begin(self, inner_steps: int) -> None:
+        super().begin(inner_steps)
         self._owes = self.late
         self._taken = self._taken + self._step if self.late else 0
         self._step = 0
@@ -169,15 +177,12 @@ class Deadline(Pace):
 
     def rejoin(self) -> None:
         """Counts inner steps from 0 again, as the others do."""
-        self.late, self._taken, self._step = True, 0, 0
-
-    def fraction(self, inner_step: int) -> float:
-        return min(1.0, inner_step / self._inner_steps())
+        self.late, self._taken, self._step = self._may_be_late, 0, 0
 
     def due(self, inner_step: int) -> bool:
         self._clock.step()
         self._step = inner_step
-        if self._taken + inner_step >= self._inner_steps():
+        if self._taken + inner_step >= self._inner_steps:
             self.late = False
             return True
         grace_s = self._grace_s
@@ -185,11 +190,11 @@ class Deadline(Pace):
             return False
         if self._clock.next_s <= self._times_s[-1] + grace_s:
             return False
-        self.late = not self._owes
+        self.late = self._may_be_late and not self._owes
         return True
 
     def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
-        needed = sorted(seconds / steps * self._inner_steps() for seconds, steps in speeds if steps)
+        needed = sorted(seconds / steps * self._inner_steps for seconds, steps in speeds if steps)
         if needed:
             self._times_s[:-1] = self._times_s[1:]
             self._times_s[-1] = needed[min(self._enough, len(needed)) - 1]
@@ -208,7 +213,7 @@ class Deadline(Pace):
         if not known.size:
             return None
         last = float(known[-1])
-        return max(float(np.ptp(known)), last / self._inner_steps(), _LEAST_PART * last)
+        return max(float(np.ptp(known)), last / self._inner_steps, _LEAST_PART * last)
 
 
 class LeaderClock(Pace):
@@ -219,21 +224,18 @@ class LeaderClock(Pace):
         self._pace = pace
         self._replica = replica
 
-    def begin(self) -> None:
-        self._pace.begin()
+    def begin(self, inner_steps: int) -> None:
+        self._pace.begin(inner_steps)
 
     def due(self, inner_step: int) -> bool:
         return bool(self._replica.first(int(self._pace.due(inner_step))))
 
 
-def pace_of(settings: Settings, replica: Replica, outer_step: Callable[[], int]) -> Pace:
+def pace_of(settings: Settings, replica: Replica) -> Pace:
     if settings.inner_seconds is not None:
-        pace = Seconds(settings.inner_seconds, settings.grace or 0.0, settings.deadline_peers)
+        seconds = settings.inner_seconds / settings.fragments
+        pace = Seconds(seconds, settings.grace or 0.0, settings.deadline_peers)
         return LeaderClock(pace, replica) if replica.size > 1 else pace
-
-    def inner_steps() -> int:
-        return settings.steps_at(outer_step())
-
     if settings.deadline_peers is not None:
-        return Deadline(inner_steps, settings.deadline_peers, settings.grace)
-    return Steps(inner_steps)
+        return Deadline(settings.deadline_peers, settings.grace, settings.fragments)
+    return Steps()

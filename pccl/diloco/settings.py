@@ -180,8 +180,8 @@ class Settings:
     min_peers: int
     alone: AlonePolicy
 
-    def check(self, ledger: bool) -> None:
-        """Raises ValueError if a setting is out of range, or cannot be used with a ledger."""
+    def check(self) -> None:
+        """Raises ValueError if a setting is out of range."""
         words = {
             "alone": AlonePolicy,
             "buffers": BufferMode,
@@ -202,12 +202,6 @@ class Settings:
             raise ValueError(f"inner_steps={self.inner_steps} must be at least 1")
         self._check_times()
         self._check_streaming()
-        if ledger and self.mode == "streaming":
-            raise ValueError(
-                'a ledger cannot be used with mode="streaming", which applies each fragment by '
-                "itself: if a peer is lost between two of them, one part of the model has learnt "
-                "from its samples and another has not"
-            )
 
     def check_sharded(self, ledger: bool) -> None:
         """Raises ValueError for a setting that cannot be used with a sharded model."""
@@ -236,13 +230,6 @@ class Settings:
             raise ValueError(f"deadline_peers={self.deadline_peers} must be at least 1")
         elif self.inner_seconds is not None and self.grace is None:
             raise ValueError("deadline_peers with inner_seconds needs a grace")
-        elif self.mode == "streaming":
-            raise ValueError(
-                'deadline_peers is not for mode="streaming": its fragments are due at fixed inner '
-                "steps, so a slow peer would be late for all of them"
-            )
-        if self.weight != "peers" and self.mode == "eager":
-            raise ValueError(f'weight={self.weight!r} is not for mode="eager"')
 
     def _check_streaming(self) -> None:
         if self.mode != "streaming":
@@ -252,16 +239,21 @@ class Settings:
                     f'are for mode="streaming", and mode={self.mode!r}'
                 )
             return
-        if not isinstance(self.inner_steps, int):
-            raise ValueError('mode="streaming" needs inner_steps, which do not change')
-        if not 1 <= self.fragments <= self.inner_steps:
-            raise ValueError(f"fragments={self.fragments} must be from 1 to inner_steps")
-        between = self.inner_steps // self.fragments
-        if not 0 <= self.overlap < between:
+        if self.fragments < 1 or self.overlap < 0:
             raise ValueError(
-                f"overlap={self.overlap} must be at least 0 and less than the inner steps from one "
-                f"fragment to the next: {self.inner_steps} // {self.fragments} = {between}"
+                f"fragments={self.fragments} must be at least 1, and overlap={self.overlap} at "
+                "least 0"
             )
+        if self.inner_steps is not None:
+            least = int(min(_values(self.inner_steps)))
+            if self.fragments > least:
+                raise ValueError(f"fragments={self.fragments} must be from 1 to inner_steps")
+            between = least // self.fragments
+            if self.overlap >= between:
+                raise ValueError(
+                    f"overlap={self.overlap} must be less than the inner steps from one fragment "
+                    f"to the next: {least} // {self.fragments} = {between}"
+                )
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha={self.alpha} must be in [0, 1)")
 
@@ -275,9 +267,12 @@ class Settings:
         """True if a round may end before a peer has taken its inner steps."""
         return self.inner_seconds is not None or self.deadline_peers is not None
 
-    def steps_at(self, outer_step: int) -> int:
-        """Inner steps of the round after `outer_step` outer steps; 0: the round goes by seconds."""
-        return 0 if self.inner_steps is None else int(_at(self.inner_steps, outer_step))
+    def steps_at(self, outer_step: int, fragment: int = 0) -> int:
+        """Inner steps until a fragment is due, after `outer_step` outer steps; 0: by seconds."""
+        if self.inner_steps is None:
+            return 0
+        whole, count = int(_at(self.inner_steps, outer_step)), self.fragments
+        return (fragment + 1) * whole // count - fragment * whole // count
 
     @property
     def least_peers(self) -> int:

@@ -195,42 +195,46 @@ class Meter:
         self.rx_bytes += info.rx_bytes
 
 
+class _Split:
+    """Seconds since it was made: all, and those inside of rounds."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self.inside_s = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        return time.monotonic() - self._began_s - self.inside_s
+
+
 class Stopwatch:
     """Measures training and rounds; a round may have several parts, with training between them."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._round_ended_s = time.monotonic()
-        self._inside_s = 0.0
-        self._bytes = (0, 0)
+        self._segment = _Split()
         self._begin()
 
     def _begin(self) -> None:
         self._meter.begin_round()
         self._bytes = self._meter.tx_bytes, self._meter.rx_bytes
-        self._round_ended_s, self._inside_s = time.monotonic(), 0.0
+        self._round = _Split()
 
     @contextmanager
     def round(self) -> Iterator[None]:
         """Measures the block as the round, or as a part of it."""
         began_s = time.monotonic()
         yield
-        self._inside_s += time.monotonic() - began_s
+        for split in (self._segment, self._round):
+            split.inside_s += time.monotonic() - began_s
 
     def share(self, inner_steps: int, samples: int, late: bool) -> PeerShare:
-        """The share of this peer in the round."""
-        return PeerShare(inner_steps, samples, self.compute_s, self._utilisation, late)
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of training since the last round."""
-        return time.monotonic() - self._round_ended_s - self._inside_s
-
-    @property
-    def _utilisation(self) -> float:
-        compute_s = self.compute_s
-        whole_s = compute_s + self._inside_s
-        return compute_s / whole_s if whole_s else 0.0  # the clock did not advance
+        """The share of this peer since the last call."""
+        compute_s = self._segment.compute_s
+        whole_s = compute_s + self._segment.inside_s
+        self._segment = _Split()
+        utilisation = compute_s / whole_s if whole_s else 0.0  # the clock did not advance
+        return PeerShare(inner_steps, samples, compute_s, utilisation, late)
 
     def report(
         self, outer_step: int, outcome: Outcome, algorithm: Algorithm, peers: tuple[PeerShare, ...]
@@ -245,11 +249,11 @@ class Stopwatch:
             admitted=outcome.admitted,
             rejoined=outcome.rejoined,
             fragment=outcome.fragment,
-            compute_s=self.compute_s,
+            compute_s=self._round.compute_s,
             reduce_s=meter.seconds["reduce"],
             admit_s=meter.seconds["admit"],
             sync_s=meter.seconds["sync"],
-            total_s=self._inside_s,
+            total_s=self._round.inside_s,
             tx_bytes=meter.tx_bytes - tx_before,
             rx_bytes=meter.rx_bytes - rx_before,
             algorithm=algorithm,

@@ -27,10 +27,10 @@ from pccl.diloco.exchange import Exchange, LedgerHooks, Weight
 from pccl.diloco.membership import Group
 from pccl.diloco.misuse import Misuse, warn_unfinished
 from pccl.diloco.model import Buffers, Frozen, InnerState, check_team, memory, replica_of
-from pccl.diloco.modes import Delayed, Fragment, Schedule, Streaming, Synchronous
 from pccl.diloco.muon import is_muon
 from pccl.diloco.outer import Eager, Outer, OuterOptimizer, View, split
 from pccl.diloco.pace import pace_of
+from pccl.diloco.schedule import Fragment, Schedule
 from pccl.diloco.settings import (
     AlonePolicy,
     BufferMode,
@@ -253,7 +253,7 @@ class DiLoCo:
             min_peers=min_peers,
             alone=alone,
         )
-        settings.check(ledger=ledger is not None)
+        settings.check()
         self._comm = comm
         self._optimizer = inner_optimizer
         self._settings = settings
@@ -265,6 +265,8 @@ class DiLoCo:
         self._stepping = False  # in `step`, which counts the inner step itself
         self._entered = False  # a `with` block, in which the script steps the optimizer
         self._rejoins = 0  # since the last round that this peer was in
+        self._segments = 0  # that have begun here
+        self._shares: tuple[PeerShare, ...] = ()  # of the last meeting
         self._last_round: OuterRound | None = None
         self._build(model)
         self._inner = InnerState(inner_optimizer, self._replica)
@@ -272,11 +274,12 @@ class DiLoCo:
             self._load(self._given(state))
         self._group.join(self._config, settings.min_peers)
         self._check_whole()
-        self._inner_step = self._begin()
+        self._inner_step = 0
+        self._begin()
         self._work = _Work()
         self._stopwatch = Stopwatch(self._meter)
         self._watch(model)
-        self._pace.begin()
+        self._begin_segment()
 
     def _watch(self, model: torch.nn.Module) -> None:
         """Watches the optimizer's steps, and for mistakes of the script."""
@@ -326,8 +329,7 @@ class DiLoCo:
             }
         )
         self._selector = Selector()
-        outer = self._outer
-        self._pace = pace_of(settings, replica, lambda: outer.outer_step)
+        self._pace = pace_of(settings, replica)
         self._exchanges = self._exchanges_of()
         self._schedule = self._schedule_of()
         self._group = self._group_of()
@@ -364,31 +366,34 @@ class DiLoCo:
         ]
 
     def _schedule_of(self) -> Schedule:
-        settings, exchange = self._settings, self._exchanges[-1]
-        if settings.mode == "sync":
-            return Synchronous(exchange, self._pace, settings.late_decay)
-        if settings.mode != "streaming":
-            view = Eager(self._outer.fragments[0]) if settings.mode == "eager" else View()
-            return Delayed(exchange, self._pace, view, settings.late_decay)
-        own = self._outer.entries()
+        settings, entries = self._settings, self._outer.entries()
         if settings.buffers != "local":
-            own[-1].extend(self._buffers.entries())
+            entries[-1].extend(self._buffers.entries())
         fragments = [
-            Fragment(exchange, SharedState([*self._common_entries(), *entries]))
-            for exchange, entries in zip(self._exchanges, own, strict=True)
+            Fragment(
+                number,
+                exchange,
+                SharedState([*self._common_entries(), *entries[number]]),
+                Eager(state) if settings.mode == "eager" else View(),
+            )
+            for number, (exchange, state) in enumerate(
+                zip(self._exchanges, self._outer.fragments, strict=True)
+            )
         ]
-        return Streaming(fragments, settings.steps_at(0), settings.overlap, settings.alpha)
+        late = settings.mode in ("delayed", "eager")
+        overlap = None if late else settings.overlap
+        return Schedule(fragments, self._pace, overlap, settings.alpha, settings.late_decay)
 
     def _common_entries(self) -> list[TensorInfo]:
         return [
             TensorInfo.from_torch(self._config, "diloco.config"),
             TensorInfo.from_torch(self._outer.clock, "diloco.clock"),
             *self._selector.entries(),
+            *self._ledger.entries(),
         ]
 
     def _group_of(self) -> Group:
         always = [*self._common_entries(), *chain.from_iterable(self._outer.entries())]
-        always += self._ledger.entries()
         at_joins = [*self._frozen.entries, *self._schedule.entries()]
         (at_joins if self._settings.buffers == "local" else always).extend(self._buffers.entries())
         shared = SharedState(always)
@@ -404,12 +409,16 @@ class DiLoCo:
             self._replica,
         )
 
-    def _begin(self) -> int:
-        """Gives the model the shared state. Returns the inner step that this peer goes on at."""
-        position = self._schedule.begin()
+    def _begin(self) -> None:
+        """Gives the model the shared state."""
+        self._schedule.begin()
         self._outer.adopt()
         self._buffers.put()
-        return position
+
+    def _begin_segment(self) -> None:
+        steps = self._settings.steps_at(self.outer_step, self._schedule.next_fragment)
+        self._pace.begin(steps)
+        self._segments += 1
 
     def _check_whole(self) -> None:
         """Checks that all processes of this replica have received the state of one replica.
@@ -433,7 +442,7 @@ class DiLoCo:
 
     @property
     def inner_step(self) -> int:
-        """Inner steps since the last outer round, below `inner_steps`; see also "streaming"."""
+        """Inner steps since the last outer round; in "streaming" since a fragment was due."""
         return self._inner_step
 
     def progress(self, outer_steps: int) -> float:
@@ -604,38 +613,38 @@ class DiLoCo:
     def _after_inner_step(self, samples: int | None) -> OuterRound | None:
         self._work.count(1 if samples is None else samples)
         self._inner_step += 1
-        at = self._inner_step
-        due = self._schedule.due(at)
-        if self._settings.mode == "streaming":
-            self._inner_step %= self._settings.steps_at(0)
-        elif due:
-            self._inner_step = 0
-        if not due:
-            self._poll()
-            return None
-        return self._round(at)
-
-    def _round(self, at: int) -> OuterRound | None:
-        self._misuse.unfinished = False  # if it raises, that is what the user should see
+        if self._pace.due(self._inner_step):
+            return self._meet()
         try:
-            with self._stopwatch.round():
-                outcome = self._schedule.round(self._group, at)
-                self._group.claim()
-                self._replica.all(True)  # if one process left now, the others would be dropped
-            if outcome is None:
+            if not self._schedule.arrives(self._inner_step):
+                self._schedule.poll()
                 return None
-            self._last_round = self._report(outcome)
-            self._rejoins = 0
-        except KickedError as error:
-            self._last_round = self._report(self._rejoin(error))
-        return self._last_round
-
-    def _poll(self) -> None:
-        try:
-            self._schedule.poll()
+            with self._stopwatch.round():
+                outcome = self._schedule.arrive(self._group)
         except KickedError:
             if self._settings.deadline_peers is None:
-                raise  # with deadlines, the next round finds this, too, and joins again
+                raise  # with deadlines, the next meeting finds this, too, and joins again
+            return None
+        return self._report(outcome)
+
+    def _meet(self) -> OuterRound | None:
+        """Ends the segment."""
+        self._misuse.unfinished = False  # if it raises, that is what the user should see
+        self._inner_step = 0
+        try:
+            with self._stopwatch.round():
+                outcome = self._schedule.meet(self._group)
+                self._group.claim()
+                self._replica.all(True)  # if one process left now, the others would be dropped
+            self._share(outcome is not None and outcome.admitted)
+            report = self._report(outcome)
+            self._rejoins = 0
+        except KickedError as error:
+            outcome = self._rejoin(error)
+            self._share(outcome.admitted)
+            report = self._report(outcome)
+        self._begin_segment()
+        return report
 
     def _rejoin(self, error: KickedError) -> Outcome:
         """Joins the run again, after it has gone on without this peer."""
@@ -655,32 +664,36 @@ class DiLoCo:
                 error = again
 
     def _join_again(self) -> None:
-        exchange = self._exchanges[-1]
         rescued = self._schedule.rescue()
-        if not self._ledger.rejoin():
-            exchange.weight.drop()
-            rescued = False
+        keeps = self._ledger.rejoin()
         self._outer.rename()  # if all others have ended, this is a new run
         self._group.rejoin(self._config)
         self._begin()
-        exchange.adopt()
-        if rescued:
-            exchange.reclaim(self._settings.late_decay)
+        for exchange in self._exchanges:
+            exchange.adopt()
+            if not keeps:
+                exchange.weight.drop()
+            elif exchange in rescued:
+                exchange.reclaim(self._settings.late_decay)
         self._pace.rejoin()
 
-    def _report(self, outcome: Outcome) -> OuterRound:
+    def _share(self, admitted: bool) -> None:
+        """Tells the other peers what this one has done since the last meeting."""
         work, self._work = self._work, _Work()
         own = self._stopwatch.share(work.steps, work.samples, self._pace.late)
-        shares: tuple[PeerShare, ...] = (own,)
-        if self._settings.unlike and not outcome.admitted:  # newcomers are not at this place
+        self._shares = (own,)
+        if self._settings.unlike and not admitted:  # newcomers are not at this place
             with self._stopwatch.round():
-                shares = gather_shares(self._comm, own)
-            self._pace.heard([(share.compute_s, share.inner_steps) for share in shares])
+                self._shares = gather_shares(self._comm, own)
+            self._pace.heard([(share.compute_s, share.inner_steps) for share in self._shares])
+
+    def _report(self, outcome: Outcome | None) -> OuterRound | None:
+        if outcome is None:
+            return None
         algorithm = self._exchanges[outcome.fragment].averager.algorithm
-        report = self._stopwatch.report(self.outer_step, outcome, algorithm, shares)
+        self._last_round = self._stopwatch.report(self.outer_step, outcome, algorithm, self._shares)
         self._misuse.round(outcome, self._exchanges[outcome.fragment])
-        self._pace.begin()
-        return report
+        return self._last_round
 
     def round_of(self, loader: Iterable[T]) -> Iterator[T]:
         """Yields the batches of one round, and ends the round after the last of them.
@@ -697,20 +710,19 @@ class DiLoCo:
             ValueError: there are more batches than inner steps in a round of a fixed number.
             PCCLError: as for `step`.
         """
-        before = self._last_round
+        before = self._segments
         for batch in loader:
-            if self._last_round is not before and self._settings.ends_early:
+            if self._segments > before and self._settings.ends_early:
                 return
-            if self._last_round is not before:
+            if self._segments > before:
                 raise ValueError(
                     "a round has more batches than inner steps: give the ledger a smaller share, "
                     f"or more than inner_steps={self._settings.inner_steps}"
                 )
             yield batch
-        if self._last_round is before:
-            self._inner_step = 0
+        if self._segments == before:
             self._pace.late = False  # there is nothing more to train on
-            self._round(self._settings.steps_at(self.outer_step))
+            self._meet()
 
     def __enter__(self) -> DiLoCo:
         """From here on, each step of the inner optimizer does what `step` does.

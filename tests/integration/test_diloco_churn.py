@@ -88,6 +88,9 @@ MODES: dict[str, dict[str, Any]] = {
     "deadlines": {"mode": "sync", "inner_steps": 3, "deadline_peers": 1},
     "deadlines, delayed": {"mode": "delayed", "inner_steps": 3, "deadline_peers": 1},
     "deadlines, eager": {"mode": "eager", "inner_steps": 3, "deadline_peers": 1},
+    "deadlines, streaming": {
+        "mode": "streaming", "inner_steps": 6, "fragments": 2, "overlap": 1, "deadline_peers": 1
+    },
 }
 
 

@@ -77,7 +77,7 @@ def expected(rounds: int) -> list[Any]:
     return thetas
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
 def test_a_mean_is_weighted_by_samples_to_the_bit(address: str, mode: str) -> None:
     ours, theirs = together(*(weighted_peer(address, n, 4, mode=mode) for n in (0, 1)))
     assert ours[1] == theirs[1]
@@ -98,6 +98,34 @@ def test_weights_of_fragments_and_of_what_is_quantized(address: str) -> None:
     np.testing.assert_allclose(
         ours[0][-1][N // 4 * 3 :], -(3 * moves[0] + moves[1])[N // 4 * 3 :] / 4, rtol=0, atol=0.2
     )
+
+
+def test_the_guess_of_an_eager_peer_has_its_weight(address: str) -> None:
+    """Before the first mean it knows of no other weights, and takes all for the same."""
+    steps = [3, 1]
+
+    def body(number: int) -> Callable[[], Any]:
+        def run() -> Any:
+            model, guesses = Model(), []
+            with pccl.Communicator(address) as comm:
+                options = {"mode": "eager", "weight": "samples", "min_peers": 2}
+                diloco = make(comm, model, **PLAIN, **options)
+                for _ in range(3):
+                    model.move(1.0 + number)
+                    diloco.step(samples=steps[number])
+                    guesses.append(-model.flat()[0].item())
+                diloco.finish()
+                return guesses, -model.flat()[0].item(), diloco.state_digest()
+
+        return run
+
+    ours, theirs = together(body(0), body(1))
+    mean = (3 * 1 + 1 * 2) / 4
+    for (guesses, end, _), move, part in ((ours, 1.0, 3 / 4), (theirs, 2.0, 1 / 4)):
+        wanted = [move / 2, mean + move * part, 2 * mean + move * part]
+        assert guesses == pytest.approx(wanted)
+        assert end == pytest.approx(3 * mean)
+    assert ours[2] == theirs[2]
 
 
 def test_buffers_are_weighted_too(address: str) -> None:
@@ -195,6 +223,29 @@ def test_each_does_what_it_can_in_the_time(address: str, clock: Clock) -> None:
     fast, slow = together(peer(1.0, [10, 10]), peer(4.0, [2, 2]))
     assert fast == slow
     assert fast[0] == pytest.approx(-2 * (10 * 10 + 2 * 8) / 12)
+
+
+def test_fragments_are_due_after_a_part_of_the_time(address: str, clock: Clock) -> None:
+    def peer(step_s: float, steps: int) -> Callable[[], Any]:
+        def body() -> Any:
+            model, taken = Model(), []
+            with pccl.Communicator(address) as comm:
+                options = {"inner_steps": None, "inner_seconds": 8.0, "mode": "streaming"}
+                diloco = make(comm, model, min_peers=2, fragments=2, overlap=1, **PLAIN, **options)
+                while len(taken) < 4:
+                    clock.work(step_s)
+                    model.move(1.0)
+                    outer = diloco.step()
+                    taken += [share.inner_steps for share in outer.peers] if outer else []
+                diloco.finish()
+                assert sorted(taken) == [2, 2, 4, 4] and steps in taken
+                return model.flat().tolist(), diloco.state_digest()
+
+        return body
+
+    fast, slow = together(peer(1.0, 4), peer(2.0, 2))
+    assert fast == slow
+    assert (fast[0][0], fast[0][-1]) == (-(4 + 2) / 2, -(8 + 4) / 2)
 
 
 def test_a_step_longer_than_the_time_is_told(
@@ -300,6 +351,39 @@ def test_no_mean_is_of_fewer_than_were_wanted_because_others_are_late(
     assert len({end[1] for end in ends}) == 1
 
 
+def test_a_slow_peer_contributes_what_it_has_to_each_fragment(address: str, clock: Clock) -> None:
+    """Two of three take 6 steps in 6 s, and so 3 for each of two fragments; the third takes 2."""
+
+    def peer(step_s: float) -> Callable[[], Any]:
+        def body() -> Any:
+            model, seen = Model(), []
+            with pccl.Communicator(address) as comm:
+                options = {"mode": "streaming", "fragments": 2, "inner_steps": 6}
+                options |= {"deadline_peers": 2, "grace": 1.0, "min_peers": 3}
+                diloco = make(comm, model, **PLAIN, **options)
+                while len(seen) < 6:
+                    clock.work(step_s)
+                    model.move(1.0)
+                    outer = diloco.step()
+                    if outer:
+                        assert not any(share.late for share in outer.peers)
+                        steps = sorted(share.inner_steps for share in outer.peers)
+                        seen.append((outer.contributors, outer.fragment, steps))
+                return seen, model.flat().tolist(), diloco.state_digest()
+
+        return body
+
+    ends = together(peer(1.0), peer(1.0), peer(2.0))
+    assert len({digest for *_, digest in ends}) == 1
+    first, later = [3, 3, 3], [2, 3, 3]  # there is no forecast before the first meeting
+    wanted = [(3, i % 2, later if i else first) for i in range(6)]
+    assert all(seen == wanted for seen, *_ in ends)
+    of_all = [-(3 + 4 * 8 / 3), -(3 + 5 * 8 / 3)]  # the first is without the last segment
+    for _, flat, _ in ends:
+        assert flat[-1] == pytest.approx(of_all[1])
+    assert sorted({flat[0] for _, flat, _ in ends}) == pytest.approx([of_all[0] - 3, of_all[0] - 2])
+
+
 def test_who_is_late_and_alone_is_late_for_nobody(address: str, clock: Clock) -> None:
     model = Model()
     with pccl.Communicator(address) as comm:
@@ -373,11 +457,11 @@ def test_peers_that_hear_of_a_loss_at_different_times_gather_the_shares_together
 def test_a_grace_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("pccl.diloco.pace.time", clock)
-    pace = Deadline(lambda: 10, 2, None)
+    pace = Deadline(2, None, fragments=1)
 
     def steps_until_due(step_s: float) -> int:
         pace.late = False  # as if each round were the first
-        pace.begin()
+        pace.begin(10)
         for step in range(1, 11):
             clock.work(step_s)
             if pace.due(step):
@@ -430,7 +514,6 @@ def test_a_peer_may_be_lost_in_a_deadline_round_and_another_join(
         ("inner_steps or inner_seconds", {"inner_seconds": 1.0}),
         ("inner_steps or inner_seconds", {"inner_steps": None}),
         ("inner_seconds", {"inner_steps": None, "inner_seconds": 0.0}),
-        ("inner_steps", {"inner_steps": None, "inner_seconds": 1.0, "mode": "streaming"}),
         ("grace", {"grace": 1.0}),
         ("grace", {"grace": -1.0, "deadline_peers": 2}),
         ("grace", {"grace": float("inf"), "deadline_peers": 2}),
@@ -438,10 +521,8 @@ def test_a_peer_may_be_lost_in_a_deadline_round_and_another_join(
         ("late_decay", {"late_decay": 0.5}),
         ("late_decay", {"late_decay": 1.5, "deadline_peers": 2}),
         ("deadline_peers", {"deadline_peers": 0}),
-        ("fixed inner steps", {"deadline_peers": 2, "mode": "streaming"}),
         ("needs a grace", {"deadline_peers": 2, "inner_steps": None, "inner_seconds": 1.0}),
         ("weight", {"weight": "tokens"}),
-        ("weight", {"weight": "samples", "mode": "eager"}),
     ],
 )
 def test_settings_out_of_range_are_refused(why: str, options: dict[str, Any]) -> None:

@@ -14,15 +14,16 @@ SAMPLES, EPOCHS, BATCH, INNER_STEPS = 100, 2, 2, 3
 
 
 class Effects(torch.nn.Module):
-    """A model in which the effect of each sample has a place of its own."""
+    """A model in which the effect of each sample has a place of its own in each fragment."""
 
-    def __init__(self) -> None:
+    def __init__(self, fragments: int = 1) -> None:
         super().__init__()
-        self.places = torch.nn.Parameter(torch.zeros(SAMPLES * EPOCHS))
+        self.parts = torch.nn.ParameterList(torch.zeros(SAMPLES * EPOCHS) for _ in range(fragments))
 
     def learn(self, places: list[int]) -> None:
-        self.places.grad = torch.zeros(SAMPLES * EPOCHS)
-        self.places.grad[places] = -1.0
+        for part in self.parts:
+            part.grad = torch.zeros(SAMPLES * EPOCHS)
+            part.grad[places] = -1.0
 
 
 class Shares:
@@ -39,7 +40,7 @@ class Shares:
 def make(
     comm: Any, *, share: int = BATCH * INNER_STEPS, **options: Any
 ) -> tuple[Effects, Ledger, DiLoCo]:
-    model = Effects()
+    model = Effects(options.get("fragments", 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     ledger = Ledger(SAMPLES, share=share, epochs=EPOCHS, peers_max=6)
     chosen = {

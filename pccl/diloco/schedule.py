@@ -1,0 +1,402 @@
+"""The schedule of all modes: when each fragment of the model is averaged, and its mean applied.
+
+A segment is the inner steps from one fragment to the next. All peers meet at the end of a segment
+and launch the mean of that fragment. Modes differ in when a mean is applied:
+
+    mode           fragments    a mean is applied
+    "sync"         one          in the meeting that makes it
+    "streaming"    P            `overlap` inner steps later, or with overlap=0 as with "sync"
+    "delayed"      one          in the next meeting, after the progress until then is measured
+    "eager"        one          likewise, with the view `Eager`
+
+docs/internals/diloco.md has the equations, and says what happens when a peer is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pccl import SharedState, TensorInfo, TooFewPeersError
+from pccl.diloco.exchange import AsyncAverage, Average, Exchange
+from pccl.diloco.membership import Group
+from pccl.diloco.outer import View
+from pccl.diloco.pace import Pace
+from pccl.diloco.stats import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A part of the model.
+
+    Attributes:
+        number: its place in the order in which fragments are due.
+        exchange: of its parameters.
+        shared: the state of it that all peers share.
+        view: where a peer's training of it starts.
+    """
+
+    number: int
+    exchange: Exchange
+    shared: SharedState
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """The result of an averaging.
+
+    Attributes:
+        average: see there.
+        suffices: whether it is applied.
+        short: its peers, if the group waits for more; else 0.
+    """
+
+    average: Average
+    suffices: bool
+    short: int = 0
+
+
+class Schedule:
+    """Averages one fragment after the other.
+
+    All peers make the same sequence of calls from one meeting to the next. It depends only on
+    outcomes that are equal on all of them: are peers pending? Did a mean commit, of how many? A
+    newcomer begins with a segment. No mean that it cannot know is under way then: if peers are
+    pending, a mean is made in the foreground, and either applied at once or received by them.
+
+    Args:
+        fragments: in the order in which they are due.
+        pace: decides when a segment ends.
+        overlap: inner steps from a launch to the application of its mean; None: until the progress
+            of the next segment is measured.
+        alpha: the part that a peer keeps of its own parameters when it takes over theta.
+        late_decay: the part of its progress that a late peer keeps.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        pace: Pace,
+        overlap: int | None,
+        alpha: float,
+        late_decay: float,
+    ) -> None:
+        self._fragments = fragments
+        self._pace = pace
+        self._overlap = overlap
+        self._alpha = alpha
+        self._late_decay = late_decay
+        self._current = fragments[0]  # of the last launch
+        self._running: AsyncAverage | None = None
+        self._mean: _Mean | None = None
+        self._short = 0  # peers of the last mean, if the next meeting waits for others first
+        self._unchecked: Fragment | None = None  # of the last applied mean
+        self._stepped = True  # whether that was applied
+        self._turn = torch.zeros(1, dtype=torch.int64)  # segments that have ended
+        # in segments: the least `progress`, which a meeting without an outer step raises too
+        self._reached = torch.zeros(1, dtype=torch.int64)
+        # contributors of the mean that newcomers receive; 0: there is none
+        self._contributors = torch.zeros(1, dtype=torch.int64)
+
+    @property
+    def _restarts(self) -> bool:
+        """True if training starts from theta again when a mean is launched."""
+        return self._overlap is None
+
+    # ---- progress ----
+
+    def progress(self, inner_step: int, outer_steps: int) -> float:
+        """The progress of a run of `outer_steps`, after `inner_step` inner steps of a segment."""
+        reached = max(int(self._reached), self._position(inner_step))
+        late = 1.0 if self._overlap is None else self._pace.fraction(self._overlap)
+        return min(1.0, reached / (outer_steps * len(self._fragments) + late))
+
+    def _position(self, inner_step: int) -> float:
+        """The progress in segments, computed only from what all peers have in common."""
+        applied = sum(fragment.exchange.outer_step for fragment in self._fragments)
+        behind = self._under_way or self._contributors[0] > 0
+        return applied + int(behind) + self._pace.fraction(inner_step)
+
+    @property
+    def _under_way(self) -> bool:
+        return self._running is not None or self._mean is not None
+
+    @property
+    def next_fragment(self) -> int:
+        """The number of the fragment that is due at the end of this segment."""
+        return int(self._turn) % len(self._fragments)
+
+    # ---- the steps of a segment ----
+
+    def begin(self) -> None:
+        """Starts from the received shared state."""
+        for fragment in self._fragments:
+            fragment.view.reset()
+
+    def arrives(self, inner_step: int) -> bool:
+        """True if `arrive` must be called after this inner step of a segment; the first is 1."""
+        return self._under_way and inner_step == self._overlap
+
+    def poll(self) -> None:
+        """Keeps background work going; called after all other inner steps."""
+        if self._running is not None:
+            self._running.poll()
+
+    def arrive(self, group: Group) -> Outcome | None:
+        """Applies the mean under way, if there is one; does not wait for other peers."""
+        mean = self._take(group)
+        if mean is None:
+            return None
+        exchange = self._current.exchange
+        self._stepped = mean.suffices
+        if mean.suffices:
+            exchange.step(mean.average.contributors)
+            self._unchecked = self._current
+            self._adopt(self._current)
+        else:
+            exchange.keep()
+            self._short = mean.short
+        return None if mean.short else self._outcome(mean.average)
+
+    def meet(self, group: Group) -> Outcome | None:
+        """Ends a segment: averages its fragment, or launches that and returns None."""
+        short, self._short = self._short, 0
+        if short:
+            self._announce(None)
+            group.wait_for_others(self._current.exchange.outer_step, short)
+        self._reached[0] = max(int(self._reached), int(self._position(0)) + 1)
+        group.arrive(self._pace, patient=short > 0)
+        arrived = self._take(group) if self._restarts else None
+        if arrived is not None and not arrived.suffices:
+            self._give_back()
+            if arrived.short:
+                self._short = arrived.short
+                return self.meet(group)
+        outcome = None if self._restarts else self.arrive(group)
+        self._current = self._fragments[self.next_fragment]
+        exchange = self._current.exchange
+        exchange.weight.late = self._pace.late
+        exchange.measure()
+        if self._overlap == 0:
+            return self._average_now(group)
+        if self._restarts:
+            outcome = self._step_late(group, arrived)
+        pending = group.are_pending()
+        if pending and not self._restarts:
+            return self._average_now(group, pending)
+        self._turn += 1
+        if outcome is not None and pending:
+            self._hand_over(group)
+            return replace(outcome, admitted=True)
+        if self._unchecked is not None:  # all peers must have applied the same mean
+            group.agree(admitted=False, changed=self._unchecked.shared)
+            self._unchecked = None
+        self._launch(group)
+        return outcome
+
+    def _average_now(self, group: Group, pending: bool = False) -> Outcome | None:
+        """Makes a mean and applies it; admits newcomers."""
+        exchange = self._current.exchange
+        mean = self._run(group)
+        if mean.short:
+            self._short = mean.short
+            return self.meet(group)
+        self._stepped = mean.suffices
+        if mean.suffices:
+            exchange.step(mean.average.contributors)
+        pending = pending or group.are_pending()
+        if pending:
+            group.admit()
+        self._turn += 1
+        if mean.suffices or pending:
+            group.agree(pending, None if self._unchecked else self._current.shared)
+            self._unchecked = None
+        if mean.suffices:
+            self._adopt(self._current)
+        else:
+            exchange.keep()
+        return self._outcome(mean.average, admitted=pending)
+
+    def _step_late(self, group: Group, mean: _Mean | None) -> Outcome:
+        """Applies the mean of the last segment, after the progress of this one was measured."""
+        current = self._current
+        applied = mean is not None and mean.suffices
+        contributors = mean.average.contributors if mean is not None and applied else 0
+        if applied:
+            current.exchange.step(contributors)
+            self._unchecked = current
+        peers = contributors or group.size
+        current.view.look_ahead(applied, peers, current.exchange.own_part(peers))
+        retries = mean.average.retries if mean is not None else 0
+        return Outcome(contributors, retries, admitted=False)
+
+    def _hand_over(self, group: Group) -> None:
+        """Makes a mean that newcomers receive, and that all apply in the next meeting."""
+        mean = self._run(group)
+        self._mean = mean if mean.suffices else None
+        group.admit()
+        self._announce(self._mean)
+        group.agree(admitted=True)
+        self._unchecked = None
+        if self._mean is not None:
+            self._adopt(self._current)
+        else:
+            self._keep_progress()
+
+    # ---- means ----
+
+    def _run(self, group: Group) -> _Mean:
+        """Averages in the foreground; if too few have contributed, the late ones do, too."""
+        exchange = self._current.exchange
+        average = exchange.run()
+        if group.lacks_the_late(average):  # as all peers find
+            self._pace.late = exchange.weight.late = False
+            again = exchange.run()
+            average = replace(again, retries=again.retries + average.retries)
+        if average.info is None:
+            self._pace.late = exchange.weight.late = False  # nobody waited for it
+        return self._assess(group, average)
+
+    def _launch(self, group: Group) -> None:
+        """Launches, unless this peer is alone."""
+        exchange = self._current.exchange
+        try:
+            self._running = exchange.launch()
+        except TooFewPeersError:
+            self._pace.late = exchange.weight.late = False
+            self._mean = self._assess(group, Average(None, 0))
+        if self._restarts and self._mean is not None and not self._mean.suffices:
+            self._short = self._mean.short
+            self._mean = None
+            self._keep_progress()
+        elif self._restarts:
+            self._adopt(self._current)
+
+    def _take(self, group: Group) -> _Mean | None:
+        """Waits for the mean under way, and removes it; None if nothing was launched."""
+        self._wait(group)
+        mean, self._mean = self._mean, None
+        if mean is None and self._contributors[0]:  # this is a newcomer's first segment
+            received = Average(None, 0, weighty=int(self._contributors[0]))
+            mean = _Mean(received, suffices=True)
+        self._contributors[0] = 0
+        return mean
+
+    def _wait(self, group: Group) -> None:
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._mean = self._assess(group, self._current.exchange.wait(running))
+
+    def _assess(self, group: Group, average: Average) -> _Mean:
+        exchange = self._current.exchange
+        is_empty = average.info is None and exchange.weight.late  # alone, with weight 0
+        suffices = group.suffices(average, exchange.outer_step) and not is_empty
+        if suffices:
+            exchange.accept(average)
+        waits = not suffices and group.waits(average.peers)
+        return _Mean(average, suffices, average.peers if waits else 0)
+
+    def _outcome(self, average: Average, admitted: bool = False) -> Outcome:
+        return Outcome(average.contributors, average.retries, admitted, self._current.number)
+
+    # ---- the model ----
+
+    def _adopt(self, fragment: Fragment) -> None:
+        """The model takes over theta; that of a late peer also keeps its progress."""
+        fragment.exchange.adopt(self._alpha)
+        if fragment.exchange.weight.late:
+            fragment.exchange.reclaim((1 - self._alpha) * self._late_decay)
+
+    def _give_back(self) -> None:
+        """Gives the progress of a failed mean back to the model."""
+        if not self._current.exchange.weight.late:  # a late peer's model has it
+            self._current.exchange.reclaim()
+        self._current.view.rebase()
+
+    def _keep_progress(self) -> None:
+        """The model becomes theta with this peer's own progress."""
+        self._current.view.reset()
+        self._current.exchange.adopt()
+        self._current.exchange.reclaim()
+
+    def _announce(self, mean: _Mean | None) -> None:
+        """Writes the mean that newcomers receive."""
+        self._contributors[0] = mean.average.contributors if mean is not None else 0
+        if mean is None and self._restarts:
+            for tensor in self._current.exchange.means:
+                tensor.zero_()
+
+    def rescue(self) -> list[Exchange]:
+        """Ends background work after the run has gone on without this peer.
+
+        Returns the exchanges that hold progress for the next mean.
+        """
+        running, self._running = self._running, None
+        if running is not None and running.drain():
+            self._current.exchange.discard()
+        elif running is not None and self._restarts:
+            self._give_back()
+        elif running is not None:
+            self._current.exchange.keep()
+        self._mean, self._short, self._unchecked = None, 0, None
+        return [each.exchange for each in self._fragments if each.exchange.rescue()]
+
+    def finish(self, group: Group) -> None:
+        """Applies the mean under way. The model becomes theta, unless this peer had no mean."""
+        mean = self._take(group)
+        if mean is not None:
+            self._stepped = mean.suffices
+            if mean.suffices:
+                self._current.exchange.step(mean.average.contributors)
+            elif self._restarts:
+                self._give_back()
+        elif self._restarts or (self._overlap == 0 and len(self._fragments) == 1):
+            return
+        if self._stepped:
+            for fragment in self._fragments:
+                fragment.view.reset()
+                fragment.exchange.adopt()
+
+    # ---- its state ----
+
+    def entries(self) -> list[TensorInfo]:
+        """Shared-state entries beside theta, v and k that a newcomer needs to be in phase."""
+        own = [
+            TensorInfo.from_torch(self._reached, "diloco.reached"),
+            TensorInfo.from_torch(self._turn, "diloco.turn"),
+            *self._pace.entries(),
+        ]
+        if self._restarts:
+            means = enumerate(self._current.exchange.means)
+            own += [
+                TensorInfo.from_torch(self._contributors, "diloco.delayed.contributors"),
+                *(TensorInfo.from_torch(mean, f"diloco.delayed.mean.{i}") for i, mean in means),
+            ]
+        return own
+
+    def state_dict(self, group: Group) -> dict[str, Any]:
+        """The state for a checkpoint; in modes that restart, it waits for the mean under way."""
+        state: dict[str, Any] = {"turn": int(self._turn)}
+        if self._restarts:
+            self._wait(group)
+            mean = self._mean
+            contributors = int(self._contributors[0])
+            if mean is not None:
+                contributors = mean.average.contributors if mean.suffices else 0
+            means = self._current.exchange.means if contributors else []
+            state |= {"contributors": contributors, "means": [each.clone() for each in means]}
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Loads such a state, of any mode."""
+        self._turn[0] = state.get("turn", 0)
+        if self._restarts:
+            self._contributors[0] = state.get("contributors", 0)
+            # the saved run may have had another `buffers`, and so more or fewer means
+            own = self._current.exchange.means
+            for tensor, saved in zip(own, state.get("means", []), strict=False):
+                tensor.copy_(saved)
