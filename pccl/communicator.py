@@ -34,7 +34,7 @@ from typing import Any, Literal, NoReturn, Self
 from pccl import collective, operands
 from pccl.collective import AsyncReduceHandle
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
-from pccl.errors import PeerLostError, TooFewPeersError, not_picklable
+from pccl.errors import NotFiniteError, PeerLostError, TooFewPeersError, not_picklable
 from pccl.insight import Explanation, Stats
 from pccl.membership import Membership
 from pccl.operands import A, Arrays, Root
@@ -55,6 +55,7 @@ from pccl.types import (
     QuantizationOptions,
     ReduceInfo,
     ReduceOp,
+    Result,
     SharedStateProgress,
     SharedStateSyncInfo,
     SharedStateSyncStrategy,
@@ -514,6 +515,7 @@ class Communicator(Closing):
         operand_descriptor: ReduceOperandDescriptor | None = None,
         quantization_options: QuantizationOptions | None = None,
         quantization: QuantizationName | None = None,
+        check: Literal["finite"] | None = None,
         timeout: float | None = None,
     ) -> ReduceInfo:
         """Reduces `send` over all peers of the group into `recv`, bit-identical on all of them.
@@ -532,6 +534,8 @@ class Communicator(Closing):
                 Every peer's result has the same bits. A NaN or an infinity makes its whole block of
                 elements NaN. docs/internals/quantization.md gives the errors of the results.
             quantization: a short name instead: "int8" or "int4" (block-wise), "uint8".
+            check: "finite", on all peers: reduces only if all numbers of all peers are finite. It
+                costs a round trip to the master.
             timeout: seconds after which the collective fails, on all peers.
 
         Returns:
@@ -539,16 +543,33 @@ class Communicator(Closing):
 
         Raises:
             PCCLTimeoutError: the time limit has passed; the message names the missing peers.
+            NotFiniteError: the check has failed, on all peers; the message names one that has sent
+                a NaN or an infinity.
             PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
                 RANK_CONNECTION_LOST (call again), INVALID_ARGUMENT (the peers ask for different
                 work, the tag is in use, or this cannot be quantized), INVALID_USAGE.
-            ValueError: the arrays do not match each other; or `quantization` is unknown, or
-                `quantization_options` is given as well.
+            ValueError: the arrays do not match each other; or `quantization` or `check` is unknown,
+                or `quantization_options` is given as well.
             OverflowError: `tag` is negative or above 2**64 - 1.
         """
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.all_reduce(send, recv, op, options, operand_descriptor)
-        return collective.run(self._membership, "all_reduce", work, tag, timeout)
+        deadline = Deadline(timeout)
+        if check is not None:
+            self._check(check, send, tag, deadline.left_s)
+        return collective.run(self._membership, "all_reduce", work, tag, deadline.left_s)
+
+    def _check(self, check: str, send: Arrays, tag: int, timeout: float | None) -> None:
+        if check != "finite":
+            raise ValueError(f'check is {check!r}: it may be "finite"')
+        client = self._membership.client("all_reduce")
+        work, accused = operands.accusation(send, client.number)
+        collective.run(self._membership, "all_reduce", work, tag, timeout)
+        if accused[0] >= 0:
+            names = {info.peer: str(info) for info in client.plan.peers}
+            who = names.get(accused[0], f"peer {accused[0]}")
+            why = f"{who} has sent numbers that are not finite"
+            raise NotFiniteError(Result.INVALID_ARGUMENT, "all_reduce", why)
 
     def all_reduce_async(
         self,

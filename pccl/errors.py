@@ -8,6 +8,7 @@
     +-- MasterLostError       MASTER_CONNECTION_FAILED: the master cannot be reached
     +-- RunFinishedError      INVALID_USAGE: the run is finished; also a SystemExit, of status 0
     +-- PCCLTimeoutError      TIMEOUT: a time limit has passed; also a TimeoutError
+    +-- NotFiniteError        INVALID_ARGUMENT: a peer has sent a NaN or an infinity
     +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
     +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: not supported by this version
 
@@ -173,6 +174,16 @@ class PCCLTimeoutError(PCCLError, TimeoutError):
     """
 
     remedy = "nothing has changed: call again, with more time, or see what keeps the others"
+
+
+class NotFiniteError(PCCLError, ArithmeticError):
+    """A peer's array has a NaN or an infinity, and all peers have passed `check="finite"`.
+
+    The message names the peer. All peers of the group get this error, the communicator is usable,
+    and no array has changed.
+    """
+
+    remedy = "all peers skip this step together; see what that peer trains on, and its device"
 
 
 class DivergenceError(PCCLError):

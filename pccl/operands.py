@@ -20,7 +20,17 @@ from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
-from pccl.tensors.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
+from pccl.tensors.arrays import (
+    Array,
+    Buffer,
+    is_finite,
+    is_numpy,
+    is_torch,
+    new,
+    order_of,
+    pair,
+    same_kind,
+)
 from pccl.types import DataType, OpName, QuantizationName, QuantizationOptions, ReduceOp, Result
 
 Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
@@ -401,6 +411,16 @@ def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
     votes = bytes_of.array("B", [ok])
     place = Buffer.at(votes.buffer_info()[0], 1, DataType.UINT8, votes)
     return of_buffers(place, place, ReduceOp.MIN, None), votes
+
+
+def accusation(arrays: Arrays, number: int) -> tuple[Operands, MutableSequence[int]]:
+    """The operands of a check for finite numbers, and its memory.
+
+    Afterwards its only number is -1, or `number` of one of the peers with others.
+    """
+    accused = bytes_of.array("q", [-1 if all(map(is_finite, several(arrays).arrays)) else number])
+    place = Buffer.at(accused.buffer_info()[0], 1, DataType.INT64, accused)
+    return of_buffers(place, place, ReduceOp.MAX, None), accused
 
 
 def reduce_op(op: ReduceOp | OpName) -> ReduceOp:

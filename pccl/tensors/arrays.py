@@ -169,6 +169,13 @@ def is_torch(array: object) -> TypeGuard[torch.Tensor]:
     return torch_module is not None and isinstance(array, torch_module.Tensor)
 
 
+def is_finite(array: Array) -> bool:
+    """True if no element is a NaN or an infinity."""
+    if is_torch(array):
+        return bool(array.isfinite().all())
+    return bool(sys.modules["numpy"].isfinite(array).all())
+
+
 def is_numpy(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
     numpy_module = sys.modules.get("numpy")
     return numpy_module is not None and isinstance(array, numpy_module.ndarray)

@@ -11,6 +11,7 @@ import pytest
 from cluster import Cluster
 
 import pccl
+from pccl import extension
 from pccl.errors import ArgumentError
 
 DTYPES = dict(zip(oracle.DTYPES, pccl.DataType, strict=True))
@@ -195,3 +196,28 @@ def reduced(comm: pccl.Communicator, value: float, op: str) -> float:
     x = np.full(3, value)
     comm.all_reduce(x, op=op)
     return float(x[0])
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_numbers_that_are_not_finite_name_their_peer(library: str) -> None:
+    """On all peers, before anything is reduced; the next call is as if nothing had happened."""
+    torch = pytest.importorskip("torch") if library == "torch" else None
+
+    def body(index: int, comm: pccl.Communicator) -> list[float]:
+        whole, bad = np.ones(8, np.float32), np.ones(3, np.float32)
+        if index == 1:
+            bad[1] = np.nan
+        given = {"count": np.arange(2), "bad": bad, "whole": whole}
+        arrays = {k: torch.from_numpy(v) for k, v in given.items()} if torch else given
+        with pytest.raises(pccl.NotFiniteError, match=rf"peer {number} .* not finite"):
+            comm.all_reduce(arrays, op="sum", check="finite")
+        assert (whole == 1).all() and given["count"].tolist() == [0, 1]
+        bad[1] = 1
+        comm.all_reduce(arrays, op="sum", check="finite")
+        with pytest.raises(ValueError, match="check is 'nan'"):
+            comm.all_reduce(whole, check="nan")  # type: ignore[arg-type]
+        return [float(x) for x in [*bad, *whole]]
+
+    with Cluster(3) as cluster:
+        number = extension.member(cluster.comms[1]).number
+        assert cluster.each(body) == [[3.0] * 11] * 3

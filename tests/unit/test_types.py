@@ -170,6 +170,7 @@ LEAVES = [
     errors.MasterLostError,
     errors.RunFinishedError,
     errors.PCCLTimeoutError,
+    errors.NotFiniteError,
     errors.DivergenceError,
     errors.UnsupportedError,
 ]
