@@ -36,8 +36,8 @@ from pccl.types import ReduceInfo, SharedStateSyncInfo, SharedStateSyncStrategy
 
 __all__ = [
     "DIRECT_MAX", "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
-    "are_peers_pending", "await_newcomers", "launch", "limit_master_patience", "member", "ranks",
-    "repeat_until_enough", "ring", "run", "synchronize_once", "update_topology",
+    "are_peers_pending", "await_newcomers", "launch", "limit_master_patience", "member", "names",
+    "ranks", "repeat_until_enough", "ring", "run", "synchronize_once", "update_topology",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -83,6 +83,11 @@ def ranks(ring: Sequence[int], number: int) -> Ranks:
     If the peers are no longer in this order when the collective starts, it fails on all of them.
     """
     return Ranks(ring.index(number), len(ring), ring.index(min(ring)), checksum(ring))
+
+
+def names(comm: Communicator) -> dict[int, str]:
+    """Descriptions of the run's peers by their numbers, as of the master's last message."""
+    return {info.peer: str(info) for info in comm._membership.client("names").plan.peers}
 
 
 def limit_master_patience(comm: Communicator, most_s: float) -> None:

@@ -197,6 +197,13 @@ def _divisor(weights: int) -> int:
     return max(1, weights)
 
 
+def _weighed(progress: torch.Tensor, weight: int | None) -> torch.Tensor:
+    """The product; with weight 0, numbers that are not finite become 0, too."""
+    if weight is None:
+        return progress
+    return progress * weight if weight else torch.zeros_like(progress)
+
+
 class Averager:
     """Averages the progress of a round in fp32 around the ring.
 
@@ -227,7 +234,7 @@ class Averager:
         `weight`: of this peer's progress in the means; None: all peers weigh the same.
         """
         self._total.load(weight, votes)
-        self._progress = progress if weight is None else [each * weight for each in progress]
+        self._progress = [_weighed(each, weight) for each in progress]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
         """Makes one attempt to write the means over all peers."""
@@ -465,12 +472,12 @@ class Quantized(Averager):
             super().load([self._room, *others], weight, votes)
             return
         self._total.load(weight, votes)
-        weighed = self._room if weight is None else self._room * weight
+        weighed = _weighed(self._room, weight)
         kernels.quantize(self._payload, weighed, self._codec.format)
         kernels.dequantize(self._next, self._payload, self._codec.format)
         if weight is not None:
             self._next /= max(1, weight)
-            others = [each * weight for each in others]
+            others = [_weighed(each, weight) for each in others]
         kernels.subtract(self._next, self._room, self._next)
         self._beside = [*others, *self._total.sent]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +23,8 @@ from pccl.data import Ledger
 from pccl.diloco.averaging import Averager, Handle, Votes
 from pccl.diloco.model import Buffers, Replica
 from pccl.diloco.outer import OuterState
+from pccl.diloco.quarantine import Quarantine
+from pccl.diloco.radial import Radial
 from pccl.diloco.settings import WeightBy
 from pccl.diloco.stats import Meter
 from pccl.errors import AGAIN
@@ -254,21 +257,29 @@ class LedgerHooks:
             self._ledger.restore(state["ledger"].numpy())
 
 
+class _Work(NamedTuple):
+    """Inner steps, and the samples in them."""
+
+    steps: int = 0
+    samples: int = 0
+
+
 class Weight:
     """Counts the samples in a pseudo-gradient, over all processes of the replica.
 
     Attributes:
         late: whether this peer came late to a deadline round, in which its weight is 0 then.
+        excluded: whether the pseudo-gradient is left out of the mean, and lost.
     """
 
     def __init__(self, by: WeightBy, always: bool, replica: Replica) -> None:
         """`always`: use weights even if `by` gives all peers the same, for late peers have 0."""
-        self.late = False
+        self.late = self.excluded = False
         self._by = by
         self._always = always
-        self._trained = 0  # samples that no applied mean has
-        self._measured = 0  # of these, those in the pseudo-gradient
-        self._weight = 0  # the sum of that over the replica's processes
+        self._trained = _Work()  # that no applied mean has
+        self._measured = _Work()  # of this, what is in the pseudo-gradient
+        self._weight = 0  # of that, over the replica's processes
         self._replica = replica
 
     def count(self, samples: int) -> None:
@@ -279,29 +290,45 @@ class Weight:
         """
         if samples < 0:
             raise ValueError(f"samples={samples} must not be negative")
-        self._trained += samples
+        self._trained = _Work(self._trained.steps + 1, self._trained.samples + samples)
 
     def measure(self) -> None:
         """The pseudo-gradient holds all samples until now."""
-        self._measured = self._weight = self._trained
-        if self._by == "samples":
-            self._weight = sum(said for (said,) in self._replica.exchange([self._measured]))
+        self._measured = self._trained
+        if self._by != "peers":
+            samples = sum(said for (said,) in self._replica.exchange([self._measured.samples]))
+            self._weight = samples
+            if self._by == "rate" and samples:
+                self._weight = max(1, samples * samples // self._measured.steps)
+
+    @property
+    def trained(self) -> bool:
+        """True if the model has inner steps that are in no applied mean."""
+        return self._trained.steps > 0
+
+    @property
+    def measured(self) -> bool:
+        """True if the pseudo-gradient holds any inner step."""
+        return self._measured.steps > 0
 
     def applied(self) -> None:
         """A mean with the pseudo-gradient is about to be applied."""
         if not self.late:
-            self._trained -= self._measured
+            done, self._measured = self._measured, _Work()
+            self._trained = _Work(
+                self._trained.steps - done.steps, self._trained.samples - done.samples
+            )
 
     def drop(self) -> None:
         """The progress is lost."""
-        self._trained = 0
+        self._trained = _Work()
 
     @property
     def value(self) -> int | None:
         """The weight of the pseudo-gradient; None: all peers weigh the same."""
-        if self.late:
+        if self.late or self.excluded:
             return 0
-        if self._by == "samples":
+        if self._by != "peers":
             return self._weight
         return 1 if self._always else None
 
@@ -336,8 +363,12 @@ class Exchange:
         meter: Meter,
         ledger: LedgerHooks,
         replica: Replica,
+        quarantine: Quarantine | None,
+        radial: Radial | None,
     ) -> None:
         self._comm = comm
+        self._radial = radial
+        self._quarantine = quarantine
         self._replica = replica
         self._check = ConsistencyCheck(replica)
         self.averager = averager
@@ -350,6 +381,14 @@ class Exchange:
         self.measured = self.sent = False
         self.alike: bool | None = None
         self._loaded = False  # whether the averager has progress that no applied mean has
+        self._lock: AbstractContextManager[object] = nullcontext()
+
+    def separate(self, lock: AbstractContextManager[object]) -> None:
+        """From now on the model belongs to another thread, which holds the lock to touch it.
+
+        It calls `measure`, `adopt` and `rebase`.
+        """
+        self._lock = lock
 
     # ---- the model ----
 
@@ -366,18 +405,23 @@ class Exchange:
         If a collective with it has started, its outcome is unknown, and it counts as applied;
         except that of a late peer, whose weight was 0.
         """
-        if self.sent and not self.weight.late:
+        if self.gave_away():
             self.discard()
             return False
         if not self.measured:
             self.measure()
         return True
 
+    def gave_away(self) -> bool:
+        """True if others may have d, which the model still has."""
+        return self.sent and not self.weight.late
+
     def discard(self) -> None:
         """Gives up the progress that was loaded last: others may have applied it."""
         if self._loaded:
             self._loaded = False
-            self.weight.applied()
+            with self._lock:
+                self.weight.applied()
             self.averager.commit(0, own=self.weight.value != 0)
 
     def reclaim(self, keep: float = 1.0) -> None:
@@ -400,9 +444,10 @@ class Exchange:
 
     def step(self, contributors: int) -> None:
         """Takes the outer step, by the mean of `contributors` peers."""
-        self._state.step(contributors)
-        self._ledger.settle(applied=True)
-        self._buffers.advance()
+        with self._lock:
+            self._state.step(contributors)
+            self._ledger.settle(applied=True)
+            self._buffers.advance()
         if self._buffers.mode == "first":
             self._buffers.gather()
             shared = self._buffers.shared
@@ -416,7 +461,27 @@ class Exchange:
         self._buffers.adopt()
         self.measured = self.sent = False
 
+    def rebase(self, counted: bool) -> None:
+        """Moves the model as theta has moved since it was the base.
+
+        `counted`: theta has d, too, so the model no longer has it.
+        """
+        self._replica.reshard()
+        self._state.rebase(counted)
+        self._buffers.adopt()
+
     # ---- the peers ----
+
+    def vet(self) -> None:
+        """Leaves the progress out of the next mean if it would spoil that: its weight is 0 then."""
+        if self._quarantine is None:
+            return
+        factor = self._quarantine.factor(self._state.delta)
+        self.weight.excluded = factor == 0
+        if factor == 1:
+            return
+        for each in [self._state.delta, *(self._moves if factor == 0 else [])]:
+            each.copy_(each * factor if factor else torch.zeros_like(each))
 
     def run(self) -> Average:
         """Averages the progress and waits for it."""
@@ -442,7 +507,8 @@ class Exchange:
     def _load(self) -> None:
         self.sent = self._loaded = True
         votes = self._ledger.vote(self.weight.late)
-        progress = [self._state.delta, *self._moves]
+        own = [self._state.delta] if self._radial is None else self._radial.split()
+        progress = [*own, *self._moves]
         beside = Votes(
             [*votes, *self._check.sent],
             [*self._ledger.votes, *self._check.received],
@@ -485,12 +551,16 @@ class Exchange:
     def accept(self, average: Average) -> None:
         """The mean is about to be applied; of a peer that is alone, it is its own progress."""
         self._loaded = False
-        self.weight.applied()
+        with self._lock:
+            self.weight.applied()
         if average.info is not None:
             self.averager.commit(average.peers, own=self.weight.value != 0)
+            if self._radial is not None:
+                self._radial.join()
             return
         self._ledger.count_alone()
-        for mean, own in zip(self._averaged, [self._state.delta, *self._moves], strict=True):
+        means = [self._state.mean, *self._buffers.means]
+        for mean, own in zip(means, [self._state.delta, *self._moves], strict=True):
             mean.copy_(own)
 
     @property
@@ -505,7 +575,8 @@ class Exchange:
 
     @property
     def _averaged(self) -> list[torch.Tensor]:
-        return [self._state.mean, *self._buffers.means]
+        norms = [] if self._radial is None else [self._radial.mean]
+        return [self._state.mean, *norms, *self._buffers.means]
 
     def _until_committed(self, call: Callable[[], ReduceInfo]) -> Average:
         """Repeats a collective until it commits, or this peer is alone."""

@@ -167,6 +167,8 @@ class Group:
 
     def lacks_the_late(self, average: Average) -> bool:
         """True if a mean has fewer than `deadline_peers` contributors because peers were late."""
+        if self._settings.mode == "decoupled":
+            return False  # they have nothing to give
         return average.late > 0 and average.contributors < min(
             self._settings.deadline_peers or 1, average.peers
         )

@@ -74,7 +74,7 @@ class OuterState:
         steps: k, one int64.
         delta: d, this peer's pseudo-gradient.
         mean: D, the gradient of an outer step.
-        base: where the model's training starts: theta, except in mode "eager".
+        base: where the model's training starts: theta, or what a `View` says.
         optimizer: takes the outer steps.
     """
 
@@ -90,7 +90,7 @@ class OuterState:
         n = sum(p.numel() for p in self._locals())
         self.theta = torch.empty(n)
         self.velocity = torch.zeros(n)
-        self.delta = torch.empty(n)
+        self.delta = torch.zeros(n)
         self.mean = torch.zeros(n)
         self.base = self.theta
         with torch.no_grad():
@@ -128,6 +128,12 @@ class OuterState:
                 parameter.copy_(begin + keep * (parameter.to(begin.dtype) - begin))
             else:
                 parameter.copy_(base)
+
+    def rebase(self, counted: bool = False) -> None:
+        """w = w + (theta - base), or w + (theta - base) + d; then the base is theta."""
+        by = self.theta - self.base
+        self.move(by + self.delta if counted else by)
+        self.base.copy_(self.theta)
 
     def reclaim(self, keep: float = 1.0) -> None:
         """w = w - keep d: gives the model progress that no mean will have."""
@@ -169,7 +175,18 @@ class View:
         """
 
 
-class Eager(View):
+class Apart(View):
+    """The base is what the model has taken over of theta, which moves while the model trains."""
+
+    def __init__(self, state: OuterState) -> None:
+        self._state = state
+        state.base = state.theta.clone()
+
+    def reset(self) -> None:
+        self._state.base.copy_(self._state.theta)
+
+
+class Eager(Apart):
     """The base is theta_m: see docs/internals/diloco.md, "Eager".
 
     `_share` is the part of d(k-1) that this peer applied a round ago. It is taken back when the
@@ -177,18 +194,17 @@ class Eager(View):
     """
 
     def __init__(self, state: OuterState) -> None:
-        self._state = state
+        super().__init__(state)
         self._velocity = state.velocity.clone()
         self._share = torch.zeros_like(state.delta)
-        state.base = state.theta.clone()
 
     def reset(self) -> None:
-        self._state.base.copy_(self._state.theta)
+        super().reset()
         self._velocity.copy_(self._state.velocity)
         self._share.zero_()
 
     def rebase(self) -> None:
-        self._state.move(self._state.theta - self._state.base)
+        self._state.rebase()
         self.reset()
 
     @torch.no_grad()
@@ -255,6 +271,7 @@ class Outer:
 
     Attributes:
         fragments: of the model.
+        groups: the parameters of each fragment, by their places in the model.
         clock: k of each fragment, and then the run's name.
     """
 
@@ -265,7 +282,7 @@ class Outer:
         optimizer: OuterOptimizer,
         replica: Replica,
     ) -> None:
-        self._groups = groups
+        self.groups = groups
         self._named = named
         self._layout = Layout(named, replica)
         self._replica = replica
@@ -351,7 +368,7 @@ class Outer:
         """Views of the parameters in the fragments' flat tensors, in the order of the model."""
         found = {
             place: view
-            for fragment, group, flat in zip(self.fragments, self._groups, flats, strict=True)
+            for fragment, group, flat in zip(self.fragments, self.groups, flats, strict=True)
             for place, view in zip(group, fragment.views(flat), strict=True)
         }
         return [found[place] for place in sorted(found)]

@@ -1,4 +1,4 @@
-"""Decides when a peer has trained enough for an outer round: when its segment ends."""
+"""Decides when a peer has trained enough for an outer round."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pccl.extension import Grace
 from pccl.support.logs import Reminder
 
 _REMEMBERED = 8  # rounds whose times are known
+_LEAST_DROP_S = 2.0  # in mode "decoupled"
+_LEAST_PATIENCE_S = 0.2
 _LEAST_PART = 0.1  # of the last of these times, as a measured grace
 
 _log = logging.getLogger("pccl.diloco")
@@ -94,6 +96,11 @@ class _Clock:
         now_s = time.monotonic()
         self._longest_s = max(self._longest_s, now_s - self._stepped_s)
         self._stepped_s = now_s
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since `begin`."""
+        return time.monotonic() - self._began_s
 
     @property
     def elapsed_s(self) -> float:
@@ -216,6 +223,54 @@ class Deadline(Steps):
         return max(float(np.ptp(known)), last / self._inner_steps, _LEAST_PART * last)
 
 
+class Forecast(Deadline):
+    """The pace of a syncer: it takes part in a meeting when its learner has taken its inner steps,
+    or when a part of the grace after the forecast of `enough` learners is over.
+
+    A peer that has not come is dropped after the grace; if none is given, after four times the
+    measured one and at least two seconds, because no learner waits for it.
+
+    Attributes:
+        patient: whether this peer waits for all others.
+    """
+
+    def __init__(self, enough: int, grace: float | None) -> None:
+        super().__init__(enough, grace, fragments=0)
+        self.patient = False
+
+    def begin(self, inner_steps: int) -> None:
+        self._inner_steps = inner_steps
+
+    def fraction(self, inner_step: int) -> float:
+        return 0.0
+
+    def mark(self) -> None:
+        """All syncers have met: the time until the next meeting begins."""
+        self._clock.begin()
+
+    def left_s(self) -> float | None:
+        """Seconds for which the syncer still waits for its learner; None: without limit."""
+        grace_s = self._grace_s
+        if grace_s is None or not self._times_s[-1]:
+            return None
+        wait_s = min(grace_s / 2, self._drop_s(grace_s) / 4)
+        return float(self._times_s[-1]) + wait_s - self._clock.since_s
+
+    def patience_s(self, step_s: float) -> float:
+        """Seconds for which it then waits for the end of an inner step that may take `step_s`."""
+        return min(max(_LEAST_PATIENCE_S, 2 * step_s), self._drop_s(self._grace_s or 0.0) / 2)
+
+    def _drop_s(self, grace_s: float) -> float:
+        return grace_s if self._given_s is not None else max(4 * grace_s, _LEAST_DROP_S)
+
+    @property
+    def grace(self) -> Grace | None:
+        seconds = self._grace_s
+        if seconds is None or self.patient:
+            return None
+        return Grace(self._enough, self._drop_s(seconds))
+
+
 class LeaderClock(Pace):
     """The pace of the replica's first process; the others ask it after each inner step."""
 
@@ -236,6 +291,8 @@ def pace_of(settings: Settings, replica: Replica) -> Pace:
         seconds = settings.inner_seconds / settings.fragments
         pace = Seconds(seconds, settings.grace or 0.0, settings.deadline_peers)
         return LeaderClock(pace, replica) if replica.size > 1 else pace
+    if settings.mode == "decoupled":
+        return Forecast(settings.deadline_peers or 1, settings.grace)
     if settings.deadline_peers is not None:
         return Deadline(settings.deadline_peers, settings.grace, settings.fragments)
     return Steps()

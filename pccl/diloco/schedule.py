@@ -1,7 +1,7 @@
 """The schedule of all modes: when each fragment of the model is averaged, and its mean applied.
 
-A segment is the inner steps from one fragment to the next. All peers meet at the end of a segment
-and launch the mean of that fragment. Modes differ in when a mean is applied:
+A round is the inner steps until the next fragment is due, and a meeting of all peers, which
+launches the mean of that fragment. Modes differ in when a mean is applied:
 
     mode           fragments    a mean is applied
     "sync"         one          in the meeting that makes it
@@ -65,14 +65,14 @@ class Schedule:
 
     All peers make the same sequence of calls from one meeting to the next. It depends only on
     outcomes that are equal on all of them: are peers pending? Did a mean commit, of how many? A
-    newcomer begins with a segment. No mean that it cannot know is under way then: if peers are
+    newcomer begins with a round. No mean that it cannot know is under way then: if peers are
     pending, a mean is made in the foreground, and either applied at once or received by them.
 
     Args:
         fragments: in the order in which they are due.
-        pace: decides when a segment ends.
+        pace: decides when a round ends.
         overlap: inner steps from a launch to the application of its mean; None: until the progress
-            of the next segment is measured.
+            of the next round is measured.
         alpha: the part that a peer keeps of its own parameters when it takes over theta.
         late_decay: the part of its progress that a late peer keeps.
     """
@@ -96,8 +96,8 @@ class Schedule:
         self._short = 0  # peers of the last mean, if the next meeting waits for others first
         self._unchecked: Fragment | None = None  # of the last applied mean
         self._stepped = True  # whether that was applied
-        self._turn = torch.zeros(1, dtype=torch.int64)  # segments that have ended
-        # in segments: the least `progress`, which a meeting without an outer step raises too
+        self._turn = torch.zeros(1, dtype=torch.int64)  # rounds that have ended
+        # in rounds: the least `progress`, which a meeting without an outer step raises too
         self._reached = torch.zeros(1, dtype=torch.int64)
         # contributors of the mean that newcomers receive; 0: there is none
         self._contributors = torch.zeros(1, dtype=torch.int64)
@@ -110,13 +110,13 @@ class Schedule:
     # ---- progress ----
 
     def progress(self, inner_step: int, outer_steps: int) -> float:
-        """The progress of a run of `outer_steps`, after `inner_step` inner steps of a segment."""
+        """The progress of a run of `outer_steps`, after `inner_step` inner steps of a round."""
         reached = max(int(self._reached), self._position(inner_step))
         late = 1.0 if self._overlap is None else self._pace.fraction(self._overlap)
         return min(1.0, reached / (outer_steps * len(self._fragments) + late))
 
     def _position(self, inner_step: int) -> float:
-        """The progress in segments, computed only from what all peers have in common."""
+        """The progress in rounds, computed only from what all peers have in common."""
         applied = sum(fragment.exchange.outer_step for fragment in self._fragments)
         behind = self._under_way or self._contributors[0] > 0
         return applied + int(behind) + self._pace.fraction(inner_step)
@@ -127,10 +127,10 @@ class Schedule:
 
     @property
     def next_fragment(self) -> int:
-        """The number of the fragment that is due at the end of this segment."""
+        """The number of the fragment that is due at the end of this round."""
         return int(self._turn) % len(self._fragments)
 
-    # ---- the steps of a segment ----
+    # ---- the steps of a round ----
 
     def begin(self) -> None:
         """Starts from the received shared state."""
@@ -138,7 +138,7 @@ class Schedule:
             fragment.view.reset()
 
     def arrives(self, inner_step: int) -> bool:
-        """True if `arrive` must be called after this inner step of a segment; the first is 1."""
+        """True if `arrive` must be called after this inner step of a round; the first is 1."""
         return self._under_way and inner_step == self._overlap
 
     def poll(self) -> None:
@@ -163,13 +163,13 @@ class Schedule:
         return None if mean.short else self._outcome(mean.average)
 
     def meet(self, group: Group) -> Outcome | None:
-        """Ends a segment: averages its fragment, or launches that and returns None."""
+        """Ends a round: averages its fragment, or launches that and returns None."""
         short, self._short = self._short, 0
         if short:
             self._announce(None)
             group.wait_for_others(self._current.exchange.outer_step, short)
         self._reached[0] = max(int(self._reached), int(self._position(0)) + 1)
-        group.arrive(self._pace, patient=short > 0)
+        self._enter(group, patient=short > 0)
         arrived = self._take(group) if self._restarts else None
         if arrived is not None and not arrived.suffices:
             self._give_back()
@@ -179,8 +179,8 @@ class Schedule:
         outcome = None if self._restarts else self.arrive(group)
         self._current = self._fragments[self.next_fragment]
         exchange = self._current.exchange
-        exchange.weight.late = self._pace.late
-        exchange.measure()
+        self._measure(exchange)
+        exchange.vet()
         if self._overlap == 0:
             return self._average_now(group)
         if self._restarts:
@@ -197,6 +197,13 @@ class Schedule:
             self._unchecked = None
         self._launch(group)
         return outcome
+
+    def _enter(self, group: Group, patient: bool) -> None:
+        group.arrive(self._pace, patient)
+
+    def _measure(self, exchange: Exchange) -> None:
+        exchange.weight.late = self._pace.late
+        exchange.measure()
 
     def _average_now(self, group: Group, pending: bool = False) -> Outcome | None:
         """Makes a mean and applies it; admits newcomers."""
@@ -222,7 +229,7 @@ class Schedule:
         return self._outcome(mean.average, admitted=pending)
 
     def _step_late(self, group: Group, mean: _Mean | None) -> Outcome:
-        """Applies the mean of the last segment, after the progress of this one was measured."""
+        """Applies the mean of the last round, after the progress of this one was measured."""
         current = self._current
         applied = mean is not None and mean.suffices
         contributors = mean.average.contributors if mean is not None and applied else 0
@@ -249,16 +256,20 @@ class Schedule:
 
     # ---- means ----
 
+    def _on_time(self) -> None:
+        """This peer is not late after all, for nobody has waited for it."""
+        self._pace.late = self._current.exchange.weight.late = False
+
     def _run(self, group: Group) -> _Mean:
         """Averages in the foreground; if too few have contributed, the late ones do, too."""
         exchange = self._current.exchange
         average = exchange.run()
         if group.lacks_the_late(average):  # as all peers find
-            self._pace.late = exchange.weight.late = False
+            self._on_time()
             again = exchange.run()
             average = replace(again, retries=again.retries + average.retries)
         if average.info is None:
-            self._pace.late = exchange.weight.late = False  # nobody waited for it
+            self._on_time()
         return self._assess(group, average)
 
     def _launch(self, group: Group) -> None:
@@ -267,7 +278,7 @@ class Schedule:
         try:
             self._running = exchange.launch()
         except TooFewPeersError:
-            self._pace.late = exchange.weight.late = False
+            self._on_time()
             self._mean = self._assess(group, Average(None, 0))
         if self._restarts and self._mean is not None and not self._mean.suffices:
             self._short = self._mean.short
@@ -280,7 +291,7 @@ class Schedule:
         """Waits for the mean under way, and removes it; None if nothing was launched."""
         self._wait(group)
         mean, self._mean = self._mean, None
-        if mean is None and self._contributors[0]:  # this is a newcomer's first segment
+        if mean is None and self._contributors[0]:  # this is a newcomer's first round
             received = Average(None, 0, weighty=int(self._contributors[0]))
             mean = _Mean(received, suffices=True)
         self._contributors[0] = 0
@@ -293,7 +304,8 @@ class Schedule:
 
     def _assess(self, group: Group, average: Average) -> _Mean:
         exchange = self._current.exchange
-        is_empty = average.info is None and exchange.weight.late  # alone, with weight 0
+        weight = exchange.weight
+        is_empty = average.info is None and (weight.late or weight.excluded)
         suffices = group.suffices(average, exchange.outer_step) and not is_empty
         if suffices:
             exchange.accept(average)
@@ -307,8 +319,9 @@ class Schedule:
 
     def _adopt(self, fragment: Fragment) -> None:
         """The model takes over theta; that of a late peer also keeps its progress."""
-        fragment.exchange.adopt(self._alpha)
-        if fragment.exchange.weight.late:
+        weight = fragment.exchange.weight
+        fragment.exchange.adopt(0.0 if weight.excluded else self._alpha)
+        if weight.late:
             fragment.exchange.reclaim((1 - self._alpha) * self._late_decay)
 
     def _give_back(self) -> None:
@@ -344,6 +357,14 @@ class Schedule:
             self._current.exchange.keep()
         self._mean, self._short, self._unchecked = None, 0, None
         return [each.exchange for each in self._fragments if each.exchange.rescue()]
+
+    def resume(self, rescued: Sequence[Exchange], keep: bool) -> None:
+        """Gives the model the received theta; if it is to be kept, with the rescued progress."""
+        self.begin()
+        for fragment in self._fragments:
+            fragment.exchange.adopt()
+            if keep and fragment.exchange in rescued:
+                fragment.exchange.reclaim(self._late_decay)
 
     def finish(self, group: Group) -> None:
         """Applies the mean under way. The model becomes theta, unless this peer had no mean."""

@@ -16,9 +16,11 @@ from pccl.kernels import Wire
 
 AlonePolicy = Literal["continue", "step", "wait"]
 BufferMode = Literal["local", "first", "mean"]
-Mode = Literal["sync", "delayed", "eager", "streaming"]
+Mode = Literal["sync", "delayed", "eager", "streaming", "decoupled"]
 Pattern = Literal["strided", "sequential"]
-WeightBy = Literal["peers", "samples"]
+WeightBy = Literal["peers", "samples", "rate"]
+Merge = Literal["mean", "radial"]
+Outliers = Literal["exclude", "clip"]
 Rate = float | Sequence[tuple[int, float]]
 """A number; or points (k, value) between which it is linear in k, and beyond which constant."""
 
@@ -168,6 +170,9 @@ class Settings:
     grace: float | None
     late_decay: float
     weight: WeightBy
+    merge: Merge
+    quarantine: int | None
+    outliers: Outliers
     rates: Rates
     nesterov: bool
     buffers: BufferMode
@@ -185,7 +190,9 @@ class Settings:
         words = {
             "alone": AlonePolicy,
             "buffers": BufferMode,
+            "merge": Merge,
             "mode": Mode,
+            "outliers": Outliers,
             "pattern": Pattern,
             "weight": WeightBy,
             "wire": Wire,
@@ -196,15 +203,36 @@ class Settings:
                 raise ValueError(f"{name}={word!r} must be one of {get_args(known)}")
         if self.min_peers < 1:
             raise ValueError(f"min_peers={self.min_peers} must be at least 1")
+        if self.quarantine is not None and self.quarantine < 1:
+            raise ValueError(f"quarantine={self.quarantine} must be at least 1")
+        if self.quarantine is None and self.outliers != "exclude":
+            raise ValueError(f"outliers={self.outliers!r} is for quarantine")
         if (self.inner_steps is None) == (self.inner_seconds is None):
             raise ValueError("give inner_steps or inner_seconds")
         if self.inner_steps is not None and min(_values(self.inner_steps)) < 1:
             raise ValueError(f"inner_steps={self.inner_steps} must be at least 1")
         self._check_times()
-        self._check_streaming()
+        self._check_fragments()
+        if self.mode == "decoupled":
+            self._check_decoupled()
+
+    def check_ledger(self) -> None:
+        """Raises ValueError for a setting that cannot be used with a ledger."""
+        if self.mode == "decoupled":
+            raise ValueError(
+                'a ledger cannot be used with mode="decoupled": its syncer would claim samples '
+                "while the learner takes some"
+            )
 
     def check_sharded(self, ledger: bool) -> None:
         """Raises ValueError for a setting that cannot be used with a sharded model."""
+        if self.mode == "decoupled":
+            raise ValueError(
+                'mode="decoupled" cannot be used with a sharded model: its processes would call '
+                "collectives in two threads each, in no common order"
+            )
+        if self.merge == "radial":
+            raise ValueError('merge="radial" needs the norms of whole tensors: not with shards')
         if self.deadline_peers is not None or ledger:
             what = "a ledger" if ledger else "deadline_peers"
             raise ValueError(
@@ -231,12 +259,31 @@ class Settings:
         elif self.inner_seconds is not None and self.grace is None:
             raise ValueError("deadline_peers with inner_seconds needs a grace")
 
-    def _check_streaming(self) -> None:
-        if self.mode != "streaming":
-            if (self.fragments, self.overlap, self.alpha) != (1, 0, 0.0):
+    def _check_decoupled(self) -> None:
+        if self.inner_seconds is not None:
+            raise ValueError(
+                'mode="decoupled" needs inner_steps, not inner_seconds: each learner has its own '
+                "clock"
+            )
+        if self.late_decay != 1:
+            raise ValueError(f'late_decay={self.late_decay} must be 1 with mode="decoupled"')
+        if self.buffers == "first":
+            raise ValueError(
+                'buffers="first" cannot be used with mode="decoupled": they would be read while '
+                "the learner changes them"
+            )
+
+    def _check_fragments(self) -> None:
+        if self.mode != "streaming" and (self.overlap, self.alpha) != (0, 0.0):
+            raise ValueError(
+                f'overlap={self.overlap} and alpha={self.alpha} are for mode="streaming", and '
+                f"mode={self.mode!r}"
+            )
+        if self.mode not in ("streaming", "decoupled"):
+            if self.fragments != 1:
                 raise ValueError(
-                    f"fragments={self.fragments}, overlap={self.overlap} and alpha={self.alpha} "
-                    f'are for mode="streaming", and mode={self.mode!r}'
+                    f'fragments={self.fragments} are for mode="streaming" and "decoupled", and '
+                    f"mode={self.mode!r}"
                 )
             return
         if self.fragments < 1 or self.overlap < 0:

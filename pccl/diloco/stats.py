@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +38,22 @@ class PeerShare:
     late: bool
 
 
-def gather_shares(comm: Communicator, own: PeerShare) -> tuple[PeerShare, ...]:
-    """The shares of all peers, in the order of their ranks.
+def gather_shares(
+    comm: Communicator, own: PeerShare, ends: bool
+) -> tuple[tuple[PeerShare, ...], bool]:
+    """The shares of all peers, in the order of their ranks, and whether all of them end."""
+    row = [own.inner_steps, own.samples, own.compute_s, own.utilisation, own.late, ends]
+    rows = gather_row(comm, row)
+    shares = [
+        PeerShare(int(steps), int(samples), compute_s, utilisation, bool(late))
+        for steps, samples, compute_s, utilisation, late, _ in rows
+    ]
+    return tuple(shares), all(row[-1] for row in rows)
 
-    If a peer is lost, the gather is repeated without it.
-    """
-    row = [own.inner_steps, own.samples, own.compute_s, own.utilisation, own.late]
-    sent = torch.tensor(row, dtype=torch.float64)
+
+def gather_row(comm: Communicator, own: Sequence[float]) -> list[list[float]]:
+    """The rows of all peers in the order of their ranks; after a loss, those of the survivors."""
+    sent = torch.tensor(own, dtype=torch.float64)
     while True:
         _ = comm.rank  # a gather takes place among the ranks that this thread has seen
         try:
@@ -56,15 +65,12 @@ def gather_shares(comm: Communicator, own: PeerShare) -> tuple[PeerShare, ...]:
             raise handle.error
         except PCCLError as error:
             if error.result is Result.TOO_FEW_PEERS:
-                return (own,)
+                return [sent.tolist()]
             if error.result not in AGAIN:
                 raise
     gathered: Any = handle.result  # a tensor
     rows: list[list[float]] = gathered.tolist()
-    return tuple(
-        PeerShare(int(steps), int(samples), compute_s, utilisation, bool(late))
-        for steps, samples, compute_s, utilisation, late in rows
-    )
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class OuterRound:
     >>> outer = OuterRound(
     ...     outer_step=7, contributors=4, retries=0, admitted=False, rejoined=False, fragment=0,
     ...     compute_s=27.0, reduce_s=2.5, admit_s=0.0, sync_s=0.5, total_s=3.0,
-    ...     tx_bytes=6_000_000, rx_bytes=6_000_000, algorithm="two-stage", peers=(),
+    ...     tx_bytes=6_000_000, rx_bytes=6_000_000, algorithm="two-stage", excluded=(), peers=(),
     ... )
     >>> f"round {outer.outer_step}, {outer.contributors} peers, {outer.tx_bytes / 1e6:.0f} MB sent"
     'round 7, 4 peers, 6 MB sent'
@@ -103,6 +109,7 @@ class OuterRound:
         algorithm: how this round's progress was, or is being, averaged: "gather": quantized and
             gathered; "two-stage": quantized, averaged part by part, and quantized again; "ring":
             an fp32 all-reduce. See `wire`, and `DiLoCo.explain`.
+        excluded: the peers whose pseudo-gradients were left out of the mean, by `quarantine`.
         peers: the work of each peer in this round, in the order of their ranks, if peers may differ
             (inner_seconds, deadline_peers, or weight="samples"). Otherwise, and in a round that has
             admitted newcomers, only that of this peer.
@@ -122,6 +129,7 @@ class OuterRound:
     tx_bytes: int
     rx_bytes: int
     algorithm: Algorithm
+    excluded: tuple[str, ...]
     peers: tuple[PeerShare, ...]
 
     def flat(self, prefix: str = "diloco/") -> dict[str, float]:
@@ -129,11 +137,13 @@ class OuterRound:
 
             wandb.log(outer.flat(), step=outer.outer_step)
 
-        `utilisation` is the least in `peers`, `late` the number of late ones in it, and `gathered`
-        is 1 if `algorithm` is "gather".
+        `utilisation` is the least in `peers`, `late` the number of late ones in it, `excluded` the
+        number of peers that were left out, and `gathered` is 1 if `algorithm` is "gather".
         """
-        names = [name for name in self.__slots__ if name not in ("algorithm", "peers")]
+        special = ("algorithm", "excluded", "peers")
+        names = [name for name in self.__slots__ if name not in special]
         found = {f"{prefix}{name}": float(getattr(self, name)) for name in names}
+        found[f"{prefix}excluded"] = float(len(self.excluded))
         found[f"{prefix}gathered"] = float(self.algorithm == "gather")
         found[f"{prefix}utilisation"] = min((peer.utilisation for peer in self.peers), default=0.0)
         found[f"{prefix}late"] = float(sum(peer.late for peer in self.peers))
@@ -196,48 +206,60 @@ class Meter:
 
 
 class _Split:
-    """Seconds since it was made: all, and those inside of rounds."""
+    """Seconds since it was made, and those of them in rounds; `beside`: training goes on then."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: bool) -> None:
         self._began_s = time.monotonic()
+        self._beside = beside
         self.inside_s = 0.0
 
     @property
+    def paused_s(self) -> float:
+        return 0.0 if self._beside else self.inside_s
+
+    @property
     def compute_s(self) -> float:
-        return time.monotonic() - self._began_s - self.inside_s
+        return time.monotonic() - self._began_s - self.paused_s
 
 
 class Stopwatch:
     """Measures training and rounds; a round may have several parts, with training between them."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, beside: bool) -> None:
+        """`beside`: training goes on during a round."""
         self._meter = meter
-        self._segment = _Split()
+        self._beside = beside
+        self._since_share = _Split(beside)
         self._begin()
 
     def _begin(self) -> None:
         self._meter.begin_round()
         self._bytes = self._meter.tx_bytes, self._meter.rx_bytes
-        self._round = _Split()
+        self._round = _Split(self._beside)
 
     @contextmanager
     def round(self) -> Iterator[None]:
         """Measures the block as the round, or as a part of it."""
         began_s = time.monotonic()
         yield
-        for split in (self._segment, self._round):
+        for split in (self._since_share, self._round):
             split.inside_s += time.monotonic() - began_s
 
     def share(self, inner_steps: int, samples: int, late: bool) -> PeerShare:
         """The share of this peer since the last call."""
-        compute_s = self._segment.compute_s
-        whole_s = compute_s + self._segment.inside_s
-        self._segment = _Split()
+        compute_s = self._since_share.compute_s
+        whole_s = compute_s + self._since_share.paused_s
+        self._since_share = _Split(self._beside)
         utilisation = compute_s / whole_s if whole_s else 0.0  # the clock did not advance
         return PeerShare(inner_steps, samples, compute_s, utilisation, late)
 
     def report(
-        self, outer_step: int, outcome: Outcome, algorithm: Algorithm, peers: tuple[PeerShare, ...]
+        self,
+        outer_step: int,
+        outcome: Outcome,
+        algorithm: Algorithm,
+        excluded: tuple[str, ...],
+        peers: tuple[PeerShare, ...],
     ) -> OuterRound:
         """The report of the round that has ended; starts the next one."""
         meter = self._meter
@@ -257,6 +279,7 @@ class Stopwatch:
             tx_bytes=meter.tx_bytes - tx_before,
             rx_bytes=meter.rx_bytes - rx_before,
             algorithm=algorithm,
+            excluded=excluded,
             peers=peers,
         )
         self._begin()

@@ -11,6 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
@@ -23,19 +24,24 @@ from pccl import Communicator, KickedError, ReduceInfo, Result, SharedState, Ten
 from pccl.data import Ledger
 from pccl.diloco.averaging import Selector, averager_of
 from pccl.diloco.checkpoint import Checkpoint, read_state
+from pccl.diloco.decoupled import Decoupled, Learner, start
 from pccl.diloco.exchange import Exchange, LedgerHooks, Weight
 from pccl.diloco.membership import Group
 from pccl.diloco.misuse import Misuse, warn_unfinished
-from pccl.diloco.model import Buffers, Frozen, InnerState, check_team, memory, replica_of
+from pccl.diloco.model import Buffers, Frozen, InnerState, Named, check_team, memory, replica_of
 from pccl.diloco.muon import is_muon
-from pccl.diloco.outer import Eager, Outer, OuterOptimizer, View, split
-from pccl.diloco.pace import pace_of
+from pccl.diloco.outer import Apart, Eager, Outer, OuterOptimizer, View, split
+from pccl.diloco.pace import Forecast, pace_of
+from pccl.diloco.quarantine import Quarantine
+from pccl.diloco.radial import Radial
 from pccl.diloco.schedule import Fragment, Schedule
 from pccl.diloco.settings import (
     AlonePolicy,
     BufferMode,
     InnerSteps,
+    Merge,
     Mode,
+    Outliers,
     Pattern,
     Rate,
     Settings,
@@ -102,9 +108,9 @@ class DiLoCo:
     Sharded models:
         If torch's FSDP2 (`fully_shard`) shards the model over several processes, each of them makes
         this object, with its own `pccl.torch.communicator`, and all make the same calls. theta and
-        v are the shards of this process. The mesh must have one dimension. Not with deadline_peers
-        or a ledger. With weight="samples", the weight of a replica is the sum over its processes;
-        with inner_seconds, its first process has the clock.
+        v are the shards of this process. The mesh must have one dimension. Not with deadline_peers,
+        a ledger or mode="decoupled". With weight="samples", the weight of a replica is the sum over
+        its processes; with inner_seconds, its first process has the clock.
 
     Clip and accumulate gradients before `step`, as with any optimizer. The model's parameters must
     not be replaced by other tensors afterwards.
@@ -124,10 +130,9 @@ class DiLoCo:
         inner_optimizer: optimizer of the parameters of `model`; usually AdamW.
         inner_steps: H, calls of `step` between outer steps. A number; or points (k, steps), between
             which it is linear in the outer step k, rounded down, and beyond which constant:
-            [(0, 30), (500, 30), (1000, 100)]. See also `quadratic_steps`. Not points with
-            mode="streaming".
+            [(0, 30), (500, 30), (1000, 100)]. See also `quadratic_steps`.
         inner_seconds: instead of `inner_steps`, the seconds between outer steps, in which each peer
-            takes the inner steps that it can. Not with mode="streaming".
+            takes the inner steps that it can. Not with mode="decoupled".
         outer_lr: eta. A number; or points (k, value), between which it is linear in the outer step
             k, and beyond which constant: [(0, 1.0), (900, 1.0), (901, 0.65)]. None: 0.4 for a mean
             of one peer, 0.6 of 2 to 4, up to 0.8 of 8 or more (arXiv 2503.09799); without momentum
@@ -158,7 +163,9 @@ class DiLoCo:
             "delayed": it is averaged while the next round trains, and applied at the end of that.
             "eager": the same, but each peer applies its own part at once. Memory: three more fp32
             copies of the trained parameters. "streaming": one part of the model after the other is
-            averaged while all of it trains, and applied some inner steps later.
+            averaged while all of it trains, and applied some inner steps later. "decoupled": the
+            same in a thread beside the training, which waits for no other peer. Memory: one more
+            fp32 copy. See docs/howto/diloco.md, "Learners that wait for nobody".
         wire: how pseudo-gradients are sent. "fp32": unchanged, around the ring. "int8", "int4",
             "e3m0" (4 bits: a sign and a power of two), "2bit" (four levels from the statistics of
             each block), "sparse" (the 64 largest of each 4,096, with 2 bits): quantized by each
@@ -166,8 +173,8 @@ class DiLoCo:
             received bytes decides whether they are gathered, averaged in two stages, or sent around
             the ring in fp32: see `OuterRound.algorithm` and `explain`. Memory: three more fp32
             copies of the trained parameters.
-        fragments: P, with mode="streaming": the parts of the model, at most H. The layers of the
-            model stay whole if there are enough of them.
+        fragments: P, with mode="streaming" or "decoupled": the parts of the model, at most H. The
+            layers of the model stay whole if there are enough of them.
         pattern: "strided": layer i is in fragment i mod P. "sequential": a fragment is a run of
             layers.
         overlap: tau, with mode="streaming": inner steps from the launch of a mean to its
@@ -175,20 +182,32 @@ class DiLoCo:
         alpha: with mode="streaming", the part that a peer keeps of its own parameters when it takes
             over theta, in [0, 1).
         weight: "peers": all pseudo-gradients weigh the same in a mean. "samples": the weight of
-            each is the number of its samples, as passed to `step`. Not with mode="eager".
-        deadline_peers: K, not with mode="streaming": a round waits for K peers, and then for the
-            others no longer than `grace`. Each peer predicts from the last round when K peers will
-            have taken their inner steps. A peer that would need longer than that and the grace
-            comes to the round late: its progress has weight 0 there, and counts in the next round,
-            in which it is not late. A peer that has not come when K are there and the grace is over
-            is dropped; it joins again by itself, with its progress. None: a round waits for all.
+            each is the number of its samples, as passed to `step`. "rate": the square of that, by
+            the number of its inner steps (arXiv 2604.21428). None: "rate" with mode="decoupled",
+            else "peers". With mode="eager" a peer guesses its part of a mean from the last one.
+        deadline_peers: K: a round waits for K peers, and then for the others no longer than
+            `grace`. Each peer predicts from the last round when K peers will have taken their inner
+            steps. A peer that would need longer than that and the grace comes to the round late:
+            its progress has weight 0 there, and counts in the next round, in which it is not late.
+            (With fragments, it contributes what it has.) A peer that has not come when K are there
+            and the grace is over is dropped; it joins again by itself, with its progress. None: a
+            round waits for all; with mode="decoupled" K is 1.
         grace: seconds. With deadline_peers: see there; None: how much the time until K peers were
             ready has varied in the last 8 rounds, and at least one inner step and a tenth of that
             time. With inner_seconds: a peer begins no step that would end more than this too late;
             None is 0, and not allowed together with deadline_peers.
         late_decay: the part of its progress that a late peer keeps, from 0 to 1.
-        ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. Not
-            with mode="streaming".
+        merge: "mean": pseudo-gradients are averaged. "radial": for each parameter but those of
+            `torch.nn.Embedding`, their norms and their directions are averaged separately
+            (arXiv 2604.21428).
+        quarantine: all peers compare the norms of their pseudo-gradients before each mean. One that
+            is not finite, or more than ten times the median of three or more, is left out and lost;
+            the log and `OuterRound.excluded` name its peer. After so many rounds in a row the peer
+            gets a `KickedError`. It costs a round trip to the master. None: all are averaged.
+        outliers: with quarantine: "exclude": as above. "clip": a norm above the median is clipped
+            to it (arXiv 2603.08163), and only what is not finite is left out.
+        ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. With
+            mode="streaming" at most once in each fragment. Not with mode="decoupled".
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
@@ -219,12 +238,17 @@ class DiLoCo:
         pattern: Pattern = "strided",
         overlap: int = 0,
         alpha: float = 0.0,
-        weight: WeightBy = "peers",
+        weight: WeightBy | None = None,
         deadline_peers: int | None = None,
         grace: float | None = None,
         late_decay: float = 1.0,
+        merge: Merge = "mean",
+        quarantine: int | None = None,
+        outliers: Outliers = "exclude",
         ledger: Ledger | None = None,
     ) -> None:
+        if mode == "decoupled" and deadline_peers is None:
+            deadline_peers = 1
         if inner_steps is not None:
             inner_steps = checked_steps(inner_steps)
         settings = Settings(
@@ -233,7 +257,10 @@ class DiLoCo:
             deadline_peers=deadline_peers,
             grace=grace,
             late_decay=late_decay,
-            weight=weight,
+            merge=merge,
+            quarantine=quarantine,
+            outliers=outliers,
+            weight=weight or ("rate" if mode == "decoupled" else "peers"),
             rates=rates(
                 outer_lr,
                 outer_momentum,
@@ -254,6 +281,8 @@ class DiLoCo:
             alone=alone,
         )
         settings.check()
+        if ledger is not None:
+            settings.check_ledger()
         self._comm = comm
         self._optimizer = inner_optimizer
         self._settings = settings
@@ -265,8 +294,10 @@ class DiLoCo:
         self._stepping = False  # in `step`, which counts the inner step itself
         self._entered = False  # a `with` block, in which the script steps the optimizer
         self._rejoins = 0  # since the last round that this peer was in
-        self._segments = 0  # that have begun here
+        self._rounds = 0  # that have begun here
         self._shares: tuple[PeerShare, ...] = ()  # of the last meeting
+        self._ended = 0  # of the last meetings, those after the end of all learners
+        self._seen_round: OuterRound | None = None  # the last one that `step` has returned
         self._last_round: OuterRound | None = None
         self._build(model)
         self._inner = InnerState(inner_optimizer, self._replica)
@@ -277,9 +308,12 @@ class DiLoCo:
         self._inner_step = 0
         self._begin()
         self._work = _Work()
-        self._stopwatch = Stopwatch(self._meter)
+        self._stopwatch = Stopwatch(self._meter, beside=self._learner is not None)
         self._watch(model)
-        self._begin_segment()
+        self._begin_round()
+        if self._learner is not None and isinstance(self._pace, Forecast):
+            weakref.finalize(self, self._learner.stop)
+            start(self._learner, self._pace, weakref.WeakMethod(self._meet_beside))
 
     def _watch(self, model: torch.nn.Module) -> None:
         """Watches the optimizer's steps, and for mistakes of the script."""
@@ -330,7 +364,14 @@ class DiLoCo:
         )
         self._selector = Selector()
         self._pace = pace_of(settings, replica)
-        self._exchanges = self._exchanges_of()
+        self._learner = Learner() if settings.mode == "decoupled" else None
+        self._lock = self._learner.lock if self._learner is not None else nullcontext()
+        self._quarantine = None
+        if settings.quarantine is not None:
+            self._quarantine = Quarantine(
+                self._comm, replica, settings.quarantine, settings.outliers
+            )
+        self._exchanges = self._exchanges_of(model, named)
         self._schedule = self._schedule_of()
         self._group = self._group_of()
         self._checkpoint = Checkpoint(
@@ -344,13 +385,17 @@ class DiLoCo:
             self._group,
         )
 
-    def _exchanges_of(self) -> list[Exchange]:
+    def _exchanges_of(self, model: torch.nn.Module, named: Named) -> list[Exchange]:
         """One for each fragment; the buffers are averaged with the last one."""
+        modules = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
+        plain = {id(each.weight) for each in modules}
         settings = self._settings
         # weights are needed where late peers have weight 0, or where counts are summed
         always = settings.deadline_peers is not None or self._ledger.counted
+        always = always or self._quarantine is not None
         fragments = self._outer.fragments
         none = Buffers(torch.nn.Module(), settings.buffers)
+        radial = settings.merge == "radial"
         return [
             Exchange(
                 self._comm,
@@ -361,25 +406,31 @@ class DiLoCo:
                 self._meter,
                 self._ledger,
                 self._replica,
+                self._quarantine,
+                Radial(fragment, [id(named[i][1]) in plain for i in group]) if radial else None,
             )
-            for fragment in fragments
+            for fragment, group in zip(fragments, self._outer.groups, strict=True)
         ]
 
     def _schedule_of(self) -> Schedule:
         settings, entries = self._settings, self._outer.entries()
         if settings.buffers != "local":
             entries[-1].extend(self._buffers.entries())
+        views = {"eager": Eager, "decoupled": Apart}
+        view = views.get(settings.mode, lambda state: View())
         fragments = [
             Fragment(
                 number,
                 exchange,
                 SharedState([*self._common_entries(), *entries[number]]),
-                Eager(state) if settings.mode == "eager" else View(),
+                view(state),
             )
             for number, (exchange, state) in enumerate(
                 zip(self._exchanges, self._outer.fragments, strict=True)
             )
         ]
+        if self._learner is not None and isinstance(self._pace, Forecast):
+            return Decoupled(fragments, self._pace, self._learner)
         late = settings.mode in ("delayed", "eager")
         overlap = None if late else settings.overlap
         return Schedule(fragments, self._pace, overlap, settings.alpha, settings.late_decay)
@@ -415,10 +466,12 @@ class DiLoCo:
         self._outer.adopt()
         self._buffers.put()
 
-    def _begin_segment(self) -> None:
+    def _begin_round(self) -> None:
         steps = self._settings.steps_at(self.outer_step, self._schedule.next_fragment)
         self._pace.begin(steps)
-        self._segments += 1
+        self._rounds += 1
+        if isinstance(self._schedule, Decoupled):
+            self._schedule.expect(steps)
 
     def _check_whole(self) -> None:
         """Checks that all processes of this replica have received the state of one replica.
@@ -443,14 +496,14 @@ class DiLoCo:
     @property
     def inner_step(self) -> int:
         """Inner steps since the last outer round; in "streaming" since a fragment was due."""
-        return self._inner_step
+        return self._learner.steps if self._learner is not None else self._inner_step
 
     def progress(self, outer_steps: int) -> float:
         """How far a run of `outer_steps` outer steps has come, from 0 to 1, for use in schedules.
 
         It never falls, and in every mode it is the same on all peers after the same inner step. A
-        round without an outer step moves it by at most one round. With inner_seconds it changes
-        only between rounds.
+        round without an outer step moves it by at most one round. With inner_seconds or
+        mode="decoupled" it changes only between rounds.
 
         Raises:
             ValueError: `outer_steps` is not positive.
@@ -515,13 +568,18 @@ class DiLoCo:
         unless they are local.
         """
         digest = xxhash.xxh3_128()
-        for tensor in self._outer.tensors():
-            digest.update(memory(tensor))
-        self._frozen.hash_into(digest)
-        if self._settings.buffers != "local":
-            for tensor in self._buffers.shared:
+        with self._paused():
+            for tensor in self._outer.tensors():
                 digest.update(memory(tensor))
+            self._frozen.hash_into(digest)
+            if self._settings.buffers != "local":
+                for tensor in self._buffers.shared:
+                    digest.update(memory(tensor))
         return digest.hexdigest()
+
+    def _paused(self) -> AbstractContextManager[None]:
+        """No syncer changes theta in the block."""
+        return self._learner.paused() if self._learner is not None else nullcontext()
 
     def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """A copy of the training's state for a checkpoint, for the `state` of a later constructor.
@@ -539,10 +597,11 @@ class DiLoCo:
         `torch.distributed.checkpoint`, and theta and v by the names of the parameters. The buffers
         are those of this process.
         """
-        return {
-            **self._checkpoint.state_dict(sharded),
-            "optimizer": self._inner.state_dict(sharded),
-        }
+        with self._paused():
+            return {
+                **self._checkpoint.state_dict(sharded),
+                "optimizer": self._inner.state_dict(sharded),
+            }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `state_dict` to a file for the `state` of a later constructor, atomically.
@@ -578,7 +637,8 @@ class DiLoCo:
             parameters equal theta (rounded to their dtype), unless this peer was alone and took no
             outer step, or with mode="delayed" has just become alone. With mode="eager" they equal
             theta_m. With mode="streaming" only the parameters of the fragment do, and only if
-            alpha is 0.
+            alpha is 0. With mode="decoupled" none do: the learner has trained meanwhile, and this
+            is the last round that has ended since the last call.
 
         Raises:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
@@ -606,12 +666,19 @@ class DiLoCo:
                 "on: diloco.step(samples=len(batch))"
             )
         samples = 1 if samples is None else samples
-        for exchange in self._exchanges:
-            exchange.weight.count(samples)
-        self._ledger.train(samples)
+        with self._lock:
+            for exchange in self._exchanges:
+                exchange.weight.count(samples)
+            self._ledger.train(samples)
 
     def _after_inner_step(self, samples: int | None) -> OuterRound | None:
-        self._work.count(1 if samples is None else samples)
+        with self._lock:
+            self._work.count(1 if samples is None else samples)
+        if self._learner is not None:
+            seen = self._seen_round
+            self._learner.stepped()
+            self._seen_round = self._last_round
+            return self._last_round if self._last_round is not seen else None
         self._inner_step += 1
         if self._pace.due(self._inner_step):
             return self._meet()
@@ -627,8 +694,14 @@ class DiLoCo:
             return None
         return self._report(outcome)
 
+    def _meet_beside(self) -> bool:
+        """A meeting of the syncer; returns False after the last."""
+        self._meet()
+        # when all have ended, each fragment is due once more
+        return self._ended <= len(self._exchanges)
+
     def _meet(self) -> OuterRound | None:
-        """Ends the segment."""
+        """The meeting at the end of a round."""
         self._misuse.unfinished = False  # if it raises, that is what the user should see
         self._inner_step = 0
         try:
@@ -643,7 +716,9 @@ class DiLoCo:
             outcome = self._rejoin(error)
             self._share(outcome.admitted)
             report = self._report(outcome)
-        self._begin_segment()
+        self._begin_round()
+        if self._quarantine is not None:
+            self._quarantine.check()
         return report
 
     def _rejoin(self, error: KickedError) -> Outcome:
@@ -666,32 +741,35 @@ class DiLoCo:
     def _join_again(self) -> None:
         rescued = self._schedule.rescue()
         keeps = self._ledger.rejoin()
+        if not keeps:
+            for exchange in self._exchanges:
+                exchange.weight.drop()
         self._outer.rename()  # if all others have ended, this is a new run
         self._group.rejoin(self._config)
-        self._begin()
-        for exchange in self._exchanges:
-            exchange.adopt()
-            if not keeps:
-                exchange.weight.drop()
-            elif exchange in rescued:
-                exchange.reclaim(self._settings.late_decay)
+        self._schedule.resume(rescued, keeps)
         self._pace.rejoin()
 
     def _share(self, admitted: bool) -> None:
         """Tells the other peers what this one has done since the last meeting."""
-        work, self._work = self._work, _Work()
+        with self._lock:
+            work, self._work = self._work, _Work()
+        ends = self._learner is not None and self._learner.ends
         own = self._stopwatch.share(work.steps, work.samples, self._pace.late)
         self._shares = (own,)
         if self._settings.unlike and not admitted:  # newcomers are not at this place
             with self._stopwatch.round():
-                self._shares = gather_shares(self._comm, own)
+                self._shares, all_end = gather_shares(self._comm, own, ends)
+            self._ended = self._ended + 1 if all_end else 0
             self._pace.heard([(share.compute_s, share.inner_steps) for share in self._shares])
 
     def _report(self, outcome: Outcome | None) -> OuterRound | None:
         if outcome is None:
             return None
         algorithm = self._exchanges[outcome.fragment].averager.algorithm
-        self._last_round = self._stopwatch.report(self.outer_step, outcome, algorithm, self._shares)
+        excluded = self._quarantine.names if self._quarantine is not None else ()
+        self._last_round = self._stopwatch.report(
+            self.outer_step, outcome, algorithm, excluded, self._shares
+        )
         self._misuse.round(outcome, self._exchanges[outcome.fragment])
         return self._last_round
 
@@ -710,17 +788,17 @@ class DiLoCo:
             ValueError: there are more batches than inner steps in a round of a fixed number.
             PCCLError: as for `step`.
         """
-        before = self._segments
+        before = self._rounds
         for batch in loader:
-            if self._segments > before and self._settings.ends_early:
+            if self._rounds > before and self._settings.ends_early:
                 return
-            if self._segments > before:
+            if self._rounds > before:
                 raise ValueError(
                     "a round has more batches than inner steps: give the ledger a smaller share, "
                     f"or more than inner_steps={self._settings.inner_steps}"
                 )
             yield batch
-        if self._segments == before:
+        if self._rounds == before:
             self._pace.late = False  # there is nothing more to train on
             self._meet()
 
@@ -748,13 +826,16 @@ class DiLoCo:
     def finish(self) -> None:
         """Ends the training: waits for the mean that is under way, and applies it.
 
-        For mode="delayed", "eager" and "streaming": call it after the last round, on all peers, in
-        place of another one; the model is theta then. In mode="sync" nothing is under way, and it
-        does nothing. The end of a `with` block calls it.
+        For all modes but "sync": call it after the last round, on all peers, in place of another
+        one; the model is theta then. In mode="sync" nothing is under way, and it does nothing. In
+        mode="decoupled" it waits until all learners have called it, or have left; all their
+        progress is in theta then. The end of a `with` block calls it.
 
         Raises:
             PCCLError: as for `step`.
         """
+        if self._learner is not None:
+            self._learner.finish()
         self._schedule.finish(self._group)
         self._replica.all(True)
         self._misuse.finished()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ CALLS = [
     "sync_shared_state",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+WIRES = ["fp32", "int4", "sparse"]
+
+pytestmark = pytest.mark.timeout(600)
 
 
 class Schedule:
@@ -41,8 +44,8 @@ class Schedule:
 
     def see(self, diloco: Any) -> None:
         # The steps of each fragment, and the run: who comes when all have ended begins another.
-        clock = tuple(diloco._outer.clock.tolist())
-        with self.lock:
+        with diloco._paused(), self.lock:
+            clock = tuple(diloco._outer.clock.tolist())
             self.digests.setdefault(clock, set()).add(diloco.state_digest())
 
     def peer(self, address: str, number: int, leaves: tuple[str, int] | None) -> None:
@@ -60,13 +63,15 @@ class Schedule:
                 self.see(diloco)
                 while diloco.outer_step < self.steps:
                     model.move(numbers(1000 * number + diloco.outer_step))
+                    if self.options["mode"] == "decoupled":
+                        time.sleep(0.002)  # a step takes a while, in which other threads run
                     if diloco.step(samples=1 + number):
                         self.see(diloco)
                 diloco.finish()
         except Left:
             pass
         except pccl.KickedError:  # it has come back in vain three times, and is gone for good
-            if "deadline_peers" not in self.options:
+            if "deadline_peers" not in self.options and self.options["mode"] != "decoupled":
                 raise
 
     def run(self) -> None:
@@ -85,25 +90,43 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": {"inner_steps": 2},
     "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
     "weighted": {"mode": "sync", "inner_steps": 2, "weight": "samples"},
+    "decoupled": {"inner_steps": 4, "fragments": 2},
+    "quarantine": {"mode": "sync", "inner_steps": 2, "quarantine": 9},
     "deadlines": {"mode": "sync", "inner_steps": 3, "deadline_peers": 1},
     "deadlines, delayed": {"mode": "delayed", "inner_steps": 3, "deadline_peers": 1},
     "deadlines, eager": {"mode": "eager", "inner_steps": 3, "deadline_peers": 1},
     "deadlines, streaming": {
-        "mode": "streaming", "inner_steps": 6, "fragments": 2, "overlap": 1, "deadline_peers": 1
+        "mode": "streaming",
+        "inner_steps": 6,
+        "fragments": 2,
+        "overlap": 1,
+        "deadline_peers": 1,
     },
 }
 
 
-@pytest.mark.parametrize("wire", ["fp32", "int4", "sparse"])
+def hold_the_same_bits(mode: str, wire: str, seed: int) -> None:
+    options = {"outer_lr": 0.3, "outer_momentum": 0.5, "mode": mode, **MODES[mode]}
+    schedule = Schedule(seed, wire=wire, **options)
+    try:
+        schedule.run()
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+    assert all(len(digests) == 1 for digests in schedule.digests.values()), seed
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_peers_hold_the_same_bits_whoever_comes_and_goes(mode: str, wire: str) -> None:
-    # Their graces are a millisecond: peers are dropped, and join again, all the time.
+def test_peers_hold_the_same_bits_whoever_comes_and_goes(mode: str) -> None:
+    """One schedule of each mode, with one of the wires."""
+    number = [*MODES].index(mode)
+    hold_the_same_bits(mode, WIRES[number % len(WIRES)], number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("mode", MODES)
+def test_so_they_do_in_many_schedules(mode: str, wire: str) -> None:
+    # With deadlines, graces are a millisecond: peers are dropped, and join again, all the time.
     for seed in range(30 if "deadlines" in mode else 100):
-        options = {"outer_lr": 0.3, "outer_momentum": 0.5, "mode": mode, **MODES[mode]}
-        schedule = Schedule(seed, wire=wire, **options)
-        try:
-            schedule.run()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-        assert all(len(digests) == 1 for digests in schedule.digests.values()), seed
+        hold_the_same_bits(mode, wire, seed)

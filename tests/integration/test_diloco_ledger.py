@@ -61,7 +61,7 @@ def test_each_sample_has_its_effect_once(address: str, mode: str, name: str) -> 
 def test_each_sample_has_its_effect_at_most_once_in_each_fragment(
     address: str, overlap: int
 ) -> None:
-    """Those of a peer that is lost, and of the last segments, may lack it in one of them.
+    """Those of a peer that is lost, and of the last rounds, may lack it in one of them.
 
     With an overlap, a model gives up what it learns between the launch of a mean and its arrival.
     """

@@ -378,7 +378,7 @@ def test_a_slow_peer_contributes_what_it_has_to_each_fragment(address: str, cloc
     first, later = [3, 3, 3], [2, 3, 3]  # there is no forecast before the first meeting
     wanted = [(3, i % 2, later if i else first) for i in range(6)]
     assert all(seen == wanted for seen, *_ in ends)
-    of_all = [-(3 + 4 * 8 / 3), -(3 + 5 * 8 / 3)]  # the first is without the last segment
+    of_all = [-(3 + 4 * 8 / 3), -(3 + 5 * 8 / 3)]  # the first is without the last round
     for _, flat, _ in ends:
         assert flat[-1] == pytest.approx(of_all[1])
     assert sorted({flat[0] for _, flat, _ in ends}) == pytest.approx([of_all[0] - 3, of_all[0] - 2])
@@ -537,9 +537,12 @@ def test_peers_with_other_weights_are_refused_by_name(address: str) -> None:
 
 def test_a_round_as_a_dict_of_floats() -> None:
     peers = (PeerShare(8, 64, 1.0, 0.9, False), PeerShare(4, 32, 1.0, 0.5, True))
-    one = OuterRound(7, 2, 1, True, False, 0, 2.0, 0.5, 0.0, 0.25, 0.75, 10, 20, "gather", peers)
+    one = OuterRound(
+        7, 2, 1, True, False, 0, 2.0, 0.5, 0.0, 0.25, 0.75, 10, 20, "gather", ("a",), peers
+    )
     flat = one.flat("run/")
     assert all(type(value) is float for value in flat.values())
     assert (flat["run/outer_step"], flat["run/reduce_s"], flat["run/admitted"]) == (7, 0.5, 1)
+    assert flat["run/excluded"] == 1
     assert (flat["run/gathered"], flat["run/utilisation"], flat["run/late"]) == (1, 0.5, 1)
     assert len(flat) == len(OuterRound.__slots__) + 1

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pccl.cli.demo.display import Display
 
 _REQUIRED = ("torch", "matplotlib")
-MODES = ("sync", "delayed", "eager", "streaming")  # of pccl.diloco, which needs torch
+MODES = ("sync", "delayed", "eager", "streaming", "decoupled")  # of pccl.diloco, which needs torch
 WIRES = get_args(Wire)
 
 PASSED_ON = ("steps", "inner_steps", "mode", "wire", "seed")  # options that the peers get, too

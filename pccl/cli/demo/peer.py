@@ -68,6 +68,7 @@ def _train(
             **(_streaming(args.inner_steps) if args.mode == "streaming" else {}),
         )
         _report(Joined(diloco.outer_step, _evaluate(model, held_out)))
+        reported = diloco.outer_step
         meter = _Meter(every=max(1, args.inner_steps // REPORTS_PER_ROUND))
         while diloco.outer_step < args.steps:
             loss = model(corpus.batch(BATCH, CONTEXT + 1))
@@ -75,8 +76,9 @@ def _train(
             trained = meter.count(loss.item(), diloco.outer_step)
             if trained:
                 _report(trained)
-            before, done = diloco.outer_step, diloco.step()
-            if done and done.outer_step > before:
+            done = diloco.step()
+            if done and done.outer_step > reported:
+                reported = done.outer_step
                 _report(
                     Averaged(
                         outer_step=done.outer_step,

@@ -1,0 +1,66 @@
+"""Radial-directional averaging (arXiv 2604.21428): means of norms, and of unit directions.
+
+Pseudo-gradients of different peers are nearly orthogonal, so the norm of their mean shrinks with
+the number of peers. For each tensor, with weights w and phi(x) = x / |x|, the mean becomes
+
+    (sum of w |d| / sum of w)  phi(sum of w phi(d) / sum of w)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from pccl.diloco.outer import OuterState
+
+
+class Radial:
+    """Splits a pseudo-gradient into norms and directions, and joins the means of both.
+
+    Args:
+        state: of the pseudo-gradient.
+        plain: for each parameter, whether it is averaged as usual, as embeddings are.
+
+    Attributes:
+        norms: of each parameter, from this peer.
+        mean: the means of all peers' norms.
+    """
+
+    def __init__(self, state: OuterState, plain: Sequence[bool]) -> None:
+        self._state = state
+        self._plain = plain
+        self.norms = torch.ones(len(plain))
+        self.mean = torch.ones(len(plain))
+
+    def split(self) -> list[torch.Tensor]:
+        """The directions of d, and its norms."""
+        directions = self._state.delta.clone()
+        for number, part in enumerate(self._state.views(directions)):
+            norm = float(part.norm())
+            if not self._plain[number]:
+                self.norms[number] = norm
+                part.mul_(1 / norm if norm else 0.0)
+        return [directions, self.norms]
+
+    def join(self) -> None:
+        """D from the mean of the directions, which is there, and that of the norms."""
+        for number, part in enumerate(self._state.views(self._state.mean)):
+            if not self._plain[number]:
+                norm = _norm(part)
+                part.mul_(float(self.mean[number]) / norm if norm else 0.0)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """The norm with the same bits on every machine.
+
+    Unlike `Tensor.norm`, it adds in a fixed order, and all operations are elementwise.
+    """
+    squares = tensor.flatten().double()
+    squares = squares * squares
+    while len(squares) > 1:
+        half = (len(squares) + 1) // 2
+        squares[: len(squares) - half] += squares[half:].clone()
+        squares = squares[:half]
+    return math.sqrt(float(squares.sum()))

@@ -1,0 +1,136 @@
+"""A pseudo-gradient that would spoil the mean is left out of it, and its peer has a name."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from outer import DEADLINE_S, Model, N, make, refuse, together  # noqa: E402
+
+import pccl  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "min_peers": 3, "quarantine": 2}
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "delayed": {"mode": "delayed"},
+    "eager": {"mode": "eager"},
+    "streaming": {"mode": "streaming", "inner_steps": 2, "overlap": 1, "alpha": 0.5},
+}
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        yield master.address
+
+
+def train(
+    address: str, moves: Callable[[int, int], float], rounds: int, **options: Any
+) -> list[tuple[list[Any], Any, str]]:
+    """Three peers, by their numbers and rounds: reports, the model at the end, and the digest."""
+
+    def body(number: int) -> Callable[[], Any]:
+        def run() -> Any:
+            model, outers = Model(), []
+            with pccl.Communicator(address, name=f"peer-{number}") as comm:
+                diloco = make(comm, model, **{**PLAIN, **options})
+                while len(outers) < rounds:
+                    model.move(moves(number, len(outers)))
+                    outer = diloco.step()
+                    outers += [outer] if outer else []
+                diloco.finish()
+                return outers, model.flat(), diloco.state_digest()
+
+        return run
+
+    return together(*(body(number) for number in range(3)))
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_in_no_mean(address: str, mode: str, wire: str, bad: float) -> None:
+    def moves(number: int, k: int) -> float:
+        return bad if number == 1 and k == 1 else 1.0
+
+    ends = train(address, moves, 4, wire=wire, **MODES[mode])
+    assert len({digest for *_, digest in ends}) == 1
+    for outers, flat, _ in ends:
+        assert torch.isfinite(flat).all()
+        named = [outer.excluded for outer in outers if outer.excluded]
+        assert len(named) == 1 and "peer-1" in named[0][0] and len(named[0]) == 1
+        assert sum(outer.contributors == 2 for outer in outers) == 1
+
+
+def test_what_is_far_from_the_others_is_left_out_or_clipped(address: str) -> None:
+    def moves(number: int, k: int) -> float:
+        return 100.0 if number == 1 else 1.0 + number
+
+    ends = train(address, moves, 1)
+    for outers, flat, _ in ends:
+        assert outers[0].contributors == 2 and "peer-1" in outers[0].excluded[0]
+        assert torch.allclose(flat, torch.full((N,), -2.0))
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        ends = train(master.address, moves, 1, outliers="clip")
+    for outers, flat, _ in ends:
+        assert outers[0].contributors == 3 and outers[0].excluded == ()
+        assert torch.allclose(flat, torch.full((N,), -(1.0 + 3.0 + 3.0) / 3))
+
+
+@pytest.mark.parametrize("mode", ["sync", "decoupled"])
+def test_a_peer_that_is_left_out_again_and_again_is_dropped(address: str, mode: str) -> None:
+    dropped = threading.Event()
+
+    def good() -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, **PLAIN, mode=mode)
+            while not (dropped.is_set() and diloco.world_size == 2):
+                model.move(1.0)
+                diloco.step()
+            begin = diloco.outer_step
+            while diloco.outer_step < begin + 2:
+                model.move(1.0)
+                diloco.step()
+            diloco.finish()
+            assert torch.isfinite(model.flat()).all()
+            return diloco.state_digest()
+
+    def bad() -> None:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, **PLAIN, mode=mode)
+            with pytest.raises(pccl.KickedError, match=r"in 2 rounds in a row .* not finite"):
+                while True:
+                    model.move(math.nan)
+                    diloco.step()
+        dropped.set()
+
+    one, two, _ = together(good, good, bad)
+    assert one == two
+    assert dropped.wait(DEADLINE_S)
+
+
+def test_it_must_be_the_same_on_all_peers(address: str) -> None:
+    why = r"quarantine is 2 in the run and None here$"
+    refuse(address, why, {"quarantine": 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [
+        ("quarantine=0 must be", {"quarantine": 0}),
+        ("outliers='drop' must be", {"quarantine": 1, "outliers": "drop"}),
+        ("outliers='clip' is for quarantine", {"outliers": "clip"}),
+    ],
+)
+def test_settings_out_of_range_are_refused(why: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=why):
+        make(None, Model(), **options)  # type: ignore[arg-type]
