@@ -21,7 +21,7 @@ plans STEP PEERS:UPLINK ...             what it recommends, for models of three 
 faults                                  the kinds of faults of `pccl chaos`
 messages peer|master | values | limits  of the control protocol
 versions                                of both protocols
-conversation NAME                       a table of tests/support/conversation.py
+conversation NAME                       a table of tests/support/simulation/conversation.py
 transitions | exclusions                the states of a collective; which calls may meet
 """
 

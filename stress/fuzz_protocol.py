@@ -3,10 +3,11 @@
     pip install atheris                                   # Linux, CPython 3.11 or later
     python stress/fuzz_protocol.py -max_total_time=300    # any options of libFuzzer
 
-Each input is a script of what strangers do to a run of two honest peers (tests/support/hostile.py).
-It begins from the inputs in tests/support/fuzz/corpus. What reaches new code is collected in
-fuzz-inputs/, and what breaks something is left behind as crash-*: put that into
-tests/support/fuzz/corpus under a name that says what it was, and pytest replays it from then on.
+Each input is a script of what strangers do to a run of two honest peers
+(tests/support/simulation/hostile.py). It begins from the inputs in tests/support/fuzz/corpus. What
+reaches new code is collected in fuzz-inputs/, and what breaks something is left behind as crash-*:
+put that into tests/support/fuzz/corpus under a name that says what it was, and pytest replays it
+from then on.
 
     python stress/fuzz_protocol.py --keep       # the smallest part of fuzz-inputs/ into the corpus
 """
@@ -27,7 +28,7 @@ KEPT_BYTES_MAX = 600  # what goes into the repository is small
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 with atheris.instrument_imports(include=["pccl.protocol"]):
-    import hostile
+    from simulation import hostile
 
 
 def play(data: bytes) -> None:

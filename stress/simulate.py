@@ -4,8 +4,8 @@
     python stress/simulate.py --replay 4711         # the same run again, message by message
     python stress/simulate.py --shrink 4711         # the smallest scenario found that still fails
 
-A scenario (tests/support/programs.py) is what all peers call, and what befalls them; a seed always
-gives the same one. The exit code is 1 when a run fails.
+A scenario (tests/support/simulation/programs.py) is what all peers call, and what befalls them; a
+seed always gives the same one. The exit code is 1 when a run fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-import programs
+from simulation import programs
 
 PROGRESS_S = 5.0
 

@@ -9,8 +9,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import conversation as talk
 import msgspec
+from simulation import conversation as talk
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import TRANSITIONS, Event, State
@@ -70,7 +70,7 @@ def limits() -> str:
 
 
 def conversation(name: str) -> str:
-    """A table of tests/support/conversation.py: the simulation checks every message against it."""
+    """A table of tests/support/simulation/conversation.py, which each simulated message is in."""
     rows = ["| state | sender | message | next state |", "| --- | --- | --- | --- |"]
     for state, allowed in talk.TABLES[name].items():
         for index, (words, after) in enumerate(allowed.items()):

@@ -6,9 +6,9 @@ import itertools
 from operator import itemgetter
 
 import numpy as np
-import oracle
 import pytest
 from cluster import Cluster
+from oracles import collectives as oracle
 
 import pccl
 from pccl import extension

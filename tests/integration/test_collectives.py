@@ -6,9 +6,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 from cluster import Cluster, to
+from oracles import collectives as oracle
 from waiting import wait_until
 
 import pccl

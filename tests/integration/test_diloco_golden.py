@@ -6,9 +6,9 @@ import json
 import threading
 from typing import Any
 
-import golden
 import numpy as np
 import pytest
+from oracles import golden
 
 torch = pytest.importorskip("torch")
 

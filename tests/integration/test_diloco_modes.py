@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import diloco_oracle
 import pytest
+from oracles import diloco as diloco_oracle
 
 torch = pytest.importorskip("torch")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import diloco_oracle
 import numpy as np
 import pytest
+from oracles import diloco as diloco_oracle
 
 torch = pytest.importorskip("torch")
 

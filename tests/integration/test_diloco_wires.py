@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import diloco_oracle
 import numpy as np
 import pytest
+from oracles import diloco as diloco_oracle
 
 torch = pytest.importorskip("torch")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 from cluster import Cluster, to
 from errors_page import listed
+from oracles import collectives as oracle
 from waiting import wait_until
 
 import pccl

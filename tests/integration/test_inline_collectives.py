@@ -10,9 +10,9 @@ import threading
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 from cluster import Cluster, in_threads
+from oracles import collectives as oracle
 
 import pccl
 from pccl.protocol import messages as m

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import oracle
 import pytest
-import quantized
 from cluster import Cluster
-from quantized import FORMATS
+from oracles import collectives as oracle
+from oracles import quantized
+from oracles.quantized import FORMATS
 
 import pccl
 from pccl.runtime.client.engine import Engine

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from manual_run import WORK, ManualRun
+from simulation.manual import WORK, ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status

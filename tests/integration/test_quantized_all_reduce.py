@@ -6,11 +6,11 @@ import itertools
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-import quantized
 from cluster import Cluster
-from quantized import FORMATS
+from oracles import collectives as oracle
+from oracles import quantized
+from oracles.quantized import FORMATS
 
 import pccl
 from pccl.ext import lib

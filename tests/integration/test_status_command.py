@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
-from manual_run import WORK, ManualRun
+from simulation.manual import WORK, ManualRun
 
 import pccl
 from pccl.cli import main as cli

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cluster import gather, grow, in_threads
 from errors_page import listed
-from manual_run import ManualRun
+from simulation.manual import ManualRun
 from waiting import wait_until
 
 import pccl

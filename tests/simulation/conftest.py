@@ -1,3 +1,3 @@
 """Tests of the two state machines: none starts a process, or opens a socket."""
 
-from alone import no_processes_and_no_sockets  # noqa: F401
+from simulation.isolation import no_processes_and_no_sockets  # noqa: F401

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import conversation
-import programs
 import pytest
-from simpeer import SimPeer
-from simulator import SimulatedRun, Thread
-from trainers import simulate, trainer
+from simulation import conversation, programs
+from simulation.peer import SimPeer
+from simulation.run import SimulatedRun, Thread
+from simulation.trainers import simulate, trainer
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simpeer import WORK
-from simulator import Program, SimPeer, SimulatedRun, Thread
+from simulation.peer import WORK
+from simulation.run import Program, SimPeer, SimulatedRun, Thread
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.collectives import predecessors

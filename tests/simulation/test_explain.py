@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from manual_run import ManualRun
+from simulation.manual import ManualRun
 
 from pccl.cli.doctor import explanation
 from pccl.protocol import messages as m

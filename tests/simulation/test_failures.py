@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from manual_run import ENTRY, OTHER, WORK, ManualRun, RestartedRun, infos, resume
+from simulation.manual import ENTRY, OTHER, WORK, ManualRun, RestartedRun, infos, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal

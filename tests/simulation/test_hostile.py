@@ -6,12 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
-from hostile import Blow, draw_script, hostile_run, pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manual_run import ENTRY, OTHER, RUN, WORK, ManualRun, resume
-from seeds import parts
-from simulator import remembered
+from simulation.hostile import Blow, draw_script, hostile_run, pack, unpack
+from simulation.manual import ENTRY, OTHER, RUN, WORK, ManualRun, resume
+from simulation.run import remembered
+from simulation.seeds import parts
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from manual_run import ManualRun
+from simulation.manual import ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.membership import newcomer, refusal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from manual_run import ENTRY, OTHER, RUN, WORK, ManualRun, resume
+from simulation.manual import ENTRY, OTHER, RUN, WORK, ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master

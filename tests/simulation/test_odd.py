@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from manual_run import ENTRY, SECRET, WORK, ManualRun, RestartedRun
-from seeds import parts
-from trainers import story_of_an_odd_one
+from simulation.manual import ENTRY, SECRET, WORK, ManualRun, RestartedRun
+from simulation.seeds import parts
+from simulation.trainers import story_of_an_odd_one
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master

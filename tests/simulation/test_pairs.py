@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manual_run import WORK, ManualRun, resume
+from simulation.manual import WORK, ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import programs
 import pytest
-from seeds import parts
+from simulation import programs
+from simulation.seeds import parts
 
 from pccl.protocol.master.voting import Voting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from manual_run import WORK, ManualRun, RestartedRun, infos, resume
+from simulation.manual import WORK, ManualRun, RestartedRun, infos, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, recovery

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from manual_run import ENTRY, OTHER, WORK, ManualRun
+from simulation.manual import ENTRY, OTHER, WORK, ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.ring import BARRED, Hop, plan_rings

@@ -7,9 +7,8 @@ import typing
 from collections.abc import Iterable
 
 import msgspec
-import programs
 import pytest
-import recorded
+from simulation import programs, recorded
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from seeds import parts
-from simulator import Program, SimPeer, SimulatedRun, Thread
-from trainers import insist, natural, reduce, simulate, story_of_newcomers_alone
+from simulation.run import Program, SimPeer, SimulatedRun, Thread
+from simulation.seeds import parts
+from simulation.trainers import insist, natural, reduce, simulate, story_of_newcomers_alone
 
 from pccl.protocol.peer import effects
 from pccl.types import Result, SharedStateSyncStrategy

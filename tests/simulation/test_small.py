@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manual_run import ManualRun
+from simulation.manual import ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.strategy import Conditions, Strategy, choose

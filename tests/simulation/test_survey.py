@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from manual_run import NEAR, SitesRun
+from simulation.manual import NEAR, SitesRun
 
 from pccl.protocol.survey import ALL_MAX, SITE_US, SLOTS_MAX, Everything, Survey, crossings, tour
 from pccl.protocol.topology import Link, Links

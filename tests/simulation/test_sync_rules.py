@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from manual_run import ManualRun, resume
+from simulation.manual import ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master

@@ -7,9 +7,9 @@ import re
 
 import msgspec
 import pytest
-import trainers
-from manual_run import ENTRY, OTHER, WORK, ManualRun
-from simulator import SimulatedRun
+from simulation import trainers
+from simulation.manual import ENTRY, OTHER, WORK, ManualRun
+from simulation.run import SimulatedRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.status import Counts, Status

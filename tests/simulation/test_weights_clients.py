@@ -6,7 +6,7 @@ import random
 
 import msgspec
 import pytest
-from weights_run import Node, WeightsRun, package
+from simulation.weights import Node, WeightsRun, package
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status, status

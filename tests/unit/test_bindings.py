@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import pytest
 import zmq
+from oracles import collectives as oracle
 
 from pccl.ext import build, ffi, lib, tables
 from pccl.protocol import messages, ring, strategy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-import quantized
+from oracles import collectives as oracle
+from oracles import quantized
 
 from pccl import kernels
 from pccl.ext import ffi, lib
@@ -305,7 +305,7 @@ def test_a_kernel_refuses_arrays_that_do_not_fit() -> None:
 @pytest.mark.parametrize("dtype", oracle.DTYPES)
 @pytest.mark.parametrize("members", [2, 3, 5])
 def test_the_oracle_is_a_ring(dtype: str, op: str, members: int) -> None:
-    """The kernels, applied step by step, give what tests/support/oracle.py says a ring gives."""
+    """The kernels, applied step by step, give what the oracle says a ring gives."""
     count = 64 * 7 + 13
     inputs = [samples(dtype, count, seed) for seed in range(members)]
     cuts = oracle.bounds(count, members)

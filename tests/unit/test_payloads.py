@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import payloads
 import pytest
+from oracles import payloads
 
 from pccl import kernels
 

@@ -6,10 +6,10 @@ import itertools
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-import quantized
-from quantized import FORMATS
+from oracles import collectives as oracle
+from oracles import quantized
+from oracles.quantized import FORMATS
 
 from pccl.ext import ffi, lib
 

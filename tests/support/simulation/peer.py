@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
-from conversation import Conversation
-from simengine import SimEngine
-from simsystem import SimDealer, SimSystem, SimWaiter
 
 from pccl.ext import ffi
 from pccl.protocol import messages as m
@@ -27,9 +24,12 @@ from pccl.runtime.client.sync import Outcome, Region, SyncOptions, synchronize
 from pccl.runtime.config import Config
 from pccl.tensors.arrays import Buffer
 from pccl.types import DataType
+from simulation.conversation import Conversation
+from simulation.engine import SimEngine
+from simulation.system import SimDealer, SimSystem, SimWaiter
 
 if TYPE_CHECKING:
-    from simulator import SimulatedRun
+    from simulation.run import SimulatedRun
 
 T = TypeVar("T")
 End = Answer | Fail

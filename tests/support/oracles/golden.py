@@ -1,8 +1,8 @@
 """Golden trajectories of DiLoCo's modes: what the oracle in numpy gives for one fixed schedule.
 
 Three founders train; one of them leaves where it should give its third pseudo-gradient, and some
-rounds later another peer joins. `python tests/support/golden.py` writes the files anew; a change of
-them is a change of what training means.
+rounds later another peer joins. `PYTHONPATH=tests/support python -m oracles.golden` writes the
+files again; if they change, training means something else.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import diloco_oracle
 import numpy as np
 
-FOLDER = Path(__file__).parents[1] / "integration" / "golden"
+from oracles import diloco as diloco_oracle
+
+FOLDER = Path(__file__).parents[2] / "integration" / "golden"
 TARGETS = {"a": 1.0, "b": -3.0, "c": 7.0, "d": 2.5}
 RATE = 0.25
 OUTER = {"outer_lr": 0.3, "outer_momentum": 0.5}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import oracle
+
+from oracles import collectives as oracle
 
 Array = np.ndarray[Any, Any]
 

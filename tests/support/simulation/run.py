@@ -14,12 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from simengine import Key, Meetings, Op, Stream
-from simpeer import IDLE_S, Program, SimPeer, Tag, Thread, brief
-from simsystem import RELAY_PORT
-from unexpected import Eager
-from watched import Watched
-
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.effects import (
@@ -41,6 +35,11 @@ from pccl.protocol.master.voting import ODD, are_held
 from pccl.protocol.peer.effects import Answer, Fail, Fault
 from pccl.protocol.rounds import PENDING, Grace, OpenRounds, RoundId
 from pccl.runtime.client.connection import DealerEvent
+from simulation.engine import Key, Meetings, Op, Stream
+from simulation.master import Watched
+from simulation.peer import IDLE_S, Program, SimPeer, Tag, Thread, brief
+from simulation.system import RELAY_PORT
+from simulation.unexpected import Eager
 
 # a peer in one of these can enter no other call; repeated here, to check the protocol's rules
 EXCLUSIVE = {"update_topology", "finish", "optimize_topology", "sync_shared_state"}

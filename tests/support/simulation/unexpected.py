@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from pccl.protocol.ring import RingPlace
 
 if TYPE_CHECKING:
-    from simengine import Key, Op, SimEngine
-    from simulator import SimulatedRun
+    from simulation.engine import Key, Op, SimEngine
+    from simulation.run import SimulatedRun
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,14 +16,13 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from simpeer import End, Waits
-from simulator import Program, SimPeer, SimulatedRun, Thread
-
 from pccl.protocol import messages as m
 from pccl.protocol.master.clients import FIRST
 from pccl.protocol.master.effects import Drop, Effect, Send
 from pccl.protocol.peer.effects import Answer
 from pccl.types import Result
+from simulation.peer import End, Waits
+from simulation.run import Program, SimPeer, SimulatedRun, Thread
 
 CONNECTIONS = 3
 WAIT_MAX = 15  # steps before one blow

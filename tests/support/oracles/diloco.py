@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import payloads
-import quantized
+
+from oracles import payloads, quantized
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

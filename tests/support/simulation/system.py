@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from simengine import SimEngine
-
 from pccl.protocol import messages as m
 from pccl.runtime.client.connection import DealerEvent
 from pccl.runtime.client.control import System
+from simulation.engine import SimEngine
 
 if TYPE_CHECKING:
-    from simpeer import SimPeer
+    from simulation.peer import SimPeer
 
 RELAY_PORT = 7
 

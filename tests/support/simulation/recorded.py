@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from programs import ProgramRun, Scenario
 
 from pccl.protocol.master import Journal, Master, inputs
 from pccl.protocol.master.effects import Effect
 from pccl.protocol.master.eventlog import Line, Recorder, exception_text
+from simulation.programs import ProgramRun, Scenario
 
 STEPS_MAX = 20_000
 INPUTS: dict[str, Callable[..., inputs.Event]] = {

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from simpeer import End, Waits
-from simulator import Program, SimPeer, SimulatedRun, Thread
-
 from pccl.errors import AGAIN
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.types import Result
+from simulation.peer import End, Waits
+from simulation.run import Program, SimPeer, SimulatedRun, Thread
 
 
 def insist(call: Callable[[], Waits[End]]) -> Waits[effects.Answer]:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unexpected import Chunk
-
 from pccl.ext import ffi, lib
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
@@ -32,10 +30,11 @@ from pccl.runtime.client.engine import (
     UNREACHABLE,
     Event,
 )
+from simulation.unexpected import Chunk
 
 if TYPE_CHECKING:
-    from simpeer import SimPeer
-    from simulator import SimulatedRun
+    from simulation.peer import SimPeer
+    from simulation.run import SimulatedRun
 
 Key = tuple[int, int]  # a run and a seq: only together they never repeat
 PROGRESS_MAX = 3  # answers to `query` for each op, so that a run comes to rest

@@ -15,16 +15,15 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from hostile import OUTVOTED, Blow, HostileRun, draw_script
-from simpeer import WORK, End, Program, SimPeer, Tag, Thread, Waits
-from simulator import EXCLUSIVE
-
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail, Fault
 from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import Grace
 from pccl.runtime.client import call
 from pccl.types import Result
+from simulation.hostile import OUTVOTED, Blow, HostileRun, draw_script
+from simulation.peer import WORK, End, Program, SimPeer, Tag, Thread, Waits
+from simulation.run import EXCLUSIVE
 
 CALLS = (
     "all_reduce",

@@ -1,0 +1,1 @@
+"""Expected results, computed in numpy."""

@@ -1,0 +1,1 @@
+"""Whole runs in one process, without I/O, each from one seed; and a master alone."""
