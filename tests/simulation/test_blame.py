@@ -30,7 +30,7 @@ def trouble(*links: tuple[int, int], dials: dict[int, str | None] | None = None)
 # ---- verdicts ----
 
 
-def test_whom_the_master_cannot_reach_either_goes() -> None:
+def test_an_accused_peer_that_the_master_cannot_reach_is_dropped() -> None:
     blame = trouble((1, 2), dials={2: "no answer"})
     assert blame.verdict(4) == Verdict(2, ((1, 2),))
     text = blame.sentence(Verdict(2, ((1, 2),)), peer)
@@ -43,7 +43,7 @@ def test_one_word_removes_nobody(dial: str | None) -> None:
     assert trouble((1, 2), dials={2: dial}).verdict(4) is None
 
 
-def test_whom_two_cannot_reach_goes() -> None:
+def test_a_peer_that_two_cannot_reach_is_dropped() -> None:
     blame = trouble((1, 2), (3, 2))
     assert blame.verdict(4) == Verdict(2, ((1, 2), (3, 2)))
     assert "peer 1" in (text := blame.sentence(Verdict(2, ((1, 2), (3, 2))), peer))
@@ -61,14 +61,14 @@ def test_against_the_masters_dial_it_takes_three_or_all_others() -> None:
     assert "the master could:" in blame.sentence(found, peer)
 
 
-def test_who_could_not_reach_as_many_itself_does_not_go_for_being_accused() -> None:
+def test_a_peer_accused_by_unreliable_ones_stays() -> None:
     blame = trouble((1, 2), (3, 2), (2, 1), (2, 3))
     found = blame.verdict(4)
     assert found is not None  # it accuses two that no other peer accuses
     assert found.links == ((2, 1), (2, 3))
 
 
-def test_who_accuses_two_that_nobody_else_accuses_goes() -> None:
+def test_a_peer_that_alone_accuses_two_is_dropped() -> None:
     blame = trouble((1, 2), (1, 3))
     assert blame.verdict(4) == Verdict(1, ((1, 2), (1, 3)))
     text = blame.sentence(Verdict(1, ((1, 2), (1, 3))), peer)
@@ -88,7 +88,7 @@ def test_an_accuser_of_peers_that_the_master_reaches_goes_whoever_else_accuses_t
     assert blame.verdict(5) == Verdict(1, ((1, 2), (1, 3)))
 
 
-def test_who_is_known_to_reach_somebody_does_not_go_for_accusing_two() -> None:
+def test_a_peer_known_to_reach_another_stays_after_accusing_two() -> None:
     blame = Blame()
     blame.worked((m.Ring((1, 4, 2, 3), 1),), EPOCH)
     for accused in (2, 3):
@@ -100,7 +100,7 @@ def test_who_is_known_to_reach_somebody_does_not_go_for_accusing_two() -> None:
     assert blame.verdict(4) is not None
 
 
-def test_whom_somebody_is_known_to_reach_does_not_go_for_two_others() -> None:
+def test_a_peer_known_to_be_reachable_stays_when_two_accuse_it() -> None:
     blame = Blame()
     blame.worked((m.Ring((4, 2, 3, 1), 1),), EPOCH)
     for accuser in (1, 3):
@@ -128,16 +128,16 @@ def test_a_dial_that_is_under_way_is_waited_for() -> None:
 # ---- where no ring is left ----
 
 
-def test_of_two_the_accuser_goes_if_the_master_reaches_the_accused() -> None:
+def test_the_accuser_is_dropped_if_the_master_reaches_the_accused() -> None:
     assert trouble((1, 2), dials={2: ""}).last_resort(()) == Verdict(1, ((1, 2),))
 
 
-def test_of_two_the_accused_goes_if_it_is_new() -> None:
+def test_the_accused_is_dropped_if_it_is_new() -> None:
     assert trouble((1, 2)).last_resort({1}) == Verdict(2, ((1, 2),))
     assert trouble((2, 1)).last_resort({2}) == Verdict(1, ((2, 1),))
 
 
-def test_of_two_equals_the_later_goes() -> None:
+def test_the_later_of_two_equals_is_dropped() -> None:
     blame = trouble((2, 1))
     assert blame.last_resort(()) == Verdict(2, ((2, 1),))
     both = trouble((1, 2), (2, 1), dials={1: "", 2: ""})
@@ -147,7 +147,7 @@ def test_of_two_equals_the_later_goes() -> None:
     assert both.last_resort({2}) == Verdict(1, ((2, 1),))
 
 
-def test_who_was_reached_before_has_some_attempts() -> None:
+def test_a_peer_that_was_reached_before_has_some_attempts() -> None:
     blame = Blame()
     for attempt in range(ATTEMPTS):
         assert blame.last_resort({1, 2}) is None
@@ -157,14 +157,14 @@ def test_who_was_reached_before_has_some_attempts() -> None:
     assert blame.last_resort({1, 2}) == Verdict(2, ((1, 2),))
 
 
-def test_who_has_trouble_with_most_others_goes_first() -> None:
+def test_the_peer_with_most_trouble_is_dropped_first() -> None:
     blame = trouble((3, 1), (1, 3), (2, 1), (1, 2))
     found = blame.last_resort(())
     assert found is not None
     assert found.guilty == 1
 
 
-def test_of_two_who_must_meet_one_goes() -> None:
+def test_one_of_two_neighbours_that_cannot_meet_is_dropped() -> None:
     blame = trouble((1, 2), (3, 4), dials={2: "", 4: ""})
     assert blame.between(2, 1, ()) == Verdict(1, ((1, 2),))
     assert blame.between(1, 3, ()) is None
@@ -190,7 +190,7 @@ def test_a_link_that_is_measured_to_work_is_not_blocked() -> None:
     assert blame.blocked.keys() == {(3, 1)}
 
 
-def test_nothing_is_remembered_of_who_is_gone() -> None:
+def test_evidence_about_lost_peers_is_forgotten() -> None:
     blame = trouble((1, 2), (2, 3), (3, 1), dials={2: ""})
     blame.forget(2)
     blame.forget(3)
@@ -207,7 +207,7 @@ def test_late_answers_of_dials_change_nothing() -> None:
     assert not blame.dials
 
 
-def test_what_one_peer_can_say_is_bounded() -> None:
+def test_the_evidence_of_one_peer_is_bounded() -> None:
     blame = Blame()
     for accused in range(2, 1000):
         blame.accuse(1, accused, EPOCH, "x" * 4096)
@@ -248,7 +248,7 @@ def test_rings_that_become_one_share_their_weight() -> None:
     assert plan_rings(infos, chosen, trouble((1, 2)).cost()) == (m.Ring((1, 3, 2), 7),)
 
 
-def test_of_two_there_is_one_ring() -> None:
+def test_two_peers_have_one_ring() -> None:
     infos = [peer(number) for number in (1, 2)]
     assert uses(plan_rings(infos, (), trouble((1, 2)).cost()), {(1, 2)})
 
@@ -290,7 +290,7 @@ def every(size: int) -> range:
 
 @pytest.mark.parametrize("size", [3, 4, 5, 7, 12])
 @pytest.mark.parametrize("dial", ["", None])
-def test_who_reaches_nobody_goes_alone(size: int, dial: str | None) -> None:
+def test_only_the_peer_that_reaches_no_other_is_dropped(size: int, dial: str | None) -> None:
     for caged in every(size):
         blocks = {(caged, other) for other in every(size)}
         assert settle(size, blocks, dict.fromkeys(every(size), dial)) == {caged}
@@ -298,7 +298,7 @@ def test_who_reaches_nobody_goes_alone(size: int, dial: str | None) -> None:
 
 @pytest.mark.parametrize("size", [3, 4, 5, 7, 12])
 @pytest.mark.parametrize("dial", ["", None, "refused"])
-def test_whom_nobody_reaches_goes_alone(size: int, dial: str | None) -> None:
+def test_only_the_peer_that_no_other_reaches_is_dropped(size: int, dial: str | None) -> None:
     for walled in every(size):
         blocks = {(other, walled) for other in every(size)}
         assert settle(size, blocks, {walled: dial}) == {walled}

@@ -199,7 +199,7 @@ def test_every_transition_of_a_collective_happens(monkeypatch: pytest.MonkeyPatc
     assert not missing
 
 
-def test_what_is_not_in_the_table_changes_nothing() -> None:
+def test_an_event_that_is_not_in_the_table_changes_nothing() -> None:
     for state in State:
         for event in Event:
             collective = Collective(1, 0, m.Spec("barrier", 0, 0, 0), state=state)
@@ -239,7 +239,7 @@ def test_an_op_that_fails_after_its_completion_is_told_of_once() -> None:
     assert sent(machine.stream_lost(1, "of no interest any more")) == []
 
 
-def test_who_cannot_serve_at_all_says_so_of_each_plan() -> None:
+def test_a_peer_that_cannot_serve_says_so_of_each_plan() -> None:
     machine = member()
     machine.sync(2, 3, m.Manifest(1, 0, ()))
     assert sent(machine.engine_failed(3, "no memory for an op")) == []

@@ -37,7 +37,7 @@ def here(master: Master) -> list[int]:
     return sorted(master.peers)
 
 
-def test_who_comes_after_the_grace_is_dropped_and_the_others_go_on() -> None:
+def test_a_peer_that_comes_after_the_grace_is_dropped() -> None:
     run = hall_of(0, 0, 0, 0)
     arrive(run, b"1", b"3")
     pass_time(run, 101.0)
@@ -76,7 +76,7 @@ def test_without_enough_nobody_is_late_and_a_vote_without_a_grace_does_not_count
         assert here(run.master) == [1, 2, 3] and run.master.patience_s is None
 
 
-def test_nobody_is_late_where_enough_are_more_than_there_are() -> None:
+def test_no_peer_is_late_where_enough_exceeds_the_members() -> None:
     run = hall_of(0, 0)
     arrive(run, b"1", enough=9, grace_ms=0)
     pass_time(run, 101.0)

@@ -82,7 +82,7 @@ def story(seed: int) -> SimulatedRun:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PART))
-def test_what_is_sent_early_is_of_the_call_that_starts(first: int) -> None:
+def test_data_sent_early_belongs_to_the_call_that_starts(first: int) -> None:
     runs = [story(seed) for seed in range(first, first + PART)]
     sent, used = (sum(getattr(run.eager, name) for run in runs) for name in ("sent", "used"))
     assert used > 60 and sent > used  # some of it is void

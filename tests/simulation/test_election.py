@@ -123,7 +123,7 @@ def test_a_run_resumes_from_the_latest_checkpoint_whoever_has_it(order: tuple[in
 # ---- strategies ----
 
 
-def test_who_only_receives_does_not_stand() -> None:
+def test_a_receiver_does_not_stand_for_election() -> None:
     manifests = {1: receives(9, "x"), 2: receives(9, "x"), 3: sends(5, "a")}
     decision = elect(manifests, None, everybody(manifests))
     assert (decision.revision, decision.kicks) == (5, {})
@@ -274,7 +274,7 @@ def test_a_newcomer_is_never_elected_over_those_who_were_there(
     assert set(decision.transfers) == {2, 3} - refused
 
 
-def test_who_offers_a_higher_revision_is_refused_alone() -> None:
+def test_only_the_peer_with_a_higher_revision_is_refused() -> None:
     manifests = {1: manifest(6, "a"), 2: manifest(7, "x"), 3: manifest(6, "a"), 4: manifest(5, "b")}
     decision = elect(manifests, 5, NOBODY)
     assert (decision.revision, decision.refused, decision.kicks) == (6, {2}, {})
@@ -353,7 +353,7 @@ def test_the_same_revision_is_legal_for_the_sake_of_a_newcomer() -> None:
         (4, torn(9, "b"), False, True),
     ],
 )
-def test_whose_content_nobody_will_want_receives_in_place(
+def test_a_peer_whose_content_is_outdated_receives_in_place(
     last: int | None, late: Manifest, newcomer: bool, in_place: bool
 ) -> None:
     strategy = Strategy.ENFORCE_POPULAR if late.strategy == 0 else Strategy.SEND_ONLY
@@ -391,13 +391,13 @@ def test_content_that_is_not_known_equals_nothing() -> None:
         elect({1: manifest(5, ""), 2: overwritten}, 4, NOBODY)
 
 
-def test_who_is_torn_receives_also_what_may_differ() -> None:
+def test_a_torn_peer_receives_entries_that_may_differ_too() -> None:
     manifests = {1: manifest(5, "a", any_content=True), 2: manifest(5, "a", any_content=True)}
     late = structs.replace(manifest(5, "b", any_content=True), torn=True)
     assert elect({**manifests, 3: late}, 4, NOBODY).transfers[3].entries == (0,)
 
 
-def test_who_is_torn_cannot_only_send() -> None:
+def test_a_torn_peer_cannot_be_send_only() -> None:
     manifests = {1: sends(5, "a"), 2: torn(5, "a", strategy=Strategy.SEND_ONLY)}
     assert elect(manifests, 4, NOBODY).kicks == {
         2: "it is SEND_ONLY, but its shared state is torn, so it must receive"

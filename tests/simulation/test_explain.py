@@ -67,7 +67,7 @@ def test_the_slowest_link_and_what_there_would_be_without_it() -> None:
     assert "links are not what limits it, but votes, round trips or processors" in line
 
 
-def test_what_failures_have_cost() -> None:
+def test_the_cost_of_failures() -> None:
     run = a_run(0.0, 0.25)
     run.everyone(m.FinishVote(run.start(), False, "a lane was cut"))
     run.master.now_s += 5.0

@@ -35,7 +35,7 @@ def told_of(run: RestartedRun, conn: bytes) -> list[int]:
     return seqs
 
 
-def test_who_missed_a_failure_is_told_of_it_and_nobody_else() -> None:
+def test_only_the_peer_that_missed_a_failure_is_told_of_it() -> None:
     run = RestartedRun(Journal(7, 1, 6, frozenset((1, 2, 3, 4, 5))))
     failed = failure(9), failure(10, pair=(2, 5)), failure(11, pair=(2, 3))
     for number in (1, 2, 3):
@@ -57,7 +57,7 @@ def test_who_missed_a_failure_is_told_of_it_and_nobody_else() -> None:
     assert [one for one in run.told[b"1"] if isinstance(one, m.Failed)] == [m.Failed(failed[0])]
 
 
-def test_what_has_failed_for_the_whole_run_is_told_to_all_groups() -> None:
+def test_a_failure_of_the_whole_run_is_told_to_all_groups() -> None:
     run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     failed = (failure(3, called=m.Called.OPTIMIZE, tag=0),)
     run.back(b"1", 1, 7, last_seq=3, failed=failed)
@@ -68,7 +68,7 @@ def test_what_has_failed_for_the_whole_run_is_told_to_all_groups() -> None:
     assert told_of(run, b"2") == [3]
 
 
-def test_what_was_missed_is_told_in_order() -> None:
+def test_missed_failures_are_told_in_order() -> None:
     """A peer that has the last failure has all: the next restart relies on that."""
     run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     small = m.Small(9, 1, (1, 2), b"data")
@@ -107,7 +107,7 @@ def test_a_failure_that_cannot_be_is_not_believed() -> None:
 # ---- the peer ----
 
 
-def test_who_was_told_of_a_failure_tells_the_next_master() -> None:
+def test_a_peer_that_was_told_of_a_failure_tells_the_next_master() -> None:
     machine = Peer()
     machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
@@ -133,7 +133,7 @@ def test_who_was_told_of_a_failure_tells_the_next_master() -> None:
     assert again.message.failed == (m.Failure(9, called, 0, (), lost, "first", 0), second)
 
 
-def test_what_has_failed_before_it_joined_is_nothing_to_a_newcomer() -> None:
+def test_a_newcomer_is_not_told_of_earlier_failures() -> None:
     run = ManualRun(2)
     for conn, tag in ((b"1", 7), (b"2", 7)):
         run.say(conn, m.StartVote(2, tag, msgspec.structs.replace(WORK, members=3)))
@@ -167,7 +167,7 @@ def member() -> Peer:
     return machine
 
 
-def test_what_all_have_heard_of_is_told_to_no_other_master() -> None:
+def test_a_failure_that_all_know_is_not_told_to_the_next_master() -> None:
     """Some peers may have missed the start of a failed collective, and an earlier failure."""
     for ok, left in ((True, [3]), (False, [2, 3])):
         machine = member()
@@ -213,7 +213,7 @@ def test_calls_that_can_never_meet_are_known_to_all_who_were_in_them() -> None:
 
 
 @pytest.mark.parametrize("called", [m.Called.TOPOLOGY, m.Called.PENDING, m.Called.FINISH])
-def test_who_missed_that_its_call_can_never_meet_others_is_told(called: m.Called) -> None:
+def test_a_peer_that_missed_that_its_call_can_never_meet_others_is_told(called: m.Called) -> None:
     machine = Peer()
     machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     known = m.Plan(1, infos(1), (), 0)

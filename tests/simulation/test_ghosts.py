@@ -50,7 +50,7 @@ def test_a_limit_holds_while_the_master_is_away() -> None:
     assert said(peer.update_topology(4)) == [m.TopologyVote(4)]
 
 
-def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves() -> None:
+def test_a_peer_told_of_a_failure_that_was_a_success_leaves() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     peer.disconnected("the connection broke")
@@ -77,7 +77,7 @@ def test_patience_that_ends_behind_a_ghost_has_ended() -> None:
     ]
 
 
-def test_who_leaves_for_one_ghost_has_no_other() -> None:
+def test_a_peer_that_leaves_for_one_abandoned_call_has_no_other() -> None:
     peer = accepted()
     peer.update_topology(2)
     peer.disconnected("the connection broke")
@@ -89,7 +89,7 @@ def test_who_leaves_for_one_ghost_has_no_other() -> None:
     assert peer.over is not None and "update_topology()" in peer.over.why
 
 
-def test_who_had_an_exception_was_told_nothing_and_stays() -> None:
+def test_a_caller_taken_by_an_exception_stays() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     (gone,) = ends(peer.cancel(2))
@@ -112,7 +112,7 @@ def test_the_next_call_waits_for_the_ghost_in_its_place() -> None:
     assert isinstance(vote, m.StartVote) and vote.call == 3
 
 
-def test_who_waits_for_a_ghost_can_give_up_too() -> None:
+def test_a_call_behind_an_abandoned_one_can_be_given_up() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     peer.cancel(2)
@@ -122,7 +122,7 @@ def test_who_waits_for_a_ghost_can_give_up_too() -> None:
     assert not peer.received(m.CallError(2, 5, "waited for peer 1", m.Cause.TIMEOUT))
 
 
-def test_what_runs_is_aborted_and_settled_first() -> None:
+def test_a_running_call_is_aborted_and_settled_first() -> None:
     peer = accepted()
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
@@ -135,7 +135,7 @@ def test_what_runs_is_aborted_and_settled_first() -> None:
     assert not peer.received(m.Finished(5, False, "a caller waits no longer"))
 
 
-def test_what_is_complete_is_restored_when_its_caller_goes() -> None:
+def test_a_complete_call_is_restored_when_its_caller_goes() -> None:
     peer = accepted()
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
@@ -155,7 +155,7 @@ def test_a_start_that_crosses_gets_a_no() -> None:
     assert isinstance(vote, m.FinishVote) and not vote.ok
 
 
-def test_what_others_agreed_on_without_a_caller_who_has_gone_is_known_to_the_next_master() -> None:
+def test_an_agreement_without_an_absent_caller_is_known_to_the_next_master() -> None:
     peer = accepted()
     peer.sync(2, 3, m.Manifest(0, 0, ()))
     peer.disconnected("the connection broke")

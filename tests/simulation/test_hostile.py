@@ -42,7 +42,7 @@ def test_hypothesis_finds_no_harmful_siege(draw: random.Random, seed: int) -> No
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name[:8])
-def test_what_the_fuzzer_found_stays_harmless(path: Path) -> None:
+def test_an_input_of_the_fuzzer_stays_harmless(path: Path) -> None:
     hostile_run(unpack(path.read_bytes()))
 
 
@@ -74,7 +74,7 @@ def test_words_about_a_success_do_not_keep_a_failure_from_the_others() -> None:
 
 
 @pytest.mark.parametrize("why", ["y" * 4096, "\U0010ffff" * 4096, "\x1b[31m\r\n" * 800])
-def test_what_a_peer_says_fits_the_messages_and_logs_that_quote_it(why: str) -> None:
+def test_texts_of_peers_fit_the_messages_and_logs_that_quote_them(why: str) -> None:
     run = ManualRun(3)
     run.say(b"1", m.FinishVote(run.start(), False, why))
     interrupt = run.last(b"2")
@@ -97,7 +97,7 @@ def test_what_a_peer_says_fits_the_messages_and_logs_that_quote_it(why: str) -> 
         {"machine": "\n"},
     ],
 )
-def test_nobody_can_be_sent_to_an_address_that_is_none(fields: dict[str, str]) -> None:
+def test_an_invalid_address_is_refused(fields: dict[str, str]) -> None:
     run = ManualRun()
     run.join(b"stranger", **fields)
     refused = run.last(b"stranger")
@@ -183,7 +183,7 @@ def test_epochs_are_not_used_twice_by_a_group_that_comes_again() -> None:
     assert len(set(epochs)) == 3
 
 
-def test_who_stands_in_a_synchronization_enters_no_other() -> None:
+def test_a_peer_in_a_synchronization_enters_no_other() -> None:
     run = ManualRun()
     run.say(b"1", m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
     run.say(b"2", m.SyncVote(2, m.Manifest(0, 0, (OTHER,))))
@@ -235,7 +235,7 @@ def test_an_error_that_names_a_thousand_peers_can_still_be_sent() -> None:
 # ---- while the master comes back ----
 
 
-def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> None:
+def test_messages_kept_during_a_recovery_are_limited() -> None:
     run = ManualRun()
     run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     run.dropped.clear()
@@ -252,7 +252,7 @@ def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> Non
     assert sorted(run.master.peers) == [1, 2]
 
 
-def test_nobody_comes_back_twice_on_one_connection() -> None:
+def test_a_second_resume_on_one_connection_is_refused() -> None:
     run = ManualRun()
     run.perform(run.master.resume(b"2", resume(9, run=RUN), "10.0.0.1"))
     assert "came back twice" in run.dropped[b"2"]
@@ -272,7 +272,7 @@ def test_nobody_comes_back_twice_on_one_connection() -> None:
         {"known": (m.PeerInfo((1 << 64) - 1, 0, "h", 1, "", "x"),)},
     ],
 )
-def test_nobody_comes_back_with_numbers_that_would_overflow(fields: dict[str, object]) -> None:
+def test_a_resume_with_numbers_that_would_overflow_is_refused(fields: dict[str, object]) -> None:
     run = ManualRun(0)
     run.master = Master(1, combine, secret=b"s")
     run.perform(run.master.resume(b"stranger", resume(1, **fields), "10.0.0.1"))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ def hello(host: str, *others: str) -> m.Hello:
     return m.Hello(m.PROTOCOL_VERSION, "1", 0, host, 5000, "", "a", b"", others=others)
 
 
-def test_what_means_another_machine_to_each_is_tried_on_the_same_machine_only() -> None:
+def test_loopback_hosts_are_tried_on_the_same_machine_only() -> None:
     mixed = peer("127.0.0.1", "10.0.0.1", "::1", "fe80::1%eth0", "a.name", "fd00::1", "169.254.1.2")
     assert ways(mixed, "b") == ("10.0.0.1", "a.name", "fd00::1")
     assert ways(mixed, "a") == ("127.0.0.1", "::1", "fe80::1%eth0", "169.254.1.2")
@@ -71,7 +71,7 @@ def test_two_meet_at_any_host_of_the_one_that_waits() -> None:
     assert isinstance(come, m.RendezvousJoin) and come.hosts == ("h3", "fd00::3")
 
 
-def test_what_the_master_knows_after_all_dials() -> None:
+def test_the_master_knows_the_hosts_that_all_its_dials_reached() -> None:
     assert concluded({SEEN: "refused"}) == "refused"
     assert concluded({SEEN: None}) is None
     assert concluded({SEEN: "refused", "10.0.0.1": ""}) == ""
@@ -82,7 +82,7 @@ def test_what_the_master_knows_after_all_dials() -> None:
     assert concluded({"a.name": None, "10.0.0.1": "refused"}) is None, "others may know the name"
 
 
-def test_whom_the_master_reaches_nowhere_those_behind_the_same_nat_may_reach() -> None:
+def test_peers_behind_one_nat_may_reach_each_other_where_the_master_cannot() -> None:
     one, other = peer(SEEN, "10.0.0.1"), peer(SEEN, "10.0.0.2", machine="b")
     outside = peer("198.51.100.2", "10.0.0.3", machine="c")
     assert not matters(one, SEEN, [other])
@@ -91,7 +91,7 @@ def test_whom_the_master_reaches_nowhere_those_behind_the_same_nat_may_reach() -
     assert matters(peer(SEEN), SEEN, [other])
 
 
-def test_who_has_ipv4_alone_and_who_has_ipv6_alone_are_told_so() -> None:
+def test_peers_without_a_common_ip_version_are_told_so() -> None:
     four, six, both = peer("10.0.0.1"), peer("fd00::1", "fe80::1%eth0"), peer("10.0.0.1", "fd00::1")
     assert foreign(four, six) and foreign(six, four)
     for other in (four, both, peer("a.name"), peer("10.0.0.2", "a.name")):

@@ -50,7 +50,7 @@ def test_the_ring_goes_around_a_link_that_cannot_be_and_the_master_dials() -> No
     assert order(run, b"3") == (1, 2, 3)  # what was blocked before may work again
 
 
-def test_whom_the_master_cannot_reach_either_goes_if_its_view_counts() -> None:
+def test_an_accused_peer_that_the_master_cannot_reach_is_dropped_if_its_view_counts() -> None:
     run = ManualRun(3)
     unreached(run, b"1", 2)
     run.perform(run.master.dialled(2, "no answer"))
@@ -61,7 +61,7 @@ def test_whom_the_master_cannot_reach_either_goes_if_its_view_counts() -> None:
     assert sorted(run.master.peers) == [1, 3]
 
 
-def test_what_the_master_finds_in_a_private_network_of_others_does_not_count() -> None:
+def test_a_dial_into_a_private_network_of_others_does_not_count() -> None:
     run = ManualRun(2)
     run.join(b"3", host="192.168.0.3")
     run.everyone(m.TopologyVote(1))
@@ -97,7 +97,7 @@ def test_a_synchronization_that_stalls_is_planned_anew_so_many_times() -> None:
     assert sorted(run.master.peers) == [1, 2, 3]
 
 
-def test_who_reaches_nobody_goes_and_not_those_whom_it_accuses() -> None:
+def test_the_peer_that_reaches_no_other_is_dropped_and_not_those_it_accuses() -> None:
     run = ManualRun(3)
     commit(run)
     for accused in (2, 3):
@@ -161,7 +161,7 @@ def test_a_fetch_fails_for_want_of_a_link_and_the_one_at_fault_goes() -> None:
     assert sorted(run.master.peers) == [2, 3]
 
 
-def test_what_cannot_be_is_no_accusation() -> None:
+def test_an_impossible_accusation_is_ignored() -> None:
     run = ManualRun(3)
     run.say(b"1", m.Unreached(2, run.master.run.groups[0].epoch + 1))
     for accused in (1, 99):
@@ -185,7 +185,7 @@ def test_two_peers_that_were_together_before_have_some_attempts() -> None:
     assert sorted(run.master.peers) == [1]
 
 
-def test_who_is_lost_again_while_the_master_recovers_may_come_back_once_more() -> None:
+def test_a_peer_lost_again_during_recovery_may_come_back_once_more() -> None:
     run = ManualRun(2)
     run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
@@ -196,7 +196,7 @@ def test_who_is_lost_again_while_the_master_recovers_may_come_back_once_more() -
     assert {n: peer.conn for n, peer in run.master.peers.items()} == {1: b"b", 2: b"c"}
 
 
-def test_who_comes_late_to_a_call_that_failed_is_told_once() -> None:
+def test_a_peer_that_comes_late_to_a_failed_call_is_told_once() -> None:
     run = ManualRun(2)
     commit(run)  # so the third one has no say
     run.join(b"3")
@@ -231,7 +231,7 @@ def test_tensors_that_lie_in_different_orders_do_not_meet() -> None:
         assert "have all call it with c = x.contiguous()" in error.why
 
 
-def test_who_was_given_up_before_the_restart_is_told_so() -> None:
+def test_a_peer_given_up_before_the_restart_is_told_so() -> None:
     run = ManualRun(0)
     run.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1,))), secret=b"s")
     run.perform(run.master.resume(b"late", resume(2), "10.0.0.1"))
@@ -256,7 +256,7 @@ def test_a_journal_that_could_not_be_written_knows_less_than_those_who_come_back
         assert all(peer.accepted for peer in run.master.peers.values())
 
 
-def test_who_comes_back_to_a_run_that_has_gone_on_is_told_so() -> None:
+def test_a_peer_that_comes_back_too_late_is_told_so() -> None:
     infos = [m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2)]
     run = ManualRun(0)
     run.master = Master(1, combine, secret=b"s")
@@ -348,7 +348,7 @@ def test_the_fault_of_another_peer_is_an_error_that_fits_and_the_call_may_be_mad
     assert fail.again
 
 
-def test_who_runs_out_of_memory_or_time_itself_does_not_try_again() -> None:
+def test_a_peer_that_ran_out_of_memory_or_time_does_not_try_again() -> None:
     machine = running_peer()
     said = machine.engine_failed(2, "no memory for a message", 0, m.Cause.MEMORY)[-1]
     assert isinstance(said, Send)
@@ -507,7 +507,7 @@ def test_peers_of_one_machine_are_not_measured() -> None:
     assert lab.measure() == 3
 
 
-def test_nobody_waits_for_the_measurements_of_who_is_lost() -> None:
+def test_measurements_of_a_lost_peer_are_not_waited_for() -> None:
     lab = Lab("0000")
     lab.everyone(m.OptimizeVote(7))
     probes = lab.probes()
@@ -549,7 +549,7 @@ def test_an_optimization_that_one_gives_up_fails_for_all() -> None:
     assert lab.measure() == 4
 
 
-def test_who_measures_what_nobody_asked_for_is_dropped() -> None:
+def test_a_peer_that_reports_an_unknown_measurement_is_dropped() -> None:
     lab = Lab("000")
     lab.everyone(m.OptimizeVote(7))
     lab.say(b"1", m.Measured(10**6, 1, 1))
@@ -583,7 +583,7 @@ def test_rings_that_no_message_could_carry_are_not_taken_up() -> None:
 # ---- what strangers cannot know ----
 
 
-def test_who_is_not_admitted_does_not_learn_the_runs_number() -> None:
+def test_the_runs_number_is_told_on_admission_only() -> None:
     run = ManualRun(2)
     run.join(b"stranger")
     commit(run)
@@ -595,7 +595,7 @@ def test_who_is_not_admitted_does_not_learn_the_runs_number() -> None:
     assert any(each == m.Admitted(RUN, m.Done()) for each in run.told[b"1"])
 
 
-def test_nobody_comes_back_who_does_not_know_the_runs_number() -> None:
+def test_a_peer_must_know_the_runs_number_to_come_back() -> None:
     for journaled in (True, False):
         run = ManualRun(0)
         expected = Journal(RUN, 1, 3, frozenset((1, 2))) if journaled else None
@@ -703,7 +703,7 @@ def test_peers_that_know_another_order_of_the_ring_are_told_that_nobody_is_lost(
     assert isinstance(error, m.CallError) and error.cause == m.Cause.OTHER
 
 
-def test_who_withdraws_from_one_of_two_calls_may_be_in_the_way_of_others() -> None:
+def test_a_peer_that_withdraws_from_one_of_two_calls_may_block_others() -> None:
     """While it stood in both, the others' call could end first."""
     run = ManualRun(2)
     run.say(b"1", m.PendingVote(2, patient=True))

@@ -85,7 +85,7 @@ class Floor(ManualRun):
 
 @ALIKE
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1), (1, 2, 0)])
-def test_of_three_that_have_done_nothing_the_one_that_differs_goes(
+def test_one_of_three_newcomers_that_differs_is_dropped(
     other: m.Spec, order: tuple[int, ...]
 ) -> None:
     floor = Floor(0, 3)
@@ -183,7 +183,7 @@ def test_peers_that_know_other_ranks_are_no_dispute_however_they_differ() -> Non
 # ---- calls that can never meet ----
 
 
-def test_who_is_in_another_call_than_most_goes() -> None:
+def test_a_peer_in_another_call_than_most_is_dropped() -> None:
     floor = Floor(3)
     floor.say(b"3", m.TopologyVote(7))
     floor.reduce(WORK, None, None)
@@ -204,7 +204,7 @@ def test_newcomers_in_another_call_than_veterans_go(newcomers: int) -> None:
     assert floor.outcomes == ["started", "started", *["dropped"] * newcomers]
 
 
-def test_of_three_calls_that_exclude_each_other_that_of_most_goes_on() -> None:
+def test_the_call_of_most_goes_on_when_three_calls_exclude_each_other() -> None:
     floor = Floor(5)
     floor.say(b"1", m.TopologyVote(7))
     floor.say(b"2", m.SyncVote(7, m.Manifest(0, 0, (ENTRY,))))

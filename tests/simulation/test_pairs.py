@@ -155,7 +155,7 @@ def test_a_collective_that_fails_interrupts_no_send() -> None:
     finish(run, seq)
 
 
-def test_what_was_sent_and_is_lost_ends_it() -> None:
+def test_a_send_ends_when_its_data_is_lost() -> None:
     run = ManualRun(3)
     running, seq = run.start(), meet(run)
     run.say(b"1", m.FinishVote(seq, True))
@@ -183,7 +183,7 @@ def test_a_caller_withdraws_before_and_after_the_start() -> None:
     assert "waited no longer for peer 1 (" in interrupt.why
 
 
-def test_what_a_send_waits_for_is_told() -> None:
+def test_a_send_is_told_what_it_waits_for() -> None:
     run = ManualRun(3)
     vote(run, 2, (1, 2))
     run.say(b"2", m.Inquire(2))
@@ -366,7 +366,7 @@ def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
     ]
 
 
-def test_who_loses_what_it_has_sent_says_so_and_opens_another_stream() -> None:
+def test_a_sender_that_loses_its_data_says_so_and_opens_another_stream() -> None:
     peer = accepted()
     send(peer, 2, 3)
     send(peer, 3, 1)

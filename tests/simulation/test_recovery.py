@@ -33,7 +33,7 @@ def test_without_a_journal_the_run_of_most_goes_on_whoever_came_first() -> None:
     assert run.refused(b"stranger").result == Result.MASTER_CONNECTION_FAILED.value
 
 
-def test_who_comes_back_alone_is_waited_with_and_yields_to_one_who_comes_later() -> None:
+def test_a_peer_that_comes_back_alone_yields_to_a_later_one() -> None:
     run = RestartedRun()
     run.back(b"stranger", 1, 666)
     run.wait(WAIT_S - 1)
@@ -112,7 +112,7 @@ def test_the_arithmetic_is_that_of_the_run_and_not_of_whoever_spoke_last() -> No
     assert isinstance(run.last(b"3"), m.Welcome)
 
 
-def test_what_strangers_say_takes_no_more_memory_than_there_is_for_it(
+def test_messages_of_strangers_take_bounded_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "HELD_MAX", 10_000)
@@ -156,7 +156,7 @@ ALONE = Refusal("it stood alone", Result.INVALID_ARGUMENT, m.Cause.MISMATCH)
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_who_was_dropped_hears_why_from_the_next_master(complete: bool) -> None:
+def test_a_dropped_peer_hears_why_from_the_next_master(complete: bool) -> None:
     run = RestartedRun(Journal(7, 1, 4, frozenset((1, 3)), complete, {2: ALONE}))
     for number in (1, 2, 3):
         run.back(b"%d" % number, number, 7, 1, 2, 3)
@@ -168,7 +168,7 @@ def test_who_was_dropped_hears_why_from_the_next_master(complete: bool) -> None:
     assert journal is not None and journal.refused == {2: ALONE}
 
 
-def test_who_was_dropped_hears_why_from_the_same_master() -> None:
+def test_a_dropped_peer_hears_why_from_the_same_master() -> None:
     """Its connection may break before it has heard of it."""
     first = ManualRun(2)
     first.say(b"2", m.FinishVote(99, True))
@@ -205,7 +205,7 @@ def test_the_calls_of_who_stands_alone_fail_alike_whoever_tells_it(
         {"done": m.Done(revision=(1 << 64) - 1)},
     ],
 )
-def test_whatever_is_believed_everybody_can_decode_what_follows(fields: dict[str, object]) -> None:
+def test_messages_that_follow_from_any_resume_can_be_decoded(fields: dict[str, object]) -> None:
     run = RestartedRun()
     run.perform(run.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
     run.wait(WAIT_S + 0.1)
@@ -236,7 +236,7 @@ def test_whatever_is_believed_everybody_can_decode_what_follows(fields: dict[str
         {"known": infos(1, 2), "rings": (m.Ring((1, 2), (1 << 32) - 1),)},
     ],
 )
-def test_what_cannot_be_is_not_believed(fields: dict[str, object]) -> None:
+def test_an_impossible_resume_is_not_believed(fields: dict[str, object]) -> None:
     run = RestartedRun()
     run.perform(run.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
     assert "impossible numbers" in run.refused(b"1").why
@@ -246,7 +246,7 @@ def test_what_cannot_be_is_not_believed(fields: dict[str, object]) -> None:
 # ---- a master that was away ----
 
 
-def test_nobody_is_told_epochs_that_cannot_be_written() -> None:
+def test_epochs_stay_within_what_can_be_written() -> None:
     run = RestartedRun()
     run.back(b"1", 1, 7, last_seq=1 << 49)
     assert "impossible numbers" in run.refused(b"1").why
@@ -338,7 +338,7 @@ def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
     assert first.master.deserted(resume(3, first.master.run.number))
 
 
-def test_who_was_kicked_or_left_does_not_come_back() -> None:
+def test_a_peer_that_was_kicked_or_left_does_not_come_back() -> None:
     first = ManualRun(2)
     first.say(b"1", m.Leave())
     first.perform(first.master.rejected(b"2", "it sent bytes that are no message"))
@@ -355,7 +355,7 @@ def test_a_peer_may_be_back_before_its_old_connection_is_seen_to_be_broken() -> 
     assert journal.accepted == {1, 2}
 
 
-def test_who_waits_while_a_master_recovers_is_known_to_have_been_heard() -> None:
+def test_a_peer_that_waits_during_recovery_counts_as_heard() -> None:
     """If that master begins anew, these have to come back: the fresh one knows nothing of them."""
     journal = Journal(7, 3, 9, frozenset((1, 2, 3)), complete=False)
     run = RestartedRun(journal)

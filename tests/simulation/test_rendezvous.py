@@ -83,7 +83,7 @@ def test_the_receiver_is_told_where_its_sender_waits() -> None:
     assert run.last(b"2") == m.RendezvousJoin(sender, TOKEN, "h1", 4001, 8)
 
 
-def test_nobody_is_sent_anywhere_who_can_be_reached_or_is_no_neighbour() -> None:
+def test_only_unreachable_neighbours_are_sent_to_a_rendezvous() -> None:
     run = run_of("", "")
     run.join(b"3", host="h3", outgoing=True)  # not admitted yet
     run.join(b"4", host="h4", outgoing=True, group=1)
@@ -170,7 +170,7 @@ def test_no_dial_is_made_to_one_that_can_only_dial_itself() -> None:
     assert run.master.run.groups[0].epoch > epoch, "the rings go around what is blocked"
 
 
-def test_who_only_dials_out_cannot_relay() -> None:
+def test_a_peer_that_only_dials_out_cannot_relay() -> None:
     run = run_of("")
     run.join(b"2", outgoing=True, relay=7000)
     refused = run.last(b"2")

@@ -63,7 +63,7 @@ def test_a_line_that_is_not_true_is_noticed(change: str) -> None:
         feed(lines)
 
 
-def test_what_follows_a_gap_waits_for_the_next_master() -> None:
+def test_lines_after_a_gap_wait_for_the_next_master() -> None:
     seed = next(
         seed
         for seed in itertools.count()
@@ -82,7 +82,7 @@ def _record(seed: int) -> list[Line]:
 # ---- secrets, and what is left out ----
 
 
-def test_of_ticks_those_are_recorded_that_change_anything() -> None:
+def test_only_ticks_that_change_something_are_recorded() -> None:
     vote, tick = inputs.Received(b"1", m.TopologyVote(1)), inputs.Tick(1.0)
     unlimited, limited = Recorder(b"key"), Recorder(b"key")
     limited.line(0.0, inputs.Began(7, 30.0, None), [])

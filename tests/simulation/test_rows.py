@@ -87,7 +87,7 @@ def test_ranks_are_positions_in_the_ring() -> None:
     assert isinstance(run.last(b"1"), m.Started)
 
 
-def test_who_says_how_many_rows_and_who_does_not_do_not_meet() -> None:
+def test_votes_with_and_without_rows_do_not_match() -> None:
     run = ManualRun(2)
     vote(run, 1, *ROWS[0])
     vote(run, 2, (), ())

@@ -29,7 +29,7 @@ def votes(run: ManualRun, *works: m.Spec) -> list[m.CallError]:
     return errors
 
 
-def test_who_knows_other_members_may_try_again() -> None:
+def test_a_peer_that_knows_other_members_may_try_again() -> None:
     two, three = (known_to(members).spec for members in (2, 3))
     for works in ((two, three), (three, two)):
         for error in votes(ManualRun(2), *works):
@@ -37,7 +37,7 @@ def test_who_knows_other_members_may_try_again() -> None:
             assert (error.result, error.cause) == (lost, m.Cause.OTHER)
 
 
-def test_who_votes_as_one_of_more_than_there_are_may_try_again() -> None:
+def test_a_vote_for_more_members_than_there_are_may_be_repeated() -> None:
     """All have voted so, and then one was lost."""
     run = ManualRun(3)
     strategy = known_to(3)
@@ -51,7 +51,7 @@ def test_who_votes_as_one_of_more_than_there_are_may_try_again() -> None:
         assert error.result == Result.RANK_CONNECTION_LOST.value
 
 
-def test_who_does_not_say_how_many_members_it_knows_does_not_ask_for_the_same() -> None:
+def test_votes_with_and_without_a_number_of_members_do_not_match() -> None:
     two = known_to(2).spec
     fewer = m.Spec("all_reduce", 0, 10, 20)
     for other, why in (

@@ -60,7 +60,7 @@ def test_an_idle_run() -> None:
     assert shown.counts.joined == 2
 
 
-def test_who_is_waited_for_and_since_when() -> None:
+def test_the_status_shows_missing_peers_and_since_when() -> None:
     run = ManualRun(3)
     at(run, 10.0, b"1", start())
     at(run, 12.0, b"2", start())
@@ -226,7 +226,7 @@ def test_how_long_the_first_voter_waited_for_the_last_one() -> None:
     assert sum(taken.counts.votes[Kind.TOPOLOGY].counts) == 4, "a snapshot does not change"
 
 
-def test_of_very_much_the_oldest_is_shown() -> None:
+def test_the_oldest_of_very_many_calls_are_shown() -> None:
     run = ManualRun(MISSING_MAX + 10)
     for tag in range(WAITS_MAX + 5):
         run.say(b"1", start(tag))
@@ -238,7 +238,7 @@ def test_of_very_much_the_oldest_is_shown() -> None:
     assert len(shown.peers[0].calls) == CALLS_MAX
 
 
-def test_nothing_that_is_secret_is_shown_and_all_that_is_can_be_printed() -> None:
+def test_secrets_are_not_shown_and_all_texts_can_be_printed() -> None:
     run = ManualRun(2)
     hidden = {"ipc": "a-socket-file", "machine": "its-machine", "curve": "", "dial": "its-password"}
     run.join(b"3", **hidden)

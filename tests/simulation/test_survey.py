@@ -33,7 +33,7 @@ def surveyed(
 
 
 @pytest.mark.parametrize("peers", [2, 3, 7, ALL_MAX])
-def test_of_few_peers_all_links_are_measured(peers: int) -> None:
+def test_all_links_of_few_peers_are_measured(peers: int) -> None:
     everything = Everything(range(1, peers + 1), lambda a, b: {a, b} == {1, 2})
     seen = []
     while slot := everything.next({}):
@@ -67,7 +67,7 @@ def test_sites_are_found_whoever_is_where(seed: int) -> None:
     assert crossings(order, site_of) == (len(by_site) if len(by_site) > 1 else 0)
 
 
-def test_who_cannot_be_reached_is_at_no_site() -> None:
+def test_an_unreachable_peer_is_at_no_site() -> None:
     survey = Survey([[1], [2], [3]])
     assert survey.next({}) == {3: (1,), 1: (3,)}
     dead = Link(0, 100)
@@ -97,7 +97,7 @@ def test_a_large_run_over_the_real_master() -> None:
     assert planet.round_s(order) < planet.round_s(before) / 5
 
 
-def test_what_is_not_measured_is_as_what_is_typical_between_its_sites() -> None:
+def test_an_unmeasured_link_counts_as_typical_between_its_sites() -> None:
     measured = {(1, 2): NEAR, (2, 5): FAR, (1, 5): FAR, (2, 6): Link(1, 1), (6, 5): NEAR}
     site_of = {1: 0, 2: 0, 3: 0, 5: 1, 6: 1}
     links = Links(measured, lambda a, b: False, {}, site_of)

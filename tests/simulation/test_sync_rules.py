@@ -47,7 +47,7 @@ class Sync(ManualRun):
             self.say(other, m.TopologyVote(1))
 
 
-def test_nothing_begins_with_fewer_peers_than_one_wants() -> None:
+def test_the_shared_state_does_not_begin_with_fewer_peers_than_one_wants() -> None:
     run = Sync()
     told = run.sync(manifest(7), manifest(0, min_peers=3))
     assert told == [run.result(0, 1, short=3)] * 2
@@ -84,7 +84,7 @@ def test_a_restarted_master_knows_that_nothing_has_begun() -> None:
     assert run.sync(manifest(7, min_peers=2), manifest(7)) == [run.result(7, 5)] * 2
 
 
-def test_who_was_refused_holds_nothing() -> None:
+def test_a_refused_peer_holds_nothing() -> None:
     run = Sync(3)
     run.sync(manifest(5), manifest(5), manifest(5))
     told = run.sync(manifest(6), manifest(6), manifest(9, b"x"))
@@ -144,7 +144,7 @@ def test_a_collective_that_commits_makes_no_unchanged_revision_legal() -> None:
     assert all(isinstance(error, m.CallError) for error in run.sync(manifest(5), manifest(5)))
 
 
-def test_who_goes_back_receives_from_those_who_went_on() -> None:
+def test_a_peer_that_went_back_receives_from_the_others() -> None:
     """An exception may take a caller away from a collective that commits."""
     run = Sync(3)
     run.sync(*[manifest(5)] * 3)
@@ -164,7 +164,7 @@ def test_a_group_that_begins_anew_repeats_no_number() -> None:
     assert run.sync(manifest(3)) == [run.result(3, 2)]
 
 
-def test_who_left_before_it_heard_of_a_result_does_not_hold_it() -> None:
+def test_a_caller_that_left_before_the_result_does_not_hold_it() -> None:
     """Else it could never begin anew when those who do are gone."""
     for holds in (True, False):
         run = Sync(3)
@@ -179,7 +179,7 @@ def test_who_left_before_it_heard_of_a_result_does_not_hold_it() -> None:
             assert told == m.SyncResult(20, 0, 2, 0)
 
 
-def test_who_left_before_it_heard_of_a_result_receives_what_the_others_have() -> None:
+def test_a_caller_that_left_before_the_result_receives_it() -> None:
     run = Sync(2)
     run.sync(manifest(8), manifest(8))
     run.say(b"1", m.SyncVote(20, manifest(8)))
@@ -247,12 +247,12 @@ def test_a_peer_concludes_that_nothing_began_also_from_a_restarted_master() -> N
         assert "begin with 3 peers, and its group has 2" in end.why
 
 
-def test_who_only_receives_is_never_refused() -> None:
+def test_a_receiver_is_never_refused() -> None:
     end = ends(standing(manifest(9, strategy=1)), m.SyncResult(2, 6, 5, 0))
     assert isinstance(end, Answer)
 
 
-def test_what_a_refused_peer_says_of_itself_later() -> None:
+def test_a_refused_peer_reports_what_it_holds() -> None:
     machine = standing(manifest(9))
     ends(machine, m.SyncResult(2, 6, 5, 0))
     machine.disconnected("a restart")
@@ -264,7 +264,7 @@ def test_what_a_refused_peer_says_of_itself_later() -> None:
 # ---- torn ----
 
 
-def test_what_may_be_overwritten_is_fetched_also_if_it_was_there_before() -> None:
+def test_an_entry_that_may_be_torn_is_fetched_again() -> None:
     """What is elected next may be what a receiver had, until the first transfer began."""
     run = Sync(3)
     told = run.sync(manifest(6, b"b"), manifest(6, b"a"), manifest(0, b"a"))
@@ -275,7 +275,7 @@ def test_what_may_be_overwritten_is_fetched_also_if_it_was_there_before() -> Non
     assert (plan.holders, plan.digests) == ((2,), (b"a",))
 
 
-def test_who_has_begun_to_receive_offers_nothing_when_the_holders_are_gone() -> None:
+def test_a_torn_peer_offers_nothing_when_the_holders_are_gone() -> None:
     run = Sync(3)
     run.sync(manifest(6, b"b"), manifest(0, b"a"), manifest(0, b"a"))
     run.say(b"1", m.Leave())
@@ -301,14 +301,14 @@ def test_a_restarted_master_learns_what_may_be_overwritten() -> None:
     assert vote.manifest.torn and [entry.digest for entry in vote.manifest.entries] == [b""]
 
 
-def test_who_receives_in_place_is_not_refused_when_a_lower_revision_is_elected_next() -> None:
+def test_a_receiver_in_place_is_not_refused_for_a_lower_revision() -> None:
     machine = receiving(5)
     machine.received(m.SyncPlan(2, 10, (), (1,), (0,), (b"older",), in_place=True))
     machine.engine_settled(4, 0, 0)
     assert isinstance(ends(machine, m.SyncResult(2, 4, 5, 10)), Answer)
 
 
-def test_who_is_torn_cannot_only_send() -> None:
+def test_a_torn_peer_cannot_be_send_only() -> None:
     """Its content may be anything, and it receives nothing, so its revision does not count."""
     run = Sync(3)
     torn = m.Manifest(5, 2, (m.Entry("x", 10, 4, False, b"a"),), torn=True)

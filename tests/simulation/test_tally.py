@@ -76,7 +76,7 @@ def test_how_long_a_collective_took_and_how_much_it_moved() -> None:
     assert counts(run).carried["blockwise_int8"] == 4000
 
 
-def test_what_a_lost_peer_has_cost() -> None:
+def test_the_cost_of_a_lost_peer() -> None:
     run = ManualRun(3)
     run_one(run, 10.0, 11.0)
     run.master.now_s = 20.0
@@ -136,7 +136,7 @@ def test_a_peer_that_hangs_costs_goodput_and_is_named() -> None:
     assert 'pccl_peer_late_seconds_total{peer="3",name=""} 20.0' in metrics
 
 
-def test_who_has_only_launched_a_call_loses_nothing_for_some_seconds() -> None:
+def test_a_launched_call_costs_nothing_for_some_seconds() -> None:
     run = ManualRun(2)
     run_one(run, 10.0, 10.0)
     at(run, 20.0, b"1", m.StartVote(2, 0, WORK))

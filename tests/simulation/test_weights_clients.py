@@ -39,7 +39,7 @@ def test_the_way_goes_as_far_as_it_can() -> None:
     assert [one.key for one in way(long, 2)] == [(19, 0)]
 
 
-def test_what_nobody_needs_is_stale() -> None:
+def test_a_package_that_no_client_needs_is_stale() -> None:
     available = [package(1, 0), package(2, 1), package(3, 2), package(3, 0), package(4, 3)]
     assert [one.key for one in stale(available, available)] == [(1, 0)]
     only = [package(1, 0), package(2, 1), package(3, 2)]
@@ -103,7 +103,7 @@ def waiting(hub: WeightsRun, count: int) -> tuple[Node, list[Node]]:
     return publisher, nodes
 
 
-def test_whoever_takes_long_gives_its_place_back() -> None:
+def test_a_slow_client_gives_its_place_back() -> None:
     hub = WeightsRun(3)
     _, nodes = waiting(hub, PLACES + 1)
     assert [len(told(node, m.Source)) for node in nodes] == [1] * PLACES + [0]
@@ -124,7 +124,7 @@ def test_for_what_is_small_there_are_more_places() -> None:
     assert sum(len(told(node, m.Source)) for node in nodes) == PLACES_SMALL
 
 
-def test_who_has_fetched_faster_comes_first_and_from_where_it_is_fastest() -> None:
+def test_the_fastest_client_comes_first_and_gets_its_fastest_holder() -> None:
     hub = WeightsRun(4)
     publisher, nodes = waiting(hub, 4)
     desk = hub.master.run.clients
@@ -206,7 +206,7 @@ def test_when_all_that_is_left_lies_nothing_is_believed() -> None:
     assert victim.machine.version == 2, "it waits for nothing that it does not need any more"
 
 
-def test_of_two_publishers_one_is_refused_and_goes_on_with_a_whole_version() -> None:
+def test_the_second_publisher_is_refused_and_goes_on_with_a_whole_version() -> None:
     hub = WeightsRun(9)
     one, other = hub.add(follows=False), hub.add(follows=False)
     subscriber = hub.add()
@@ -239,7 +239,7 @@ def test_packages_of_one_version_that_contradict_each_other_are_refused() -> Non
     assert hub.master.run.clients.catalogue.head == node.machine.version == 1
 
 
-def test_what_contradicts_what_others_hold_is_not_offered() -> None:
+def test_a_package_that_contradicts_others_is_not_offered() -> None:
     hub = WeightsRun(10)
     publisher, nodes = waiting(hub, 1)
     hub.settle()
@@ -345,7 +345,7 @@ def test_another_master_knows_what_they_have_and_not_who_has_published_it() -> N
     assert {one.published for one in weights(hub).clients} == {None, 2}
 
 
-def test_of_many_clients_the_first_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_of_many_clients_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "CLIENTS_MAX", 2)
     hub = WeightsRun(22)
     waiting(hub, 3)
@@ -397,7 +397,7 @@ def test_a_peer_that_publishes_is_dropped() -> None:
     assert [one.result for one in kicked] == [Result.INTERNAL_ERROR.value]
 
 
-def test_who_is_away_while_others_recover_is_heard() -> None:
+def test_a_client_that_is_away_while_others_recover_is_heard() -> None:
     """A run that comes back is not kept from it by clients that are there already."""
     hub = WeightsRun(16)
     node = hub.add()
