@@ -36,7 +36,7 @@ from pccl.types import ReduceInfo, SharedStateSyncInfo, SharedStateSyncStrategy
 
 __all__ = [
     "DIRECT_MAX", "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
-    "are_peers_pending", "await_newcomers", "launch", "limit_master_patience", "member", "names",
+    "are_peers_pending", "await_newcomers", "expect_no_return", "launch", "member", "names",
     "ranks", "repeat_until_enough", "ring", "run", "synchronize_once", "update_topology",
 ]  # fmt: skip
 
@@ -90,9 +90,13 @@ def names(comm: Communicator) -> dict[int, str]:
     return {info.peer: str(info) for info in comm._membership.client("names").plan.peers}
 
 
-def limit_master_patience(comm: Communicator, most_s: float) -> None:
-    """Limits how long this peer tries to reconnect to its master; call it before `connect`."""
-    comm._settings["master_patience_s"] = min(most_s, Config.from_env().master_patience_s)
+def expect_no_return(comm: Communicator, most_s: float) -> None:
+    """The master never comes back once its process has ended; call it before `connect`.
+
+    If it is unreachable, this peer tries to reconnect for at most `most_s`.
+    """
+    patience_s = min(most_s, Config.from_env().master_patience_s)
+    comm._settings.update(master_patience_s=patience_s, master_returns=False)
 
 
 # ---- collectives ----

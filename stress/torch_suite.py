@@ -26,6 +26,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ from typing import Any
 
 SHIPPED = "torch.testing._internal.distributed.distributed_test"
 SIZES = (2, 4)  # ranks
-TEST_S = 90  # the longest that one test may take
+TEST_S = 300  # the longest that one test may take
 FILE_S = 3600  # and all tests of a file, with one backend
 REPLACED = "TORCH_SUITE_BACKEND"  # in the environment of tests: the backend that gloo's tests get
 
@@ -99,11 +100,13 @@ def arguments() -> argparse.Namespace:
 # ---- pccl in the place of gloo ----
 
 
-def replace_gloo(backend: str) -> None:
-    """Gives groups that are made with gloo, or by default, another backend."""
+THEIRS = {"gloo", "nccl", "cpu:gloo", "cpu:gloo,cuda:nccl"}
+
+
+def replace_theirs(backend: str, theirs: set[str]) -> None:
+    """Gives groups that are made with torch's backends, or by default, another one."""
     import torch.distributed as dist
 
-    theirs = {"gloo", "cpu:gloo", "cpu:gloo,cuda:nccl"}
     for name, replaced in (("init_process_group", {None, *theirs}), ("new_group", theirs)):
         _replace(getattr(dist, name), replaced, backend)
 
@@ -236,6 +239,7 @@ def shipped(backend: str, size: int) -> type[unittest.TestCase]:
     if not torch.cuda.is_available():
         ignore_gates(size)
         emulate_gpus(size)
+        replace_theirs(backend, {"nccl"})
     spec = importlib.util.find_spec(SHIPPED)
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).read_text(encoding="utf-8")
@@ -275,7 +279,7 @@ def prepare(backend: str, size: int) -> None:
     from torch.testing._internal import common_distributed as common
 
     if backend != "gloo":
-        replace_gloo(backend)
+        replace_theirs(backend, THEIRS)
     if not torch.cuda.is_available():
         ignore_gates(size)
     common.DEFAULT_WORLD_SIZE = size
@@ -330,8 +334,11 @@ class Results(unittest.TestResult):
 def run(args: argparse.Namespace) -> None:
     """The tests of one file with one backend, in this process."""
     backend, size, file = args.run[0], int(args.run[1]), args.run[2]
-    address = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(size), "BACKEND": backend}
-    os.environ.update(address)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(WORLD_SIZE=str(size), BACKEND=backend)
     loader = unittest.defaultTestLoader
     if file == SHIPPED:
         cls = globals()["TestBackend"] = shipped(backend, size)

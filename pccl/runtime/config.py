@@ -78,6 +78,8 @@ class Config:
     # arguments of `connect` say
     connect_timeout_s: float | None = None
     master_patience_s: float = 60.0  # how long a peer tries to reconnect to the master
+    # whether a master that has ended may come back; if not, a peer gives up when nothing listens
+    master_returns: bool = True
     # how long a peer may keep others waiting before the master drops it; None: no limit
     straggler_s: float | None = None
     # the most Mbit/s at which a peer sends shared state to others; None: no limit

@@ -31,7 +31,7 @@ from pccl.torch.hosted import KEY, HostedMaster
 
 VARIABLE = "PCCL_MASTER"
 PATIENCE_S = 1.0  # for a first answer of a hosted master; doubles with each attempt
-HOSTED_PATIENCE_S = 2.0  # for a lost hosted master, which never comes back without its process
+HOSTED_PATIENCE_S = 2.0  # for a hosted master whose host does not answer
 _READ_AGAIN_S = 0.05
 _NOWHERE = "127.0.0.1:1"
 HINT_S = 10.0  # after this time, a process that waits to be admitted logs a possible reason
@@ -103,7 +103,7 @@ def join(
     seconds = timeout.total_seconds()
     comm = Communicator(address, connect_timeout=seconds if patience_s is None else patience_s)
     if hosted:
-        extension.limit_master_patience(comm, HOSTED_PATIENCE_S)
+        extension.expect_no_return(comm, HOSTED_PATIENCE_S)
     reminder = threading.Timer(HINT_S, lambda: _log.warning("this process still waits: %s", _HINT))
     reminder.daemon = True
     try:

@@ -136,7 +136,7 @@ sys.stdin.read()
 """
 
 
-def test_the_master_of_a_killed_process_is_given_up_after_2_seconds() -> None:
+def test_the_master_of_a_killed_process_is_given_up_at_once() -> None:
     """By default, a peer waits a minute for its master, which may be started again elsewhere."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [sys.executable, "-c", FIRST, str(store.port)]
@@ -146,10 +146,8 @@ def test_the_master_of_a_killed_process_is_given_up_after_2_seconds() -> None:
             group.barrier().wait()
         finally:
             first.kill()
-        began_s = time.monotonic()
-        with pytest.raises(pccl.MasterLostError, match="did not come back within 2 s"):
+        with pytest.raises(pccl.MasterLostError, match="broke, and it has ended"):
             group.barrier().wait()
-        assert time.monotonic() - began_s < 20
         group.shutdown()
 
 

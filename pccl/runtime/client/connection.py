@@ -283,7 +283,7 @@ class MasterConnection:
             return
         now = self._now()
         if self._give_up_at <= now:
-            self._give_up()
+            self._give_up(f"it did not come back within {self._config.master_patience_s:g} s")
         elif self._retry_at is not None and self._retry_at <= now:
             self._retry_at = None
             self._resolving = True
@@ -341,14 +341,15 @@ class MasterConnection:
             if self._peer.number:
                 log.warning("peer %d: %s; trying for %g s", self._peer.number, why, patience_s)
             self._perform(self._peer.disconnected(why))
+        elif not self._config.master_returns:
+            self._give_up("it has ended")
+            return
         self._retry_at = now + limits.MASTER_RETRY_S
         self.tick()
 
-    def _give_up(self) -> None:
-        patience_s = self._config.master_patience_s
-        why = f"{self._trouble}, and it did not come back within {patience_s:g} s"
+    def _give_up(self, why: str) -> None:
         self._resolving, self._retry_at, self._give_up_at = False, None, 0.0
-        self._perform(self._peer.lost_master(why))
+        self._perform(self._peer.lost_master(f"{self._trouble}, and {why}"))
 
     def _retry(self, found: Found) -> None:
         """Tries to connect again, if the master's name could be resolved."""
