@@ -18,16 +18,27 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from pccl import Communicator, PCCLError, PCCLTimeoutError, PeerLostError, extension, operands
+from pccl import (
+    Communicator,
+    MismatchError,
+    PCCLError,
+    PCCLTimeoutError,
+    PeerLostError,
+    extension,
+    operands,
+)
+from pccl.extension import Deadline
 from pccl.torch.members import Members
 from pccl.torch.tensors import movable, put
 from pccl.torch.work import POOL, Handle, Task
-from pccl.types import Result
+from pccl.types import DataType, Result
 
 BARRIER_TAG = (1 << 31) - 1  # of monitored_barrier
 TAG_MAX = BARRIER_TAG - 1
+_SIZES = 1 << 31  # above the numbers of messages: tags of the exchange of sizes
 
 
 class _Numbers:
@@ -57,20 +68,81 @@ class _Numbers:
             heapq.heappush(self._free, number)
 
 
+class _Message:
+    """The handle of a message with a fixed sender and receiver.
+
+    A message may have fewer elements than the receiver's tensor, which gets them as its first ones.
+    pccl fails a call if the two peers give different sizes. Then they exchange these, and repeat
+    it. So equal sizes, as nearly always, cost nothing.
+
+    Attributes:
+        piece: what is sent, or the memory that receives; after success, no more than was sent.
+    """
+
+    def __init__(
+        self, comm: Communicator, piece: Tensor, pair: tuple[int, int], is_sent: bool, tag: int
+    ) -> None:
+        """`pair` is the numbers of the sender and the receiver."""
+        self.piece = piece
+        self._comm, self._pair, self._is_sent, self._tag = comm, pair, is_sent, tag
+        self._lock = threading.Lock()
+        self._is_repeated = False
+        self._handle: Handle = self._begin()
+
+    def _begin(self) -> Handle:
+        name, make = ("send", operands.send) if self._is_sent else ("recv", operands.recv)
+        return extension.launch(self._comm, name, make(self.piece, self._pair), self._tag)
+
+    @property
+    def error(self) -> Exception | None:
+        return self._handle.error
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._handle.add_done_callback(callback)
+
+    def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]:
+        deadline = Deadline(timeout)
+        with self._lock:
+            found = self._handle.wait(timeout=timeout)
+            if isinstance(self._handle.error, MismatchError) and not self._is_repeated:
+                self._is_repeated = True
+                if self._has_room(deadline):
+                    self._handle = self._begin()
+                    found = self._handle.wait(timeout=deadline.left_s)
+        return found
+
+    def _has_room(self, deadline: Deadline) -> bool:
+        """True if the message fits into the receiver's tensor; both peers find the same."""
+        dtype = DataType.from_torch_dtype(self.piece.dtype).value
+        own = torch.tensor([self.piece.numel(), dtype])
+        theirs, tag = torch.empty_like(own), self._tag | _SIZES
+        giver, taker = self._pair
+        there, back = (giver, taker), (taker, giver)
+        if not self._is_sent:
+            there, back = back, there
+        sizes = [
+            extension.launch(self._comm, "send", operands.send(own, there), tag),
+            extension.launch(self._comm, "recv", operands.recv(theirs, back), tag),
+        ]
+        if not all([each.wait(timeout=deadline.left_s)[0] for each in sizes]):
+            return False
+        sent, room = (own, theirs) if self._is_sent else (theirs, own)
+        self.piece = self.piece[: int(sent[0])]
+        return bool(sent[0] <= room[0] and sent[1] == room[1])
+
+
 @dataclass(eq=False)
 class _Posted:
     """A receive under way, for a request of now or later.
 
     Attributes:
-        piece: the memory that it fills.
         number: the number of the message.
-        handle: the handle of its collective.
+        handle: of the message.
         ended: whether it has succeeded or failed.
     """
 
-    piece: Tensor
     number: int
-    handle: Handle
+    handle: _Message
     ended: bool = False
 
 
@@ -121,7 +193,7 @@ class _Mailbox:
         lock: held while any of it changes.
     """
 
-    def __init__(self, post: Callable[[Tensor, int], tuple[int, Handle]], free: Any) -> None:
+    def __init__(self, post: Callable[[Tensor, int], tuple[int, _Message]], free: Any) -> None:
         self.lock = threading.RLock()
         self._post = post
         self._free = free  # gives back a member's number of a message
@@ -157,12 +229,12 @@ class _Mailbox:
         return request
 
     def _ask(self, tensor: Tensor, other: int, source: _Source) -> None:
-        piece = movable(tensor).clone()
-        number, handle = self._post(piece, other)
-        posted = _Posted(piece, number, handle)
+        number, handle = self._post(movable(tensor).clone(), other)
+        posted = _Posted(number, handle)
         source.posted.append(posted)
 
         def ended() -> None:
+            handle.wait()
             with self.lock:
                 posted.ended = True
                 self._settle(other)
@@ -177,7 +249,7 @@ class _Mailbox:
             posted = source.posted.popleft()
             well, _, _ = posted.handle.wait()
             if well:
-                source.arrived.append(posted.piece)
+                source.arrived.append(posted.handle.piece)
                 continue
             self._free(other, posted.number)
             self._fail(other, posted.handle.error)
@@ -189,7 +261,7 @@ class _Mailbox:
             if not arrived:
                 return
             self._requests.remove(request)
-            if arrived[0].nbytes != request.nbytes:
+            if arrived[0].nbytes > request.nbytes:
                 why = (
                     f"a receive of {request.nbytes} bytes: an earlier receive from any sender has "
                 )
@@ -256,18 +328,20 @@ class Sends:
         if not 0 <= tag <= TAG_MAX and tag != BARRIER_TAG:
             raise ValueError(f"tag is {tag}: it must be in 0 to {TAG_MAX}")
 
-    def _launch(self, name: str, work: Any, tag: int, number: int) -> Handle:
-        return extension.launch(self._comm, name, work, tag << 32 | number & 0xFFFFFFFF)
+    def _launch(
+        self, piece: Tensor, pair: tuple[int, int], is_sent: bool, tag: int, number: int
+    ) -> _Message:
+        return _Message(self._comm, piece, pair, is_sent, tag << 32 | number % _SIZES)
 
     def _message(
-        self, name: str, tensor: Tensor, piece: Tensor, work: Any, numbers: _Numbers, tag: int
+        self, tensor: Tensor, pair: tuple[int, int], is_sent: bool, numbers: _Numbers, tag: int
     ) -> Task:
         """The task of a message with a fixed sender and receiver."""
-        taken: list[int] = []
+        piece, taken = movable(tensor), list[int]()
 
         def launch(_: int) -> Handle:
             with numbers.take() as number:
-                handle = self._launch(name, work, tag, number)
+                handle = self._launch(piece, pair, is_sent, tag, number)
                 taken.append(number)
             return handle
 
@@ -276,16 +350,17 @@ class Sends:
                 numbers.give_back(taken.pop())
 
         def settle() -> None:
-            if name == "recv":
+            if not is_sent:
                 put(tensor, piece)
 
+        name = "send" if is_sent else "recv"
         return Task(name, launch, [tensor], settle=settle, failed=failed, counts=False)
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Task:
         self._check(tag)
-        piece, other = movable(tensor), self._other(rank)
-        work = operands.send(piece, (self._members.own, other))
-        return self._message("send", tensor, piece, work, self._sent[other, tag], tag)
+        other = self._other(rank)
+        pair = self._members.own, other
+        return self._message(tensor, pair, True, self._sent[other, tag], tag)
 
     def recv(self, tensor: Tensor, rank: int, tag: int) -> Task:
         self._check(tag)
@@ -293,9 +368,8 @@ class Sends:
         mailbox = self._mailboxes.get(tag)
         if mailbox is not None and mailbox.holds(other):
             return self._requested(mailbox, tensor, other)
-        piece = movable(tensor)
-        work = operands.recv(piece, (other, self._members.own))
-        return self._message("recv", tensor, piece, work, self._received[other, tag], tag)
+        pair = other, self._members.own
+        return self._message(tensor, pair, False, self._received[other, tag], tag)
 
     def recv_any(self, tensor: Tensor, tag: int) -> Task:
         """Receives a tensor from the first member that sends one.
@@ -309,10 +383,9 @@ class Sends:
         return self._requested(mailbox, tensor, None)
 
     def _mailbox(self, tag: int) -> _Mailbox:
-        def post(piece: Tensor, other: int) -> tuple[int, Handle]:
+        def post(piece: Tensor, other: int) -> tuple[int, _Message]:
             with self._received[other, tag].take() as number:
-                work = operands.recv(piece, (other, self._members.own))
-                return number, self._launch("recv", work, tag, number)
+                return number, self._launch(piece, (other, self._members.own), False, tag, number)
 
         return _Mailbox(post, lambda other, number: self._received[other, tag].give_back(number))
 
@@ -327,7 +400,9 @@ class Sends:
             return requests[0]
 
         def settle() -> None:
-            put(tensor, requests[0].message.result())
+            piece, whole = requests[0].message.result(), movable(tensor)
+            whole[: piece.numel()] = piece
+            put(tensor, whole)
 
         def source() -> int:
             order, sender = self._members.order, requests[0].other if requests else None

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster, in_threads
+from errors_page import listed
 from torch.distributed import distributed_c10d as c10d
 from waiting import wait_until
 
@@ -137,7 +138,7 @@ sys.stdin.read()
 
 
 def test_the_master_of_a_killed_process_is_given_up_at_once() -> None:
-    """By default, a peer waits a minute for its master, which may be started again elsewhere."""
+    """By default, a peer waits a minute for its master, which may be started again."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [sys.executable, "-c", FIRST, str(store.port)]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as first:
@@ -146,8 +147,9 @@ def test_the_master_of_a_killed_process_is_given_up_at_once() -> None:
             group.barrier().wait()
         finally:
             first.kill()
-        with pytest.raises(pccl.MasterLostError, match="broke, and it has ended"):
+        with pytest.raises(pccl.MasterLostError, match="broke, and it has ended") as lost:
             group.barrier().wait()
+        listed(str(lost.value))
         group.shutdown()
 
 

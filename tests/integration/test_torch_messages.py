@@ -151,18 +151,44 @@ def test_a_receive_from_anyone_survives_a_loss(three: Groups) -> None:
     assert three.each(job)[0] == [1.0, 2.0]
 
 
-def test_a_message_of_another_size_fails_on_both_and_the_next_one_arrives(two: Groups) -> None:
+@pytest.mark.parametrize("sent", [torch.ones(3), torch.ones(1, dtype=torch.int32)], ids=str)
+def test_a_message_that_does_not_fit_fails_on_both_and_the_next_one_arrives(
+    sent: Tensor, two: Groups
+) -> None:
     def job(group: ProcessGroup) -> list[float]:
         if group.rank():
-            with pytest.raises(pccl.PCCLError):
-                group.send([torch.ones(2)], 0).wait()
+            with pytest.raises(pccl.MismatchError):
+                group.send([sent], 0).wait()
             group.send([torch.tensor([7.0])], 0).wait()
             return []
-        with pytest.raises(pccl.PCCLError):
-            group.recv([torch.empty(3)], 1).wait()
+        with pytest.raises(pccl.MismatchError):
+            group.recv([torch.empty(2)], 1).wait()
         return received(group, 1)
 
     assert two.each(job)[0] == [7.0]
+
+
+def test_a_message_may_be_smaller_than_the_tensor_that_receives_it(two: Groups) -> None:
+    """The others of its elements keep their values, as with gloo."""
+
+    def job(group: ProcessGroup) -> None:
+        other = 1 - group.rank()
+        works = [group.send([torch.ones(size)], other, size) for size in (2, 3, 0)]
+        flat, turned, kept, first = (torch.zeros(2, 2) for _ in range(4))
+        group.recv([flat], other, 2).wait()
+        group.recv([turned.t()], other, 3).wait()
+        group.recv([kept], other, 0).wait()
+        assert flat.tolist() == [[1, 1], [0, 0]]
+        assert turned.t().tolist() == [[1, 1], [1, 0]]
+        assert kept.tolist() == [[0, 0], [0, 0]]
+        works += [group.send([torch.ones(size)], other, 9) for size in (1, 4)]
+        group.recv_anysource([first], 9).wait()
+        group.recv([kept], other, 9).wait()
+        assert first.tolist() == [[1, 0], [0, 0]] and kept.tolist() == [[1, 1], [1, 1]]
+        for work in works:
+            work.wait()
+
+    two.each(job)
 
 
 def test_an_interrupted_wait_completes_the_future(two: Groups) -> None:
