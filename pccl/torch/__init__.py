@@ -8,7 +8,7 @@ master is the one that PCCL_MASTER names, or else runs in the process of rank 0.
 """
 
 import _pccl_torch
-from pccl.torch import hooks
+from pccl.torch import hooks, recorder
 from pccl.torch.creation import (
     is_possible,
     replace_monitored_barrier,
@@ -21,6 +21,7 @@ from pccl.torch.members import communicator
 _pccl_torch.register()  # if TORCH_DEVICE_BACKEND_AUTOLOAD=0, no entry point has done it
 if not is_possible():
     replace_monitored_barrier()
+recorder.complete_dumps()
 
 __all__ = [
     "DistributedDataParallel", "ProcessGroup", "Replicas", "communicator", "hooks",

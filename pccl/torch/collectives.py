@@ -27,6 +27,7 @@ from torch.distributed import ReduceOp
 from pccl import Communicator, PCCLError, extension, operands
 from pccl import ReduceOp as Op
 from pccl.extension import Deadline, Operands, Ranks
+from pccl.torch import recorder
 from pccl.torch.members import Members
 from pccl.torch.p2p import BARRIER_TAG, Sends
 from pccl.torch.tensors import Reduction, flat, movable, moved_size, put, reducible
@@ -127,10 +128,10 @@ class Collectives:
 
         A profile shows it until its end, with the shapes of `inputs`, which may be nested in lists.
         """
-        if profiler._is_profiler_enabled:
-            task = replace(task, ended=_span(f"pccl:{task.name}", _flat(inputs)))
         limit = options.timeout
         timeout = limit if limit is not None and limit > timedelta(0) else self.timeout
+        if profiler._is_profiler_enabled or recorder.SIZE:
+            task = self._traced(task, _flat(inputs), timeout.total_seconds())
         with self._launching:
             work = Work(task, self._next_tag, self.members, timeout.total_seconds())
             work.begin(self._under_way)
@@ -140,6 +141,16 @@ class Collectives:
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+    def _traced(self, task: Task, inputs: Tensors, timeout_s: float) -> Task:
+        """The task, which a profile and the flight recorder have until its end."""
+        name, ended = f"pccl:{task.name}", list[Callable[[bool], None]]()
+        if profiler._is_profiler_enabled:
+            ended.append(_span(name, inputs))
+        if recorder.SIZE:
+            group = getattr(self, "group", self)  # of a DeviceBackend
+            ended.append(recorder.record(group, name, task.counts, inputs, timeout_s))
+        return replace(task, ended=lambda well: [end(well) for end in ended])
 
     def _get_sequence_number_for_group(self) -> int:
         return self._next_tag - FIRST_TAG
@@ -669,13 +680,13 @@ class Collectives:
         return CoalescedWork(works)
 
 
-def _span(name: str, inputs: Tensors) -> Callable[[], None]:
+def _span(name: str, inputs: Tensors) -> Callable[[bool], None]:
     """Begins a span of the profiler. Returns a function that ends it.
 
     It ends in another thread: so torch takes it for asynchronous, and not for work of the caller.
     """
     span = _record_function_with_args_enter(name, *inputs)
-    return lambda: in_pool(lambda: _record_function_with_args_exit(span)).result()
+    return lambda well: in_pool(lambda: _record_function_with_args_exit(span)).result()
 
 
 def _all_gather(sent: Any, received: Any, order: Order, ranks: Ranks) -> Operands:

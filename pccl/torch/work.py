@@ -139,7 +139,7 @@ class Task:
         alone: does the work of a group of one.
         settle: copies the result to the caller's tensors; called once, after success.
         failed: called once, after a failure.
-        ended: called once, after success or failure.
+        ended: called once, with whether it has succeeded.
         again: whether it may be launched again if a peer is lost in it.
         source: torch's rank of the sender whose message a receive has taken.
         counts: whether all members launch it, so that it has a tag of their sequence.
@@ -151,7 +151,7 @@ class Task:
     alone: Callable[[], None] = _nothing
     settle: Callable[[], None] = _nothing
     failed: Callable[[], None] = _nothing
-    ended: Callable[[], None] = _nothing
+    ended: Callable[[bool], object] = bool
     again: bool = False
     source: Callable[[], int] = lambda: -1
     counts: bool = True
@@ -271,7 +271,7 @@ class Work(BaseWork):
     def _finish(self) -> None:
         if self.error is not None:
             self.task.failed()
-        self.task.ended()
+        self.task.ended(self.error is None)
         self._ended.set()
 
     def _conclude(self, timeout_s: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -189,6 +190,47 @@ def test_cycles_of_a_group_leave_nothing_behind(end: Callable[[ProcessGroup], No
 
     before = cycles(2)
     wait_until(lambda: all(a <= b for a, b in zip(cycles(3), before, strict=True)))
+
+
+CYCLES = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+
+port, rank, end = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+for cycle in range(1, 201):
+    dist.init_process_group("pccl", store=store, rank=rank, world_size=2)
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    assert one.item() == 2
+    if end == "abort":
+        dist.group.WORLD.abort()
+    dist.destroy_process_group()
+    if cycle in (50, 200):
+        pages = int(open("/proc/self/statm").read().split()[1])
+        threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        print(json.dumps([threads, files, pages * os.sysconf("SC_PAGE_SIZE") / 2**20]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_200_groups_with_the_store_of_a_launcher_leave_nothing_behind(end: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = [sys.executable, "-c", CYCLES, str(store.port)]
+    processes = [
+        subprocess.Popen([*words, str(rank), end], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        text, _ = process.communicate()
+        assert process.returncode == 0
+        (threads, files, mib), last = map(json.loads, text.splitlines())
+        assert last[0] <= threads + 4  # idle threads of the pool come and go
+        assert last[1] <= files + 4  # of these threads' groups, until they have closed them
+        assert last[2] <= mib + 8
 
 
 def test_torch_knows_which_tensors_a_group_takes() -> None:

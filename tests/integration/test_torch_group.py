@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d_C
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.nn.parallel import DistributedDataParallel
 from torch_groups import Groups
@@ -21,7 +24,7 @@ from waiting import wait_until
 
 import pccl
 from pccl import extension, kernels
-from pccl.torch import ProcessGroup, hooks
+from pccl.torch import ProcessGroup, hooks, recorder
 from pccl.torch.work import POOL
 
 T = TypeVar("T")
@@ -209,6 +212,33 @@ def test_the_profiler_shows_collectives_until_they_end(two: Groups) -> None:
             assert shown[name].is_async and shown[name].input_shapes == [[1]]
 
     two.each(profiled)
+
+
+def test_the_flight_recorder_has_calls_of_all_groups(
+    two: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "SIZE", 3)
+    monkeypatch.setattr(recorder, "_entries", deque(maxlen=3))
+
+    def job(group: ProcessGroup) -> None:
+        if group.rank() == 1:
+            return
+        group.setGroupName("flight")
+        one = torch.ones(1)
+        with pytest.raises(pccl.PCCLTimeoutError):
+            group.recv([one], 1, 5).wait(timedelta(milliseconds=50))
+        with pytest.raises(pccl.PCCLTimeoutError):
+            group.allreduce([one], timeout=timedelta(milliseconds=50)).wait()
+
+    two.each(job)
+    dump = pickle.loads(c10d_C._dump_fr_trace(onlyActive=False))
+    assert dump["pg_config"]["flight"]["ranks"] == "[0, 1]"
+    received, reduced = (each for each in dump["entries"] if each["process_group"][0] == "flight")
+    assert received["profiling_name"] == "pccl:recv" and received["is_p2p"]
+    assert reduced["profiling_name"] == "pccl:all_reduce" and reduced["input_sizes"] == [[1]]
+    assert reduced["state"] == "started" and reduced["retired"] and reduced["timeout_ms"] == 50
+    assert any(frame["name"] == "job" for frame in reduced["frames"])
+    assert pickle.loads(c10d_C._dump_fr_trace(onlyActive=True))["entries"] == []
 
 
 def test_sparse_tensors_are_summed(three: Groups) -> None:
