@@ -77,14 +77,23 @@ class _Message:
 
     Attributes:
         piece: what is sent, or the memory that receives; after success, no more than was sent.
+        number: the number of the message.
+        ended: for its user: whether it is known to have succeeded or failed.
     """
 
     def __init__(
-        self, comm: Communicator, piece: Tensor, pair: tuple[int, int], is_sent: bool, tag: int
+        self,
+        comm: Communicator,
+        piece: Tensor,
+        pair: tuple[int, int],
+        is_sent: bool,
+        tag: int,
+        number: int,
     ) -> None:
         """`pair` is the numbers of the sender and the receiver."""
-        self.piece = piece
-        self._comm, self._pair, self._is_sent, self._tag = comm, pair, is_sent, tag
+        self.piece, self.number, self.ended = piece, number, False
+        self._comm, self._pair, self._is_sent = comm, pair, is_sent
+        self._tag = tag << 32 | number % _SIZES
         self._lock = threading.Lock()
         self._is_repeated = False
         self._handle: Handle = self._begin()
@@ -116,13 +125,10 @@ class _Message:
         dtype = DataType.from_torch_dtype(self.piece.dtype).value
         own = torch.tensor([self.piece.numel(), dtype])
         theirs, tag = torch.empty_like(own), self._tag | _SIZES
-        giver, taker = self._pair
-        there, back = (giver, taker), (taker, giver)
-        if not self._is_sent:
-            there, back = back, there
+        me, other = self._pair if self._is_sent else (self._pair[1], self._pair[0])
         sizes = [
-            extension.launch(self._comm, "send", operands.send(own, there), tag),
-            extension.launch(self._comm, "recv", operands.recv(theirs, back), tag),
+            extension.launch(self._comm, "send", operands.send(own, (me, other)), tag),
+            extension.launch(self._comm, "recv", operands.recv(theirs, (other, me)), tag),
         ]
         if not all([each.wait(timeout=deadline.left_s)[0] for each in sizes]):
             return False
@@ -131,24 +137,9 @@ class _Message:
         return bool(sent[0] <= room[0] and sent[1] == room[1])
 
 
-@dataclass(eq=False)
-class _Posted:
-    """A receive under way, for a request of now or later.
-
-    Attributes:
-        number: the number of the message.
-        handle: of the message.
-        ended: whether it has succeeded or failed.
-    """
-
-    number: int
-    handle: _Message
-    ended: bool = False
-
-
 @dataclass
 class _Source:
-    posted: deque[_Posted] = field(default_factory=deque)
+    posted: deque[_Message] = field(default_factory=deque)  # receives that have been launched
     arrived: deque[Tensor] = field(default_factory=deque)
 
 
@@ -193,7 +184,7 @@ class _Mailbox:
         lock: held while any of it changes.
     """
 
-    def __init__(self, post: Callable[[Tensor, int], tuple[int, _Message]], free: Any) -> None:
+    def __init__(self, post: Callable[[Tensor, int], _Message], free: Any) -> None:
         self.lock = threading.RLock()
         self._post = post
         self._free = free  # gives back a member's number of a message
@@ -229,30 +220,29 @@ class _Mailbox:
         return request
 
     def _ask(self, tensor: Tensor, other: int, source: _Source) -> None:
-        number, handle = self._post(movable(tensor).clone(), other)
-        posted = _Posted(number, handle)
+        posted = self._post(movable(tensor).clone(), other)
         source.posted.append(posted)
 
         def ended() -> None:
-            handle.wait()
+            posted.wait()
             with self.lock:
                 posted.ended = True
                 self._settle(other)
 
         # not in the thread that calls back, which must not wait
-        handle.add_done_callback(lambda: POOL.run(ended))
+        posted.add_done_callback(lambda: POOL.run(ended))
 
     def _settle(self, other: int) -> None:
         """Takes the ended receives from one member, in order."""
         source = self._sources[other]
         while source.posted and source.posted[0].ended:
             posted = source.posted.popleft()
-            well, _, _ = posted.handle.wait()
+            well, _, _ = posted.wait()
             if well:
-                source.arrived.append(posted.handle.piece)
+                source.arrived.append(posted.piece)
                 continue
             self._free(other, posted.number)
-            self._fail(other, posted.handle.error)
+            self._fail(other, posted.error)
         self._serve(other)
 
     def _serve(self, other: int) -> None:
@@ -300,7 +290,7 @@ class _Mailbox:
         """Ends the receives that no request is waiting for."""
         for source in list(self._sources.values()):
             for posted in list(source.posted):
-                posted.handle.wait(timeout=0)
+                posted.wait(timeout=0)
 
 
 class Sends:
@@ -328,11 +318,6 @@ class Sends:
         if not 0 <= tag <= TAG_MAX and tag != BARRIER_TAG:
             raise ValueError(f"tag is {tag}: it must be in 0 to {TAG_MAX}")
 
-    def _launch(
-        self, piece: Tensor, pair: tuple[int, int], is_sent: bool, tag: int, number: int
-    ) -> _Message:
-        return _Message(self._comm, piece, pair, is_sent, tag << 32 | number % _SIZES)
-
     def _message(
         self, tensor: Tensor, pair: tuple[int, int], is_sent: bool, numbers: _Numbers, tag: int
     ) -> Task:
@@ -341,7 +326,7 @@ class Sends:
 
         def launch(_: int) -> Handle:
             with numbers.take() as number:
-                handle = self._launch(piece, pair, is_sent, tag, number)
+                handle = _Message(self._comm, piece, pair, is_sent, tag, number)
                 taken.append(number)
             return handle
 
@@ -383,9 +368,10 @@ class Sends:
         return self._requested(mailbox, tensor, None)
 
     def _mailbox(self, tag: int) -> _Mailbox:
-        def post(piece: Tensor, other: int) -> tuple[int, _Message]:
+        def post(piece: Tensor, other: int) -> _Message:
+            pair = other, self._members.own
             with self._received[other, tag].take() as number:
-                return number, self._launch(piece, (other, self._members.own), False, tag, number)
+                return _Message(self._comm, piece, pair, False, tag, number)
 
         return _Mailbox(post, lambda other, number: self._received[other, tag].give_back(number))
 

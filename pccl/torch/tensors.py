@@ -108,31 +108,24 @@ class Reduction:
             return cls(None, bitwise=_BITWISE[kind])
         raise ValueError(f"{op} is not a reduction that torch.distributed defines")
 
-    def for_dtype(self, dtype: torch.dtype) -> pccl.ReduceOp:
-        """pccl's operation on elements of a dtype.
-
-        Raises:
-            ValueError: there is none.
-        """
-        assert self.op is not None
-        if dtype.is_complex and self.op not in (pccl.ReduceOp.SUM, pccl.ReduceOp.AVG):
-            raise ValueError(f"{self.op.name} of {dtype} is not supported: complex numbers add up")
-        if dtype != torch.bool:
-            return self.op
-        if self.op not in _OF_BOOL:
-            raise ValueError(f"{self.op.name} of torch.bool is not defined")
-        return _OF_BOOL[self.op]
-
     def for_dtypes(self, tensors: Sequence[Tensor]) -> pccl.ReduceOp:
         """pccl's operation on the elements of all these tensors.
 
         Raises:
             ValueError: there is none.
         """
-        ops = {self.for_dtype(tensor.dtype) for tensor in tensors}
-        if len(ops) > 1:
+        op, dtypes = self.op, {tensor.dtype for tensor in tensors}
+        assert op is not None
+        unlike = [dtype for dtype in dtypes if dtype.is_complex]
+        if unlike and op not in (pccl.ReduceOp.SUM, pccl.ReduceOp.AVG):
+            raise ValueError(f"{op.name} of {unlike[0]} is not supported: complex numbers add up")
+        if torch.bool not in dtypes:
+            return op
+        if op not in _OF_BOOL:
+            raise ValueError(f"{op.name} of torch.bool is not defined")
+        if len(dtypes) > 1 and _OF_BOOL[op] is not op:
             raise ValueError("bools and numbers cannot be reduced by one call")
-        return ops.pop()
+        return _OF_BOOL[op]
 
     def given(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
         """This member's contribution: the tensor's own memory, if possible and not `copied`."""
