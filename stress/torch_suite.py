@@ -122,7 +122,10 @@ def _replace(before: Callable[..., Any], replaced: set[str | None], backend: str
         return before(*bound.args, **bound.kwargs)
 
     for module in list(sys.modules.values()):
-        if module.__name__.startswith("torch.") and vars(module).get(before.__name__) is before:
+        if (
+            getattr(module, "__name__", "").startswith("torch.")
+            and vars(module).get(before.__name__) is before
+        ):
             setattr(module, before.__name__, call)
 
 
@@ -278,8 +281,7 @@ def prepare(backend: str, size: int) -> None:
     import torch
     from torch.testing._internal import common_distributed as common
 
-    if backend != "gloo":
-        replace_theirs(backend, THEIRS)
+    replace_theirs(backend, THEIRS)
     if not torch.cuda.is_available():
         ignore_gates(size)
     common.DEFAULT_WORLD_SIZE = size
@@ -409,7 +411,11 @@ def run_all(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     words = ["--out", str(args.out), "--part", args.part, "--only", *args.only]
     words += ["--tests", str(args.tests)] if args.tests else []
-    files = args.files if args.tests else [SHIPPED]
+    files = [SHIPPED]
+    if args.tests:
+        files = [file for file in args.files if (args.tests / file).exists()]
+        for file in sorted(set(args.files) - set(files)):
+            print(f"{file} is not below {args.tests}: it is left out", file=sys.stderr)
     for file, size, backend in itertools.product(files, args.sizes, args.backends):
         results, before = args.out / f"torch_{backend}.json", -1
         one = [sys.executable, __file__, *words, "--run", backend, str(size), file]
