@@ -38,7 +38,7 @@ from pccl.types import DataType, Result
 
 BARRIER_TAG = (1 << 31) - 1  # of monitored_barrier
 TAG_MAX = BARRIER_TAG - 1
-_SIZES = 1 << 31  # above the numbers of messages: tags of the exchange of sizes
+_GIVEN, _ROOM = 1 << 30, 1 << 31  # above the numbers of messages: tags of the exchanged sizes
 
 
 class _Numbers:
@@ -93,7 +93,7 @@ class _Message:
         """`pair` is the numbers of the sender and the receiver."""
         self.piece, self.number, self.ended = piece, number, False
         self._comm, self._pair, self._is_sent = comm, pair, is_sent
-        self._tag = tag << 32 | number % _SIZES
+        self._tag = tag << 32 | number % _GIVEN
         self._lock = threading.Lock()
         self._is_repeated = False
         self._handle: Handle = self._begin()
@@ -124,11 +124,16 @@ class _Message:
         """True if the message fits into the receiver's tensor; both peers find the same."""
         dtype = DataType.from_torch_dtype(self.piece.dtype).value
         own = torch.tensor([self.piece.numel(), dtype])
-        theirs, tag = torch.empty_like(own), self._tag | _SIZES
-        me, other = self._pair if self._is_sent else (self._pair[1], self._pair[0])
+        theirs, (me, other), tags = torch.empty_like(own), self._pair, (_GIVEN, _ROOM)
+        if not self._is_sent:
+            me, other, tags = other, me, (_ROOM, _GIVEN)
         sizes = [
-            extension.launch(self._comm, "send", operands.send(own, (me, other)), tag),
-            extension.launch(self._comm, "recv", operands.recv(theirs, (other, me)), tag),
+            extension.launch(
+                self._comm, "send", operands.send(own, (me, other)), self._tag | tags[0]
+            ),
+            extension.launch(
+                self._comm, "recv", operands.recv(theirs, (other, me)), self._tag | tags[1]
+            ),
         ]
         if not all([each.wait(timeout=deadline.left_s)[0] for each in sizes]):
             return False
