@@ -20,6 +20,7 @@ from pccl.runtime.client.call import Deadline, End, error_of
 from pccl.runtime.client.memory import Copies, Operands, Wide, on_host
 from pccl.runtime.forks import FORKED
 from pccl.runtime.uninterrupted import aside
+from pccl.support.text import require
 from pccl.types import ReduceInfo, Result
 
 log = logging.getLogger("pccl")
@@ -323,6 +324,8 @@ def run_with_retry(
     deadline = Deadline(timeout)
     if not descriptors:
         raise error_for(Result.INVALID_ARGUMENT, name, "the list of descriptors is empty")
+    for descriptor in descriptors:
+        require("a descriptor", descriptor, ReduceOpDescriptor)
     if max_in_flight < 1:
         why = f"max_in_flight is {max_in_flight}: it must be at least 1"
         raise error_for(Result.INVALID_ARGUMENT, name, why)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal, NoReturn, Self
 
 from pccl import collective, operands
@@ -47,7 +48,13 @@ from pccl.runtime.config import RANGES, Config
 from pccl.security import Security
 from pccl.shared_state import SharedState, sync_shared_state
 from pccl.support.closing import Closing
-from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
+from pccl.support.text import (
+    address_text,
+    parse_address,
+    parse_advertised,
+    parse_ports,
+    require,
+)
 from pccl.types import (
     Attribute,
     OpName,
@@ -115,6 +122,8 @@ class Communicator(Closing):
         name: str | None = None,
     ) -> None:
         self._host, self._port = parse_address(address)
+        require("peer_group", peer_group, Integral)
+        require("p2p_connection_pool_size", p2p_connection_pool_size, Integral)
         if not 0 <= peer_group < 1 << 32:
             raise ValueError(f"peer_group is {peer_group}: it must be in 0 to 2**32 - 1")
         most = RANGES["lanes"].most
@@ -491,6 +500,7 @@ class Communicator(Closing):
         deadline = Deadline(timeout)
         if min_peers < 1:
             raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
+        require("strategy", strategy, SharedStateSyncStrategy)
         options = SyncOptions(strategy.value, raise_on_divergence, progress, min_peers)
 
         def synchronized() -> SharedStateSyncInfo:
@@ -1064,6 +1074,8 @@ class Communicator(Closing):
             PCCLError: the first failure; the other sends and receives have ended too.
             ValueError, TypeError, OverflowError: as for `send`; nothing has been launched then.
         """
+        require("sends", sends, Mapping)
+        require("recvs", recvs, Mapping)
         pair, name = self._membership.pair, "send_recv"
         work = [operands.send(arrays, pair(name, rank, True)) for rank, arrays in sends.items()]
         work += [operands.recv(arrays, pair(name, rank, False)) for rank, arrays in recvs.items()]

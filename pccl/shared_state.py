@@ -22,6 +22,7 @@ from pccl.runtime.client.call import Deadline, error_of
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import Region, SyncOptions, synchronize
+from pccl.support.text import require
 from pccl.tensors.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
 from pccl.types import (
     DataType,
@@ -180,6 +181,8 @@ class SharedState:
     def __init__(self, tensor_infos: Sequence[TensorInfo]) -> None:
         if not tensor_infos:
             raise ArgumentError("a shared state has at least one entry")
+        for info in tensor_infos:
+            require("an entry of a shared state", info, TensorInfo)
         names = Counter(info.name for info in tensor_infos)
         twice = [name for name, uses in names.items() if uses > 1]
         if twice:
@@ -296,6 +299,7 @@ class SharedState:
         Raises:
             ValueError, UnsupportedError: as for `TensorInfo.from_torch`.
         """
+        require("tensors", tensors, Mapping)
         return cls([TensorInfo._from_array(array, name, False) for name, array in tensors.items()])
 
     @classmethod
@@ -306,6 +310,8 @@ class SharedState:
             ValueError, UnsupportedError: as for `TensorInfo.from_torch`; also if
                 the state is not a tensor.
         """
+        if not hasattr(module, "state_dict"):
+            raise TypeError(f"module is {module!r}, which has no state_dict()")
         return cls.from_tensors(module.state_dict())
 
 

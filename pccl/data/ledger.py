@@ -35,6 +35,7 @@ from pccl.communicator import Communicator
 from pccl.data import rows
 from pccl.errors import AGAIN, PCCLError
 from pccl.shared_state import TensorInfo
+from pccl.support.text import require
 from pccl.types import Result
 
 _HEAD = 4  # samples, end, fresh, rows
@@ -325,6 +326,7 @@ class LedgerSampler:
     """
 
     def __init__(self, ledger: Ledger, *, shuffle: bool = True, seed: int = 0) -> None:
+        require("ledger", ledger, Ledger)
         self._ledger = ledger
         self._shuffle = shuffle
         self._seed = seed

@@ -54,6 +54,7 @@ from pccl.diloco.settings import (
 from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Stopwatch, gather_shares
 from pccl.kernels import Wire
 from pccl.runtime.checkpoint import replacing
+from pccl.support.text import require
 
 _REJOINS_MAX = 3  # without a round between them
 _log = logging.getLogger("pccl.diloco")
@@ -251,6 +252,11 @@ class DiLoCo:
             deadline_peers = 1
         if inner_steps is not None:
             inner_steps = checked_steps(inner_steps)
+        require("comm", comm, Communicator)
+        require("model", model, torch.nn.Module)
+        require("inner_optimizer", inner_optimizer, torch.optim.Optimizer)
+        if ledger is not None:
+            require("ledger", ledger, Ledger)
         settings = Settings(
             inner_steps=inner_steps,
             inner_seconds=inner_seconds,
@@ -846,7 +852,7 @@ class DiLoCo:
         if isinstance(state, Mapping):
             return state
         if not callable(state):
-            return read_state(state)
+            return read_state(os.fspath(state))
         self._inner.fill()
         template = self.state_dict(sharded=True)
         state(template)

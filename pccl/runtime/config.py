@@ -19,7 +19,7 @@ import xxhash
 
 from pccl.protocol.messages import INLINE_BYTES_MAX, PEER_NAME_CHARS_MAX
 from pccl.support.logs import configure_logging
-from pccl.support.text import parse_advertised, parse_ports
+from pccl.support.text import parse_advertised, parse_ports, require
 
 log = logging.getLogger("pccl")
 
@@ -109,6 +109,7 @@ class Config:
             unset = value == getattr(Config, name)  # a default of 0 or None is out of range
             if not unset and not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}: it must be from {least} to {most}")
+        require("name", self.name, str)
         if not self.name.isprintable() or len(self.name) > PEER_NAME_CHARS_MAX:
             raise ValueError(
                 f"name is {self.name!r}: it must have at most {PEER_NAME_CHARS_MAX} characters "

@@ -1,4 +1,4 @@
-"""Text at the edge: addresses and ports as users write them."""
+"""Arguments as users write them: their types, addresses and ports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ ADVERTISED_MAX = 8  # hosts at which a peer says that it may be reached
 KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # of CURVE, in Z85
 
 
+def require(what: str, value: object, kind: type) -> None:
+    """Raises TypeError unless an argument is of this type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} is {value!r}: it must be of type {kind.__name__}")
+
+
 def parse_address(address: str) -> tuple[str, int]:
     """(host, port) of `host:port`, or of `host`, whose port is DEFAULT_PORT.
 
     host is a name, an IPv4 address, or an IPv6 one in brackets. Raises ValueError: it is malformed.
     """
+    require("the address", address, str)
     scheme, separator, rest = address.partition("://")
     if separator:
         raise ValueError(f"{address!r} begins with {scheme}://: it must be {rest!r} alone")
@@ -58,6 +65,7 @@ def parse_advertised(text: str, what: str) -> tuple[str, ...]:
 
     Raises ValueError: it is anything else, such as one with a port, or there are too many.
     """
+    require(what, text, str)
     hosts = tuple(text.split(",")) if text else ()
     for host in hosts:
         try:
@@ -78,6 +86,7 @@ def parse_ports(text: str, what: str) -> range:
 
     Raises ValueError: it is malformed.
     """
+    require(what, text, str)
     if not text:
         return range(0)
     first, dash, last = text.partition("-")

@@ -15,6 +15,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,26 @@ def test_an_address_with_a_scheme(address: str) -> None:
     for make in (pccl.Communicator, pccl.MasterNode):
         with pytest.raises(ValueError, match=re.escape(f"it must be {alone!r} alone")):
             make(address)
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "the address is 5": lambda: pccl.Communicator(5),  # type: ignore[arg-type]
+    "the address is None": lambda: pccl.MasterNode(None),  # type: ignore[arg-type]
+    "peer_group is 1.5": lambda: pccl.Communicator("h:1", 1.5),  # type: ignore[arg-type]
+    "advertise is 5": lambda: pccl.Communicator("h:1", advertise=5),  # type: ignore[arg-type]
+    "port_range is 5": lambda: pccl.Communicator("h:1", port_range=5),  # type: ignore[arg-type]
+    "name is 5": lambda: pccl.Communicator("h:1", name=5),  # type: ignore[arg-type]
+    "timeout is 'x'": lambda: pccl.Communicator("h:1").connect(timeout="x"),  # type: ignore[arg-type]
+    "an entry of a shared state is 1": lambda: pccl.SharedState([1]),  # type: ignore[list-item]
+    "tensors is 5": lambda: pccl.SharedState.from_tensors(5),  # type: ignore[arg-type]
+    "module is 5": lambda: pccl.SharedState.from_module(5),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_an_argument_of_a_wrong_type_is_a_type_error(says: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(says)}"):
+        WRONG[says]()
 
 
 def test_what_belongs_to_this_process_cannot_be_pickled_or_copied() -> None:
