@@ -26,7 +26,7 @@ def test_importing_pccl_imports_only_what_a_peer_needs(tmp_path: Path) -> None:
     """What a master needs, or one who asks for the version, loads then."""
     program = """
 import sys, pccl
-needless = {"torch", "numpy", "asyncio", "ssl", "sqlite3", "http", "email", "subprocess"}
+needless = {"torch", "numpy", "asyncio", "ssl", "sqlite3", "http", "email", "subprocess", "hashlib"}
 needless |= {"concurrent.futures", "importlib.metadata", "pccl.runtime.server", "pccl.cli"}
 assert not needless & sys.modules.keys(), needless & sys.modules.keys()
 assert "MasterNode" in dir(pccl) and pccl.__version__

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import itertools
 import logging
-import secrets
+import os
 import threading
 import time
 from collections import deque
@@ -134,7 +134,7 @@ class System:
     """
 
     now = staticmethod(time.monotonic)
-    token = staticmethod(lambda: secrets.token_hex(16))
+    token = staticmethod(lambda: os.urandom(16).hex())
     aside, shortage = staticmethod(aside), staticmethod(shortage)
     waiter, engine, point = Waiter, Engine, RendezvousPoint
 
