@@ -161,6 +161,14 @@
  * and one step. If the data is quantized, each member reduces the quantized form of both
  * contributions, its own included, and does not quantize the result again.
  *
+ * TWO STAGES. Three members or more may ALL_REDUCE quantized data so that each contribution is
+ * quantized once, and the result once. Each member sends its contribution to every segment to the
+ * segment's owner, in chunks whose step is 65534 and whose segment is the sender's position, on the
+ * stream that START names or around the ring, unchanged. All cut a segment alike: at the beginnings
+ * of parts, and then at the same numbers of whole blocks of the format. The owner decodes the
+ * contributions, its own included, reduces them in the order of ranks, quantizes the result, and
+ * sends it around the ring as a final chunk. So this takes as many bytes as the ring.
+ *
  * A stream sends FORWARDS first: received messages that must be sent on. It sends a chunk of the
  * peer's own only when no forward waits; own chunks of several ops take turns. The engine stops
  * receiving when `forward_max` forwards wait, or when the waiting forwards hold 32 MiB outside the
@@ -214,7 +222,7 @@
  *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 3
  *      8 u64 run      16 u64 seq      24 u64 tag      32 u64 nonce
  *     40 u16 segment (chunk), slot (request, data) or position of the sender (row)
- *     42 u16 step (chunk; 65535: one-shot), position of the receiver (row), or any number in a
+ *     42 u16 step (chunk; 65535: one-shot, 65534: to its owner), position of the receiver (row), or any number in a
  *        request, which its data repeats
  *     44 u16 members   46 u16 1 if a chunk was sent before START, else 0
  *     48 u64 offset   56 u32 length   60 u32 piece (request, data) or number of the array (row)
@@ -488,6 +496,9 @@ enum pccl_collective {
     PCCL_REDUCE = 5
 };
 
+/* How the data of an ALL_REDUCE travels (THE RING, ONE-SHOT, TWO STAGES). */
+enum pccl_algorithm { PCCL_RING = 0, PCCL_ONE_SHOT = 1, PCCL_TWO_STAGE = 2 };
+
 /* An array of a collective: `count` elements for each slice. It is in place if
  *     ALL_REDUCE, REDUCE   send == recv
  *     REDUCE_SCATTER       recv is the slice of our rank in send
@@ -566,9 +577,9 @@ typedef struct pccl_end {
  *                 SERVE: limit (0, or the bytes that it may send before the first ALLOW).
  *                 FETCH: leaf_bytes (0, or the size of the LEAVES into which each piece is cut: a
  *                 leaf that has arrived gives a LEAF event and waits for its VERIFIED).
- *   EAGER         op (a COLLECTIVE, before its START, once); n_rings, rings, oneshot and
+ *   EAGER         op (a COLLECTIVE, before its START, once); n_rings, rings, algorithm and
  *                 chunk_bytes, as START will have them. Has no effect if one of the streams is not
- *                 open.
+ *                 open, or in two stages.
  *   START         op, seq, nonce (of the call, the same on all members), and
  *                 COLLECTIVE, EXCHANGE, FETCH: chunk_bytes (of a message). COLLECTIVE and EXCHANGE
  *                 round it down to whole alignment blocks, or to whole blocks of the format, but
@@ -576,11 +587,13 @@ typedef struct pccl_end {
  *                 COLLECTIVE, EXCHANGE: n_rings, rings (THE RING), all with the same members;
  *                 `ranks` are the ranks by position, valid until SETTLED; NULL: they are the
  *                 positions. A ring of one member needs no stream.
- *                 COLLECTIVE: oneshot (whether its two members send each other everything).
+ *                 ALL_REDUCE: algorithm (if PCCL_TWO_STAGE, chunk_bytes is the same on all
+ *                 members).
  *                 BROADCAST, REDUCE: the position of the root in each ring.
  *                 EXCHANGE: begin and count are not used. A member that sends and forwards nothing
- *                 needs no stream (0). direct (NULL, or the stream to each member by rank, copied; 0:
- *                 rows for it go around a ring).
+ *                 needs no stream (0).
+ *                 EXCHANGE, and ALL_REDUCE in two stages: direct (NULL, or the stream to each
+ *                 member by rank, copied; 0: data for it goes around a ring).
  *                 SERVE: n_ends, ends: each stream leads to the requester with that slot.
  *                 FETCH: n_ends, ends: each stream leads to a holder, at which we have that slot.
  *                 SERVE and FETCH take any number of START commands, which add to each other; seq,
@@ -646,7 +659,7 @@ typedef struct pccl_command {
     uint32_t leaf_bytes;
     uint32_t piece, leaf, good;
     uint32_t n_rings;
-    uint32_t oneshot;
+    uint32_t algorithm;              /* a pccl_algorithm */
     uint32_t n_ends;
     pccl_ring rings[8];
     pccl_end ends[8];

@@ -541,7 +541,8 @@ class Communicator(Closing):
             tag: distinguishes collectives that run at the same time; the same on all peers.
             operand_descriptor: its dtype must be that of the array.
             quantization_options: how data is quantized on the wire: floats only, and not PROD.
-                Every peer's result has the same bits. A NaN or an infinity makes its whole block of
+                Every peer's result has the same bits. Each contribution is rounded once, and the
+                result once more, for up to 128 peers. A NaN or an infinity makes its whole block of
                 elements NaN. docs/internals/quantization.md gives the errors of the results.
             quantization: a short name instead: "int8" or "int4" (block-wise), "uint8".
             check: "finite", on all peers: reduces only if all numbers of all peers are finite. It

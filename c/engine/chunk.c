@@ -8,6 +8,7 @@
 #include "engine/oneshot.h"
 #include "engine/progressive.h"
 #include "engine/ring.h"
+#include "engine/twostage.h"
 
 /* ---- sending our own ---- */
 
@@ -28,7 +29,9 @@ static uint64_t own_length(const struct ring *ring)
 {
     const struct collective *collective = collective_of(op_of(&ring->flow));
     uint64_t length = parts_reach(&collective->parts, ring->cursor);
-    uint64_t chunk = chunk_length(ring);
+    uint64_t chunk = collective->algorithm == &twostage_algorithm
+        ? twostage_unit(collective, part_at(&collective->parts, ring->cursor))
+        : chunk_length(ring);
     if (length > ring->end - ring->cursor)
         length = ring->end - ring->cursor;
     return length < chunk ? length : chunk;
@@ -65,7 +68,7 @@ static struct wire_header own_header(const struct ring *ring, uint64_t length)
 {
     struct op *op = op_of(&ring->flow);
     struct wire_header header = op_header(op, WIRE_CHUNK);
-    header.ring = (uint8_t)ring->flow.index;
+    header.ring = (uint8_t)ring->index;
     collective_of(op)->algorithm->own_place(ring, &header);
     header.members = (uint16_t)ring->place.members;
     header.length = (uint32_t)length;
@@ -89,14 +92,31 @@ static void note_sent(struct ring *ring, uint64_t length, uint64_t cost)
         ring->lent += cost;
         ring->flow.stream->eager += cost;
     }
+    ring->flow.used = true;
     ring->cursor += aligned_blocks(length) * PCCL_ALIGNMENT;
     collective_skip(ring);
 }
 
-enum turn chunk_send(struct flow *flow)
+static bool has_more(const struct ring *ring)
 {
+    return ring->finals.head != NULL || ring->cursor < ring->end;
+}
+
+/* Sends a result of our segment. */
+static enum turn send_final(struct ring *ring)
+{
+    const pccl_zmq *zmq = ring->flow.source->zmq;
+    if (stream_send(ring->flow.stream, ring->flow.source, ring->finals.head) == BLOCKED)
+        return TURN_BLOCKED;
+    packet_free(zmq, packets_take(&ring->finals));
+    return has_more(ring) ? TURN_MORE : TURN_OVER;
+}
+
+/* Sends our next own chunk. */
+static enum turn send_own(struct ring *ring)
+{
+    struct flow *flow = &ring->flow;
     struct op *op = op_of(flow);
-    struct ring *ring = (struct ring *)flow;
     struct collective *collective = collective_of(op);
     uint64_t length = own_length(ring);
     struct packet packet = {0};
@@ -123,14 +143,21 @@ enum turn chunk_send(struct flow *flow)
     note_sent(ring, length, cost);
     if (collective_is_complete(collective))
         op_complete(op);             /* does not free it: the flow that has the turn is pending */
-    return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;
+    return has_more(ring) ? TURN_MORE : TURN_OVER;
+}
+
+enum turn chunk_send(struct flow *flow)
+{
+    struct ring *ring = (struct ring *)flow;
+    return ring->finals.head != NULL ? send_final(ring) : send_own(ring);
 }
 
 /* ---- receiving the chunks of others ---- */
 
 static const struct algorithm *algorithm_of(const struct wire_header *chunk)
 {
-    return chunk->step == ONESHOT_STEP ? &oneshot_algorithm : &ring_algorithm;
+    return chunk->step == ONESHOT_STEP ? &oneshot_algorithm
+        : chunk->step == TWOSTAGE_STEP ? &twostage_algorithm : &ring_algorithm;
 }
 
 /* Why a chunk cannot belong to the op at all, or NULL. If NULL, its offset and length are safe to
@@ -181,16 +208,25 @@ static const char *check_claim(struct collective *collective, const struct wire_
     return NULL;
 }
 
+/* Whether a collective of that algorithm has such chunks. Final ones go around the ring in two
+ * stages, too. */
+static bool is_of(const struct wire_header *chunk, const struct algorithm *algorithm)
+{
+    return algorithm_of(chunk) == algorithm
+        || (algorithm == &twostage_algorithm && algorithm_of(chunk) == &ring_algorithm
+            && chunk->step + 1u >= chunk->members);
+}
+
 /* Why our place in the ring cannot receive a chunk, or NULL. */
 static const char *check_place(const struct collective *collective, const struct wire_header *chunk)
 {
     const struct ring *ring;
-    if (chunk->ring >= collective->op.n_flows)
+    if (chunk->ring >= collective->n_rings)
         return "a chunk has another ring";
     ring = collective_ring(collective, chunk->ring);
-    if (collective->algorithm != algorithm_of(chunk) || chunk->members != ring->place.members)
+    if (!is_of(chunk, collective->algorithm) || chunk->members != ring->place.members)
         return "a chunk has another place in the ring";
-    return collective->algorithm->check_place(ring, chunk);
+    return algorithm_of(chunk)->check_place(ring, chunk);
 }
 
 /* Why a chunk is invalid, or NULL. */
@@ -209,8 +245,13 @@ void chunk_take(struct op *op, const struct wire_header *chunk, struct packet **
     struct collective *collective = collective_of(op);
     const struct algorithm *algorithm = algorithm_of(chunk);
     uint64_t bytes = (*packet)->bytes;
-    const char *why = check(collective, chunk, bytes);
+    const char *why;
     struct role role;
+    if (!op->started && chunk->step == TWOSTAGE_STEP) {
+        op_forward(op, NULL, &collective->unread, packet);
+        return;
+    }
+    why = check(collective, chunk, bytes);
     if (why != NULL) {
         op_fail(op, PCCL_EPROTO, "%s", why);
         return;
@@ -221,7 +262,7 @@ void chunk_take(struct op *op, const struct wire_header *chunk, struct packet **
         return;
     }
     op->rx_bytes += bytes;
-    if (algorithm->apply(collective, chunk, *packet) != PCCL_OK) {
+    if (algorithm->apply(collective, chunk, packet) != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for a message or for what ABORT restores");
         return;
     }

@@ -218,11 +218,45 @@ void collective_progress(const struct op *op, uint64_t *done, uint64_t *wanted)
     *wanted = collective->wanted;
 }
 
+struct piece *collective_new_piece(struct collective *collective, uint64_t offset,
+                                   uint32_t members)
+{
+    struct piece *piece = calloc(1, sizeof *piece + members * sizeof piece->from[0]);
+    struct piece **last = &collective->pieces;
+    if (piece == NULL)
+        return NULL;
+    piece->offset = offset;
+    piece->members = members;
+    while (*last != NULL)
+        last = &(*last)->next;
+    return *last = piece;
+}
+
+void collective_free_piece(struct collective *collective, struct piece *piece)
+{
+    struct piece **at = &collective->pieces;
+    uint32_t i;
+    while (*at != piece)
+        at = &(*at)->next;
+    *at = piece->next;
+    for (i = 0; i < piece->members; i++)
+        if (piece->from[i] != NULL)
+            packet_free(collective->op.source.zmq, piece->from[i]);
+    free(piece);
+}
+
 void collective_drop(struct op *op, struct flow *flow)
 {
     struct collective *collective = collective_of(op);
-    if (flow != NULL)
+    struct packet *packet;
+    if (flow != NULL) {
+        while ((packet = packets_take(&((struct ring *)flow)->finals)) != NULL)
+            packet_free(op->source.zmq, packet);
         return;
+    }
+    while (collective->pieces != NULL)
+        collective_free_piece(collective, collective->pieces);
+    packets_drop(op->source.zmq, &collective->unread, NULL);
     packets_drop(op->source.zmq, &collective->early, NULL);
     packets_drop(op->source.zmq, &collective->held, NULL);
     op->ops->n_held -= collective->n_held;
@@ -241,6 +275,7 @@ void collective_free(struct op *op)
 {
     struct collective *collective = collective_of(op);
     assert(collective->early.head == NULL && collective->held.head == NULL);
+    assert(collective->unread.head == NULL && collective->pieces == NULL);
     undo_close(&collective->undo, &op->ops->spare);
     free(collective->given_set);
     free(collective->parts.rows_at);

@@ -1,8 +1,8 @@
 /* collective.h - a COLLECTIVE op: its arrays, which elements of them are done, what ABORT restores
  * (pccl_core.h, COLLECTIVES AND THEIR OFFSETS).
  *
- * A struct algorithm defines how its data travels: around a ring (ring.h) or in one shot
- * (oneshot.h). start.h starts it, eagerly or not; progressive.h lets the caller fill and read its
+ * A struct algorithm defines how its data travels: around a ring (ring.h), in one shot (oneshot.h)
+ * or in two stages (twostage.h). start.h starts it, eagerly or not; progressive.h lets the caller fill and read its
  * memory while it runs; chunk.h sends and receives the chunks. */
 #ifndef PCCL_COLLECTIVE_H
 #define PCCL_COLLECTIVE_H
@@ -49,9 +49,19 @@ struct algorithm {
 
     struct role (*role)(const struct collective *collective, const struct wire_header *chunk);
 
-    /* Reduces or stores a chunk, and turns the packet into the one to send on: 0 or PCCL_ENOMEM. */
+    /* Reduces or stores a chunk, and turns the packet into the one to send on: 0 or PCCL_ENOMEM.
+     * To keep the packet, it puts an empty one in its place. */
     int (*apply)(struct collective *collective, const struct wire_header *chunk,
-                 struct packet *packet);
+                 struct packet **packet);
+};
+
+/* Two stages: the contributions to a piece of our segment. */
+struct piece {
+    struct piece *next;
+    uint64_t offset;
+    uint32_t members;
+    uint32_t n;              /* contributions that are there */
+    struct packet *from[];   /* by rank */
 };
 
 /* Our place in a ring, according to the first early chunk of that ring. */
@@ -66,6 +76,7 @@ struct collective {
     int redop, format;
     const struct algorithm *algorithm;   /* set at START or EAGER */
     uint32_t members;        /* slices of the larger buffers; 0: all buffers have one */
+    uint32_t n_rings;        /* the first flows; others lead from the rings to one receiver each */
     struct parts parts;
     uint64_t chunk;          /* bytes of a message, about */
     uint64_t done, wanted;   /* elements given and written so far, and in all */
@@ -78,17 +89,22 @@ struct collective {
     uint32_t n_held;
     struct undo undo;        /* old content of the written blocks, where ABORT must restore it */
     struct packets early;    /* chunks to be sent on once START names the stream */
+    struct packets unread;   /* contributions that came before START */
+    struct piece *pieces;    /* contributions that wait for those of other members */
     bool claimed;            /* early chunks have fixed seq and nonce */
     struct claim claims[PCCL_RINGS_MAX];
 };
 
-/* A ring of a collective. */
+/* A ring of a collective, or the way from it to one receiver. */
 struct ring {
     struct flow flow;
     pccl_ring place;         /* our place in it */
+    uint32_t index;          /* of the ring */
+    uint32_t receiver;       /* two stages: the position for which our own chunks are */
     uint64_t first, end;     /* offsets of our own chunks */
     uint64_t cursor;         /* where the next one begins */
     uint64_t lent;           /* credit of the stream that chunks sent before START have used */
+    struct packets finals;   /* two stages: results of our segment that are to be sent */
 };
 
 static inline struct collective *collective_of(struct op *op)
@@ -126,6 +142,12 @@ uint64_t collective_payload_bytes(const struct collective *collective, uint64_t 
 
 /* For a collective with one member: copies send to recv, if send holds the whole contribution. */
 void collective_conclude_alone(struct collective *collective);
+
+/* Adds an empty piece behind the others, or returns NULL without memory; removes one, with its
+ * contributions. */
+struct piece *collective_new_piece(struct collective *collective, uint64_t offset,
+                                   uint32_t members);
+void collective_free_piece(struct collective *collective, struct piece *piece);
 
 /* Whether all of our contribution is given and all of recv is written. Then no chunk arrives any
  * more. */

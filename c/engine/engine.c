@@ -20,6 +20,7 @@
  * ring         how the chunks of a collective go around a ring
  * oneshot      how two members send each other their whole contributions
  * progressive  collectives whose memory is filled, and read, while they run
+ * twostage     how contributions go to the owners of segments, which reduce them
  * start        START of a collective, and EAGER before it
  * chunk        the chunks of a collective: sends our own; checks and handles those of others
  * exchange     EXCHANGE: rows from member to member

@@ -155,24 +155,8 @@ void exchange_drop(struct op *op, struct flow *flow)
         packets_drop(op->source.zmq, &exchange_of(op)->early, NULL);
 }
 
-/* Sends the rows of a route around its ring. Returns whether a stream leads there. */
-static bool go_around(struct route *route)
-{
-    route->direct = 0;
-    route->flow.stream = op_of(&route->flow)->flows[route->ring]->stream;
-    flow_request_turn(&route->flow);
-    return route->flow.stream != NULL;
-}
-
-/* A stream to a receiver has carried nothing if it was never connected. */
 void exchange_lose(struct op *op, const struct stream *stream)
 {
-    uint32_t i;
-    for (i = 0; i < op->n_flows; i++) {
-        struct route *route = route_of(exchange_of(op), i);
-        if (route->direct == stream->number && !route->used && go_around(route))
-            return;
-    }
     op_fail_stream(op, stream->number, stream->text);
 }
 
@@ -245,7 +229,7 @@ enum turn exchange_send(struct flow *flow)
         return TURN_BLOCKED;
     }
     exchange->done += header.length;
-    route->used = true;
+    flow->used = true;
     route->offset += header.length;
     if (is_complete(exchange))
         op_complete(op);             /* does not free it: its kind is obliging */
@@ -424,21 +408,14 @@ static bool go_directly(struct exchange *exchange, const pccl_command *command)
     uint32_t rank;
     for (rank = 0; command->direct != NULL && rank < exchange->members; rank++) {
         struct way *way = &exchange->ways[rank];
-        struct stream *stream;
         struct route *route;
         if (command->direct[rank] == 0 || way->steps < 2)
             continue;
-        stream = streams_find(op->ops->streams, command->direct[rank]);
-        if (stream == NULL)
-            continue;
-        route = (struct route *)op_add_flow(op, stream);
-        if (route == NULL) {
-            op_fail(op, PCCL_ENOMEM, "no memory for a stream to a member");
+        route = (struct route *)op_add_direct(op, command->direct[rank], op->flows[way->ring]);
+        if (route == NULL)
             return false;
-        }
         route->place = command->rings[way->ring];
         route->ring = way->ring;
-        route->direct = command->direct[rank];
         route->steps = way->steps;
         way->flow = route->flow.index;
     }
@@ -457,23 +434,6 @@ static void keep_own(struct exchange *exchange)
         if (own > 0 && rows_for(exchange, rows, rank) != rows_from(exchange, rows, rank))
             memcpy(rows_from(exchange, rows, rank), rows_for(exchange, rows, rank), (size_t)own);
         exchange->wanted += others * rows->row;
-    }
-}
-
-/* Handles the messages that arrived before START. Messages of another call are stale. */
-static void take_early(struct exchange *exchange)
-{
-    struct op *op = &exchange->op;
-    struct packet *packet;
-    while ((packet = packets_take(&exchange->early)) != NULL) {
-        struct wire_header header;
-        packet_unawait(packet);
-        if (wire_decode(&header, packet_header(op->source.zmq, packet)) && header.seq == op->seq
-            && header.nonce == op->nonce)
-            exchange_take(op, &header, &packet);
-        else
-            op->ops->dropped++;
-        packet_free(op->source.zmq, packet);
     }
 }
 
@@ -508,5 +468,5 @@ void exchange_start(struct op *op, const pccl_command *command)
     }
     if (is_complete(exchange))
         op_complete(op);
-    take_early(exchange);
+    op_take_early(op, &exchange->early);
 }

@@ -43,8 +43,6 @@ struct route {
     struct flow flow;
     pccl_ring place;         /* our place in the ring */
     uint32_t ring;           /* its index */
-    uint32_t direct;         /* the stream to the receiver; 0: it is a ring */
-    bool used;               /* it has sent a message */
     uint32_t steps;          /* to the receiver of the next message; 0: all is sent */
     uint32_t index;          /* of the array */
     uint64_t offset;         /* in the rows for that receiver */

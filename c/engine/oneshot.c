@@ -171,11 +171,11 @@ static const char *check_turn(const struct collective *collective, const struct 
 }
 
 static int apply(struct collective *collective, const struct wire_header *chunk,
-                 struct packet *packet)
+                 struct packet **packet)
 {
     if (collective_overwrite(collective, chunk->offset, chunk->length) != PCCL_OK)
         return PCCL_ENOMEM;
-    reduce(collective, chunk, packet_payload(collective->op.source.zmq, packet));
+    reduce(collective, chunk, packet_payload(collective->op.source.zmq, *packet));
     return PCCL_OK;
 }
 

@@ -133,6 +133,17 @@ struct flow *op_add_ring(struct op *op, const pccl_ring *place, bool needs_strea
     return flow;
 }
 
+struct flow *op_add_direct(struct op *op, uint32_t stream, struct flow *around)
+{
+    struct stream *direct = stream != 0 ? streams_find(op->ops->streams, stream) : NULL;
+    struct flow *flow = op_add_flow(op, direct != NULL ? direct : around->stream);
+    if (flow == NULL)
+        op_fail(op, PCCL_ENOMEM, "no memory for the way to a member");
+    else if (direct != NULL)
+        flow->around = around;
+    return flow;
+}
+
 /* Drops what a flow has to send; NULL: what waits without a flow. */
 static void drop(struct op *op, struct flow *flow)
 {
@@ -270,6 +281,22 @@ void op_forward(struct op *op, struct stream *stream, struct packets *early,
     packet_await(&op->source, waiting);
 }
 
+void op_take_early(struct op *op, struct packets *early)
+{
+    const pccl_zmq *zmq = op->source.zmq;
+    struct packet *packet;
+    while ((packet = packets_take(early)) != NULL) {
+        struct wire_header header;
+        packet_unawait(packet);
+        if (wire_decode(&header, packet_header(zmq, packet)) && header.seq == op->seq
+            && header.nonce == op->nonce && !op->failed)
+            op->kind->take(op, &header, &packet);
+        else
+            op->ops->dropped++;
+        packet_free(zmq, packet);
+    }
+}
+
 /* ---- messages and lost streams ---- */
 
 /* Whether commands and lost streams still concern an op. */
@@ -330,6 +357,17 @@ void ops_take(struct ops *ops, struct op *op, const struct wire_header *header,
         ops->dropped++;
 }
 
+/* Lets a flow that has sent nothing take another stream. Returns whether there is one. */
+static bool go_around(struct flow *flow)
+{
+    if (flow->around == NULL || flow->used || flow->around->stream == NULL)
+        return false;
+    flow->stream = flow->around->stream;
+    flow->around = NULL;
+    flow_request_turn(flow);
+    return true;
+}
+
 static void lose_stream(struct op *op, struct stream *stream)
 {
     bool used = false;
@@ -339,7 +377,7 @@ static void lose_stream(struct op *op, struct stream *stream)
             continue;
         drop(op, op->flows[i]);
         op->flows[i]->stream = NULL;
-        used = true;
+        used |= !is_active(op) || !go_around(op->flows[i]);
     }
     if (used && is_active(op))
         op->kind->lose(op, stream);

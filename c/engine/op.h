@@ -167,6 +167,14 @@ void op_report_stream(struct op *op, uint32_t stream, const char *text);
 /* Adds a flow to a stream, which may be NULL. Returns NULL without memory. */
 struct flow *op_add_flow(struct op *op, struct stream *stream);
 
+/* Adds a flow to a stream that leads directly to a receiver, or to the stream of the flow `around`
+ * if the former is not open. On failure the op fails, and this returns NULL. */
+struct flow *op_add_direct(struct op *op, uint32_t stream, struct flow *around);
+
+/* Handles the messages that have waited for START, which fixed our place; those of another call are
+ * dropped. */
+void op_take_early(struct op *op, struct packets *early);
+
 /* Adds the flow of a ring, to the stream of our place in it or to none. On failure the op fails,
  * and this returns NULL. */
 struct flow *op_add_ring(struct op *op, const pccl_ring *place, bool needs_stream);

@@ -47,8 +47,7 @@ uint32_t ring_next(uint32_t members, uint32_t position)
     return (position + 1) % members;
 }
 
-/* The offsets from <= i < to of a segment of a ring. */
-static void segment_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to)
+void ring_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to)
 {
     const struct collective *collective = collective_of(op_of(&ring->flow));
     const pccl_ring *place = &ring->place;
@@ -95,7 +94,7 @@ static uint32_t own_segment(const struct ring *ring)
 
 static void own_range(const struct ring *ring, uint64_t *from, uint64_t *to)
 {
-    segment_range(ring, own_segment(ring), from, to);
+    ring_range(ring, own_segment(ring), from, to);
 }
 
 static void own_place(const struct ring *ring, struct wire_header *header)
@@ -111,9 +110,8 @@ static bool in_memory(const struct collective *collective, const struct part *pa
     return collective->format == PCCL_UNQUANTIZED;
 }
 
-/* (A quantized chunk lies in one part.) */
-static void write_own(const struct collective *collective, uint64_t offset, uint64_t length,
-                      unsigned char *to)
+void ring_write_own(const struct collective *collective, uint64_t offset, uint64_t length,
+                    unsigned char *to)
 {
     const struct part *part = part_at(&collective->parts, offset);
     int status;
@@ -140,7 +138,7 @@ static const char *check_place(const struct ring *ring, const struct wire_header
     uint64_t from, to;
     if (chunk->segment != ring_segment(place->members, place->position, chunk->step))
         return "a chunk has another place in the ring";
-    segment_range(ring, chunk->segment, &from, &to);
+    ring_range(ring, chunk->segment, &from, &to);
     if (chunk->offset < from || chunk->offset + chunk->length > to)
         return "a chunk lies outside its segment";
     return NULL;
@@ -259,9 +257,10 @@ static void apply_quantized(struct collective *collective, const struct wire_hea
 }
 
 static int apply(struct collective *collective, const struct wire_header *chunk,
-                 struct packet *packet)
+                 struct packet **taken)
 {
     const pccl_zmq *zmq = collective->op.source.zmq;
+    struct packet *packet = *taken;
     struct role role = role_of(collective, chunk);
     if (role.partial)
         collective_count_given(collective, chunk->offset, chunk->length);
@@ -287,7 +286,7 @@ const struct algorithm ring_algorithm = {
     .own_range = own_range,
     .own_place = own_place,
     .in_memory = in_memory,
-    .write = write_own,
+    .write = ring_write_own,
     .receiver = receiver,
     .check_place = check_place,
     .check_turn = check_turn,

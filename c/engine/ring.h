@@ -28,4 +28,13 @@ uint32_t ring_owner(uint32_t members, uint32_t segment);
 /* The position after another one. */
 uint32_t ring_next(uint32_t members, uint32_t position);
 
+/* ---- of a collective ---- */
+
+/* The offsets from <= i < to of a segment of a ring. */
+void ring_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to);
+
+/* Writes a chunk of our own as it is sent. (A quantized one lies in one part.) */
+void ring_write_own(const struct collective *collective, uint64_t offset, uint64_t length,
+                    unsigned char *to);
+
 #endif

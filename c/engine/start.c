@@ -13,10 +13,12 @@
 #include "engine/collective.h"
 #include "engine/oneshot.h"
 #include "engine/ring.h"
+#include "engine/twostage.h"
 
 static const struct algorithm *algorithm_of(const pccl_command *command)
 {
-    return command->oneshot ? &oneshot_algorithm : &ring_algorithm;
+    return command->algorithm == PCCL_ONE_SHOT ? &oneshot_algorithm
+        : command->algorithm == PCCL_TWO_STAGE ? &twostage_algorithm : &ring_algorithm;
 }
 
 /* ---- checks ---- */
@@ -94,9 +96,12 @@ static const char *check_start(const struct collective *collective, const pccl_c
     const char *why = check_rings(collective, command);
     if (why != NULL)
         return why;
-    if (command->oneshot
+    if (command->algorithm == PCCL_ONE_SHOT
         && !oneshot_algorithm.has_step(collective, command->rings[0].members, ONESHOT_STEP))
         return "only two members can all-reduce in one shot";
+    if (command->algorithm == PCCL_TWO_STAGE
+        && !twostage_algorithm.has_step(collective, command->rings[0].members, TWOSTAGE_STEP))
+        return "only three members or more can all-reduce in two stages, and quantized";
     if (collective->members > 0
         && !parts_lie_at(&collective->parts, role(collective, &command->rings[0])))
         return "a buffer is in place at the slice of another rank";
@@ -114,24 +119,53 @@ static bool can_start(struct collective *collective, const pccl_command *command
 
 /* ---- rings ---- */
 
+/* Gives a flow its place in a ring, and its own chunks. */
+static void take_place(struct collective *collective, struct ring *ring,
+                       const pccl_command *command, uint32_t index, uint32_t steps)
+{
+    const pccl_ring *place = &command->rings[index];
+    ring->place = *place;
+    ring->index = index;
+    ring->receiver = (place->position + steps) % place->members;
+    if (place->members > 1)
+        collective->algorithm->own_range(ring, &ring->cursor, &ring->end);
+    ring->first = ring->cursor;
+    collective_skip(ring);
+}
+
 /* Creates the flows of all rings, or fails the op. */
 static bool join_rings(struct collective *collective, const pccl_command *command)
 {
     struct op *op = &collective->op;
     uint32_t i;
     collective->algorithm = algorithm_of(command);
+    collective->n_rings = command->n_rings;
+    collective->chunk = op_chunk_bytes(command);
     for (i = 0; i < command->n_rings; i++) {
         const pccl_ring *place = &command->rings[i];
         struct ring *ring = (struct ring *)op_add_ring(op, place, place->members > 1);
         if (ring == NULL)
             return false;
-        ring->place = *place;
-        if (place->members > 1)
-            collective->algorithm->own_range(ring, &ring->cursor, &ring->end);
-        ring->first = ring->cursor;
-        collective_skip(ring);
+        take_place(collective, ring, command, i, 1);
     }
-    collective->chunk = op_chunk_bytes(command);
+    return true;
+}
+
+/* Two stages: creates the flows to the owners that are not next on a ring, or fails the op. */
+static bool join_owners(struct collective *collective, const pccl_command *command)
+{
+    struct op *op = &collective->op;
+    uint32_t i, steps;
+    for (i = 0; i < command->n_rings; i++)
+        for (steps = 2; steps < command->rings[i].members; steps++) {
+            const pccl_ring *place = &command->rings[i];
+            uint32_t rank = rank_at(place, (place->position + steps) % place->members);
+            uint32_t direct = command->direct != NULL ? command->direct[rank] : 0;
+            struct ring *way = (struct ring *)op_add_direct(op, direct, op->flows[i]);
+            if (way == NULL)
+                return false;
+            take_place(collective, way, command, i, steps);
+        }
     return true;
 }
 
@@ -193,7 +227,7 @@ void start_eagerly(struct op *op, const pccl_command *command)
 {
     struct collective *collective = collective_of(op);
     uint32_t i;
-    if (!can_start(collective, command))
+    if (!can_start(collective, command) || command->algorithm == PCCL_TWO_STAGE)
         return;
     for (i = 0; i < command->n_rings; i++)
         if (streams_find(op->ops->streams, command->rings[i].stream) == NULL)
@@ -255,7 +289,8 @@ static bool enter_rings(struct collective *collective, const pccl_command *comma
         && collective_ring(collective, 0)->place.stream == command->rings[0].stream)
         return keep_rings(collective, command);
     op_remove_flows(op);
-    return join_rings(collective, command);
+    return join_rings(collective, command)
+        && (command->algorithm != PCCL_TWO_STAGE || join_owners(collective, command));
 }
 
 /* The number of elements to give and to write. */
@@ -296,4 +331,6 @@ void start_collective(struct op *op, const pccl_command *command)
     collective_request_turns(collective);
     if (collective_is_complete(collective))
         op_complete(op);
+    else
+        op_take_early(op, &collective->unread);
 }

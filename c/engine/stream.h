@@ -33,6 +33,9 @@ struct flow {
     bool in_turn;
     struct flow *next;       /* in the stream's turns */
     uint32_t index;          /* among the source's flows */
+    struct flow *around;     /* takes over if the stream is lost before it has carried anything;
+                              * NULL: then the op fails */
+    bool used;               /* the stream has carried something; set only if there is `around` */
 };
 
 /* Flows that have something to send, in turn. */

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/bitmap.h"
 #include "engine/ring.h"
 #include "zmq/zmqdefs.h"
 
@@ -111,6 +112,15 @@ void peers_connect_ring(struct peers *peers, uint32_t lanes, uint32_t hwm)
     int i;
     for (i = 0; i < peers->n; i++)
         peers_stream(peers, i, (i + 1) % peers->n, 1, lanes, hwm);
+}
+
+void peers_connect_all(struct peers *peers)
+{
+    int i, to;
+    for (i = 0; i < peers->n; i++)
+        for (to = 0; to < peers->n; to++)
+            if (to != i)
+                peers_stream(peers, i, to, TEST_DIRECT + (uint32_t)to, 1, 1);
 }
 
 void peers_end(struct peers *peers, int who, enum pccl_command_kind kind, uint64_t op)
@@ -381,6 +391,51 @@ static void expect_combined(const struct job *job, int k, unsigned char *sum)
     free(b - 1);
 }
 
+/* The result of a segment of a part in two stages: `n` elements from element `at`. */
+static void reduce_at_owner(const struct job *job, int k, uint64_t at, uint64_t n,
+                            unsigned char *sum)
+{
+    int dtype = job->part[k].dtype, wide = dtype == PCCL_F64 ? PCCL_F64 : PCCL_F32, i;
+    size_t begin = (size_t)at * pccl_dtype_size(dtype), count = (size_t)n;
+    unsigned char *data = allocate((size_t)pccl_quantized_size(job->format, dtype, n));
+    unsigned char *total = allocate(count * sizeof(double)),
+                  *next = allocate(count * sizeof(double));
+    for (i = 0; i < job->n; i++) {
+        (void)pccl_quantize(job->format, dtype, data, job->given[i][k] + begin, count);
+        (void)pccl_dequantize(job->format, wide, i == 0 ? total : next, data, count);
+        if (i > 0)
+            (void)pccl_reduce(wide, job->redop, total, total, next, count,
+                              i == job->n - 1 ? (uint32_t)job->n : 1);
+    }
+    (void)pccl_quantize(job->format, wide, data, total, count);
+    (void)pccl_dequantize(job->format, dtype, sum + begin, data, count);
+    free(data - 1);
+    free(total - 1);
+    free(next - 1);
+}
+
+/* The result of a part in two stages: of the pieces into which the segments of all rings cut it. */
+static void expect_owners(const struct job *job, int k, unsigned char *sum)
+{
+    uint64_t from = 0, to;
+    uint64_t first = job->twostage == 1 ? job->span : job->span / 128 * 64;
+    uint32_t s, ring, n = (uint32_t)job->n;
+    int i;
+    for (i = 0; i < k; i++)
+        from += aligned_blocks(job->part[i].count) * PCCL_ALIGNMENT;
+    to = from + job->part[k].count;
+    for (ring = 0; ring < job->twostage; ring++)
+        for (s = 0; s < n; s++) {
+            uint64_t share = ring == 0 ? first : job->span - first;
+            uint64_t begin = (ring == 0 ? 0 : first) + ring_bound(share, n, s);
+            uint64_t end = (ring == 0 ? 0 : first) + ring_bound(share, n, s + 1);
+            begin = begin > from ? begin : from;
+            end = end < to ? end : to;
+            if (begin < end)
+                reduce_at_owner(job, k, begin - from, end - begin, sum);
+        }
+}
+
 static void expect_part(struct job *job, int k)
 {
     size_t slice = slice_bytes(job, k);
@@ -388,6 +443,8 @@ static void expect_part(struct job *job, int k)
     int i, j;
     if (job->format != PCCL_UNQUANTIZED && job->oneshot)
         expect_combined(job, k, sum);
+    else if (job->twostage > 0)
+        expect_owners(job, k, sum);
     else if (job->format != PCCL_UNQUANTIZED && job->n > 1)
         expect_quantized(job, sum);
     for (i = 0; i < job->n; i++) {
@@ -514,16 +571,20 @@ static void begin(struct peers *peers, int who, const struct job *job, uint32_t 
 {
     static const uint16_t backwards[TEST_PEERS_MAX][TEST_PEERS_MAX] = {
         {0}, {0}, {1, 0}, {2, 1, 0}, {3, 2, 1, 0}, {4, 3, 2, 1, 0}};
-    uint32_t n = (uint32_t)job->n;
+    static uint32_t direct[TEST_PEERS_MAX];
+    uint32_t n = (uint32_t)job->n, i;
     pccl_command command = {0};
     assert(rings == 1 || n < 6);
+    for (i = 0; i < n; i++)
+        direct[i] = TEST_DIRECT + i;
     command.kind = kind;
     command.op = job->op;
     command.seq = job->seq;
     command.nonce = TEST_NONCE;
     command.chunk_bytes = job->chunk_bytes;
     command.n_rings = rings;
-    command.oneshot = job->oneshot;
+    command.algorithm = job->twostage ? PCCL_TWO_STAGE : job->oneshot ? PCCL_ONE_SHOT : PCCL_RING;
+    command.direct = job->twostage ? direct : NULL;
     command.rings[0].stream = 1;
     command.rings[0].members = command.rings[1].members = n;
     command.rings[0].position = (uint32_t)who;
@@ -772,7 +833,7 @@ void trade_start(struct peers *peers, int who, const struct trade *trade, uint32
     pccl_command command = {0};
     for (i = 0; i < n; i++) {
         backwards[i] = (uint16_t)(n - 1 - i);
-        direct[i] = TRADE_DIRECT + i;
+        direct[i] = TEST_DIRECT + i;
     }
     command.kind = PCCL_START;
     command.op = TRADE_OP;

@@ -77,6 +77,11 @@ int peers_count(const struct peers *peers, int who, enum pccl_event_kind kind, u
 const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_event_kind kind,
                               uint64_t op);
 
+enum { TEST_DIRECT = 10 };                   /* the number of the stream to peer 0, and so on */
+
+/* Opens a stream from each peer to each other one. */
+void peers_connect_all(struct peers *peers);
+
 /* ---- collectives ---- */
 
 enum { TEST_PARTS_MAX = 12 };
@@ -87,6 +92,7 @@ struct job {
     int redop, format;
     uint32_t root;
     bool in_place, oneshot;
+    uint32_t twostage;                       /* the number of rings, if in two stages */
     bool alternating;                        /* with in_place: only every second array is */
     bool eager;                              /* START names calls of others that sent before it */
     uint32_t chunk_bytes;
@@ -160,7 +166,6 @@ bool job_abort(struct peers *peers, const struct job *job);
 /* ---- exchanges ---- */
 
 enum { TRADE_PARTS_MAX = 4, TRADE_OP = 3, TRADE_TAG = 41, TRADE_SEQ = 20 };
-enum { TRADE_DIRECT = 10 };          /* the number of the stream to member 0, and so on */
 
 /* Which members have rows for which: the root for all, all for the root, all for all, or any for
  * any. */

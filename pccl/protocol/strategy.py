@@ -38,8 +38,8 @@ ONE_SHOT_LOCAL_MAX = 1 << 18
 # Elements of a step, in whole alignment blocks: 4 MiB of float32. It exceeds any contribution that
 # travels with a vote, because the vote may be sent when the first step is on the host.
 STEP = 1 << 20
-# Members that exchange rows directly. Each has a stream to each other one, which takes about 5
-# descriptors at the sender and 1 at the receiver.
+# Members that send each other data directly. Each has a stream to each other one, which takes
+# about 5 descriptors at the sender and 1 at the receiver.
 DIRECT_MAX = 128
 TRANSFER_BYTES = 4 * MIB  # a transfer of state uses the chunks of a segment of this size
 
@@ -54,6 +54,7 @@ class Algorithm(StrEnum):
     ONE_SHOT = "one-shot"  # two members send each other everything
     RING = "ring"
     RINGS = "rings"  # several rings, each with a share of the data
+    TWO_STAGE = "two-stage"  # quantized contributions to the owners of segments, results around
     EXCHANGE = "exchange"  # rows, directly to their receivers where `Strategy.direct`
     PAIR = "pair"  # from one member to another one, on a separate stream
 
@@ -110,7 +111,9 @@ class Strategy:
     # after the collective
     step: int
     wide: bool  # whether integers are averaged, whose sums need a wider type
-    direct: bool  # whether this member sends rows directly to their receivers, not around the rings
+    # whether this member sends rows, or contributions in two stages, directly to their receivers,
+    # not around the rings
+    direct: bool
 
     def __str__(self) -> str:
         if self.inline:
@@ -136,12 +139,12 @@ def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Strategy:
         nbytes,
         inline,
         algorithm,
-        _may_be_eager(spec, conditions.rings),
+        algorithm is not Algorithm.TWO_STAGE and _may_be_eager(spec, conditions.rings),
         chunk_bytes(nbytes, members, conditions.local, bool(spec.algorithm)),
         lanes(conditions.local, conditions.settings),
         STEP if in_steps else 0,
         wide,
-        algorithm is Algorithm.EXCHANGE
+        algorithm in (Algorithm.EXCHANGE, Algorithm.TWO_STAGE)
         and 2 < members <= min(DIRECT_MAX, conditions.settings.direct_max),
     )
 
@@ -170,6 +173,8 @@ def _algorithm(spec: Spec, conditions: Conditions) -> Algorithm:
         return Algorithm.EXCHANGE
     if _is_one_shot(spec, conditions):
         return Algorithm.ONE_SHOT
+    if _is_two_stage(spec, conditions):
+        return Algorithm.TWO_STAGE
     return Algorithm.RINGS if len(conditions.rings) > 1 else Algorithm.RING
 
 
@@ -183,6 +188,17 @@ def _is_one_shot(spec: Spec, conditions: Conditions) -> bool:
     if conditions.members != 2 or not conditions.rings or spec.what != CollectiveKind.ALL_REDUCE:
         return False
     return not conditions.together or (not spec.algorithm and span(spec) <= ONE_SHOT_LOCAL_MAX)
+
+
+def _is_two_stage(spec: Spec, conditions: Conditions) -> bool:
+    """True if contributions go directly to the owners of segments, where these reduce them.
+
+    A ring quantizes a partial result again at each hop, so the error grows with the members. In two
+    stages a contribution is quantized once, and the result once, with as many bytes and fewer hops.
+    Each member needs a stream to each other one.
+    """
+    quantized = spec.what == CollectiveKind.ALL_REDUCE and bool(spec.algorithm)
+    return quantized and 2 < conditions.members <= DIRECT_MAX
 
 
 def _may_be_eager(spec: Spec, rings: tuple[Ring, ...]) -> bool:

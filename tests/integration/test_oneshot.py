@@ -12,6 +12,7 @@ from oracles import quantized
 from oracles.quantized import FORMATS
 
 import pccl
+from pccl.protocol.strategy import Algorithm
 from pccl.runtime.client.engine import Engine
 
 
@@ -22,7 +23,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     start = Engine.start
 
     def watched(self: Engine, op: int, **rest: object) -> None:
-        started.append(rest["oneshot"])
+        started.append(rest["algorithm"] is Algorithm.ONE_SHOT)
         start(self, op, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "start", watched)

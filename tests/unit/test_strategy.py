@@ -13,6 +13,7 @@ from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.ring import checksum, places, plan_rings
 from pccl.protocol.strategy import (
     DEFAULTS,
+    DIRECT_MAX,
     ONE_SHOT_LOCAL_MAX,
     STEP,
     Algorithm,
@@ -84,6 +85,24 @@ def test_two_on_different_machines_need_no_ring() -> None:
     assert choose(WORK, 0, dataclasses.replace(FAR, members=1, rings=())).algorithm == "ring"
 
 
+def test_quantized_contributions_of_three_or_more_go_to_the_owners_of_segments() -> None:
+    quantized = plain(1 << 20, algorithm=4)
+    for spec, members, algorithm in (
+        (quantized, 2, Algorithm.ONE_SHOT),
+        (quantized, 3, Algorithm.TWO_STAGE),
+        (quantized, DIRECT_MAX, Algorithm.TWO_STAGE),
+        (quantized, DIRECT_MAX + 1, Algorithm.RINGS),
+        (plain(1 << 20), 3, Algorithm.RINGS),
+        (m.Spec("reduce", 0, 10, 1 << 20, algorithm=4), 3, Algorithm.RINGS),
+    ):
+        known = dataclasses.replace(THREE, members=members)
+        found = choose(spec, 1 << 20, known)
+        assert (found.algorithm, found.direct) == (algorithm, algorithm is Algorithm.TWO_STAGE)
+        few = dataclasses.replace(known, settings=Settings(direct_max=members - 1))
+        assert choose(spec, 1 << 20, few).algorithm is algorithm, "others cannot know that"
+        assert not choose(spec, 1 << 20, few).direct
+
+
 def test_two_on_one_machine_need_no_ring_for_what_fits_the_caches() -> None:
     for spec in (WORK, plain(ONE_SHOT_LOCAL_MAX)):
         assert choose(spec, 0, NEAR).algorithm is Algorithm.ONE_SHOT
@@ -102,6 +121,7 @@ def test_what_may_be_sent_before_it_starts() -> None:
         plain(1000, ring=checksum((1, 2, 3))),
         m.Spec(CollectiveKind.BARRIER, 0, 0, 0),
         m.Spec(CollectiveKind.ALL_TO_ALL, 0, 10, 1000, members=3),
+        plain(1000, algorithm=4),
     ]
     assert all(choose(spec, 0, THREE).eager for spec in good)
     assert not any(choose(spec, 0, THREE).eager for spec in bad)
@@ -152,5 +172,6 @@ def test_all_members_choose_alike(spec: m.Spec, hosts: list[tuple[str, str]], we
         strategy = choose(spec, 1000, Conditions.of(plan, number, settings))
         seats = places(spec, rings, number, (1,) * len(rings))
         shares = tuple((one.members, one.begin, one.count) for one in seats)
-        found.add((strategy.spec, strategy.inline, strategy.algorithm, strategy.eager, shares))
+        cut = strategy.chunk_bytes if strategy.algorithm is Algorithm.TWO_STAGE else 0
+        found.add((strategy.spec, strategy.inline, strategy.algorithm, strategy.eager, shares, cut))
     assert len(found) == 1

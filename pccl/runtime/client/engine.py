@@ -32,6 +32,7 @@ from pccl.ext.mail import Mail
 from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
+from pccl.protocol.strategy import Algorithm
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.resources import out_of_resources
 
@@ -66,6 +67,10 @@ COLLECTIVES: dict[CollectiveKind, int] = {
 _EVENT = struct.Struct("@IiQIIQQQIIQ160s")  # a pccl_event
 assert _EVENT.size == ffi.sizeof("pccl_event")
 
+_ALGORITHMS: dict[Algorithm, int] = {
+    Algorithm.ONE_SHOT: lib.PCCL_ONE_SHOT,
+    Algorithm.TWO_STAGE: lib.PCCL_TWO_STAGE,
+}
 COMMANDS_ENDPOINT = "inproc://pccl-engine"  # in the engine's own context
 
 
@@ -486,13 +491,12 @@ class Engine:
         nonce: int,  # of the collective; chunks with another nonce do not belong to it
         chunk_bytes: int,  # size of one message
         rings: Sequence[RingPlace],  # this peer's place in each ring, at most PCCL_RINGS_MAX
-        oneshot: bool = False,  # whether its two members send each other everything
+        algorithm: Algorithm = Algorithm.RING,  # how an all-reduce travels
         # the op number of the predecessor in each ring, if it may have sent chunks before its
         # start, else 0; empty: all 0
         calls: Sequence[int] = (),
-        direct: Sequence[
-            int
-        ] = (),  # of an exchange, streams to members by rank, or 0; empty: all 0
+        # of an exchange, or in two stages, streams to members by rank, or 0; empty: all 0
+        direct: Sequence[int] = (),
     ) -> None:
         """Starts a registered collective."""
         self._send(
@@ -503,12 +507,17 @@ class Engine:
             chunk_bytes=chunk_bytes,
             rings=self._rings(op, rings, calls),
             n_rings=len(rings),
-            oneshot=oneshot,
+            algorithm=_ALGORITHMS.get(algorithm, lib.PCCL_RING),
             direct=self._keep(op, ffi.new("uint32_t[]", direct)) if any(direct) else ffi.NULL,
         )
 
     def start_eagerly(
-        self, op: int, *, chunk_bytes: int, rings: Sequence[RingPlace], oneshot: bool = False
+        self,
+        op: int,
+        *,
+        chunk_bytes: int,
+        rings: Sequence[RingPlace],
+        algorithm: Algorithm = Algorithm.RING,
     ) -> None:
         """Lets a registered collective send before its start. Arguments are as in `start`, which
         must repeat them, unless it names other streams."""
@@ -518,7 +527,7 @@ class Engine:
             chunk_bytes=chunk_bytes,
             rings=self._rings(op, rings, ()),
             n_rings=len(rings),
-            oneshot=oneshot,
+            algorithm=_ALGORITHMS.get(algorithm, lib.PCCL_RING),
         )
 
     def _rings(

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from pccl.protocol import messages as m
 from pccl.protocol.messages import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import Peer, effects
-from pccl.protocol.strategy import TRANSFER_BYTES, Algorithm, chunk_bytes
+from pccl.protocol.strategy import TRANSFER_BYTES, chunk_bytes
 from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.client.call_metrics import CallMetrics
 from pccl.runtime.client.connection import Machine, MasterConnection
@@ -343,7 +343,7 @@ class PeerDriver(Driver):
             effect.op,
             chunk_bytes=effect.strategy.chunk_bytes,
             rings=effect.rings,
-            oneshot=effect.strategy.algorithm is Algorithm.ONE_SHOT,
+            algorithm=effect.strategy.algorithm,
         )
 
     def _start(self, effect: effects.StartOp) -> None:
@@ -353,7 +353,7 @@ class PeerDriver(Driver):
             nonce=effect.nonce,
             chunk_bytes=effect.strategy.chunk_bytes,
             rings=effect.rings,
-            oneshot=effect.strategy.algorithm is Algorithm.ONE_SHOT,
+            algorithm=effect.strategy.algorithm,
             calls=effect.calls,
             direct=effect.direct,
         )

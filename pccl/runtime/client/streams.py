@@ -151,7 +151,7 @@ class Streams:
         if one is None:
             return None, False
         if event.status == REFUSED or one.refused:
-            self._refused += 1
+            self._refused += one.shares == 1  # what other streams would carry goes around the rings
             if self._refused == limits.STREAMS_REFUSED_MAX:
                 times = f"{limits.STREAMS_REFUSED_MAX} times in a row"
                 why = f"this process gets no sockets, {times}: {event.text}"

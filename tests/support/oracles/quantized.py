@@ -177,13 +177,31 @@ def all_reduce_oneshot(a: Array, b: Array, op: str, dtype: str, format: Format) 
     return combine(*sent, a.size, op, format, dtype, 2)
 
 
+def reduce_at_owner(inputs: list[Array], op: str, dtype: str, format: Format) -> Array:
+    """The result of a segment in two stages."""
+    members, n = len(inputs), inputs[0].size
+    total, *others = (
+        dequantize(quantize(oracle.decode(each, dtype), format), n, format, dtype)
+        for each in inputs
+    )
+    for number, each in enumerate(others, 2):
+        total = _op(total, each, op, members if number == members else 1)
+    return oracle.encode(dequantize(quantize(total, format), n, format, dtype), dtype)
+
+
 def all_reduce(inputs: list[Array], op: str, dtype: str, format: Format) -> Array:
-    """What every member of one ring holds after a quantized all-reduce: as oracle.all_reduce."""
+    """What every member holds after a quantized all-reduce: as oracle.all_reduce.
+
+    Two members form a ring; more reduce in two stages.
+    """
     members = len(inputs)
     result = inputs[0].copy()
     cuts = oracle.bounds(inputs[0].size, members)
     for s in range(members):
         part = slice(cuts[s], cuts[s + 1])
+        if members > 2:
+            result[part] = reduce_at_owner([each[part] for each in inputs], op, dtype, format)
+            continue
         data = quantize(oracle.decode(inputs[s][part], dtype), format)
         for step in range(members - 1):
             divisor = members if step == members - 2 else 1

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pccl.ext import ffi, lib
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
-from pccl.protocol.strategy import choose
+from pccl.protocol.strategy import Algorithm, choose
 from pccl.runtime.client.engine import (
     COMPLETE,
     FAILED,
@@ -202,14 +202,14 @@ class SimEngine:
         *,
         seq: int,
         rings: Sequence[RingPlace],
-        oneshot: bool,
+        algorithm: Algorithm,
         calls: Sequence[int],
         direct: Sequence[int],
         **_: object,
     ) -> None:
         one = self.ops[op]
         one.direct = tuple(stream for stream in direct if stream)
-        self._check_strategy(op, seq, rings, oneshot)
+        self._check_strategy(op, seq, rings, algorithm)
         streams = [ring.stream for ring in rings if ring.stream]  # 0: it sends nothing
         key = self._start(one, seq, [*streams, *one.direct])
         one.members = rings[0].members
@@ -277,14 +277,16 @@ class SimEngine:
         op.streams, op.deaf = tuple(streams), set()
         return key
 
-    def _check_strategy(self, op: int, seq: int, rings: Sequence[RingPlace], oneshot: bool) -> None:
+    def _check_strategy(
+        self, op: int, seq: int, rings: Sequence[RingPlace], algorithm: Algorithm
+    ) -> None:
         """The members' data travels in the same way."""
         alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in rings]
         spec = self.peer.standing[op].spec
         assert spec is not None
         eager = choose(spec, 0, self.peer.client.conditions).eager
         self.run.agree(
-            ("the strategy", self.peer.machine.run, seq), (oneshot, eager, alike), self.peer
+            ("the strategy", self.peer.machine.run, seq), (algorithm, eager, alike), self.peer
         )
 
     def _end(self, number: int) -> None:

@@ -115,7 +115,7 @@ class Scenario:
     lawful: bool = False  # all peers make the same calls: nothing may ever fail to meet
     graces: bool = False  # callers of are_peers_pending do not wait for others without end
     middling: bool = False  # how the data of "small" ones travels depends on the members
-    rows: bool = False  # large collectives are all_to_alls
+    rows: bool = False  # large collectives are all_to_alls, or quantized
 
 
 # ---- scenarios from seeds ----
@@ -385,6 +385,8 @@ class Facade:
         plan = self.peer.machine.plan
         if call.variant or not (self.play.scenario.rows and plan.rings):
             return OTHER_WORK[call.variant - 1] if call.variant else WORK
+        if call.tag % 2:
+            return m.Spec("all_reduce", 0, 10, 1000, algorithm=4)
         order = plan.rings[0].order
         return m.Spec("all_to_all", 0, 10, 1000, members=len(order), ring=checksum(order))
 

@@ -1,0 +1,16 @@
+/* twostage.h - how a quantized all-reduce travels whose contributions go unchanged to the owners of
+ * their segments (pccl_core.h, TWO STAGES). */
+#ifndef PCCL_TWOSTAGE_H
+#define PCCL_TWOSTAGE_H
+
+#include "engine/collective.h"
+
+enum { TWOSTAGE_STEP = 65534 };      /* of a contribution on the wire */
+
+extern const struct algorithm twostage_algorithm;
+
+/* The number of offsets in the contribution that begins at an offset of a part, unless the part or
+ * the segment ends before: the same on all members. */
+uint64_t twostage_unit(const struct collective *collective, const struct part *part);
+
+#endif
