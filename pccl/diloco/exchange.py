@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from pccl.diloco.outer import OuterState
 from pccl.diloco.quarantine import Quarantine
 from pccl.diloco.radial import Radial
 from pccl.diloco.settings import WeightBy
-from pccl.diloco.stats import Meter
+from pccl.diloco.stats import Meter, Work
 from pccl.errors import AGAIN
 
 _log = logging.getLogger("pccl.diloco")
@@ -257,13 +257,6 @@ class LedgerHooks:
             self._ledger.restore(state["ledger"].numpy())
 
 
-class _Work(NamedTuple):
-    """Inner steps, and the samples in them."""
-
-    steps: int = 0
-    samples: int = 0
-
-
 class Weight:
     """Counts the samples in a pseudo-gradient, over all processes of the replica.
 
@@ -277,8 +270,8 @@ class Weight:
         self.late = self.excluded = False
         self._by = by
         self._always = always
-        self._trained = _Work()  # that no applied mean has
-        self._measured = _Work()  # of this, what is in the pseudo-gradient
+        self._trained = Work()  # that no applied mean has
+        self._measured = Work()  # of this, what is in the pseudo-gradient
         self._weight = 0  # of that, over the replica's processes
         self._replica = replica
 
@@ -290,7 +283,7 @@ class Weight:
         """
         if samples < 0:
             raise ValueError(f"samples={samples} must not be negative")
-        self._trained = _Work(self._trained.steps + 1, self._trained.samples + samples)
+        self._trained = self._trained.plus(1, samples)
 
     def measure(self) -> None:
         """The pseudo-gradient holds all samples until now."""
@@ -314,14 +307,12 @@ class Weight:
     def applied(self) -> None:
         """A mean with the pseudo-gradient is about to be applied."""
         if not self.late:
-            done, self._measured = self._measured, _Work()
-            self._trained = _Work(
-                self._trained.steps - done.steps, self._trained.samples - done.samples
-            )
+            done, self._measured = self._measured, Work()
+            self._trained = self._trained.plus(-done.steps, -done.samples)
 
     def drop(self) -> None:
         """The progress is lost."""
-        self._trained = _Work()
+        self._trained = Work()
 
     @property
     def value(self) -> int | None:

@@ -6,13 +6,24 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pccl import Communicator, PCCLError, ReduceInfo, Result, SharedStateSyncInfo
 from pccl.diloco.averaging import Algorithm
 from pccl.errors import AGAIN
+
+
+class Work(NamedTuple):
+    """Inner steps, and the samples in them."""
+
+    steps: int = 0
+    samples: int = 0
+
+    def plus(self, steps: int, samples: int) -> Work:
+        """The sum."""
+        return Work(self.steps + steps, self.samples + samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +108,14 @@ class OuterRound:
         admitted: whether newcomers were admitted.
         rejoined: whether the run went on without this peer, because it was late or silent, and it
             has joined again. No mean was applied; its progress is in the next round.
-        fragment: with mode="streaming", which fragment of the model was averaged.
-        compute_s: seconds of the inner steps, since the last round or the constructor.
+        fragment: which fragment of the model was averaged, with mode="streaming" or "decoupled".
+        compute_s: seconds of the inner steps, since the last round or the constructor; with
+            mode="decoupled" all seconds, because training goes on during a round.
         reduce_s: seconds in the averaging, including the wait for the slowest peer, but not the
             time in the background.
         admit_s: seconds to admit newcomers; with alone="wait" also the wait for them.
         sync_s: seconds in the synchronization of the shared state.
-        total_s: seconds in the whole round, without compute_s.
+        total_s: seconds in the whole round, without those of the inner steps.
         tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronization.
         rx_bytes: payload bytes that this peer received in them.
         algorithm: how this round's progress was, or is being, averaged: "gather": quantized and

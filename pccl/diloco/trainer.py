@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar
@@ -51,7 +50,7 @@ from pccl.diloco.settings import (
     layout_digest,
     rates,
 )
-from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Stopwatch, gather_shares
+from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Stopwatch, Work, gather_shares
 from pccl.kernels import Wire
 from pccl.runtime.checkpoint import replacing
 from pccl.support.text import require
@@ -313,7 +312,7 @@ class DiLoCo:
         self._check_whole()
         self._inner_step = 0
         self._begin()
-        self._work = _Work()
+        self._work = Work()
         self._stopwatch = Stopwatch(self._meter, beside=self._learner is not None)
         self._watch(model)
         self._begin_round()
@@ -679,7 +678,7 @@ class DiLoCo:
 
     def _after_inner_step(self, samples: int | None) -> OuterRound | None:
         with self._lock:
-            self._work.count(1 if samples is None else samples)
+            self._work = self._work.plus(1, 1 if samples is None else samples)
         if self._learner is not None:
             seen = self._seen_round
             self._learner.stepped()
@@ -758,7 +757,7 @@ class DiLoCo:
     def _share(self, admitted: bool) -> None:
         """Tells the other peers what this one has done since the last meeting."""
         with self._lock:
-            work, self._work = self._work, _Work()
+            work, self._work = self._work, Work()
         ends = self._learner is not None and self._learner.ends
         own = self._stopwatch.share(work.steps, work.samples, self._pace.late)
         self._shares = (own,)
@@ -865,18 +864,6 @@ class DiLoCo:
         if optimizer is not None:
             self._inner.load(optimizer)
         self._checkpoint.load(state)
-
-
-@dataclass(slots=True)
-class _Work:
-    """Work of this peer since the last round."""
-
-    steps: int = 0
-    samples: int = 0
-
-    def count(self, samples: int) -> None:
-        self.steps += 1
-        self.samples += samples
 
 
 def _trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from outer import DEADLINE_S, Model, N, make, random, together  # noqa: E402
+from processes import Master  # noqa: E402
 
 import pccl  # noqa: E402
 
@@ -305,3 +307,26 @@ def test_norms_and_directions_are_averaged_apart(address: str) -> None:
         norm = (3 * ours.norm() + theirs.norm()) / 4
         way = 3 * ours / ours.norm() + theirs / theirs.norm()
         torch.testing.assert_close(flat[part].double(), -norm * way / way.norm(), rtol=0, atol=1e-5)
+
+
+def test_a_master_that_is_killed_and_started_again_costs_no_progress(tmp_path: Path) -> None:
+    """Learners train while it is away."""
+    notes, again = Conserved(), threading.Event()
+    master = Master("--state", str(tmp_path / "master.db"))
+
+    def train(peer: Peer) -> None:
+        peer.until(lambda: peer.diloco.outer_step >= 2)
+        if peer.number == 0:
+            master.kill()
+            master.start()
+            again.set()
+        peer.until(again.is_set)
+        begin = peer.diloco.outer_step
+        peer.until(lambda: peer.diloco.outer_step >= begin + 2)
+
+    try:
+        assert len({*run(notes, master.address, 3, train)}) == 1
+    finally:
+        master.kill()
+    notes.check(1.0, 0.0)
+    notes.check_total()
