@@ -31,8 +31,7 @@ from pccl.protocol import messages
 from pccl.protocol.messages import NAME_CHARS_MAX
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import reserve
-from pccl.runtime.digest import DIGEST_BYTES, digests, root_digest
-from pccl.runtime.spans import SPAN_BYTES, each_span
+from pccl.runtime.digest import DIGEST_BYTES, SPAN_BYTES, digests, each_span, root_digest
 from pccl.tensors.arrays import Array, Buffer
 from pccl.weights.client import Blob
 

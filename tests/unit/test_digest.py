@@ -12,8 +12,7 @@ import xxhash
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
 from pccl.runtime.client.sync import Region, Staging
-from pccl.runtime.digest import LEAF_BYTES, digest, digests
-from pccl.runtime.spans import SPAN_BYTES, each_span
+from pccl.runtime.digest import LEAF_BYTES, SPAN_BYTES, digest, digests, each_span
 from pccl.types import DataType
 
 SIZES = [0, 1, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, 9 * LEAF_BYTES + 5, 3]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pccl.insight import Sample, Stats
 from pccl.protocol.peer import effects
 
-SAMPLES = 64  # of the last collectives
+SAMPLES = 64
 NO_CPU = -1.0
 
 
@@ -37,51 +37,28 @@ class CallMetrics:
     Args:
         engine_s: processor time of the engine's thread so far; below 0 where it is not known.
 
-    Attributes:
-        succeeded: collectives, by call.
-        failed: calls, by fault.
-        tx_bytes: payload bytes sent in calls that have succeeded.
-        rx_bytes: payload bytes received in calls that have succeeded.
-        syncs: synchronizations of the shared state that have succeeded.
-        sync_s: how long these took.
-        entering_s: total first span of the collectives that have succeeded.
-        moving_s: total second span.
-        finishing_s: total third span.
-        recoveries: collectives that started after another one had failed.
-        recovery_s: total time from the failures to these starts.
-        samples: the last collectives.
-        moved_s: the time in which collectives moved data since the streams were opened.
+    Its public attributes are those of `Stats`, and those that `Explanation` is made of.
     """
 
     def __init__(self, engine_s: Callable[[], float]) -> None:
         self._engine_s = engine_s
-        self.succeeded: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
         self.tx_bytes = self.rx_bytes = self.syncs = self.recoveries = 0
-        self.sync_s = self.recovery_s = 0.0
-        self.entering_s = self.moving_s = self.finishing_s = 0.0
-        self.samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self.sync_seconds = self.recovery_seconds = 0.0
+        self.entering_seconds = self.moving_seconds = self.finishing_seconds = 0.0
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # of the last collectives
         self._marks: dict[int, _Marks] = {}
         self._failed_s: float | None = None
-        self.moved_s = 0.0
+        self.moved_s = 0.0  # in which collectives moved data since the streams were opened
         self._moving: set[int] = set()
         self._moving_since_s = 0.0
 
     def stats(self) -> Stats:
         """A copy, from any thread."""
-        return Stats(
-            dict(self.succeeded),
-            dict(self.failed),
-            self.tx_bytes,
-            self.rx_bytes,
-            self.entering_s,
-            self.moving_s,
-            self.finishing_s,
-            self.syncs,
-            self.sync_s,
-            self.recoveries,
-            self.recovery_s,
-        )
+        found = {one.name: getattr(self, one.name) for one in fields(Stats)}
+        found |= {"collectives": dict(self.collectives), "failures": dict(self.failures)}
+        return Stats(**found)
 
     # ---- what the control thread sees ----
 
@@ -115,14 +92,14 @@ class CallMetrics:
         now_s, marks = time.monotonic(), self._marks.pop(end.call, None)
         self._stopped(end.call, now_s)
         if isinstance(end, effects.Fail):
-            self.failed[end.fault.name.lower()] += 1
+            self.failures[end.fault.name.lower()] += 1
             if end.again and self._failed_s is None:
                 self._failed_s = now_s
         elif isinstance(end.value, effects.Reduced) and marks is not None:
             self._count(end.value, marks, began_s, now_s)
         elif isinstance(end.value, effects.Synced):
             self.syncs += 1
-            self.sync_s += now_s - began_s
+            self.sync_seconds += now_s - began_s
             self.tx_bytes += end.value.tx_bytes
             self.rx_bytes += end.value.rx_bytes
 
@@ -140,12 +117,12 @@ class CallMetrics:
             marks.held_cpu_s - marks.cpu_s if known else None,
         )
         self.samples.append(sample)
-        self.succeeded[sample.what] += 1
+        self.collectives[sample.what] += 1
         self.tx_bytes += value.tx_bytes
         self.rx_bytes += value.rx_bytes
-        self.entering_s += sample.entering_s
-        self.moving_s += sample.moving_s
-        self.finishing_s += sample.finishing_s
+        self.entering_seconds += sample.entering_s
+        self.moving_seconds += sample.moving_s
+        self.finishing_seconds += sample.finishing_s
 
     def _stopped(self, op: int, now_s: float) -> None:
         if op in self._moving:
@@ -156,5 +133,5 @@ class CallMetrics:
     def _recovered(self, now_s: float) -> None:
         if self._failed_s is not None:
             self.recoveries += 1
-            self.recovery_s += now_s - self._failed_s
+            self.recovery_seconds += now_s - self._failed_s
             self._failed_s = None

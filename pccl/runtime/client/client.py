@@ -217,11 +217,7 @@ class PeerClient(ControlThread):
 
     def allow(self, call: Call) -> None:
         """Lets a limited peer serve for another SERVE_INTERVAL_S."""
-
-        def notify() -> None:
-            self._engine.allow(call.serve_op, self.serve_limit)
-
-        self._inbox.post(notify)
+        self._inbox.post(lambda: self._engine.allow(call.serve_op, self.serve_limit))
 
     def fetch(self, call: Call, seq: int, pieces: Pieces, first_counted: int, owner: object) -> int:
         """Fetches what a plan lists into these pieces; returns the number of the op."""
@@ -238,11 +234,7 @@ class PeerClient(ControlThread):
 
     def remind(self, op: int, limit: int) -> None:
         """Repeats the unanswered requests of a fetch; see `Engine.remind`."""
-
-        def notify() -> None:
-            self._engine.remind(op, limit)
-
-        self._inbox.post(notify)
+        self._inbox.post(lambda: self._engine.remind(op, limit))
 
     def verified(self, op: int, results: list[tuple[int, int, bool]]) -> None:
         """Tells a fetch which leaves (piece, leaf) are correct."""

@@ -38,11 +38,11 @@ from pccl.runtime.digest import (
     LEAF_BYTES,
     Digest,
     digests,
+    each_span,
     leaf_count,
     leaf_digest,
     root_digest,
 )
-from pccl.runtime.spans import each_span
 from pccl.types import SharedStateProgress
 
 # Not cleared: staging memory is used only once all of it is written, and clearing costs time.
