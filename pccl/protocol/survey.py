@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import permutations
 from typing import TypeAlias
 
 from pccl.protocol.topology import SPREAD_MAX, Hop, Link, best_order, hops, tournament, typical
@@ -125,7 +125,7 @@ def tour(sites: Sequence[Sequence[int]], measured: Mapping[Hop, Link]) -> tuple[
     """A ring over all peers that leaves each site once; it begins with the lowest number."""
     site_of = {peer: index for index, site in enumerate(sites) for peer in site}
     between = typical(measured, site_of)
-    known = {hop: between.get(hop, Link(0, 0)) for hop in _all_hops(len(sites))}
+    known = {hop: between.get(hop, Link(0, 0)) for hop in permutations(range(len(sites)), 2)}
     order = best_order(range(len(sites)), known) if len(sites) > 1 else (0,)
     gates: dict[Hop, list[Hop]] = {}
     for hop in measured:
@@ -147,10 +147,6 @@ def tour(sites: Sequence[Sequence[int]], measured: Mapping[Hop, Link]) -> tuple[
     return (*found[first:], *found[:first])
 
 
-def _all_hops(number: int) -> Iterable[Hop]:
-    return ((a, b) for a in range(number) for b in range(number) if a != b)
-
-
 def _walk(site: Sequence[int], first: int | None, last: int | None) -> list[int]:
     """The peers of a site, from the one that is entered to the one that is left."""
     middle = [peer for peer in site if peer not in (first, last)]
@@ -160,8 +156,3 @@ def _walk(site: Sequence[int], first: int | None, last: int | None) -> list[int]
 
 def _both_ways(pairs: Iterable[tuple[int, int]]) -> Slot:
     return {number: (sender,) for a, b in pairs for number, sender in ((a, b), (b, a))}
-
-
-def crossings(order: Sequence[int], site_of: Mapping[int, int]) -> int:
-    """How often a ring goes from one site to another."""
-    return sum(site_of[a] != site_of[b] for a, b in pairwise((*order, order[0])))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import pytest
 from simulation.manual import NEAR, SitesRun
 
-from pccl.protocol.survey import ALL_MAX, SITE_US, SLOTS_MAX, Everything, Survey, crossings, tour
+from pccl.protocol.survey import ALL_MAX, SITE_US, SLOTS_MAX, Everything, Survey, tour
 from pccl.protocol.topology import Link, Links
 
 FAR = Link(50_000_000, 500_000)
+
+
+def crossings(order: Sequence[int], site_of: Mapping[int, int]) -> int:
+    """How often a ring goes from one site to another."""
+    return sum(site_of[a] != site_of[b] for a, b in pairwise((*order, order[0])))
 
 
 def surveyed(
