@@ -1,6 +1,7 @@
 """The operands of each collective: checks the arguments, and describes the arrays' memory.
 
-Invalid arguments raise here, before any other peer is involved.
+Invalid arguments raise here, before any other peer is involved: ValueError, TypeError, or PCCLError
+with INVALID_ARGUMENT, as the methods of `Communicator` say.
 """
 
 from __future__ import annotations
@@ -68,12 +69,7 @@ def all_reduce(
     options: QuantizationOptions | None = None,
     descriptor: ReduceOperandDescriptor | None = None,
 ) -> Operands:
-    """The operands of an all-reduce; in place if `recv` is None.
-
-    Raises:
-        ValueError: the arrays do not match each other, or `op` is unknown.
-        PCCLError: INVALID_ARGUMENT: they cannot be quantized like this, or contradict `descriptor`.
-    """
+    """The operands of an all-reduce; in place if `recv` is None."""
     given = several(send)
     targets = given if recv is None else matching(given, recv)
     each = []
@@ -92,10 +88,7 @@ def all_reduce(
 def quantization_of(
     options: QuantizationOptions | None, name: QuantizationName | None
 ) -> QuantizationOptions | None:
-    """The quantization, from the options or from their short name.
-
-    Raises ValueError: both are given, or the name is unknown.
-    """
+    """The quantization, from the options or from their short name."""
     if name is None:
         return options
     if options is not None:
@@ -107,10 +100,6 @@ def of_descriptors(descriptors: Sequence[ReduceOpDescriptor]) -> Operands:
     """The operands of one all-reduce of descriptors of the same kind (see `bundles`).
 
     Addresses are not checked.
-
-    Raises:
-        PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
-        ValueError: they overlap.
     """
     work = descriptors[0].reduce_descriptor
     each = [_of_descriptor(descriptor) for descriptor in descriptors]
@@ -143,23 +132,14 @@ def _buffer(address: int, count: int, dtype: DataType, known: Buffer | None) -> 
 def of_buffers(
     send: Buffer, recv: Buffer, op: ReduceOp, options: QuantizationOptions | None
 ) -> Operands:
-    """The operands of an all-reduce of one buffer.
-
-    Raises PCCLError: INVALID_ARGUMENT: it cannot be quantized like this.
-    """
+    """The operands of an all-reduce of one buffer."""
     none = Several([], [], False)
     each = [Operand(send, recv, send.count)]
     return make(CollectiveKind.ALL_REDUCE, none, each, op=op, options=options)
 
 
 def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
-    """The operands of a broadcast, which is in place.
-
-    Raises:
-        ValueError: no member has the rank `root`; or an array cannot be written; or an array is not
-            dense.
-        TypeError: `root` is not a rank.
-    """
+    """The operands of a broadcast, which is in place."""
     root = rank_of(root, ranks)
     given = several(arrays)
     buffers = [Buffer.of(array, writable=True) for array in given.arrays]
@@ -170,12 +150,7 @@ def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
 def all_gather(
     send: A, recv: A | None, ranks: Ranks, rows: Sequence[int] | None = None
 ) -> tuple[Operands, A]:
-    """The operands of an all-gather, and the arrays that receive: new ones if `recv` is None.
-
-    Raises:
-        ValueError: the arrays do not match each other or the numbers of rows.
-        TypeError: a number of rows is not an integer.
-    """
+    """The operands of an all-gather, and the arrays that receive: new ones if `recv` is None."""
     if rows is not None:
         return _uneven_all_gather(send, recv, rows, ranks)
     given, each, result = _by_slices(send, recv, ranks, gathers=True)
@@ -207,12 +182,7 @@ def reduce_scatter(
     options: QuantizationOptions | None,
     ranks: Ranks,
 ) -> tuple[Operands, A]:
-    """The operands of a reduce-scatter, and the arrays that receive: new ones if `recv` is None.
-
-    Raises:
-        ValueError: the arrays do not match each other.
-        PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
-    """
+    """The operands of a reduce-scatter, and the arrays that receive: new ones if `recv` is None."""
     given, each, result = _by_slices(send, recv, ranks, gathers=False)
     chosen = reduce_op(op)
     work = make(CollectiveKind.REDUCE_SCATTER, given, each, op=chosen, options=options, ranks=ranks)
@@ -281,13 +251,7 @@ def reduce(
     options: QuantizationOptions | None,
     ranks: Ranks,
 ) -> Operands:
-    """The operands of a reduce; in place on the root if `recv` is None.
-
-    Raises:
-        ValueError: the arrays do not match each other, or `op` is unknown.
-        PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
-        TypeError: `root` is not a rank.
-    """
+    """The operands of a reduce; in place on the root if `recv` is None."""
     at = rank_of(root, ranks)
     given = several(send)
     if ranks.rank == at:
@@ -305,10 +269,6 @@ def gather(send: A, recv: A | None, root: Root, ranks: Ranks) -> tuple[Operands,
     """The operands of a gather, and the arrays that receive.
 
     On the root these are new ones if `recv` is None, on other peers None.
-
-    Raises:
-        ValueError: the arrays do not match each other.
-        TypeError: `root` is not a rank.
     """
     at = rank_of(root, ranks)
     given = several(send)
@@ -329,28 +289,19 @@ def scatter(
     """The operands of a scatter, and the arrays that receive.
 
     On the root these are new ones if `recv` is None.
-
-    Raises:
-        ValueError: the arrays do not match each other, or one is missing.
-        TypeError: `root` is not a rank.
     """
     at = rank_of(root, ranks)
     if ranks.rank == at:
-        return _scatter_root(send, recv, ranks)
+        if send is None:
+            raise ValueError(f"send is needed on the root, which is this peer, of rank {at}")
+        given, each, result = _by_slices(send, recv, ranks, gathers=False)
+        work = make(CollectiveKind.SCATTER, given, each, root=at, ranks=ranks)
+        return replace(work, send_rows=_one_each(ranks), recv_rows=_only(at, ranks)), result
     if recv is None:
         raise ValueError(f"recv is needed on all peers but the root, which has rank {at}")
     given = several(recv)
     work = make(CollectiveKind.SCATTER, given, _only_received(given), root=at, ranks=ranks)
     return replace(work, recv_rows=_only(at, ranks)), recv
-
-
-def _scatter_root(send: Arrays | None, recv: A | None, ranks: Ranks) -> tuple[Operands, A | Arrays]:
-    if send is None:
-        raise ValueError(f"send is needed on the root, which is this peer, of rank {ranks.rank}")
-    given, each, result = _by_slices(send, recv, ranks, gathers=False)
-    work = make(CollectiveKind.SCATTER, given, each, root=ranks.rank, ranks=ranks)
-    own = _only(ranks.rank, ranks)
-    return replace(work, send_rows=_one_each(ranks), recv_rows=own), result
 
 
 def all_to_all(
@@ -360,12 +311,7 @@ def all_to_all(
     recv_rows: Sequence[int] | None,
     ranks: Ranks,
 ) -> tuple[Operands, A]:
-    """The operands of an all-to-all, and the arrays that receive: new ones if `recv` is None.
-
-    Raises:
-        ValueError: the arrays do not match each other or the numbers of rows.
-        TypeError: a number of rows is not an integer.
-    """
+    """The operands of an all-to-all, and the arrays that receive: new ones if `recv` is None."""
     if send_rows is not None and recv_rows is not None:
         return _uneven_all_to_all(send, recv, send_rows, recv_rows, ranks)
     if send_rows is not None or recv_rows is not None:
@@ -517,11 +463,7 @@ def _scattered(array: Array, whole: Buffer, members: int) -> Array:
 def _check_slice(
     whole_name: str, whole: Buffer, block_name: str, block: Buffer, ranks: Ranks
 ) -> None:
-    """Checks that `whole` consists of one slice for each member, each of them like `block`.
-
-    Raises ValueError: it does not; or they overlap, and `block` is not this peer's slice of
-    `whole`.
-    """
+    """Checks that `whole` consists of one slice for each member, each of them like `block`."""
     if whole.dtype is not block.dtype:
         raise ArgumentError(
             f"{whole_name} is {whole.dtype.name}, {block_name} is {block.dtype.name}"
@@ -575,12 +517,7 @@ def make(
     root: int = 0,
     ranks: Ranks | None = None,
 ) -> Operands:
-    """The operands of a collective over these arrays; `ranks` if it depends on ranks.
-
-    Raises:
-        PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
-        ValueError: written memory overlaps, or the list is too long.
-    """
+    """The operands of a collective over these arrays; `ranks` if it depends on ranks."""
     quantized = 0, 0
     if options is not None:
         for dtype in {operand.send.dtype for operand in each}:
@@ -665,20 +602,14 @@ def _like(array: Array) -> Array:
 
 
 def send(arrays: Arrays, pair: tuple[int, int]) -> Operands:
-    """The operands of a send; `pair` is the sender and the receiver.
-
-    Raises ValueError: the arrays cannot be sent.
-    """
+    """The operands of a send; `pair` is the sender and the receiver."""
     given = several(arrays)
     work = make(CollectiveKind.SEND, given, _only_sent(given))
     return replace(work, send_rows=(0, 1), pair=pair)  # by position in `pair`
 
 
 def recv(arrays: Arrays, pair: tuple[int, int]) -> Operands:
-    """The operands of a recv; `pair` is the sender and the receiver.
-
-    Raises ValueError: the arrays cannot be written to.
-    """
+    """The operands of a recv; `pair` is the sender and the receiver."""
     given = several(arrays)
     work = make(CollectiveKind.SEND, given, _only_received(given))
     return replace(work, recv_rows=(1, 0), pair=pair)
