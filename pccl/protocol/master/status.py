@@ -263,10 +263,22 @@ class _Waits:
             self._admission(pending)
 
     def _round(self, round_: Round[object]) -> None:
-        call = round_.describe(next(iter(round_.votes)))
-        since_s = {number: vote.since_s for number, vote in round_.votes.items()}
+        first, votes = next(iter(round_.votes)), round_.votes
+        since_s = {number: vote.since_s for number, vote in votes.items()}
         late, why = self._run.voting.absent(round_), entering(self._run, round_)
-        self._add(call, round_.id.group, Phase.ENTERING, since_s, late, why)
+        others: dict[int, str] = {}  # calls that do not meet that of the first peer
+        if round_.id.kind is Kind.START:
+            payload = votes[first].payload
+            others = {n: round_.describe(n) for n in votes if votes[n].payload != payload}
+        self._add(
+            round_.describe(first),
+            round_.id.group,
+            Phase.ENTERING,
+            since_s,
+            late,
+            why,
+            others=others,
+        )
 
     def _running(self, running: Running) -> None:
         since_s = dict.fromkeys(running.members, running.since_s)
@@ -302,16 +314,18 @@ class _Waits:
         late: list[int],
         why: str,
         progress: Mapping[int, int] = MappingProxyType({}),
+        others: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """Adds a wait. `since_s` has the time at which each peer entered it, and `progress` the
-        thousandths that each has finished."""
+        """Adds a wait. `since_s` has the time at which each peer entered it, `progress` the
+        thousandths that each has finished, and `others` the peers that made another call."""
         call, missing = plain(call), set(late)
         for number, its_s in since_s.items():
             calls = self.calls.setdefault(number, [])
             if len(calls) < CALLS_MAX:
                 told = progress.get(number) if number in missing else None
                 done = None if told is None else told / 1000
-                calls.append(CallStatus(call, phase, self._now_s - its_s, done))
+                its_call = plain(others[number]) if number in others else call
+                calls.append(CallStatus(its_call, phase, self._now_s - its_s, done))
         said = [progress[number] for number in late if number in progress]
         waited_s = self._now_s - min(since_s.values(), default=self._now_s)
         for number in late:
