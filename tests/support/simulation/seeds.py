@@ -8,13 +8,19 @@ import pytest
 def parts(seeds: int, default: int, size: int) -> pytest.MarkDecorator:
     """Calls a test with `seeds` seeds, `size` at a time, as its argument `part`.
 
-    The first `default` seeds notice at once what is broken. The others find what is rare, and are
-    slow.
+    The first part shows what is broken for all runs; the parts up to `default` have the mark
+    `seeds`, and the others, which find what is rare, `slow`.
     """
-    ranges = (range(first, first + size) for first in range(0, seeds, size))
-    slow = pytest.mark.slow
-    return pytest.mark.parametrize(
-        "part",
-        [pytest.param(each, marks=slow if each.start >= default else []) for each in ranges],
-        ids=lambda part: f"{part.start}-{part.stop - 1}",
-    )
+
+    def marks(first: int) -> tuple[pytest.MarkDecorator, ...]:
+        if first == 0:
+            return ()
+        return (pytest.mark.seeds if first < default else pytest.mark.slow,)
+
+    parts = [
+        pytest.param(
+            range(first, first + size), marks=marks(first), id=f"{first}-{first + size - 1}"
+        )
+        for first in range(0, seeds, size)
+    ]
+    return pytest.mark.parametrize("part", parts)
