@@ -11,6 +11,7 @@ import _pccl_torch
 from pccl.torch import hooks, recorder
 from pccl.torch.creation import (
     is_possible,
+    keep_works_of_join,
     replace_monitored_barrier,
     use_with_accelerate,
 )
@@ -22,6 +23,7 @@ _pccl_torch.register()  # if TORCH_DEVICE_BACKEND_AUTOLOAD=0, no entry point has
 if not is_possible():
     replace_monitored_barrier()
 recorder.complete_dumps()
+keep_works_of_join()
 
 __all__ = [
     "DistributedDataParallel", "ProcessGroup", "Replicas", "communicator", "hooks",

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
@@ -20,7 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Backend, PrefixStore, Reducer, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from pccl import Communicator, MasterLostError, PCCLTimeoutError, extension
@@ -264,6 +265,23 @@ def replace_monitored_barrier() -> None:
         found.monitored_barrier(limit, wait_all_ranks)
 
     c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+def keep_works_of_join() -> None:
+    """Keeps what `DistributedDataParallel.join` gives to its reducer in C++, until the next one.
+
+    The reducer keeps only the part in C++ of a Work that is written in Python, and would wait for
+    that for ever.
+    """
+    before = Reducer._set_forward_pass_work_handle
+    latest: weakref.WeakKeyDictionary[Reducer, object] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(before)
+    def set_work(reducer: Reducer, work: Any, use_static_world_size: bool) -> None:
+        latest[reducer] = work
+        before(reducer, work, use_static_world_size)
+
+    Reducer._set_forward_pass_work_handle = set_work  # type: ignore[assignment, method-assign]
 
 
 def use_with_accelerate() -> None:

@@ -30,6 +30,16 @@ def train(rank: int) -> float:
     return sum(p.sum().item() for p in model.parameters())
 
 
+def train_unevenly(rank: int) -> None:
+    """The ranks make 2, 3, ... steps; gradients are averaged over those that still train."""
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(2 + rank):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 2)).sum().backward()
+            assert ddp.module.weight.grad.tolist() == [[1.0, 1.0]]
+
+
 def main() -> None:
     if len(sys.argv) > 1:
         dist.init_process_group("pccl", init_method=sys.argv[1], world_size=int(sys.argv[2]))
@@ -44,6 +54,7 @@ def main() -> None:
     dist.broadcast_object_list(told, src=1)
     assert told == [{"from": 1}]
     weights = train(rank)
+    train_unevenly(rank)
     last = dist.new_group([size - 1])
     pair, by_gloo = dist.new_group([0, 1]), dist.new_group(backend="gloo")
     for group, members in ((last, [size - 1]), (pair, [0, 1]), (by_gloo, list(range(size)))):
