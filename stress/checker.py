@@ -176,7 +176,7 @@ def _times(faults: Sequence[Fault]) -> Times:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the checker demands.
+    """The demands of the checker.
 
     Attributes:
         expected: gives the digest of the shared state of a group and revision. Without it, or if it
@@ -215,7 +215,7 @@ class Call:
 
 @dataclass
 class Life:
-    """What one worker has done."""
+    """The history of one worker."""
 
     members: list[Member] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -225,7 +225,7 @@ class Life:
 
 @dataclass
 class Report:
-    """What was found.
+    """The findings.
 
     Attributes:
         violations: of rules, in words.

@@ -74,7 +74,7 @@ class End(Struct, frozen=True, tag="end"):
 
 
 class Size(Struct, frozen=True, tag="size"):
-    """What the worker's process holds."""
+    """The resources of the worker's process."""
 
     at_s: float
     descriptors: int
@@ -151,7 +151,7 @@ def workers(directory: Path) -> Iterator[int]:
 
 
 def contribution(worker: int) -> Words:
-    """What a worker gives: 1 at its own digit."""
+    """The contribution of a worker: 1 at its own digit."""
     return ((worker // DIGITS % WORDS, 4 ** (worker % DIGITS)),)
 
 

@@ -1,4 +1,4 @@
-"""What a worker of a stress run does to itself: it resets connections, forks, and runs programs.
+"""Faults that a worker causes in itself: it resets connections, forks, and runs programs.
 
 Linux has all of it; elsewhere connections stay, and where there is no fork only programs run.
 """

@@ -42,12 +42,12 @@ MODES: dict[str, dict[str, Any]] = {  # of DiLoCo
 
 
 def gradient_of(revision: int, size: int) -> np.ndarray:
-    """What all peers contribute at a revision."""
+    """The contribution of each peer at a revision."""
     return np.random.default_rng(revision).integers(-9, 9, size).astype(np.float32)
 
 
 class Membership:
-    """What a program is given: a communicator, its worker's diary, and settings."""
+    """The arguments of a program: a communicator, its worker's diary, and settings."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class Network:
 
 
 def reports(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) -> list[Any]:
-    """What the process of each host prints as JSON, at its end.
+    """The JSON that the process of each host prints at its end.
 
     Raises:
         SystemExit: one has failed; the text says which, what it has said itself is on stderr.

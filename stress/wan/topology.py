@@ -29,7 +29,7 @@ SLOW = ("a", "b")
 
 
 def measure(link: Link, slow_mbit: int, args: argparse.Namespace) -> list[dict[str, object]]:
-    """What each host reports."""
+    """The report of each host."""
     with network(link, ["master", *HOSTS], between={SLOW: slow_mbit}) as net:
         address = f"{net.addresses['master']}:{PORT}"
         argv = [sys.executable, "-m", "pccl.master", "--listen-address", address]

@@ -61,7 +61,7 @@ def test_against_the_masters_dial_it_takes_three_or_all_others() -> None:
     assert "the master could:" in blame.sentence(found, peer)
 
 
-def test_a_peer_accused_by_unreliable_ones_stays() -> None:
+def test_a_peer_that_accuses_as_many_is_judged_by_its_own_accusations() -> None:
     blame = trouble((1, 2), (3, 2), (2, 1), (2, 3))
     found = blame.verdict(4)
     assert found is not None  # it accuses two that no other peer accuses

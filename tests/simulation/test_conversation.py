@@ -110,7 +110,7 @@ class Belonging:
 
 
 def cut_off(script: str) -> set[conversation.Line]:
-    """What happens to a peer whose collective runs, while its master dies and comes back."""
+    """The lines used by a peer whose collective runs while its master dies and comes back."""
     one = Belonging()
     machine, perform, hear = one.machine, one.perform, one.hear
     perform(machine.collective(2, 0, m.Spec("all_reduce", 0, 10, 1)))
@@ -130,7 +130,7 @@ def cut_off(script: str) -> set[conversation.Line]:
 
 
 def failed_meanwhile(called: m.Called) -> set[conversation.Line]:
-    """What happens to a peer whose call has failed under a master that died before it said so."""
+    """The lines used by a peer whose call has failed under a master that died before it said so."""
     one = Belonging()
     if called == m.Called.SYNC:
         one.perform(one.machine.sync(2, 3, m.Manifest(0, 0, ())))

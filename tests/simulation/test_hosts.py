@@ -71,7 +71,7 @@ def test_two_meet_at_any_host_of_the_one_that_waits() -> None:
     assert isinstance(come, m.RendezvousJoin) and come.hosts == ("h3", "fd00::3")
 
 
-def test_the_master_knows_the_hosts_that_all_its_dials_reached() -> None:
+def test_the_conclusion_from_all_dials_of_a_peer() -> None:
     assert concluded({SEEN: "refused"}) == "refused"
     assert concluded({SEEN: None}) is None
     assert concluded({SEEN: "refused", "10.0.0.1": ""}) == ""

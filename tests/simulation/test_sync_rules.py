@@ -265,7 +265,7 @@ def test_a_refused_peer_reports_what_it_holds() -> None:
 
 
 def test_an_entry_that_may_be_torn_is_fetched_again() -> None:
-    """What is elected next may be what a receiver had, until the first transfer began."""
+    """The content elected next may be that of a receiver before its first transfer began."""
     run = Sync(3)
     told = run.sync(manifest(6, b"b"), manifest(6, b"a"), manifest(0, b"a"))
     assert [isinstance(plan, m.SyncPlan) and plan.in_place for plan in told] == [False, False, True]

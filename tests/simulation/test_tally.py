@@ -1,5 +1,5 @@
-"""What a master counts of its run: durations, bytes, retries and what a failure has cost; and what
-peers say of their progress."""
+"""Counts of a master: durations, bytes, retries and the cost of failures; and the progress that
+peers report."""
 
 from __future__ import annotations
 

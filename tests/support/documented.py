@@ -1,4 +1,4 @@
-"""What the documentation tells a reader to do: blocks of code, and the commands in them."""
+"""Instructions of the documentation: blocks of code, and the commands in them."""
 
 from __future__ import annotations
 

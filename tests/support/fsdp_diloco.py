@@ -47,7 +47,7 @@ class Model(torch.nn.Module):
 
 
 def data(replica: int, rank: int, step: int) -> torch.Tensor:
-    """What a process trains on: eighths."""
+    """The training data of a process: eighths."""
     seed = 10_000 * replica + 1000 * rank + step
     return torch.randint(-8, 8, (WIDTH, 3), generator=torch.Generator().manual_seed(seed)) / 8
 

@@ -55,7 +55,7 @@ class Part(Replica):
 
 @dataclass
 class Process:
-    """What a thread has seen: after each outer step what all have, and of how many the mean was."""
+    """The record of a thread: after each outer step the parameters, and the peers in the mean."""
 
     replica: Team
     index: int

@@ -91,7 +91,7 @@ def started(host: str, *words: str, **settings: str) -> subprocess.Popen[str]:
 
 
 def outcome(master: str, hosts: dict[str, dict[str, str]], holder: str) -> list[str]:
-    """What a peer on each host says.
+    """The output of a peer on each host.
 
     Args:
         master: its address, unless a host has a MASTER of its own.

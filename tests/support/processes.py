@@ -101,7 +101,7 @@ class Worker(Reporter):
 
 
 def agree(workers: list[Worker]) -> None:
-    """Whoever reported a step reported the same outcome, and it is the sum of who contributed."""
+    """All peers that reported a step reported the same outcome: the sum of its contributions."""
     outcomes: dict[int, tuple[int, int]] = {}
     for worker in workers:
         for report in worker.reports:

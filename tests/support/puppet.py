@@ -25,7 +25,7 @@ from pccl.runtime.client.streams import Streams
 
 
 class Puppet:
-    """What can be asked of it; every array is filled with `value`."""
+    """The calls that a test can request; every array is filled with `value`."""
 
     def __init__(self, address: str, group: int, pool_size: int) -> None:
         self.comm = pccl.Communicator(address, group, pool_size)

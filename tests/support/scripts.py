@@ -43,7 +43,7 @@ def start(
 
 
 class Script:
-    """What `start` returns, where processes can be forked: as much of a Popen as tests use."""
+    """A forked script, which `start` returns: the part of a Popen that tests use."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.args = command
@@ -85,7 +85,7 @@ class Script:
 
 
 def _file(connection: Connection, mode: str) -> IO[str]:
-    """The same pipe as a file of lines."""
+    """The pipe as a file of lines."""
     descriptor = os.dup(connection.fileno())
     connection.close()
     return os.fdopen(descriptor, mode)

@@ -1,4 +1,4 @@
-"""What tests wait for: conditions, votes, and gates.
+"""Conditions, votes and gates that tests wait for.
 
 A gate is a file that a test has locked. A program of the test waits there until the test opens it.
 """

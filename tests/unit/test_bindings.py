@@ -1,4 +1,4 @@
-"""What C and Python both say is the same: constants, enumerations, and structs field by field."""
+"""C and Python agree: constants, enumerations, and structs field by field."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_a_worker_may_be_dropped_while_it_is_frozen() -> None:
 def era(
     workers: list[int], at_s: float, revisions: range, diaries: Diaries, joined: bool = True
 ) -> float:
-    """What workers write who hold these revisions, one after the other; when they have."""
+    """The lines of workers that hold these revisions, one after the other, and their times."""
     for worker in workers if joined else ():
         diaries.setdefault(worker, []).append(Joined(at_s))
     for revision in revisions:

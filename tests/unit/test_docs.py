@@ -77,7 +77,7 @@ def test_what_cannot_be_made_is_an_error() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_pages_are_plain_markdown(page: Path) -> None:
-    """What only Sphinx knows is text or nothing on a forge."""
+    """Markup that only Sphinx knows is text or nothing on a forge."""
     found = re.findall(r"^ *```\{.*|\{[a-z-]+\}`|\[\]\(.*?\)|^\(.*\)=$", read(page), re.MULTILINE)
     assert not found
     text = generate.BUILT.sub("", generate.PART.sub("", read(page)))

@@ -1,4 +1,4 @@
-"""What limits a collective: conclusions from numbers that were made up."""
+"""Conclusions about what limits a collective, from invented numbers."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ INFOS = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in (1, 2, 3))
 
 
 class Bench:
-    """What the parts of peer 2 of three are given."""
+    """The arguments of the parts of peer 2 of three."""
 
     def __init__(self) -> None:
         plan = m.Plan(5, INFOS, (m.Ring((1, 2, 3), 1),), 0)

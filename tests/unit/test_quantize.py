@@ -160,7 +160,7 @@ FAR = {"a million": 1e6, "minus a million": -1e6, "ten": 10.5}
 @pytest.mark.parametrize("where", FAR)
 @pytest.mark.parametrize("bits", [8, 16])
 def test_far_from_zero_the_range_is_that_of_the_data(where: str, bits: int) -> None:
-    """What begins at zero would have steps of a hundredth of a million, or so."""
+    """A range from zero would have steps of about a hundredth of a million."""
     name, format = f"ZERO_POINT_{bits}", FORMATS[f"ZERO_POINT_{bits}"]
     values = FAR[where] + np.random.default_rng(6).uniform(-1, 1, 1000)
     error = np.abs(there_and_back(name, "float64", values) - values).max()
@@ -242,7 +242,7 @@ def test_rounding_has_no_bias(name: str) -> None:
 @names
 @dtypes
 def test_any_bytes_can_be_read(name: str, dtype: str) -> None:
-    """What a hostile peer sends becomes some numbers, and nothing else happens."""
+    """Bytes of a hostile peer become some numbers, and nothing else happens."""
     rng = np.random.default_rng(4)
     n = 700
     size = lib.pccl_quantized_size(*codes(name, dtype), n)
@@ -266,7 +266,7 @@ def test_any_bytes_can_be_read(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
 @pytest.mark.parametrize("members", [2, 5])
 def test_the_oracle_is_near_what_is_exact(name: str, dtype: str, op: str, members: int) -> None:
-    """What tests compare with must itself be right: near, and as near as the format is fine."""
+    """The oracle is right: its error is as small as the format allows."""
     rng = np.random.default_rng(5)
     real = quantized.real(dtype)
     values = [rng.uniform(-1, 1, 1000).astype(real) for _ in range(members)]

@@ -122,7 +122,7 @@ def test_a_shared_state_has_entries_with_different_names() -> None:
 
 
 def test_as_many_entries_as_fit_in_a_message() -> None:
-    """What is accepted can be sent, of the longest names and numbers."""
+    """Accepted entries can be sent, with the longest names and numbers."""
     entries = [info(f"{i:0256}", numel=1 << 56, dtype=DataType.UINT8) for i in range(60_000)]
     with pytest.raises(ValueError, match="60000 entries take"):
         SharedState(entries)

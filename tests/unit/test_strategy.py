@@ -159,7 +159,7 @@ HOSTS = st.tuples(st.sampled_from(["10.0.0.1", "10.0.0.2"]), st.sampled_from("ab
 
 @given(SPECS, st.lists(HOSTS, min_size=2, max_size=6), st.integers(1, 3))
 def test_all_members_choose_alike(spec: m.Spec, hosts: list[tuple[str, str]], weight: int) -> None:
-    """Whatever they have set, but for what is inline: the votes differ then, and say so."""
+    """The strategy does not depend on settings, except inline_bytes, where the votes differ."""
     infos = tuple(
         m.PeerInfo(10 + i, 0, host, 1, f"ipc{i}", machine)
         for i, (host, machine) in enumerate(hosts)

@@ -1,4 +1,4 @@
-"""What linters cannot check: paths of a machine, names that examples use, what commands install."""
+"""Checks that no linter makes: paths of a machine, names in examples, commands that install."""
 
 from __future__ import annotations
 

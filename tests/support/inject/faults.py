@@ -1,4 +1,4 @@
-"""What is made to fail, and the library that does it (fail.c)."""
+"""The calls that fail, and the library that makes them fail (fail.c)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Seen:
-    """What an armed process has seen: calls that counted, those that failed, and their places."""
+    """The report of an armed process: calls that counted, those that failed, and their places."""
 
     calls: int
     hits: int
@@ -99,7 +99,7 @@ class Seen:
 
 
 def seen() -> dict[str, Any]:
-    """What this process has seen."""
+    """The report of this process."""
     library = ctypes.CDLL(None)
     library.fail_disarm()
     library.fail_seen.restype = library.fail_hits.restype = ctypes.c_ulong

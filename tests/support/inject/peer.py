@@ -1,4 +1,4 @@
-"""What a process of a run does: a peer that takes step after step with the others, or a master.
+"""A process of a run: a peer that takes step after step with the others, or a master.
 
 The peers agree on everything by their shared state: the number of the step, hence which collective
 comes next, and by a flag in a small all-reduce that it is time to end. So a peer may be lost at any

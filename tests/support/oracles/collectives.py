@@ -92,7 +92,7 @@ def _divide(total: Array, divisor: int) -> Array:
 
 
 def mean(inputs: list[Array]) -> Array:
-    """Of integers, rounded towards zero."""
+    """The average of integers, rounded towards zero."""
     exact = [
         math.trunc(Fraction(sum(each), len(inputs)))
         for each in zip(*(a.tolist() for a in inputs), strict=True)
@@ -120,7 +120,7 @@ def bounds(count: int, members: int) -> list[int]:
 
 
 def all_reduce(inputs: list[Array], op: str, dtype: str) -> Array:
-    """What every member of one ring holds after an all-reduce.
+    """The result on each member of one ring after an all-reduce.
 
     Args:
         inputs: one array for each member, in ring order.

@@ -37,7 +37,7 @@ class Outer:
 
 @dataclass
 class Problem:
-    """What each peer trains, and how."""
+    """The training of each peer."""
 
     targets: dict[str, float]
     inner_steps: int
@@ -63,7 +63,7 @@ def sync(problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]) -> lis
 
 
 def delayed(problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]) -> list[Array]:
-    """The same, where a mean is applied one round later."""
+    """Trajectories where a mean is applied one round later."""
     thetas = []
     previous: Array | None = None
     for peers in rounds:
@@ -242,7 +242,7 @@ class Quantizing:
 
 
 def parts(count: int, peers: int) -> list[slice]:
-    """Which numbers the peer of each rank adds up, in blocks of 1,024."""
+    """The numbers that the peer of each rank adds up, in blocks of 1,024."""
     blocks = (count + 1023) // 1024
     ends = [min(count, 1024 * (blocks * (rank + 1) // peers)) for rank in range(peers)]
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]

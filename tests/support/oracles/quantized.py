@@ -39,7 +39,7 @@ FORMATS = {
 
 
 def real(dtype: str) -> np.dtype[Any]:
-    """What is computed in, and the type of the numbers in a header."""
+    """The type of the computation, and that of the numbers in a header."""
     return np.dtype("float64" if dtype == "float64" else "float32")
 
 
@@ -172,7 +172,7 @@ def combine(
 
 
 def all_reduce_oneshot(a: Array, b: Array, op: str, dtype: str, format: Format) -> Array:
-    """What both of two members hold who have sent each other everything."""
+    """The result on both of two members that have sent each other everything."""
     sent = (quantize(oracle.decode(each, dtype), format) for each in (a, b))
     return combine(*sent, a.size, op, format, dtype, 2)
 

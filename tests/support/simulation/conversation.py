@@ -1,4 +1,4 @@
-"""What a peer and the master may say to each other, as the peer sees it: five tables.
+"""The legal messages between a peer and the master, as the peer sees them: five tables.
 
 The simulation checks every message of every run against them (`Conversation`), and a test demands
 that every line of them occurs. docs/internals/protocol.md draws them.

@@ -315,7 +315,7 @@ class SimEngine:
         self.peer.waiter.notify(self.socket)
 
     def choices(self) -> list[tuple[Callable[..., None], Any]]:
-        """What may happen now."""
+        """The events that may happen now."""
         draw = self.run.random.random
         choices: list[tuple[Callable[..., None], Any]] = [
             (self.arrive, chunk) for chunk in self.run.eager.under_way if chunk.to is self

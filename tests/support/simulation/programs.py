@@ -187,7 +187,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _in_teams(scripts: list[Script], rng: random.Random) -> list[Script]:
-    """The same, some of them with others of any group."""
+    """The scripts, some of them in teams with peers of any group."""
     if rng.random() < 0.6:
         return scripts
     count = rng.randint(1, 3)
@@ -195,7 +195,7 @@ def _in_teams(scripts: list[Script], rng: random.Random) -> list[Script]:
 
 
 def _behind_nat(scripts: list[Script], rng: random.Random) -> list[Script]:
-    """The same, some of them behind NAT; perhaps others relay for these."""
+    """The scripts, some of them behind NAT; others may relay for these."""
     if rng.random() < 0.7:
         return scripts
     relays = rng.choice([0.0, 0.3])
@@ -207,7 +207,7 @@ def _behind_nat(scripts: list[Script], rng: random.Random) -> list[Script]:
 
 
 def _together(scripts: list[Script], rng: random.Random) -> list[Script]:
-    """The same in one group, some without a link to one of the others."""
+    """The scripts in one group, some without a link to one of the others."""
     return [
         replace(script, group=0, cut_from=(rng.randrange(6),) if rng.random() < 0.2 else ())
         for script in scripts
@@ -215,7 +215,7 @@ def _together(scripts: list[Script], rng: random.Random) -> list[Script]:
 
 
 def _with_an_odd_one(scripts: list[Script], rng: random.Random) -> list[Script]:
-    """The same scripts; one may get a call with other arguments, or another call."""
+    """The scripts; one may get another call, or one with other arguments."""
     if rng.random() < 0.5:
         return scripts
     index = rng.randrange(len(scripts))

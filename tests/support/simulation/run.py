@@ -474,7 +474,7 @@ class SimulatedRun:
         return "content", self.master.run.number, peer.group, history, peer.content[0]
 
     def check_waiting(self) -> None:
-        """Nothing is under way: whoever waits must wait for somebody who may still come."""
+        """When nothing is under way, a waiting peer must wait for a peer that may still come."""
         present = [p for p in self.peers if p.present]
         awake = [p for p in present if not p.frozen]
         waiting = {p.name: {w[:2] for w in p.waits() if not w[2]} for p in awake}
@@ -760,7 +760,7 @@ class SimulatedRun:
         return True
 
     def unblock(self) -> bool:
-        """Nothing can happen: makes something happen that may; False when there is nothing."""
+        """Thaws a peer, or ends half a team; False if there is none."""
         for peer in self.frozen:
             self.thaw(peer)
             return True

@@ -17,10 +17,7 @@ def parts(seeds: int, default: int, size: int) -> pytest.MarkDecorator:
             return ()
         return (pytest.mark.seeds if first < default else pytest.mark.slow,)
 
-    parts = [
-        pytest.param(
-            range(first, first + size), marks=marks(first), id=f"{first}-{first + size - 1}"
-        )
-        for first in range(0, seeds, size)
-    ]
-    return pytest.mark.parametrize("part", parts)
+    ranges = [range(first, first + size) for first in range(0, seeds, size)]
+    names = [f"{each.start}-{each.stop - 1}" for each in ranges]
+    parameters = [pytest.param(each, marks=marks(each.start)) for each in ranges]
+    return pytest.mark.parametrize("part", parameters, ids=names)

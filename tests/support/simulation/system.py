@@ -1,4 +1,4 @@
-"""What a simulated peer has in place of an operating system: a clock, sockets, and no threads.
+"""A simulated peer's System: a clock, connections and an engine, and no threads.
 
 The peer's client (pccl/runtime/client) is the real one. The simulation calls `turn` for its control
 thread, and moves its clock.
