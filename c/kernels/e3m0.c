@@ -87,8 +87,7 @@ static PCCL_INLINE void encode_block(unsigned char *out, const unsigned char *in
         out[HEADER + i] = (unsigned char)code_of(bits_at(in, i), scale);
 }
 
-PCCL_FEW_CLONES
-void pccl_e3m0_encode(void *out, const float *in, size_t n)
+static PCCL_INLINE void pccl_e3m0_encode_body(void *out, const float *in, size_t n)
 {
     unsigned char *to = out;
     const unsigned char *from = (const unsigned char *)in;
@@ -99,6 +98,13 @@ void pccl_e3m0_encode(void *out, const float *in, size_t n)
     }
     if (n > 0)
         encode_block(to, from, n);
+}
+
+VARIANTS(pccl_e3m0_encode, (void *out, const float *in, size_t n), (out, in, n))
+
+void pccl_e3m0_encode(void *out, const float *in, size_t n)
+{
+    CALL_BEST(pccl_e3m0_encode, (out, in, n));
 }
 
 /* The number that a code stands for, as a share of the scale. */
@@ -132,7 +138,7 @@ static PCCL_INLINE void decode_block(unsigned char *out, const unsigned char *in
         put(out, half + i, scale * share_of(in[HEADER + i] >> 4), adds);
 }
 
-static PCCL_INLINE void decode(float *out, const void *in, size_t n, bool adds)
+static PCCL_INLINE void decode_body(float *out, const void *in, size_t n, bool adds)
 {
     unsigned char *to = (unsigned char *)out;
     const unsigned char *from = in;
@@ -145,13 +151,13 @@ static PCCL_INLINE void decode(float *out, const void *in, size_t n, bool adds)
         decode_block(to, from, n, adds);
 }
 
-PCCL_FEW_CLONES
+DISPATCH(decode, (float *out, const void *in, size_t n, bool adds), (out, in, n, adds))
+
 void pccl_e3m0_decode(float *out, const void *in, size_t n)
 {
     decode(out, in, n, false);
 }
 
-PCCL_FEW_CLONES
 void pccl_e3m0_add(float *out, const void *in, size_t n)
 {
     decode(out, in, n, true);

@@ -11,6 +11,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kernels/isa.h"
+
 #if defined __FAST_MATH__
 #error "the kernels need IEEE arithmetic: build without -ffast-math"
 #endif
@@ -25,39 +27,11 @@
 #pragma fp_contract(off)
 #endif
 
-/* PCCL_CLONES builds a function once for each of these levels of the processor, of which the loader
- * picks one (by ifunc: glibc only). To force a level, a test defines PCCL_CLONES as empty and
- * passes -m flags. */
-#ifndef PCCL_CLONES
-#if defined __GNUC__ && !defined __clang__ && defined __x86_64__ && defined __GLIBC__ \
-    && !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
-#if __GNUC__ >= 12
-#define PCCL_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#elif __GNUC__ >= 8
-#define PCCL_CLONES __attribute__((target_clones("avx2", "default")))
-#endif
-#if __GNUC__ >= 8
-#define PCCL_FEW_CLONES __attribute__((target_clones("avx2", "default")))
-#endif
-#endif
-#endif
-#ifndef PCCL_CLONES
-#define PCCL_CLONES
-#endif
-#ifndef PCCL_FEW_CLONES      /* for functions that are seldom used, or are limited by memory */
-#define PCCL_FEW_CLONES
-#endif
-
-/* PCCL_INLINE is for the helpers of such a function: without inlining they would be built only for
- * the lowest level. */
 #if defined __GNUC__
-#define PCCL_INLINE inline __attribute__((always_inline))
 #define PCCL_ALIGNED(bytes) __attribute__((aligned(bytes)))
 #elif defined _MSC_VER
-#define PCCL_INLINE __forceinline
 #define PCCL_ALIGNED(bytes) __declspec(align(bytes))
 #else
-#define PCCL_INLINE inline
 #define PCCL_ALIGNED(bytes)
 #endif
 

@@ -3,11 +3,24 @@
  * Conversion to fp32 is exact. Conversion from fp32 rounds once, to nearest even, with subnormals
  * and overflow to infinity as IEEE 754 says; every NaN becomes the one quiet NaN of exact.h. The
  * functions have no branches, so that loops over them vectorise. The float16 ones compute with no
- * fp32 subnormals, so processors that flush subnormals give the same results. */
+ * fp32 subnormals, so processors that flush subnormals give the same results.
+ *
+ * x86-64 from v3 on and arm64 convert float16 with instructions of their own, which round and keep
+ * subnormals in the same way in every mode of the processor. They keep the payload of a NaN, so it
+ * is replaced before. */
 #ifndef PCCL_HALF_H
 #define PCCL_HALF_H
 
+#include <stddef.h>
+
 #include "kernels/exact.h"
+
+#if defined PCCL_X86_LEVELS
+#include <immintrin.h>
+#elif defined __aarch64__ && defined __ARM_NEON && !defined PCCL_ONE_ISA
+#include <arm_neon.h>
+#define PCCL_NEON
+#endif
 
 /* a if the condition is 1, b if it is 0. This uses a mask, because a compiler may turn ?: into a
  * branch around the float operation that computes a or b, which might trap, and then cannot
@@ -76,5 +89,65 @@ static inline uint16_t f32_to_f16(float value)
     normal = select_u32((int32_t)magnitude > infinity, (uint32_t)F16_NAN << 16, normal);
     return (uint16_t)(normal >> 16);
 }
+
+/* ---- vectors of float16 at any address, for the instruction sets that have them ---- */
+
+#if defined PCCL_X86_LEVELS
+
+PCCL_V3 static inline __m256 f16_load_v3(const unsigned char *in)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)in));
+}
+
+PCCL_V3 static inline void f16_store_v3(unsigned char *out, __m256 x)
+{
+    const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32((int)F32_NAN));
+    x = _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    _mm_storeu_si128((__m128i *)(void *)out, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+PCCL_V4 static inline __m512 f16_load_v4(const unsigned char *in)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)in));
+}
+
+PCCL_V4 static inline void f16_store_v4(unsigned char *out, __m512 x)
+{
+    const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32((int)F32_NAN));
+    x = _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
+    _mm256_storeu_si256((__m256i *)(void *)out, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif defined PCCL_NEON
+
+static inline float32x4_t f16_load_neon(const unsigned char *in)
+{
+    uint16x4_t half;
+    memcpy(&half, in, sizeof half);
+    return vcvt_f32_f16(vreinterpret_f16_u16(half));
+}
+
+static inline void f16_store_neon(unsigned char *out, float32x4_t x)
+{
+    const float32x4_t nan = vreinterpretq_f32_u32(vdupq_n_u32(F32_NAN));
+    const float16x4_t half = vcvt_f16_f32(vbslq_f32(vceqq_f32(x, x), x, nan));
+    memcpy(out, &half, sizeof half);
+}
+
+#endif
+
+/* CALL_BEST (isa.h); a processor of arm64 always has the vectors. */
+#if defined PCCL_NEON
+#define CALL_BEST_F16(name, arguments) name##_neon arguments
+#else
+#define CALL_BEST_F16 CALL_BEST
+#endif
+
+/* ---- arrays of fp32 numbers; the halves may have any alignment ---- */
+
+void load_f16(void *numbers, const unsigned char *in, size_t n);
+void store_f16(unsigned char *out, const void *numbers, size_t n);
+void load_bf16(void *numbers, const unsigned char *in, size_t n);
+void store_bf16(unsigned char *out, const void *numbers, size_t n);
 
 #endif

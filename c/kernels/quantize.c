@@ -22,8 +22,10 @@
 #include "kernels/half.h"
 
 enum {
-    STRIP = 1024,            /* numbers; a multiple of every format's block */
-    BLOCK_LEAST = 64
+    STRIP = 2048,            /* numbers; a multiple of every format's block */
+    BLOCK_LEAST = 64,
+    BLOCKS_MAX = STRIP / BLOCK_LEAST,
+    LANES = 16               /* codes at a time */
 };
 
 enum rule { SYMMETRIC, MIN_MAX, ZERO_POINT };
@@ -63,79 +65,128 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 
 /* ---- blocks ---- */
 
-/* Runs BLOCKS(format, block) for n numbers. For whole blocks the compiler knows the format and the
- * length of the loops. */
-#define EACH_FORMAT(number, n)                                                                     \
+/* Runs BLOCKS(format, block), for whole blocks: the compiler knows the format and the length of the
+ * loops. */
+#define EACH_FORMAT(number)                                                                        \
     do {                                                                                           \
-        if (n < formats[number].block)                                                             \
-            BLOCKS(&formats[number], n);                                                           \
-        else                                                                                       \
-            switch (number) {                                                                      \
-            case 0: BLOCKS(&formats[0], formats[0].block); break;                                  \
-            case 1: BLOCKS(&formats[1], formats[1].block); break;                                  \
-            case 2: BLOCKS(&formats[2], formats[2].block); break;                                  \
-            case 3: BLOCKS(&formats[3], formats[3].block); break;                                  \
-            case 4: BLOCKS(&formats[4], formats[4].block); break;                                  \
-            case 5: BLOCKS(&formats[5], formats[5].block); break;                                  \
-            }                                                                                      \
+        switch (number) {                                                                          \
+        case 0: BLOCKS(&formats[0], formats[0].block); break;                                      \
+        case 1: BLOCKS(&formats[1], formats[1].block); break;                                      \
+        case 2: BLOCKS(&formats[2], formats[2].block); break;                                      \
+        case 3: BLOCKS(&formats[3], formats[3].block); break;                                      \
+        case 4: BLOCKS(&formats[4], formats[4].block); break;                                      \
+        case 5: BLOCKS(&formats[5], formats[5].block); break;                                      \
+        }                                                                                          \
     } while (0)
 
-#define T(name) name##_f32
+/* A shorter block is the last of an array, so it need not be fast. */
+#define DECLARE_REST(type)                                                                         \
+    static void write_rest_##type(int format, unsigned char *out, const void *numbers, size_t n);  \
+    static void read_rest_##type(int format, const unsigned char *in, const void *own,             \
+                                 void *numbers, size_t n);
+DECLARE_REST(f32)
+DECLARE_REST(f64)
+
 #define REAL float
-#define CLONES PCCL_CLONES
 #define WORD uint32_t
 #define INTEGER int32_t
 #define INFINITE 0x7f800000u
 #define LEAST FLT_MIN
 #define ROUNDER 12582912.0f
+#define REST(name) name##_rest_f32
+
+#define T(name) name##_f32_body
+#define LEVEL 0
+#define TARGET
 #include "kernels/blocks.inc"
 #undef T
+#undef LEVEL
+#undef TARGET
+
+#if defined PCCL_X86_LEVELS
+#define T(name) name##_f32_v3
+#define LEVEL 3
+#define TARGET PCCL_V3
+#include "kernels/blocks.inc"
+#undef T
+#undef LEVEL
+#undef TARGET
+
+#define T(name) name##_f32_v4
+#define LEVEL 4
+#define TARGET PCCL_V4
+#include "kernels/blocks.inc"
+#undef T
+#undef LEVEL
+#undef TARGET
+#endif
+
 #undef REAL
-#undef CLONES
 #undef WORD
 #undef INTEGER
 #undef INFINITE
 #undef LEAST
 #undef ROUNDER
+#undef REST
 
-#define T(name) name##_f64
+/* fp64 is seldom quantized, and wheels should stay small: only for the target of the build. */
 #define REAL double
-#define CLONES                  /* none: fp64 is seldom quantized, and wheels should stay small */
 #define WORD uint64_t
 #define INTEGER int64_t
 #define INFINITE 0x7ff0000000000000u
 #define LEAST DBL_MIN
 #define ROUNDER 6755399441055744.0
+#define REST(name) name##_rest_f64
+#define T(name) name##_f64
+#define LEVEL 0
+#define TARGET
 #include "kernels/blocks.inc"
+
+#define DEFINE_REST(type, suffix)                                                                  \
+    static void write_rest_##type(int format, unsigned char *out, const void *numbers, size_t n)   \
+    {                                                                                              \
+        write_blocks_##suffix(&formats[format], n, out, numbers, n);                               \
+    }                                                                                              \
+    static void read_rest_##type(int format, const unsigned char *in, const void *own,             \
+                                 void *numbers, size_t n)                                          \
+    {                                                                                              \
+        read_blocks_##suffix(&formats[format], n, in, own, numbers, n);                            \
+    }
+
+DEFINE_REST(f32, f32_body)
+DEFINE_REST(f64, f64)
+
+CHOOSE(write_f32, (int format, unsigned char *out, const void *numbers, size_t n),
+       (format, out, numbers, n))
+CHOOSE(read_f32,
+       (int format, const unsigned char *in, const void *own, void *numbers, size_t n),
+       (format, in, own, numbers, n))
+CHOOSE(extreme_f32, (bool largest, const void *own, void *numbers, size_t n),
+       (largest, own, numbers, n))
+CHOOSE(divide_f32, (void *numbers, size_t n, uint32_t divisor), (numbers, n, divisor))
 
 /* ---- elements ---- */
 
-/* From elements to numbers, and from numbers to elements. */
-#define DEFINE_ELEMENTS(type, storage, real, decode, encode)                                       \
-    PCCL_CLONES static void load_##type(void *numbers, const unsigned char *in, size_t n)          \
+/* fp32 and fp64 to numbers and back; half.h has this for the other types. Every NaN becomes the one
+ * of exact.h. */
+#define DEFINE_ELEMENTS(type, storage, real, BUILD)                                                \
+    static void load_##type(void *numbers, const unsigned char *in, size_t n)                      \
     {                                                                                              \
-        real *x = numbers;                                                                         \
-        size_t i;                                                                                  \
-        for (i = 0; i < n; i++) {                                                                  \
-            storage bits;                                                                          \
-            memcpy(&bits, in + i * sizeof bits, sizeof bits);                                      \
-            x[i] = decode(bits);                                                                   \
-        }                                                                                          \
+        memcpy(numbers, in, n * sizeof(real));                                                     \
     }                                                                                              \
-    PCCL_CLONES static void store_##type(unsigned char *out, const void *numbers, size_t n)        \
+    static PCCL_INLINE void store_##type##_body(unsigned char *out, const void *numbers, size_t n) \
     {                                                                                              \
         const real *x = numbers;                                                                   \
         size_t i;                                                                                  \
         for (i = 0; i < n; i++) {                                                                  \
-            storage bits = encode(x[i]);                                                           \
+            storage bits = type##_to_bits(x[i]);                                                   \
             memcpy(out + i * sizeof bits, &bits, sizeof bits);                                     \
         }                                                                                          \
-    }
+    }                                                                                              \
+    BUILD(store_##type, (unsigned char *out, const void *numbers, size_t n), (out, numbers, n))
 
-DEFINE_ELEMENTS(f16, uint16_t, float, f16_to_f32, f32_to_f16)
-DEFINE_ELEMENTS(bf16, uint16_t, float, bf16_to_f32, f32_to_bf16)
-DEFINE_ELEMENTS(f32, uint32_t, float, f32_from_bits, f32_to_bits)
-DEFINE_ELEMENTS(f64, uint64_t, double, f64_from_bits, f64_to_bits)
+DEFINE_ELEMENTS(f32, uint32_t, float, DISPATCH)
+DEFINE_ELEMENTS(f64, uint64_t, double, BUILD_ONCE)
 
 union numbers {
     PCCL_ALIGNED(64) float f32[STRIP];   /* so that no vector spans two lines of the cache */
@@ -149,11 +200,10 @@ struct type {
     void (*divide)(void *numbers, size_t n, uint32_t divisor);
     void (*extreme)(bool largest, const void *own, void *numbers, size_t n);
     void (*write)(int format, unsigned char *out, const void *numbers, size_t n);
-    void (*read)(int format, const unsigned char *in, void *numbers, size_t n);
-    void (*read_add)(int format, const unsigned char *in, const void *own, void *numbers, size_t n);
+    void (*read)(int format, const unsigned char *in, const void *own, void *numbers, size_t n);
 };
 
-#define NUMBERS(real) divide_##real, extreme_##real, write_##real, read_##real, read_add_##real
+#define NUMBERS(real) divide_##real, extreme_##real, write_##real, read_##real
 
 static const struct type types[] = {     /* from PCCL_F16 on */
     {2, sizeof(float), load_f16, store_f16, NUMBERS(f32)},
@@ -218,10 +268,10 @@ static void read_elements(const struct type *type, int format, const unsigned ch
 {
     union numbers x;
     if (is_number(type, out)) {
-        type->read(format, in, out, n);
+        type->read(format, in, NULL, out, n);
         return;
     }
-    type->read(format, in, &x, n);
+    type->read(format, in, NULL, &x, n);
     type->store(out, &x, n);
 }
 
@@ -274,7 +324,7 @@ int pccl_dequantize_add(int format, int dtype, void *out, const void *in, size_t
         return PCCL_EINVAL;
     for (; n > 0; n -= m) {
         m = strip(how, n);
-        type->read_add(format - 1, from, numbers_of(type, to, &y, m), &x, m);
+        type->read(format - 1, from, numbers_of(type, to, &y, m), &x, m);
         type->store(to, &x, m);
         from += bytes_of(how, type->number, m);
         to += m * type->element;
@@ -294,11 +344,11 @@ static void reduce_into(const struct type *type, int format, int redop, const un
                         const void *own, union numbers *x, size_t n, uint32_t divisor)
 {
     if (redop == PCCL_MAX || redop == PCCL_MIN) {
-        type->read(format, in, x, n);
+        type->read(format, in, NULL, x, n);
         type->extreme(redop == PCCL_MAX, own, x, n);
         return;
     }
-    type->read_add(format, in, own, x, n);
+    type->read(format, in, own, x, n);
     if (redop == PCCL_AVG && divisor > 1)
         type->divide(x, n, divisor);
 }
@@ -316,7 +366,7 @@ int pccl_quantized_combine(int format, int dtype, int redop, void *out, const vo
         return PCCL_EINVAL;
     for (; n > 0; n -= m) {
         m = strip(how, n);
-        type->read(format - 1, right, &y, m);
+        type->read(format - 1, right, NULL, &y, m);
         reduce_into(type, format - 1, redop, left, &y, &x, m, divisor);
         type->store(to, &x, m);
         left += bytes_of(how, type->number, m);

@@ -1,10 +1,9 @@
 /* reduce.c - element-wise reduction of two arrays, for each element type and operation.
  *
  * DESIGN. An element is handled as its bits: an integer of its size, loaded and stored by memcpy,
- * so that buffers may have any alignment. Each type has five functions of two elements (sum, prod,
- * max, min, mean). From these, DEFINE_KERNEL makes one function of arrays, with a plain loop for
- * each operation, which the compiler vectorises. All five are commutative to the bit, so one loop
- * is enough where `out` is an operand: that operand is put first.
+ * so that buffers may have any alignment. Each type has functions of two elements (sum, prod, max,
+ * min, mean). From these, DEFINE_KERNEL makes one function of arrays, with a plain loop for each
+ * operation, which the compiler vectorises.
  *
  * Maximum and minimum of floats compare their bits as integers (sign and magnitude, so -0 < +0).
  * This is the maximum of IEEE 754-2019, needs no conversion of 16-bit floats, and does not depend
@@ -15,11 +14,8 @@
 
 /* ---- two elements ---- */
 
-/* Integers. Sums and products are modulo 2^bits. The mean divides in `wide` and truncates. `wide`
- * may be a float type, which vectorises, if its significand has more bits than the dividend: a
- * quotient that is not an integer differs from the nearest integer by at least 1/divisor, and
- * rounding changes it by less. */
-#define DEFINE_INTEGER(type, storage, wide)                                                        \
+/* Integers. Sums and products are modulo 2^bits. The mean divides and truncates. */
+#define DEFINE_INTEGER(type, storage)                                                              \
     static inline storage sum_##type(storage x, storage y)                                         \
     {                                                                                              \
         return (storage)((uint64_t)x + (uint64_t)y);                                               \
@@ -35,20 +31,68 @@
     static inline storage min_##type(storage x, storage y)                                         \
     {                                                                                              \
         return x < y ? x : y;                                                                      \
-    }                                                                                              \
+    }
+
+DEFINE_INTEGER(u8, uint8_t)
+DEFINE_INTEGER(i8, int8_t)
+DEFINE_INTEGER(u16, uint16_t)
+DEFINE_INTEGER(i16, int16_t)
+DEFINE_INTEGER(u32, uint32_t)
+DEFINE_INTEGER(i32, int32_t)
+DEFINE_INTEGER(u64, uint64_t)
+DEFINE_INTEGER(i64, int64_t)
+
+/* Divides in `wide`. That may be a float type, which vectorises, if its significand has more bits
+ * than the dividend: a quotient that is not an integer differs from the nearest integer by at least
+ * 1/divisor, and rounding changes it by less. */
+#define DEFINE_MEAN(type, storage, wide)                                                           \
     static inline storage mean_##type(storage x, storage y, uint32_t divisor)                      \
     {                                                                                              \
         return (storage)((wide)sum_##type(x, y) / (wide)divisor);                                  \
     }
 
-DEFINE_INTEGER(u8, uint8_t, float)
-DEFINE_INTEGER(i8, int8_t, float)
-DEFINE_INTEGER(u16, uint16_t, float)
-DEFINE_INTEGER(i16, int16_t, float)
-DEFINE_INTEGER(u32, uint32_t, double)
-DEFINE_INTEGER(i32, int32_t, double)
-DEFINE_INTEGER(u64, uint64_t, uint64_t)
-DEFINE_INTEGER(i64, int64_t, int64_t)
+DEFINE_MEAN(u16, uint16_t, float)
+DEFINE_MEAN(i16, int16_t, float)
+DEFINE_MEAN(u32, uint32_t, double)
+DEFINE_MEAN(i32, int32_t, double)
+
+/* Bytes are divided by a multiplication with 2^16 / divisor, rounded up. The product is too large,
+ * by less than 2^8. The next multiple of 2^16 is farther away, by at least 2^16 / divisor, unless
+ * the divisor is larger than any byte; then the product is less than 2^16. */
+static inline uint8_t mean_u8(uint8_t x, uint8_t y, uint32_t divisor)
+{
+    const uint16_t inverse = (uint16_t)(0xffff / divisor + 1);
+    return (uint8_t)((uint32_t)sum_u8(x, y) * inverse >> 16);
+}
+
+static inline int8_t mean_i8(int8_t x, int8_t y, uint32_t divisor)
+{
+    const int8_t sum = sum_i8(x, y), sign = (int8_t)(sum < 0 ? -1 : 0);
+    const uint8_t magnitude = (uint8_t)((sum ^ sign) - sign);
+    return (int8_t)((mean_u8(magnitude, 0, divisor) ^ sign) - sign);
+}
+
+/* 64-bit words are divided in two steps, as by hand, with digits of 32 bits. The second quotient,
+ * from a dividend with more bits than the significand, may be wrong by 1. */
+static inline uint64_t mean_u64(uint64_t x, uint64_t y, uint32_t divisor)
+{
+    const uint64_t sum = x + y;
+    const int64_t upper = (int64_t)(sum >> 32), lower = (int64_t)(sum & 0xffffffffu);
+    const int64_t first = (int64_t)((double)upper / (double)divisor);
+    const int64_t rest = upper - first * (int64_t)divisor;
+    const double dividend = (double)rest * 4294967296.0 + (double)lower;
+    const int64_t second = (int64_t)(dividend / (double)divisor);
+    const int64_t last = (int64_t)(((uint64_t)rest << 32 | (uint64_t)lower)
+                                   - (uint64_t)second * divisor);
+    return ((uint64_t)first << 32)
+        + (uint64_t)(second + (last >= (int64_t)divisor) - (last < 0));
+}
+
+static inline int64_t mean_i64(int64_t x, int64_t y, uint32_t divisor)
+{
+    const uint64_t sum = (uint64_t)x + (uint64_t)y, sign = 0 - (sum >> 63);
+    return (int64_t)((mean_u64((sum ^ sign) - sign, 0, divisor) ^ sign) - sign);
+}
 
 /* Floats, computed in `real` between `decode` and `encode`. `key` orders bit patterns as signed
  * integers. */
@@ -94,30 +138,26 @@ DEFINE_FLOAT(f64, uint64_t, int64_t, double, f64_from_bits, f64_to_bits, 64, 0x7
 
 /* ---- arrays ---- */
 
-#define LOOP(storage, first, second, expression)                                                   \
+/* `out` is an operand or does not overlap them, so elements can be computed in any order. */
+#define EACH(storage, expression)                                                                  \
+    PCCL_ANY_ORDER                                                                                 \
     for (i = 0; i < n; i++) {                                                                      \
         storage x;                                                                                 \
         storage y;                                                                                 \
         storage z;                                                                                 \
-        memcpy(&x, (first) + i * sizeof x, sizeof x);                                              \
-        memcpy(&y, (second) + i * sizeof y, sizeof y);                                             \
+        memcpy(&x, a + i * sizeof x, sizeof x);                                                    \
+        memcpy(&y, b + i * sizeof y, sizeof y);                                                    \
         z = expression;                                                                            \
         memcpy(out + i * sizeof z, &z, sizeof z);                                                  \
-    }
-
-/* Two loops: before a vector loop the compiler checks for overlap, and with out == a it would find
- * one and use the slow loop. */
-#define EACH(storage, expression)                                                                  \
-    if (out == a) {                                                                                \
-        LOOP(storage, out, b, expression)                                                          \
-    } else {                                                                                       \
-        LOOP(storage, a, b, expression)                                                            \
     }                                                                                              \
     break
 
-#define DEFINE_KERNEL(clones, type, storage)                                                       \
-    clones static void reduce_##type(int redop, unsigned char *out, const unsigned char *a,        \
-                                     const unsigned char *b, size_t n, uint32_t divisor)           \
+#define PARAMETERS                                                                                 \
+    (int redop, unsigned char *out, const unsigned char *a, const unsigned char *b, size_t n,      \
+     uint32_t divisor)
+
+#define DEFINE_BODY(type, storage)                                                                 \
+    static PCCL_INLINE void reduce_##type##_body PARAMETERS                                        \
     {                                                                                              \
         size_t i;                                                                                  \
         switch (redop) {                                                                           \
@@ -130,22 +170,60 @@ DEFINE_FLOAT(f64, uint64_t, int64_t, double, f64_from_bits, f64_to_bits, 64, 0x7
         }                                                                                          \
     }
 
-DEFINE_KERNEL(PCCL_FEW_CLONES, u8, uint8_t)
-DEFINE_KERNEL(PCCL_FEW_CLONES, i8, int8_t)
-DEFINE_KERNEL(PCCL_FEW_CLONES, i16, int16_t)
-DEFINE_KERNEL(PCCL_FEW_CLONES, u16, uint16_t)
-DEFINE_KERNEL(PCCL_FEW_CLONES, u32, uint32_t)
-DEFINE_KERNEL(PCCL_FEW_CLONES, i32, int32_t)
-DEFINE_KERNEL(PCCL_FEW_CLONES, u64, uint64_t)
-DEFINE_KERNEL(PCCL_FEW_CLONES, i64, int64_t)
-DEFINE_KERNEL(PCCL_CLONES, f16, uint16_t)
-DEFINE_KERNEL(PCCL_CLONES, bf16, uint16_t)
-DEFINE_KERNEL(PCCL_CLONES, f32, uint32_t)
-DEFINE_KERNEL(PCCL_FEW_CLONES, f64, uint64_t)
+#define DEFINE_KERNEL(type, storage)                                                               \
+    DEFINE_BODY(type, storage)                                                                     \
+    DISPATCH(reduce_##type, PARAMETERS, (redop, out, a, b, n, divisor))
+
+DEFINE_KERNEL(u8, uint8_t)
+DEFINE_KERNEL(i8, int8_t)
+DEFINE_KERNEL(i16, int16_t)
+DEFINE_KERNEL(u16, uint16_t)
+DEFINE_KERNEL(u32, uint32_t)
+DEFINE_KERNEL(i32, int32_t)
+DEFINE_KERNEL(u64, uint64_t)
+DEFINE_KERNEL(i64, int64_t)
+DEFINE_KERNEL(bf16, uint16_t)
+DEFINE_KERNEL(f32, uint32_t)
+DEFINE_KERNEL(f64, uint64_t)
+DEFINE_BODY(f16, uint16_t)
+
+/* fp16, vector by vector. The rest, and MAX and MIN, are for the portable loops. */
+#define VECTORS(vector, lanes, load, store, expression)                                            \
+    for (; i + lanes <= n; i += lanes) {                                                           \
+        const vector x = load(a + i * sizeof(uint16_t));                                           \
+        const vector y = load(b + i * sizeof(uint16_t));                                           \
+        store(out + i * sizeof(uint16_t), expression);                                             \
+    }                                                                                              \
+    break
+
+#define DEFINE_VECTORS(target, name, vector, lanes, load, store, broadcast)                        \
+    target static void name PARAMETERS                                                             \
+    {                                                                                              \
+        size_t i = 0;                                                                              \
+        switch (redop) {                                                                           \
+        case PCCL_SUM: VECTORS(vector, lanes, load, store, x + y);                                 \
+        case PCCL_PROD: VECTORS(vector, lanes, load, store, x * y);                                \
+        case PCCL_AVG: VECTORS(vector, lanes, load, store, (x + y) / broadcast((float)divisor));   \
+        default: break;                                                                            \
+        }                                                                                          \
+        reduce_f16_body(redop, out + i * sizeof(uint16_t), a + i * sizeof(uint16_t),               \
+                        b + i * sizeof(uint16_t), n - i, divisor);                                 \
+    }
+
+#if defined PCCL_X86_LEVELS
+DEFINE_VECTORS(PCCL_V3, reduce_f16_v3, __m256, 8, f16_load_v3, f16_store_v3, _mm256_set1_ps)
+DEFINE_VECTORS(PCCL_V4, reduce_f16_v4, __m512, 16, f16_load_v4, f16_store_v4, _mm512_set1_ps)
+#elif defined PCCL_NEON
+DEFINE_VECTORS(, reduce_f16_neon, float32x4_t, 4, f16_load_neon, f16_store_neon, vdupq_n_f32)
+#endif
+
+static void reduce_f16 PARAMETERS
+{
+    CALL_BEST_F16(reduce_f16, (redop, out, a, b, n, divisor));
+}
 
 /* Sums of 64-bit integers, as a lower and an upper word. */
-static void reduce_i128(int redop, unsigned char *out, const unsigned char *a,
-                        const unsigned char *b, size_t n, uint32_t divisor)
+static void reduce_i128 PARAMETERS
 {
     size_t i;
     (void)redop;
@@ -164,8 +242,7 @@ static void reduce_i128(int redop, unsigned char *out, const unsigned char *a,
 
 typedef struct {
     size_t size;
-    void (*reduce)(int redop, unsigned char *out, const unsigned char *a, const unsigned char *b,
-                   size_t n, uint32_t divisor);
+    void (*reduce) PARAMETERS;
 } element_type;
 
 static const element_type element_types[] = {
@@ -198,9 +275,6 @@ int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, s
         redop = PCCL_SUM;
     if (dtype == PCCL_I128 && redop != PCCL_SUM)
         return PCCL_EINVAL;
-    if (out == b)
-        type->reduce(redop, out, b, a, n, divisor);
-    else
-        type->reduce(redop, out, a, b, n, divisor);
+    type->reduce(redop, out, a, b, n, divisor);
     return PCCL_OK;
 }

@@ -114,9 +114,8 @@ static PCCL_INLINE int32_t find_bound(const int32_t *magnitude, size_t n, size_t
 
 /* Writes the k elements of largest magnitude of a chunk of n elements, in the order of their
  * places. Most groups of LANES elements have none, and are skipped with one branch. */
-PCCL_FEW_CLONES
-static void keep_largest(const unsigned char *in, size_t n, size_t k, float *value,
-                         uint16_t *place)
+static PCCL_INLINE void keep_largest_body(const unsigned char *in, size_t n, size_t k, float *value,
+                                          uint16_t *place)
 {
     int32_t magnitude[CHUNK], bound, ties;
     size_t i, j, used = 0;
@@ -142,6 +141,10 @@ static void keep_largest(const unsigned char *in, size_t n, size_t k, float *val
     for (i = 0; i < k; i++)
         memcpy(&value[i], in + place[i] * sizeof *value, sizeof *value);
 }
+
+DISPATCH(keep_largest,
+         (const unsigned char *in, size_t n, size_t k, float *value, uint16_t *place),
+         (in, n, k, value, place))
 
 /* ---- encoding ---- */
 
@@ -177,11 +180,14 @@ static void write_chunk(unsigned char *out, const uint16_t *place, const unsigne
         codes[i / 4] = (unsigned char)(codes[i / 4] | code[i] << i % 4 * 2);
 }
 
-PCCL_FEW_CLONES
-static void measure(const float *value, size_t n, float *level, unsigned char *code)
+static PCCL_INLINE void measure_body(const float *value, size_t n, float *level,
+                                     unsigned char *code)
 {
     levels_measure(value, n, level, code);
 }
+
+DISPATCH(measure, (const float *value, size_t n, float *level, unsigned char *code),
+         (value, n, level, code))
 
 static unsigned char *encode_group(unsigned char *out, const unsigned char *in, size_t n)
 {

@@ -41,8 +41,7 @@ static PCCL_INLINE void encode_block(unsigned char *out, const unsigned char *in
                                           | codes[3 * quarter + i] << 6);
 }
 
-PCCL_FEW_CLONES
-void pccl_stat2_encode(void *out, const float *in, size_t n)
+static PCCL_INLINE void pccl_stat2_encode_body(void *out, const float *in, size_t n)
 {
     unsigned char *to = out;
     const unsigned char *from = (const unsigned char *)in;
@@ -53,6 +52,13 @@ void pccl_stat2_encode(void *out, const float *in, size_t n)
     }
     if (n > 0)
         encode_block(to, from, n);
+}
+
+VARIANTS(pccl_stat2_encode, (void *out, const float *in, size_t n), (out, in, n))
+
+void pccl_stat2_encode(void *out, const float *in, size_t n)
+{
+    CALL_BEST(pccl_stat2_encode, (out, in, n));
 }
 
 /* Chooses a level by masks, for which every vector unit has instructions. */
@@ -82,7 +88,7 @@ static PCCL_INLINE void decode_block(unsigned char *out, const unsigned char *in
     }
 }
 
-static PCCL_INLINE void decode(float *out, const void *in, size_t n, bool adds)
+static PCCL_INLINE void decode_body(float *out, const void *in, size_t n, bool adds)
 {
     unsigned char *to = (unsigned char *)out;
     const unsigned char *from = in;
@@ -95,13 +101,13 @@ static PCCL_INLINE void decode(float *out, const void *in, size_t n, bool adds)
         decode_block(to, from, n, adds);
 }
 
-PCCL_FEW_CLONES
+DISPATCH(decode, (float *out, const void *in, size_t n, bool adds), (out, in, n, adds))
+
 void pccl_stat2_decode(float *out, const void *in, size_t n)
 {
     decode(out, in, n, false);
 }
 
-PCCL_FEW_CLONES
 void pccl_stat2_add(float *out, const void *in, size_t n)
 {
     decode(out, in, n, true);

@@ -2,6 +2,7 @@
  * the right size (for the sanitizers), and integer arithmetic that would be undefined in plain C.
  * tests/unit/test_kernels.py compares the values with numpy. */
 #include "check.h"
+#include "kernels/half.h"
 #include "pccl_core.h"
 
 #include <stdlib.h>
@@ -11,10 +12,27 @@ enum { SIZE_MAX_TESTED = 130, ALIGNMENT_MAX = 9 };
 
 static uint32_t state = 1;
 
-static unsigned char random_byte(void)
+static uint32_t random_word(void)
 {
     state = state * 1664525u + 1013904223u;
-    return (unsigned char)(state >> 24);
+    return state;
+}
+
+static unsigned char random_byte(void)
+{
+    return (unsigned char)(random_word() >> 24);
+}
+
+/* The best instruction set that the kernels may use. */
+static enum isa allowed = ISA_V4;
+
+enum isa __real_pccl_isa(void);
+enum isa __wrap_pccl_isa(void);
+
+enum isa __wrap_pccl_isa(void)
+{
+    const enum isa found = __real_pccl_isa();
+    return found < allowed ? found : allowed;
 }
 
 /* A block of exactly `bytes` that starts `offset` bytes after an aligned address. */
@@ -113,6 +131,70 @@ static void test_integers(void)
     CHECK(out8 == -3);
 }
 
+/* Every sum of bytes by many divisors, and sums of words, by the division of C. */
+static void test_means(void)
+{
+    const uint32_t far[] = {65535, 65536, 65537, UINT32_MAX};
+    uint32_t divisor, i;
+    for (divisor = 2; divisor < 700; divisor++) {
+        const uint32_t d = divisor < 600 ? divisor : far[divisor % 4];
+        unsigned char in[256], none[256] = {0}, out[256];
+        int8_t signs[256];
+        for (i = 0; i < 256; i++)
+            in[i] = (unsigned char)i;
+        pccl_reduce(PCCL_U8, PCCL_AVG, out, in, none, 256, d);
+        pccl_reduce(PCCL_I8, PCCL_AVG, signs, in, none, 256, d);
+        for (i = 0; i < 256; i++) {
+            int8_t number;
+            memcpy(&number, &in[i], 1);
+            CHECK(out[i] == i / d && signs[i] == (int64_t)number / (int64_t)d);
+        }
+    }
+    for (i = 0; i < 20000; i++) {
+        const uint32_t d = (random_word() >> random_word() % 31) | 1;
+        const uint64_t near = ((uint64_t)random_word() << 32 | random_word()) / d * d;
+        const uint64_t in[3] = {near - 1, near, near + 1}, none[3] = {0};
+        uint64_t out[3];
+        int64_t numbers[3], signs[3];
+        size_t j;
+        memcpy(numbers, in, sizeof in);
+        pccl_reduce(PCCL_U64, PCCL_AVG, out, in, none, 3, d);
+        pccl_reduce(PCCL_I64, PCCL_AVG, signs, in, none, 3, d);
+        for (j = 0; j < 3; j++)
+            CHECK(out[j] == in[j] / d && signs[j] == numbers[j] / (int64_t)d);
+    }
+}
+
+/* The instructions of a processor convert as half.h does: every half to fp32; and to a half, every
+ * number that is one or halfway between two, its neighbours, and many others. */
+static void test_halves(void)
+{
+    enum { HALVES = 1 << 16, NEAR = 9 };
+    static float numbers[NEAR * HALVES];
+    static uint16_t in[HALVES], out[NEAR * HALVES];
+    uint32_t i, j, bits, wanted;
+    for (i = 0; i < HALVES; i++)
+        in[i] = (uint16_t)i;
+    load_f16(numbers, (const unsigned char *)in, HALVES);
+    for (i = 0; i < HALVES; i++) {
+        const float value = f16_to_f32(in[i]);
+        memcpy(&bits, &numbers[i], sizeof bits);
+        memcpy(&wanted, &value, sizeof wanted);
+        CHECK(bits == wanted || (value != value && numbers[i] != numbers[i]));
+    }
+    for (i = 0; i < HALVES; i++)
+        for (j = 0; j < NEAR; j++) {
+            const uint32_t steps[] = {0, 1, 0xfff, 0x1000, 0x1001, 0x1fff, 1u << 22, 1u << 23};
+            const float value = f16_to_f32(in[i]);
+            memcpy(&bits, &value, sizeof bits);
+            bits = j < NEAR - 1 ? bits + steps[j] : random_word();
+            memcpy(&numbers[NEAR * i + j], &bits, sizeof bits);
+        }
+    store_f16((unsigned char *)out, numbers, NEAR * HALVES);
+    for (i = 0; i < NEAR * HALVES; i++)
+        CHECK(out[i] == f32_to_f16(numbers[i]));
+}
+
 static void test_arguments(void)
 {
     unsigned char memory[8] = {0};
@@ -164,17 +246,25 @@ static void test_outer(void)
     free(g.base);
 }
 
+/* The self-test as every instruction set computes it, whole or cut short. */
 static void test_self_test(void)
 {
     const size_t size = pccl_self_test(NULL, 0);
     unsigned char *whole = malloc(size);
     unsigned char *again = malloc(size);
+    const int best = allowed;
+    int isa;
 
     if (whole == NULL || again == NULL)
         abort();
-    memset(again, 0x5a, size);
     CHECK(size > 10000);
+    allowed = ISA_BASE;
     CHECK(pccl_self_test(whole, size) == size);
+    for (isa = ISA_V3; isa <= best; isa++) {
+        allowed = (enum isa)isa;
+        CHECK(pccl_self_test(again, size) == size && memcmp(whole, again, size) == 0);
+    }
+    memset(again, 0x5a, size);
     CHECK(pccl_self_test(again, 1001) == size);
     CHECK(memcmp(whole, again, 1001) == 0 && again[1001] == 0x5a);
     free(whole);
@@ -183,8 +273,14 @@ static void test_self_test(void)
 
 int main(void)
 {
-    test_shapes();
-    test_integers();
+    int isa;
+    for (isa = ISA_BASE; isa <= ISA_V4; isa++) {
+        allowed = (enum isa)isa;
+        test_shapes();
+        test_integers();
+        test_means();
+        test_halves();
+    }
     test_arguments();
     test_outer();
     test_self_test();

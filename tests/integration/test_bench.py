@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -228,11 +229,14 @@ def test_tensors_on_cuda_are_measured(tmp_path: Path) -> None:
 
 
 def test_kernels_are_right(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]) == 0
+    few = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]
+    assert main(["bench", "kernels", *few, "-o", "all"]) == 0
     printed = capsys.readouterr().out
-    kernels = [f"{name}{kind}" for name in ("int8", "int4", "uint8") for kind in ("", "->", "+")]
-    names = ["float", "double", "half", "bfloat16", *kernels]
-    assert [(row[1], row[-1]) for row in rows(printed)] == [(name, "0") for name in names]
+    ops, types = (op.name.lower() for op in pccl.ReduceOp), [t.common_name for t in pccl.DataType]
+    names = [*itertools.product(ops, types)]
+    for codec in ("int8", "int4", "uint8"):
+        names += [(what, codec) for what in ("quantize", "dequantize", "step")]
+    assert [(row[1], row[2], row[-1]) for row in rows(printed)] == [(*name, "0") for name in names]
 
 
 def test_peers_of_several_machines_print_one_table(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pccl.ext import ffi, lib
 
 C_DIR = Path(__file__).resolve().parents[2] / "c"
 SOURCES = [str(path) for path in sorted((C_DIR / "kernels").glob("*.c"))]
-FLAGS = ["-std=c99", "-ffp-contract=off", "-DPCCL_CLONES=", f"-I{C_DIR}"]  # one level, not a choice
+FLAGS = ["-std=c99", "-ffp-contract=off", "-DPCCL_ONE_ISA", f"-I{C_DIR}"]  # one level, not a choice
 ORDER_MARK_BYTES = 4  # at the end: in the byte order of memory
 
 LEVELS = {  # compiler arguments, and the processor flags that they need

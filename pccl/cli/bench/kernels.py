@@ -2,8 +2,8 @@
 
 GB/s count all that is read and written: an addition reads two arrays and writes one. The kernel and
 numpy take turns, iteration by iteration; the table shows medians and, in brackets, the fastest.
-Sizes are those of the unquantized arrays; "int8->" dequantizes, and "int8+" is a step of
-a ring: dequantize, add, quantize.
+Sizes are those of the unquantized arrays, of float32 where they are quantized; "step" is one of a
+ring: dequantize, add, quantize.
 """
 
 from __future__ import annotations
@@ -33,26 +33,25 @@ _FORMATS: dict[QuantizationName, int] = {
     "int4": lib.PCCL_BLOCK_4,
     "uint8": lib.PCCL_MIN_MAX_8,
 }
-_DTYPES = {
-    "float": DataType.FLOAT,
-    "double": DataType.DOUBLE,
-    "half": DataType.FLOAT16,
-    "bfloat16": DataType.BFLOAT16,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_sizes(parser, "1M", "128M", 128)
     options.add_iterations(parser, 20, 5)
+    choices = [*(op.name.lower() for op in ReduceOp), "all"]
+    parser.add_argument(
+        "-o", "--op", choices=choices, default="sum", help="operation (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; 1 if an element was wrong."""
-    print(f"# {'size':>10}  {'type':>8}  {'pccl':>15}  {'numpy':>15}  {'ratio':>15}  #wrong")
-    print(f"# {'(B)':>10}  {'':>8}  {'(GB/s)':>15}  {'(GB/s)':>15}")
+    print(f"# {'size':>10}  {'kernel':>16}  {'pccl':>15}  {'numpy':>15}  {'ratio':>15}  #wrong")
+    print(f"# {'(B)':>10}  {'':>16}  {'(GB/s)':>15}  {'(GB/s)':>15}")
     all_wrong = 0
+    ops = list(ReduceOp) if args.op == "all" else [ReduceOp[args.op.upper()]]
     for nbytes in options.sizes(args):
-        kernels = [_add(name, dtype, nbytes) for name, dtype in _DTYPES.items()]
+        kernels = [_reduce(dtype, op, nbytes) for op in ops for dtype in DataType]
         for name in _FORMATS:
             kernels += _quantized(name, nbytes)
         x, y = _operands(DataType.FLOAT, nbytes)
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             wrong = kernel.count_wrong()
             all_wrong += wrong
             print(
-                f"{nbytes:12d}  {kernel.name:>8}  {_cell(ours)}  {_cell(numpys)}"
+                f"{nbytes:12d}  {kernel.name:>16}  {_cell(ours)}  {_cell(numpys)}"
                 f"  {_cell((ours[0] / numpys[0], ours[1] / numpys[1]))}  {wrong:6d}",
                 flush=True,
             )
@@ -78,16 +77,17 @@ class Kernel:
     count_wrong: Callable[[], int]  # wrong elements in what the calls have left
 
 
-def _add(name: str, dtype: DataType, nbytes: int) -> Kernel:
-    a, b = _operands(dtype, nbytes)
+def _reduce(dtype: DataType, op: ReduceOp, nbytes: int) -> Kernel:
+    a, b = _operands(dtype, nbytes, op)
     out = np.zeros_like(a)
     to, left, right = _pointers(out, a, b)
 
-    def add() -> None:
-        lib.pccl_reduce(dtype.value, ReduceOp.SUM.value, to, left, right, a.size, 1)
+    def reduce() -> None:
+        lib.pccl_reduce(dtype.value, op.value, to, left, right, a.size, 2)
 
-    wanted = trials.expected(dtype, ReduceOp.SUM, 2)
-    return Kernel(name, add, 3 * nbytes, lambda: trials.count_wrong(out, wanted))
+    wanted = trials.expected(dtype, op, 2)
+    name = f"{op.name.lower()} {dtype.common_name}"
+    return Kernel(name, reduce, 3 * nbytes, lambda: trials.count_wrong(out, wanted))
 
 
 def _quantized(name: QuantizationName, nbytes: int) -> list[Kernel]:
@@ -121,9 +121,9 @@ def _quantized(name: QuantizationName, nbytes: int) -> list[Kernel]:
     quantize()  # the input of `dequantize`; and the sums below stay finite
     lib.pccl_quantize(*how, to_total, to_a, a.size)
     return [
-        Kernel(name, quantize, nbytes + size, lambda: far(to_codes, 1)),
-        Kernel(f"{name}->", dequantize, nbytes + size, lambda: far(to_codes, 1)),
-        Kernel(f"{name}+", step, nbytes + 2 * size, far_after_step),
+        Kernel(f"quantize {name}", quantize, nbytes + size, lambda: far(to_codes, 1)),
+        Kernel(f"dequantize {name}", dequantize, nbytes + size, lambda: far(to_codes, 1)),
+        Kernel(f"step {name}", step, nbytes + 2 * size, far_after_step),
     ]
 
 
@@ -136,9 +136,9 @@ def _pointers(*arrays: trials.Bits) -> list[CData]:
     return [ffi.from_buffer("unsigned char[]", array) for array in arrays]
 
 
-def _operands(dtype: DataType, nbytes: int) -> list[trials.Bits]:
+def _operands(dtype: DataType, nbytes: int, op: ReduceOp = ReduceOp.SUM) -> list[trials.Bits]:
     count = nbytes // dtype.itemsize
-    return [trials.tiled(trials.contribution(dtype, ReduceOp.SUM, i), count) for i in range(2)]
+    return [trials.tiled(trials.contribution(dtype, op, i), count) for i in range(2)]
 
 
 def add_digest_arguments(parser: argparse.ArgumentParser) -> None:
