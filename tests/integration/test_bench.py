@@ -228,6 +228,15 @@ def test_tensors_on_cuda_are_measured(tmp_path: Path) -> None:
     assert [(row[8], row[12]) for row in rows(ended.stdout)] == [("0", "0")] * 2
 
 
+@pytest.mark.slow  # it waits until the run is idle
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_an_idle_run_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "idle", "--seconds", "3"]) == 0
+    (master, *_), (peer, *_, traffic) = rows(capsys.readouterr().out)
+    assert (master, peer) == ("master", "peer")
+    assert int(traffic) > 0, "heartbeats"
+
+
 def test_kernels_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]
     assert main(["bench", "kernels", *few, "-o", "all"]) == 0

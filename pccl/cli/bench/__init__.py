@@ -9,7 +9,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from pccl.cli.bench import collectives, ddp, kernels, master, recovery, state
+from pccl.cli.bench import collectives, ddp, idle, kernels, master, recovery, state
 
 OTHERS: dict[str, tuple[str, Any]] = {  # measurements other than collectives: help, module
     "ddp": ("torch's DistributedDataParallel over pccl and over gloo", ddp),
@@ -19,6 +19,7 @@ OTHERS: dict[str, tuple[str, Any]] = {  # measurements other than collectives: h
         recovery,
     ),
     "master": ("the master's work for each message, in runs of up to some thousand peers", master),
+    "idle": ("memory, threads, processor time and traffic while the peers call nothing", idle),
     "kernels": ("kernels that reduce and quantize against numpy's add", kernels),
 }
 

@@ -1,0 +1,105 @@
+"""Measures what a run costs while its peers call nothing: memory, threads, processor time, traffic.
+
+The master and the peers are processes of this machine, connected by TCP, as on several machines.
+Each peer has reduced one array. The traffic is what a peer sends and receives, with 52 bytes of TCP
+and IP headers for each segment; the processor time is from ticks of 10 ms. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import numpy as np
+
+import pccl
+from pccl.cli.arguments import option, whole_number
+from pccl.cli.bench.options import PEERS_MAX
+from pccl.cli.processes import Process, WorkerError, collect, held, workers
+from pccl.cli.terminal import complain
+
+SETTLE_S = 3.0  # for what follows a collective: measurements of links, memory given back
+HEADER_BYTES = 52  # TCP with timestamps, and IPv4
+_TCP_INFO = struct.Struct("120xQQII")  # of linux/tcp.h: bytes acked, received; segments out, in
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    option(parser, "--peers", "N", whole_number(2, PEERS_MAX), "processes", 2)
+    option(parser, "--seconds", "N", whole_number(1), "how long to measure", 60)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints; 1 if a peer fails, 2 if it cannot start."""
+    if sys.platform != "linux":
+        complain("bench", "idle needs Linux: it reads /proc and TCP_INFO")
+        return 2
+    os.environ.setdefault("PCCL_LOG_LEVEL", "ERR")
+    os.environ["PCCL_TRANSPORT"] = "tcp"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [sys.executable, "-P", "-m", "pccl.master", "--listen-address", address]
+    with Process(command, os.environ) as master:
+        try:
+            with workers(args.peers, _idle, address, args.peers, args.seconds) as results:
+                began = [(pid, _cpu_s(pid)) for pid in (master.pid, *collect(results))]
+                traffic = collect(results)
+                costs = [(*_held(pid), _cpu_s(pid) - before) for pid, before in began]
+        except WorkerError as error:
+            complain("bench", str(error))
+            return 1
+    print(f"# {args.peers} peers, {args.seconds} s; medians of the peers")
+    print("#         memory  threads  processor time  traffic")
+    print("#          (MiB)               (ms/minute)   (KiB/hour)")
+    for name, rows in (("master", costs[:1]), ("peer", costs[1:])):
+        threads, memory, cpu_s = (median(column) for column in zip(*rows, strict=True))
+        ms = 6e4 * cpu_s / args.seconds
+        kib = f"{median(traffic) / 1024 * 3600 / args.seconds:.0f}" if name == "peer" else ""
+        print(f"{name:8}  {memory:6.0f}  {threads:7.0f}  {ms:14.0f}  {kib:>10}")
+    return 0
+
+
+def _idle(number: int, address: str, peers: int, seconds: int) -> Iterator[int]:
+    """A peer: yields its process number when it is idle, then its traffic in that time."""
+    with pccl.Communicator(address) as comm:
+        comm.wait_for_peers(peers)
+        comm.all_reduce(np.ones(1 << 20, np.float32))
+        time.sleep(SETTLE_S)
+        yield os.getpid()
+        before = _traffic()
+        time.sleep(seconds)
+        yield _traffic() - before
+
+
+def _traffic() -> int:
+    """The bytes that this process's TCP connections have carried, with their headers."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                acked, received, sent_segments, received_segments = _TCP_INFO.unpack(info)
+        except (OSError, struct.error):  # it is no TCP connection, or is closed
+            continue
+        total += acked + received + HEADER_BYTES * (sent_segments + received_segments)
+    return total
+
+
+def _held(pid: int) -> tuple[int, int]:
+    """The threads and MiB of memory of a process."""
+    found = held(pid)
+    if found is None:
+        raise WorkerError(f"process {pid} ended before it had been measured")
+    return found[1:]
+
+
+def _cpu_s(pid: int) -> float:
+    """The processor time of a process until now."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
