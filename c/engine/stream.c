@@ -122,6 +122,33 @@ static int set_options(struct stream *stream, const pccl_command *command)
     return failed;
 }
 
+/* ---- the most lanes that streams over long links to a peer have had ---- */
+
+static uint32_t recall(const struct streams *streams, uint64_t peer)
+{
+    uint32_t i;
+    for (i = 0; i < LEARNT_MAX; i++)
+        if (streams->learnt[i].peer == peer)
+            return streams->learnt[i].lanes;
+    return 0;
+}
+
+/* Notes the lanes of a stream that closes, if they are more; for a new peer in the oldest place. */
+static void learn(struct stream *stream)
+{
+    struct streams *streams = stream->streams;
+    const uint32_t known = recall(streams, stream->peer);
+    uint32_t i = 0;
+    if (stream->running.n <= known)
+        return;
+    while (known > 0 && streams->learnt[i].peer != stream->peer)
+        i++;
+    if (known == 0)
+        i = streams->learnt_next++ % LEARNT_MAX;
+    streams->learnt[i].peer = stream->peer;
+    streams->learnt[i].lanes = stream->running.n;
+}
+
 /* Creates the monitor, before the first connect, so that it misses no event: 0 or -1. */
 static int open_monitor(struct stream *stream)
 {
@@ -185,6 +212,7 @@ void streams_command_connect(struct streams *streams, const pccl_command *comman
     stream->automatic = command->lanes == 0 && !stream->distant;
     stream->shares = command->shares > 0 ? command->shares : 1;
     stream->lanes = stream->automatic ? 1 : lanes_requested(command);
+    stream->learnt = recall(streams, command->peer);
     memcpy(stream->endpoint, command->endpoint, sizeof stream->endpoint);
     if (command->hwm == 0 || memchr(command->endpoint, 0, sizeof command->endpoint) == NULL
         || memchr(command->via, 0, sizeof command->via) == NULL) {
@@ -262,6 +290,7 @@ struct stream *streams_take_lost(struct streams *streams)
     if (stream == NULL)
         return NULL;
     *at = stream->next;
+    learn(stream);
     close_sockets(stream);
     packets_drop(table(stream), &stream->forwards, NULL);
     notify_lost(stream);
@@ -339,13 +368,16 @@ uint64_t stream_chunk(const struct stream *stream, uint64_t chunk)
     return stream->distant ? lanes_chunk(&stream->running, chunk) : chunk;
 }
 
-/* Looks at the lanes, and opens more if they are needed. If that fails, the stream keeps those that
- * it has. */
+/* Looks at the lanes, and opens more if they are needed, or were by an earlier stream. If that
+ * fails, the stream keeps those that it has. */
 static void tend_lanes(struct stream *stream)
 {
     uint32_t more = lanes_look(&stream->running), had = stream->lanes;
+    if (stream->learnt > had)
+        more = stream->learnt - had;
     if (more == 0 || stream->coming > 0 || stream->standing + stream->lanes_failed < had)
         return;                  /* a handshake under way could be that of an older lane */
+    stream->learnt = 0;
     if (open_lanes(stream, had + more) < 0)
         stream->automatic = false;
     stream->coming = stream->lanes - had;

@@ -53,6 +53,7 @@ struct stream {
     uint32_t port;           /* TCP port that the lanes connect to; 0: they are not TCP */
     uint32_t coming;         /* lanes that were opened later and are not connected yet */
     uint32_t denied;         /* lanes of these that were refused and will be disconnected */
+    uint32_t learnt;         /* lanes that an earlier stream to the peer had; 0: none, or opened */
     bool automatic;          /* the engine chooses the number of lanes */
     bool measured;           /* it has chosen it, from the round trip */
     struct lanes running;    /* over a long link: the connected lanes */
@@ -71,12 +72,16 @@ struct stream {
     struct turns urgent, others;
 };
 
+enum { LEARNT_MAX = 16 };    /* peers */
+
 /* All streams of an engine. */
 struct streams {
     struct events *events;
     const pccl_options *options;
     void *context;
     struct stream *first;
+    struct { uint64_t peer; uint32_t lanes; } learnt[LEARNT_MAX];    /* of streams that are closed */
+    uint32_t learnt_next;    /* the oldest */
 };
 
 /* OPEN_STREAM, CONNECT_STREAM, CLOSE_STREAM and LOSE_STREAM. */

@@ -318,6 +318,39 @@ static void test_lanes_are_added_under_a_collective(void)
     }
 }
 
+/* In the next epoch a stream to the same peer has as many lanes, though nothing asks for them. */
+static void test_the_next_stream_has_as_many(void)
+{
+    struct job job = begin(1, 0, 0), next = job_plain(MANY, false);
+    unsigned grown;
+    int i;
+    fake_stall(peers.peer[0].endpoint, false);
+    peers_run(&peers);
+    CHECK(job_is_right(&peers, &job) && job_commit(&peers, &job));
+    grown = fake_lanes();
+    for (i = 0; i < 2; i++)
+        peers_close_stream(&peers, i, 1);
+    peers_run(&peers);
+    CHECK(grown > 32 && fake_lanes() == 0);
+    memset(told, 0, sizeof told);
+    next.op = next.seq = 2;
+    job_make(&next, 2);
+    for (i = 0; i < 2; i++) {
+        peers_stream(&peers, i, 1 - i, 2, 0, 2);
+        job_register(&peers, i, &next);
+    }
+    peers_run(&peers);
+    CHECK(fake_lanes() == 32);
+    for (i = 0; i < 2; i++)
+        job_start_at(&peers, i, &next, 2, (uint32_t)i, 2);
+    peers_run(&peers);
+    CHECK(fake_lanes() == grown);
+    CHECK(job_is_right(&peers, &next) && job_commit(&peers, &next));
+    job_free(&job);
+    job_free(&next);
+    peers_close(&peers);
+}
+
 static void test_lanes_that_are_turned_away_cost_nothing(void)
 {
     uint64_t seed;
@@ -369,6 +402,7 @@ int main(void)
     test_without_knowledge_nothing_changes();
     test_a_lane_that_is_gone_is_left_alone();
     test_lanes_are_added_under_a_collective();
+    test_the_next_stream_has_as_many();
     test_lanes_that_are_turned_away_cost_nothing();
     test_a_first_lane_comes_after_lanes_are_wanted();
     test_a_lane_that_stood_is_lost_beside_those_that_come();
