@@ -250,6 +250,23 @@ def test_a_peer_that_cannot_serve_says_so_of_each_plan() -> None:
     assert sent(machine.engine_failed(3, "a stream", 10)) == [m.Stalled(5, 10, "a stream")]
 
 
+def test_a_peer_sends_nothing_after_its_end() -> None:
+    machine = member()
+    machine.sync(2, 3, m.Manifest(1, 0, ()))
+    machine.received(m.SyncPlan(2, 9, (2,), (), (), ()))
+    machine.received(m.Kicked(Result.RANK_CONNECTION_FAILED.value, "it was late"))
+    other = m.PeerInfo(2, 0, "h", 2, "", "")
+    for said in (
+        machine.unreached(other, "refused"),
+        machine.rendezvous(m.RendezvousRequest(2, "ab" * 16, 7, 1)),
+        machine.engine_failed(3, "a stream", 9),
+        machine.fetched(9, True, ""),
+        machine.inquire(2),
+        machine.leave("done"),
+    ):
+        assert sent(said) == []
+
+
 def test_a_message_out_of_turn_is_noticed() -> None:
     talk = conversation.Conversation()
     talk.said(m.Hello(1, "1", 0, "", 1, "", "", b""))

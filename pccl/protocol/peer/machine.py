@@ -199,7 +199,7 @@ class Peer:
     def inquire(self, call: int) -> list[Effect]:
         """Asks what a call waits for. The answer, if there is one, is a `Waits`."""
         one = self.collectives.get(call)
-        if self.over is None and self.number:
+        if self.number:
             self._outbox.send(m.Inquire(call, 0 if one is None else one.seq))
         return self._outbox.take()
 
@@ -526,8 +526,7 @@ class Peer:
 
     def rendezvous(self, request: m.RendezvousRequest) -> list[Effect]:
         """A stream leads to a peer to which this one cannot connect. An `Arrange` may follow."""
-        if self.over is None:
-            self._outbox.send(request)
+        self._outbox.send(request)
         return self._outbox.take()
 
     # ---- the connection to the master ----
@@ -627,6 +626,7 @@ class Peer:
         self, result: Result, why: str, fault: Fault = Fault.OTHER, now: Fault | None = None
     ) -> None:
         """Ends the membership: all calls fail; those that wait with the fault `now`, if any."""
+        self._outbox.known = False  # nothing is sent from now on
         why = m.personal(why, self.number)
         self.knowledge.over = Fail(0, result, why, fault)
         over = replace(self.knowledge.over, fault=now or fault)

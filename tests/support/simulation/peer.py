@@ -449,9 +449,8 @@ class SimPeer:
 
     # ---- its connection ----
 
-    def say(self, message: m.PeerMessage) -> None:
+    def send(self, message: m.PeerMessage) -> None:
         """A message is on its way to the master."""
-        self.conversation.said(message)
         if self.connection != "down":
             self.up.append(m.encode(message))
 

@@ -69,17 +69,20 @@ class SimDealer:
         peer.dealer = self
 
     def send(self, message: m.PeerMessage) -> None:
+        self._peer.conversation.said(message)  # others may be heard before it is sent
         self.unsent.append(message)
 
     def send_now(self, vote: bytes, sent: Any) -> bool:
         sent[0] = 1
-        self._peer.say(m.decode_from_peer(vote))
+        message = m.decode_from_peer(vote)
+        self._peer.conversation.said(message)
+        self._peer.send(message)
         return not self._peer.arrived
 
     def flush(self) -> bool:
         unsent, self.unsent = self.unsent, []
         for message in unsent:
-            self._peer.say(message)
+            self._peer.send(message)
         return bool(self._peer.arrived)
 
     def receive(self) -> Iterator[m.MasterMessage]:
