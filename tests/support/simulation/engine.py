@@ -472,9 +472,10 @@ class SimEngine:
     def _forgo(self, stream: Stream) -> None:
         """A direct stream could not be connected: its rows go around the rings."""
         for op in self.ops.values():
-            if stream.number in op.direct:
+            if stream.number in op.direct and op.seq is not None:
                 op.streams = tuple(each for each in op.streams if each != stream.number)
-                self.run.unready.get(op.seq, set()).discard(stream)  # type: ignore[arg-type]
+                self.run.unready[op.seq].discard(stream)
+                stream.carried.discard(op.seq)
 
     def _deafen(self, op: Op, receivers: set[int], stream: int = 0) -> None:
         """Data for some receivers of a serving op may be lost."""
