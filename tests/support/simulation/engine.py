@@ -139,10 +139,14 @@ class SimEngine:
         assert stream not in self.streams
         self.streams[stream] = Stream(stream)
 
-    @command
     def connect_stream(
         self, stream: int, endpoint: str, *, peer: int, nonce: int, via: str = "", **_: object
     ) -> None:
+        assert via or nonce == self.peer.machine.plan.nonce
+        self._connect(stream, endpoint, peer, via)
+
+    @command
+    def _connect(self, stream: int, endpoint: str, peer: int, via: str) -> None:
         one = self.streams.get(stream)
         if one is None or one.lost:
             return
@@ -151,9 +155,7 @@ class SimEngine:
         if via:
             one.token = endpoint.rpartition(":")[0]
             self.run.meetings.sends(self, one)
-            return
-        assert nonce == self.peer.machine.plan.nonce
-        if not one.blocked:
+        elif not one.blocked:
             self.connected(one)
 
     @command
