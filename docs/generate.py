@@ -21,6 +21,7 @@ plans STEP PEERS:UPLINK ...             what it recommends, for models of three 
 faults                                  the kinds of faults of `pccl chaos`
 messages peer|master | values | limits  of the control protocol
 versions                                of both protocols
+integrations                            the runs of tests/integration/test_integrations.py
 conversation NAME                       a table of tests/support/simulation/conversation.py
 transitions | exclusions                the states of a collective; which calls may meet
 """
@@ -40,6 +41,7 @@ sys.path[:0] = [str(DOCS / "_parts"), str(ROOT / "tests" / "support")]
 import api  # noqa: E402
 import charts  # noqa: E402
 import commands  # noqa: E402
+import integrations  # noqa: E402
 import listings  # noqa: E402
 import wire  # noqa: E402
 
@@ -55,6 +57,7 @@ MAKERS = {
     "plans": commands.plans,
     "faults": commands.faults,
     "strategies": commands.strategies,
+    "integrations": lambda: integrations.table(DOCS / "howto" / "integrations.json"),
     "messages": wire.messages,
     "values": wire.values,
     "versions": wire.versions,

@@ -17,7 +17,7 @@ from pccl.membership import Membership
 from pccl.protocol.peer import effects
 from pccl.protocol.strategy import choose
 from pccl.runtime.client.call import Deadline, End, error_of
-from pccl.runtime.client.memory import Copies, Operands, Wide, on_host
+from pccl.runtime.client.memory import Copies, Operands, Wide, nothing, on_host
 from pccl.runtime.forks import FORKED
 from pccl.runtime.uninterrupted import aside
 from pccl.support.text import require
@@ -147,7 +147,7 @@ class Launch:
 
 
 def info(end: effects.Answer) -> ReduceInfo:
-    """The result of a collective, from its answer."""
+    """The outcome of a collective, from its answer."""
     reduced = end.value
     assert isinstance(reduced, effects.Reduced)
     return ReduceInfo(reduced.world_size, reduced.tx_bytes, reduced.rx_bytes)
@@ -158,16 +158,21 @@ class AsyncReduceHandle:
 
     If the handle is garbage-collected before `wait()`, the collective continues, and its tag is
     free when it has ended; if it fails, the log has a warning.
-
-    Attributes:
-        result: the array, or list or dict of arrays, that the collective writes to. Its content is
-            valid once `wait()` has reported success.
     """
 
-    def __init__(self, launch: Launch | None, result: object) -> None:
-        """`launch` is None if there is nothing to wait for."""
+    def __init__(self, launch: Launch | None, made: Callable[[], Any] = nothing) -> None:
+        """`launch` is None if there is nothing to wait for; `made` returns the result."""
         self._launch = launch
-        self.result = result
+        self._made = made
+
+    @property
+    def result(self) -> Any:
+        """The array, or list or dict of arrays, that holds the result.
+
+        Its content is valid once `wait()` has reported success. In place of arrays that are
+        read-only, it has new ones of their library, made when this is read.
+        """
+        return self._made()
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self, "its collective is under way in this process")
@@ -263,14 +268,12 @@ class AsyncReduceHandle:
 # ---- launching, and waiting ----
 
 
-def launch(
-    membership: Membership, name: str, work: Operands, tag: int, result: object = None
-) -> AsyncReduceHandle:
-    """Launches a collective; `result` becomes the handle's `result`."""
+def launch(membership: Membership, name: str, work: Operands, tag: int) -> AsyncReduceHandle:
+    """Launches a collective."""
     one = Launch(membership, name, tag)
     try:
         one.begin(work)
-        return AsyncReduceHandle(one, result)
+        return AsyncReduceHandle(one, work.result)
     except BaseException:
         one.cancel()
         raise
@@ -290,7 +293,9 @@ def run(
         raise
     if isinstance(end, effects.Fail):
         raise one.error(end)
-    return info(end)
+    found = info(end)
+    object.__setattr__(found, "result", work.result())  # pypccl's constructor does not take it
+    return found
 
 
 def run_all(

@@ -7,10 +7,13 @@ collective succeeds on all peers or on none. When a peer is lost, the collective
 held before, the content of arrays that only receive is unspecified, and the survivors only need to
 call again.
 
-An array is a numpy array or torch tensor of any shape, with a dtype of `DataType`. Its elements
-fill one contiguous range of memory, in any order: contiguous, transposed, torch.channels_last. It
-is transferred in its memory order, which must be the same on all peers; otherwise all peers get an
-error that says which peer has which order. A list or dict of arrays is one collective: all of them
+An array is a numpy array, a torch tensor or an array of another library that shares its memory by
+DLPack or the buffer protocol (JAX, CuPy, MLX), of any shape, with a dtype of `DataType`. Its
+elements fill one contiguous range of memory, in any order: contiguous, transposed,
+torch.channels_last. It is transferred in its memory order, which must be the same on all peers;
+otherwise all peers get an error that says which peer has which order. In a call that would write to
+it, a read-only array, such as one of JAX, stays as it is: the `result` of the returned object has a
+new array of the same library. A list or dict of arrays is one collective: all of them
 are reduced (or gathered, ...) over the same peers, or none is. Dicts need the same keys on all
 peers, in any order.
 
@@ -36,7 +39,7 @@ from pccl import collective, operands
 from pccl.collective import AsyncReduceHandle
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import NotFiniteError, PeerLostError, TooFewPeersError, not_picklable
-from pccl.insight import Explanation, Stats
+from pccl.insight import Explanation, LogMetrics, Stats
 from pccl.membership import Membership
 from pccl.operands import A, Arrays, Root
 from pccl.runtime import limits
@@ -366,6 +369,7 @@ class Communicator(Closing):
         *,
         steps: int,
         min_peers: int = 1,
+        log_metrics: LogMetrics | None = None,
     ) -> None:
         """Makes all steps of a run, while peers come and go.
 
@@ -390,6 +394,8 @@ class Communicator(Closing):
             min_peers: the first step waits until there are this many peers. If it is 2 or more, a
                 peer that is left alone waits for others. If it is 1, the collectives of such a peer
                 raise TooFewPeersError, and the step may continue without them.
+            log_metrics: called after each step with `stats().flat()` and the number of the step, as
+                `wandb.log` is. If it raises, so does `run`.
 
         Raises:
             PCCLError: a call has failed for another reason than a lost peer.
@@ -408,6 +414,8 @@ class Communicator(Closing):
                 continue  # with the newcomers
             else:
                 shared_state.push_revision()
+                if log_metrics is not None:
+                    log_metrics(self.stats().flat(), number)
             self.admit(shared_state, min_peers=min_peers)
         self.finish()
 
@@ -550,7 +558,8 @@ class Communicator(Closing):
             timeout: seconds after which the collective fails, on all peers.
 
         Returns:
-            The number of contributors, and the payload bytes that this peer sent and received.
+            The number of contributors, the payload bytes that this peer sent and received, and the
+            arrays that hold the result.
 
         Raises:
             PCCLTimeoutError: the time limit has passed; the message names the missing peers.
@@ -607,8 +616,7 @@ class Communicator(Closing):
         """
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.all_reduce(send, recv, op, options, operand_descriptor)
-        target = send if recv is None else recv
-        return collective.launch(self._membership, "all_reduce_async", work, tag, target)
+        return collective.launch(self._membership, "all_reduce_async", work, tag)
 
     def all_reduce_multiple_with_retry(
         self,
@@ -674,10 +682,8 @@ class Communicator(Closing):
             ValueError: the arrays do not match each other, the group's size, or `rows`.
             TypeError: `rows` are not integers.
         """
-        work, result = operands.all_gather(
-            send, recv, self._membership.known_ranks("all_gather"), rows
-        )
-        collective.run(self._membership, "all_gather", work, tag, timeout)
+        work = operands.all_gather(send, recv, self._membership.known_ranks("all_gather"), rows)
+        result: A = collective.run(self._membership, "all_gather", work, tag, timeout).result
         return result
 
     def all_gather_async(
@@ -690,8 +696,8 @@ class Communicator(Closing):
     ) -> AsyncReduceHandle:
         """Launches `all_gather` and returns at once; the handle's `result` is its return value."""
         ranks = self._membership.known_ranks("all_gather_async")
-        work, result = operands.all_gather(send, recv, ranks, rows)
-        return collective.launch(self._membership, "all_gather_async", work, tag, result)
+        work = operands.all_gather(send, recv, ranks, rows)
+        return collective.launch(self._membership, "all_gather_async", work, tag)
 
     def reduce_scatter(
         self,
@@ -722,8 +728,8 @@ class Communicator(Closing):
         """
         ranks = self._membership.known_ranks("reduce_scatter")
         options = operands.quantization_of(quantization_options, quantization)
-        work, result = operands.reduce_scatter(send, recv, op, options, ranks)
-        collective.run(self._membership, "reduce_scatter", work, tag, timeout)
+        work = operands.reduce_scatter(send, recv, op, options, ranks)
+        result: A = collective.run(self._membership, "reduce_scatter", work, tag, timeout).result
         return result
 
     def reduce_scatter_async(
@@ -739,8 +745,8 @@ class Communicator(Closing):
         """Launches `reduce_scatter`; the handle's `result` is its return value."""
         ranks = self._membership.known_ranks("reduce_scatter_async")
         options = operands.quantization_of(quantization_options, quantization)
-        work, result = operands.reduce_scatter(send, recv, op, options, ranks)
-        return collective.launch(self._membership, "reduce_scatter_async", work, tag, result)
+        work = operands.reduce_scatter(send, recv, op, options, ranks)
+        return collective.launch(self._membership, "reduce_scatter_async", work, tag)
 
     def broadcast(
         self,
@@ -771,12 +777,12 @@ class Communicator(Closing):
             tag, timeout: as for `all_reduce`.
 
         Returns:
-            The number of peers, and the payload bytes that this peer sent and received.
+            The number of peers, the payload bytes that this peer sent and received, and the arrays.
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError: no peer has that rank, or an array is read-only; or the elements of an array
-                are not contiguous in memory.
+            ValueError: no peer has that rank, or a numpy array is read-only; or the elements of an
+                array are not contiguous in memory.
             TypeError: `root` is not a rank.
         """
         work = operands.broadcast(arrays, root, self._membership.known_ranks("broadcast"))
@@ -787,7 +793,7 @@ class Communicator(Closing):
     ) -> AsyncReduceHandle:
         """Launches `broadcast` and returns at once."""
         work = operands.broadcast(arrays, root, self._membership.known_ranks("broadcast_async"))
-        return collective.launch(self._membership, "broadcast_async", work, tag, arrays)
+        return collective.launch(self._membership, "broadcast_async", work, tag)
 
     def reduce(
         self,
@@ -843,8 +849,7 @@ class Communicator(Closing):
         work = operands.reduce(
             send, recv, root, op, options, self._membership.known_ranks("reduce_async")
         )
-        target = send if recv is None else recv
-        return collective.launch(self._membership, "reduce_async", work, tag, target)
+        return collective.launch(self._membership, "reduce_async", work, tag)
 
     def gather(
         self,
@@ -875,18 +880,16 @@ class Communicator(Closing):
                 rank.
             TypeError: `root` is not a rank.
         """
-        work, result = operands.gather(send, recv, root, self._membership.known_ranks("gather"))
-        collective.run(self._membership, "gather", work, tag, timeout)
+        work = operands.gather(send, recv, root, self._membership.known_ranks("gather"))
+        result: A | None = collective.run(self._membership, "gather", work, tag, timeout).result
         return result
 
     def gather_async(
         self, send: Arrays, recv: Arrays | None = None, *, root: Root = 0, tag: int = 0
     ) -> AsyncReduceHandle:
         """Launches `gather` and returns at once; the handle's `result` is its return value."""
-        work, result = operands.gather(
-            send, recv, root, self._membership.known_ranks("gather_async")
-        )
-        return collective.launch(self._membership, "gather_async", work, tag, result)
+        work = operands.gather(send, recv, root, self._membership.known_ranks("gather_async"))
+        return collective.launch(self._membership, "gather_async", work, tag)
 
     def scatter(
         self,
@@ -917,8 +920,8 @@ class Communicator(Closing):
                 no peer has that rank.
             TypeError: `root` is not a rank.
         """
-        work, result = operands.scatter(send, recv, root, self._membership.known_ranks("scatter"))
-        collective.run(self._membership, "scatter", work, tag, timeout)
+        work = operands.scatter(send, recv, root, self._membership.known_ranks("scatter"))
+        result: A | Arrays = collective.run(self._membership, "scatter", work, tag, timeout).result
         return result
 
     def scatter_async(
@@ -930,10 +933,8 @@ class Communicator(Closing):
         tag: int = 0,
     ) -> AsyncReduceHandle:
         """Launches `scatter` and returns at once; the handle's `result` is its return value."""
-        work, result = operands.scatter(
-            send, recv, root, self._membership.known_ranks("scatter_async")
-        )
-        return collective.launch(self._membership, "scatter_async", work, tag, result)
+        work = operands.scatter(send, recv, root, self._membership.known_ranks("scatter_async"))
+        return collective.launch(self._membership, "scatter_async", work, tag)
 
     def all_to_all(
         self,
@@ -969,8 +970,8 @@ class Communicator(Closing):
                 cannot be divided.
         """
         ranks = self._membership.known_ranks("all_to_all")
-        work, result = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
-        collective.run(self._membership, "all_to_all", work, tag, timeout)
+        work = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
+        result: A = collective.run(self._membership, "all_to_all", work, tag, timeout).result
         return result
 
     def all_to_all_async(
@@ -984,8 +985,8 @@ class Communicator(Closing):
     ) -> AsyncReduceHandle:
         """Launches `all_to_all` and returns at once; the handle's `result` is its return value."""
         ranks = self._membership.known_ranks("all_to_all_async")
-        work, result = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
-        return collective.launch(self._membership, "all_to_all_async", work, tag, result)
+        work = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
+        return collective.launch(self._membership, "all_to_all_async", work, tag)
 
     # ---- between two peers ----
 
@@ -1024,7 +1025,7 @@ class Communicator(Closing):
     def send_async(self, arrays: Arrays, to: int, *, tag: int = 0) -> AsyncReduceHandle:
         """Launches `send` and returns at once. The arrays must not be touched until `wait()`."""
         work = operands.send(arrays, self._membership.pair("send_async", to, True))
-        return collective.launch(self._membership, "send_async", work, tag, arrays)
+        return collective.launch(self._membership, "send_async", work, tag)
 
     def recv(
         self, arrays: Arrays, source: int, *, tag: int = 0, timeout: float | None = None
@@ -1051,7 +1052,7 @@ class Communicator(Closing):
     def recv_async(self, arrays: Arrays, source: int, *, tag: int = 0) -> AsyncReduceHandle:
         """Launches `recv` and returns at once; the handle's `result` is `arrays`."""
         work = operands.recv(arrays, self._membership.pair("recv_async", source, False))
-        return collective.launch(self._membership, "recv_async", work, tag, arrays)
+        return collective.launch(self._membership, "recv_async", work, tag)
 
     def send_recv(
         self,
@@ -1120,5 +1121,5 @@ class Communicator(Closing):
     def barrier_async(self, *, tag: int = 0) -> AsyncReduceHandle:
         """Enters `barrier`; the handle's `wait()` returns when all peers have entered it."""
         if self._membership.is_alone("barrier"):
-            return AsyncReduceHandle(None, None)
+            return AsyncReduceHandle(None)
         return collective.launch(self._membership, "barrier", operands.barrier(), tag)

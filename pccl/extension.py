@@ -7,8 +7,8 @@ own operands and ranks, and takes part in rounds with its own time limits.
 
     ring = extension.ring(comm)
     ranks = extension.ranks(ring, extension.member(comm).number)
-    work, gathered = operands.all_gather(x, None, ranks)
-    handle = extension.launch(comm, "all_gather", work, tag=7, result=gathered)
+    work = operands.all_gather(x, None, ranks)
+    handle = extension.launch(comm, "all_gather", work, tag=7)
 
 All functions raise PCCLError INVALID_USAGE before `connect`, and the reason for the end after it.
 Those that make a call of the run raise what its public form raises.
@@ -102,9 +102,7 @@ def expect_no_return(comm: Communicator, most_s: float) -> None:
 # ---- collectives ----
 
 
-def launch(
-    comm: Communicator, name: str, work: Operands, tag: int, result: object = None
-) -> AsyncReduceHandle:
+def launch(comm: Communicator, name: str, work: Operands, tag: int) -> AsyncReduceHandle:
     """Launches a collective.
 
     Args:
@@ -112,9 +110,8 @@ def launch(
         name: name of the call, for errors.
         work: made by a function of `pccl.operands`.
         tag: as for `Communicator.all_reduce`.
-        result: becomes the handle's `result`.
     """
-    return collective.launch(comm._membership, name, work, tag, result)
+    return collective.launch(comm._membership, name, work, tag)
 
 
 def run(

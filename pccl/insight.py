@@ -5,10 +5,10 @@ Nothing is measured here: all functions are pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pccl.support.text import duration_text
 
@@ -21,6 +21,8 @@ STEPS = {  # hops one after the other, with n members, until the first bytes are
     "broadcast": lambda n: n - 1,
     "reduce": lambda n: n - 1,
 }
+# takes metrics by name and the number of the step, as wandb.log and Lightning's loggers do
+LogMetrics: TypeAlias = Callable[[dict[str, Any], int], object]
 
 
 @dataclass(frozen=True, slots=True)

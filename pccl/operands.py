@@ -9,9 +9,9 @@ from __future__ import annotations
 import array as bytes_of
 import math
 import operator
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from msgspec import structs
 
@@ -19,24 +19,26 @@ from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import ArgumentError, error_for
 from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
-from pccl.runtime.client.memory import Operand, Operands
+from pccl.runtime.client.memory import Operand, Operands, nothing
 from pccl.runtime.quantization import fingerprint
 from pccl.tensors.arrays import (
     Array,
     Buffer,
     is_finite,
-    is_numpy,
-    is_torch,
     new,
     order_of,
     pair,
     same_kind,
 )
+from pccl.tensors.foreign import Exporter, like, native
 from pccl.types import DataType, OpName, QuantizationName, QuantizationOptions, ReduceOp, Result
 
-Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
+Arrays: TypeAlias = (
+    "Array | Exporter | Sequence[Array | Exporter] | Mapping[str, Array] | Mapping[str, Exporter]"
+)
 A = TypeVar("A", bound="Arrays")
 Root: TypeAlias = int | Literal["first"]
+Made: TypeAlias = Callable[[], Any]  # returns the arrays that hold the result, as callers know them
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,35 @@ class Ranks:
 class Several:
     """The arrays of a collective in order, with their names if they came in a dict.
 
-    `is_list` is False if a single array was given.
+    Attributes:
+        arrays: as numpy or torch sees them.
+        names: the sorted keys of a dict.
+        is_list: False if a single array was given.
+        form: the argument: an array, or a list or dict of arrays.
+        given: its arrays.
+        copied: which of them are read-only and are to be written, so that `arrays` has a copy.
     """
 
     arrays: list[Array]
     names: list[str]
     is_list: bool = True
+    form: Any = None
+    given: Sequence[Any] = ()
+    copied: Collection[int] = ()
+
+    def result(self, made: Sequence[Array] | None = None) -> Any:
+        """New arrays, in the form and the libraries of the argument; None: the written ones."""
+        if made is None:
+            if not self.copied:
+                return self.form
+            pairs = zip(self.given, self.arrays, strict=True)
+            each = [like(*one) if i in self.copied else one[0] for i, one in enumerate(pairs)]
+        else:
+            each = [like(*one) for one in zip(self.given, made, strict=True)]
+        if isinstance(self.form, Mapping):
+            by_name = dict(zip(self.names, each, strict=True))
+            return {name: by_name[name] for name in self.form}
+        return each if self.is_list else each[0]
 
 
 def all_reduce(
@@ -70,7 +95,7 @@ def all_reduce(
     descriptor: ReduceOperandDescriptor | None = None,
 ) -> Operands:
     """The operands of an all-reduce; in place if `recv` is None."""
-    given = several(send)
+    given = several(send, written=recv is None)
     targets = given if recv is None else matching(given, recv)
     each = []
     for source, target in zip(given.arrays, targets.arrays, strict=True):
@@ -82,7 +107,8 @@ def all_reduce(
                 f"the arrays are {sent.dtype.name}"
             )
             raise error_for(Result.INVALID_ARGUMENT, "all_reduce", why)
-    return make(CollectiveKind.ALL_REDUCE, given, each, op=reduce_op(op), options=options)
+    what, result = CollectiveKind.ALL_REDUCE, targets.result
+    return make(what, given, each, result, op=reduce_op(op), options=options)
 
 
 def quantization_of(
@@ -104,9 +130,8 @@ def of_descriptors(descriptors: Sequence[ReduceOpDescriptor]) -> Operands:
     work = descriptors[0].reduce_descriptor
     each = [_of_descriptor(descriptor) for descriptor in descriptors]
     given = Several([], [], len(each) > 1)
-    return make(
-        CollectiveKind.ALL_REDUCE, given, each, op=work.op, options=work.quantization_options
-    )
+    options = work.quantization_options
+    return make(CollectiveKind.ALL_REDUCE, given, each, op=work.op, options=options)
 
 
 def _of_descriptor(descriptor: ReduceOpDescriptor) -> Operand:
@@ -141,25 +166,25 @@ def of_buffers(
 def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
     """The operands of a broadcast, which is in place."""
     root = rank_of(root, ranks)
-    given = several(arrays)
+    given = several(arrays, written=True)
     buffers = [Buffer.of(array, writable=True) for array in given.arrays]
     each = [Operand(buffer, buffer, buffer.count) for buffer in buffers]
-    return make(CollectiveKind.BROADCAST, given, each, root=root, ranks=ranks)
+    return make(CollectiveKind.BROADCAST, given, each, given.result, root=root, ranks=ranks)
 
 
 def all_gather(
-    send: A, recv: A | None, ranks: Ranks, rows: Sequence[int] | None = None
-) -> tuple[Operands, A]:
-    """The operands of an all-gather, and the arrays that receive: new ones if `recv` is None."""
+    send: Arrays, recv: Arrays | None, ranks: Ranks, rows: Sequence[int] | None = None
+) -> Operands:
+    """The operands of an all-gather; new arrays receive if `recv` is None."""
     if rows is not None:
         return _uneven_all_gather(send, recv, rows, ranks)
     given, each, result = _by_slices(send, recv, ranks, gathers=True)
-    return make(CollectiveKind.ALL_GATHER, given, each, ranks=ranks), result
+    return make(CollectiveKind.ALL_GATHER, given, each, result, ranks=ranks)
 
 
 def _uneven_all_gather(
-    send: A, recv: A | None, rows: Sequence[int], ranks: Ranks
-) -> tuple[Operands, A]:
+    send: Arrays, recv: Arrays | None, rows: Sequence[int], ranks: Ranks
+) -> Operands:
     numbers = _numbers("rows", rows, ranks)
     own, before = numbers[ranks.rank], sum(numbers[: ranks.rank])
     sent, received = (own, f"rows has for rank {ranks.rank}"), (sum(numbers), "rows add up to")
@@ -171,42 +196,39 @@ def _uneven_all_gather(
                 f"send overlaps recv, and is not its part of rank {ranks.rank}, which begins with "
                 f"row {before}"
             )
-    work = make(CollectiveKind.ALL_GATHER, given, each, ranks=ranks)
-    return replace(work, work=structs.replace(work.work, rows=numbers)), result
+    work = make(CollectiveKind.ALL_GATHER, given, each, result, ranks=ranks)
+    return replace(work, work=structs.replace(work.work, rows=numbers))
 
 
 def reduce_scatter(
-    send: A,
-    recv: A | None,
+    send: Arrays,
+    recv: Arrays | None,
     op: ReduceOp | OpName,
     options: QuantizationOptions | None,
     ranks: Ranks,
-) -> tuple[Operands, A]:
-    """The operands of a reduce-scatter, and the arrays that receive: new ones if `recv` is None."""
+) -> Operands:
+    """The operands of a reduce-scatter; new arrays receive if `recv` is None."""
     given, each, result = _by_slices(send, recv, ranks, gathers=False)
-    chosen = reduce_op(op)
-    work = make(CollectiveKind.REDUCE_SCATTER, given, each, op=chosen, options=options, ranks=ranks)
-    return work, result
+    chosen, what = reduce_op(op), CollectiveKind.REDUCE_SCATTER
+    return make(what, given, each, result, op=chosen, options=options, ranks=ranks)
 
 
 def _by_slices(
-    send: A, recv: A | None, ranks: Ranks, *, gathers: bool
-) -> tuple[Several, list[Operand], A]:
+    send: Arrays, recv: Arrays | None, ranks: Ranks, *, gathers: bool
+) -> tuple[Several, list[Operand], Made]:
     """The operands where one array has a slice for each member, and the other is such a slice.
 
     `recv` has the slices if the collective `gathers`; otherwise `send` has them. Also returns the
-    arrays that are sent, and the arrays that receive: new ones where `recv` is None.
+    arrays that are sent, and what returns those that receive: new ones where `recv` is None.
     """
     given = several(send)
     sources = [Buffer.of(array) for array in given.arrays]
-    if recv is None:
-        like = _gathered if gathers else _scattered
-        made = [like(*one, ranks.members) for one in zip(given.arrays, sources, strict=True)]
-        recv = in_the_form_of(send, given, made)
+    shaped = _gathered if gathers else _scattered
+    targets, result = _receiving(
+        given, recv, lambda i: shaped(given.arrays[i], sources[i], ranks.members)
+    )
     each = []
-    for array, source, target in zip(
-        given.arrays, sources, matching(given, recv).arrays, strict=True
-    ):
+    for array, source, target in zip(given.arrays, sources, targets, strict=True):
         same_kind(array, target)
         received = Buffer.of(target, writable=True)
         if gathers:
@@ -214,24 +236,25 @@ def _by_slices(
         else:
             _check_slice("send", source, "recv", received, ranks)
         each.append(Operand(source, received, (source if gathers else received).count))
-    return given, each, recv
+    return given, each, result
 
 
 def _by_rows(
-    send: A, recv: A | None, sent: tuple[int, str], received: tuple[int, str]
-) -> tuple[Several, list[Operand], A]:
+    send: Arrays, recv: Arrays | None, sent: tuple[int, str], received: tuple[int, str]
+) -> tuple[Several, list[Operand], Made]:
     """The operands where the numbers of rows are given; an operand's count is that of a row.
 
     `sent` and `received` are the rows of each array of `send` and `recv`, and where that number
-    comes from, for errors. Also returns the arrays that are sent, and the arrays that receive: new
-    ones where `recv` is None.
+    comes from, for errors. Also returns the arrays that are sent, and what returns those that
+    receive: new ones where `recv` is None.
     """
     given = several(send)
-    if recv is None:
-        made = [new((received[0], *array.shape[1:]), array) for array in given.arrays]
-        recv = in_the_form_of(send, given, made)
+    arrays = given.arrays
+    targets, result = _receiving(
+        given, recv, lambda i: new((received[0], *arrays[i].shape[1:]), arrays[i])
+    )
     each = []
-    for source, target in zip(given.arrays, matching(given, recv).arrays, strict=True):
+    for source, target in zip(arrays, targets, strict=True):
         same_kind(source, target)
         read, written = Buffer.of(source), Buffer.of(target, writable=True)
         row = _row("send", source, read, *sent)
@@ -240,7 +263,18 @@ def _by_rows(
                 f"a row of send is {row} elements of {read.dtype.name}, and one of recv is not"
             )
         each.append(Operand(read, written, row))
-    return given, each, recv
+    return given, each, result
+
+
+def _receiving(
+    given: Several, recv: Arrays | None, make_new: Callable[[int], Array]
+) -> tuple[list[Array], Made]:
+    """The arrays that receive, and what returns them to the caller: new ones if `recv` is None."""
+    if recv is not None:
+        targets = matching(given, recv)
+        return targets.arrays, targets.result
+    made = [make_new(i) for i in range(len(given.arrays))]
+    return made, lambda: given.result(made)
 
 
 def reduce(
@@ -253,98 +287,87 @@ def reduce(
 ) -> Operands:
     """The operands of a reduce; in place on the root if `recv` is None."""
     at = rank_of(root, ranks)
-    given = several(send)
-    if ranks.rank == at:
+    is_root = ranks.rank == at
+    given = targets = several(send, written=is_root and recv is None)
+    if is_root:
         targets = given if recv is None else matching(given, recv)
         pairs = [pair(*each) for each in zip(given.arrays, targets.arrays, strict=True)]
         each = [Operand(source, target, source.count) for source, target in pairs]
     else:
         each = _only_sent(given)
-    chosen = reduce_op(op)
-    what = CollectiveKind.REDUCE
-    return make(what, given, each, op=chosen, options=options, root=at, ranks=ranks)
+    chosen, what, result = reduce_op(op), CollectiveKind.REDUCE, targets.result
+    return make(what, given, each, result, op=chosen, options=options, root=at, ranks=ranks)
 
 
-def gather(send: A, recv: A | None, root: Root, ranks: Ranks) -> tuple[Operands, A | None]:
-    """The operands of a gather, and the arrays that receive.
-
-    On the root these are new ones if `recv` is None, on other peers None.
-    """
+def gather(send: Arrays, recv: Arrays | None, root: Root, ranks: Ranks) -> Operands:
+    """The operands of a gather; on the root, new arrays receive if `recv` is None."""
     at = rank_of(root, ranks)
-    given = several(send)
-    result: A | None = None
     if ranks.rank == at:
-        work, result = all_gather(send, recv, ranks)
-        each = list(work.each)
+        given, each, result = _by_slices(send, recv, ranks, gathers=True)
+        recv_rows = _one_each(ranks)
     else:
+        given, result, recv_rows = several(send), nothing, ()
         each = _only_sent(given)
-    work = make(CollectiveKind.GATHER, given, each, root=at, ranks=ranks)
-    recv_rows = _one_each(ranks) if ranks.rank == at else ()
-    return replace(work, send_rows=_only(at, ranks), recv_rows=recv_rows), result
+    work = make(CollectiveKind.GATHER, given, each, result, root=at, ranks=ranks)
+    return replace(work, send_rows=_only(at, ranks), recv_rows=recv_rows)
 
 
-def scatter(
-    send: Arrays | None, recv: A | None, root: Root, ranks: Ranks
-) -> tuple[Operands, A | Arrays]:
-    """The operands of a scatter, and the arrays that receive.
-
-    On the root these are new ones if `recv` is None.
-    """
+def scatter(send: Arrays | None, recv: Arrays | None, root: Root, ranks: Ranks) -> Operands:
+    """The operands of a scatter; on the root, new arrays receive if `recv` is None."""
     at = rank_of(root, ranks)
     if ranks.rank == at:
         if send is None:
             raise ValueError(f"send is needed on the root, which is this peer, of rank {at}")
         given, each, result = _by_slices(send, recv, ranks, gathers=False)
-        work = make(CollectiveKind.SCATTER, given, each, root=at, ranks=ranks)
-        return replace(work, send_rows=_one_each(ranks), recv_rows=_only(at, ranks)), result
-    if recv is None:
-        raise ValueError(f"recv is needed on all peers but the root, which has rank {at}")
-    given = several(recv)
-    work = make(CollectiveKind.SCATTER, given, _only_received(given), root=at, ranks=ranks)
-    return replace(work, recv_rows=_only(at, ranks)), recv
+        send_rows = _one_each(ranks)
+    else:
+        if recv is None:
+            raise ValueError(f"recv is needed on all peers but the root, which has rank {at}")
+        given, send_rows = several(recv, written=True), ()
+        each, result = _only_received(given), given.result
+    work = make(CollectiveKind.SCATTER, given, each, result, root=at, ranks=ranks)
+    return replace(work, send_rows=send_rows, recv_rows=_only(at, ranks))
 
 
 def all_to_all(
-    send: A,
-    recv: A | None,
+    send: Arrays,
+    recv: Arrays | None,
     send_rows: Sequence[int] | None,
     recv_rows: Sequence[int] | None,
     ranks: Ranks,
-) -> tuple[Operands, A]:
-    """The operands of an all-to-all, and the arrays that receive: new ones if `recv` is None."""
+) -> Operands:
+    """The operands of an all-to-all; new arrays receive if `recv` is None."""
     if send_rows is not None and recv_rows is not None:
         return _uneven_all_to_all(send, recv, send_rows, recv_rows, ranks)
     if send_rows is not None or recv_rows is not None:
         raise ValueError("give both send_rows and recv_rows, or neither")
     given = several(send)
-    if recv is None:
-        recv = in_the_form_of(send, given, [_like(array) for array in given.arrays])
-    targets = matching(given, recv)
+    targets, result = _receiving(given, recv, lambda i: _like(given.arrays[i]))
     each = []
-    for source, target in zip(given.arrays, targets.arrays, strict=True):
+    for source, target in zip(given.arrays, targets, strict=True):
         sent, received = pair(source, target)
         _check_not_in_place(sent, received)
         _check_rows(source, sent, ranks.members)
         each.append(Operand(sent, received, sent.count // ranks.members))
-    work = make(CollectiveKind.ALL_TO_ALL, given, each, ranks=ranks)
+    work = make(CollectiveKind.ALL_TO_ALL, given, each, result, ranks=ranks)
     rows = _one_each(ranks)
-    return replace(work, send_rows=rows, recv_rows=rows), recv
+    return replace(work, send_rows=rows, recv_rows=rows)
 
 
 def _uneven_all_to_all(
-    send: A,
-    recv: A | None,
+    send: Arrays,
+    recv: Arrays | None,
     send_rows: Sequence[int],
     recv_rows: Sequence[int],
     ranks: Ranks,
-) -> tuple[Operands, A]:
+) -> Operands:
     gives, takes = _numbers("send_rows", send_rows, ranks), _numbers("recv_rows", recv_rows, ranks)
     sent, received = (sum(gives), "send_rows says"), (sum(takes), "recv_rows says")
     given, each, result = _by_rows(send, recv, sent, received)
     for operand in each:
         _check_not_in_place(operand.send, operand.recv)
-    work = make(CollectiveKind.ALL_TO_ALL, given, each, ranks=ranks)
-    return replace(work, send_rows=gives, recv_rows=takes, uneven=True), result
+    work = make(CollectiveKind.ALL_TO_ALL, given, each, result, ranks=ranks)
+    return replace(work, send_rows=gives, recv_rows=takes, uneven=True)
 
 
 def barrier() -> Operands:
@@ -370,10 +393,7 @@ def accusation(arrays: Arrays, number: int) -> tuple[Operands, MutableSequence[i
 
 
 def reduce_op(op: ReduceOp | OpName) -> ReduceOp:
-    """The operation with this name, in upper or lower case; "mean" is "avg". Or `op` itself.
-
-    Raises ValueError: it is unknown.
-    """
+    """The operation with this name, in upper or lower case; "mean" is "avg". Or `op` itself."""
     if isinstance(op, ReduceOp):
         return op
     try:
@@ -398,8 +418,10 @@ def rank_of(root: Root, ranks: Ranks) -> int:
     return rank
 
 
-def several(arrays: Arrays) -> Several:
-    """An array, or a list or dict of them. Raises ValueError if it is something else."""
+def several(arrays: Arrays, *, written: bool = False) -> Several:
+    """An array, or a list or dict of them; `written` if they are going to be written."""
+    names: list[str] = []
+    found: list[Any]
     if isinstance(arrays, Mapping):
         names = sorted(arrays)
         if any(not isinstance(name, str) or len(name) > m.NAME_CHARS_MAX for name in names):
@@ -407,20 +429,25 @@ def several(arrays: Arrays) -> Several:
                 f"the keys of a dict of arrays are texts of up to {m.NAME_CHARS_MAX} characters"
             )
         found = [arrays[name] for name in names]
-        places = [f"the value of {name!r}" for name in names]
     elif isinstance(arrays, list | tuple):
-        found, names = list(arrays), []
-        places = [f"number {i} of the list" for i in range(len(found))]
+        found = list(arrays)
     else:
-        return Several([cast(Array, arrays)], [], False)
-    for place, array in zip(places, found, strict=True):
-        if not (is_torch(array) or is_numpy(array)):
-            raise ValueError(
-                f"{place} is neither a numpy.ndarray nor a torch.Tensor: {type(array).__name__}"
-            )
+        array, is_copy = native(arrays, written=written)
+        return Several([array], [], False, arrays, [arrays], (0,) if is_copy else ())
     if not 0 < len(found) <= m.PARTS_MAX:
         raise ValueError(f"{len(found)} arrays: it must be 1 to {m.PARTS_MAX}")
-    return Several(found, names)
+    each: list[Array] = []
+    copied = []
+    for i, one in enumerate(found):
+        try:
+            array, is_copy = native(one, written=written)
+        except ValueError as error:
+            place = f"the value of {names[i]!r}" if names else f"number {i} of the list"
+            raise type(error)(f"{place}: {error}") from None
+        each.append(array)
+        if is_copy:
+            copied.append(i)
+    return Several(each, names, True, arrays, found, copied)
 
 
 def matching(given: Several, recv: Arrays) -> Several:
@@ -431,16 +458,6 @@ def matching(given: Several, recv: Arrays) -> Several:
     if len(found.arrays) != len(given.arrays):
         raise ArgumentError(f"send has {len(given.arrays)} arrays, recv {len(found.arrays)}")
     return found
-
-
-def in_the_form_of(form: A, given: Several, arrays: list[Array]) -> A:
-    """The arrays as one array, a list or a dict: whichever `form` is."""
-    if isinstance(form, Mapping):
-        by_name = dict(zip(given.names, arrays, strict=True))
-        return cast(A, {name: by_name[name] for name in form})
-    if isinstance(form, list | tuple):
-        return cast(A, arrays)
-    return cast(A, arrays[0])
 
 
 def _gathered(array: Array, block: Buffer, members: int) -> Array:
@@ -511,13 +528,16 @@ def make(
     what: CollectiveKind,
     given: Several,
     each: list[Operand],
+    result: Made = nothing,
     *,
     op: ReduceOp | None = None,
     options: QuantizationOptions | None = None,
     root: int = 0,
     ranks: Ranks | None = None,
 ) -> Operands:
-    """The operands of a collective over these arrays; `ranks` if it depends on ranks."""
+    """The operands of a collective over these arrays; `ranks` if it depends on ranks.
+
+    `result` returns what the collective gives its caller."""
     quantized = 0, 0
     if options is not None:
         for dtype in {operand.send.dtype for operand in each}:
@@ -539,7 +559,7 @@ def make(
     work = m.Spec(
         what, redop, one.dtype, one.count, *quantized, *at, parts, layout=layout, ring=ring
     )
-    return Operands(work, tuple(each))
+    return Operands(work, tuple(each), result=result)
 
 
 def _part(operand: Operand, name: str) -> m.Part:
@@ -604,14 +624,14 @@ def _like(array: Array) -> Array:
 def send(arrays: Arrays, pair: tuple[int, int]) -> Operands:
     """The operands of a send; `pair` is the sender and the receiver."""
     given = several(arrays)
-    work = make(CollectiveKind.SEND, given, _only_sent(given))
+    work = make(CollectiveKind.SEND, given, _only_sent(given), given.result)
     return replace(work, send_rows=(0, 1), pair=pair)  # by position in `pair`
 
 
 def recv(arrays: Arrays, pair: tuple[int, int]) -> Operands:
     """The operands of a recv; `pair` is the sender and the receiver."""
-    given = several(arrays)
-    work = make(CollectiveKind.SEND, given, _only_received(given))
+    given = several(arrays, written=True)
+    work = make(CollectiveKind.SEND, given, _only_received(given), given.result)
     return replace(work, recv_rows=(1, 0), pair=pair)
 
 

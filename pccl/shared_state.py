@@ -24,6 +24,7 @@ from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import Region, SyncOptions, synchronize
 from pccl.support.text import require
 from pccl.tensors.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
+from pccl.tensors.foreign import Exporter, like, native
 from pccl.types import (
     DataType,
     DeviceType,
@@ -80,6 +81,8 @@ class TensorInfo:
             raise ValueError(f"{name!r}: {error}") from None
         self.name = name
         self.shape: tuple[int, ...] = (numel,)
+        self._array: Any = None  # as it was given
+        self._is_copy = False  # because that is read-only
         self._torn = False
         self.allow_content_inequality = allow_content_inequality
 
@@ -142,9 +145,10 @@ class TensorInfo:
         return cls._from_array(tensor, name, allow_content_inequality)
 
     @classmethod
-    def _from_array(cls, array: Array, name: str, allow_content_inequality: bool) -> TensorInfo:
+    def _from_array(cls, array: Any, name: str, allow_content_inequality: bool) -> TensorInfo:
         try:
-            buffer = Buffer.of(array, writable=True)
+            seen, is_copy = native(array, written=True)
+            buffer = Buffer.of(seen, writable=True)
         except ValueError as error:
             raise type(error)(f"{name!r}: {error}") from None
         made = cls(
@@ -156,8 +160,17 @@ class TensorInfo:
             allow_content_inequality=allow_content_inequality,
         )
         made._buffer = buffer  # with the owner
-        made.shape = tuple(array.shape)
+        made.shape = tuple(seen.shape)
+        made._array, made._is_copy = array, is_copy
         return made
+
+    @property
+    def array(self) -> Any:
+        """The array that was given; in place of a read-only one, one with the present content.
+
+        None if only an address was given.
+        """
+        return like(self._array, self._buffer.owner) if self._is_copy else self._array
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self, "it is memory of this process; SharedState.save() writes a file")
@@ -268,6 +281,13 @@ class SharedState:
         self._mend()
         self.revision = revision
 
+    def tensors(self) -> dict[str, Any]:
+        """The arrays that were given, by name; in place of read-only ones, new ones.
+
+        New ones are of the same library and have the present content.
+        """
+        return {info.name: info.array for info in self.tensor_infos}
+
     @property
     def _buffers(self) -> list[Buffer]:
         return [info._buffer for info in self.tensor_infos]
@@ -293,8 +313,13 @@ class SharedState:
         ]
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Array]) -> SharedState:
-        """The shared state of named torch tensors or numpy arrays, in the mapping's order.
+    def from_tensors(
+        cls, tensors: Mapping[str, Array] | Mapping[str, Exporter] | Mapping[str, Array | Exporter]
+    ) -> SharedState:
+        """The shared state of named arrays, in the mapping's order.
+
+        Of a read-only array, such as one of JAX, the state has a copy; `tensors` returns its
+        content after a synchronization.
 
         Raises:
             ValueError, UnsupportedError: as for `TensorInfo.from_torch`.

@@ -264,11 +264,14 @@ class ReduceInfo:
         local_world_size: peers of the group that contributed.
         tx_bytes: payload bytes that this peer sent.
         rx_bytes: payload bytes that this peer received.
+        result: the array, or list or dict of arrays, that holds the result: what was passed; in
+            place of arrays that are read-only, new ones of their library.
     """
 
     local_world_size: int
     tx_bytes: int
     rx_bytes: int
+    result: Any = field(default=None, init=False, compare=False)
 
     @property
     def world_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,12 @@ class DiLoCoTraining:
     diloco: DiLoCo
 
     def __init__(self, comm: pccl.Communicator, **settings: Any) -> None:
+        """`settings` are those of DiLoCo, such as mode, wire and inner_steps."""
         self.comm, self.settings = comm, settings
 
-    def begin(self, model: torch.nn.Module, optimizer: Any, state: Any = None) -> None:
+    def begin(self, model: torch.nn.Module, optimizer: Any, **more: Any) -> None:
         """From here on, each step of the optimizer is an inner step."""
-        self.diloco = DiLoCo(self.comm, model, optimizer, state=state, **self.settings)
+        self.diloco = DiLoCo(self.comm, model, optimizer, **self.settings, **more)
         self.diloco.__enter__()
 
     def end(self) -> None:
@@ -34,12 +36,20 @@ class DiLoCoTraining:
 def main(
     words: list[str],
     callback: type[DiLoCoTraining],
-    train: Callable[[DiLoCoTraining, str, int], object],
+    train: Callable[[Any, str, int], object],
 ) -> None:
-    """Trains as `words` say: a folder, the master's address, and the number of steps."""
-    folder, address, *steps = words
-    with pccl.Communicator(address) as comm:
-        training = callback(comm, inner_steps=10, mode="sync", wire="int8", min_peers=2)
-        train(training, folder, int(steps[0]) if steps else 40)
+    """Trains as the words of the command line say."""
+    parser = argparse.ArgumentParser(description="DiLoCo in the trainer of a framework.")
+    parser.add_argument("folder", help="of the checkpoints, and of the log; of this peer alone")
+    parser.add_argument("master", metavar="HOST:PORT")
+    parser.add_argument("--steps", type=int, default=40, help="of the trainer's optimizer")
+    parser.add_argument("--inner-steps", type=int, default=10, help="between two outer steps")
+    parser.add_argument("--mode", default="sync", help="sync, delayed or eager")
+    parser.add_argument("--wire", default="int8", help="fp32, int8, int4, e3m0, 2bit or sparse")
+    args = parser.parse_args(words)
+    settings = {"inner_steps": args.inner_steps, "mode": args.mode, "wire": args.wire}
+    with pccl.Communicator(args.master) as comm:
+        training = callback(comm, min_peers=2, **settings)
+        train(training, args.folder, args.steps)
         diloco = training.diloco
         print(f"outer steps {diloco.outer_step}: {diloco.state_digest()}", flush=True)

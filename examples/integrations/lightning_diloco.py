@@ -13,20 +13,19 @@ from typing import Any
 import lightning
 from diloco_training import DiLoCoTraining, main
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_ddp import Model, samples
 
 
 class DiLoCoCallback(DiLoCoTraining, Callback):
-    """Saves DiLoCo's state in the Trainer's checkpoints, and logs the number of outer steps."""
+    """Saves DiLoCo's state in the Trainer's checkpoints; its logger has the outer rounds."""
 
     saved: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         (optimizer,) = trainer.optimizers
-        self.begin(module, optimizer, self.saved)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        module.log("outer_step", float(self.diloco.outer_step))
+        log = trainer.logger.log_metrics if trainer.logger else None
+        self.begin(module, optimizer, state=self.saved, log_metrics=log)
 
     def state_dict(self) -> dict[str, Any]:
         return self.diloco.state_dict()
@@ -38,11 +37,14 @@ class DiLoCoCallback(DiLoCoTraining, Callback):
         self.end()
 
 
-def train(diloco: DiLoCoTraining, folder: str, steps: int) -> None:
+def train(diloco: DiLoCoCallback, folder: str, steps: int) -> None:
     """Trains, from the last checkpoint if there is one."""
     saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=20)
     trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=steps, callbacks=[diloco, saving], logger=False
+        accelerator="cpu",
+        max_steps=steps,
+        callbacks=[diloco, saving],
+        logger=TensorBoardLogger(folder, name=None),  # or WandbLogger(offline=True), ...
     )
     trainer.fit(Model(), samples(), ckpt_path="last", weights_only=False)
 

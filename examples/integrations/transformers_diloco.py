@@ -18,32 +18,39 @@ from transformers_trainer import Sentences, small_model
 
 
 class DiLoCoCallback(DiLoCoTraining, TrainerCallback):
-    """Saves DiLoCo's state in the Trainer's checkpoints, and logs the number of outer steps."""
+    """Saves DiLoCo's state in the Trainer's checkpoints, and logs the outer rounds by the Trainer.
+
+    Give it the `trainer` that it is a callback of.
+    """
+
+    trainer: Trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / "diloco.pt"
         saved = torch.load(file, weights_only=True) if file.exists() else None
         optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
-        self.begin(given["model"], optimizer, saved)
+        self.begin(given["model"], optimizer, state=saved, log_metrics=self.log)
+
+    def log(self, metrics: dict[str, Any], outer_step: int) -> None:
+        self.trainer.log(metrics)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         torch.save(self.diloco.state_dict(), folder / "diloco.pt")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        logs["outer_step"] = self.diloco.outer_step
-
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.end()
 
 
-def train(diloco: DiLoCoTraining, folder: str, steps: int) -> None:
+def train(diloco: DiLoCoCallback, folder: str, steps: int) -> None:
     """Trains, from the last checkpoint if there is one."""
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=steps, logging_steps=10, save_steps=20, report_to=[]
+        folder, use_cpu=True, max_steps=steps, save_steps=20, report_to=["tensorboard"]
     )
-    trainer = Trainer(small_model(), arguments, train_dataset=Sentences(), callbacks=[diloco])
-    trainer.train(resume_from_checkpoint=any(Path(folder).glob("checkpoint-*")))
+    diloco.trainer = Trainer(
+        small_model(), arguments, train_dataset=Sentences(), callbacks=[diloco]
+    )
+    diloco.trainer.train(resume_from_checkpoint=any(Path(folder).glob("checkpoint-*")))
 
 
 if __name__ == "__main__":

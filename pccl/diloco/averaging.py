@@ -338,7 +338,7 @@ class TwoStageMean:
         self._received = torch.empty(own * members, dtype=torch.uint8)
         self._info = ReduceInfo(0, 0, 0)
         self._second: AsyncReduceHandle | None = None
-        work, _ = operands.all_to_all(
+        work = operands.all_to_all(
             torch.cat(sent), self._received, rows, [own] * members, self._ranks
         )
         self._first = extension.launch(comm, "all_to_all", work, tag)
@@ -397,11 +397,9 @@ class TwoStageMean:
         self.second_error = mean
         sent = torch.cat([codes, *map(_bytes_of, self._beside)])
         beside = len(sent) - len(codes)
-        work, result = operands.all_gather(
-            sent, None, self._ranks, [size + beside for size in self._sizes]
-        )
+        work = operands.all_gather(sent, None, self._ranks, [size + beside for size in self._sizes])
         try:
-            self._second = extension.launch(self._comm, "all_gather", work, self._tag, result)
+            self._second = extension.launch(self._comm, "all_gather", work, self._tag)
         except PCCLError as error:
             self.error = error
 

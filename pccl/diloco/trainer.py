@@ -51,6 +51,7 @@ from pccl.diloco.settings import (
     rates,
 )
 from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Stopwatch, Work, gather_shares
+from pccl.insight import LogMetrics
 from pccl.kernels import Wire
 from pccl.runtime.checkpoint import replacing
 from pccl.support.text import require
@@ -208,6 +209,10 @@ class DiLoCo:
             to it (arXiv 2603.08163), and only what is not finite is left out.
         ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. With
             mode="streaming" at most once in each fragment. Not with mode="decoupled".
+        log_metrics: called after each outer round, with the metrics of `OuterRound.flat` and
+            `Communicator.stats().flat()`, and the outer step, as `wandb.log` is. If it raises, so
+            does the call that made the round, which is complete. With mode="decoupled", another
+            thread calls it.
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
@@ -246,6 +251,7 @@ class DiLoCo:
         quarantine: int | None = None,
         outliers: Outliers = "exclude",
         ledger: Ledger | None = None,
+        log_metrics: LogMetrics | None = None,
     ) -> None:
         if mode == "decoupled" and deadline_peers is None:
             deadline_peers = 1
@@ -292,6 +298,7 @@ class DiLoCo:
         self._optimizer = inner_optimizer
         self._settings = settings
         self._ledger = LedgerHooks(ledger, counted=settings.ends_early)
+        self._log_metrics = log_metrics
         self._replica = replica_of(model)
         if self._replica.size > 1:
             settings.check_sharded(ledger=ledger is not None)
@@ -697,7 +704,7 @@ class DiLoCo:
             if self._settings.deadline_peers is None:
                 raise  # with deadlines, the next meeting finds this, too, and joins again
             return None
-        return self._report(outcome)
+        return self._logged(self._report(outcome))
 
     def _meet_beside(self) -> bool:
         """A meeting of the syncer; returns False after the last."""
@@ -722,6 +729,7 @@ class DiLoCo:
             self._share(outcome.admitted)
             report = self._report(outcome)
         self._begin_round()
+        self._logged(report)
         if self._quarantine is not None:
             self._quarantine.check()
         return report
@@ -777,6 +785,11 @@ class DiLoCo:
         )
         self._misuse.round(outcome, self._exchanges[outcome.fragment])
         return self._last_round
+
+    def _logged(self, report: OuterRound | None) -> OuterRound | None:
+        if report is not None and self._log_metrics is not None:
+            self._log_metrics(report.flat() | self._comm.stats().flat(), report.outer_step)
+        return report
 
     def round_of(self, loader: Iterable[T]) -> Iterator[T]:
         """Yields the batches of one round, and ends the round after the last of them.

@@ -1,1 +1,1 @@
-"""Arrays of numpy and torch as memory: where it is, how long, of which type and in which order."""
+"""Arrays as memory: where it is, how long, of which type and in which order."""

@@ -101,10 +101,7 @@ class Buffer:
             return cls._of_torch(array)
         if is_numpy(array):
             return cls._of_numpy(array, writable)
-        raise ValueError(
-            f"{type(array).__name__} is neither a numpy.ndarray nor a torch.Tensor, nor a list or "
-            "dict of them"
-        )
+        raise ArgumentError(f"{type(array).__name__} is neither a numpy.ndarray nor a torch.Tensor")
 
     @classmethod
     def _of_torch(cls, tensor: torch.Tensor) -> Buffer:

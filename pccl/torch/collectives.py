@@ -336,7 +336,7 @@ class Collectives:
 
         def compose(sent: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
             counts = None if rows is None else [rows[rank] for rank in order]
-            return operands.all_gather(sent, received, ranks, counts)[0]
+            return operands.all_gather(sent, received, ranks, counts)
 
         def settle(order: Order, received: Tensors) -> None:
             for group, whole in zip(outputs, received, strict=True):
@@ -439,7 +439,7 @@ class Collectives:
             arrange,
             lambda sent, received, order, ranks: operands.reduce_scatter(
                 sent, received, op, None, ranks
-            )[0],
+            ),
             settle,
         )
 
@@ -518,7 +518,7 @@ class Collectives:
             arrange,
             lambda sent, received, order, ranks: operands.gather(
                 sent, received, order.index(root), ranks
-            )[0],
+            ),
             settle,
         )
 
@@ -536,7 +536,7 @@ class Collectives:
             lambda order: ([torch.cat([pieces[rank] for rank in order])] if mine else [], [target]),
             lambda sent, received, order, ranks: operands.scatter(
                 sent, received, order.index(root), ranks
-            )[0],
+            ),
             lambda order, received: put(output, target),
         )
 
@@ -582,7 +582,7 @@ class Collectives:
         def compose(given: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
             gives = [sent[rank].numel() for rank in order]
             takes = [targets[rank].numel() for rank in order]
-            return operands.all_to_all(given, received, gives, takes, ranks)[0]
+            return operands.all_to_all(given, received, gives, takes, ranks)
 
         def settle(order: Order, received: Tensors) -> None:
             _put_parts([outputs[rank] for rank in order], received[0])
@@ -690,7 +690,7 @@ def _span(name: str, inputs: Tensors) -> Callable[[bool], None]:
 
 
 def _all_gather(sent: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
-    return operands.all_gather(sent, received, ranks)[0]
+    return operands.all_gather(sent, received, ranks)
 
 
 def _list(tensors: Any) -> list[Tensor]:

@@ -241,7 +241,7 @@ class ProcessGroup(Collectives, BaseGroup):
             self.members.arrange(order)
             self._offer.begun = True
             self.agree()
-            return AsyncReduceHandle(None, None)  # it has ended
+            return AsyncReduceHandle(None)  # it has ended
 
         work = Work(Task("reconfigure", launch, [], counts=False), 0, self.members, None)
         work.begin(self._under_way)

@@ -140,7 +140,8 @@ def test_every_collective_moves_them_as_they_lie(make: Callable[[], Any]) -> Non
 def test_rows_of_tensors_lie_as_in_c() -> None:
     ranks = operands.Ranks(rank=1, members=2, first=0)
     tensor = torch.zeros((3, 2), dtype=torch.bfloat16)
-    work, result = operands.all_gather({"x": tensor}, None, ranks, [4, 3])
+    work = operands.all_gather({"x": tensor}, None, ranks, [4, 3])
+    result = work.result()
     assert result["x"].shape == (7, 2) and result["x"].dtype is torch.bfloat16
     assert work.work.rows == (4, 3) and work.work.parts[0].count == 2
     with pytest.raises(ValueError, match="in memory 3x2 with strides 1,3: it must have 3"):

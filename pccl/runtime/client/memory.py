@@ -21,7 +21,7 @@ import queue
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
@@ -97,10 +97,15 @@ class Progressive:
     written: Callable[[int], None]
 
 
+def nothing() -> None:
+    """The result of a collective that gives its caller nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operands:
     """The arrays of a collective; keeps them alive until the engine has released them.
 
+    `result` returns the arrays that hold the result, as the caller knows them.
     In an exchange, `send_rows` are the rows that each array has for each rank, and `recv_rows` the
     rows that it gets from each rank; empty: none. `uneven`: other peers cannot know these numbers.
     `pair`: the peers of a send, the sender first.
@@ -115,6 +120,7 @@ class Operands:
     pair: tuple[int, ...] = ()
     progressive: Progressive | None = None
     wide: Wide | None = None
+    result: Callable[[], Any] = nothing
 
     def place(self, tag: int) -> int | str:
         """A key that no two calls of a peer may share at the same time."""
