@@ -24,6 +24,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -76,7 +77,10 @@ FILES = [
 ]
 
 # tests that pass with gloo and not with pccl, and why
-KNOWN: dict[str, str] = {}
+KNOWN = {
+    "test_all_gather_into_tensor_single": "its out= variant calls a method of torch in C++ that a "
+    "group written in Python cannot override"
+}
 
 Outcome = tuple[str, str, float]  # passed, skipped or failed; why; seconds
 
@@ -302,6 +306,7 @@ class Results(unittest.TestResult):
         super().__init__()
         self._file, self._place = file, place
         self.found = read(file)
+        self._began_s = time.monotonic()  # an error of a class or module begins no test
 
     def name(self, test: unittest.TestCase) -> str:
         return f"{self._place} {test.id().rpartition('.')[2]}"
@@ -353,6 +358,8 @@ def run(args: argparse.Namespace) -> None:
     index, count = map(int, args.part.split("/"))
     left = [test for test in tests[index - 1 :: count] if results.name(test) not in results.found]
     unittest.TestSuite(left).run(results)
+    for child in multiprocessing.active_children():  # of a test that leaves a rank behind
+        child.kill()
 
 
 # ---- the report ----
@@ -397,7 +404,7 @@ def compare(gloo: dict[str, Outcome], pccl: dict[str, Outcome]) -> tuple[str, in
         rows.append(f"| {file} | {size} | {' | '.join(numbers)} |")
     for before, lines in apart.items():
         if lines:
-            rows += ["", f"With pccl it is otherwise, where {OTHERS[before]}:", ""]
+            rows += ["", f"With pccl the result is another one, and {OTHERS[before]}:", ""]
             rows += ["| file, ranks | test | pccl | reason |", "| --- | --- | --- | --- |", *lines]
     return "\n".join(rows) + "\n", unexplained
 
