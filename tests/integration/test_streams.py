@@ -86,12 +86,16 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
+        self.lanes: list[tuple[int, int]] = []  # of each stream, with its shares
 
     def open_stream(self, number: int) -> None:
         self.told.append(("open", number))
 
-    def connect_stream(self, number: int, endpoint: str, **_: object) -> None:
+    def connect_stream(
+        self, number: int, endpoint: str, *, lanes: int, shares: int, **_: object
+    ) -> None:
         self.told.append(("connect", number, endpoint))
+        self.lanes.append((lanes, shares))
 
     def close_stream(self, number: int) -> None:
         self.told.append(("close", number))
@@ -117,7 +121,10 @@ class Desk:
     """Streams over an engine that only notes, and the commands that wait for their thread."""
 
     def __init__(
-        self, limit_s: float = LIMIT_S, shortage: Callable[[], str] = streams.shortage
+        self,
+        limit_s: float = LIMIT_S,
+        shortage: Callable[[], str] = streams.shortage,
+        lanes: int = 0,
     ) -> None:
         self.engine = FakeEngine()
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -126,7 +133,7 @@ class Desk:
         self.streams = Streams(
             self.engine,  # type: ignore[arg-type]
             self.resolver,
-            Config(handshake_timeout_s=limit_s),
+            Config(handshake_timeout_s=limit_s, lanes=lanes),
             0,
             lambda info: info.machine == "here",
             self.rendezvous,  # type: ignore[arg-type]
@@ -291,6 +298,20 @@ def test_a_process_without_sockets_blames_itself() -> None:
     assert desk.streams.lost(lost(4)) == (NUMBER, False)
     with pytest.raises(Refused, match="3 times in a row: refused"):
         desk.streams.lost(lost(5, REFUSED))
+
+
+def test_no_sockets_for_direct_streams_end_nothing_because_the_rings_carry_their_rows() -> None:
+    desk = Desk()
+    for stream in range(1, 6):
+        desk.streams.open(stream, NUMBER, 5, shares=3)
+        assert desk.streams.lost(lost(stream, REFUSED)) == (NUMBER, False)
+
+
+def test_streams_that_send_at_the_same_time_have_fewer_lanes_each() -> None:
+    for lanes, shares, each in ((0, 1, 0), (0, 7, 0), (16, 1, 16), (16, 7, 3), (16, 63, 1)):
+        desk = Desk(lanes=lanes)
+        desk.streams.open(1, NUMBER, 5, shares)
+        assert desk.engine.lanes == [(each, shares)]
 
 
 def test_a_name_is_looked_up_elsewhere_and_kept(names: Names) -> None:

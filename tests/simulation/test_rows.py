@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from simulation.manual import ManualRun
+from simulation.programs import Call, Scenario, Script, play
 
 from pccl.protocol import messages as m
 from pccl.protocol.ring import checksum
@@ -120,3 +122,17 @@ def test_uneven_rows_do_not_show_that_a_ring_works() -> None:
         assert isinstance(started, m.Started)
         run.everyone(m.FinishVote(started.seq, True))
         assert all(peer.proven is not uneven for peer in run.master.peers.values())
+
+
+@pytest.mark.parametrize("tag", [0, 1])  # rows, and quantized contributions
+def test_calls_succeed_without_direct_streams_once_the_rings_avoid_all_walls(tag: int) -> None:
+    calls = (Call("update_topology"), *[Call("all_reduce", tag)] * 6)
+    forgone = 0
+    for seed in range(20):
+        trace: list[str] = []
+        scripts = tuple(Script(0, (calls,), cut_from=((i + 2) % 5,)) for i in range(5))
+        play(Scenario(seed, scripts, rows=True, lawful=True), trace)
+        forgone += sum("loses its stream" in line for line in trace)
+        last = [line for line in trace if "returns from all_" in line][-5:]
+        assert len(last) == 5 and not any("RANK_CONNECTION_LOST" in line for line in last)
+    assert forgone > 20
