@@ -7,9 +7,10 @@ mlflow.log_metrics, for `log` of an Accelerator and for `log_metrics` of Lightni
 """
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
-from pccl.insight import LogMetrics
+LogMetrics: TypeAlias = Callable[[dict[str, Any], int], None]
 
 
 def tensorboard(folder: str) -> LogMetrics:
