@@ -303,6 +303,11 @@ class Settings:
                 )
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha={self.alpha} must be in [0, 1)")
+        if self.buffers == "first" and self.overlap and self.ends_early:
+            raise ValueError(
+                'buffers="first" cannot be used with an overlap if rounds may end early: they are '
+                "broadcast when a mean arrives, which is not at the same inner step on all peers"
+            )
 
     @property
     def unlike(self) -> bool:

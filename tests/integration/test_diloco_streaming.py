@@ -372,6 +372,7 @@ def test_layers_stay_together_in_both_patterns() -> None:
         {"alpha": 1.0},
         {"alpha": -0.1},
         {"pattern": "shuffled"},
+        {"buffers": "first", "deadline_peers": 2},
         {"mode": "sync"},
     ],
 )
