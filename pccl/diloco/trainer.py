@@ -257,7 +257,6 @@ class DiLoCo:
             deadline_peers = 1
         if inner_steps is not None:
             inner_steps = checked_steps(inner_steps)
-        require("comm", comm, Communicator)
         require("model", model, torch.nn.Module)
         require("inner_optimizer", inner_optimizer, torch.optim.Optimizer)
         if ledger is not None:
