@@ -10,8 +10,9 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from msgspec.structs import replace
 
 from pccl.errors import ArgumentError, error_for, not_picklable
 from pccl.membership import Membership

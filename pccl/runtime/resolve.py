@@ -273,7 +273,7 @@ def _greeting(connection: socket.socket, limit_s: float) -> bytes:
         return b""
     raise AnotherServiceError(
         f"it accepts connections, and said nothing for {within_s:g} s: it is another service, or "
-        "it is stopped"
+        "a master that is stopped or has no descriptors left (its log says so)"
     )
 
 

@@ -119,10 +119,14 @@ def hangs_in_the_interpreter(fault: Fault, result: Result) -> bool:
 
 
 def shuts_newcomers_out(fault: Fault, result: Result) -> bool:
-    """A master that has no descriptors for ever lets nobody in, and serves who is there."""
+    """A master that has no descriptors for ever lets nobody in, and serves those that are there.
+
+    Newcomers wait, or their `connect` says that the master is silent.
+    """
     said, stood = result["stacks"].get("master", ""), result["stood"]
     lets_nobody_in = fault.at == "master" and fault.width == FOR_EVER and "accept" in fault.kinds
     waits = "first peers do not take steps" in stood or "newcomer takes no steps" in stood
+    waits = waits or ("connect: MASTER_CONNECTION_FAILED" in stood and "said nothing for" in stood)
     served = "existing ones are served" in said and "it did not run for" not in said
     return lets_nobody_in and waits and served
 
