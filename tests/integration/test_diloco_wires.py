@@ -164,11 +164,7 @@ def test_a_mean_of_too_few_is_fed_back_to_nobody(address: str) -> None:
         return sent
 
     def leaver() -> None:
-<<<<<<< Updated upstream
         options = {"wire": "2bit", "min_peers": 3, "alone": "wait"}  # a gather of any number
-=======
-        options = {"wire": "2bit", "min_peers": 3, "alone": "wait"}
->>>>>>> Stashed changes
         desert(address, "all_gather_async", 2, by=random(0), left=left, **options)
 
     def successor() -> None:
@@ -180,11 +176,7 @@ def test_a_mean_of_too_few_is_fed_back_to_nobody(address: str) -> None:
     assert ours[0] != ours[1] and set(ours[1:]) == {ours[1]}
 
 
-<<<<<<< Updated upstream
 @pytest.mark.parametrize("wire", ["2bit", "sparse"])
-=======
-@pytest.mark.parametrize("wire", ["2bit", "sparse"])  # the others take two stages with 3 peers
->>>>>>> Stashed changes
 def test_theta_is_that_of_the_oracle_while_one_is_lost_and_one_joins(
     address: str, wire: str
 ) -> None:
@@ -239,13 +231,8 @@ def test_peers_that_quantize_are_equal_while_one_is_lost_and_one_joins(
     def train(number: int, ready: threading.Event) -> dict[int, str]:
         model, seen = Model(float(number)), {}
         with pccl.Communicator(address) as comm:
-<<<<<<< Updated upstream
             leaving: Any = Deserter(comm, "are_peers_pending", 3)
             diloco = make(leaving, model, wire="int4", mode=mode, min_peers=3)
-=======
-            leaving: Any = Deserter(comm, "all_gather_async", 3)
-            diloco = make(leaving, model, wire="2bit", mode=mode, min_peers=3)
->>>>>>> Stashed changes
             if number == 3:
                 assert not residual(diloco).any()
             leaving.armed = number == 2

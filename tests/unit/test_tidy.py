@@ -75,7 +75,6 @@ def test_examples_use_public_names_only() -> None:
             elif isinstance(node, ast.ImportFrom | ast.Import):
                 modules = {getattr(node, "module", None) or alias.name for alias in node.names}
                 names = {module for module in modules if module.startswith("pccl.")}
-<<<<<<< Updated upstream
                 names -= {
                     "pccl.data",
                     "pccl.diloco",
@@ -83,10 +82,6 @@ def test_examples_use_public_names_only() -> None:
                     "pccl.torch",
                     "pccl.torch.torchft",
                 }
-=======
-                names -= {"pccl.data", "pccl.diloco", "pccl.weights"}
-                names -= {"pccl.torch", "pccl.torch.torchft"}
->>>>>>> Stashed changes
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pccl":
                 names = {node.attr} - {*pccl.__all__, "torch"}
             else:
