@@ -275,7 +275,7 @@ def test_mistakes_in_a_program_are_answered_in_a_sentence() -> None:
 
         def job(index: int, comm: pccl.Communicator) -> None:
             x = np.array([3 + index])
-            with pytest.raises(ValueError, match="the value of 'bias' is neither"):
+            with pytest.raises(ValueError, match="the value of 'bias': NoneType is neither"):
                 comm.all_reduce({"weight": x, "bias": None})  # type: ignore[dict-item]
             info = comm.all_reduce(x)
             assert x[0] == 3, "documented at the call"

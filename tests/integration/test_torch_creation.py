@@ -150,7 +150,7 @@ def test_the_master_of_a_killed_process_is_given_up_at_once() -> None:
             first.kill()
         with pytest.raises(pccl.MasterLostError, match="broke, and it has ended") as lost:
             group.barrier().wait()
-        listed(str(lost.value))
+        listed(f"MasterLostError: {lost.value}")
         group.shutdown()
 
 

@@ -197,6 +197,7 @@ class ControlThread:
         system: System | None = None,  # what it uses of the operating system; None: the real one
     ) -> None:
         self._config, self._address, self._machine = config, address, machine
+        self._identity, here = Identity.of(security), everywhere(address)
         self._system = system = system or System()
         self.now, self.aside = system.now, system.aside
         self.failure: BaseException | None = None
@@ -204,7 +205,6 @@ class ControlThread:
         self._ended = threading.Event()
         self._leaving = self._forked = False
         self._working = threading.RLock()  # its holder uses the connection to the master
-        self._identity, here = Identity.of(security), everywhere(address)
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
