@@ -8,6 +8,7 @@ from operator import itemgetter
 import numpy as np
 import pytest
 from cluster import Cluster
+from errors_page import listed
 from oracles import collectives as oracle
 
 import pccl
@@ -209,8 +210,9 @@ def test_numbers_that_are_not_finite_name_their_peer(library: str) -> None:
             bad[1] = np.nan
         given = {"count": np.arange(2), "bad": bad, "whole": whole}
         arrays = {k: torch.from_numpy(v) for k, v in given.items()} if torch else given
-        with pytest.raises(pccl.NotFiniteError, match=rf"peer {number} .* not finite"):
+        with pytest.raises(pccl.NotFiniteError, match=rf"peer {number} .* not finite") as told:
             comm.all_reduce(arrays, op="sum", check="finite")
+        listed(f"NotFiniteError: {told.value}")
         assert (whole == 1).all() and given["count"].tolist() == [0, 1]
         bad[1] = 1
         comm.all_reduce(arrays, op="sum", check="finite")
