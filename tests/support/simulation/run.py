@@ -402,6 +402,7 @@ class SimulatedRun:
             or ((self.was_finished or self.master.run.history.finished) and FINISHED.why in why)
             or (self.incarnation and peer.given_up and "out of step" in why)
             or (ODD in why and peer.machine.number in self.odd)
+            or (peer.client.hello.protocol != m.PROTOCOL_VERSION and "speaks protocol" in why)
         ), f"peer {peer.name} is out of the run: {why}"
 
     def check_verdict(self, end: Fail, over: Fail) -> None:

@@ -28,11 +28,12 @@ def synchronize(peer: SimPeer) -> Waits[None]:
     def call() -> Waits[End]:
         while True:
             end = yield from peer.sync()
-            if isinstance(end, effects.Answer) or not peer.torn:
+            if isinstance(end, effects.Answer):
                 return end
             if end.result is not Result.NO_SHARED_STATE_AVAILABLE:
                 return end
-            peer.load()
+            if peer.torn:  # else nothing had arrived yet when the sender was lost
+                peer.load()
 
     yield from insist(call)
 
