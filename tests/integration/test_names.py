@@ -151,9 +151,13 @@ def test_a_training_process_is_warned_of_a_loss_and_of_a_newcomer(
         return started[-1]
 
     def wait_for(peer: Any, *wanted: str) -> None:
-        """Until it has said all of that, in this order."""
-        for text in wanted:
-            assert any(text in line for line in peer.stdout), text
+        """Until it has said all of that, in any order: its log is written by another thread."""
+        missing = {*wanted}
+        for line in peer.stdout:
+            missing -= {text for text in missing if text in line}
+            if not missing:
+                return
+        raise AssertionError(missing)
 
     with pccl.MasterNode("127.0.0.1:0") as master:
         try:
