@@ -251,7 +251,7 @@ def test_a_peer_that_answers_nowhere_is_given_up_with_all_that_was_tried() -> No
         info = several(there.port, 2, 3)
         desk.streams.open(1, info, 5)
         why = desk.wait()
-        assert re.search(r"127\.0\.0\.2: no answer within 0\.\d+ s", why)  # of what is left of 0.2 s
+        assert re.search(r"127\.0\.0\.2: no answer within 0\.\d+ s", why)  # what is left of 0.2
         assert "127.0.0.3: Connection refused" in why
         assert desk.streams.lost(lost(1)) == (info, False), "it may be a moment's trouble"
         assert desk.streams.text(lost(1)) == why, "the engine repeats less of it"
