@@ -93,6 +93,16 @@ def no_master_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left or request.node.stash[FAILED], f"it leaves a master running: {left}"
 
 
+@pytest.fixture(autouse=True)
+def settings_are_restored() -> Iterator[None]:
+    """A command that a test runs in this process may set variables for those that it starts."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("PCCL_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("PCCL_")]:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @contextlib.contextmanager
 def using(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engines made meanwhile, in child processes too, use this backend; for small arrays too."""

@@ -137,7 +137,6 @@ def test_a_late_peer_is_named() -> None:
             comm.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["DiLoCo", "DDP"])
 def test_a_training_process_is_warned_of_a_loss_and_of_a_newcomer(
     method: str, caplog: pytest.LogCaptureFixture
