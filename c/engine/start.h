@@ -1,5 +1,5 @@
-/* start.h - START of a collective, and EAGER, by which it sends before all have agreed to start
- * (pccl_core.h, BEFORE START). For struct op_kind. */
+/* start.h - the commands START and EAGER of a collective, for struct op_kind. EAGER sends before
+ * all members have agreed to start (pccl_core.h, BEFORE START). */
 #ifndef PCCL_START_H
 #define PCCL_START_H
 

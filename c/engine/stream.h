@@ -57,7 +57,7 @@ struct stream {
     bool automatic;          /* the engine chooses the number of lanes */
     bool measured;           /* it has chosen it, from the round trip */
     struct lanes running;    /* over a long link: the connected lanes */
-    bool distant;            /* its round trip is longer than that of a local network */
+    bool distant;            /* the peer is not in the local network: the round trip is long */
     bool up;                 /* a lane has been connected */
     uint64_t eager;          /* bytes (eager_cost) that ops have sent here without a START yet */
     void *push, *monitor;    /* NULL until CONNECT_STREAM */

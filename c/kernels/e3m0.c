@@ -52,7 +52,7 @@ static PCCL_INLINE uint32_t largest(const unsigned char *in, size_t n)
     return (uint32_t)most;
 }
 
-/* Adding half of the mantissa's range rounds the exponent to that of the nearest power of two.
+/* Adding half of the mantissa's range rounds to the exponent of the nearest power of two.
  * Elements below half of the least level, which has e = 1, become 0. */
 static PCCL_INLINE uint32_t code_of(uint32_t bits, float scale)
 {

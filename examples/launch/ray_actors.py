@@ -28,7 +28,7 @@ class Peer:
         return os.getpid()
 
     def train(self, master: str, steps: int, peers: int) -> str:
-        """Trains to the end; called again in a fresh process if that of the actor dies."""
+        """Trains to the end; called again in a fresh process if the actor dies."""
         train.main(["--master-address", master, "--steps", str(steps), "--min-peers", str(peers)])
         return "done"
 

@@ -24,7 +24,7 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class Checkpoint:
-    """Saves and loads the state of a training, except that of the inner optimizer."""
+    """Saves and loads the state of a training, without the inner optimizer's."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Checkpoint:
         self._group = group
 
     def state_dict(self, sharded: bool) -> dict[str, Any]:
-        """A copy of the state, except that of the inner optimizer."""
+        """A copy of the state, without the inner optimizer's."""
         if self._buffers.mode == "local":
             self._buffers.gather()
         schedule = self._schedule.state_dict(self._group)

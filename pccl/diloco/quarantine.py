@@ -15,7 +15,7 @@ from pccl.diloco.settings import Outliers
 from pccl.diloco.stats import gather_row
 
 _FAR = 10.0  # times the median norm
-_ENOUGH = 3  # norms, of which the median says what is usual
+_ENOUGH = 3  # norms: the median of fewer does not say what is usual
 
 _log = logging.getLogger("pccl.diloco")
 

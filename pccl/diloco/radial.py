@@ -45,7 +45,7 @@ class Radial:
         return [directions, self.norms]
 
     def join(self) -> None:
-        """D from the mean of the directions, which is there, and that of the norms."""
+        """D from the mean direction, which is in place, and the mean norm."""
         for number, part in enumerate(self._state.views(self._state.mean)):
             if not self._plain[number]:
                 norm = _norm(part)

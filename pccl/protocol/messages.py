@@ -940,7 +940,7 @@ class Report(FromMaster, tag=80):
 
     `host` is the address that the master sees. `unreached` says why it could not reach the peer
     there; it is empty if it could, or if it has not `dialled`. `unix_s` is the master's clock.
-    `arithmetic` is that of the run's peers, and `peers` their number.
+    `arithmetic` is the digest that the run's peers have, and `peers` their number.
     """
 
     protocol: U32

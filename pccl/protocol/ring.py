@@ -186,7 +186,7 @@ def receivers(
 def span(work: Spec) -> int:
     """The number of offsets of a collective's data: its tensors in sequence, in whole blocks.
 
-    If members send different numbers of rows, it is that of the member that sends the most.
+    If members send different numbers of rows, the member that sends the most counts.
     """
     counts = [part.count for part in work.parts] or [work.count]
     rows = max(work.rows, default=1)

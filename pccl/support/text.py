@@ -61,7 +61,7 @@ def duration_text(seconds: float) -> str:
 
 
 def parse_advertised(text: str, what: str) -> tuple[str, ...]:
-    """The hosts of `a,b`, of which `what` is the source; none of "".
+    """The hosts of `a,b`; none of "". `what` names the source in errors.
 
     Raises ValueError: it is anything else, such as one with a port, or there are too many.
     """
@@ -82,7 +82,7 @@ def parse_advertised(text: str, what: str) -> tuple[str, ...]:
 
 
 def parse_ports(text: str, what: str) -> range:
-    """The ports of FIRST-LAST, of which `what` is the source; none of "".
+    """The ports of FIRST-LAST; none of "". `what` names the source in errors.
 
     Raises ValueError: it is malformed.
     """

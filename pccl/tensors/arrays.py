@@ -143,7 +143,7 @@ class Buffer:
 
 
 def _strides(array: np.ndarray[Any, Any]) -> list[float]:
-    """In elements, of which fields of structured arrays take fractions."""
+    """In elements; fields of structured arrays take fractions of one."""
     each = (divmod(stride, array.itemsize) for stride in array.strides)
     return [whole + more / array.itemsize if more else whole for whole, more in each]
 

@@ -30,7 +30,7 @@ def native(array: Any, *, written: bool = False) -> tuple[Array, bool]:
         written: whether the result is going to be written; a read-only `array` is copied then.
 
     Returns:
-        The array, and whether it is such a copy, of which `like` makes an array of the library.
+        The array, and whether it is such a copy; `like` turns a copy into an array of the library.
 
     Raises:
         ValueError: the memory cannot be read; or it is read-only, and its library cannot make an

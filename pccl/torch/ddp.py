@@ -279,7 +279,7 @@ class Phase:
 
 
 def _check(run: list[tuple[str, list[int], str]], own: list[tuple[str, list[int], str]]) -> None:
-    """Raises ValueError if this process's model is not that of the run."""
+    """Raises ValueError if this process's model differs from the run's."""
     for ours, theirs in zip(own, run, strict=False):
         if list(ours) != list(theirs):
             raise ValueError(f"the run trains another model: it has {theirs}, this process {ours}")

@@ -127,7 +127,7 @@ SYNCHRONIZATION: Table = {
     },
 }
 
-OPTIMISATION: Table = {
+OPTIMIZATION: Table = {
     "outside": {"> OptimizeVote": "voting"},
     "voting": {
         "> OptimizeVote": "voting",  # anew, after Resumed
@@ -153,7 +153,7 @@ TABLES = {
     "round": ROUND,
     "collective": COLLECTIVE,
     "synchronization": SYNCHRONIZATION,
-    "optimization": OPTIMISATION,
+    "optimization": OPTIMIZATION,
 }
 Line: TypeAlias = tuple[str, str, str]  # table, state, what is said
 
