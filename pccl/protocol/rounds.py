@@ -72,7 +72,8 @@ class RoundId(NamedTuple):
     pair: tuple[int, int] | None = None
 
 
-PENDING = RoundId(Kind.PENDING, None)
+PENDING, TOPOLOGY = RoundId(Kind.PENDING, None), RoundId(Kind.TOPOLOGY, None)
+OPTIMIZE, FINISH = RoundId(Kind.OPTIMIZE, None), RoundId(Kind.FINISH, None)
 
 
 @dataclass(frozen=True, slots=True)

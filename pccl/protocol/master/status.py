@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from types import MappingProxyType
@@ -24,78 +25,9 @@ from pccl.protocol.master.synchronizations import Sync
 from pccl.protocol.master.tally import Counts, stuck_since_s
 from pccl.protocol.master.topology import Optimization
 from pccl.protocol.messages import Ring
-from pccl.protocol.rounds import PENDING, Kind, Round, RoundId
+from pccl.protocol.rounds import PENDING, TOPOLOGY, Kind, Round
 from pccl.protocol.topology import hops
 from pccl.version import __version__
-
-ADMITTING = RoundId(Kind.TOPOLOGY, None)
-
-
-def explain(run: Run, number: int, call: int, seq: int) -> str:
-    """The reason why a peer's call waits; empty if its answer is on the way."""
-    peer = run.membership.peers[number]
-    if not peer.accepted and not run.membership.teams.is_whole(peer.info):
-        return f"to be admitted: the other {peer.info.team_size - 1} of its team must connect()"
-    if not peer.accepted:
-        return f"to be admitted: {admitting(run)}"
-    for round_ in run.voting.open.of(number).values():
-        if round_.votes[number].call == call:
-            return f"in {round_.describe(number)}: {entering(run, round_)}"
-    running = run.table.get(seq)
-    if running is not None:
-        return f"in {running.title}, which has started: {finishing(run, running)}"
-    sync = run.synchronizations.of(number)
-    if sync is not None and sync.members[number].call == call:
-        return f"in sync_shared_state(): {receiving(run, sync)}"
-    measured = run.optimizations.current
-    if measured is not None and measured.calls.get(number) == call:
-        return f"in optimize_topology(): {measuring(run, measured)}"
-    return ""
-
-
-def admitting(run: Run) -> str:
-    round_ = run.voting.open.get(ADMITTING)
-    late = run.membership.accepted() if round_ is None else run.voting.absent(round_)
-    names = run.membership.names(late)
-    return f"{names} must call {ADMITTING.kind.value}(){_elsewhere(run, late)}"
-
-
-def entering(run: Run, round_: Round[object]) -> str:
-    late = run.voting.absent(round_)
-    if not late and round_.id == PENDING:
-        return f"another peer must join the run, which has {len(round_.votes)}"
-    return f"{run.membership.names(late)} must enter it{_elsewhere(run, late)}"
-
-
-def finishing(run: Run, running: Running) -> str:
-    late = sorted(running.missing)
-    return f"{run.membership.names(late)} must finish it{_done(late, running.progress)}"
-
-
-def receiving(run: Run, sync: Sync) -> str:
-    late = sorted(sync.fetching)
-    return f"{run.membership.names(late)} must receive it{_done(late, sync.progress)}"
-
-
-def measuring(run: Run, optimization: Optimization) -> str:
-    return f"{run.membership.names(sorted(optimization.measuring))} measure links"
-
-
-def _done(late: list[int], progress: Mapping[int, int]) -> str:
-    """The progress of the slowest awaited peers, in words; empty if no peer has reported any."""
-    told = sorted((progress[number], number) for number in late if number in progress)
-    return "".join(f"; peer {number} has {done / 10:g} % of it" for done, number in told[:3])
-
-
-def _elsewhere(run: Run, late: list[int]) -> str:
-    """The other calls that awaited peers are in, in words, for some of them."""
-    stand = [
-        f"; {run.membership.info(number)} stands in {round_.describe(number)}"
-        for number in late[:3]
-        for round_ in run.voting.open.of(number).values()
-    ]
-    return "".join(stand[:3])
-
 
 WAITS_MAX = 32  # rounds shown, and running collectives shown
 CALLS_MAX = 4  # calls shown for each peer
@@ -242,127 +174,177 @@ class Status(Struct, frozen=True):
     weights: WeightsStatus | None = None
 
 
-class _Waits:
-    """Collects the waits of a run, and the calls that each peer is in."""
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A call that some peers are in and that waits for others."""
 
-    def __init__(self, run: Run, now_s: float) -> None:
-        self._run, self._now_s = run, now_s
-        self.found: list[WaitStatus] = []  # the waits
-        self.calls: dict[int, list[CallStatus]] = {}  # the calls of peers, by number
-        self.awaited_s: dict[int, float] = {}  # how long others have waited for a peer, by number
-        for round_ in islice(run.voting.open, WAITS_MAX):
-            self._round(round_)
-        for running in islice(run.table, WAITS_MAX):
-            self._running(running)
-        for group in run.groups:
-            if (sync := run.synchronizations.of_group(group)) is not None:
-                self._sync(sync)
-        if run.optimizations.current is not None:
-            self._optimization(run.optimizations.current)
-        if pending := run.membership.admissible:
-            self._admission(pending)
+    call: str  # as the first of the peers has made it
+    group: int | None
+    phase: Phase
+    since_s: Mapping[int, float]  # when each of the peers entered it
+    late: list[int]  # the peers that it waits for
+    why: str  # which peers these are, and what they do, in words
+    progress: Mapping[int, int] = MappingProxyType({})  # thousandths of it, by peer
+    others: Mapping[int, str] = MappingProxyType({})  # the calls of peers that made another one
 
-    def _round(self, round_: Round[object]) -> None:
-        first, votes = next(iter(round_.votes)), round_.votes
-        since_s = {number: vote.since_s for number, vote in votes.items()}
-        late, why = self._run.voting.absent(round_), entering(self._run, round_)
-        others: dict[int, str] = {}  # calls that do not meet that of the first peer
-        if round_.id.kind is Kind.START:
-            payload = votes[first].payload
-            others = {n: round_.describe(n) for n in votes if votes[n].payload != payload}
-        self._add(
-            round_.describe(first),
-            round_.id.group,
-            Phase.ENTERING,
-            since_s,
-            late,
-            why,
-            others=others,
-        )
+    def waited_s(self, now_s: float) -> float:
+        return now_s - min(self.since_s.values(), default=now_s)
 
-    def _running(self, running: Running) -> None:
-        since_s = dict.fromkeys(running.members, running.since_s)
-        late, why = sorted(running.missing), finishing(self._run, running)
-        done = running.progress
-        self._add(running.title, running.group, Phase.RUNNING, since_s, late, why, done)
 
-    def _sync(self, sync: Sync) -> None:
-        since_s = {number: vote.since_s for number, vote in sync.members.items()}
-        late, why = sorted(sync.fetching), receiving(self._run, sync)
-        call, phase = "sync_shared_state()", Phase.RECEIVING
-        self._add(call, sync.group, phase, since_s, late, why, sync.progress)
+def _admission(run: Run, pending: list[int]) -> Wait:
+    round_ = run.voting.open.get(TOPOLOGY)
+    late = run.membership.accepted() if round_ is None else run.voting.absent(round_)
+    since_s = {number: run.membership.peers[number].since_s for number in pending}
+    names = run.membership.names(late)
+    why = f"{names} must call {TOPOLOGY.kind.value}(){_elsewhere(run, late)}"
+    return Wait("connect()", None, Phase.ADMISSION, since_s, late, why)
 
-    def _optimization(self, optimization: Optimization) -> None:
-        since_s = dict.fromkeys(optimization.calls, optimization.since_s)
-        late, why = sorted(optimization.measuring), measuring(self._run, optimization)
-        self._add("optimize_topology()", None, Phase.MEASURING, since_s, late, why)
 
-    def _admission(self, pending: list[int]) -> None:
-        peers, voting = self._run.membership.peers, self._run.voting
-        since_s = {number: peers[number].since_s for number in pending}
-        round_ = voting.open.get(ADMITTING)
-        accepted = self._run.membership.accepted()
-        late = accepted if round_ is None else voting.absent(round_)
-        self._add("connect()", None, Phase.ADMISSION, since_s, late, admitting(self._run))
+def _entering(run: Run, round_: Round[object]) -> Wait:
+    votes, late = round_.votes, run.voting.absent(round_)
+    why = f"{run.membership.names(late)} must enter it{_elsewhere(run, late)}"
+    if not late and round_.id == PENDING:
+        why = f"another peer must join the run, which has {len(votes)}"
+    first = next(iter(votes))
+    others: dict[int, str] = {}
+    if round_.id.kind is Kind.START:
+        payload = votes[first].payload
+        others = {n: round_.describe(n) for n in votes if votes[n].payload != payload}
+    since_s = {number: vote.since_s for number, vote in votes.items()}
+    call, group = round_.describe(first), round_.id.group
+    return Wait(call, group, Phase.ENTERING, since_s, late, why, others=others)
 
-    def _add(
-        self,
-        call: str,
-        group: int | None,
-        phase: Phase,
-        since_s: Mapping[int, float],
-        late: list[int],
-        why: str,
-        progress: Mapping[int, int] = MappingProxyType({}),
-        others: Mapping[int, str] = MappingProxyType({}),
-    ) -> None:
-        """Adds a wait. `since_s` has the time at which each peer entered it, `progress` the
-        thousandths that each has finished, and `others` the peers that made another call."""
-        call, missing = plain(call), set(late)
-        for number, its_s in since_s.items():
-            calls = self.calls.setdefault(number, [])
+
+def _finishing(run: Run, running: Running) -> Wait:
+    late, progress = sorted(running.missing), running.progress
+    since_s = dict.fromkeys(running.members, running.since_s)
+    why = f"{run.membership.names(late)} must finish it{_done(late, progress)}"
+    return Wait(running.title, running.group, Phase.RUNNING, since_s, late, why, progress)
+
+
+def _receiving(run: Run, sync: Sync) -> Wait:
+    late, progress = sorted(sync.fetching), sync.progress
+    since_s = {number: vote.since_s for number, vote in sync.members.items()}
+    why = f"{run.membership.names(late)} must receive it{_done(late, progress)}"
+    call, phase = "sync_shared_state()", Phase.RECEIVING
+    return Wait(call, sync.group, phase, since_s, late, why, progress)
+
+
+def _measuring(run: Run, optimization: Optimization) -> Wait:
+    late = sorted(optimization.measuring)
+    since_s = dict.fromkeys(optimization.calls, optimization.since_s)
+    why = f"{run.membership.names(late)} measure links"
+    return Wait("optimize_topology()", None, Phase.MEASURING, since_s, late, why)
+
+
+def _done(late: list[int], progress: Mapping[int, int]) -> str:
+    """The progress of the slowest awaited peers, in words; empty if no peer has reported any."""
+    told = sorted((progress[number], number) for number in late if number in progress)
+    return "".join(f"; peer {number} has {done / 10:g} % of it" for done, number in told[:3])
+
+
+def _elsewhere(run: Run, late: list[int]) -> str:
+    """The other calls that awaited peers are in, in words, for some of them."""
+    stand = [
+        f"; {run.membership.info(number)} stands in {round_.describe(number)}"
+        for number in late[:3]
+        for round_ in run.voting.open.of(number).values()
+    ]
+    return "".join(stand[:3])
+
+
+def explain(run: Run, number: int, call: int, seq: int) -> str:
+    """The reason why a peer's call waits; empty if its answer is on the way."""
+    peer = run.membership.peers[number]
+    if not peer.accepted:
+        if run.membership.teams.is_whole(peer.info):
+            return f"to be admitted: {_admission(run, []).why}"
+        return f"to be admitted: the other {peer.info.team_size - 1} of its team must connect()"
+    for round_ in run.voting.open.of(number).values():
+        if round_.votes[number].call == call:
+            return f"in {round_.describe(number)}: {_entering(run, round_).why}"
+    sync, measured = run.synchronizations.of(number), run.optimizations.current
+    if (running := run.table.get(seq)) is not None:
+        wait = _finishing(run, running)
+        return f"in {wait.call}, which has started: {wait.why}"
+    if sync is not None and sync.members[number].call == call:
+        wait = _receiving(run, sync)
+    elif measured is not None and measured.calls.get(number) == call:
+        wait = _measuring(run, measured)
+    else:
+        return ""
+    return f"in {wait.call}: {wait.why}"
+
+
+def _waits(run: Run) -> Iterator[Wait]:
+    """All that peers wait for; of many rounds and collectives, the oldest."""
+    for round_ in islice(run.voting.open, WAITS_MAX):
+        yield _entering(run, round_)
+    for running in islice(run.table, WAITS_MAX):
+        yield _finishing(run, running)
+    for group in run.groups:
+        if (sync := run.synchronizations.of_group(group)) is not None:
+            yield _receiving(run, sync)
+    if run.optimizations.current is not None:
+        yield _measuring(run, run.optimizations.current)
+    if pending := run.membership.admissible:
+        yield _admission(run, pending)
+
+
+def _status_of_wait(wait: Wait, now_s: float) -> WaitStatus:
+    told = [wait.progress[number] for number in wait.late if number in wait.progress]
+    return WaitStatus(
+        plain(wait.call),
+        wait.group,
+        wait.phase,
+        waited_s=wait.waited_s(now_s),
+        entered=len(wait.since_s),
+        missing=tuple(wait.late[:MISSING_MAX]),
+        missing_count=len(wait.late),
+        why=plain(wait.why),
+        done=min(told) / 1000 if told else None,
+    )
+
+
+def _calls(waits: list[Wait], now_s: float) -> dict[int, list[CallStatus]]:
+    """The calls that each peer is in."""
+    found: dict[int, list[CallStatus]] = {}
+    for wait in waits:
+        missing, call = set(wait.late), plain(wait.call)
+        for number, since_s in wait.since_s.items():
+            calls = found.setdefault(number, [])
             if len(calls) < CALLS_MAX:
-                told = progress.get(number) if number in missing else None
+                told = wait.progress.get(number) if number in missing else None
+                its_call = plain(wait.others[number]) if number in wait.others else call
                 done = None if told is None else told / 1000
-                its_call = plain(others[number]) if number in others else call
-                calls.append(CallStatus(its_call, phase, self._now_s - its_s, done))
-        said = [progress[number] for number in late if number in progress]
-        waited_s = self._now_s - min(since_s.values(), default=self._now_s)
-        for number in late:
-            self.awaited_s[number] = max(waited_s, self.awaited_s.get(number, 0.0))
-        self.found.append(
-            WaitStatus(
-                call,
-                group,
-                phase,
-                waited_s=waited_s,
-                entered=len(since_s),
-                missing=tuple(late[:MISSING_MAX]),
-                missing_count=len(late),
-                why=plain(why),
-                done=min(said) / 1000 if said else None,
-            )
-        )
+                calls.append(CallStatus(its_call, wait.phase, now_s - since_s, done))
+    return found
 
 
 def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
     """The status of a run."""
-    waits = _Waits(run, now_s)
+    waits = [*_waits(run)]
     return Status(
         version=__version__,
         recovering=awaited is not None,
         awaited=tuple(awaited or ()),
         peers=tuple(_peers(run, now_s, waits)),
         groups=tuple(_groups(run, now_s)),
-        waits=tuple(waits.found),
+        waits=tuple(_status_of_wait(wait, now_s) for wait in waits),
         waits_left_out=sum(max(0, len(of) - WAITS_MAX) for of in (run.voting.open, run.table)),
         counts=copy.deepcopy(run.tally.counts),
         weights=_weights(run.clients),
     )
 
 
-def _peers(run: Run, now_s: float, waits: _Waits) -> Iterator[PeerStatus]:
+def _peers(run: Run, now_s: float, waits: list[Wait]) -> Iterator[PeerStatus]:
     holders = {group: run.history.of(group).holders for group in run.groups}
+    calls = _calls(waits, now_s)
+    awaited_s: dict[int, float] = {}
+    for wait in waits:
+        waited_s = wait.waited_s(now_s)
+        for number in wait.late:
+            awaited_s[number] = max(waited_s, awaited_s.get(number, 0.0))
     for number, peer in run.membership.peers.items():
         yield PeerStatus(
             number,
@@ -373,11 +355,11 @@ def _peers(run: Run, now_s: float, waits: _Waits) -> Iterator[PeerStatus]:
             now_s - peer.since_s,
             now_s - peer.spoke_s,
             number in holders.get(peer.info.group, ()),
-            tuple(waits.calls.get(number, ())),
+            tuple(calls.get(number, ())),
             name=peer.info.name,
             late_s=peer.late_s,
             late_total_s=peer.late_total_s,
-            awaited_s=waits.awaited_s.get(number, 0.0),
+            awaited_s=awaited_s.get(number, 0.0),
         )
 
 

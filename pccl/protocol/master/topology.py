@@ -49,7 +49,7 @@ from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.tally import Tally
 from pccl.protocol.messages import PeerInfo, Ring
 from pccl.protocol.ring import BARRED, plan_rings
-from pccl.protocol.rounds import Kind, Round, RoundId
+from pccl.protocol.rounds import OPTIMIZE, Round
 from pccl.protocol.survey import ALL_MAX, Everything, Schedule, Slot, Survey, tour
 from pccl.protocol.topology import Hop, Link, Links, best_rings, hops, seconds, slowest
 from pccl.types import Result
@@ -500,8 +500,7 @@ class Optimizations(Part):
             return False
         self.current = None
         why = f"{self._membership.info(number)} waited no longer"
-        round_ = RoundId(Kind.OPTIMIZE, None)
-        self._outbox.fail_all(optimization.calls, round_, Result.TIMEOUT, why, m.Cause.TIMEOUT)
+        self._outbox.fail_all(optimization.calls, OPTIMIZE, Result.TIMEOUT, why, m.Cause.TIMEOUT)
         return True
 
     def _end(self, optimization: Optimization) -> None:
