@@ -22,7 +22,6 @@ from pccl.runtime.resources import OutOfResourcesError, out_of_resources, requir
 from pccl.runtime.server.eventlog import EventLogError
 from pccl.runtime.server.journal import JournalError, OnError
 from pccl.runtime.server.server import Server, Service
-from pccl.runtime.server.web import Web
 from pccl.runtime.signals import ENDING, Stopping, ended_by
 from pccl.security import Security
 from pccl.support.text import address_text, parse_address, parse_listening
@@ -81,7 +80,6 @@ class MasterNode:
         self._event_log = None if event_log is None else Path(event_log)
         self._host, self._port = parse_address(listen_address)
         self._http = None if http is None else parse_listening(str(http))
-        self._web: Web | None = None
         self._security = security
         self._service: Service | None = None
 
@@ -98,7 +96,8 @@ class MasterNode:
     @property
     def http_address(self) -> str | None:
         """`host:port` at which the run can be watched, as long as it runs; None: nowhere."""
-        return None if self._web is None else self._web.address
+        web = None if self._service is None else self._service.server.web
+        return None if web is None else web.address
 
     def status(self, timeout: float = 10.0) -> Status:
         """The current state of the run: its peers, groups and open rounds.
@@ -134,7 +133,9 @@ class MasterNode:
         security = Security.of(self._security)
         try:
             require_resources()
-            server = self._new_server(security)
+            config = replace(Config.from_env(), dial_back=self._dial_back)
+            files = self._state, self._on_journal_error, self._event_log
+            server = Server(self._host, self._port, config, security, *files, self._http)
         except OutOfResourcesError as error:
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", str(error)) from None
         except (JournalError, EventLogError) as error:
@@ -147,7 +148,7 @@ class MasterNode:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 why += ": does another master run there? Try another port, or 0"
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", why) from None
-        self._service = Service(server, self._web)
+        self._service = Service(server)
         _running.add(self)
         _handle_sigterm(True)
         try:
@@ -156,24 +157,6 @@ class MasterNode:
             _running.discard(self)
             why = f"no thread could be started: {error}"
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", why) from None
-
-    def _new_server(self, security: Security | None) -> Server:
-        """Makes the server, and `_web`. Raises what Server and Web raise."""
-        server = Server(
-            self._host,
-            self._port,
-            replace(Config.from_env(), dial_back=self._dial_back),
-            security,
-            self._state,
-            self._on_journal_error,
-            self._event_log,
-        )
-        try:
-            self._web = None if self._http is None else Web(*self._http, server.ask)
-        except BaseException:
-            server.close()
-            raise
-        return server
 
     def interrupt(self) -> None:
         """Stops serving; all peers lose their master. Idempotent.

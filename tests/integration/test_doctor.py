@@ -14,6 +14,7 @@ from pccl.cli.main import main
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.effects import Effect, Send
+from pccl.protocol.master.inputs import Hello
 from pccl.protocol.reach import cure, matters
 from pccl.runtime import limits
 
@@ -115,21 +116,23 @@ def said(actions: list[Effect]) -> list[m.MasterMessage]:
 def test_a_newcomer_that_is_not_reached_is_told_or_refused() -> None:
     master = Master(1, lambda work, parts: b"", secret=b"s")
     hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 5000, "x", "a", b"")
-    first = said(master.hello(b"1", hello, "203.0.113.7", "no answer"))[0]
+    first = said(master.feed(Hello(b"1", hello, "203.0.113.7", "no answer")))[0]
     assert isinstance(first, m.Welcome)
     assert "cannot be reached at 203.0.113.7:5000" in first.warning
-    near = said(master.hello(b"2", hello, "203.0.113.7", "no answer"))[0]
+    near = said(master.feed(Hello(b"2", hello, "203.0.113.7", "no answer")))[0]
     assert isinstance(near, m.Welcome), "it is on the same machine"
     remote = msgspec.structs.replace(hello, machine="b")
-    (refused,) = said(master.hello(b"3", remote, "198.51.100.2", "no answer"))
+    (refused,) = said(master.feed(Hello(b"3", remote, "198.51.100.2", "no answer")))
     assert isinstance(refused, m.Refused)
     assert refused.result == pccl.Result.RANK_CONNECTION_FAILED.value
     assert "198.51.100.2:5000" in refused.why and "PCCL_ADVERTISE" in refused.why
     (other_group,) = said(
-        master.hello(b"4", msgspec.structs.replace(remote, group=7), "198.51.100.2", "no answer")
+        master.feed(
+            Hello(b"4", msgspec.structs.replace(remote, group=7), "198.51.100.2", "no answer")
+        )
     )
     assert isinstance(other_group, m.Welcome), "nobody of its group needs to reach it"
-    (reached,) = said(master.hello(b"5", remote, "198.51.100.2"))
+    (reached,) = said(master.feed(Hello(b"5", remote, "198.51.100.2")))
     assert isinstance(reached, m.Welcome) and not reached.warning
 
 

@@ -50,7 +50,7 @@ def opened(path: Path) -> Iterator[tuple[EventLog, Master]]:
     log = EventLog(path)
     try:
         log.began(BEGAN, 0.0, [])
-        yield log, inputs.begin(BEGAN, lambda work, parts: parts[0], b"secret")
+        yield log, Master.began(BEGAN, lambda work, parts: parts[0], b"secret")
     finally:
         log.close()
 
@@ -131,7 +131,7 @@ def test_a_message_that_makes_the_master_fail_is_there(
         raise ZeroDivisionError("never")
 
     with opened(path) as (log, master):
-        monkeypatch.setattr(Master, "rejected", fail)
+        monkeypatch.setattr(Master, "feed", fail)
         with pytest.raises(ZeroDivisionError):
             log.feed(master, EVENT)
     line = items(path)[-1]

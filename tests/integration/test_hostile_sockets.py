@@ -11,7 +11,6 @@ import random
 import socket
 import struct
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,8 @@ from waiting import wait_until
 import pccl
 from pccl.ext.mail import RouterMail
 from pccl.protocol import messages as m
-from pccl.protocol.master import Master
+from pccl.protocol.master import Master, inputs
+from pccl.protocol.master.effects import Effect
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.server.server import BATCH, Server
@@ -161,14 +161,14 @@ def test_a_kicked_peer_has_time_to_read_why_and_is_heard_no_more() -> None:
 def test_an_error_in_the_state_machine_costs_one_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    received = Master.received
+    feed = Master.feed
 
-    def fail_once(master: Master, conn: bytes, message: m.PeerMessage) -> list[object]:
-        if isinstance(message, m.Withdraw):
+    def fail_once(master: Master, event: inputs.Event) -> list[Effect]:
+        if isinstance(event, inputs.Received) and isinstance(event.message, m.Withdraw):
             raise RuntimeError("a bug")
-        return received(master, conn, message)  # type: ignore[return-value]
+        return feed(master, event)
 
-    monkeypatch.setattr(Master, "received", fail_once)
+    monkeypatch.setattr(Master, "feed", fail_once)
     server = Server("127.0.0.1", 0, Config())
     with serving(server), speaker(zmq.DEALER, server.port) as honest:
         honest.send(m.encode(HELLO))
@@ -268,16 +268,16 @@ def test_a_master_without_memory_throws_nobody_out(
     lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its work may be half done, so it goes on as after a restart."""
-    send, receive, failures = RouterMail.send, Master.received, iter([True])
+    send, feed, failures = RouterMail.send, Master.feed, iter([True])
 
     def sent(mail: RouterMail, to: bytes, data: bytes) -> None:
         if next(failures, False):
             raise zmq.ZMQError(errno.ENOMEM)
         send(mail, to, data)
 
-    def received(master: Master, conn: bytes, message: m.PeerMessage) -> Any:
-        todo = receive(master, conn, message)
-        if next(failures, False):
+    def fed(master: Master, event: inputs.Event) -> list[Effect]:
+        todo = feed(master, event)
+        if isinstance(event, inputs.Received) and next(failures, False):
             raise MemoryError
         return todo
 
@@ -294,6 +294,6 @@ def test_a_master_without_memory_throws_nobody_out(
         if lacking == "for a message":
             monkeypatch.setattr(RouterMail, "send", sent)
         else:
-            monkeypatch.setattr(Master, "received", received)
+            monkeypatch.setattr(Master, "feed", fed)
         assert cluster.each(retried) == [3, 3, 3]
     assert f"it had no memory {lacking}: it goes on as after a restart" in caplog.text

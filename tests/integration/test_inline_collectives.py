@@ -19,6 +19,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.collectives import fits
 from pccl.protocol.master.effects import Drop, Send
+from pccl.protocol.master.inputs import Hello, Received
 from pccl.protocol.master.voting import held
 from pccl.runtime.client.engine import Engine
 from pccl.runtime.inline_collectives import combine
@@ -34,12 +35,12 @@ class Table:
         self.master = Master(1, combine, secret=b"s")
         hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "x", b"")
         for index in range(1, number + 1):
-            self.master.hello(b"%d" % index, hello, "10.0.0.1")
+            self.master.feed(Hello(b"%d" % index, hello, "10.0.0.1"))
         self.say(b"1", m.TopologyVote(1))
 
     def say(self, conn: bytes, message: m.PeerMessage) -> list[m.MasterMessage]:
         """What is sent because of it."""
-        actions = self.master.received(conn, message)
+        actions = self.master.feed(Received(conn, message))
         return [action.message for action in actions if isinstance(action, Send)]
 
     def reduce(self, tag: int = 0, heard: tuple[int, int] = (0, 0)) -> m.Started:
@@ -99,7 +100,7 @@ def test_a_contribution_that_cannot_be_drops_its_peer(work: m.Spec, data: bytes)
     assert not fits(work, data)
     table = Table()
     table.say(b"1", m.StartVote(9, 0, WORK, ONE))
-    actions = table.master.received(b"2", m.StartVote(9, 0, work, data))
+    actions = table.master.feed(Received(b"2", m.StartVote(9, 0, work, data)))
     assert [action.conn for action in actions if isinstance(action, Drop)] == [b"2"]
 
 

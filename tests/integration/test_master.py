@@ -276,12 +276,13 @@ def test_a_script_that_hosts_a_master_and_fails_ends() -> None:
 
 BROKEN = """
 import sys
-from pccl.protocol.master import Master
-def fail(self, now_s):
-    if self.peers:
+from pccl.protocol.master import Master, inputs
+feed = Master.feed
+def fail(self, event):
+    if self.peers and isinstance(event, inputs.Tick):
         raise RuntimeError("a bug")
-    return []
-Master.tick = fail
+    return feed(self, event)
+Master.feed = fail
 """
 AS_COMMAND = 'from pccl.master import main; sys.exit(main(["--listen-address", "127.0.0.1:0"]))'
 
@@ -303,7 +304,7 @@ def fail(*_: object) -> list[object]:
 
 
 def test_a_program_is_told_that_its_master_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Master, "tick", fail)
+    monkeypatch.setattr(Master, "feed", fail)
     with pytest.raises(pccl.PCCLError, match="has failed: RuntimeError: a bug"):
         with pccl.MasterNode("127.0.0.1:0") as master:
             with pytest.raises(pccl.PCCLError, match="RuntimeError: a bug"):

@@ -14,6 +14,7 @@ from waiting import wait_until
 from pccl.cli.main import main
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master, inputs
+from pccl.protocol.master.effects import Effect
 from pccl.runtime import limits
 from pccl.runtime.inline_collectives import combine
 from pccl.runtime.server.eventlog import EventLog, read
@@ -29,7 +30,7 @@ class Field:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.log = EventLog(path)
-        self.master: Master = inputs.begin(BEGAN, combine, b"secret")
+        self.master: Master = Master.began(BEGAN, combine, b"secret")
         self.log.began(BEGAN, 0.0, [])
         self._calls = 0
 
@@ -204,13 +205,17 @@ def test_a_failure_becomes_a_test(
 ) -> None:
     test = tmp_path / "test_made.py"
 
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError("a bug")
+    feed = Master.feed
+
+    def fail(master: Master, event: inputs.Event) -> list[Effect]:
+        if isinstance(event, inputs.Disconnected):
+            raise ZeroDivisionError("a bug")
+        return feed(master, event)
 
     for peer in (1, 2):
         field.joins(peer)
     with monkeypatch.context() as bug:
-        bug.setattr(Master, "all_disconnected", fail)
+        bug.setattr(Master, "feed", fail)
         with pytest.raises(ZeroDivisionError):
             field.dies(3.0, 2)
         field.log.close()

@@ -11,6 +11,7 @@ from simulation.run import SimulatedRun, Thread
 from simulation.trainers import simulate, trainer
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.inputs import Farewell
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import TRANSITIONS, Collective, Event, State
 from pccl.protocol.peer.effects import Effect, Send
@@ -65,7 +66,7 @@ def arrivals() -> Iterator[SimPeer]:
 
     run = founded()
     kicked = arrive(run)
-    run.perform(run.master.farewell())
+    run.perform(run.master.feed(Farewell()))
     kicked.deliver()
     yield kicked
 

@@ -30,7 +30,7 @@ def arrive(run: ManualRun, *conns: bytes, enough: int = 2, grace_ms: int = 1000)
 
 
 def pass_time(run: ManualRun, now_s: float) -> None:
-    run.perform(run.master.tick(now_s))
+    run.perform(run.master.feed(Tick(now_s)))
 
 
 def here(master: Master) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from simulation.manual import ManualRun
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.inputs import Disconnected
 
 
 def plans(run: ManualRun, conn: bytes) -> list[int]:
@@ -37,7 +38,9 @@ def test_a_death_ends_one_epoch_whoever_tells_of_it_first() -> None:
         run = ManualRun(3)
         seq, before = run.start(), len(plans(run, b"1"))
         lost = [
-            lambda run=run: run.perform(run.master.disconnected(b"3", "its connection broke")),
+            lambda run=run: run.perform(
+                run.master.feed(Disconnected((b"3",), "its connection broke"))
+            ),
             lambda run=run, seq=seq: run.say(b"1", m.FinishVote(seq, False, "a lane broke")),
         ]
         for event in reversed(lost) if lane_first else lost:

@@ -10,6 +10,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
 from pccl.protocol.master.collectives import SMALL_BYTES_MAX
 from pccl.protocol.master.effects import WHY_MAX
+from pccl.protocol.master.inputs import Resume
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault, Send
 from pccl.protocol.peer.state import OUTCOMES_KEPT
@@ -44,7 +45,9 @@ def test_only_the_peer_that_missed_a_failure_is_told_of_it() -> None:
     run.back(b"5", 5, 7, 1, 2, 3, 5, last_seq=10)
     other = msgspec.structs.replace(infos(4)[0], group=1)
     run.perform(
-        run.master.resume(b"4", resume(4, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
+        run.master.feed(
+            Resume(b"4", resume(4, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
+        )
     )
     assert not run.master.recovering
     assert {n: told_of(run, b"%d" % n) for n in range(1, 6)} == {
@@ -63,7 +66,9 @@ def test_a_failure_of_the_whole_run_is_told_to_all_groups() -> None:
     run.back(b"1", 1, 7, last_seq=3, failed=failed)
     other = msgspec.structs.replace(infos(2)[0], group=1)
     run.perform(
-        run.master.resume(b"2", resume(2, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
+        run.master.feed(
+            Resume(b"2", resume(2, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
+        )
     )
     assert told_of(run, b"2") == [3]
 

@@ -15,6 +15,7 @@ from simulation.seeds import parts
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
+from pccl.protocol.master.inputs import Disconnected, Resume
 from pccl.protocol.master.recovery import BACKLOG_MAX
 from pccl.protocol.master.voting import held
 from pccl.protocol.rounds import HELD_MAX, OPEN_MAX
@@ -166,7 +167,7 @@ def test_a_group_that_all_have_left_is_forgotten() -> None:
     for group in range(1, 100):
         run.join(b"stranger", group=group)
         run.everyone(m.TopologyVote(group))
-        run.perform(run.master.disconnected(b"stranger", "its connection broke"))
+        run.perform(run.master.feed(Disconnected((b"stranger",), "its connection broke")))
     assert remembered(run.master)["groups.groups"] == 1
     run.everyone(m.Leave())
     assert not any(remembered(run.master).values())
@@ -247,19 +248,19 @@ def test_messages_kept_during_a_recovery_are_limited() -> None:
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for number in (1, 2):
         back = resume(number, known=known)
-        run.perform(run.master.resume(b"%d" % number, back, "10.0.0.1"))
+        run.perform(run.master.feed(Resume(b"%d" % number, back, "10.0.0.1")))
     assert not run.master.recovering
     assert sorted(run.master.peers) == [1, 2]
 
 
 def test_a_second_resume_on_one_connection_is_refused() -> None:
     run = ManualRun()
-    run.perform(run.master.resume(b"2", resume(9, run=RUN), "10.0.0.1"))
+    run.perform(run.master.feed(Resume(b"2", resume(9, run=RUN), "10.0.0.1")))
     assert "came back twice" in run.dropped[b"2"]
     assert len(run.master.peers) == 1
     run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     for number in (1, 2):
-        run.perform(run.master.resume(b"both", resume(number), "10.0.0.1"))
+        run.perform(run.master.feed(Resume(b"both", resume(number), "10.0.0.1")))
     assert isinstance(run.last(b"both"), m.Refused)
 
 
@@ -275,6 +276,6 @@ def test_a_second_resume_on_one_connection_is_refused() -> None:
 def test_a_resume_with_numbers_that_would_overflow_is_refused(fields: dict[str, object]) -> None:
     run = ManualRun(0)
     run.master = Master(1, combine, secret=b"s")
-    run.perform(run.master.resume(b"stranger", resume(1, **fields), "10.0.0.1"))  # type: ignore[arg-type]
+    run.perform(run.master.feed(Resume(b"stranger", resume(1, **fields), "10.0.0.1")))  # type: ignore[arg-type]
     assert "impossible numbers" in run.dropped[b"stranger"]
     assert not run.master.recovering

@@ -7,6 +7,7 @@ from simulation.manual import ENTRY, OTHER, RUN, WORK, ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
+from pccl.protocol.master.inputs import Dialled, Disconnected, Farewell, Resume, Tick
 from pccl.protocol.master.synchronizations import STALLS_MAX
 from pccl.protocol.master.topology import ATTEMPTS
 from pccl.protocol.peer import Peer
@@ -42,7 +43,7 @@ def test_the_ring_goes_around_a_link_that_cannot_be_and_the_master_dials() -> No
     for conn in (b"1", b"2", b"3"):
         assert isinstance(run.last(conn), m.Interrupt)
         run.say(conn, m.FinishVote(seq, False))
-    run.perform(run.master.dialled(2, ""))
+    run.perform(run.master.feed(Dialled(2, "")))
     assert sorted(run.master.peers) == [1, 2, 3]
     commit(run)
     unreached(run, b"3", 2)
@@ -53,7 +54,7 @@ def test_the_ring_goes_around_a_link_that_cannot_be_and_the_master_dials() -> No
 def test_an_accused_peer_that_the_master_cannot_reach_is_dropped_if_its_view_counts() -> None:
     run = ManualRun(3)
     unreached(run, b"1", 2)
-    run.perform(run.master.dialled(2, "no answer"))
+    run.perform(run.master.feed(Dialled(2, "no answer")))
     kicked = next(t for t in run.told[b"2"] if isinstance(t, m.Kicked))
     assert kicked.result == Result.RANK_CONNECTION_FAILED.value
     assert "peer 1 (10.0.0.1:1) could not reach peer 2 (10.0.0.1:1) (timed out)" in kicked.why
@@ -66,7 +67,7 @@ def test_a_dial_into_a_private_network_of_others_does_not_count() -> None:
     run.join(b"3", host="192.168.0.3")
     run.everyone(m.TopologyVote(1))
     unreached(run, b"2", 3)
-    run.perform(run.master.dialled(3, "no answer"))
+    run.perform(run.master.feed(Dialled(3, "no answer")))
     assert sorted(run.master.peers) == [1, 2, 3]
     unreached(run, b"1", 3)  # but that two cannot reach it does
     assert sorted(run.master.peers) == [1, 2]
@@ -102,7 +103,7 @@ def test_the_peer_that_reaches_no_other_is_dropped_and_not_those_it_accuses() ->
     commit(run)
     for accused in (2, 3):
         unreached(run, b"1", accused)
-        run.perform(run.master.dialled(accused, ""))
+        run.perform(run.master.feed(Dialled(accused, "")))
     assert sorted(run.master.peers) == [2, 3]
     assert "whom the master reaches: let its connections out" in run.dropped[b"1"]
 
@@ -123,7 +124,7 @@ def test_a_small_result_or_a_broadcast_does_not_show_that_a_ring_works() -> None
         run.everyone(m.FinishVote(started.seq, work is not WORK))
     assert not any(peer.proven for peer in run.master.peers.values())
     unreached(run, b"1", 3)
-    run.perform(run.master.dialled(2, None) + run.master.dialled(3, None))
+    run.perform(run.master.feed(Dialled(2, None)) + run.master.feed(Dialled(3, None)))
     assert sorted(run.master.peers) == [2, 3]
 
 
@@ -153,7 +154,7 @@ def test_a_fetch_fails_for_want_of_a_link_and_the_one_at_fault_goes() -> None:
     for conn, revision in ((b"1", 0), (b"2", 0), (b"3", 7)):
         run.say(conn, m.SyncVote(2, m.Manifest(revision, 0, (ENTRY if revision else OTHER,))))
     unreached(run, b"1", 3)
-    run.perform(run.master.dialled(3, ""))
+    run.perform(run.master.feed(Dialled(3, "")))
     for _ in range(3):
         plan = run.last(b"1")
         assert isinstance(plan, m.SyncPlan)
@@ -166,8 +167,8 @@ def test_an_impossible_accusation_is_ignored() -> None:
     run.say(b"1", m.Unreached(2, run.master.run.groups[0].epoch + 1))
     for accused in (1, 99):
         unreached(run, b"1", accused)
-    run.perform(run.master.dialled(99, "refused"))
-    run.perform(run.master.dialled(3, "refused"))
+    run.perform(run.master.feed(Dialled(99, "refused")))
+    run.perform(run.master.feed(Dialled(3, "refused")))
     assert not run.master.run.groups[0].blame.blocked
     assert sorted(run.master.peers) == [1, 2, 3]
 
@@ -180,7 +181,7 @@ def test_two_peers_that_were_together_before_have_some_attempts() -> None:
         seq = run.start()
         unreached(run, b"1", 2)
         if attempt == 0:
-            run.perform(run.master.dialled(2, None))
+            run.perform(run.master.feed(Dialled(2, None)))
         run.everyone(m.FinishVote(seq, False))
     assert sorted(run.master.peers) == [1]
 
@@ -189,10 +190,10 @@ def test_a_peer_lost_again_during_recovery_may_come_back_once_more() -> None:
     run = ManualRun(2)
     run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
-    run.perform(run.master.resume(b"a", resume(1, known=known), "10.0.0.1"))
-    run.perform(run.master.disconnected(b"a", "its connection broke"))
+    run.perform(run.master.feed(Resume(b"a", resume(1, known=known), "10.0.0.1")))
+    run.perform(run.master.feed(Disconnected((b"a",), "its connection broke")))
     for conn, number in ((b"b", 1), (b"c", 2)):
-        run.perform(run.master.resume(conn, resume(number, known=known), "10.0.0.1"))
+        run.perform(run.master.feed(Resume(conn, resume(number, known=known), "10.0.0.1")))
     assert {n: peer.conn for n, peer in run.master.peers.items()} == {1: b"b", 2: b"c"}
 
 
@@ -234,7 +235,7 @@ def test_tensors_that_lie_in_different_orders_do_not_meet() -> None:
 def test_a_peer_given_up_before_the_restart_is_told_so() -> None:
     run = ManualRun(0)
     run.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1,))), secret=b"s")
-    run.perform(run.master.resume(b"late", resume(2), "10.0.0.1"))
+    run.perform(run.master.feed(Resume(b"late", resume(2), "10.0.0.1")))
     refused = run.last(b"late")
     assert isinstance(refused, m.Refused)
     assert refused.result == Result.RANK_CONNECTION_FAILED.value
@@ -249,9 +250,9 @@ def test_a_journal_that_could_not_be_written_knows_less_than_those_who_come_back
         run.master = Master(1, combine, journal=behind, secret=b"s")
         for number in (1, 2):
             back = resume(number, known=infos)
-            run.perform(run.master.resume(b"%d" % number, back, "10.0.0.1"))
+            run.perform(run.master.feed(Resume(b"%d" % number, back, "10.0.0.1")))
         for now_s in (0.0, 60.0):
-            run.perform(run.master.tick(now_s))
+            run.perform(run.master.feed(Tick(now_s)))
         assert run.master.peers.keys() == {1, 2}
         assert all(peer.accepted for peer in run.master.peers.values())
 
@@ -261,10 +262,10 @@ def test_a_peer_that_comes_back_too_late_is_told_so() -> None:
     run = ManualRun(0)
     run.master = Master(1, combine, secret=b"s")
     late = resume(2, known=tuple(infos), epoch=3)
-    run.perform(run.master.resume(b"late", late, "10.0.0.1"))
-    run.perform(run.master.resume(b"one", resume(1, known=(infos[0],), epoch=4), "10.0.0.1"))
+    run.perform(run.master.feed(Resume(b"late", late, "10.0.0.1")))
+    run.perform(run.master.feed(Resume(b"one", resume(1, known=(infos[0],), epoch=4), "10.0.0.1")))
     for now_s in (0.0, 60.0):
-        run.perform(run.master.tick(now_s))
+        run.perform(run.master.feed(Tick(now_s)))
     assert isinstance(run.last(b"late"), m.Refused)
     assert sorted(run.master.peers) == [1]
 
@@ -303,7 +304,7 @@ def test_all_hear_of_a_time_out_and_of_a_loss() -> None:
     assert told_of_failure(run, b"3")[0] is m.Cause.TIMEOUT
     assert "peer 1 (10.0.0.1:1) waited no longer for" in told_of_failure(run, b"3")[1]
     seq = run.start()
-    run.perform(run.master.disconnected(b"3", "its connection broke"))
+    run.perform(run.master.feed(Disconnected((b"3",), "its connection broke")))
     for conn in (b"1", b"2"):
         run.say(conn, m.FinishVote(seq, False))
     assert told_of_failure(run, b"1")[0] is m.Cause.OTHER
@@ -373,7 +374,7 @@ def test_stragglers_are_those_that_others_wait_for() -> None:
         run.say(conn, m.StartVote(2, 0, WORK))
     for now_s in (0.0, 4.0, 6.0):
         assert sorted(run.master.peers) == [1, 2, 3]
-        run.perform(run.master.tick(now_s))
+        run.perform(run.master.feed(Tick(now_s)))
     assert sorted(run.master.peers) == [1, 3]
 
 
@@ -471,7 +472,7 @@ def test_the_ring_goes_around_a_slow_link_and_stays_so_for_those_who_stay() -> N
     lab.join(b"5", machine="m5")
     lab.everyone(m.TopologyVote(8))
     assert lab.order(b"5") == (1, 2, 4, 3, 5)
-    lab.perform(lab.master.disconnected(b"2", "its connection broke"))
+    lab.perform(lab.master.feed(Disconnected((b"2",), "its connection broke")))
     assert lab.order(b"5") == (1, 4, 3, 5)
 
 
@@ -485,7 +486,7 @@ def test_links_that_carry_more_together_get_several_rings() -> None:
     lab.join(b"5", machine="m5")
     lab.everyone(m.TopologyVote(8))
     assert all(sorted(ring.order) == [1, 2, 3, 4, 5] for ring in lab.rings(b"5"))
-    lab.perform(lab.master.disconnected(b"2", "its connection broke"))
+    lab.perform(lab.master.feed(Disconnected((b"2",), "its connection broke")))
     assert len({ring.order for ring in lab.rings(b"1")}) == len(lab.rings(b"1")) > 1
 
 
@@ -514,7 +515,7 @@ def test_measurements_of_a_lost_peer_are_not_waited_for() -> None:
     lab.say(b"2", m.Measured(probes[2].seq, 1, 1))
     lab.say(b"3", m.Measured(probes[3].seq, 1, 1))
     assert lab.probes() == probes
-    lab.perform(lab.master.disconnected(b"4", "its connection broke"))
+    lab.perform(lab.master.feed(Disconnected((b"4",), "its connection broke")))
     after = lab.probes()
     assert after[1].seq > probes[1].seq
     lab.say(b"1", m.Measured(probes[1].seq, 1, 1))  # it was on its way
@@ -565,7 +566,7 @@ def test_a_restarted_master_keeps_the_ring() -> None:
         # 1 had not heard of the last plan
         rings = (m.Ring((1, 2, 3, 4) if number == 1 else (1, 3, 2, 4), 1),)
         known_by = resume(number, known=known, epoch=2 + (number > 1), rings=rings)
-        run.perform(run.master.resume(b"%d" % number, known_by, "10.0.0.1"))
+        run.perform(run.master.feed(Resume(b"%d" % number, known_by, "10.0.0.1")))
     plans = [told for told in run.told[b"1"] if isinstance(told, m.Plan)]
     assert plans[-1].rings[0].order == (1, 3, 2, 4)
 
@@ -576,7 +577,7 @@ def test_rings_that_no_message_could_carry_are_not_taken_up() -> None:
     run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     heavy = (m.Ring((1, 9, 2), (1 << 32) - 1), m.Ring((1, 2), (1 << 32) - 1))
     liar = resume(1, known=known, epoch=9, rings=heavy)
-    run.perform(run.master.resume(b"liar", liar, "10.0.0.1"))
+    run.perform(run.master.feed(Resume(b"liar", liar, "10.0.0.1")))
     assert isinstance(run.last(b"liar"), m.Refused)
 
 
@@ -587,7 +588,7 @@ def test_the_runs_number_is_told_on_admission_only() -> None:
     run = ManualRun(2)
     run.join(b"stranger")
     commit(run)
-    run.perform(run.master.farewell())
+    run.perform(run.master.feed(Farewell()))
     told = b"".join(m.encode(each) for each in run.told[b"stranger"])
     assert len(run.told[b"stranger"]) == 2  # Welcome and Kicked
     assert RUN.to_bytes(8) not in told
@@ -603,12 +604,12 @@ def test_a_peer_must_know_the_runs_number_to_come_back() -> None:
         known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
         for guess in (0, 1, RUN - 1):
             conn = b"%d guesses" % guess
-            run.perform(run.master.resume(conn, resume(2, run=guess), "10.0.0.1"))
+            run.perform(run.master.feed(Resume(conn, resume(2, run=guess), "10.0.0.1")))
         for number in (1, 2):
             back = resume(number, run=RUN, known=known)
-            run.perform(run.master.resume(b"%d" % number, back, "10.0.0.1"))
+            run.perform(run.master.feed(Resume(b"%d" % number, back, "10.0.0.1")))
         for now_s in (0.0, 2.0):
-            run.perform(run.master.tick(now_s))
+            run.perform(run.master.feed(Tick(now_s)))
         assert sorted(run.master.peers) == [1, 2]
         for guess in (0, 1, RUN - 1):
             refused = run.last(b"%d guesses" % guess)

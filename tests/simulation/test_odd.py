@@ -9,6 +9,7 @@ from simulation.trainers import story_of_an_odd_one
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
+from pccl.protocol.master.inputs import Disconnected
 from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
@@ -152,7 +153,7 @@ def test_a_dispute_is_settled_without_who_is_lost() -> None:
     for lost, outcomes in ((b"3", ["failed", "failed"]), (b"2", ["started", "started"])):
         floor = Floor(3)
         floor.reduce(WORK, OTHERS["another op"], None)
-        floor.perform(floor.master.disconnected(lost, "its connection broke"))
+        floor.perform(floor.master.feed(Disconnected((lost,), "its connection broke")))
         if lost == b"2":
             floor.reduce(None, WORK)
             floor.call -= 1

@@ -6,6 +6,7 @@ from simulation.manual import WORK, ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
+from pccl.protocol.master.inputs import Resume, Tick
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.collectives import tag_of_send
 from pccl.protocol.ring import RingPlace
@@ -293,7 +294,7 @@ def test_a_restarted_master_goes_on_with_a_send() -> None:
             open_ = (held,) if number == 1 or (number == 2 and not unheard) else ()
             seq = 2 if unheard and number == 2 else 3
             told = resume(number, known=(*both, third), open=open_, last_seq=seq)
-            run.perform(run.master.resume(b"%d" % number, told, "10.0.0.1"))
+            run.perform(run.master.feed(Resume(b"%d" % number, told, "10.0.0.1")))
         if not unheard:
             assert m.Finished(3, True) in run.told[b"2"]
             continue
@@ -312,9 +313,9 @@ def test_a_restarted_master_commits_no_send_of_which_one_is_gone() -> None:
     infos = tuple(m.PeerInfo(n, 0, "10.0.0.1", 1, "", "x") for n in (1, 2))
     held = m.Open(3, (1, 2), True, 7, paired=True)
     told = resume(1, known=infos, open=(held,))
-    run.perform(run.master.resume(b"1", told, "10.0.0.1"))
+    run.perform(run.master.feed(Resume(b"1", told, "10.0.0.1")))
     for now_s in (0.0, 10.0):
-        run.perform(run.master.tick(now_s))
+        run.perform(run.master.feed(Tick(now_s)))
     finished = [each for each in run.told[b"1"] if isinstance(each, m.Finished)]
     assert [each.ok for each in finished] == [False]
 

@@ -11,6 +11,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, recovery
 from pccl.protocol.master.collectives import SMALL_BYTES_MAX
 from pccl.protocol.master.effects import Adopt, Refusal, Remember
+from pccl.protocol.master.inputs import Disconnected, Rejected, Resume
 from pccl.protocol.master.recovery import UNJOURNALED_WAIT_S, WAIT_S
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault
@@ -53,7 +54,7 @@ def test_a_peer_that_is_lost_while_it_waits_does_not_count() -> None:
     run = RestartedRun()
     for number in (1, 2):
         run.back(b"stranger %d" % number, number, 666, 1, 2)
-    run.perform(run.master.disconnected(b"stranger 2", "its connection broke"))
+    run.perform(run.master.feed(Disconnected((b"stranger 2",), "its connection broke")))
     for number in (1, 2):
         run.back(b"%d" % number, number, 7, 1, 2)
     run.wait(UNJOURNALED_WAIT_S + 0.1)
@@ -124,7 +125,7 @@ def test_messages_of_strangers_take_bounded_memory(
     crowded = [c for c, told in run.told.items() if isinstance(told[-1], m.Refused)]
     assert 5 < len(crowded) < 20
     assert "take too much memory" in run.refused(crowded[0]).why
-    run.perform(run.master.disconnected(b"stranger 0", "its connection broke"))
+    run.perform(run.master.feed(Disconnected((b"stranger 0",), "its connection broke")))
     run.back(b"another", 1, 2000)
     assert b"another" not in run.told
     run.wait(UNJOURNALED_WAIT_S + 0.1)
@@ -163,7 +164,7 @@ def test_a_dropped_peer_hears_why_from_the_next_master(complete: bool) -> None:
     assert run.refused(b"2") == m.Refused(ALONE.result.value, ALONE.why, ALONE.cause)
     run.wait(WAIT_S + 0.1)
     assert sorted(run.master.peers) == [1, 3]
-    run.perform(run.master.disconnected(b"3", "its connection broke"))
+    run.perform(run.master.feed(Disconnected((b"3",), "its connection broke")))
     journal, _ = run.master.reborn()
     assert journal is not None and journal.refused == {2: ALONE}
 
@@ -175,7 +176,7 @@ def test_a_dropped_peer_hears_why_from_the_same_master() -> None:
     kicked = first.last(b"2")
     assert isinstance(kicked, m.Kicked)
     said = resume(2, first.master.run.number)
-    first.perform(first.master.resume(b"2 again", said, "10.0.0.1"))
+    first.perform(first.master.feed(Resume(b"2 again", said, "10.0.0.1")))
     assert first.last(b"2 again") == m.Refused(kicked.result, kicked.why)
 
 
@@ -207,7 +208,7 @@ def test_the_calls_of_who_stands_alone_fail_alike_whoever_tells_it(
 )
 def test_messages_that_follow_from_any_resume_can_be_decoded(fields: dict[str, object]) -> None:
     run = RestartedRun()
-    run.perform(run.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
+    run.perform(run.master.feed(Resume(b"1", resume(1, 7, **fields), "10.0.0.1")))
     run.wait(WAIT_S + 0.1)
     assert sorted(run.master.peers) == [1]
     for conn in (b"2", b"3"):
@@ -238,7 +239,7 @@ def test_messages_that_follow_from_any_resume_can_be_decoded(fields: dict[str, o
 )
 def test_an_impossible_resume_is_not_believed(fields: dict[str, object]) -> None:
     run = RestartedRun()
-    run.perform(run.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
+    run.perform(run.master.feed(Resume(b"1", resume(1, 7, **fields), "10.0.0.1")))
     assert "impossible numbers" in run.refused(b"1").why
     assert not run.master.recovering
 
@@ -262,7 +263,7 @@ def test_a_run_that_all_were_lost_from_is_there_when_they_come_back() -> None:
     first = ManualRun(3)
     first.start()
     for number in (1, 2, 3):
-        first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
+        first.perform(first.master.feed(Disconnected((b"%d" % number,), "its connection broke")))
     said = resume(
         2, first.master.run.number, known=infos(1, 2, 3), epoch=first.master.run.numbers.epoch
     )
@@ -283,10 +284,12 @@ def test_a_run_that_all_were_lost_from_is_there_when_they_come_back() -> None:
 def test_a_run_that_went_on_without_a_peer_does_not_take_it_back() -> None:
     for goes_on in (m.PendingVote(9), m.StartVote(9, 0, WORK), m.Leave()):
         first = ManualRun(3)
-        first.perform(first.master.disconnected(b"1", "its connection broke"))
+        first.perform(first.master.feed(Disconnected((b"1",), "its connection broke")))
         first.say(b"2", goes_on)
         for number in (2, 3):
-            first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
+            first.perform(
+                first.master.feed(Disconnected((b"%d" % number,), "its connection broke"))
+            )
         assert not first.master.deserted(resume(1, first.master.run.number))
         assert first.master.deserted(resume(3, first.master.run.number))
 
@@ -295,7 +298,7 @@ def test_an_optimization_that_ends_for_want_of_a_peer_goes_on_without_it() -> No
     first = ManualRun(2)
     first.everyone(m.OptimizeVote(9))
     for number in (2, 1):
-        first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
+        first.perform(first.master.feed(Disconnected((b"%d" % number,), "its connection broke")))
     assert not first.master.deserted(resume(2, first.master.run.number))
     assert first.master.deserted(resume(1, first.master.run.number))
 
@@ -305,7 +308,9 @@ def test_a_round_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
         first = ManualRun(2)
         first.say(b"1", vote)
         for number in (2, 1):
-            first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
+            first.perform(
+                first.master.feed(Disconnected((b"%d" % number,), "its connection broke"))
+            )
         assert not first.master.deserted(resume(2, first.master.run.number))
         assert first.master.deserted(resume(1, first.master.run.number))
 
@@ -316,7 +321,7 @@ def test_a_group_that_is_lost_before_another_one_is_given_up() -> None:
     first.join(b"3", group=1)
     first.everyone(m.TopologyVote(9))
     for number in (3, 1, 2):
-        first.perform(first.master.disconnected(b"%d" % number, "its connection broke"))
+        first.perform(first.master.feed(Disconnected((b"%d" % number,), "its connection broke")))
     assert not first.master.deserted(resume(3, first.master.run.number))
     for number in (1, 2):
         assert first.master.deserted(resume(number, first.master.run.number))
@@ -324,16 +329,16 @@ def test_a_group_that_is_lost_before_another_one_is_given_up() -> None:
 
 def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
     first = ManualRun(2)
-    first.perform(first.master.all_disconnected([b"1", b"2"], "its connection broke"))
+    first.perform(first.master.feed(Disconnected((b"1", b"2"), "its connection broke")))
     first.join(b"3")
     assert isinstance(first.told[b"3"][-1], m.Admitted)
     late = resume(1, first.master.run.number)
     assert not first.master.deserted(late)
-    first.perform(first.master.resume(b"1 again", late, "10.0.0.1"))
+    first.perform(first.master.feed(Resume(b"1 again", late, "10.0.0.1")))
     refused = first.last(b"1 again")
     assert isinstance(refused, m.Refused)
     assert "given up" in refused.why
-    first.perform(first.master.disconnected(b"3", "its connection broke"))
+    first.perform(first.master.feed(Disconnected((b"3",), "its connection broke")))
     assert not first.master.deserted(late)
     assert first.master.deserted(resume(3, first.master.run.number))
 
@@ -341,7 +346,7 @@ def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
 def test_a_peer_that_was_kicked_or_left_does_not_come_back() -> None:
     first = ManualRun(2)
     first.say(b"1", m.Leave())
-    first.perform(first.master.rejected(b"2", "it sent bytes that are no message"))
+    first.perform(first.master.feed(Rejected(b"2", "it sent bytes that are no message")))
     for number in (1, 2):
         assert not first.master.deserted(resume(number, first.master.run.number))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from simulation.manual import ManualRun
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.inputs import Disconnected
 from pccl.protocol.strategy import Conditions, Strategy, choose
 from pccl.types import Result
 
@@ -44,7 +45,7 @@ def test_a_vote_for_more_members_than_there_are_may_be_repeated() -> None:
     assert not strategy.inline
     for conn in (b"1", b"2"):
         run.say(conn, m.StartVote(9, 0, strategy.spec))
-    run.perform(run.master.disconnected(b"3", "it is gone"))
+    run.perform(run.master.feed(Disconnected((b"3",), "it is gone")))
     for conn in (b"1", b"2"):
         error = run.last(conn)
         assert isinstance(error, m.CallError)

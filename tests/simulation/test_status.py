@@ -7,6 +7,7 @@ from simulation.manual import ENTRY, OTHER, RUN, SECRET, WORK, ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, Status
+from pccl.protocol.master.inputs import Disconnected, Resume
 from pccl.protocol.master.status import (
     CALLS_MAX,
     MISSING_MAX,
@@ -135,7 +136,7 @@ def test_how_far_receivers_of_shared_state_are() -> None:
     run.say(b"1", m.Progress(seq, 400))  # which receives nothing
     wait = only_wait(run)
     assert wait.done == 0.4 and wait.why.endswith(" must receive it; peer 2 has 40 % of it")
-    run.perform(run.master.disconnected(b"3", "it broke"))
+    run.perform(run.master.feed(Disconnected((b"3",), "it broke")))
     assert only_wait(run).done is None, "the next plan begins anew"
 
 
@@ -204,7 +205,7 @@ def test_links_that_are_measured() -> None:
 def test_counts_of_who_came_and_how_who_went() -> None:
     run = ManualRun(6)
     run.say(b"1", m.Leave())
-    run.perform(run.master.all_disconnected([b"2", b"3"], "it broke"))
+    run.perform(run.master.feed(Disconnected((b"2", b"3"), "it broke")))
     run.say(b"4", m.FinishVote(999, True))  # out of turn
     counts = status(run).counts
     assert counts.joined == 6
@@ -262,10 +263,10 @@ def test_a_restarted_master_says_for_whom_it_waits() -> None:
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     open_ = (m.Open(3, (1, 2), None),)
     back = {number: resume(number, known=known, open=open_) for number in (1, 2)}
-    run.perform(run.master.resume(b"1", back[1], "10.0.0.1"))
+    run.perform(run.master.feed(Resume(b"1", back[1], "10.0.0.1")))
     assert status(run).recovering and status(run).awaited == (2,)
     run.master.now_s = 50.0
-    run.perform(run.master.resume(b"2", back[2], "10.0.0.1"))
+    run.perform(run.master.feed(Resume(b"2", back[2], "10.0.0.1")))
     run.master.now_s = 51.0
     shown = status(run)
     assert not shown.recovering

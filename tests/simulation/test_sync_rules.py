@@ -9,6 +9,7 @@ from simulation.manual import ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
+from pccl.protocol.master.inputs import Disconnected, Resume, Tick
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Answer, Fail, Fault, Send
 from pccl.runtime.inline_collectives import combine
@@ -76,9 +77,9 @@ def test_a_restarted_master_knows_that_nothing_has_begun() -> None:
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for number, done in ((1, m.Done(sync=4, short=3)), (2, m.Done(sync=3, short=3))):
         back = resume(number, known=known, done=done)
-        run.perform(run.master.resume(b"%d" % number, back, "10.0.0.1"))
-    run.perform(run.master.tick(0.0))
-    run.perform(run.master.tick(60.0))
+        run.perform(run.master.feed(Resume(b"%d" % number, back, "10.0.0.1")))
+    run.perform(run.master.feed(Tick(0.0)))
+    run.perform(run.master.feed(Tick(60.0)))
     told = next(t for t in run.told[b"2"] if isinstance(t, m.Resumed))
     assert (told.done.sync, told.done.short) == (4, 3)
     assert run.sync(manifest(7, min_peers=2), manifest(7)) == [run.result(7, 5)] * 2
@@ -170,7 +171,7 @@ def test_a_caller_that_left_before_the_result_does_not_hold_it() -> None:
         run = Sync(3)
         run.sync(manifest(8), manifest(8), manifest(8))
         for conn in (b"1", b"2"):
-            run.perform(run.master.disconnected(conn, "its connection broke"))
+            run.perform(run.master.feed(Disconnected((conn,), "its connection broke")))
         run.say(b"3", m.SyncVote(20, manifest(0), holds))
         told = run.last(b"3")
         if holds:

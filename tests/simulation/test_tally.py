@@ -12,6 +12,7 @@ from simulation.manual import ENTRY, OTHER, WORK, ManualRun
 from simulation.run import SimulatedRun
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.inputs import Disconnected
 from pccl.protocol.master.status import Counts, Status
 from pccl.protocol.master.tally import (
     BOUNDS_S,
@@ -82,7 +83,7 @@ def test_the_cost_of_a_lost_peer() -> None:
     run.master.now_s = 20.0
     seq = run.start()
     run.master.now_s = 24.0
-    run.perform(run.master.disconnected(b"3", "it broke"))
+    run.perform(run.master.feed(Disconnected((b"3",), "it broke")))
     at(run, 25.0, b"1", m.FinishVote(seq, False, "lost"))
     at(run, 25.0, b"2", m.FinishVote(seq, False, "lost"))
     assert counts(run).retries == dict.fromkeys(Reason, 0) | {Reason.PEER_LOST: 1}
@@ -92,8 +93,8 @@ def test_the_cost_of_a_lost_peer() -> None:
     assert only(counts(run).recoveries) == 2.0  # from the loss to the start
     (group,) = run.master.status().groups
     assert group.goodput == 1 - 6 / 20
-    run.perform(run.master.disconnected(b"1", "it broke"))
-    run.perform(run.master.disconnected(b"2", "it broke"))
+    run.perform(run.master.feed(Disconnected((b"1",), "it broke")))
+    run.perform(run.master.feed(Disconnected((b"2",), "it broke")))
     run.join(b"9")
     (group,) = run.master.status().groups
     assert group.goodput is None, "a group that has ended is forgotten"

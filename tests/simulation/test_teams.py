@@ -6,6 +6,7 @@ from simulation.manual import ManualRun, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
+from pccl.protocol.master.inputs import Disconnected, Resume, Tick
 from pccl.protocol.master.status import explain
 from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
@@ -66,7 +67,7 @@ def test_a_team_is_lost_together() -> None:
     grid(run, (b"2", 0, 7), (b"3", 1, 7), (b"4", 0, 8))
     run.say(b"1", m.TopologyVote(2))
     assert accepted(run) == [1, 2, 3]
-    run.perform(run.master.disconnected(b"2", "its connection broke"))
+    run.perform(run.master.feed(Disconnected((b"2",), "its connection broke")))
     assert accepted(run) == [1]
     kicked = run.last(b"3")
     assert isinstance(kicked, m.Kicked)
@@ -84,7 +85,7 @@ def test_two_of_a_team_that_are_late_together_are_dropped_once() -> None:
     run.say(b"1", m.TopologyVote(2))
     run.say(b"1", m.TopologyVote(3))
     for now_s in (0.0, 2.0):
-        run.perform(run.master.tick(now_s))
+        run.perform(run.master.feed(Tick(now_s)))
     assert accepted(run) == [1]
     assert "others waited for it" in run.dropped[b"3"]
 
@@ -117,9 +118,9 @@ def test_half_a_team_cannot_come_back() -> None:
     for number, info in infos.items():
         known = tuple(one for one in infos.values() if one.group == info.group)
         said = resume(number, info=info, known=known)
-        run.perform(run.master.resume(b"%d" % number, said, "10.0.0.1"))
+        run.perform(run.master.feed(Resume(b"%d" % number, said, "10.0.0.1")))
     for now_s in (0.0, 6.0):
-        run.perform(run.master.tick(now_s))
+        run.perform(run.master.feed(Tick(now_s)))
     refused = run.last(b"5")
     assert isinstance(refused, m.Refused) and "given up" in refused.why
     assert accepted(run, 0) == [1, 3]
@@ -129,6 +130,6 @@ def test_half_a_team_cannot_come_back() -> None:
 def test_a_team_that_is_cut_off_with_all_others_comes_back_as_a_whole() -> None:
     run = ManualRun(0)
     grid(run, (b"1", 0, 7), (b"2", 1, 7))
-    run.perform(run.master.disconnected(b"1", "its connection broke"))
-    run.perform(run.master.disconnected(b"2", "its connection broke"))
+    run.perform(run.master.feed(Disconnected((b"1",), "its connection broke")))
+    run.perform(run.master.feed(Disconnected((b"2",), "its connection broke")))
     assert [info.peer for info in run.master.run.membership.last_seen] == [1, 2]

@@ -11,6 +11,7 @@ from simulation.weights import Node, WeightsRun, package
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status, status
 from pccl.protocol.master.clients import FIRST, PLACES, PLACES_SMALL
+from pccl.protocol.master.inputs import Disconnected, Hello, Received
 from pccl.protocol.master.status import ClientStatus, WeightsStatus
 from pccl.protocol.weights import KEPT_MAX, stale, way
 from pccl.types import Result
@@ -131,12 +132,12 @@ def test_the_fastest_client_comes_first_and_gets_its_fastest_holder() -> None:
     one, fast = desk.all[nodes[0].number], desk.all[nodes[3].number]
     fast.rate = 1000
     before = {**desk.all[publisher.number].receivers}
-    hub.perform(hub.master.received(nodes[0].conn, m.Got(7)))
+    hub.perform(hub.master.feed(Received(nodes[0].conn, m.Got(7))))
     assert one.rate == 7 and desk.all[publisher.number].given == 7
     assert one.rates == {publisher.number: 7}
     fresh = desk.all[publisher.number].receivers.keys() - before.keys()
     assert fresh == {nodes[3].number}
-    hub.perform(hub.master.received(nodes[0].conn, m.Holds((package(1, 0),), 1)))
+    hub.perform(hub.master.feed(Received(nodes[0].conn, m.Holds((package(1, 0),), 1))))
     assert desk.all[nodes[2].number].holder == nodes[0].number
 
 
@@ -149,9 +150,9 @@ def test_the_fastest_of_the_free_holders_is_taken() -> None:
     late = desk.all[nodes[2].number]
     late.rates = {nodes[0].number: 50, nodes[1].number: 500, publisher.number: 5}
     message = m.Holds((package(1, 0),), 1)
-    hub.perform(hub.master.received(nodes[2].conn, m.Seek(1, 0)))
+    hub.perform(hub.master.feed(Received(nodes[2].conn, m.Seek(1, 0))))
     assert late.holder == nodes[1].number
-    hub.perform(hub.master.received(nodes[2].conn, m.Seek(1, 0, (nodes[1].number,))))
+    hub.perform(hub.master.feed(Received(nodes[2].conn, m.Seek(1, 0, (nodes[1].number,)))))
     assert late.holder == nodes[0].number
     assert message.version == 1
 
@@ -233,7 +234,7 @@ def test_packages_of_one_version_that_contradict_each_other_are_refused() -> Non
     hub.settle()
     whole, unlike = package(2, 0, b"this"), package(2, 1, b"that")
     for packages in ((whole, unlike), (whole, package(2, 0, b"that")), (whole, whole)):
-        (answer, *_) = hub.master.received(publisher.conn, m.Publish(9, packages))
+        (answer, *_) = hub.master.feed(Received(publisher.conn, m.Publish(9, packages)))
         told = getattr(answer, "message", None)
         assert isinstance(told, m.CallError) and "lead to different content" in told.why
     assert hub.master.run.clients.catalogue.head == node.machine.version == 1
@@ -245,10 +246,10 @@ def test_a_package_that_contradicts_others_is_not_offered() -> None:
     hub.settle()
     catalogue = hub.master.run.clients.catalogue
     wrong = package(1, 0, b"another")
-    hub.perform(hub.master.received(nodes[0].conn, m.Holds((wrong,), 1)))
+    hub.perform(hub.master.feed(Received(nodes[0].conn, m.Holds((wrong,), 1))))
     assert [*catalogue.holders((1, 0))] == [publisher.number]
     other_way = package(1, 7, b"another")
-    hub.perform(hub.master.received(nodes[0].conn, m.Holds((other_way,), 1)))
+    hub.perform(hub.master.feed(Received(nodes[0].conn, m.Holds((other_way,), 1))))
     assert catalogue.packages == (package(1, 0),), "it would lead elsewhere"
 
 
@@ -256,9 +257,9 @@ def test_a_holder_that_drops_a_package_has_its_receivers_sent_elsewhere() -> Non
     hub = WeightsRun(11)
     publisher, nodes = waiting(hub, PLACES + 1)
     desk = hub.master.run.clients
-    hub.perform(hub.master.received(nodes[-1].conn, m.Holds((package(1, 0),), 1)))
+    hub.perform(hub.master.feed(Received(nodes[-1].conn, m.Holds((package(1, 0),), 1))))
     assert desk.all[nodes[0].number].holder == publisher.number
-    hub.perform(hub.master.received(publisher.conn, m.Holds((), 1)))
+    hub.perform(hub.master.feed(Received(publisher.conn, m.Holds((), 1))))
     assert not desk.all[publisher.number].receivers
     assert desk.all[nodes[0].number].holder == nodes[-1].number
 
@@ -314,7 +315,7 @@ def test_the_status_says_who_has_what_and_who_fetches_from_whom() -> None:
         giver.client, "10.0.0.1", 1001, 1, 1, None, None, False, None, giver.receivers
     )
     assert {*giver.receivers} == {*served}
-    hub.perform(hub.master.received(nodes[0].conn, m.Slow()))
+    hub.perform(hub.master.feed(Received(nodes[0].conn, m.Slow())))
     now = {one.port - 1000: one for one in weights(hub).clients}
     assert [name for name, one in now.items() if one.slow] == [nodes[0].name]
     assert all(now[node.name].source == giver.client for node in nodes)
@@ -359,7 +360,7 @@ def test_a_client_that_votes_is_dropped() -> None:
         hub = WeightsRun(14)
         node = hub.add()
         hub.settle()
-        hub.perform(hub.master.received(node.conn, message))
+        hub.perform(hub.master.feed(Received(node.conn, message)))
         hub.settle()
         assert node.machine.over is not None and "out of turn" in node.machine.over.why
         assert not hub.master.run.clients.all
@@ -370,8 +371,8 @@ def test_the_master_that_misses_a_holder_sends_its_receivers_elsewhere() -> None
     hub = WeightsRun(17)
     publisher, nodes = waiting(hub, PLACES)
     desk = hub.master.run.clients
-    hub.perform(hub.master.received(nodes[0].conn, m.Holds((package(1, 0),), 1)))
-    hub.perform(hub.master.disconnected(publisher.conn, "it is frozen"))
+    hub.perform(hub.master.feed(Received(nodes[0].conn, m.Holds((package(1, 0),), 1))))
+    hub.perform(hub.master.feed(Disconnected((publisher.conn,), "it is frozen")))
     assert desk.all[nodes[1].number].holder == nodes[0].number
 
 
@@ -391,8 +392,8 @@ def test_a_version_that_nobody_holds_any_more_is_not_published_again() -> None:
 def test_a_peer_that_publishes_is_dropped() -> None:
     hub = WeightsRun(15)
     hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "", b"")
-    todo = [*hub.master.hello(b"x", hello, "10.0.0.1")]
-    todo += hub.master.received(b"x", m.Publish(1, (package(1, 0),)))
+    todo = [*hub.master.feed(Hello(b"x", hello, "10.0.0.1"))]
+    todo += hub.master.feed(Received(b"x", m.Publish(1, (package(1, 0),))))
     kicked = [each.message for each in todo if isinstance(getattr(each, "message", 0), m.Kicked)]
     assert [one.result for one in kicked] == [Result.INTERNAL_ERROR.value]
 

@@ -19,6 +19,7 @@ from pccl.cli.terminal import painted
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.effects import Drop, Send
+from pccl.protocol.master.inputs import Hello, Received
 from pccl.runtime.inline_collectives import combine
 
 VOTE_US_MAX = 25.0
@@ -49,9 +50,9 @@ class Swarm:
         self._draw = random.Random(1)
         for conn in self.conns:
             hello = m.Hello(m.PROTOCOL_VERSION, "1", self.group_of[conn], "", 1, "", "x", b"")
-            self._perform(self.master.hello(conn, hello, "10.0.0.1"))
+            self._perform(self.master.feed(Hello(conn, hello, "10.0.0.1")))
         self._call = 1
-        self._perform(self.master.received(self.conns[0], m.TopologyVote(1)))
+        self._perform(self.master.feed(Received(self.conns[0], m.TopologyVote(1))))
 
     def _perform(self, actions: Iterable[object]) -> None:
         last: m.MasterMessage | None = None
@@ -72,7 +73,7 @@ class Swarm:
         self._draw.shuffle(sent)
         begin = time.process_time()
         for conn, data in sent:
-            self._perform(self.master.received(conn, m.decode_from_peer(data)))
+            self._perform(self.master.feed(Received(conn, m.decode_from_peer(data))))
         cost.seconds += time.process_time() - begin
         cost.messages += len(sent)
         cost.rounds += 1

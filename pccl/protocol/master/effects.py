@@ -59,7 +59,7 @@ class Forget(Effect):
 
 
 class Dial(Effect):
-    """Dial a peer at its address, then call `Master.dialled` with the result."""
+    """Dial a peer at its address, then feed an `inputs.Dialled`."""
 
     info: m.PeerInfo
     password: str

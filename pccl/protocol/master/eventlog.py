@@ -358,7 +358,7 @@ class Replay:
             return self._begin(event)
         assert self.master is not None, "an event log begins with a Began"
         self.master.now_s = line.at_s
-        return inputs.feed(self.master, event)
+        return self.master.feed(event)
 
     def _begin(self, began: inputs.Began) -> list[Effect]:
         effects: list[Effect] = []
@@ -368,7 +368,7 @@ class Replay:
                 raise Differs(f"the next master began with {began.journal}, and now with {journal}")
         if not began.why:  # a new process
             self._recorder = Recorder(None)
-        self.master = inputs.begin(began, _zeros, SECRET)
+        self.master = Master.began(began, _zeros, SECRET)
         return effects
 
 

@@ -11,10 +11,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.collectives import Combine
-from pccl.protocol.master.effects import Effect
 from pccl.protocol.master.history import Journal
-from pccl.protocol.master.machine import Master
 
 
 class Began(Struct, frozen=True, tag="began"):
@@ -31,13 +28,21 @@ class Began(Struct, frozen=True, tag="began"):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
+    """A peer's first message.
+
+    `unreached` says why a dial did not reach the peer. It is empty if the dial succeeded, or if
+    none was made.
+    """
+
     conn: bytes
     message: m.Hello
-    host: str
+    host: str  # the address that the master sees
     unreached: str = ""
 
 
 class Examine(Struct, frozen=True, tag="examine"):
+    """A process asks what its `Hello` would lead to. If no dial was made, `unreached` is None."""
+
     conn: bytes
     host: str
     unreached: str | None
@@ -45,6 +50,8 @@ class Examine(Struct, frozen=True, tag="examine"):
 
 
 class Resume(Struct, frozen=True, tag="resume"):
+    """A peer comes back after a restart of the master."""
+
     conn: bytes
     message: m.Resume
     host: str
@@ -56,18 +63,22 @@ class Received(Struct, frozen=True, tag="received"):
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):
+    """A connection has sent bytes that are no message, or too many messages."""
+
     conn: bytes
     why: str
 
 
 class Disconnected(Struct, frozen=True, tag="disconnected"):
-    """Master.all_disconnected."""
+    """Connections are lost: the only evidence of a peer's death."""
 
     conns: tuple[bytes, ...]
     why: str
 
 
 class Dialled(Struct, frozen=True, tag="dialled"):
+    """A dial has ended: "" if it reached the peer, else why not; None: it was not made."""
+
     peer: int
     why: str | None
 
@@ -77,41 +88,10 @@ class Tick(Struct, frozen=True, tag="tick"):
 
 
 class Farewell(Struct, frozen=True, tag="farewell"):
-    """Master.farewell."""
+    """The master ends for good."""
 
 
 Event: TypeAlias = (
     Hello | Examine | Resume | Received | Rejected | Disconnected | Dialled | Tick | Farewell
 )
 Input: TypeAlias = Began | Event
-
-
-def begin(began: Began, combine: Combine, secret: bytes) -> Master:
-    """Makes the master that begins with this input."""
-    master = Master(began.run, combine, began.straggler_s, began.journal, secret=secret)
-    if began.small_max is not None:
-        master.run.collectives.small_max = began.small_max
-    return master
-
-
-def feed(master: Master, event: Event) -> list[Effect]:
-    """Feeds an event to a master. Returns the effects, to be performed in order."""
-    match event:
-        case Received():  # by far the most
-            return master.received(event.conn, event.message)
-        case Tick():
-            return master.tick(event.now_s)
-        case Hello():
-            return master.hello(event.conn, event.message, event.host, event.unreached)
-        case Resume():
-            return master.resume(event.conn, event.message, event.host)
-        case Disconnected():
-            return master.all_disconnected([*event.conns], event.why)
-        case Rejected():
-            return master.rejected(event.conn, event.why)
-        case Dialled():
-            return master.dialled(event.peer, event.why)
-        case Examine():
-            return master.examine(event.conn, event.host, event.unreached, event.unix_s)
-        case Farewell():
-            return master.farewell()

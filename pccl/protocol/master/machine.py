@@ -3,8 +3,8 @@
 Theory of operation
 -------------------
 
-The caller feeds events (`hello`, `received`, `disconnected` and others) and performs the returned
-effects in order. Most events name a connection. A connection belongs to one peer forever: a peer
+The caller feeds events (inputs.py) and performs the returned effects in order. Most events name a
+connection. A connection belongs to one peer forever: a peer
 that connects again is a new peer, except after a restart of the master.
 
 A peer is *pending* from its Hello until the accepted peers admit it. Then it is *accepted* until it
@@ -47,12 +47,13 @@ back while a holder lives. An illegal message costs only its sender the membersh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
+from pccl.protocol.master import inputs
 from pccl.protocol.master.collectives import Combine, are_rows, fits, is_pair
 from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Refusal, Remember, Send, plain
 from pccl.protocol.master.history import FINISHED, GIVEN_UP, OTHER_RUN, OUTNUMBERED, Journal
@@ -63,18 +64,16 @@ from pccl.protocol.master.membership import (
     refusal,
     without_whole_team,
 )
-from pccl.protocol.master.recovery import Recovery, outdated, plausible, reconstruct, restore
+from pccl.protocol.master.recovery import Postponed, Recovery, outdated, plausible, restore
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.status import Status, explain, snapshot
 from pccl.protocol.master.tally import Loss
 from pccl.protocol.master.voting import Stragglers, held
-from pccl.protocol.rounds import PENDING, Grace, Kind, RoundId, Vote
+from pccl.protocol.rounds import FINISH, OPTIMIZE, PENDING, TOPOLOGY, Grace, Kind, RoundId, Vote
 from pccl.types import Result
 from pccl.version import __version__
 
 GONE = Result.MASTER_CONNECTION_FAILED  # peers raise MasterLostError for it
-TOPOLOGY, OPTIMIZE = RoundId(Kind.TOPOLOGY, None), RoundId(Kind.OPTIMIZE, None)
-FINISH = RoundId(Kind.FINISH, None)
 
 
 class Master:
@@ -116,6 +115,30 @@ class Master:
             m.Stalled: self._stalled,
             m.Withdraw: lambda number, one: self.run.withdraw(number, one.call, one.seq),
         }
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            inputs.Hello: self._hello,
+            inputs.Examine: self._examine,
+            inputs.Resume: self._resume,
+            inputs.Received: self._received,
+            inputs.Rejected: self._rejected,
+            inputs.Disconnected: self._disconnected,
+            inputs.Dialled: lambda event: self.run.accusations.dialled(event.peer, event.why),
+            inputs.Tick: self._tick,
+            inputs.Farewell: self._farewell,
+        }
+
+    @classmethod
+    def began(cls, began: inputs.Began, combine: Combine, secret: bytes) -> Self:
+        """The master that begins with this input."""
+        master = cls(began.run, combine, began.straggler_s, began.journal, secret=secret)
+        if began.small_max is not None:
+            master.run.collectives.small_max = began.small_max
+        return master
+
+    def feed(self, event: inputs.Event) -> list[Effect]:
+        """Handles an event. Returns the effects, to be performed in order."""
+        self._handlers[type(event)](event)
+        return self._outbox.take()
 
     @property
     def now_s(self) -> float:
@@ -132,20 +155,15 @@ class Master:
 
     # ---- events ----
 
-    def hello(self, conn: bytes, hello: m.Hello, host: str, unreached: str = "") -> list[Effect]:
-        """Handles a peer's first message; `host` is the address that the master sees.
-
-        `unreached` says why a dial did not reach the peer. It is empty if the dial succeeded, or if
-        none was made.
-        """
-        if self._postponed(conn, lambda: self.hello(conn, hello, host, unreached)):
-            return self._outbox.take()
-        if self._known(conn, "it said hello twice"):
-            return self._outbox.take()
+    def _hello(self, event: inputs.Hello) -> None:
+        conn, hello, host = event.conn, event.message, event.host
+        if self._postponed(event) or self._known(conn, "it said hello twice"):
+            return
         info, why = newcomer(hello, host), self.objection(hello, host)
         group = [peer.info for peer in self.peers.values() if peer.info.group == info.group]
         if hello.client:
             group = [one.info for one in self.run.clients.all.values()]
+        unreached = event.unreached
         warning = reach.warning(info, unreached) if unreached else ""
         if why:
             self._refuse(conn, why, Result.INVALID_USAGE)
@@ -159,7 +177,6 @@ class Master:
             self.run.register(conn, info, hello, host, warning)
             peer = self.peers[self._members.next_number - 1]
             peer.since_s = peer.spoke_s = self.now_s
-        return self._outbox.take()
 
     def objection(self, hello: m.Hello, host: str) -> str:
         """Why a `hello` is refused whatever its dial says; empty if it is not."""
@@ -169,40 +186,34 @@ class Master:
         why = refusal(hello, info, self._members.arithmetic)
         return why or self._members.teams.objection(info)
 
-    def examine(self, conn: bytes, host: str, unreached: str | None, unix_s: float) -> list[Effect]:
-        """Answers a process that asks what its `hello` would lead to.
-
-        The arguments are those of `hello`, and the time of day. `unreached` is None if no dial was
-        made.
-        """
-        if not self._known(conn, "it asked to be examined"):
+    def _examine(self, event: inputs.Examine) -> None:
+        if not self._known(event.conn, "it asked to be examined"):
             report = m.Report(
                 m.PROTOCOL_VERSION,
                 __version__,
-                host,
-                plain(unreached or ""),
-                unix_s,
+                event.host,
+                plain(event.unreached or ""),
+                event.unix_s,
                 self._members.arithmetic or b"",
                 self._members.size(),
-                dialled=unreached is not None,
+                dialled=event.unreached is not None,
             )
-            self._outbox.do(Send(conn, report), Drop(conn, "it has been examined"))
-        return self._outbox.take()
+            self._outbox.do(Send(event.conn, report), Drop(event.conn, "it has been examined"))
 
-    def received(self, conn: bytes, message: m.PeerMessage) -> list[Effect]:
+    def _received(self, event: inputs.Received) -> None:
+        conn, message = event.conn, event.message
         if self.run.clients.has(conn):
             self.run.clients.received(conn, message)
-            return self._outbox.take()
-        if self._recovery is not None and not isinstance(message, m.Leave):
-            return self.rejected(conn, "it spoke before it was welcome")  # no Welcome was sent
-        if self._recovery is not None and self._postponed(
-            conn, lambda: self.received(conn, message)
-        ):
-            return self._outbox.take()
+            return
+        if self._recovery is not None:
+            if not isinstance(message, m.Leave):  # no Welcome was sent
+                event = inputs.Rejected(conn, "it spoke before it was welcome")
+            self._postponed(event)
+            return
         number = self._members.at(conn)
         if number is None:
             self._outbox.do(Drop(conn, "its first message was not a hello"))
-            return self._outbox.take()
+            return
         peer = self.peers[number]
         peer.spoke_s = self.now_s
         accepted = peer.accepted
@@ -222,61 +233,45 @@ class Master:
             self._out_of_turn(number, message)
         else:
             handler(number, message)
-        return self._outbox.take()
 
-    def disconnected(self, conn: bytes, why: str) -> list[Effect]:
-        """Handles the loss of a connection, the only evidence of a peer's death."""
-        return self.all_disconnected([conn], why)
-
-    def all_disconnected(self, conns: list[bytes], why: str) -> list[Effect]:
+    def _disconnected(self, event: inputs.Disconnected) -> None:
         """Handles the loss of several connections, and tells the other peers once."""
+        conns, why = event.conns, event.why
         self.run.clients.lose(conns, why)
         if self._recovery is not None:
             self._recovery.gone(conns)
-            self._recovery.backlog.append(lambda: self.all_disconnected(conns, why))
-        else:
-            found = map(self._members.at, conns)
-            numbers = [number for number in found if number is not None]
-            self._members.lose(numbers)
-            self.run.remove_all(dict.fromkeys(numbers, why), how=Loss.DISCONNECTED)
-            self._members.forget_lost_groups()
-        return self._outbox.take()
+            self._recovery.backlog.append(event)
+            return
+        found = map(self._members.at, conns)
+        numbers = [number for number in found if number is not None]
+        self._members.lose(numbers)
+        self.run.remove_all(dict.fromkeys(numbers, why), how=Loss.DISCONNECTED)
+        self._members.forget_lost_groups()
 
-    def farewell(self) -> list[Effect]:
+    def _farewell(self, _: inputs.Farewell) -> None:
         """Tells the peers that the master ends for good, so that they do not wait for it."""
+        why = "the master was stopped"
         for number in self.peers:
-            why = "the master was stopped"
             self._outbox.send(number, m.Kicked(GONE.value, why))
-        self.run.clients.farewell(GONE, "the master was stopped")
-        return self._outbox.take()
+        self.run.clients.farewell(GONE, why)
 
-    def rejected(self, conn: bytes, why: str) -> list[Effect]:
-        """Handles bytes that are no message."""
-        if self._postponed(conn, lambda: self.rejected(conn, why)):
-            return self._outbox.take()
-        if not self._known(conn, why):
-            self._outbox.do(Drop(conn, why))
-        return self._outbox.take()
+    def _rejected(self, event: inputs.Rejected) -> None:
+        if not self._postponed(event) and not self._known(event.conn, event.why):
+            self._outbox.do(Drop(event.conn, event.why))
 
-    def dialled(self, number: int, why: str | None) -> list[Effect]:
-        """Handles the end of a dial: "" if it reached the peer, else why not; None: not made."""
-        self.run.accusations.dialled(number, why)
-        return self._outbox.take()
-
-    def tick(self, now_s: float) -> list[Effect]:
-        """Handles the passing of time: ends a recovery, and drops stragglers and late peers."""
+    def _tick(self, event: inputs.Tick) -> None:
+        """Ends a recovery, or drops stragglers and late peers."""
         if self._recovery is not None:
-            if self._recovery.over(now_s):
+            if self._recovery.over(event.now_s):
                 self._go_on(self._recovery)
-            return self._outbox.take()
-        late = dict(self._stragglers.late(now_s, self.run.waits()))
+            return
+        late = dict(self._stragglers.late(event.now_s, self.run.waits()))
         for number in sorted(late.keys() & self.peers.keys()):
             why = f"others waited for it in {late[number]} for {self._stragglers.limit_s:g} s"
             self.run.dismissals.dismiss(number, why, Result.RANK_CONNECTION_FAILED)
-        whys = self._deadlines.late(now_s, self.run.voting.open.get(PENDING))
+        whys = self._deadlines.late(event.now_s, self.run.voting.open.get(PENDING))
         if whys:
             self.run.dismissals.dismiss_all(whys, Result.RANK_CONNECTION_FAILED)
-        return self._outbox.take()
 
     @property
     def patience_s(self) -> float | None:
@@ -288,15 +283,14 @@ class Master:
         """True if `tick` must be called after each message."""
         return self._recovery is not None or self.run.voting.open.get(PENDING) is not None
 
-    def _postponed(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
+    def _postponed(self, event: Postponed) -> bool:
         """Keeps a message that arrives during a recovery for later, within limits."""
         if self._recovery is None:
             return False
-        recovery = self._recovery
-        if not recovery.postpone(conn, event):
+        if not self._recovery.postpone(event):
             why = "it said too much while the master waited for its earlier peers"
-            self._outbox.do(Drop(conn, why))
-            recovery.backlog.append(lambda: self.rejected(conn, why))
+            self._outbox.do(Drop(event.conn, why))
+            self._recovery.backlog.append(inputs.Rejected(event.conn, why))
         return True
 
     def _known(self, conn: bytes, why: str) -> bool:
@@ -359,11 +353,11 @@ class Master:
         known = self.knows(conn) or self.run.clients.has(conn)
         return known or (self._recovery is not None and self._recovery.has_heard(conn))
 
-    def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Effect]:
-        """Handles a peer that comes back after a restart; `host` is its address as seen here."""
+    def _resume(self, event: inputs.Resume) -> None:
+        conn, resume = event.conn, event.message
         if self._known(conn, "it came back twice"):
-            return self._outbox.take()
-        info = msgspec.structs.replace(resume.info, host=resume.info.host or host)
+            return
+        info = msgspec.structs.replace(resume.info, host=resume.info.host or event.host)
         resume = msgspec.structs.replace(resume, info=info)
         why = refusal(resume, info, self._members.arithmetic)
         if not plausible(resume):
@@ -383,12 +377,11 @@ class Master:
             refused = known if resume.run == self.run.number else OTHER_RUN
         if refused is not None or recovery is None:
             self._refuse(conn, *(refused or OTHER_RUN))
-            return self._outbox.take()
-        recovery.add(conn, host, resume)
+            return
+        recovery.add(conn, event.host, resume)
         self._outbox.note(f"{info} is back")
         if recovery.certain:
             self._go_on(recovery)
-        return self._outbox.take()
 
     def _refuse(
         self, conn: bytes, why: str, result: Result, cause: m.Cause = m.Cause.OTHER
@@ -413,14 +406,11 @@ class Master:
         if back:
             assert recovery.run is not None
             self.run.number = recovery.run  # without them, it is a new run
-            resumes = {number: one.resume for number, one in back.items()}
-            restore(self.run, reconstruct(resumes), back, self.now_s)
+            restore(self.run, back, self.now_s)
         else:
             self._outbox.note("nobody came back: the last holder of any shared state is gone")
-        effects = self._outbox.take()
         for event in recovery.backlog:
-            effects += event()
-        self._outbox.do(*effects)
+            self._handlers[type(event)](event)
         if not self._members.size():
             self.run.admit()
 

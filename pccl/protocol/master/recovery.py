@@ -16,15 +16,16 @@ cannot matter to a survivor:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol.master import inputs
 from pccl.protocol.master.collectives import Running
-from pccl.protocol.master.effects import Adopt, Effect, Refusal, Remember
+from pccl.protocol.master.effects import Adopt, Refusal, Remember
 from pccl.protocol.master.history import (
     CROWDED,
     EPOCH_SHIFT,
@@ -49,6 +50,7 @@ HELD_MAX = 1 << 28  # bytes, about, of the messages that name a run of the minor
 RESTARTED = "the master was restarted"
 _RESULTS = frozenset(result.value for result in Result)
 _CALLED = frozenset(m.Called)
+Postponed: TypeAlias = inputs.Hello | inputs.Received | inputs.Rejected
 
 
 @dataclass(slots=True)
@@ -63,21 +65,6 @@ class Unresolved:
     unheard: set[int] = field(default_factory=set)  # members that never heard of its start
     votes: dict[int, bool] = field(default_factory=dict)
     outcome: bool | None = None
-
-
-@dataclass(slots=True)
-class Before:
-    """The run before the restart, as the survivors know it."""
-
-    accepted: dict[int, m.PeerInfo]
-    rings: dict[int, m.Rings]  # by group
-    collectives: dict[int, Unresolved]
-    missed: list[tuple[int, m.Small]]
-    failed: list[tuple[int, m.Failure]]
-    history: History
-    next_peer: int
-    incarnation: int
-    veterans: set[int]  # peers that have completed a collective or synchronization
 
 
 def plausible(resume: m.Resume) -> bool:
@@ -141,7 +128,7 @@ class Recovery:
         self._run, self._expected, self._complete = run, frozenset(expected), complete
         self._refused = refused or {}
         # other events that arrive meanwhile, to be handled afterwards
-        self.backlog: list[Callable[[], list[Effect]]] = []
+        self.backlog: list[Postponed | inputs.Disconnected] = []
         self._back: dict[int, dict[int, Back]] = {}  # by run and number, in order
         self._conns: dict[bytes, tuple[int, int]] = {}
         self._held: Counter[int] = Counter()  # bytes of messages, by run
@@ -151,12 +138,12 @@ class Recovery:
     def has_heard(self, conn: bytes) -> bool:
         return conn in self._said or conn in self._conns
 
-    def postpone(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
+    def postpone(self, event: Postponed) -> bool:
         """Keeps a message for later. Returns False, once, if its connection has sent too many."""
-        self._said[conn] += 1
-        if self._said[conn] <= BACKLOG_MAX:
+        self._said[event.conn] += 1
+        if self._said[event.conn] <= BACKLOG_MAX:
             self.backlog.append(event)
-        return self._said[conn] != BACKLOG_MAX + 1
+        return self._said[event.conn] != BACKLOG_MAX + 1
 
     def conn_of(self, resume: m.Resume) -> bytes | None:
         """The connection on which this peer has come back already, if it has."""
@@ -253,59 +240,47 @@ def weight(resume: m.Resume) -> int:
     return 1000 + 400 * len(resume.known) + 200 * len(resume.finished) + 40 * numbers + data
 
 
-def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
-    """The run before the restart, from the messages of the peers that are back."""
-    known = {info.peer for resume in resumes.values() for info in resume.known}
-    history, rings = _history(resumes)
-    collectives, missed = _collectives(resumes), _missed(resumes)
-    veterans = {number for number, resume in resumes.items() if resume.veteran}
-    veterans.update(number for number, _ in missed)
-    veterans.update(*(history.of(group).holders for group in rings))
-    veterans.update(*(each.open for each in collectives.values() if each.outcome))
-    return Before(
-        in_order({number: resumes[number].info for number in sorted(resumes)}),
-        rings,
-        collectives,
-        missed,
-        _failed(resumes),
-        history,
-        next_peer=max(known | resumes.keys()) + 1,
-        incarnation=max(
-            max(resume.last_seq >> INCARNATION_SHIFT, resume.epoch >> EPOCH_SHIFT)
-            for resume in resumes.values()
-        ),
-        veterans=veterans,
-    )
+Lacked: TypeAlias = tuple[int, int, m.MasterMessage]  # its seq, the peer that lacks it, a message
 
 
-def _missed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Small]]:
-    """Small results that some peers have and others lack: receivers and results, in order."""
+def _missed(resumes: Mapping[int, m.Resume]) -> list[Lacked]:
+    """Small results that some peers have and others lack."""
     found: dict[int, tuple[int, m.Small]] = {}
     for number in sorted(resumes):
         for small in resumes[number].small:
             if number in small.members:
                 found.setdefault(small.seq, (resumes[number].info.group, small))
     return [
-        (number, small)
-        for _, (group, small) in sorted(found.items())
-        for number in sorted(set(small.members) & resumes.keys())
-        if resumes[number].last_seq < small.seq and resumes[number].info.group == group
+        (seq, number, m.Missed(small))
+        for seq, (group, small) in found.items()
+        for number in set(small.members) & resumes.keys()
+        if resumes[number].last_seq < seq and resumes[number].info.group == group
     ]
 
 
-def _failed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Failure]]:
-    """Failures that some peers know and others do not: receivers and failures, in order."""
+def _failed(resumes: Mapping[int, m.Resume]) -> list[Lacked]:
+    """Failures that some peers know and others do not."""
     found: dict[int, tuple[int, m.Failure]] = {}
     for resume in resumes.values():
         for failure in resume.failed:
             found.setdefault(failure.seq, (resume.info.group, failure))
     return [
-        (number, failure)
-        for _, (group, failure) in sorted(found.items())
-        for number in sorted(set(failure.pair) & resumes.keys() if failure.pair else resumes)
-        if resumes[number].last_seq < failure.seq
+        (seq, number, m.Failed(failure))
+        for seq, (group, failure) in found.items()
+        for number in (set(failure.pair) & resumes.keys() if failure.pair else resumes)
+        if resumes[number].last_seq < seq
         and (failure.is_run_wide or resumes[number].info.group == group)
     ]
+
+
+def _unheard(collectives: Mapping[int, Unresolved]) -> Iterator[Lacked]:
+    """Starts that some members never heard of. Their votes are void: the collectives fail."""
+    lost = Result.RANK_CONNECTION_LOST.value
+    for seq, was in collectives.items():
+        called = m.Called.COLLECTIVE, was.tag, was.pair or ()
+        for number in was.unheard:
+            failure = m.Failure(seq, *called, lost, RESTARTED, m.Cause.OTHER)
+            yield seq, number, m.Failed(failure)
 
 
 def outdated(resumes: Mapping[int, m.Resume]) -> set[int]:
@@ -380,55 +355,53 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
     return found
 
 
-def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) -> None:
-    """Restores a run and its returned peers, and tells them. `now_s` is only for `status`."""
-    membership = run.membership
-    membership.next_number = max(membership.next_number, before.next_peer)
-    incarnation = max(run.numbers.incarnation, before.incarnation + 1)
-    run.numbers.begin(incarnation)
-    run.outbox.do(Adopt(run.number, incarnation))
-    for number, info in before.accepted.items():
+def restore(run: Run, back: Mapping[int, Back], now_s: float) -> None:
+    """Restores the run from what the returned peers tell, and tells them what they lack.
+
+    `now_s` is only for `status`.
+    """
+    resumes = {number: one.resume for number, one in back.items()}
+    history, rings = _history(resumes)
+    collectives, missed = _collectives(resumes), _missed(resumes)
+    veterans = {number for number, resume in resumes.items() if resume.veteran}
+    veterans.update(number for _, number, _ in missed)
+    veterans.update(*(history.of(group).holders for group in rings))
+    veterans.update(*(each.open for each in collectives.values() if each.outcome))
+    known = {info.peer for resume in resumes.values() for info in resume.known}
+    membership, numbers = run.membership, run.numbers
+    membership.next_number = max(membership.next_number, *(n + 1 for n in known | resumes.keys()))
+    incarnations = (
+        max(r.last_seq >> INCARNATION_SHIFT, r.epoch >> EPOCH_SHIFT) for r in resumes.values()
+    )
+    numbers.begin(max(numbers.incarnation, max(incarnations) + 1))
+    run.outbox.do(Adopt(run.number, numbers.incarnation))
+    accepted = in_order({number: resume.info for number, resume in resumes.items()})
+    for number, info in accepted.items():
         its = back[number]
         peer = membership.bring_back(its.conn, info, its.host, its.resume)
         peer.since_s = peer.spoke_s = now_s
-        peer.veteran = number in before.veterans
+        peer.veteran = number in veterans
         run.outbox.do(Remember(info))
-    run.history.restore(before.history)
+    run.history.restore(history)
     if run.history.finished:
         run.finish()
-    for group, rings in before.rings.items():
-        run.groups.restore(group, rings)
+    for group, its_rings in rings.items():
+        run.groups.restore(group, its_rings)
         if not run.history.of(group).holders:
             run.outbox.note(f"the last holder of group {group}'s shared state is gone")
     run.publish_world()
-    for group in before.rings:
+    for group in rings:
         run.groups.renew(group)
-    for number, info in before.accepted.items():
+    for number, info in accepted.items():
         run.outbox.send(number, m.Admitted(run.number, run.history.done(info.group)))
-    for seq in sorted(before.collectives):
-        _resolve(run, seq, before.collectives[seq], now_s)
-    for _, number, message in sorted(_lacked(before), key=lambda one: one[:2]):
+    for seq in sorted(collectives):
+        _resolve(run, seq, collectives[seq], now_s)
+    # by seq: the next restart relies on it that a peer that knows a seq knows all before it
+    lacked = [*missed, *_failed(resumes), *_unheard(collectives)]
+    for _, number, message in sorted(lacked, key=lambda one: one[:2]):
         run.outbox.send(number, message)
     for number, peer in membership.peers.items():
         run.outbox.send(number, m.Resumed(run.history.done(peer.info.group)))
-
-
-def _lacked(before: Before) -> Iterator[tuple[int, int, m.MasterMessage]]:
-    """For each result that a peer lacks: its seq, the peer, and the message.
-
-    The caller sends them by seq. The next restart relies on that: a peer that knows a seq knows all
-    before it.
-    """
-    for number, small in before.missed:
-        yield small.seq, number, m.Missed(small)
-    for number, failure in before.failed:
-        yield failure.seq, number, m.Failed(failure)
-    lost = Result.RANK_CONNECTION_LOST.value
-    for seq, was in before.collectives.items():
-        called = m.Called.COLLECTIVE, was.tag, was.pair or ()
-        for number in was.unheard:  # the collective fails, so their votes to start it are void
-            failure = m.Failure(seq, *called, lost, RESTARTED, m.Cause.OTHER)
-            yield seq, number, m.Failed(failure)
 
 
 def _resolve(run: Run, seq: int, was: Unresolved, now_s: float) -> None:

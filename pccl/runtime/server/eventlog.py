@@ -291,7 +291,7 @@ class EventLog:
         """Feeds an event to the master, and records it. Raises what the master raises."""
         recovering = master.recovering
         try:
-            effects = inputs.feed(master, event)
+            effects = master.feed(event)
         except BaseException as error:
             self._note(master.now_s, event, [], exception_text(error))
             raise

@@ -97,6 +97,8 @@ class Server:
         on_journal_error: OnError = OnError.CONTINUE,
         # the file that records all inputs of the state machine; None: no file
         event_log: Path | None = None,
+        # host and port of HTTP, which `Service` serves; None: no HTTP
+        http: tuple[str, int] | None = None,
     ) -> None:
         keys = None
         if security is not None:
@@ -118,6 +120,7 @@ class Server:
         self._zap: Zap | None = None
         self._journal: Scribe | None = None
         self._events: EventLog | None = None
+        self.web: Web | None = None
         self._stop = False
         self._chores_due_s = 0.0
         self._asked: deque[Future[Status]] = deque()  # requests of other threads
@@ -134,6 +137,9 @@ class Server:
             if event_log is not None:
                 self._events = EventLog(event_log)
                 self._opened.callback(self._events.close)
+            if http is not None:
+                self.web = Web(*http, self.ask)
+                self._opened.callback(self.web.close)
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"ZeroMQ cannot make its sockets: {error}") from None
@@ -320,7 +326,7 @@ class Server:
     ) -> Master:
         """The first master, or one that replaces another: `why`, and the old one's last effects."""
         began = inputs.Began(run, self._straggler_s, journal, why)
-        master = inputs.begin(began, combine, secrets.token_bytes(32))
+        master = Master.began(began, combine, secrets.token_bytes(32))
         master.now_s = time.monotonic()
         if self._events is not None:
             self._events.began(began, master.now_s, [*done])
@@ -328,7 +334,7 @@ class Server:
 
     def _feed(self, event: inputs.Event) -> list[effects.Effect]:
         if self._events is None:
-            return inputs.feed(self._master, event)
+            return self._master.feed(event)
         return self._events.feed(self._master, event)
 
     def _begin_anew(self, why: str) -> None:
@@ -571,9 +577,8 @@ class Service:
     A forked child has no such thread: `stop` and `wait` do nothing there.
     """
 
-    def __init__(self, server: Server, web: Web | None = None) -> None:
-        self.server = server  # the server
-        self._web = web
+    def __init__(self, server: Server) -> None:
+        self.server = server
         # the exception that ended the server; None after `stop`
         self.failure: BaseException | None = None
         self._pid = os.getpid()
@@ -585,11 +590,10 @@ class Service:
     def start(self) -> None:
         """Starts the thread. Raises RuntimeError, and closes everything, if that fails."""
         try:
-            if self._web is not None:
-                self._web.start()
+            if self.server.web is not None:
+                self.server.web.start()
             self._thread.start()
         except RuntimeError:
-            self._close_web()
             self.server.close()
             self._over = True
             raise
@@ -615,10 +619,5 @@ class Service:
         except BaseException as error:
             self.failure = error
         finally:
-            self._close_web()
             self._over = True
             self._serving.release()
-
-    def _close_web(self) -> None:
-        if self._web is not None:
-            self._web.close()

@@ -346,8 +346,8 @@ class Web:
         )
         await self._ended.wait()
         server.close()
-        for writer in self._open:
-            writer.transport.abort()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

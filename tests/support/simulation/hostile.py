@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pccl.protocol import messages as m
 from pccl.protocol.master.clients import FIRST
 from pccl.protocol.master.effects import Drop, Effect, Send
+from pccl.protocol.master.inputs import Disconnected, Hello, Received, Rejected, Resume
 from pccl.protocol.peer.effects import Answer
 from pccl.types import Result
 from simulation.peer import End, Waits
@@ -356,7 +357,7 @@ class HostileRun(SimulatedRun):
             self.restart_master()
         elif not blow.data:
             self._generation[blow.conn] += 1
-            self.perform(self.master.disconnected(conn, "its connection broke"))
+            self.perform(self.master.feed(Disconnected((conn,), "its connection broke")))
         elif conn not in self._ignored:
             self.perform(self._hear(conn, blow.data))
 
@@ -400,14 +401,14 @@ class HostileRun(SimulatedRun):
         try:
             message = m.decode_from_peer(data)
         except m.ProtocolError as error:
-            return self.master.rejected(conn, str(error))
+            return self.master.feed(Rejected(conn, str(error)))
         if isinstance(message, m.Hello):
-            return self.master.hello(conn, message, "10.0.0.9")
+            return self.master.feed(Hello(conn, message, "10.0.0.9"))
         if isinstance(message, m.Resume):
             if self.master.deserted(message):
                 self._begin_anew()
-            return self.master.resume(conn, message, "10.0.0.9")
-        return self.master.received(conn, message)
+            return self.master.feed(Resume(conn, message, "10.0.0.9"))
+        return self.master.feed(Received(conn, message))
 
     def perform(self, actions: Iterable[Effect]) -> None:
         mine = []

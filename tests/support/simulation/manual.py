@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.effects import Dial, Drop, Effect, Note, Send
+from pccl.protocol.master.inputs import Hello, Received, Resume, Tick
 from pccl.protocol.topology import Link, hops
 from pccl.runtime.inline_collectives import combine
 
@@ -51,10 +52,10 @@ class ManualRun:
         known = {"protocol": m.PROTOCOL_VERSION, "version": "1", "group": 0, "host": ""}
         place = {"port": 1, "ipc": "", "machine": "x", "arithmetic": b""}
         hello = m.Hello(**{**known, **place, **fields})  # type: ignore[arg-type]
-        self.perform(self.master.hello(conn, hello, "10.0.0.1"))
+        self.perform(self.master.feed(Hello(conn, hello, "10.0.0.1")))
 
     def say(self, conn: bytes, message: m.PeerMessage) -> None:
-        self.perform(self.master.received(conn, message))
+        self.perform(self.master.feed(Received(conn, message)))
 
     def everyone(self, message: m.PeerMessage) -> None:
         for peer in list(self.master.peers.values()):
@@ -94,11 +95,11 @@ class RestartedRun(ManualRun):
 
     def back(self, conn: bytes, number: int, run: int, *known: int, **fields: object) -> None:
         said = resume(number, run, known=infos(*(known or (number,))), **fields)
-        self.perform(self.master.resume(conn, said, "10.0.0.1"))
+        self.perform(self.master.feed(Resume(conn, said, "10.0.0.1")))
 
     def wait(self, seconds: float) -> None:
         for _ in range(11):
-            self.perform(self.master.tick(self.now_s))
+            self.perform(self.master.feed(Tick(self.now_s)))
             self.now_s += seconds / 10
 
     def refused(self, conn: bytes) -> m.Refused:
@@ -143,8 +144,8 @@ class SitesRun:
             machine = f"{site}.{on[site] // self.machines}"
             ipc = "/x" if self.machines > 1 else ""
             hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, ipc, machine, b"")
-            self._perform(self.master.hello(b"%d" % (i + 1), hello, "10.0.0.1"))
-        self._perform(self.master.received(b"1", m.TopologyVote(1)))
+            self._perform(self.master.feed(Hello(b"%d" % (i + 1), hello, "10.0.0.1")))
+        self._perform(self.master.feed(Received(b"1", m.TopologyVote(1))))
 
     def link(self, a: int, b: int) -> Link:
         """From one peer to another."""
@@ -158,7 +159,7 @@ class SitesRun:
         """Has the links measured; the ring that follows."""
         began_s = time.process_time()
         for number in self.site_of:
-            self._perform(self.master.received(b"%d" % number, m.OptimizeVote(2)))
+            self._perform(self.master.feed(Received(b"%d" % number, m.OptimizeVote(2))))
         while self._told:
             told, self._told = self._told, []
             self.slots += 1
@@ -166,7 +167,7 @@ class SitesRun:
                 self.probes += 1
                 link = self.link(probe.peers[0], number)
                 said = m.Measured(probe.seq, link.rate, link.delay_us)
-                self._perform(self.master.received(b"%d" % number, said))
+                self._perform(self.master.feed(Received(b"%d" % number, said)))
         self.seconds = time.process_time() - began_s
         (ring,) = self.master.run.groups[0].planned
         return ring.order

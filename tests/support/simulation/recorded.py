@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,17 +12,6 @@ from pccl.protocol.master.eventlog import Line, Recorder, exception_text
 from simulation.programs import ProgramRun, Scenario
 
 STEPS_MAX = 20_000
-INPUTS: dict[str, Callable[..., inputs.Event]] = {
-    "hello": inputs.Hello,
-    "resume": inputs.Resume,
-    "received": inputs.Received,
-    "rejected": inputs.Rejected,
-    "disconnected": lambda conn, why: inputs.Disconnected((conn,), why),
-    "all_disconnected": lambda conns, why: inputs.Disconnected(tuple(conns), why),
-    "dialled": inputs.Dialled,
-    "tick": inputs.Tick,
-    "farewell": inputs.Farewell,
-}
 
 
 class Recording:
@@ -33,8 +21,6 @@ class Recording:
         self.master, self.play = master, play
 
     def __getattr__(self, name: str) -> Any:
-        if name in INPUTS:
-            return lambda *args: self._feed(INPUTS[name](*args))
         return getattr(self.master, name)
 
     def reborn(self) -> tuple[Journal | None, list[Effect]]:
@@ -42,10 +28,10 @@ class Recording:
         self.play.effects_of_reborn = effects
         return journal, effects
 
-    def _feed(self, event: inputs.Event) -> list[Effect]:
+    def feed(self, event: inputs.Event) -> list[Effect]:
         recovering = self.master.recovering
         try:
-            effects = inputs.feed(self.master, event)
+            effects = self.master.feed(event)
         except Exception as error:
             self.play.note(event, [], exception_text(error))
             raise

@@ -31,6 +31,7 @@ from pccl.protocol.master.effects import (
     plain,
 )
 from pccl.protocol.master.history import FINISHED, GIVEN_UP
+from pccl.protocol.master.inputs import Dialled, Disconnected, Hello, Received, Resume, Tick
 from pccl.protocol.master.status import CALLS_MAX, Phase
 from pccl.protocol.master.voting import ODD, are_held
 from pccl.protocol.peer.effects import Answer, Fail, Fault
@@ -270,7 +271,7 @@ class SimulatedRun:
         self.say("time passes")
         for later_s in (0.0, 1.0 + (self.straggler_s or 0.0)):
             self.now_s += later_s
-            self.perform(self.master.tick(self.now_s))
+            self.perform(self.master.feed(Tick(self.now_s)))
 
     def cut(self, seq: Key | None) -> None:
         """Data of a collective stops to flow; who had enough already can still complete it."""
@@ -596,7 +597,7 @@ class SimulatedRun:
                 peer.check_empty()
         while self.broken:
             self._bury()
-        self.perform(self.master.tick(self.now_s))
+        self.perform(self.master.feed(Tick(self.now_s)))
         left = {name: size for name, size in remembered(self.master).items() if size}
         assert not left, f"all have left, but the master still has {left}"
 
@@ -647,13 +648,13 @@ class SimulatedRun:
         if peer.conn in self.dropped:
             return
         if isinstance(message, m.Hello):
-            self.perform(self.master.hello(peer.conn, message, "10.0.0.1"))
+            self.perform(self.master.feed(Hello(peer.conn, message, "10.0.0.1")))
         elif isinstance(message, m.Resume):
             if self.master.deserted(message):
                 self._begin_anew()
-            self.perform(self.master.resume(peer.conn, message, "10.0.0.1"))
+            self.perform(self.master.feed(Resume(peer.conn, message, "10.0.0.1")))
         else:
-            self.perform(self.master.received(peer.conn, message))
+            self.perform(self.master.feed(Received(peer.conn, message)))
         if self.graces != [None]:
             self._look_at_the_clock()
 
@@ -664,7 +665,7 @@ class SimulatedRun:
         self.say(f"the master sees that the connection of peer {peer.name} is gone")
         if peer.alive:
             peer.connection = "breaking" if peer.machine.over is None else "down"
-        self.perform(self.master.disconnected(peer.conn, "its connection broke"))
+        self.perform(self.master.feed(Disconnected((peer.conn,), "its connection broke")))
 
     def _break_connection(self, peer: SimPeer) -> None:
         self.say(f"peer {peer.name} sees that its connection is gone")
@@ -690,7 +691,7 @@ class SimulatedRun:
         members = {n: p.info.group for n, p in self.master.peers.items() if p.accepted}
         teams = {n: p.info.team for n, p in self.master.peers.items()}
         votes = dict(round_.votes) if round_ is not None else {}
-        self.perform(self.master.tick(self.now_s))
+        self.perform(self.master.feed(Tick(self.now_s)))
         gone = members.keys() - self.master.peers.keys() if self.straggler_s is None else ()
         for number in gone:
             graces = [
@@ -712,7 +713,7 @@ class SimulatedRun:
         peer = next((p for p in self.peers if p.machine.number == number), None)
         why = "refused" if peer is None or not peer.alive else peer.dialled
         self.say(f"the master's dial of peer {number}:", {"": "reached"}.get(str(why), str(why)))
-        self.perform(self.master.dialled(number, why))
+        self.perform(self.master.feed(Dialled(number, why)))
 
     def _choices(self) -> list[tuple[Callable[..., None], Any]]:
         choices: list[tuple[Callable[..., None], Any]] = []

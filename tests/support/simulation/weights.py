@@ -14,6 +14,7 @@ from pccl.protocol import weights
 from pccl.protocol.master import Master
 from pccl.protocol.master import effects as masters
 from pccl.protocol.master.clients import FIRST, PLACES_SMALL, SMALL_BYTES
+from pccl.protocol.master.inputs import Disconnected, Hello, Received
 from pccl.protocol.peer import effects as common
 from pccl.runtime.inline_collectives import combine
 
@@ -138,7 +139,7 @@ class WeightsRun:
     def kill(self, node: Node) -> None:
         node.alive = False
         node.out.clear()
-        self.perform(self.master.disconnected(node.conn, "it died"))
+        self.perform(self.master.feed(Disconnected((node.conn,), "it died")))
 
     def publish(self, node: Node, version: int, base: int, whole: bool = False) -> int:
         """Publishes differences, a whole version, or both. Returns the number of the call."""
@@ -179,9 +180,9 @@ class WeightsRun:
     def _say(self, node: Node) -> None:
         message = node.out.popleft()
         if isinstance(message, m.Hello):
-            self.perform(self.master.hello(node.conn, message, "10.0.0.1"))
+            self.perform(self.master.feed(Hello(node.conn, message, "10.0.0.1")))
         else:
-            self.perform(self.master.received(node.conn, message))
+            self.perform(self.master.feed(Received(node.conn, message)))
 
     def _hear(self, node: Node) -> None:
         node.perform(node.machine.received(node.into.popleft()))
