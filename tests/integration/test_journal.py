@@ -217,10 +217,10 @@ class Full:
         self.write = JournalFile.write
         monkeypatch.setattr(JournalFile, "write", lambda *arguments: self._write(*arguments))
 
-    def _write(self, file: JournalFile, state: State, changed: dict[int, bytes | None]) -> None:
+    def _write(self, file: JournalFile, state: State) -> None:
         if self.full:
             raise sqlite3.OperationalError("database or disk is full")
-        self.write(file, state, changed)
+        self.write(file, state)
 
 
 def test_the_run_goes_on_and_all_is_written_when_that_works_again(
@@ -280,9 +280,9 @@ def test_a_disk_that_hangs_holds_the_service_up_once(
     goes_on = threading.Event()
     write = JournalFile.write
 
-    def hang(file: JournalFile, state: State, changed: dict[int, bytes | None]) -> None:
+    def hang(file: JournalFile, state: State) -> None:
         goes_on.wait(60)
-        write(file, state, changed)
+        write(file, state)
 
     with opened(path) as scribe:
         monkeypatch.setattr(JournalFile, "write", hang)

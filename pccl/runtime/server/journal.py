@@ -78,6 +78,9 @@ class State:
     # peers that were dropped: their numbers, and their encoded Refusal
     refused: dict[int, bytes] = field(default_factory=dict)
 
+    def copy(self) -> State:
+        return replace(self, peers=dict(self.peers), refused=dict(self.refused))
+
 
 class JournalFile:
     """An open journal, and its lock; to be used by one thread at a time.
@@ -95,6 +98,7 @@ class JournalFile:
         self._patience_s = patience_s
         self._db: sqlite3.Connection | None = None
         self._file = (0, 0)
+        self._content: State | None = None  # of the file; None: not known
         try:
             if path.is_dir():
                 raise IsADirectoryError("it is a directory")
@@ -137,16 +141,16 @@ class JournalFile:
         if len(numbers) != 3:
             raise self._error(ValueError("it does not say which run it is of"))
         run, incarnation, next_peer = numbers
-        return State(run, incarnation, next_peer, dict(peers), dict(refused))
+        self._content = State(run, incarnation, next_peer, dict(peers), dict(refused))
+        return self._content.copy()
 
-    def write(self, state: State, changed: Mapping[int, bytes | None] | None) -> None:
-        """Writes the changed peers, or everything if `changed` is None.
-
-        After an exception the next call must write everything, because the file is opened again.
+    def write(self, state: State) -> None:
+        """Writes what differs from the content of the file.
 
         Raises:
             OSError, sqlite3.Error, JournalError: it could not be written.
         """
+        before, self._content = self._content, None
         try:
             if self._db is None:
                 self._open()
@@ -155,10 +159,18 @@ class JournalFile:
             assert self._db is not None
             with self._db:
                 self._db.execute("BEGIN IMMEDIATE")
-                self._fill(self._db, state, changed)
+                if before is None:
+                    self._db.execute("DELETE FROM peers")
+                    self._db.execute("DELETE FROM refused")
+                    before = State(state.run)
+                self._change(self._db, "peers", before.peers, state.peers)
+                self._change(self._db, "refused", before.refused, state.refused)
+                row = (state.run, state.incarnation, state.next_peer)
+                self._db.execute("INSERT OR REPLACE INTO run VALUES (1, ?, ?, ?)", row)
         except BaseException:
             self._shut()
             raise
+        self._content = state.copy()
 
     def mark(self, behind: bool) -> None:
         """Records in the lock's file whether the journal is behind. Raises OSError."""
@@ -175,21 +187,13 @@ class JournalFile:
         self._marked = behind
 
     @staticmethod
-    def _fill(
-        db: sqlite3.Connection, state: State, changed: Mapping[int, bytes | None] | None
+    def _change(
+        db: sqlite3.Connection, table: str, old: Mapping[int, bytes], new: Mapping[int, bytes]
     ) -> None:
-        if changed is None:
-            db.execute("DELETE FROM peers")
-            changed = state.peers
-        if None in changed.values() or changed is state.peers:  # only lost peers are refused
-            db.execute("DELETE FROM refused")
-            db.executemany("INSERT INTO refused VALUES (?, ?)", state.refused.items())
-        row = (state.run, state.incarnation, state.next_peer)
-        db.execute("INSERT OR REPLACE INTO run VALUES (1, ?, ?, ?)", row)
-        gone = [(number,) for number, info in changed.items() if info is None]
-        there = [(number, info) for number, info in changed.items() if info is not None]
-        db.executemany("DELETE FROM peers WHERE number = ?", gone)
-        db.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?)", there)
+        gone = [(number,) for number in old.keys() - new.keys()]
+        there = [(number, data) for number, data in new.items() if old.get(number) != data]
+        db.executemany(f"DELETE FROM {table} WHERE number = ?", gone)
+        db.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?)", there)
 
     def _open(self) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
@@ -267,7 +271,7 @@ class Scribe:
             state = self._file.read() or State(run)
             state.incarnation += 1
             refused = {number: _decode(why) for number, why in state.refused.items()}
-            self._file.write(state, {})
+            self._file.write(state)
         except Exception as error:
             self._file.close()
             if isinstance(error, JournalError):
@@ -284,7 +288,6 @@ class Scribe:
         )
         self._state = state
         self._whole = self._file.complete  # if not, only returning peers know the rest
-        self._changed: dict[int, bytes | None] = {}
         self._asked = self._written = 0  # numbers of changes: all, and those in the file
         self._failed: tuple[float, str] | None = None  # since when it fails, and the last error
         self._said_s = 0.0
@@ -310,14 +313,13 @@ class Scribe:
     def remember(self, info: m.PeerInfo) -> None:
         """Notes that a peer was accepted."""
         with self._news:
-            self._changed[info.peer] = self._state.peers[info.peer] = msgspec.msgpack.encode(info)
+            self._state.peers[info.peer] = msgspec.msgpack.encode(info)
             self._state.next_peer = max(self._state.next_peer, info.peer + 1)
             self._asked += 1
 
     def forget(self, number: int, why: Refusal | None = None) -> None:
         """Notes that a peer is gone, and why if it was dropped."""
         with self._news:
-            self._changed[number] = None
             self._state.peers.pop(number, None)
             if why is not None:
                 refused = self._state.refused
@@ -371,21 +373,16 @@ class Scribe:
                     self._news.wait(limits.JOURNAL_RETRY_S if behind else None)
                 behind = self._failed is not None
                 ending, asked, whole = self._ending, self._asked, self._whole
-                peers, refused = dict(self._state.peers), dict(self._state.refused)
-                state = replace(self._state, peers=peers, refused=refused)
-                changed = None if behind else self._changed
-                self._changed = {}
+                state = self._state.copy()
             if behind or asked != self._written:
-                self._write(state, changed, asked, whole)
+                self._write(state, asked, whole)
             if ending:
                 self._file.close()
                 return
 
-    def _write(
-        self, state: State, changed: Mapping[int, bytes | None] | None, asked: int, whole: bool
-    ) -> None:
+    def _write(self, state: State, asked: int, whole: bool) -> None:
         try:
-            self._file.write(state, changed)
+            self._file.write(state)
             if whole:
                 self._file.mark(behind=False)
         except Exception as error:  # of SQLite, the system, or a bug: the service continues

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -222,7 +223,7 @@ class Server:
                     self._do_chores(drained)
                     wait_s = self._patience_s(drained)
             if self._journal is None:  # with a journal, peers wait for it to come back
-                self._perform(self._feed(inputs.Farewell()))
+                self._happen(inputs.Farewell())
                 self._flush()
         except JournalError as error:
             log.error("the master ends: %s", error)
@@ -274,7 +275,7 @@ class Server:
         self._bury(now_s, drained)
         self._connections.cut(now_s, drained)
         self._dialler.tick(awake_s)
-        self._perform(self._feed(inputs.Tick(awake_s)))
+        self._happen(inputs.Tick(awake_s))
         self._flush()
         while self._asked:
             future = self._asked.popleft()
@@ -337,6 +338,9 @@ class Server:
             return self._master.feed(event)
         return self._events.feed(self._master, event)
 
+    def _happen(self, event: inputs.Event) -> None:
+        self._perform(self._feed(event))
+
     def _begin_anew(self, why: str) -> None:
         """Continues as after a restart, because the master was away, not its peers."""
         old = self._master
@@ -369,7 +373,7 @@ class Server:
             self._arriving.pop(conn, None)
         self._connections.bury(lost, now_s)
         if lost:
-            self._perform(self._feed(inputs.Disconnected(tuple(lost), self._why_lost)))
+            self._happen(inputs.Disconnected(tuple(lost), self._why_lost))
         if drained:
             self._connections.forget_buried(now_s)
 
@@ -409,12 +413,13 @@ class Server:
         else:
             del self._arriving[conn]
             why = "it said too much before it was welcome"
-            self._perform(self._feed(inputs.Rejected(conn, why)))
+            self._happen(inputs.Rejected(conn, why))
 
-    def _guarded(self, conn: bytes, event: Callable[[], list[effects.Effect]]) -> None:
-        """Handles a message. An exception costs only the connection that sent it."""
+    def _guarded(self, conn: bytes, make: Callable[[], inputs.Event | None]) -> None:
+        """Handles the event of a message. An exception costs only the connection that sent it."""
         try:
-            todo = event()
+            event = make()
+            todo = [] if event is None else self._feed(event)
         except MemoryError:
             self._faltered = "it had no memory to handle a message"
             return
@@ -428,16 +433,16 @@ class Server:
         self,
         conn: bytes,
         said: m.Hello | m.Examine,
-        event: Callable[[str | None], list[effects.Effect]],
+        make: Callable[[str | None], inputs.Event],
     ) -> None:
-        """Dials a connection's peer back, then has `event` handle its message."""
+        """Dials a connection's peer back, then handles the event that follows."""
         self._arriving[conn] = []
 
         def then(unreached: str | None) -> None:
             held = self._arriving.pop(conn, None)
             if held is None:
                 return  # the connection is gone
-            self._guarded(conn, lambda: event(unreached))
+            self._guarded(conn, lambda: make(unreached))
             for data in held:
                 self._deliver(conn, data)
 
@@ -445,16 +450,8 @@ class Server:
         target = Target("", said.port, said.curve, said.dial)
         dial_hosts(self._dialler, hosts(said, seen), target, self._awake_s, then, seen)
 
-    def _dial_peer(self, info: m.PeerInfo, password: str) -> None:
-        """Dials a peer that another peer cannot reach."""
-        target = Target("", info.port, info.curve, password)
-
-        def then(unreached: str | None) -> None:
-            self._perform(self._feed(inputs.Dialled(info.peer, unreached)))
-
-        dial_hosts(self._dialler, info.hosts, target, self._awake_s, then)
-
-    def _receive(self, conn: bytes, data: bytes | None) -> list[effects.Effect]:
+    def _receive(self, conn: bytes, data: bytes | None) -> inputs.Event | None:
+        """The event that a message is; None if its sender is dialled first."""
         try:
             if data is None:
                 raise m.ProtocolError("not one frame of messages")
@@ -462,43 +459,34 @@ class Server:
                 raise m.ProtocolError("a name that the connection has given itself")
             message = m.decode_from_peer(data)
         except m.ProtocolError as error:
-            why = f"it sent bytes that are no message: {error}"
-            return self._feed(inputs.Rejected(conn, why))
-        if isinstance(message, m.Hello):
-            return self._receive_hello(conn, message, self._connections.senders[conn].host)
-        if isinstance(message, m.Examine):
-            host = self._connections.senders[conn].host
-            self._dial(
-                conn,
-                message,
-                lambda why: self._feed(inputs.Examine(conn, host, why, time.time())),
-            )
-            return []
-        if isinstance(message, m.Resume):
-            return self._receive_resume(conn, message)
-        return self._feed(inputs.Received(conn, message))
+            return inputs.Rejected(conn, f"it sent bytes that are no message: {error}")
+        host = self._connections.senders[conn].host
+        match message:
+            case m.Hello() as hello:
+                is_refused = self._master.knows(conn) or self._master.objection(hello, host)
+                if is_refused or hello.outgoing:  # no dial can reach it
+                    return inputs.Hello(conn, hello, host)
+                self._dial(conn, hello, lambda why: inputs.Hello(conn, hello, host, why or ""))
+                return None
+            case m.Examine():
+                self._dial(conn, message, lambda why: inputs.Examine(conn, host, why, time.time()))
+                return None
+            case m.Resume():
+                self._expect(message)
+                return inputs.Resume(conn, message, host)
+        return inputs.Received(conn, message)
 
-    def _receive_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[effects.Effect]:
-        """Dials a peer that may join; refuses others without a dial."""
-        if self._master.knows(conn) or self._master.objection(hello, host):
-            return self._feed(inputs.Hello(conn, hello, host))
-        if hello.outgoing:  # no dial can reach it
-            return self._feed(inputs.Hello(conn, hello, host))
-        self._dial(conn, hello, lambda why: self._feed(inputs.Hello(conn, hello, host, why or "")))
-        return []
-
-    def _receive_resume(self, conn: bytes, resume: m.Resume) -> list[effects.Effect]:
-        """Handles a peer that comes back. Its connection may have broken because this process had
-        a pause."""
+    def _expect(self, resume: m.Resume) -> None:
+        """Handles what explains why a peer comes back: this process had a pause, or the loss of the
+        peer's earlier connection was not handled yet."""
         self._pauses.check()
         if self._master.deserted(resume):
             self._begin_anew("all peers were lost, and now they come back")
         elif self._pauses.woke_lately and self._master.misses(resume):
             self._begin_anew("connections broke while it did not run")
         earlier = self._master.back_on(resume)
-        if earlier is not None and self._connections.has_lost(earlier):  # and it is not buried yet
-            self._perform(self._feed(inputs.Disconnected((earlier,), self._why_lost)))
-        return self._feed(inputs.Resume(conn, resume, self._connections.senders[conn].host))
+        if earlier is not None and self._connections.has_lost(earlier):
+            self._happen(inputs.Disconnected((earlier,), self._why_lost))
 
     # ---- effects ----
 
@@ -534,7 +522,13 @@ class Server:
                 self._journal.recovered()
             self._journal.settle()
         for dial in dials:
-            self._dial_peer(dial.info, dial.password)
+            info = dial.info
+            target = Target("", info.port, info.curve, dial.password)
+            then = partial(self._dialled, info.peer)
+            dial_hosts(self._dialler, info.hosts, target, self._awake_s, then)
+
+    def _dialled(self, number: int, unreached: str | None) -> None:
+        self._happen(inputs.Dialled(number, unreached))
 
     def _flush(self) -> None:
         """Sends each connection its messages, in as few frames as possible.
