@@ -46,7 +46,7 @@ class Door:
 
     def cut(self, after_s: float = limits.KNOWN_LOOK_S, drained: bool = True) -> list[int]:
         self.now_s += after_s
-        return [verdict.line.descriptor for verdict in self.guard.look(self.now_s, drained)]
+        return [line.descriptor for line, _ in self.guard.look(self.now_s, drained)]
 
 
 def test_a_message_without_an_end() -> None:
@@ -97,10 +97,10 @@ def test_descriptors_are_used_again() -> None:
     door.guard.gone(1)
     door.come(1)
     assert door.cut(2.0) == []
-    (verdict,) = door.guard.look(door.now_s + limits.HELLO_S, True)
-    assert door.guard.holds(verdict.line)
+    ((line, _),) = door.guard.look(door.now_s + limits.HELLO_S, True)
+    assert door.guard.holds(line)
     door.come(1)
-    assert not door.guard.holds(verdict.line)
+    assert not door.guard.holds(line)
     door.guard.heard(7)  # nothing is known of it
 
 

@@ -1,18 +1,16 @@
 """Clients: processes that publish or follow weights beside the run.
 
 Clients are no members: they do not vote, no peer waits for them, and they learn nothing that would
-let them connect to peers. The master knows which packages are available, and who holds them. It
-sends a client that seeks a package to a holder. A holder serves few receivers at a time, and each
-receiver becomes a holder when it has the package, so each package spreads along a tree. Faster
-receivers come first, and get the fastest free holder. The rates are measured by receivers.
-
-A slow receiver gives its place at the holder back, so that it keeps no other client waiting. If its
-holder is lost, or no longer has the package, it is sent to another holder, and keeps what it has.
+let them connect to peers. The master sends a client that seeks a package to a holder. A holder
+serves few receivers at a time, and each receiver becomes a holder when it has the package, so each
+package spreads along a tree. Faster receivers come first, and get the fastest free holder. The
+rates are measured by receivers. A slow receiver gives its place at the holder back, so that it
+keeps no other client waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -125,17 +123,12 @@ class Clients:
     def __init__(self, numbers: Numbers, rendezvous: Rendezvous, outbox: Outbox) -> None:
         self._numbers, self.rendezvous = numbers, rendezvous
         self._outbox, self.catalogue = outbox, Catalogue()
-        self._all: dict[int, Client] = {}
+        self.all: dict[int, Client] = {}  # by number
         self._by_conn: dict[bytes, int] = {}
         self._seeking: dict[int, None] = {}  # clients that wait for a holder
         self._next = FIRST + 1
         self._free_slots: list[int] = []
         self._slots = 0  # slots in use or in `_free_slots`
-
-    @property
-    def all(self) -> Mapping[int, Client]:
-        """All clients, by number."""
-        return self._all
 
     def has(self, conn: bytes) -> bool:
         return conn in self._by_conn
@@ -143,7 +136,7 @@ class Clients:
     # ---- joining and leaving ----
 
     def register(self, conn: bytes, info: m.PeerInfo, warning: str) -> None:
-        if len(self._all) >= SLOTS:
+        if len(self.all) >= SLOTS:
             self._outbox.do(Drop(conn, f"there are {SLOTS} clients already"))
             return
         number, self._next = self._next, self._next + 1
@@ -151,14 +144,14 @@ class Clients:
         self._slots = max(self._slots, slot + 1)
         nonce = self._numbers.nonce_of_client(number)
         one = Client(conn, msgspec.structs.replace(info, peer=number), nonce, slot)
-        self._all[number], self._by_conn[conn] = one, number
+        self.all[number], self._by_conn[conn] = one, number
         self._send(one, m.Welcome(number, plain(warning), nonce))
         self._send(one, m.Available(self.catalogue.packages, self.catalogue.head))
         self._outbox.note(f"{one} registered")
 
     def lose(self, conns: Iterable[bytes], why: str) -> None:
         """Handles lost connections; some may belong to clients."""
-        lost = [self._all[self._by_conn[conn]] for conn in conns if conn in self._by_conn]
+        lost = [self.all[self._by_conn[conn]] for conn in conns if conn in self._by_conn]
         before = self.catalogue.packages if lost else ()
         for one in lost:
             self._remove(one, why)
@@ -171,30 +164,30 @@ class Clients:
         self.lose([conn], why)
 
     def farewell(self, result: Result, why: str) -> None:
-        for one in self._all.values():
+        for one in self.all.values():
             self._send(one, m.Kicked(result.value, why))
 
     def _remove(self, one: Client, why: str) -> None:
         number = one.info.peer
         self._part(one)
         for receiver in list(one.receivers):
-            self._wait_again(self._all[receiver])
-        del self._all[number], self._by_conn[one.conn]
+            self._wait_again(self.all[receiver])
+        del self.all[number], self._by_conn[one.conn]
         self._seeking.pop(number, None)
         heappush(self._free_slots, one.slot)
-        if not self._all:
+        if not self.all:
             self._free_slots.clear()
             self._slots = 0
-        for other in self._all.values():
+        for other in self.all.values():
             other.rates.pop(number, None)
         for _ in self.catalogue.set(number, ()):
             raise AssertionError("an empty set contradicts nothing")
-        self._outbox.note(f"{one}: {why}; {len(self._all)} clients remain")
+        self._outbox.note(f"{one}: {why}; {len(self.all)} clients remain")
 
     # ---- messages ----
 
     def received(self, conn: bytes, message: m.PeerMessage) -> None:
-        one = self._all[self._by_conn[conn]]
+        one = self.all[self._by_conn[conn]]
         match message:
             case m.Publish():
                 self._publish(one, message)
@@ -254,7 +247,7 @@ class Clients:
         self.catalogue.head = max(self.catalogue.head, holds.version)
         one.version = holds.version
         for number in list(one.receivers):
-            receiver = self._all[number]
+            receiver = self.all[number]
             key = None if receiver.seek is None else (receiver.seek.version, receiver.seek.base)
             if key is None or one.info.peer not in self.catalogue.holders(key):
                 self._part(receiver)
@@ -269,7 +262,7 @@ class Clients:
         self._assign()
 
     def _got(self, one: Client, rate: int) -> None:
-        holder = self._all.get(one.holder)
+        holder = self.all.get(one.holder)
         one.rate = rate
         if holder is not None:
             one.rates[one.holder] = holder.given = rate
@@ -279,13 +272,13 @@ class Clients:
         self._assign()
 
     def _request_rendezvous(self, one: Client, request: m.RendezvousRequest) -> None:
-        receiver = self._all.get(request.peer)
+        receiver = self.all.get(request.peer)
         if receiver is None:
             return  # it has gone meanwhile
         relays = self.rendezvous.relays
         for to, message in reach.rendezvous(one.info, receiver.info, request, relays):
-            if to.peer in self._all:
-                self._send(self._all[to.peer], message)
+            if to.peer in self.all:
+                self._send(self.all[to.peer], message)
             else:
                 self._outbox.send(to.peer, message)
 
@@ -293,7 +286,7 @@ class Clients:
 
     def _part(self, one: Client) -> None:
         """Ends the assignment of a receiver to its holder."""
-        holder = self._all.get(one.holder)
+        holder = self.all.get(one.holder)
         one.holder = 0
         if holder is not None:
             holder.receivers.pop(one.info.peer, None)
@@ -307,12 +300,12 @@ class Clients:
     def _assign(self) -> None:
         """Sends waiting clients to holders with free places."""
         free: dict[tuple[int, int], list[Client]] = {}
-        waiting = (self._all[number] for number in self._seeking)
+        waiting = (self.all[number] for number in self._seeking)
         for one in sorted(waiting, key=lambda one: (one.slow, -one.rate)):
             assert one.seek is not None
             key = one.seek.version, one.seek.base
             if key not in free:
-                free[key] = [*map(self._all.__getitem__, self.catalogue.holders(key))]
+                free[key] = [*map(self.all.__getitem__, self.catalogue.holders(key))]
             places = self._places(key)
             free[key] = [holder for holder in free[key] if self._taken(holder) < places]
             usable = [each for each in free[key] if self._is_usable(one, each)]
@@ -345,7 +338,7 @@ class Clients:
 
     def _taken(self, holder: Client) -> int:
         """How many places of a holder are taken. Slow receivers take none."""
-        return sum(not self._all[number].slow for number in holder.receivers)
+        return sum(not self.all[number].slow for number in holder.receivers)
 
     # ---- messages to clients ----
 
@@ -354,7 +347,7 @@ class Clients:
         now = self.catalogue.packages
         if now != before:
             message = m.Available(now, self.catalogue.head)
-            for one in self._all.values():
+            for one in self.all.values():
                 self._send(one, message)
 
     def _send(self, one: Client, message: m.MasterMessage) -> None:

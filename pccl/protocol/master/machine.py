@@ -4,8 +4,8 @@ Theory of operation
 -------------------
 
 The caller feeds events (inputs.py) and performs the returned effects in order. Most events name a
-connection. A connection belongs to one peer forever: a peer
-that connects again is a new peer, except after a restart of the master.
+connection. A connection belongs to one peer forever: a peer that connects again is a new peer,
+except after a restart of the master.
 
 A peer is *pending* from its Hello until the accepted peers admit it. Then it is *accepted* until it
 leaves, is dropped or lost. Accepted peers vote in rounds (voting.py). Three kinds of agreement last
@@ -24,18 +24,13 @@ longer than one vote:
   longer measured.
 
 A restarted master knows only its journal: the accepted peers. It waits until they have come back
-and told what they know (`resume`), or until a time limit. Then it continues from the conclusions of
+and told what they know, or until a time limit. Then it continues from the conclusions of
 recovery.py. Other messages that arrive meanwhile are kept for later. A master without a journal
 does the same for the run that most of the returning peers name.
 
-Structure
----------
-
-`Master` checks whether an event is legal now, and hands each message to its part. The parts are
-`Collectives`, `Synchronizations`, `Optimizations`, `Accusations`, `Clients` and `Voting`. They
-share the objects in `Common` (topology.py). A part that finds that a peer must be dropped tells
-`Dismissals`. `Run` makes the parts, and has the steps that concern several of them, such as
-admitting and removing peers.
+`Master` checks whether an event is legal now, and hands each message to its part. `Run` makes the
+parts, and has the steps that concern several of them, such as admitting and removing peers.
+docs/internals/architecture.md lists the parts.
 
 Invariants
 ----------

@@ -1,16 +1,7 @@
 """The recovery of a restarted master from what returning peers tell.
 
 The journal only names the accepted peers. The peers know the rest, and facts that no survivor knows
-cannot matter to a survivor:
-
-- If a peer knows the outcome of a collective, that is its outcome. In any other collective, members
-  that hold the result have voted yes, members that gave up or never heard of its start have voted
-  no, and members that are still working are interrupted.
-- If a peer knows that a call has failed for all, it has failed. A peer that waits in it has only
-  missed the error.
-- If a peer knows the result of a round, the round is over. A peer that waits in it has only missed
-  the result; each result carries the number of its round. Any other round begins anew.
-- The group's revision is that of the latest synchronization whose result a peer knows.
+cannot matter to a survivor. docs/internals/protocol.md ("A restarted master") has the rules.
 """
 
 from __future__ import annotations
@@ -37,6 +28,7 @@ from pccl.protocol.master.history import (
 )
 from pccl.protocol.master.membership import in_order
 from pccl.protocol.master.run import Run
+from pccl.protocol.master.topology import Group
 from pccl.types import Result
 
 WAIT_S = 5.0  # for peers to come back; they try several times a second
@@ -386,7 +378,7 @@ def restore(run: Run, back: Mapping[int, Back], now_s: float) -> None:
     if run.history.finished:
         run.finish()
     for group, its_rings in rings.items():
-        run.groups.restore(group, its_rings)
+        run.groups[group] = Group(rings=its_rings)
         if not run.history.of(group).holders:
             run.outbox.note(f"the last holder of group {group}'s shared state is gone")
     run.publish_world()

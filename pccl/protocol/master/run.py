@@ -183,10 +183,10 @@ class Run:
         self.collectives.lose(group, lost)
         self.synchronizations.lose(group, lost)
         if not self.membership.size(group):
-            self.groups.forget(group)
+            self.groups.pop(group, None)
             self.history.forget(group)
             self.collectives.forget(group)
-            self.tally.forget(group)
+            self.tally.courses.pop(group, None)
 
     def bereave(self, group: int, numbers: Set[int]) -> None:
         """Notes that peers do not hold their group's shared state, which may begin anew then."""

@@ -367,7 +367,7 @@ def _groups(run: Run, now_s: float) -> Iterator[GroupStatus]:
     running = Counter(one.group for one in run.table)
     for number in run.groups:
         group, state = run.groups[number], run.history.of(number)
-        course = run.tally.course(number)
+        course = run.tally.courses[number]
         yield GroupStatus(
             number,
             run.membership.size(number),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeVar
@@ -157,7 +158,7 @@ class Tally:
     def __init__(self) -> None:
         self.now_s = 0.0  # the time, set by the caller
         self.counts = Counts()  # the counters
-        self._courses: dict[int, Course] = {}
+        self.courses: defaultdict[int, Course] = defaultdict(Course)  # by group
 
     def committed(self, round_: Round[object]) -> None:
         """Counts a round in which all have voted."""
@@ -166,20 +167,11 @@ class Tally:
         if last.since_s <= first.since_s or (since_s := stuck_since_s(round_)) is None:
             return
         group = round_.id.group
-        for number in self._courses if group is None else self._courses.keys() & {group}:
-            self._courses[number].lost(since_s, last.since_s)
-
-    def course(self, group: int) -> Course:
-        course = self._courses.get(group)
-        if course is None:
-            course = self._courses[group] = Course()
-        return course
-
-    def forget(self, group: int) -> None:
-        self._courses.pop(group, None)
+        for number in self.courses if group is None else self.courses.keys() & {group}:
+            self.courses[number].lost(since_s, last.since_s)
 
     def started(self, group: int) -> None:
-        recovery_s = self.course(group).started(self.now_s)
+        recovery_s = self.courses[group].started(self.now_s)
         if recovery_s is not None:
             self.counts.recoveries.add(recovery_s)
 
@@ -193,12 +185,12 @@ class Tally:
         counts.carried[encoding] = min(counts.carried.get(encoding, 0) + given, COUNT_MAX)
         around = factor(work.what, members)
         if around and given and taken_s > 0:
-            self.course(group).bus_rate = around * given / taken_s
+            self.courses[group].bus_rate = around * given / taken_s
 
     def aborted(self, group: int, reason: Reason, since_s: float, interrupted_s: float) -> None:
         self.counts.aborted += 1
         self.counts.retries[reason] += 1
-        self.course(group).aborted(since_s, interrupted_s)
+        self.courses[group].aborted(since_s, interrupted_s)
 
     def synchronized(self, since_s: float, nbytes: Iterable[tuple[int, bool]]) -> None:
         """Counts a synchronization. `nbytes` has, for each receiver, the bytes that it lacked, and

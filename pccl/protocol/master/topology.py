@@ -1,29 +1,12 @@
 """Each group's epoch and rings, and the peers that are dropped because others cannot reach them.
 
-A peer that cannot open a stream to another one reports it. One report proves little: the fault may
-lie with the accused (a firewall, a wrong address), with the accuser (it can connect to no peer), or
-between the two. So the master dials the accused itself, and meanwhile the rings avoid the link. No
-peer is dropped yet, because a peer that is really at fault fails in the other rings too.
-
-The evidence is: which peer could not reach which since the last collective that went around the
-rings, which links that collective used, and how the master's dials ended. The rules, in order:
-
-1. If the master cannot reach the accused either, and its view counts, the accused is dropped.
-2. If several peers accuse a peer, and more than it accuses itself, it is dropped. Two accusers are
-   enough; three (or all others) if the master reaches the peer; one more for each peer that did
-   reach it.
-3. If a peer accuses several others, each of which the master reaches or no other peer accuses, the
-   accuser is dropped. Two are enough, and one more for each peer that it did reach.
-4. If there are rings without any blocked link, no peer is dropped.
-5. If there are such rings once links that were blocked before the last success may be used again,
-   no peer is dropped.
-6. Otherwise one peer must be dropped: the one that has trouble with most others; then an accuser
-   before a peer that the master reaches; then a peer with which nothing has ever succeeded; then
-   the latest. A peer that has just died is accused too, and is dropped when its connection breaks.
-   So this rule waits for some attempts, unless nothing has ever succeeded with the accused.
-
-A blocked link is not used again while both its peers stay, except by rule 5, or when a measurement
-shows that it works.
+A peer that cannot open a stream to another one reports it. One report proves little, so the master
+dials the accused itself, and meanwhile the rings avoid the link. The evidence is: which peer could
+not reach which since the last collective that went around the rings, which links that collective
+used, and how the master's dials ended. docs/internals/protocol.md ("A peer that cannot be reached")
+has the rules. `Blame.verdict` applies the rules 1 to 3, `Accusations` (collectives.py) 4 and 5, and
+`Blame.last_resort` 6: a peer that has just died is accused too, and is dropped when its connection
+breaks, so this rule waits for some attempts.
 
 A peer that only dials out (`outgoing`) connects to a rendezvous point that reach.py chooses, and
 that the master tells it. Two such peers need a third one that relays. If there is none, the rings
@@ -36,7 +19,7 @@ links within groups and between machines are measured.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import NamedTuple, TypeAlias
@@ -244,27 +227,15 @@ class Group:
     rates: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes/s, when last measured
 
 
-class Groups:
+class Groups(dict[int, Group]):
     """The groups that have accepted peers."""
 
     def __init__(
         self, membership: Membership, numbers: Numbers, history: History, outbox: Outbox
     ) -> None:
+        super().__init__()
         self._membership, self._numbers = membership, numbers
         self._history, self._outbox = history, outbox
-        self._groups: dict[int, Group] = {}
-
-    def __getitem__(self, number: int) -> Group:
-        return self._groups[number]
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._groups
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._groups)
-
-    def __len__(self) -> int:
-        return len(self._groups)
 
     def repair(self, number: int) -> None:
         """Gives a group new streams, if a collective has failed since it got the current ones.
@@ -272,12 +243,12 @@ class Groups:
         This is not done at the failure itself. Usually a peer has died; its loss is noticed soon,
         and gives the survivors new streams anyway.
         """
-        if self._groups[number].broken:
+        if self[number].broken:
             self.renew(number)
 
     def renew(self, number: int, gone: Sequence[m.Gone] = ()) -> None:
         """Gives a group new streams: its members have changed, or a collective has failed."""
-        group = self._groups.setdefault(number, Group())
+        group = self.setdefault(number, Group())
         group.epoch, group.broken = self._numbers.take_epoch(), False
         group.planned = self.plan(number)
         peers = tuple(map(self._membership.info, self._membership.accepted(number)))
@@ -288,7 +259,7 @@ class Groups:
             self._outbox.send(peer.peer, plan)
 
     def plan(self, number: int) -> tuple[m.Ring, ...]:
-        group = self._groups[number]
+        group = self[number]
         infos = [self._membership.info(one) for one in self._membership.accepted(number)]
         return plan_rings(infos, group.rings, group.blame.cost())
 
@@ -296,13 +267,6 @@ class Groups:
         """The peers of a group with which a collective has gone around the rings."""
         accepted = self._membership.accepted(number)
         return {one for one in accepted if self._membership.peers[one].proven}
-
-    def restore(self, number: int, rings: tuple[m.Ring, ...]) -> None:
-        """Restores a group after a restart; `renew` it next."""
-        self._groups[number] = Group(rings=rings)
-
-    def forget(self, number: int) -> None:
-        self._groups.pop(number, None)
 
 
 class Rendezvous:

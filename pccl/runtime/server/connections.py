@@ -60,13 +60,6 @@ PATIENCE = 3  # factor of the time limit while the master has unread messages
 SHARE = 50  # a pause between looks is at least this many times as long as a look
 
 
-class Cut(NamedTuple):
-    """A connection to close, and why."""
-
-    line: Line
-    why: str
-
-
 @dataclass(slots=True, eq=False)
 class Line:
     descriptor: int
@@ -131,15 +124,12 @@ class Guard:
         """The longest time until the next look; None: until a connection is accepted."""
         return self._pause_s if self._lines else None
 
-    def look(self, now_s: float, drained: bool) -> list[Cut]:
-        """Looks at all connections, if it is time to.
+    def look(self, now_s: float, drained: bool) -> list[tuple[Line, str]]:
+        """The connections to cut, and why. Looks at them only if it is time to.
 
         Args:
             now_s: the time by the monotonic clock.
             drained: whether all messages that have arrived have been read.
-
-        Returns:
-            The connections to cut.
         """
         if now_s < self._next_s or not self._lines:
             return []
@@ -147,13 +137,12 @@ class Guard:
         limit_s = limits.HELLO_S if drained else PATIENCE * limits.HELLO_S
         cuts = []
         for line in self._lines.values():
-            why = "" if line.cut else self._see(line, now_s, limit_s)
-            if why:
-                cuts.append(Cut(line, why))
+            if not line.cut and (why := self._see(line, now_s, limit_s)):
+                cuts.append((line, why))
                 line.cut = True
-        for cut in self._crowd():
-            cuts.append(cut)
-            cut.line.cut = True
+        for line, why in self._crowd():
+            cuts.append((line, why))
+            line.cut = True
         ended_s = now_s + self._clock() - began_s
         strangers = any(line.stranger for line in self._lines.values())
         self._pause_s = limits.STRANGERS_LOOK_S if strangers else limits.KNOWN_LOOK_S
@@ -180,18 +169,18 @@ class Guard:
         total = self._received(line.descriptor)
         return 0 if total is None else total - line.counted
 
-    def _crowd(self) -> list[Cut]:
+    def _crowd(self) -> list[tuple[Line, str]]:
         """The strangers to cut because they are too many, or take too much memory together."""
         strangers = [line for line in self._lines.values() if line.stranger and not line.cut]
         surplus = strangers[: max(0, len(strangers) - self._lines_max // 2)]
-        cuts = [Cut(line, "too many connections say nothing") for line in surplus]
+        cuts = [(line, "too many connections say nothing") for line in surplus]
         sizes = [(self._unread(line), line) for line in strangers[len(surplus) :]]
         total = sum(size for size, _ in sizes)
         for size, line in sorted(sizes, key=lambda pair: -pair[0]):
             if total <= limits.STRANGERS_BYTES:
                 break
             total -= size
-            cuts.append(Cut(line, "too much arrives that is no message yet"))
+            cuts.append((line, "too much arrives that is no message yet"))
         return cuts
 
 
@@ -425,19 +414,15 @@ class Connections:
             self._shut(fd, partial(self._is_of, fd, conn))
 
     @property
-    def must_bury(self) -> bool:
-        """True if there are lost connections to bury."""
-        return bool(self._lost or self._unreachable)
-
-    @property
     def crowded(self) -> bool:
         """True if connections must be closed at once."""
         return bool(self._surplus)
 
     @property
     def busy(self) -> bool:
-        """True if a time limit ends soon."""
-        return bool(self._dropped or self._buried or self._reserve.spent)
+        """True if there are lost connections to bury, or a time limit ends soon."""
+        waiting = self._lost or self._unreachable or self._dropped or self._buried
+        return bool(waiting or self._reserve.spent)
 
     @property
     def patience_s(self) -> float | None:

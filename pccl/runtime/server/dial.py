@@ -1,18 +1,13 @@
 """Dials peers back to check that they can be reached, without ever blocking.
 
-A peer may have several hosts. If a dial of the first one fails, the others are dialled, all at
-once.
-
 A dial has two steps. First it connects and waits for the greeting that a ZeroMQ socket sends to a
 new connection. It sends nothing to other services. Then it does the handshake of a stream, with the
 peer's password or key, which only the peer itself knows. This proves that the peer was reached, and
 not another process behind a wrong port forwarding.
 
-Any process may request a dial, but must not learn from it what else is in the master's network. So
-a dial to an address other than the requester's own reveals only whether the peer has proven itself:
-all failures have the same text and take the same time. Names are resolved, in a thread, only for
-dials that the master itself makes, to find out which of two peers is to blame. The number of dials
-is limited, for each requester and in total.
+Any process may request a dial, but must not learn from it what else is in the master's network:
+docs/internals/protocol.md ("A peer that cannot be reached") says what it learns, and has the
+limits. Names are resolved, in a thread, only for dials that the master itself makes.
 """
 
 from __future__ import annotations

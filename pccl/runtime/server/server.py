@@ -256,11 +256,9 @@ class Server:
 
         Votes are most of a master's work, and the chores cost as much as a vote.
         """
-        connections = self._connections
         return not (
             self._faltered
-            or connections.must_bury
-            or connections.busy
+            or self._connections.busy
             or self._dialler.busy
             or self._master.watches_time
         )

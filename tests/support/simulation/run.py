@@ -798,7 +798,7 @@ class SimulatedRun:
 def remembered(master: Master) -> dict[str, int]:
     """How much a master has in each of its tables, but for those who may come back, and counts."""
     more = {"catalogue": master.run.clients.catalogue}
-    return {
+    return {"groups.groups": len(master.run.groups)} | {
         f"{part}.{name.lstrip('_')}": len(table)
         for part, owner in (vars(master.run) | more).items()
         if hasattr(owner, "__dict__") and part != "tally"
