@@ -249,7 +249,9 @@ class Collectives(Part):
             why = outdated(round_, len(round_.votes))
             self._refuse(round_, Result.RANK_CONNECTION_LOST, why)
             return
-        data = self._combined(work, round_)
+        parts = [round_.votes[number].data for number in sorted(round_.votes)]
+        given = [part for part in parts if part is not None]
+        data = self._combine(work, given) if given else None  # the result, if all came with votes
         if data is None:
             self._groups.repair(group_number)
         group = self._groups[group_number]
@@ -271,12 +273,10 @@ class Collectives(Part):
         if data is not None:
             stable, final = self._deliver(group_number, seq, len(data), round_)
         if not final:
-            running = Running(seq, group_number, set(round_.votes), began_as=round_.id)
-            running.since_s, running.work, running.size = since_s, work, len(round_.votes)
+            running = self._run(seq, round_)
             even = all(vote.rows is None for vote in round_.votes.values())
             if data is None and even and goes_around(work):
                 running.around = epoch, group.planned
-            self._table.add(running)
         else:
             self._tally.ended(group_number, work, len(round_.votes), since_s)
             for number in round_.votes:
@@ -296,17 +296,28 @@ class Collectives(Part):
         group_number = round_.id.group
         assert group_number is not None and round_.id.pair is not None
         if why := self._rendezvous.severed([round_.id.pair]):
-            failed = Result.RANK_CONNECTION_FAILED
-            self._refuse(round_, failed, why)
+            self._refuse(round_, Result.RANK_CONNECTION_FAILED, why)
             return
         seq, epoch = self._numbers.take_seq(), self._groups[group_number].epoch
-        running = Running(seq, group_number, set(round_.votes), began_as=round_.id, paired=True)
-        last = next(reversed(round_.votes.values()))
-        assert isinstance(last.payload, m.Spec)
-        running.since_s, running.work, running.size = last.since_s, last.payload, 2
-        self._table.add(running)
+        self._run(seq, round_)
         nonce = self._numbers.nonce_of_call(seq)
         self._outbox.answer(round_, lambda call: m.Started(call, seq, epoch, nonce=nonce))
+
+    def _run(self, seq: int, round_: Round[object]) -> Running:
+        last = next(reversed(round_.votes.values()))
+        assert isinstance(last.payload, m.Spec) and round_.id.group is not None
+        running = Running(
+            seq,
+            round_.id.group,
+            set(round_.votes),
+            began_as=round_.id,
+            since_s=last.since_s,
+            paired=round_.id.pair is not None,
+            work=last.payload,
+            size=len(round_.votes),
+        )
+        self._table.add(running)
+        return running
 
     def _refuse(
         self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
@@ -332,12 +343,6 @@ class Collectives(Part):
             f"in {round_.describe(giver)}, {self._membership.info(giver)} gives {given} rows to "
             f"{self._membership.info(taker)}, which takes {taken}"
         )
-
-    def _combined(self, work: m.Spec, round_: Round[object]) -> bytes | None:
-        """The result if the contributions came with the votes, else None."""
-        parts = [round_.votes[number].data for number in sorted(round_.votes)]
-        given = [part for part in parts if part is not None]
-        return self._combine(work, given) if given else None
 
     def _deliver(
         self, group: int, seq: int, nbytes: int, round_: Round[object]
@@ -453,17 +458,16 @@ class Collectives(Part):
         A stalled send is named by its seq. Returns False if the message is about a synchronization.
         """
         group = self._membership.group_of(number)
+        why = f"{self._membership.info(number)} could not pass on its data: {stalled.why}"
         if stalled.seq:
             running = self._table.get(stalled.seq)
             if running is None or not running.paired or number not in running.members:
                 return False
-            why = f"{self._membership.info(number)} could not pass on its data: {stalled.why}"
             self.interrupt([running], why)
             return True
         others = [r for r in self._table.of_group(group) if not r.why and number in r.members]
         if others and stalled.epoch == self._groups[group].epoch:
             self._groups[group].broken = True
-            why = f"{self._membership.info(number)} could not pass on its data: {stalled.why}"
             self.interrupt(self._table.of_group(group), why)
         return True
 

@@ -54,7 +54,7 @@ class Run:
         self.voting = Voting(common, self.table, self._commit)
         self._commits = {
             Kind.TOPOLOGY: self._commit_topology,
-            Kind.FINISH: self._commit_finish,
+            Kind.FINISH: self._commit_topology,
             Kind.PENDING: self._commit_pending,
             Kind.START: self.collectives.start,
             Kind.PAIR: self.collectives.pair,
@@ -213,13 +213,11 @@ class Run:
 
     def _commit_topology(self, round_: Round[object]) -> None:
         self.history.topology = count = self.history.topology + 1
-        self.admit()
+        if round_.id.kind is Kind.TOPOLOGY:
+            self.admit()
         self.outbox.answer(round_, lambda call: m.TopologyResult(call, count))
-
-    def _commit_finish(self, round_: Round[object]) -> None:
-        self.history.topology = count = self.history.topology + 1
-        self.outbox.answer(round_, lambda call: m.TopologyResult(call, count))
-        self.finish()
+        if round_.id.kind is Kind.FINISH:
+            self.finish()
 
     def finish(self) -> None:
         """Finishes the run: neither this master nor a later one admits peers."""

@@ -41,7 +41,7 @@ from itertools import zip_longest
 from pccl.protocol import messages as m
 from pccl.protocol.master.tally import SIZES
 from pccl.protocol.master.topology import Common, Part
-from pccl.protocol.messages import Entry, Manifest, dtype_name
+from pccl.protocol.messages import Manifest, dtype_name
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote
 from pccl.tensors.layout import described
 from pccl.types import Result, SharedStateSyncStrategy
@@ -104,7 +104,11 @@ def elect(
     kicks = _impossible_strategies(manifests, newcomers)
     if kicks:
         return Decision(0, kicks=kicks)
-    standing = {peer: manifest for peer, manifest in manifests.items() if _stands(manifest)}
+    standing = {  # the candidates
+        peer: manifest
+        for peer, manifest in manifests.items()
+        if manifest.strategy != RECEIVE_ONLY and manifest.whole
+    }
     if not standing:
         raise Rejection(_nobody_offers(manifests), Result.NO_SHARED_STATE_AVAILABLE)
     veterans = {peer: manifest for peer, manifest in standing.items() if peer not in newcomers}
@@ -139,11 +143,6 @@ def elect(
             in_place = manifest.torn or _worthless(manifest, revision, last, peer in newcomers)
             transfers[peer] = Transfer(wanted, digests, able, diverged, in_place)
     return Decision(revision, transfers, refused=refused)
-
-
-def _stands(manifest: Manifest) -> bool:
-    """True if its content is a candidate."""
-    return manifest.strategy != RECEIVE_ONLY and manifest.whole
 
 
 def _worthless(manifest: Manifest, revision: int, last: int | None, newcomer: bool) -> bool:
@@ -243,7 +242,7 @@ def _misfits(manifests: Mapping[int, Manifest], elected: int) -> Iterator[tuple[
         elif manifest.strategy == SEND_ONLY and manifest.revision <= reference.revision:
             unlike = _wanted(reference, manifest, behind=False)
             if unlike:
-                names = ", ".join(_title(reference.entries[i]) for i in unlike[:3])
+                names = ", ".join(repr(reference.entries[i].name) for i in unlike[:3])
                 yield (
                     peer,
                     f"it is SEND_ONLY, but the content of peer {elected} was elected (revision "
@@ -303,10 +302,6 @@ def _other_name(reference: Manifest, manifest: Manifest, i: int) -> str:
     if own is not None and (elected is None or own not in there):
         return f"entry {i} ({own!r}) is not known there {sizes}"
     return f"entry {i} is {elected!r} there and {own!r} here: the order differs"
-
-
-def _title(entry: Entry) -> str:
-    return repr(entry.name)
 
 
 STALLS_MAX = 8  # broken connections of holders in one synchronization

@@ -137,7 +137,7 @@ class Blame:
         of, by = self._accusations()
         for number in sorted(of):
             if self.dials.get(number):
-                return self._accused(number)
+                return self._verdict(number, 1)
         worked = self._links_that_worked() - self._current.keys()
         for number in sorted(of, reverse=True):
             needed = SEVERAL_AGAINST_DIAL if number in self.dials else SEVERAL
@@ -145,12 +145,12 @@ class Blame:
             needed += sum(link[1] == number for link in worked)
             many = len(of[number]) >= needed and len(of[number]) > len(by[number])
             if many and number not in self._dialling:
-                return self._accused(number)
+                return self._verdict(number, 1)
         for number in sorted(by, reverse=True):
             alone = all(of[other] == {number} or other in self.dials for other in by[number])
             needed = SEVERAL + sum(link[0] == number for link in worked)
             if len(by[number]) >= needed and alone and not by[number] & self._dialling:
-                return self._accuser(number)
+                return self._verdict(number, 0)
         return None
 
     def last_resort(self, proven: Collection[int]) -> Verdict | None:
@@ -196,7 +196,7 @@ class Blame:
         guilty = max({end for link in links for end in link}, key=guilt, default=None)
         if guilty is None:
             return None
-        return self._accused(guilty) if of[guilty] else self._accuser(guilty)
+        return self._verdict(guilty, 1 if of[guilty] else 0)
 
     def _accusations(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
         """The accusers of each accused, and the accused of each accuser."""
@@ -210,11 +210,10 @@ class Blame:
     def _links_that_worked(self) -> set[Hop]:
         return {hop for ring in self._worked for hop in hops(ring.order)}
 
-    def _accused(self, number: int) -> Verdict:
-        return Verdict(number, tuple(sorted(link for link in self._current if link[1] == number)))
-
-    def _accuser(self, number: int) -> Verdict:
-        return Verdict(number, tuple(sorted(link for link in self._current if link[0] == number)))
+    def _verdict(self, number: int, end: int) -> Verdict:
+        """The guilty peer, and the links that have it at one end: 0 as accuser, 1 as accused."""
+        links = sorted(link for link in self._current if link[end] == number)
+        return Verdict(number, tuple(links))
 
 
 @dataclass(slots=True)
