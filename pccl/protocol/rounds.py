@@ -20,10 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 K = TypeVar("K")
-T = TypeVar("T")
 
 OPEN_MAX = 4096  # rounds and collectives of one peer at the same time
 HELD_MAX = 128 << 20  # approximate bytes of one peer's waiting votes
@@ -88,14 +87,14 @@ class Grace:
 
 
 @dataclass(frozen=True, slots=True)
-class Vote(Generic[T]):
+class Vote:
     """A peer's vote: the number of its call, what it asks for, and its data.
 
     `since_s` is only for the status of the run; no decision depends on it.
     """
 
     call: int
-    payload: T
+    payload: Any  # m.Spec, m.Manifest; in are_peers_pending: is it patient?
     data: bytes | None = None
     stuck: bool = False
     rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # for each rank, and from each
@@ -105,11 +104,11 @@ class Vote(Generic[T]):
 
 
 @dataclass(slots=True)
-class Round(Generic[T]):
+class Round:
     """The votes so far, and the peers that were lost meanwhile."""
 
     id: RoundId
-    votes: dict[int, Vote[T]] = field(default_factory=dict)
+    votes: dict[int, Vote] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     has_grace: bool = False  # whether any vote has had one
 
@@ -143,7 +142,7 @@ def paired(send: str, pair: tuple[int, int], peer: int, tag: int | None) -> str:
     return f"{send.replace('send', 'recv', 1)} from peer {giver} with tag {tag}"
 
 
-def keeps(round_: Round[object], peer: int, other: Round[object]) -> bool:
+def keeps(round_: Round, peer: int, other: Round) -> bool:
     """True if a voter of the round cannot enter the other round before this one returns."""
     return other.id.kind in EXCLUDED[round_.id.kind] or round_.votes[peer].stuck
 
@@ -153,7 +152,7 @@ class _Voter:
     """A waiting peer: its group, and its rounds."""
 
     group: int
-    rounds: dict[RoundId, Round[object]] = field(default_factory=dict)
+    rounds: dict[RoundId, Round] = field(default_factory=dict)
     kinds: dict[Kind, int] = field(default_factory=dict)  # how many of them
     held: int = 0
 
@@ -175,32 +174,32 @@ class OpenRounds:
     """
 
     def __init__(self) -> None:
-        self._rounds: dict[RoundId, Round[object]] = {}
+        self._rounds: dict[RoundId, Round] = {}
         self._voters: dict[int, _Voter] = {}
         # votes of each kind by the peers of a group; under None, by all
         self._waiting: dict[tuple[int | None, Kind], int] = {}
         self._stuck: dict[int, dict[RoundId, int]] = {}  # by group: how many peers in which rounds
 
-    def __iter__(self) -> Iterator[Round[object]]:
+    def __iter__(self) -> Iterator[Round]:
         return iter(list(self._rounds.values()))
 
     def __len__(self) -> int:
         return len(self._rounds)
 
-    def __contains__(self, round_: Round[object]) -> bool:
+    def __contains__(self, round_: Round) -> bool:
         return self._rounds.get(round_.id) is round_
 
-    def get(self, round_id: RoundId) -> Round[object] | None:
+    def get(self, round_id: RoundId) -> Round | None:
         return self._rounds.get(round_id)
 
-    def of(self, peer: int) -> Mapping[RoundId, Round[object]]:
+    def of(self, peer: int) -> Mapping[RoundId, Round]:
         return self._voters[peer].rounds if peer in self._voters else {}
 
     def held(self, peer: int) -> int:
         """The approximate bytes that a peer's waiting votes take."""
         return self._voters[peer].held if peer in self._voters else 0
 
-    def too_much(self, peer: int, vote: Vote[object], running: int) -> str:
+    def too_much(self, peer: int, vote: Vote, running: int) -> str:
         """Why a peer with `running` collectives may not vote once more; empty if it may."""
         if len(self.of(peer)) + running >= OPEN_MAX:
             return f"{OPEN_MAX} calls wait already"
@@ -212,7 +211,7 @@ class OpenRounds:
             )
         return ""
 
-    def vote(self, peer: int, group: int, round_id: RoundId, vote: Vote[object]) -> Round[object]:
+    def vote(self, peer: int, group: int, round_id: RoundId, vote: Vote) -> Round:
         """A peer enters a round, which is opened if necessary. It must not be in it already."""
         round_ = self._rounds.get(round_id)
         if round_ is None:
@@ -230,7 +229,7 @@ class OpenRounds:
             _add(self._stuck.setdefault(group, {}), round_id, 1)
         return round_
 
-    def take_back(self, peer: int, round_: Round[object]) -> None:
+    def take_back(self, peer: int, round_: Round) -> None:
         """Removes a peer's vote from an open round. A round without votes is closed."""
         self._forget(peer, round_)
         del round_.votes[peer]
@@ -241,7 +240,7 @@ class OpenRounds:
     def any_pair(self) -> bool:
         return (None, Kind.PAIR) in self._waiting
 
-    def hurry(self, peer: int, call: int) -> Round[object] | None:
+    def hurry(self, peer: int, call: int) -> Round | None:
         """A peer is no longer patient. Returns the round in which that call waits."""
         round_ = self.of(peer).get(PENDING)
         if round_ is None or round_.votes[peer].call != call:
@@ -249,13 +248,13 @@ class OpenRounds:
         round_.votes[peer] = replace(round_.votes[peer], payload=False)
         return round_
 
-    def close(self, round_: Round[object]) -> None:
+    def close(self, round_: Round) -> None:
         """Closes a round, which keeps its votes."""
         del self._rounds[round_.id]
         for peer in round_.votes:
             self._forget(peer, round_)
 
-    def in_the_way(self, peer: int, mine: Round[object]) -> Iterator[Round[object]]:
+    def in_the_way(self, peer: int, mine: Round) -> Iterator[Round]:
         """Open rounds with a voter that will never enter `mine`, and that `peer` will never enter.
 
         `peer` has just entered `mine`. Both rounds are of all peers, or of all peers of a group. In
@@ -275,9 +274,7 @@ class OpenRounds:
         if mine.votes[peer].stuck:
             yield from self._stuck_elsewhere(peer, voter.group, mine)
 
-    def _stuck_elsewhere(
-        self, peer: int, group: int, mine: Round[object]
-    ) -> Iterator[Round[object]]:
+    def _stuck_elsewhere(self, peer: int, group: int, mine: Round) -> Iterator[Round]:
         """Rounds without `peer`, in which another peer of its group is stuck, not in `mine`."""
         for round_id in self._stuck[group]:
             other = self._rounds[round_id]
@@ -287,11 +284,11 @@ class OpenRounds:
             ):
                 yield other
 
-    def _others(self, peer: int, scope: int | None, round_: Round[object]) -> bool:
+    def _others(self, peer: int, scope: int | None, round_: Round) -> bool:
         voters = (self._voters[other].group for other in round_.votes if other != peer)
         return any(scope is None or group == scope for group in voters)
 
-    def _forget(self, peer: int, round_: Round[object]) -> None:
+    def _forget(self, peer: int, round_: Round) -> None:
         voter = self._voters[peer]
         if round_.votes[peer].stuck and round_.id.pair is None:
             stuck = self._stuck[voter.group]

@@ -95,7 +95,7 @@ RINGS = (m.Ring((3, 1, 2), 1), m.Ring((2, 1, 3), 1))
 
 def test_a_start_names_the_calls_of_the_predecessors() -> None:
     votes = {n: Vote(10 * n, WORK) for n in (1, 2, 3)}
-    round_: Round[object] = Round(RoundId(Kind.START, 0, 0))
+    round_: Round = Round(RoundId(Kind.START, 0, 0))
     round_.votes.update(votes)
     assert predecessors(round_, RINGS) == {1: [30, 20], 2: [10, 30], 3: [20, 10]}
 

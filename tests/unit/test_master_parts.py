@@ -73,7 +73,7 @@ class Table(Common):
     def collectives(self) -> Collectives:
         return Collectives(self, self.running, lambda work, parts: b"".join(parts))
 
-    def voting(self, committed: list[Round[object]]) -> Voting:
+    def voting(self, committed: list[Round]) -> Voting:
         return Voting(self, self.running, committed.append)
 
     def said(self) -> dict[int, list[m.MasterMessage]]:
@@ -168,7 +168,7 @@ def test_the_table_counts_what_each_peer_stands_in() -> None:
 
 
 def test_voting_commits_when_all_have_voted() -> None:
-    table, committed = Table(2), list[Round[object]]()
+    table, committed = Table(2), list[Round]()
     voting = table.voting(committed)
     voting.enter(1, START, Vote(10, WORK))
     assert not committed and voting.absent(next(iter(voting.open))) == [2]
@@ -178,7 +178,7 @@ def test_voting_commits_when_all_have_voted() -> None:
 
 
 def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
-    table, committed = Table(5), list[Round[object]]()
+    table, committed = Table(5), list[Round]()
     voting = table.voting(committed)
     for number in (1, 2, 3, 4):  # no two agree, so the fifth makes no majority
         assert not table.said()
@@ -221,7 +221,7 @@ def test_a_collective_has_one_outcome() -> None:
 def test_a_small_collective_is_final_at_once() -> None:
     table = Table(2)
     collectives = table.collectives()
-    votes: dict[int, Vote[object]] = {1: Vote(10, WORK, b"a"), 2: Vote(20, WORK, b"b")}
+    votes: dict[int, Vote] = {1: Vote(10, WORK, b"a"), 2: Vote(20, WORK, b"b")}
     collectives.start(Round(START, votes))
     (started,) = table.said()[2]
     assert isinstance(started, m.Started)

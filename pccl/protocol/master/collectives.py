@@ -74,7 +74,7 @@ def mismatch(rows: Sequence[Rows]) -> tuple[int, int] | None:
     return None
 
 
-def predecessors(round_: Round[object], rings: Sequence[m.Ring]) -> defaultdict[int, list[int]]:
+def predecessors(round_: Round, rings: Sequence[m.Ring]) -> defaultdict[int, list[int]]:
     """For each member, the call of its predecessor in each ring."""
     calls: defaultdict[int, list[int]] = defaultdict(list)
     for ring in rings:
@@ -83,22 +83,21 @@ def predecessors(round_: Round[object], rings: Sequence[m.Ring]) -> defaultdict[
     return calls
 
 
-def form(vote: Vote[object]) -> object:
+def form(vote: Vote) -> object:
     """The part of a vote that all members must agree on."""
     return vote.payload, vote.data is None, vote.rows is None
 
 
-def sees_others(one: Vote[object], other: Vote[object]) -> bool:
+def sees_others(one: Vote, other: Vote) -> bool:
     """True if the votes are for the same call, but by peers that disagree on ranks or members."""
-    asked, mine = one.payload, other.payload
-    assert isinstance(asked, m.Spec) and isinstance(mine, m.Spec)
-    return asked.sees_others_than(mine)
+    asked: m.Spec = one.payload
+    return asked.sees_others_than(other.payload)
 
 
-def difference(round_: Round[object], one: int, other: int, who: str) -> str:
+def difference(round_: Round, one: int, other: int, who: str) -> str:
     """The difference between the votes of two peers, in words; `who` names the peers' calls."""
-    asked, mine = round_.votes[one].payload, round_.votes[other].payload
-    assert isinstance(asked, m.Spec) and isinstance(mine, m.Spec)
+    asked: m.Spec = round_.votes[one].payload
+    mine: m.Spec = round_.votes[other].payload
     alike = (round_.votes[one].data is None) == (round_.votes[other].data is None)
     if asked == mine and alike:
         return f"some say how many rows they give and take, and some do not: {who}"
@@ -107,7 +106,7 @@ def difference(round_: Round[object], one: int, other: int, who: str) -> str:
     return f"the peers do not ask for the same: {who}{asked.difference(mine)}"
 
 
-def outdated(round_: Round[object], size: int) -> str:
+def outdated(round_: Round, size: int) -> str:
     """The error of a start round whose peers do not all know the current ranks.
 
     `size` is the size of the group.
@@ -234,7 +233,7 @@ class Collectives(Part):
 
     # ---- the start ----
 
-    def start(self, round_: Round[object]) -> None:
+    def start(self, round_: Round) -> None:
         group_number = round_.id.group
         assert group_number is not None
         # a peer that knows that it is alone does not vote, so the others have just left
@@ -243,8 +242,7 @@ class Collectives(Part):
             why = f"this peer is alone in its group: {lost}"
             self._refuse(round_, Result.RANK_CONNECTION_LOST, why)
             return
-        work = next(iter(round_.votes.values())).payload
-        assert isinstance(work, m.Spec)
+        work: m.Spec = next(iter(round_.votes.values())).payload
         if work.members not in (0, len(round_.votes)):
             why = outdated(round_, len(round_.votes))
             self._refuse(round_, Result.RANK_CONNECTION_LOST, why)
@@ -292,7 +290,7 @@ class Collectives(Part):
                 started = m.Started(vote.call, seq, epoch, data, final, stable, nonce, before)
             self._outbox.send(number, started)
 
-    def pair(self, round_: Round[object]) -> None:
+    def pair(self, round_: Round) -> None:
         group_number = round_.id.group
         assert group_number is not None and round_.id.pair is not None
         if why := self._rendezvous.severed([round_.id.pair]):
@@ -303,9 +301,9 @@ class Collectives(Part):
         nonce = self._numbers.nonce_of_call(seq)
         self._outbox.answer(round_, lambda call: m.Started(call, seq, epoch, nonce=nonce))
 
-    def _run(self, seq: int, round_: Round[object]) -> Running:
+    def _run(self, seq: int, round_: Round) -> Running:
         last = next(reversed(round_.votes.values()))
-        assert isinstance(last.payload, m.Spec) and round_.id.group is not None
+        assert round_.id.group is not None
         running = Running(
             seq,
             round_.id.group,
@@ -320,14 +318,14 @@ class Collectives(Part):
         return running
 
     def _refuse(
-        self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
+        self, round_: Round, result: Result, why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
         """Fails a round after all members have voted."""
         assert round_.id.group is not None
         self._history.of(round_.id.group).repeatable = True
         self._outbox.fail_all(round_.calls, round_.id, result, why, cause)
 
-    def _mismatch(self, round_: Round[object], rings: tuple[m.Ring, ...]) -> str:
+    def _mismatch(self, round_: Round, rings: tuple[m.Ring, ...]) -> str:
         """Where members give more or fewer rows than others take, in words; empty: nowhere."""
         votes = round_.votes
         order = [number for number in rings[0].order if votes[number].rows is not None]
@@ -344,9 +342,7 @@ class Collectives(Part):
             f"{self._membership.info(taker)}, which takes {taken}"
         )
 
-    def _deliver(
-        self, group: int, seq: int, nbytes: int, round_: Round[object]
-    ) -> tuple[int, bool]:
+    def _deliver(self, group: int, seq: int, nbytes: int, round_: Round) -> tuple[int, bool]:
         """The seq up to which all peers have all small results; whether this result is final."""
         peers = self._membership.peers
         stable = min(peers[number].heard for number in round_.votes)

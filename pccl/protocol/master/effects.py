@@ -106,7 +106,7 @@ class Outbox:
     def send(self, number: int, message: m.MasterMessage) -> None:
         self._effects.append(Send(self._peers[number].conn, message))
 
-    def answer(self, round_: Round[object], make: Callable[[int], m.MasterMessage]) -> None:
+    def answer(self, round_: Round, make: Callable[[int], m.MasterMessage]) -> None:
         """Sends each voter of a round a message, made from the number of its call."""
         for number, vote in round_.votes.items():
             self.send(number, make(vote.call))
@@ -117,7 +117,7 @@ class Outbox:
         self.send(number, m.CallError(call, result.value, plain(why), cause))
 
     def fail_voters(
-        self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
+        self, round_: Round, result: Result, why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
         """Fails the calls of all peers that have voted so far. The others may vote anew."""
         for number, call in round_.calls.items():

@@ -417,7 +417,7 @@ class Master:
 
     def _vote_pending(self, number: int, vote: m.PendingVote) -> None:
         grace = Grace(vote.enough, vote.grace_ms / 1000) if vote.enough else None
-        entered: Vote[object] = Vote(
+        entered: Vote = Vote(
             vote.call, vote.patient, None, vote.stuck, since_s=self.now_s, grace=grace
         )
         self.run.voting.enter(number, PENDING, entered)
@@ -443,7 +443,7 @@ class Master:
         if vote.pair:
             pair = vote.pair[0], vote.pair[1]
             round_id = RoundId(Kind.PAIR, peer.info.group, vote.tag, pair)
-        entered: Vote[object] = Vote(
+        entered: Vote = Vote(
             vote.call,
             vote.work,
             vote.data,
@@ -459,9 +459,7 @@ class Master:
             self._out_of_turn(number, vote)
             return
         round_id = RoundId(Kind.SYNC, self._members.group_of(number))
-        entered: Vote[object] = Vote(
-            vote.call, vote.manifest, held=held(vote.manifest), since_s=self.now_s
-        )
+        entered: Vote = Vote(vote.call, vote.manifest, held=held(vote.manifest), since_s=self.now_s)
         if not vote.holds:
             self.run.bereave(self._members.group_of(number), {number})
         self.run.voting.enter(number, round_id, entered)

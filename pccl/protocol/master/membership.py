@@ -309,10 +309,10 @@ class Deadlines:
         # seconds until the next grace is over, at the time of the last `late`; None: none has begun
         self.left_s: float | None = None
         self._membership = membership
-        self._round: Round[object] | None = None
+        self._round: Round | None = None
         self._began_s: dict[int, float] = {}  # by group
 
-    def late(self, now_s: float, round_: Round[object] | None) -> dict[int, str]:
+    def late(self, now_s: float, round_: Round | None) -> dict[int, str]:
         """The members that are late for the open round, and why to drop each."""
         self.left_s = None
         if round_ is not self._round:
@@ -337,7 +337,7 @@ class Deadlines:
                 whys |= dict.fromkeys(absent, why)
         return whys
 
-    def _graces(self, round_: Round[object]) -> dict[int, list[Grace]]:
+    def _graces(self, round_: Round) -> dict[int, list[Grace]]:
         """The graces in the votes, by group."""
         found: dict[int, list[Grace]] = {}
         for number, vote in round_.votes.items():

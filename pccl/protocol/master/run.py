@@ -195,13 +195,13 @@ class Run:
 
     # ---- complete rounds ----
 
-    def _commit(self, round_: Round[object]) -> None:
+    def _commit(self, round_: Round) -> None:
         if round_.id.group is None:
             self.membership.go_on()
         self._note_lateness(round_)
         self._commits[round_.id.kind](round_)
 
-    def _note_lateness(self, round_: Round[object]) -> None:
+    def _note_lateness(self, round_: Round) -> None:
         """Notes for `status` how long the first voter waited for each of the others."""
         self.tally.committed(round_)
         peers, votes = self.membership.peers, round_.votes
@@ -211,7 +211,7 @@ class Run:
             peer.late_s += LATENESS_WEIGHT * (late_s - peer.late_s)
             peer.late_total_s += late_s
 
-    def _commit_topology(self, round_: Round[object]) -> None:
+    def _commit_topology(self, round_: Round) -> None:
         self.history.topology = count = self.history.topology + 1
         if round_.id.kind is Kind.TOPOLOGY:
             self.admit()
@@ -228,7 +228,7 @@ class Run:
         why, result, cause = FINISHED
         self.remove_all(dict.fromkeys(self.membership.pending, why), result, cause)
 
-    def _commit_pending(self, round_: Round[object]) -> None:
+    def _commit_pending(self, round_: Round) -> None:
         self.history.pending = count = self.history.pending + 1
         self.history.were_pending = pending = self.membership.any_pending
         self.outbox.answer(round_, lambda call: m.PendingResult(call, pending, count))

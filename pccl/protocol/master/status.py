@@ -200,7 +200,7 @@ def _admission(run: Run, pending: list[int]) -> Wait:
     return Wait("connect()", None, Phase.ADMISSION, since_s, late, why)
 
 
-def _entering(run: Run, round_: Round[object]) -> Wait:
+def _entering(run: Run, round_: Round) -> Wait:
     votes, late = round_.votes, run.voting.absent(round_)
     why = f"{run.membership.names(late)} must enter it{_elsewhere(run, late)}"
     if not late and round_.id == PENDING:

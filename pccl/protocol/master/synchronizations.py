@@ -313,7 +313,7 @@ class Sync:
     """A synchronization between its election and its end."""
 
     group: int
-    members: dict[int, Vote[m.Manifest]]
+    members: dict[int, Vote]
     seq: int = 0
     revision: int = 0
     fetching: set[int] = field(default_factory=set)
@@ -345,12 +345,12 @@ class Synchronizations(Part):
     def of_group(self, group: int) -> Sync | None:
         return self._current.get(group)
 
-    def begin(self, round_: Round[object]) -> None:
+    def begin(self, round_: Round) -> None:
         """Begins a synchronization: all members of a group have sent their manifests."""
         group = round_.id.group
         assert group is not None
         members = {n: round_.votes[n] for n in self._membership.accepted(group)}
-        sync = Sync(group, members)  # type: ignore[arg-type]
+        sync = Sync(group, members)
         sync.since_s = next(reversed(round_.votes.values())).since_s
         needed = max(vote.payload.min_peers for vote in sync.members.values())
         if self._history.of(group).revision is None and len(members) < needed:

@@ -141,7 +141,7 @@ class Course:
 LAUNCHED_S = 10.0  # a caller that has launched a call is taken to compute for so long
 
 
-def stuck_since_s(round_: Round[object]) -> float | None:
+def stuck_since_s(round_: Round) -> float | None:
     """The time since which a member has waited in a round and done nothing else; None: none has."""
     first = next(iter(round_.votes.values()))
     if first.stuck or round_.id.kind in EXCLUSIVE:
@@ -160,7 +160,7 @@ class Tally:
         self.counts = Counts()  # the counters
         self.courses: defaultdict[int, Course] = defaultdict(Course)  # by group
 
-    def committed(self, round_: Round[object]) -> None:
+    def committed(self, round_: Round) -> None:
         """Counts a round in which all have voted."""
         first, last = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
         self.counts.votes[round_.id.kind].add(last.since_s - first.since_s)

@@ -370,7 +370,7 @@ class Optimizations(Part):
         super().__init__(common)
         self.current: Optimization | None = None  # the optimization in progress, if any
 
-    def begin(self, round_: Round[object]) -> None:
+    def begin(self, round_: Round) -> None:
         groups = dict.fromkeys(map(self._membership.group_of, round_.votes))
         schedules = {group: self._schedule(self._membership.accepted(group)) for group in groups}
         calls = {number: vote.call for number, vote in round_.votes.items()}

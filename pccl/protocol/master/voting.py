@@ -41,12 +41,10 @@ from pccl.protocol.rounds import (
 )
 from pccl.types import Result
 
-Absent = Callable[[Round[object]], list[int]]  # the members that have not voted
+Absent = Callable[[Round], list[int]]  # the members that have not voted
 
 
-def deadlock(
-    peer: int, rounds: OpenRounds, absent: Absent
-) -> tuple[Round[object], Round[object]] | tuple[()]:
+def deadlock(peer: int, rounds: OpenRounds, absent: Absent) -> tuple[Round, Round] | tuple[()]:
     """Two rounds in a cycle of rounds that wait for each other's voters; empty if there is none.
 
     The first is a round of `peer`, which has just voted; the second closes the cycle.
@@ -70,9 +68,7 @@ def deadlock(
     return ()
 
 
-def _next(
-    round_: Round[object], peer: int, rounds: OpenRounds, absent: Absent
-) -> Iterator[Round[object]]:
+def _next(round_: Round, peer: int, rounds: OpenRounds, absent: Absent) -> Iterator[Round]:
     """The rounds that hold the peers that a round waits for."""
     exclusive = round_.id.kind in EXCLUSIVE
     for awaited in absent(round_):
@@ -81,7 +77,7 @@ def _next(
                 yield each
 
 
-def _holds(round_: Round[object], peer: int) -> bool:
+def _holds(round_: Round, peer: int) -> bool:
     return round_.votes[peer].stuck or round_.id.kind in EXCLUSIVE
 
 
@@ -94,7 +90,7 @@ def are_held(rounds: OpenRounds, absent: Absent) -> set[int]:
     missing = {each.id: absent(each) for each in rounds if each.id.kind in (Kind.START, Kind.PAIR)}
     found = {number for round_ in rounds for number in round_.votes}
 
-    def goes_on(round_: Round[object], peer: int) -> bool:
+    def goes_on(round_: Round, peer: int) -> bool:
         launched = round_.id == PENDING or found.isdisjoint(missing.get(round_.id, found))
         return launched and not round_.votes[peer].stuck
 
@@ -130,7 +126,7 @@ class Stragglers:
 
 PART_BYTES = 256  # memory of one tensor in a vote, about, without its texts
 ROW_BYTES = 40  # memory of one number of rows
-Commit: TypeAlias = Callable[[Round[object]], None]
+Commit: TypeAlias = Callable[[Round], None]
 _Pair: TypeAlias = tuple[RoundId, RoundId]
 MISMATCH = m.Cause.MISMATCH
 TOLD_MAX = 8  # if no more rounds fail together, the voters of each hear of the others
@@ -138,7 +134,7 @@ NEVER_MEET = "the peers stand in calls that can never meet: "
 ODD = "is the odd one out: it is dropped, and the others go on without it"
 
 
-def _scope(one: Round[object], other: Round[object]) -> int | None:
+def _scope(one: Round, other: Round) -> int | None:
     """The group that both rounds wait for; None: all peers."""
     return other.id.group if one.id.group is None else one.id.group
 
@@ -179,7 +175,7 @@ class Voting(Part):
         self._barred: dict[_Pair, None] = {}
         self.open = OpenRounds()  # the open rounds
 
-    def enter(self, number: int, round_id: RoundId, vote: Vote[object]) -> None:
+    def enter(self, number: int, round_id: RoundId, vote: Vote) -> None:
         if number in self._rejections and self._reject(number, round_id, vote):
             return
         stands_in = self.open.of(number)
@@ -203,7 +199,7 @@ class Voting(Part):
         self.evaluate(self.open.get(round_id))
         self._settle()
 
-    def evaluate(self, round_: Round[object] | None) -> None:
+    def evaluate(self, round_: Round | None) -> None:
         """Commits a round if all members have voted alike and wait for no newcomer."""
         if (
             round_ is not None
@@ -233,13 +229,13 @@ class Voting(Part):
                     self._dispute(number, own)  # it may have waited for this peer
                 self._settle()
 
-    def absent(self, round_: Round[object]) -> list[int]:
+    def absent(self, round_: Round) -> list[int]:
         return [number for number in self._members(round_) if number not in round_.votes]
 
-    def _members(self, round_: Round[object]) -> Sequence[int]:
+    def _members(self, round_: Round) -> Sequence[int]:
         return round_.id.pair or self._membership.accepted(round_.id.group)
 
-    def _size(self, round_: Round[object]) -> int:
+    def _size(self, round_: Round) -> int:
         return 2 if round_.id.pair else self._membership.size(round_.id.group)
 
     def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
@@ -274,7 +270,7 @@ class Voting(Part):
             if round_ in self.open:  # it may have ended since
                 self.evaluate(round_)
 
-    def _part(self, round_: Round[object], lost: Iterable[Mapping[int, str]]) -> None:
+    def _part(self, round_: Round, lost: Iterable[Mapping[int, str]]) -> None:
         """Fails a PAIR if one of the two is lost."""
         titles = [all_[one] for all_ in lost for one in round_.id.pair or () if one in all_]
         if titles:
@@ -284,7 +280,7 @@ class Voting(Part):
 
     # ---- disputes: votes that can never match ----
 
-    def _compare(self, number: int, round_: Round[object]) -> None:
+    def _compare(self, number: int, round_: Round) -> None:
         """Notes the disputes that a peer's new vote begins."""
         if round_.id.kind in (Kind.START, Kind.PAIR) and len(round_.votes) > 1:
             mine, first = round_.votes[number], next(iter(round_.votes.values()))
@@ -302,7 +298,7 @@ class Voting(Part):
             if self.open.any_pair and (ends := deadlock(number, self.open, self.absent)):
                 self._never_meet(ends)
 
-    def _dispute(self, number: int, round_: Round[object]) -> None:
+    def _dispute(self, number: int, round_: Round) -> None:
         """Notes the rounds that wait for a voter of this round, which cannot enter them now."""
         for other in self.open.in_the_way(number, round_):
             self._barred[round_.id, other.id] = None
@@ -370,18 +366,18 @@ class Voting(Part):
         self._never_meet([*ends.values()])
         return True
 
-    def _opponents(self, pair: _Pair) -> tuple[Round[object], ...]:
+    def _opponents(self, pair: _Pair) -> tuple[Round, ...]:
         """Two rounds if they still wait for each other's voters; else empty."""
         one, other = map(self.open.get, pair)
         if one is None or other is None:
             return ()
         return (one, other) if self._bound(one, other) and self._bound(other, one) else ()
 
-    def _electors_between(self, one: Round[object], other: Round[object]) -> Set[int]:
+    def _electors_between(self, one: Round, other: Round) -> Set[int]:
         """The peers that decide between two rounds."""
         return self._membership.electors(self._membership.accepted(_scope(one, other)))
 
-    def _is_open(self, one: Round[object], other: Round[object]) -> bool:
+    def _is_open(self, one: Round, other: Round) -> bool:
         """True if a majority of the electors may still agree on one of two rounds."""
         electors = self._electors_between(one, other)
         for mine, theirs in ((one, other), (other, one)):
@@ -390,20 +386,20 @@ class Voting(Part):
                 return True
         return False
 
-    def _coming(self, round_: Round[object], electors: Set[int]) -> int:
+    def _coming(self, round_: Round, electors: Set[int]) -> int:
         """How many electors may still enter a round."""
         beside = round_.id.kind in (Kind.START, Kind.PAIR)
         free = electors - round_.votes.keys() - are_held(self.open, self.absent)
         return sum(beside or PENDING not in self.open.of(number) for number in free)
 
-    def _agreed(self, mine: Round[object], theirs: Round[object], electors: Set[int]) -> int:
+    def _agreed(self, mine: Round, theirs: Round, electors: Set[int]) -> int:
         """The most electors that ask for the same in one round and are not in the other."""
         there = (electors & mine.votes.keys()) - theirs.votes.keys()
         if mine.id not in self._mixed:
             return len(there)
         return max(Counter(form(mine.votes[n]) for n in there).values(), default=0)
 
-    def _bound(self, mine: Round[object], theirs: Round[object]) -> list[int]:
+    def _bound(self, mine: Round, theirs: Round) -> list[int]:
         """The voters of a round that another round waits for, and that cannot enter it before this
         one returns."""
         group = _scope(mine, theirs)
@@ -415,7 +411,7 @@ class Voting(Part):
             and keeps(mine, number, theirs)
         ]
 
-    def _never_meet(self, rounds: Sequence[Round[object]]) -> None:
+    def _never_meet(self, rounds: Sequence[Round]) -> None:
         """Fails rounds that can never commit because they wait for each other's voters."""
         self._end(rounds, Result.INVALID_USAGE, NEVER_MEET + self._who(rounds))
 
@@ -425,11 +421,11 @@ class Voting(Part):
         texts = {number: f"{why}; {info(number)} {ODD}" for number, why in whys.items()}
         self._dismissals.dismiss_all(texts, result, MISMATCH)
 
-    def _who(self, rounds: Iterable[Round[object]]) -> str:
+    def _who(self, rounds: Iterable[Round]) -> str:
         """The calls of the first and the last voter of each round, in words."""
         return "; ".join(self._calls(round_, list(round_.votes)) for round_ in rounds)
 
-    def _calls(self, round_: Round[object], voters: Sequence[int]) -> str:
+    def _calls(self, round_: Round, voters: Sequence[int]) -> str:
         """The calls of voters of a round, in words; of many, the first ones and the last."""
         named = voters if len(voters) <= NAMES_MAX else [*voters[: NAMES_MAX - 1], voters[-1]]
         calls = [f"{self._membership.info(n)} called {round_.describe(n)}" for n in named]
@@ -437,7 +433,7 @@ class Voting(Part):
             calls.append(f"so did {len(voters) - len(named)} more")
         return "; ".join(calls)
 
-    def _end(self, rounds: Sequence[Round[object]], result: Result, why: str) -> None:
+    def _end(self, rounds: Sequence[Round], result: Result, why: str) -> None:
         """Fails rounds: voters get the error now, other members when they enter.
 
         The voters of each round hear of the other rounds too, so that they can tell a restarted
@@ -465,7 +461,7 @@ class Voting(Part):
         pending[:] = [old for old in pending if old.keys() != failures.keys()][-OPEN_MAX:]
         pending.append(failures)
 
-    def _reject(self, number: int, round_id: RoundId, vote: Vote[object]) -> bool:
+    def _reject(self, number: int, round_id: RoundId, vote: Vote) -> bool:
         """If the round failed before this peer entered it, sends the error and returns True."""
         pending = self._rejections[number]
         found = next((one for one in pending if round_id in one), None)

@@ -64,7 +64,7 @@ class Watched(Master):
         deciding = [n for n in members if self.peers[n].veteran] or members
         return 2 * len(camp.intersection(deciding)) > len(deciding)
 
-    def _camps(self) -> Iterator[tuple[Round[object], set[int]]]:
+    def _camps(self) -> Iterator[tuple[Round, set[int]]]:
         """Those that ask for the same in the same round, of all open rounds."""
         for round_ in self.run.voting.open:
             asks = {
@@ -91,7 +91,7 @@ class Watched(Master):
             self.odd(number)
         self._drop_odd(whys, result)
 
-    def _watch_end(self, rounds: Sequence[Round[object]], result: Result, why: str) -> None:
+    def _watch_end(self, rounds: Sequence[Round], result: Result, why: str) -> None:
         """No peer of a majority gets an error, unless a send or recv is in the way."""
         if all(round_.id.kind is not Kind.PAIR for round_ in rounds):
             groups = [round_.id.group for round_ in rounds if round_.id.group is not None]
