@@ -212,7 +212,8 @@ class Nap:
         assert len(conns) == len(peers)
         self._broken.update(conns)
         for conn in conns:
-            with socket.socket(fileno=os.dup(self._server._connections.senders[conn].fd)) as one:
+            line = self._server._connections.senders[conn]
+            with socket.socket(fileno=os.dup(line.descriptor)) as one:
                 one.shutdown(socket.SHUT_RDWR)
         assert self._server._router.poll(20_000), "nobody came back"
         self._clock.now_s += max(self._server._timeout_s, time.monotonic() - began_s)

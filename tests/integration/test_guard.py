@@ -44,6 +44,11 @@ class Door:
         self.guard.accepted(descriptor, self.now_s)
         self.bytes[descriptor] = received
 
+    def hear(self, descriptor: int) -> None:
+        line = self.guard.at(descriptor)
+        assert line is not None
+        line.hear()
+
     def cut(self, after_s: float = limits.KNOWN_LOOK_S, drained: bool = True) -> list[int]:
         self.now_s += after_s
         return [line.descriptor for line, _ in self.guard.look(self.now_s, drained)]
@@ -58,7 +63,7 @@ def test_a_message_without_an_end() -> None:
     door.bytes[1] += 10_000
     assert door.cut() == [1]
     assert door.cut() == []  # once is enough
-    door.guard.heard(2)
+    door.hear(2)
     door.bytes[2] = 1 << 40  # it has said whole messages of so much
     assert door.cut() == []
     door.bytes[2] += limits.KNOWN_BYTES
@@ -70,7 +75,7 @@ def test_a_message_without_an_end() -> None:
 def test_heartbeats_are_no_message_without_an_end() -> None:
     door = Door()
     door.come(1)
-    door.guard.heard(1)
+    door.hear(1)
     assert door.cut() == []
     for _ in range(1000):
         door.bytes[1] += 3600 * limits.HEARTBEAT_BYTES_S
@@ -82,7 +87,7 @@ def test_who_says_nothing() -> None:
     door.come(1)
     door.come(2)
     assert door.cut(limits.HELLO_S) == []
-    door.guard.heard(2)
+    door.hear(2)
     assert door.cut() == [1]
     assert door.cut(limits.HELLO_S) == []
     door.come(3)
@@ -101,7 +106,6 @@ def test_descriptors_are_used_again() -> None:
     assert door.guard.holds(line)
     door.come(1)
     assert not door.guard.holds(line)
-    door.guard.heard(7)  # nothing is known of it
 
 
 def test_a_crowd_of_strangers() -> None:

@@ -45,7 +45,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -68,6 +67,12 @@ class Line:
     stranger: bool = True  # none of its messages has been read
     heard: bool = False  # a message was read since the last look
     cut: bool = False
+    conn: bytes = b""  # its name, known from its first message on
+    host: str = ""  # at its other end
+
+    def hear(self) -> None:
+        """Notes that a complete message was read."""
+        self.heard, self.stranger = True, False
 
 
 class Guard:
@@ -91,7 +96,7 @@ class Guard:
         self._pause_s = limits.STRANGERS_LOOK_S
 
     def accepted(self, descriptor: int, now_s: float) -> Line:
-        self._lines.pop(descriptor, None)
+        self._lines.pop(descriptor, None)  # the latest connections are the last ones
         line = self._lines[descriptor] = Line(descriptor, now_s)
         self._pause_s = limits.STRANGERS_LOOK_S
         self._next_s = max(self._rested_s, min(self._next_s, now_s + limits.STRANGERS_LOOK_S))
@@ -101,19 +106,12 @@ class Guard:
     def full(self) -> bool:
         return len(self._lines) > self._lines_max
 
-    def gone(self, descriptor: int) -> None:
+    def gone(self, descriptor: int) -> Line | None:
         """Removes the closed connection with this descriptor."""
-        self._lines.pop(descriptor, None)
+        return self._lines.pop(descriptor, None)
 
-    def heard(self, descriptor: int) -> None:
-        """Notes that a complete message of a connection was read."""
-        line = self._lines.get(descriptor)
-        if line is not None:
-            line.heard = True
-            line.stranger = False
-
-    def is_open(self, descriptor: int) -> bool:
-        return descriptor in self._lines
+    def at(self, descriptor: int) -> Line | None:
+        return self._lines.get(descriptor)
 
     def holds(self, line: Line) -> bool:
         """True if the descriptor still belongs to this connection."""
@@ -239,13 +237,6 @@ class Reserve:
             os.close(self._kept.pop())
 
 
-class Sender(NamedTuple):
-    """A connection's descriptor, and the host at its other end, as libzmq reports them."""
-
-    fd: int
-    host: str
-
-
 class Connections:
     """The connections that the monitor has reported, and those that have sent a message.
 
@@ -256,9 +247,8 @@ class Connections:
 
     def __init__(self, opened: contextlib.ExitStack) -> None:
         # connections that have sent a message and are not buried; read only
-        self.senders: dict[bytes, Sender] = {}
+        self.senders: dict[bytes, Line] = {}
         self.flooded = False  # whether the monitor may have more events and must be read again
-        self._conn_of: dict[int, bytes] = {}
         self._lost: list[bytes] = []  # lost connections, to be buried
         self._unreachable: set[bytes] = set()  # sending to them failed, so they are lost too
         self._buried: dict[bytes, float] = {}  # by connection, when; late messages are ignored
@@ -300,15 +290,13 @@ class Connections:
                 self._shed()  # at once: libzmq reports failures faster than they can be read
                 failures += 1
                 continue
-            conn = self._conn_of.pop(value, None)  # the descriptor's earlier connection is lost
-            if conn is not None:
-                self._lost.append(conn)
+            earlier = self._guard.gone(value)
+            if earlier is not None and earlier.conn:
+                self._lost.append(earlier.conn)
             if kind == zmq.EVENT_ACCEPTED:
                 line = self._guard.accepted(value, time.monotonic())
                 if self._reserve.spent or self._guard.full:
                     self._surplus.append(line)
-            else:
-                self._guard.gone(value)
         self.flooded = True
 
     def learn(self, conn: bytes, origin: tuple[int, str] | None) -> bool:
@@ -320,22 +308,22 @@ class Connections:
         if origin is None:
             log.debug("master: connection %s is of no known kind", conn.hex())
             return False
-        fd, host = origin[0], origin[1].removeprefix("::ffff:")  # IPv4 seen by IPv6
-        earlier = self._conn_of.get(fd)
-        if earlier is not None:
-            self._lost.append(earlier)
-        self.senders[conn] = Sender(fd, host)
-        if self._guard.is_open(fd):
-            self._conn_of[fd] = conn
-        else:
-            self._conn_of.pop(fd, None)
+        descriptor, host = origin
+        line = self._guard.at(descriptor)
+        if line is None:
+            line = Line(descriptor, time.monotonic())
             self._lost.append(conn)
+        elif line.conn:
+            self._lost.append(line.conn)
+            line = self._guard.accepted(descriptor, time.monotonic())
+        line.conn, line.host = conn, host.removeprefix("::ffff:")  # IPv4 seen by IPv6
+        self.senders[conn] = line
         return True
 
     def heard(self, conn: bytes) -> None:
         """Notes that a complete message of a connection was read."""
-        if (sender := self.senders.get(conn)) is not None:
-            self._guard.heard(sender.fd)
+        if (line := self.senders.get(conn)) is not None:
+            line.hear()
 
     def unreachable(self, conn: bytes) -> None:
         """Notes that sending to a connection has failed."""
@@ -370,8 +358,8 @@ class Connections:
 
     def silent_s(self, conn: bytes) -> float | None:
         """How long nothing has come over a connection, not even a heartbeat; None: unknown."""
-        sender = self.senders.get(conn)
-        info = None if sender is None else tcp.of_descriptor(sender.fd)
+        line = self.senders.get(conn)
+        info = None if line is None else tcp.of_descriptor(line.descriptor)
         return None if info is None else info.silent_s
 
     # ---- ignored connections ----
@@ -407,11 +395,10 @@ class Connections:
         self._reserve.tick(now_s)
         for line, why in self._guard.look(now_s, drained):
             log.info("master: a connection is closed: %s", why)
-            self._shut(line.descriptor, partial(self._guard.holds, line))
+            self._shut(line)
         for conn in [conn for conn, at in self._dropped.items() if now_s - at >= limits.GRACE_S]:
             self._dropped[conn] = math.inf  # until the monitor reports the loss
-            fd = self.senders[conn].fd
-            self._shut(fd, partial(self._is_of, fd, conn))
+            self._shut(self.senders[conn])
 
     @property
     def crowded(self) -> bool:
@@ -440,15 +427,12 @@ class Connections:
             with contextlib.suppress(OSError):
                 self._shutter.shut(line.descriptor, partial(self._guard.holds, line))
 
-    def _is_of(self, descriptor: int, conn: bytes) -> bool:
-        return self._conn_of.get(descriptor) == conn
-
-    def _shut(self, descriptor: int, still: Callable[[], bool]) -> None:
+    def _shut(self, line: Line) -> None:
         def is_that_one() -> bool:
             self.read_monitor()
-            return still() and not self.flooded
+            return self._guard.holds(line) and not self.flooded
 
         try:
-            self._shutter.shut(descriptor, is_that_one)
+            self._shutter.shut(line.descriptor, is_that_one)
         except OSError as error:  # it has just been closed
-            log.debug("master: descriptor %d: %s", descriptor, error)
+            log.debug("master: descriptor %d: %s", line.descriptor, error)
