@@ -21,7 +21,7 @@ from pccl.runtime.config import Config
 from pccl.runtime.resources import OutOfResourcesError, out_of_resources, require_resources
 from pccl.runtime.server.eventlog import EventLogError
 from pccl.runtime.server.journal import JournalError, OnError
-from pccl.runtime.server.server import Server, Service
+from pccl.runtime.server.server import Server
 from pccl.runtime.signals import ENDING, Stopping, ended_by
 from pccl.security import Security
 from pccl.support.text import address_text, parse_address, parse_listening
@@ -81,7 +81,7 @@ class MasterNode:
         self._host, self._port = parse_address(listen_address)
         self._http = None if http is None else parse_listening(str(http))
         self._security = security
-        self._service: Service | None = None
+        self._server: Server | None = None
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self, "it serves in this process; give others its address")
@@ -90,13 +90,13 @@ class MasterNode:
     def address(self) -> str:
         """`host:port` as peers on this machine reach it; the real port once it runs."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}.get(self._host, self._host)
-        port = self._service.server.port if self._service is not None else self._port
+        port = self._server.port if self._server is not None else self._port
         return address_text(host, port)
 
     @property
     def http_address(self) -> str | None:
         """`host:port` at which the run can be watched, as long as it runs; None: nowhere."""
-        web = None if self._service is None else self._service.server.web
+        web = None if self._server is None else self._server.web
         return None if web is None else web.address
 
     def status(self, timeout: float = 10.0) -> Status:
@@ -109,12 +109,12 @@ class MasterNode:
             PCCLError: INVALID_USAGE: it does not run.
             PCCLTimeoutError: it has not answered in time.
         """
-        service = self._service
-        if service is None or self not in _running:
+        server = self._server
+        if server is None or self not in _running:
             why = "this master does not run: call run() first"
             raise error_for(Result.INVALID_USAGE, "MasterNode.status", why)
         try:
-            return service.server.ask().result(timeout)
+            return server.ask().result(timeout)
         except (TimeoutError, CancelledError):
             why = f"the master has not answered within {timeout:g} s, or has ended"
             raise PCCLTimeoutError(Result.TIMEOUT, "MasterNode.status", why) from None
@@ -128,7 +128,7 @@ class MasterNode:
                 system lacks descriptors or threads.
             ValueError: a PCCL_ environment variable is malformed or out of range.
         """
-        if self._service is not None and not self._service.over:
+        if self._server is not None and not self._server.over:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", "this master runs already")
         security = Security.of(self._security)
         try:
@@ -148,11 +148,11 @@ class MasterNode:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 why += ": does another master run there? Try another port, or 0"
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", why) from None
-        self._service = Service(server)
+        self._server = server
         _running.add(self)
         _handle_sigterm(True)
         try:
-            self._service.start()
+            server.start()
         except RuntimeError as error:
             _running.discard(self)
             why = f"no thread could be started: {error}"
@@ -167,10 +167,10 @@ class MasterNode:
             PCCLError: INVALID_USAGE: `run` was never called. INTERNAL_ERROR: the master had failed
                 before.
         """
-        if self._service is None:
+        if self._server is None:
             why = "this master does not run: call run() first"
             raise error_for(Result.INVALID_USAGE, "MasterNode.interrupt", why)
-        self._service.stop()
+        self._server.stop()
         self._end("MasterNode.interrupt")
 
     def wait(self) -> None:
@@ -183,19 +183,19 @@ class MasterNode:
 
     def _stop(self) -> None:
         """Asks the master to stop; for signal handlers."""
-        if self._service is not None:
-            self._service.stop()
+        if self._server is not None:
+            self._server.stop()
 
     def _end(self, func_name: str) -> None:
         """Waits for the end, and raises the error if the master has failed."""
-        service = self._service
-        if service is None:
+        server = self._server
+        if server is None:
             return
-        service.wait()
+        server.wait()
         _running.discard(self)
         if not _running:
             _handle_sigterm(False)
-        if (failure := service.failure) is not None:
+        if (failure := server.failure) is not None:
             kind = "" if isinstance(failure, JournalError) else f"{type(failure).__name__}: "
             why = f"the master at {self.address} has failed: {kind}{failure}"
             raise error_for(Result.INTERNAL_ERROR, func_name, why) from failure

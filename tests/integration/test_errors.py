@@ -89,8 +89,8 @@ def says(answer: Answer, error: str, result: str, *patterns: str) -> str:
 
 def in_the_middle(master: pccl.MasterNode, puppets: list[Puppet]) -> None:
     """All have entered a collective, and the last one stands still."""
-    assert master._service is not None
-    machine = master._service.server._master
+    assert master._server is not None
+    machine = master._server._master
     puppets[-1].call("launch", value=1.0, count=LARGE, tag=0)
     wait_until(lambda: len(machine.run.voting.open) == 1)
     os.kill(puppets[-1].process.pid, signal.SIGSTOP)
@@ -484,8 +484,8 @@ def test_a_newcomer_that_reaches_nobody(stage: Stage, lone: Lone) -> None:
 def test_the_time_of_one_is_over(stage: Stage) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0, 0])
-        assert master._service is not None
-        machine = master._service.server._master
+        assert master._server is not None
+        machine = master._server._master
         puppets[2].call("launch", value=1.0, count=LARGE, tag=0)
         entered(master)
         os.kill(puppets[2].process.pid, signal.SIGSTOP)

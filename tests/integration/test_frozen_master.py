@@ -72,8 +72,8 @@ def test_a_step_of_the_wall_clock_delays_nothing(
         for one in comms:
             opened.callback(one.close)
         in_threads([lambda one=one: gather(one, 3) for one in comms])
-        assert master._service is not None
-        server = master._service.server
+        assert master._server is not None
+        server = master._server
         monkeypatch.setattr(time, "time", lambda: wall() + step_s)
         began_s = server._awake_s()
         wait_until(lambda: server._awake_s() > began_s + 0.2)
@@ -240,12 +240,12 @@ def test_a_pause_at_any_moment_costs_no_peer(moment: str, monkeypatch: pytest.Mo
         in_threads([lambda one=one: gather(one, 3) for one in [*comms, gone]])
         numbers = sorted(one._membership.seen("a test").number for one in comms)
         gone._membership.seen("a test")._resolver.find = lambda *_: None
-        assert master._service is not None
-        nap = Nap(master._service.server, moment)
+        assert master._server is not None
+        nap = Nap(master._server, moment)
         nap.plan([numbers[0], gone._membership.seen("a test").number], [numbers[0]])
         wait_until(lambda: nap.over(numbers))
         monkeypatch.setattr(recovery, "WAIT_S", float("-inf"))
-        wait_until(lambda: not master._service.server._master.recovering)
+        wait_until(lambda: not master._server._master.recovering)
         assert [peer.peer for peer in master.status().peers] == numbers
         in_threads([one.update_topology for one in comms])
         assert [one.world_size for one in comms] == [2, 2]

@@ -163,7 +163,7 @@ def test_a_peer_is_lost_while_links_are_measured(
             gathered(one, [0, 0, 0])
             for puppet in puppets:
                 puppet.begin("optimize_topology")
-            machine = node._service.server._master  # type: ignore[union-attr]
+            machine = node._server._master  # type: ignore[union-attr]
             wait_until(lambda: machine.run.optimizations.current is not None)
             os.kill(puppets[2].process.pid, getattr(signal, blow))
             assert [puppet.end() for puppet in puppets[:2]] == [{"value": None}] * 2

@@ -26,8 +26,8 @@ def wait_until(true: Callable[[], object], patience_s: float = PATIENCE_S) -> No
 
 def entered(master: pccl.MasterNode, votes: int = 1) -> None:
     """Waits until so many peers stand in a round."""
-    assert master._service is not None
-    machine = master._service.server._master
+    assert master._server is not None
+    machine = master._server._master
     wait_until(lambda: sum(len(round_.votes) for round_ in machine.run.voting.open) == votes)
 
 

@@ -78,6 +78,12 @@ def _router(
 class Server:
     """A master. It listens from construction on, and serves while a thread is in `serve`.
 
+    `start` makes such a thread. It holds a lock until it ends, and sets a flag before it releases
+    the lock. `wait` uses both instead of `Thread.join`: if an exception such as KeyboardInterrupt
+    ends a join, CPython 3.11 considers the thread dead, and the process could end before the thread
+    has sent its last messages. A forked child has no such thread: `stop` and `wait` do nothing
+    there.
+
     Raises:
         OSError: it cannot listen at that address.
         JournalError: the journal cannot be used.
@@ -98,7 +104,7 @@ class Server:
         on_journal_error: OnError = OnError.CONTINUE,
         # the file that records all inputs of the state machine; None: no file
         event_log: Path | None = None,
-        # host and port of HTTP, which `Service` serves; None: no HTTP
+        # host and port of HTTP, which begins with `start`; None: no HTTP
         http: tuple[str, int] | None = None,
     ) -> None:
         keys = None
@@ -122,7 +128,10 @@ class Server:
         self._journal: Scribe | None = None
         self._events: EventLog | None = None
         self.web: Web | None = None
-        self._stop = False
+        self.failure: BaseException | None = None  # what ended the thread of `start`
+        self._pid = os.getpid()
+        self._over = self._stop = False
+        self._serving = threading.Lock()
         self._chores_due_s = 0.0
         self._asked: deque[Future[Status]] = deque()  # requests of other threads
         self._noted: deque[tuple[float, str]] = deque(maxlen=limits.HTTP_EVENTS)  # times and texts
@@ -183,8 +192,41 @@ class Server:
 
     def stop(self) -> None:
         """Makes `serve` return: from any thread, from a signal handler, or before `serve`."""
-        self._stop = True
-        self._waiter.wake()
+        if os.getpid() == self._pid:
+            self._stop = True
+            self._waiter.wake()
+
+    def start(self) -> None:
+        """Serves in a thread. Raises RuntimeError, and closes everything, if there is none."""
+        self._serving.acquire()
+        try:
+            if self.web is not None:
+                self.web.start()
+            threading.Thread(target=self._work, name="pccl-master", daemon=True).start()
+        except RuntimeError:
+            self.close()
+            self._over = True
+            raise
+
+    @property
+    def over(self) -> bool:
+        """True if the thread of `start` has ended, or is not of this process."""
+        return self._over or os.getpid() != self._pid
+
+    def wait(self) -> None:
+        """Waits for the end of the thread of `start`."""
+        while not self.over:
+            if self._serving.acquire(timeout=limits.SLICE_S):
+                self._serving.release()
+
+    def _work(self) -> None:
+        try:
+            self.serve()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._over = True
+            self._serving.release()
 
     def ask(self) -> Future[Status]:
         """Asks `serve` for the status of the run; from any thread."""
@@ -556,60 +598,3 @@ class Server:
             else:
                 log.debug("master: connection %s: %s", conn.hex(), error)
                 self._connections.unreachable(conn)
-
-
-class Service:
-    """A server in its own thread, from `start` to the end of the server.
-
-    The thread holds a lock until it ends, and sets a flag before it releases the lock. `wait` uses
-    both instead of `Thread.join`: if an exception such as KeyboardInterrupt ends a join, CPython
-    3.11 considers the thread dead, and the process could end before the thread has sent its last
-    messages.
-
-    A forked child has no such thread: `stop` and `wait` do nothing there.
-    """
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        # the exception that ended the server; None after `stop`
-        self.failure: BaseException | None = None
-        self._pid = os.getpid()
-        self._over = False
-        self._serving = threading.Lock()
-        self._serving.acquire()
-        self._thread = threading.Thread(target=self._serve, name="pccl-master", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread. Raises RuntimeError, and closes everything, if that fails."""
-        try:
-            if self.server.web is not None:
-                self.server.web.start()
-            self._thread.start()
-        except RuntimeError:
-            self.server.close()
-            self._over = True
-            raise
-
-    @property
-    def over(self) -> bool:
-        """True if no server runs in this process any more."""
-        return self._over or os.getpid() != self._pid
-
-    def stop(self) -> None:
-        """Asks the server to end, from any thread or a signal handler."""
-        if os.getpid() == self._pid:
-            self.server.stop()
-
-    def wait(self) -> None:
-        while not self.over:
-            if self._serving.acquire(timeout=limits.SLICE_S):
-                self._serving.release()
-
-    def _serve(self) -> None:
-        try:
-            self.server.serve()
-        except BaseException as error:
-            self.failure = error
-        finally:
-            self._over = True
-            self._serving.release()
