@@ -250,8 +250,8 @@ def test_secrets_are_not_shown_and_all_texts_can_be_printed() -> None:
     run.say(b"1", m.StartVote(3, 1, odd))
     text = msgspec.json.encode(run.master.status()).decode()
     numbers = run.master.run.numbers
-    nonces = [numbers.nonce_of_call(seq) for seq in range(numbers.next_seq)]
-    nonces += [numbers.nonce_of_epoch(epoch) for epoch in range(numbers.epoch + 1)]
+    nonces = [numbers.nonce("call", seq) for seq in range(numbers.next_seq)]
+    nonces += [numbers.nonce("epoch", epoch) for epoch in range(numbers.epoch + 1)]
     secrets = [RUN, SECRET.decode(), *hidden.values(), *nonces]
     assert [one for one in secrets if one != "" and str(one) in text] == []
     assert text.isprintable() and "\\u" not in text and len(text) < 12_000

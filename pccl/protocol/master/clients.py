@@ -142,7 +142,7 @@ class Clients:
         number, self._next = self._next, self._next + 1
         slot = heappop(self._free_slots) if self._free_slots else self._slots
         self._slots = max(self._slots, slot + 1)
-        nonce = self._numbers.nonce_of_client(number)
+        nonce = self._numbers.nonce("client", number)
         one = Client(conn, msgspec.structs.replace(info, peer=number), nonce, slot)
         self.all[number], self._by_conn[conn] = one, number
         self._send(one, m.Welcome(number, plain(warning), nonce))

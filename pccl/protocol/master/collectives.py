@@ -280,7 +280,7 @@ class Collectives(Part):
             for number in round_.votes:
                 self._membership.peers[number].veteran = True
         # the nonce is for engines, which have nothing to do if the data came with the votes
-        nonce = self._numbers.nonce_of_call(seq) if data is None else 0
+        nonce = self._numbers.nonce("call", seq) if data is None else 0
         calls = predecessors(round_, group.planned) if data is None else {}
         started: m.Started | None = None
         for number, vote in round_.votes.items():
@@ -298,7 +298,7 @@ class Collectives(Part):
             return
         seq, epoch = self._numbers.take_seq(), self._groups[group_number].epoch
         self._run(seq, round_)
-        nonce = self._numbers.nonce_of_call(seq)
+        nonce = self._numbers.nonce("call", seq)
         self._outbox.answer(round_, lambda call: m.Started(call, seq, epoch, nonce=nonce))
 
     def _run(self, seq: int, round_: Round) -> Running:

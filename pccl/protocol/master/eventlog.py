@@ -84,9 +84,9 @@ class Redactor:
                 case "run":
                     changed[name] = self.run(before)
                 case "token":
-                    changed[name] = self._token(before)
-                case "curve":
-                    changed[name] = self._curve(before)
+                    changed[name] = self._pseudonym(b"token ", before)
+                case "curve" if KEY.fullmatch(before):  # errors quote text that is no key
+                    changed[name] = self._pseudonym(b"key ", before)
                 case "nonce":
                     changed[name] = 0
                 case "dial":
@@ -97,16 +97,8 @@ class Redactor:
                     changed[name] = self._clean(before, data)
         return replace(value, **changed) if changed else value
 
-    def _curve(self, key: str) -> str:
-        """A pseudonym for a key. Text that is no key stays, because errors quote it."""
-        if self._key is None or not KEY.fullmatch(key):
-            return key
-        return self._hash(b"key " + key.encode(), len(key) // 2).hex()
-
-    def _token(self, token: str) -> str:
-        if self._key is None:
-            return token
-        return self._hash(b"token " + token.encode(), len(token) // 2).hex()
+    def _pseudonym(self, kind: bytes, text: str) -> str:
+        return text if self._key is None else self._hash(kind + text.encode(), len(text) // 2).hex()
 
     def _hash(self, what: bytes, nbytes: int) -> bytes:
         assert self._key is not None

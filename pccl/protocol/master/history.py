@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -101,18 +101,10 @@ class Numbers:
     def is_unknown(self, seq: int) -> bool:
         return seq >= self.next_seq
 
-    def nonce_of_call(self, seq: int) -> int:
-        return self._nonce(b"call %d" % seq)
-
-    def nonce_of_epoch(self, epoch: int) -> int:
-        return self._nonce(b"epoch %d" % epoch)
-
-    def nonce_of_client(self, number: int) -> int:
-        """The nonce of all streams to a client."""
-        return self._nonce(b"client %d" % number)
-
-    def _nonce(self, what: bytes) -> int:
-        return int.from_bytes(blake2b(what, key=self._secret, digest_size=NONCE_BYTES).digest())
+    def nonce(self, what: Literal["call", "epoch", "client"], number: int) -> int:
+        """The nonce of a call, of an epoch, or of all streams to a client."""
+        text = f"{what} {number}".encode()
+        return int.from_bytes(blake2b(text, key=self._secret, digest_size=NONCE_BYTES).digest())
 
 
 @dataclass(slots=True)

@@ -413,7 +413,7 @@ class Synchronizations(Part):
         return transfers, ""
 
     def _send_plans(self, sync: Sync, decision: Decision) -> None:
-        nonce = self._numbers.nonce_of_call(sync.seq)
+        nonce = self._numbers.nonce("call", sync.seq)
         for number, vote in sync.members.items():
             own = decision.transfers.get(number)
             if own is not None and own.in_place:

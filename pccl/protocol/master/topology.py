@@ -251,7 +251,7 @@ class Groups(dict[int, Group]):
         group.epoch, group.broken = self._numbers.take_epoch(), False
         group.planned = self.plan(number)
         peers = tuple(map(self._membership.info, self._membership.accepted(number)))
-        nonce = self._numbers.nonce_of_epoch(group.epoch)
+        nonce = self._numbers.nonce("epoch", group.epoch)
         count, lost = self._history.topology, tuple(gone[: m.GONE_MAX])
         plan = m.Plan(group.epoch, peers, group.planned, count, nonce, lost)
         for peer in peers:
@@ -410,7 +410,7 @@ class Optimizations(Part):
             self._end(optimization)
             return
         seq = optimization.seq = self._numbers.take_seq()
-        nonce = self._numbers.nonce_of_call(seq)
+        nonce = self._numbers.nonce("call", seq)
         for number, senders in optimization.measuring.items():
             self._outbox.send(number, m.Probe(calls[number], seq, senders, nonce))
 
