@@ -271,7 +271,7 @@ def test_a_flood_of_failed_accepts_does_not_stop_the_master(
             closed: list[int] = []
             shut = lambda fd, still: still() and closed.append(fd)  # noqa: E731
             patch.setattr(connections._shutter, "shut", shut)
-            connections._shut(7, lambda: True)
+            connections._shut(connections._guard.accepted(7, 0.0))
             assert not closed, "who has a descriptor by now is not known"
         connections.read_monitor()
         assert server._patience_s(drained=True) > 0

@@ -201,9 +201,9 @@ class Master:
             self.run.clients.received(conn, message)
             return
         if self._recovery is not None:
-            if not isinstance(message, m.Leave):  # no Welcome was sent
-                event = inputs.Rejected(conn, "it spoke before it was welcome")
-            self._postponed(event)
+            left = isinstance(message, m.Leave)
+            why = "it spoke before it was welcome"  # no Welcome was sent
+            self._postponed(event if left else inputs.Rejected(conn, why))
             return
         number = self._members.at(conn)
         if number is None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from types import MappingProxyType
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -174,8 +174,7 @@ class Status(Struct, frozen=True):
     weights: WeightsStatus | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A call that some peers are in and that waits for others."""
 
     call: str  # as the first of the peers has made it
