@@ -27,13 +27,12 @@ import msgspec
 import numpy as np
 import worker
 
-from pccl.cli.arguments import whole_number
-from pccl.cli.chaos import Harness, NetworkError, Program, add_options, kinds
+from pccl.cli.arguments import option, whole_number
+from pccl.cli.chaos import Harness, Program, add_options, kinds
 from pccl.cli.chaos.director import Director
 from pccl.cli.chaos.kinds import Kind, Target, load
-from pccl.cli.chaos.report import Metrics
 from pccl.cli.chaos.stage import Copy
-from pccl.cli.chaos.watch import Watch
+from pccl.cli.chaos.watch import Metrics, Watch
 from pccl.runtime.signals import ended_by, interrupt
 
 HERE = Path(__file__).resolve().parent
@@ -44,11 +43,7 @@ MORE = {  # faults that workers inflict on themselves
 
 
 class States:
-    """The shared state after each step, as one process computes it.
-
-    Args:
-        elements: of the state.
-    """
+    """The shared state after each step, as one process computes it."""
 
     def __init__(self, elements: int) -> None:
         self._weights = np.zeros(elements, np.float32)
@@ -62,22 +57,29 @@ class States:
         return self._digests[revision]
 
 
-class Workers:
-    """The workers of a run; each group has a program of its own.
+class Workers(Program):
+    """The workers of a run; each group has a program of its own."""
 
-    Args:
-        names: of the programs, by group.
-        elements: of the state.
-        directory: of the diaries.
-    """
+    steered = True
+    faults = MORE
 
-    def __init__(self, names: Sequence[str], elements: int, directory: Path) -> None:
-        self._names = names
-        self._elements = elements
+    def __init__(self, args: argparse.Namespace, names: Sequence[str], rules: checker.Rules):
+        words = ["--peers", str(args.peers), "--programs", args.programs]
+        words += ["--elements", str(args.elements), *["--tcp"] * args.tcp]
+        title = f"python -m stress: {args.programs}, {args.peers} workers"
+        super().__init__(title, args.peers, (["python", "-m", "stress", *words], []), [])
+        self.settings = {"programs": args.programs, "elements": str(args.elements)}
+        self.environment = {"PCCL_TRANSPORT": "tcp"} if args.tcp else {}
+        self.curve_dir = args.curve_dir or ""
+        if args.curve_dir:
+            self.environment["PCCL_CURVE_DIR"] = args.curve_dir
+        self._names, self._elements, self._rules = names, args.elements, rules
+        self._decoder: msgspec.json.Decoder[diary.Entry] = msgspec.json.Decoder(diary.Entry)
+
+    def begin(self, directory: Path) -> None:
         self._directory = directory
         self._groups: dict[int, int] = {}
         self._read: dict[int, int] = {}  # bytes of each diary
-        self._decoder: msgspec.json.Decoder[diary.Entry] = msgspec.json.Decoder(diary.Entry)
 
     def command(self, number: int, alive: Sequence[Copy]) -> list[str]:
         """The new worker joins the smallest group."""
@@ -123,47 +125,34 @@ class Workers:
         self._read[number] = self._read.get(number, 0) + len(whole) + bool(whole)
         return [self._decoder.decode(line) for line in whole.split(b"\n") if line]
 
-
-def judge(
-    names: Sequence[str], rules: checker.Rules, directory: Path, director: Director
-) -> tuple[list[str], Metrics]:
-    """Adds the faults to the diaries, and has the checker read all; violations and metrics."""
-    faults = [
-        diary.Fault(at_s, what, copy.number)
-        for copy in director.stage.copies
-        for at_s, what in copy.befell
-    ]
-    for done in director.chronicle.done:
-        if done.copy < 0 and not done.skipped:
-            faults.append(diary.Fault(done.at_s, done.fault.what))
-    written = diary.Diary(directory / diary.DIRECTOR)
-    for fault in sorted(faults, key=lambda one: one.at_s):
-        written.write(fault)
-    written.close()
-    report = checker.check(directory, rules)
-    return report.violations, Metrics(report.steps, report.goodput, report.recoveries_s)
+    def judge(self, directory: Path, director: Director) -> tuple[list[str], Metrics]:
+        """Adds the faults to the diaries, and has the checker read all."""
+        faults = [
+            diary.Fault(at_s, what, copy.number)
+            for copy in director.stage.copies
+            for at_s, what in copy.befell
+        ]
+        for done in director.chronicle.done:
+            if done.copy < 0 and not done.skipped:
+                faults.append(diary.Fault(done.at_s, done.fault.what))
+        written = diary.Diary(directory / diary.DIRECTOR)
+        for fault in sorted(faults, key=lambda one: one.at_s):
+            written.write(fault)
+        written.close()
+        report = checker.check(directory, self._rules)
+        return report.violations, Metrics(report.steps, report.goodput, report.recoveries_s)
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--peers", type=whole_number(2, 200), default=4, help="the most workers that run at once"
-    )
-    parser.add_argument(
-        "--programs",
-        default="loop",
-        metavar="NAME,...",
-        help=f"one for each group, of {', '.join(worker.PROGRAMS)} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--elements", type=int, default=50_000, help="size of the state, in float32 elements"
-    )
+    option(parser, "--peers N", "the most workers that run at once", 4, whole_number(2, 200))
+    text = f"one for each group, of {', '.join(worker.PROGRAMS)}"
+    option(parser, "--programs NAME,...", text, "loop")
+    option(parser, "--elements N", "size of the state, in float32 elements", 50_000, int)
     add_options(parser, "worker")
-    parser.add_argument(
-        "--goodput", type=float, default=0.0, help="the least share of undisturbed speed"
-    )
-    parser.add_argument("--tcp", action="store_true", help="no ipc between the workers")
-    parser.add_argument("--curve-dir", default="", help="keys made by pccl keys")
+    option(parser, "--goodput SHARE", "the least share of undisturbed speed", 0.0, float)
+    option(parser, "--tcp", "no ipc between the workers")
+    option(parser, "--curve-dir DIR", "keys made by pccl keys (default: no encryption)")
     return parser
 
 
@@ -183,26 +172,9 @@ def main(argv: list[str] | None = None) -> int:
     # without TCP, libzmq aborts a process whose descriptors are exhausted when a neighbour connects
     aborts = frozenset() if args.tcp or args.network else frozenset({kinds.NO_FILES})
     rules = checker.Rules(expected, args.bound, args.goodput, aborts)
-    environment = {"PCCL_TRANSPORT": "tcp"} if args.tcp else {}
-    environment |= {"PCCL_CURVE_DIR": args.curve_dir} if args.curve_dir else {}
-    words = ["--peers", str(args.peers), "--programs", args.programs]
-    words += ["--elements", str(args.elements)]
-    program = Program(
-        f"python -m stress: {args.programs}, {args.peers} workers",
-        args.peers,
-        (["python", "-m", "stress", *words, *["--tcp"] * args.tcp], []),
-        lambda directory: Workers(names, args.elements, directory),
-        lambda directory, director: judge(names, rules, directory, director),
-        environment,
-        {"programs": args.programs, "elements": str(args.elements)},
-        steered=True,
-        more=MORE,
-        curve_dir=args.curve_dir,
-    )
-
     try:
-        return Harness(args, program).run()
-    except (NetworkError, OSError) as error:
+        return Harness(args, Workers(args, names, rules)).run()
+    except OSError as error:
         print(f"python -m stress: {error}", file=sys.stderr)
         return 2
 

@@ -1,28 +1,41 @@
-"""Arguments of several commands: their types, which reject invalid values before anything starts,
-and the program that a command runs, which is all words after `--`."""
+"""Arguments of several commands: how they are declared, their types, which reject invalid values
+before anything starts, and the program that a command runs, which is all words after `--`."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
+from pccl.cli.terminal import Refused
 from pccl.support.text import address_text, parse_address, parse_listening
+
+T = TypeVar("T")
 
 
 def option(
     parser: argparse._ActionsContainer,
-    flags: str,
-    metavar: str,
-    kind: Callable[[str], object],
+    names: str,
     text: str,
     default: object = None,
+    kind: Callable[[str], object] = str,
+    **more: Any,
 ) -> None:
-    """Adds an argument with one or more flags, such as "-n --iters". Its help has the default."""
-    text = text if default is None else f"{text} (default: %(default)s)"
-    names = flags.split()
-    parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=text)
+    """Adds an argument.
+
+    `names` ends with the metavar: "-n --iters N", or "log LOG" for a positional one. Without a
+    metavar it is one of `choices`, or a flag. The help shows the default.
+    """
+    *flags, metavar = names.split()
+    if not metavar.startswith("-"):
+        more |= {"metavar": metavar, "type": kind, "default": default}
+    else:
+        flags.append(metavar)
+        more |= {"default": default} if "choices" in more else {"action": "store_true"}
+    shown = "" if default is None else " (default: %(default)s)"
+    parser.add_argument(*flags, help=text + shown, **more)
 
 
 def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
@@ -35,26 +48,21 @@ def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int
     return number
 
 
-def positive(text: str) -> float:
-    if not (number := _finite(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+def _real(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not (fits(found) and found < math.inf):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return found
+
     return number
 
 
-def duration(text: str) -> float:
-    """Seconds: a number of at least 0."""
-    if not (number := _finite(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return number
-
-
-def _finite(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        return float("nan")
-    return number if number < float("inf") else float("nan")
-
+positive = _real("a positive number", lambda number: number > 0)
+duration = _real("a number of seconds", lambda number: number >= 0)
 
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -64,24 +72,24 @@ def size(text: str) -> int:
     unit = _SUFFIXES.get(text[-1:].upper(), 1)
     number = text[:-1] if unit > 1 else text
     if not number.isdecimal() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: say 4096, 4K, 256M or 1G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: use 4096, 4K, 256M or 1G")
     return int(number) * unit
 
 
-def master(text: str) -> str:
-    """The address of a master, with its port."""
-    try:
-        return address_text(*parse_address(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A type from a function that raises ValueError; argparse would not show its text."""
+
+    def kind(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return kind
 
 
-def http_port(text: str) -> tuple[str, int]:
-    """Where a master shows its run: HOST:PORT, or PORT on this machine."""
-    try:
-        return parse_listening(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+master = _parsed(lambda text: address_text(*parse_address(text)))  # with its port
+http_port = _parsed(parse_listening)  # of a master's --http: HOST:PORT, or PORT on this machine
 
 
 def output(text: str) -> Path:
@@ -100,17 +108,17 @@ def output(text: str) -> Path:
     return path
 
 
-def add_program(parser: argparse.ArgumentParser, name: str, epilog: str) -> None:
-    """Adds the program to the arguments of the command `name`. The help shows `epilog` as it is."""
+def add_program(parser: argparse.ArgumentParser, epilog: str) -> None:
+    """Adds the program to the arguments of a command. The help shows `epilog` as it is."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = f"{name} [options] -- COMMAND [ARGUMENT ...]"
+    parser.usage = f"{parser.prog} [options] -- COMMAND [ARGUMENT ...]"
     parser.epilog = epilog
     parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def program(args: argparse.Namespace, name: str) -> list[str]:
-    """The program and its arguments. If they are missing: an empty list, after a message."""
+def program(args: argparse.Namespace) -> list[str]:
+    """The program and its arguments. Raises Refused: they are missing."""
     found: list[str] = args.command_line[args.command_line[:1] == ["--"] :]
     if not found:
-        print(f"{name}: which program? {name} [options] -- COMMAND ...", file=sys.stderr)
+        raise Refused(f"which program? pccl {args.command} [options] -- COMMAND ...")
     return found

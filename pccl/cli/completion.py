@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pccl.cli.arguments import output
+from pccl.cli.arguments import option, output
 
 SHELLS = {  # what turns completion on
     "bash": 'eval "$(pccl completion bash)"                     # in ~/.bashrc',
@@ -17,7 +17,7 @@ SHELLS = {  # what turns completion on
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(["use:", *(f"  {use}" for use in SHELLS.values())])
-    parser.add_argument("shell", choices=list(SHELLS), metavar="SHELL", help=", ".join(SHELLS))
+    option(parser, "shell SHELL", ", ".join(SHELLS), choices=list(SHELLS))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +38,9 @@ def _complete_files(parser: argparse.ArgumentParser, files: object) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
                 _complete_files(below, files)
-        elif action.type in (Path, output) or action.metavar in ("FILE", "DIR"):
-            action.complete = files  # type: ignore[attr-defined]
-        elif action.nargs == argparse.REMAINDER:
+        elif (
+            action.type in (Path, output)
+            or action.metavar in ("FILE", "DIR")
+            or action.nargs == argparse.REMAINDER
+        ):
             action.complete = files  # type: ignore[attr-defined]

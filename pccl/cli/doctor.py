@@ -70,20 +70,10 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "master",
-        type=master,
-        nargs="?",
-        metavar="HOST[:PORT]",
-        help="a master, whose connection is checked too",
-    )
-    option(
-        parser,
-        "--explain",
-        "[HOST:]PORT",
-        http_port,
-        "only explain what limits the collectives of the run whose master has this --http address",
-    )
+    text = "a master, whose connection is checked too"
+    option(parser, "master HOST[:PORT]", text, kind=master, nargs="?")
+    text = "only explain what limits the collectives of a run whose master has this --http address"
+    option(parser, "--explain [HOST:]PORT", text, kind=http_port)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,25 +15,18 @@ from pccl.cli.arguments import option, whole_number
 from pccl.runtime.encryption import new_keys, require_curve
 from pccl.security import ALLOWED, MASTER_KEY, MASTER_SECRET, PEER_SECRET, Security
 
-PEERS_MAX = 65_536
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", type=Path, metavar="DIR", help="where to put them")
-    option(
-        parser,
-        "--peers",
-        "N",
-        whole_number(1, PEERS_MAX),
-        "a key pair for each of N peers, in DIR/peer-1 and so on (default: one for all)",
-    )
+    option(parser, "dir DIR", "where to put them", kind=Path)
+    text = "a key pair for each of N peers, in DIR/peer-1 and so on (default: one for all)"
+    option(parser, "--peers N", text, kind=whole_number(1, 65_536))
 
 
 def run(args: argparse.Namespace) -> int:
     """Makes the keys that do not exist yet, and says what to do with them."""
     require_curve()
     master: Path = args.dir
-    _say("the master's key pair", int(_make_pair(master, MASTER_SECRET)), 1)
+    _tell("the master's key pair", int(_make_pair(master, MASTER_SECRET)), 1)
     public = Security(master).master_keys().public
     (master / ALLOWED).touch()
     homes = {f"peer-{i}": master / f"peer-{i}" for i in range(1, (args.peers or 0) + 1)}
@@ -44,16 +37,14 @@ def run(args: argparse.Namespace) -> int:
             with (master / ALLOWED).open("a", encoding="ascii") as allowed:
                 allowed.write(f"{Security(home).peer_keys().public} {name}\n")
         _write(home / MASTER_KEY, f"{public} master\n")
-    _say("a key pair for each peer" if homes else "a key pair for all peers", made, len(homes) or 1)
+    _tell(f"a key pair for {'each peer' if homes else 'all peers'}", made, len(homes) or 1)
+    what = f"one of {master}{os.sep}peer-*" if homes else f"{master} without {MASTER_SECRET}"
     print(f"on the master's machine: pccl master --curve-dir {master}")
-    if homes:
-        print(f"on each peer's: PCCL_CURVE_DIR=..., a copy of one of {master}{os.sep}peer-*")
-    else:
-        print(f"on each peer's: PCCL_CURVE_DIR=..., a copy of {master} without {MASTER_SECRET}")
+    print(f"on each peer's: PCCL_CURVE_DIR=..., a copy of {what}")
     return 0
 
 
-def _say(what: str, made: int, wanted: int) -> None:
+def _tell(what: str, made: int, wanted: int) -> None:
     if made and made < wanted:
         print(f"{what}: {made} made; {wanted - made} were there, and are kept")
     else:

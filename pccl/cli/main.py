@@ -10,32 +10,31 @@ import sys
 from importlib import import_module
 
 from pccl import __version__
-from pccl.cli.terminal import complain
+from pccl.cli.terminal import Refused, complain
 from pccl.errors import PCCLError
 from pccl.runtime.signals import ended_by, interrupt
 
-COMMANDS = {  # name -> help, and the module with add_arguments and run
-    "master": ("serve as the master of a run", "pccl.master"),
-    "run": ("run copies of a program on this machine, and restart those that die", "pccl.cli.run"),
-    "chaos": (
-        "run copies of a program under faults, and check that the run survives",
-        "pccl.cli.chaos",
-    ),
-    "keys": ("make the keys of an encrypted run", "pccl.cli.keys"),
-    "demo": (
-        "train a small GPT over several peers while one is killed and another joins",
-        "pccl.cli.demo",
-    ),
-    "bench": ("measure collectives, in the manner of nccl-tests", "pccl.cli.bench"),
-    "status": ("print the state of a run, as its master sees it", "pccl.cli.status"),
-    "top": ("show a run in the terminal, refreshed every second", "pccl.cli.status"),
-    "replay": ("tell from a master's event log who waited for whom", "pccl.cli.replay"),
-    "cflags": ("print what a C compiler needs for programs that use pccl", "pccl.cli.flags"),
-    "libs": ("print what a linker needs for C programs that use pccl", "pccl.cli.flags"),
-    "plan": ("recommend settings for a model, its machines and their links", "pccl.cli.plan"),
-    "doctor": ("check this machine, and its connection to a master", "pccl.cli.doctor"),
-    "completion": ("print a script that completes these commands", "pccl.cli.completion"),
+COMMANDS = {  # name -> its help
+    "master": "serve as the master of a run",
+    "run": "run copies of a program on this machine, and restart those that die",
+    "chaos": "run copies of a program under faults, and check that the run survives",
+    "keys": "make the keys of an encrypted run",
+    "demo": "train a small GPT over several peers while one is killed and another joins",
+    "bench": "measure collectives, in the manner of nccl-tests",
+    "status": "print the state of a run, as its master sees it",
+    "top": "show a run in the terminal, refreshed every second",
+    "replay": "tell from a master's event log who waited for whom",
+    "cflags": "print what a C compiler needs for programs that use pccl",
+    "libs": "print what a linker needs for C programs that use pccl",
+    "plan": "recommend settings for a model, its machines and their links",
+    "doctor": "check this machine, and its connection to a master",
+    "completion": "print a script that completes these commands",
 }
+# the module of a command, with `add_arguments` and `run`; that of others is pccl.cli.NAME
+MODULES = {
+    "master": "pccl.master", "top": "pccl.cli.status",
+    "cflags": "pccl.cli.flags", "libs": "pccl.cli.flags",
+}  # fmt: skip
 
 
 EXAMPLES = """examples:
@@ -56,17 +55,17 @@ def parser(*asked: str) -> argparse.ArgumentParser:
     top.formatter_class = argparse.RawDescriptionHelpFormatter
     top.add_argument("--version", action="version", version=f"pccl {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (text, module_name) in COMMANDS.items():
+    for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name in asked:
-            module = import_module(module_name)
+            module = import_module(MODULES.get(name, f"pccl.cli.{name}"))
             command.set_defaults(run=module.run, parser=command)
             module.add_arguments(command)
     return top
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one sub-command; the exit code is 1 if it fails with an error of pccl."""
+    """Runs one sub-command. The exit code is 1 if it fails, and 2 if it cannot start."""
     argv = sys.argv[1:] if argv is None else argv
     asked = next((word for word in argv if not word.startswith("-")), "")
     if not argv:
@@ -82,6 +81,9 @@ def main(argv: list[str] | None = None) -> int:
         complain(asked, error)
     except ModuleNotFoundError as error:
         complain(asked, f"it needs {error.name}: pip install {error.name}")
+    except Refused as error:
+        complain(asked, error)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 1

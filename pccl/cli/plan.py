@@ -134,37 +134,17 @@ def advise(cluster: Cluster) -> Advice | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--params",
-        type=quantity,
-        required=True,
-        metavar="NUMBER",
-        help="parameters of the model, such as 7e9 or 7B; of one shard, if machines shard it",
-    )
-    option(
-        parser,
-        "--peers",
-        "N",
-        whole_number(2),
-        "peers that hold them (with --links: all of that run)",
-    )
-    option(
-        parser,
-        "--uplink",
-        "RATE",
-        quantity,
-        "bit/s of the slowest peer, such as 200M (with --links: of the slowest link)",
-    )
-    option(parser, "--rtt", "MS", quantity, f"round trip (default: {1e3 * RTT_S:g})")
-    option(parser, "--step", "S", quantity, f"an inner step (default: {STEP_S:g})")
-    option(parser, "--share", "PERCENT", quantity, "of the training time, for exchanges", 5)
-    option(
-        parser,
-        "--links",
-        "[HOST:]PORT",
-        http_port,
-        "take peers and uplink from the run whose master has this --http address",
-    )
+    text = "parameters of the model, such as 7e9 or 7B; of one shard, if machines shard it"
+    option(parser, "--params NUMBER", text, kind=quantity, required=True)
+    text = "peers that hold them (with --links: all of that run)"
+    option(parser, "--peers N", text, kind=whole_number(2))
+    text = "bit/s of the slowest peer, such as 200M (with --links: of the slowest link)"
+    option(parser, "--uplink RATE", text, kind=quantity)
+    option(parser, "--rtt MS", f"round trip (default: {1e3 * RTT_S:g})", kind=quantity)
+    option(parser, "--step S", f"an inner step (default: {STEP_S:g})", kind=quantity)
+    option(parser, "--share PERCENT", "of the training time, for exchanges", 5, quantity)
+    text = "take peers and uplink from the run whose master has this --http address"
+    option(parser, "--links [HOST:]PORT", text, kind=http_port)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,13 +13,14 @@ import queue
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
@@ -85,16 +86,15 @@ class Process(Closing):
     def kill_strays(self) -> None:
         """Kills the processes that it has started and that have left its group. They are known
         by their environment; on Linux only."""
-        left = True
         for _ in range(3):  # they may start others meanwhile
-            if not left:
-                break
-            left = False
+            killed = False
             for found in Path("/proc").glob("[0-9]*/environ"):
                 with suppress(OSError):
                     if self._mark.encode() in found.read_bytes():
                         os.kill(int(found.parent.name), signal.SIGKILL)
-                        left = True
+                        killed = True
+            if not killed:
+                break
 
     def poll(self) -> int | None:
         """Its status; None while it runs. After its end, kills the rest of its group."""
@@ -192,6 +192,18 @@ class Output(threading.Thread):
         self.flush(0.0)
 
 
+def free_address(host: str = "127.0.0.1") -> str:
+    """An address for a master that is started again there, with a port that is free on this
+    machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"{host}:{server.getsockname()[1]}"
+
+
+def start_master(address: str, *options: str) -> Process:
+    command = [sys.executable, "-P", "-m", "pccl.master", "--listen-address", address, *options]
+    return Process(command, os.environ)
+
+
 def tail(path: Path, lines: int = TAIL_LINES) -> str:
     """The last lines of a file with the output of a process."""
     with path.open("rb") as file:
@@ -244,16 +256,7 @@ class Fleet(Closing):
                 stdout=subprocess.PIPE,
                 stderr=errors,
             )
-
-        def read() -> None:
-            assert process.stdout is not None
-            said = Output(process.stdout, lambda lines: self._hear(number, lines))
-            status = process.wait()
-            assert status is not None
-            said.finish(time.monotonic() + QUIET_S)
-            self.heard.put((number, status))
-
-        reader = threading.Thread(target=read, daemon=True)
+        reader = threading.Thread(target=self._read, args=(number, process), daemon=True)
         self._readers.append(reader)
         reader.start()
 
@@ -270,9 +273,17 @@ class Fleet(Closing):
     def _errors(self, number: int) -> Path:
         return Path(self._directory.name, f"{number}.stderr")
 
-    def _hear(self, number: int, lines: Sequence[bytes]) -> None:
-        for line in lines:
-            self.heard.put((number, line.decode(errors="replace")))
+    def _read(self, number: int, process: Process) -> None:
+        def heard(lines: Sequence[bytes]) -> None:
+            for line in lines:
+                self.heard.put((number, line.decode(errors="replace")))
+
+        assert process.stdout is not None
+        output = Output(process.stdout, heard)
+        status = process.wait()
+        assert status is not None
+        output.finish(time.monotonic() + QUIET_S)
+        self.heard.put((number, status))
 
 
 # ---- functions of this program that run as processes ----
@@ -280,7 +291,7 @@ class Fleet(Closing):
 LEAVE_S = 10.0  # for workers to end by themselves after the last result
 
 
-class WorkerError(Exception):
+class WorkerError(OSError):
     """A worker could not do its work; the text says why."""
 
 
@@ -290,41 +301,37 @@ def workers(
 ) -> Iterator[list[Connection]]:
     """Starts processes that send what work(i, *arguments) yields or, as text, why it failed."""
     context = multiprocessing.get_context("spawn")
-    started = []
-    results = []
-    try:
+    with ExitStack() as stack:
+        started, results = [], []
         for index in range(number):
             receiver, sender = context.Pipe(duplex=False)
             job = (work, index, arguments, sender)
             process = context.Process(target=_work, args=job, daemon=True)
             process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
             sender.close()  # so that the pipe ends with the process, which has its own
             started.append(process)
             results.append(receiver)
         yield results
         for process in started:
             process.join(LEAVE_S)
-    finally:
-        for process in started:
-            process.kill()
-        for process in started:
-            process.join()
 
 
 def collect(results: Sequence[Connection]) -> list[Any]:
     """One result of every worker. Raises WorkerError if one sends text instead, or nothing."""
     found: dict[int, Any] = {}
-    waiting = dict(enumerate(results))
-    while waiting:
-        ready = wait(waiting.values())
-        for number in [number for number, result in waiting.items() if result in ready]:
+    while waiting := [result for i, result in enumerate(results) if i not in found]:
+        ready = wait(waiting)
+        for number, result in enumerate(results):
+            if result not in ready:
+                continue
             try:
-                message = waiting.pop(number).recv()
+                found[number] = result.recv()
             except EOFError:
                 raise WorkerError(f"process {number} ended before it had measured all") from None
-            if isinstance(message, str):
-                raise WorkerError(f"process {number}: {message}")
-            found[number] = message
+            if isinstance(found[number], str):
+                raise WorkerError(f"process {number}: {found[number]}")
     return [found[number] for number in range(len(results))]
 
 
@@ -345,11 +352,11 @@ def _work(
 def follow_parent() -> None:
     """In a worker: ends when the parent does, and leaves Ctrl-C to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()

@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,66 +23,43 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.effects import plain
 from pccl.protocol.master.eventlog import Differs, Gap, Line, Replay, Told
-from pccl.protocol.master.inputs import Began
 from pccl.runtime.server.eventlog import VERSION, Damaged, Head, files, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "log", type=Path, metavar="LOG", help="the file of the master's --event-log"
-    )
-    option(
-        parser,
-        "--longer-than",
-        "SECONDS",
-        duration,
-        "leave out calls in which no peer waited for longer, unless they failed",
-        0.1,
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="feed the log to the master's state machine, and compare its decisions",
-    )
-    option(
-        parser,
-        "--to-test",
-        "FILE",
-        output,
-        "write a test for pytest that feeds the log to the state machine, up to the first "
-        "exception",
-    )
-    option(parser, "--trace", "FILE", output, "write a trace for Perfetto or Chrome (JSON)")
+    option(parser, "log LOG", "the file of the master's --event-log", kind=Path)
+    text = "leave out calls in which no peer waited for longer, unless they failed"
+    option(parser, "--longer-than SECONDS", text, 0.1, duration)
+    text = "feed the log to the master's state machine, and compare its decisions"
+    option(parser, "--check", text)
+    text = "write a test for pytest that feeds the log to the state machine, up to the first "
+    option(parser, "--to-test FILE", f"{text}exception", kind=output)
+    text = "write a trace for Perfetto or Chrome (JSON)"
+    option(parser, "--trace FILE", text, kind=output)
 
 
 def run(args: argparse.Namespace) -> int:
     """Tells, or checks; the exit code is 1 if the log is damaged or a replay differs."""
-    source = Source(args.log)
+    source, story = Source(args.log), Story()
     check = Check() if args.check else None
-    case = None if args.to_test is None else Case()
     teller = Teller(args.longer_than)
-    trace = None if args.trace is None else Trace()
-    story = Story()
-    for line in source.lines():
-        happened = story.tell(line)
+    marks: list[tuple[float, Mark]] = []
+    calls: list[Call] = []
+    for entry in source.lines():
+        happened = story.tell(entry)
         if check is None:
-            _print(teller.tell(line.unix_s, happened))
+            _print(teller.tell(entry.unix_s, happened))
         else:
-            check.feed(line)
-        if trace is not None:
-            trace.add(line.unix_s, happened)
-        if case is not None:
-            case.add(line)
-    ended = story.end()
-    if trace is not None:
-        trace.end(source.last_unix_s, ended)
-        args.trace.write_bytes(trace.encode())
-    if case is not None:
-        args.to_test.write_text(case.text(args.log), encoding="utf-8")
-    if check is None:
-        _print(teller.end(ended))
-    else:
-        print(check.summary())
+            check.feed(entry)
+        if args.trace is not None:
+            marks += [(entry.unix_s, mark) for mark in happened.marks]
+            calls += happened.ended
+    ended = story.end(source.last_unix_s)
+    if args.trace is not None:
+        args.trace.write_bytes(trace(marks, [*calls, *ended.ended]))
+    if args.to_test is not None:
+        args.to_test.write_text(case(args.log), encoding="utf-8")
+    _print(teller.end(ended) if check is None else [check.summary()])
     for problem in source.problems:
         print(f"pccl replay: {problem}", file=sys.stderr)
     return int(source.damaged or (check is not None and check.failed))
@@ -109,7 +86,6 @@ class Source:
     """An event log. Raises OSError: there is none."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._files = files(path)
         self.problems: list[str] = []  # what is missing or damaged; complete after `lines`
         self.damaged = False  # whether a line cannot be read
@@ -127,19 +103,25 @@ class Source:
         for file in self._files:
             for at, item in read(file):
                 where = f"{file}:{at}"
-                if head is None and not isinstance(item, Head):
-                    raise OSError(f"{file} is no event log of a master: it begins with no head")
                 if isinstance(item, Head):
                     whole &= self._continues(item, head, number, where)
                     head, number = item, item.line
                     began_s = self._dated(head.unix_s, head.monotonic_s, where)
+                elif head is None:
+                    raise OSError(f"{file} is no event log of a master: it begins with no head")
                 elif isinstance(item, Gap):
                     self.problems.append(f"{where}: {item.lost} events are missing: {item.why}")
                     number, whole = number + item.lost, False
                 elif isinstance(item, Damaged):
                     number, whole = number + 1, False
-                    self._damage(item, where)
-                elif head is not None:
+                    self.damaged |= not item.torn
+                    self.problems.append(
+                        f"{where}: the master has ended within this line"
+                        if item.torn
+                        else f"{where}: this is no event ({item.why}): the file was changed or "
+                        "damaged; what follows is told without it"
+                    )
+                else:
                     unix_s = began_s + item.at_s - head.monotonic_s
                     self.last_unix_s = self._dated(unix_s, self.last_unix_s, where)
                     yield Entry(where, self.last_unix_s, item, whole)
@@ -169,23 +151,13 @@ class Source:
                 f"{where}: the master could not write there when it ended: its last events are "
                 "missing"
             )
-        same = before is not None and (before.process, head.line > 0) == (head.process, True)
+        same = before is not None and before.process == head.process and head.line > 0
         missing = head.line - (number if same else 0)
         if missing:
             self.problems.append(
                 f"{where}: {missing} events before that are missing, in files that were removed"
             )
         return not missing
-
-    def _damage(self, item: Damaged, where: str) -> None:
-        if item.torn:
-            self.problems.append(f"{where}: the master has ended within this line")
-            return
-        self.damaged = True
-        self.problems.append(
-            f"{where}: this is no event ({item.why}): the file was changed or damaged; what "
-            "follows is told without it"
-        )
 
 
 class Check:
@@ -248,33 +220,24 @@ def test_the_master_does_what_is_right() -> None:
 '''
 
 
-class Case:
-    """The lines from a master's beginning up to the first one that has failed, or to the last."""
-
-    def __init__(self) -> None:
-        self._lines: list[Line] = []
-        self._over = False
-
-    def add(self, entry: Entry) -> None:
-        if self._over:
-            return
+def case(log: Path) -> str:
+    """A test of the lines from a master's beginning up to the first one that has failed, or to the
+    last. Raises OSError if the log has no beginning, or the test is too large."""
+    lines: list[Line] = []
+    for entry in Source(log).lines():
         if not entry.whole:
-            self._lines.clear()
-        if self._lines or isinstance(entry.line.input, Began):
-            self._lines.append(entry.line)
-            self._over = bool(entry.line.failed)
-
-    def text(self, log: Path) -> str:
-        """The test. Raises OSError if the log has no beginning, or the test is too large."""
-        encoded = b"\n".join(map(msgspec.json.encode, self._lines)).decode()
-        if not self._lines:
-            raise OSError(f"{log} has no beginning of a master, from which a test could start")
-        if len(encoded) > BYTES_MAX:
-            raise OSError(
-                f"a test of {log} would have {len(encoded) >> 20} MiB: cut the log behind the "
-                "line in question"
-            )
-        return TEMPLATE.format(record=encoded)  # JSON has no three quotes in a row
+            lines.clear()
+        if lines or isinstance(entry.line.input, inputs.Began):
+            lines.append(entry.line)
+            if entry.line.failed:
+                break
+    if not lines:
+        raise OSError(f"{log} has no beginning of a master, from which a test could start")
+    encoded = b"\n".join(map(msgspec.json.encode, lines)).decode()
+    if len(encoded) > BYTES_MAX:
+        mib = len(encoded) >> 20
+        raise OSError(f"a test of {log} would have {mib} MiB: cut it behind the line in question")
+    return TEMPLATE.format(record=encoded)  # JSON has no three quotes in a row
 
 
 # ---- what a log tells ----
@@ -292,33 +255,28 @@ class Call:
     began_s: float  # when it was entered, in seconds since 1970, as all times are
     started_s: float | None = None  # when all had entered it
     done_s: float | None = None  # when this peer had finished its part
-    ended_s: float | None = None  # when all had
+    ended_s: float = 0.0  # when all had, or the log ends
     seq: int = 0  # of a collective
     failed: str = ""  # why it failed; empty if it did not
     awaited: tuple[int, ...] = ()  # the peers that it waited for
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """The end of a phase of a call: all its peers have entered, all have finished, or it failed."""
 
-    calls: tuple[Call, ...]  # of the peers in it
+    calls: Sequence[Call]  # of the peers in it
     phase: str  # "entered" or "finished"; empty after a failure
     awaited: tuple[int, ...]  # the peers that came last, or were lost
-    waited_s: tuple[float, ...]  # how long each call waited for these
+    waited_s: Sequence[float] = ()  # how long each call waited for these
     failed: str = ""  # why the calls failed
 
 
-@dataclass(frozen=True)
-class Mark:
-    """An event without a duration, of a peer or of the whole run (0).
-
-    `noted`: the master's log reports it too, as a mark of the run.
-    """
+class Mark(NamedTuple):
+    """An event without a duration, of a peer or of the whole run (0)."""
 
     text: str
     peer: int = 0
-    noted: bool = False
+    noted: bool = False  # whether the master's log reports it too, as a mark of the run
 
 
 @dataclass
@@ -343,11 +301,9 @@ class Story:
         happened = self._happened = Happened()
         self._now_s, line = entry.unix_s, entry.line
         if isinstance(line.input, inputs.Began):
-            again = line.input.why or "the master begins" + (
-                f" again, and waits for {len(line.input.journal.accepted)} peers"
-                if line.input.journal is not None
-                else ""
-            )
+            again = line.input.why or "the master begins"
+            if not line.input.why and (journal := line.input.journal) is not None:
+                again += f" again, and waits for {len(journal.accepted)} peers"
             self._mark(again)
             self._lose([*self._groups, *self._asking], again)
         for note in line.notes:
@@ -364,24 +320,23 @@ class Story:
     def _mark(self, text: str, peer: int = 0, *, noted: bool = False) -> None:
         self._happened.marks.append(Mark(text, peer, noted))
 
-    def end(self) -> Happened:
+    def end(self, unix_s: float) -> Happened:
         """The calls that were open when the log ended, and those of them that waited for others."""
         happened = Happened(ended=[*self._calls.values()])
-        rounds: dict[tuple[str, int | None, bool], list[Call]] = {}
-        for call in self._calls.values():
-            rounds.setdefault((call.what, call.group, call.started_s is None), []).append(call)
+        rounds: defaultdict[tuple[str, int | None, bool], list[Call]] = defaultdict(list)
+        for call in happened.ended:
+            call.ended_s, call.failed = unix_s, "it was not over when the log ended"
+            rounds[call.what, call.group, call.started_s is None].append(call)
         for (_, group, entering), calls in rounds.items():
             waiting = [call for call in calls if entering or call.done_s is not None]
             inside = {call.peer for call in waiting}
-            members = {n for n, of in self._groups.items() if group in (None, of)}
-            if not entering:
-                members = {call.peer for call in calls}
-            waits = (0.0,) * len(waiting)
-            phase = "entered" if entering else "finished"
+            members = {call.peer for call in calls}
+            if entering:
+                members = {n for n, of in self._groups.items() if group in (None, of)}
             missing = tuple(sorted(members - inside))
             for call in waiting:
                 call.awaited = missing
-            happened.rounds.append(Round(tuple(waiting), phase, missing, waits))
+            happened.rounds.append(Round(waiting, "entered" if entering else "finished", missing))
         return happened
 
     # ---- what peers say ----
@@ -420,17 +375,14 @@ class Story:
             case m.Stalled(_, _, why):
                 self._mark(f"cannot pass data on: {why}", peer)
             case m.Withdraw(call):
-                self._mark(f"waits no longer in {self._name(peer, call)}", peer)
+                open_ = self._calls.get((peer, call))
+                self._mark(f"waits no longer in {open_.what if open_ else 'a call'}", peer)
             case m.Leave():
                 self._mark("leaves", peer)
 
     def _begin(self, peer: int, call: int, what: str, said: m.PeerMessage) -> None:
         group = None if type(said) in RUN_WIDE else self._groups.get(peer)
         self._calls[peer, call] = Call(peer, call, what, group, self._now_s)
-
-    def _name(self, peer: int, call: int) -> str:
-        found = self._calls.get((peer, call))
-        return "a call" if found is None else found.what
 
     # ---- what the master tells them ----
 
@@ -472,7 +424,7 @@ class Story:
         for call in calls:
             call.awaited = tuple(number for number in late if number != call.peer)
         if calls:
-            self._happened.rounds.append(Round(tuple(calls), phase, late, tuple(waits), failed))
+            self._happened.rounds.append(Round(calls, phase, late, waits, failed))
 
     def _end(self, calls: Iterable[Call], failed: str) -> None:
         for call in calls:
@@ -515,7 +467,11 @@ class Teller:
 
     def tell(self, unix_s: float, happened: Happened) -> list[str]:
         now = time.gmtime(unix_s)
-        texts = [_marked(mark) for mark in happened.marks if not mark.noted]
+        texts = [
+            f"peer {mark.peer} {mark.text}" if mark.peer else mark.text
+            for mark in happened.marks
+            if not mark.noted
+        ]
         for round_ in happened.rounds:
             texts += self._round(round_)
         head = f"{time.strftime('%H:%M:%S', now)}.{int(unix_s % 1 * 1000):03d}"
@@ -572,10 +528,6 @@ class Teller:
             self._left_out += 1
 
 
-def _marked(mark: Mark) -> str:
-    return f"peer {mark.peer} {mark.text}" if mark.peer else mark.text
-
-
 def _peers(numbers: Iterable[int]) -> str:
     """Peers by number; only the first ones of many."""
     listed = sorted({*numbers})
@@ -584,68 +536,46 @@ def _peers(numbers: Iterable[int]) -> str:
     return f"{'peer' if len(listed) == 1 else 'peers'} {names}{more}" if listed else "nobody"
 
 
-class Trace:
-    def __init__(self) -> None:
-        self._marks: list[dict[str, Any]] = []
-        self._calls: list[Call] = []
-
-    def add(self, unix_s: float, happened: Happened) -> None:
-        self._calls += happened.ended
-        for mark in happened.marks:
-            where = {"pid": mark.peer, "tid": 0, "ts": _us(unix_s)}
-            self._marks.append({"ph": "i", "s": "p", "name": plain(mark.text), **where})
-
-    def end(self, unix_s: float, happened: Happened) -> None:
-        """The log ends, and calls are open."""
-        for call in happened.ended:
-            call.ended_s, call.failed = unix_s, "it was not over when the log ended"
-            self._calls.append(call)
-
-    def encode(self) -> bytes:
-        slices: list[dict[str, Any]] = []
-        busy: dict[int, list[float]] = {}  # of each peer: until when each of its threads is taken
-        for call in sorted(self._calls, key=lambda call: call.began_s):
-            threads = busy.setdefault(call.peer, [])
-            free = (i for i, until_s in enumerate(threads) if until_s <= call.began_s)
-            thread = next(free, len(threads))
-            threads[thread : thread + 1] = [call.ended_s or call.began_s]
-            slices += _slices(call, thread)
-        numbers = {event["pid"] for event in (*self._marks, *slices)}
-        named: list[dict[str, Any]] = []
-        for number in sorted(numbers):
-            name = f"peer {number}" if number else "master"
-            order = {"sort_index": number}
-            named.append(_told("process_name", number, {"name": name}))
-            named.append(_told("process_sort_index", number, order))
-        return msgspec.json.encode({"traceEvents": named + self._marks + slices})
+# ---- a trace ----
 
 
-def _slices(call: Call, thread: int) -> list[dict[str, Any]]:
+def trace(marks: Iterable[tuple[float, Mark]], calls: Iterable[Call]) -> bytes:
+    """The JSON of a trace."""
+    events: list[dict[str, Any]] = []
+    for unix_s, mark in marks:
+        where = {"pid": mark.peer, "tid": 0, "ts": _us(unix_s)}
+        events.append({"ph": "i", "s": "p", "name": plain(mark.text), **where})
+    busy: defaultdict[int, list[float]] = defaultdict(list)  # until when each thread of a peer is
+    for call in sorted(calls, key=lambda call: call.began_s):
+        threads = busy[call.peer]
+        free = (i for i, until_s in enumerate(threads) if until_s <= call.began_s)
+        thread = next(free, len(threads))
+        threads[thread : thread + 1] = [call.ended_s]
+        for name, begin_s, end_s, args in _slices(call):
+            begin, end = _us(begin_s), _us(end_s)
+            where = {"pid": call.peer, "tid": thread, "ts": begin, "dur": end - begin}
+            events.append({"ph": "X", "name": name, **where, "args": args})
+    for number in sorted({event["pid"] for event in events}):
+        name = f"peer {number}" if number else "master"
+        facts = {"process_name": {"name": name}, "process_sort_index": {"sort_index": number}}
+        for kind, args in facts.items():
+            events.append({"ph": "M", "name": kind, "pid": number, "tid": 0, "args": args})
+    return msgspec.json.encode({"traceEvents": events})
+
+
+def _slices(call: Call) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
     """A call, and within it the times until all had entered it, and until all had finished."""
-    assert call.ended_s is not None
     args: dict[str, Any] = {"last": [*call.awaited]}
     if call.seq:
         args["collective"] = call.seq
     if call.failed:
         args["failed"] = plain(call.failed)
-    slices = [_slice(call, thread, plain(call.what), call.began_s, call.ended_s, args)]
+    yield plain(call.what), call.began_s, call.ended_s, args
     if call.started_s is not None and call.started_s < call.ended_s:
-        slices.append(_slice(call, thread, "enters", call.began_s, call.started_s, {}))
         done_s = call.ended_s if call.done_s is None else call.done_s
-        slices.append(_slice(call, thread, "runs", call.started_s, done_s, {}))
-        slices.append(_slice(call, thread, "waits for others", done_s, call.ended_s, {}))
-    return slices
-
-
-def _slice(
-    call: Call, thread: int, name: str, begin_s: float, end_s: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    where = {"pid": call.peer, "tid": thread, "ts": _us(begin_s)}
-    return {"ph": "X", "name": name, **where, "dur": _us(end_s) - _us(begin_s), "args": args}
-
-
-def _told(name: str, number: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": number, "tid": 0, "args": args}
+        yield "enters", call.began_s, call.started_s, {}
+        yield "runs", call.started_s, done_s, {}
+        yield "waits for others", done_s, call.ended_s, {}
 
 
 def _us(unix_s: float) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -27,10 +26,9 @@ from typing import BinaryIO, TextIO
 
 from pccl.cli.arguments import add_program, master, option, program, whole_number
 from pccl.cli.processes import Output, Process
-from pccl.cli.terminal import complain, painted
-from pccl.errors import PCCLError
+from pccl.cli.terminal import Refused, painted
 from pccl.master_node import MasterNode
-from pccl.runtime.signals import Handler, ended_by, handled
+from pccl.runtime.signals import ended_by, handled
 
 GRACE_S = 10.0  # from a signal until a copy that has not ended is killed
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0  # before a restart; doubled each time, up to the second
@@ -50,76 +48,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "    pccl run -n 4 -- python train.py\n"
         "    pccl run -n 8 --master the-masters-host -- python train.py"
     )
-    add_program(parser, "pccl run", epilog)
-    option(parser, "-n", "COPIES", whole_number(1, 4096), "how many copies", 1)
+    add_program(parser, epilog)
+    option(parser, "-n COPIES", "how many copies", 1, whole_number(1, 4096))
     where = parser.add_mutually_exclusive_group()
-    option(
-        where,
-        "--master",
-        "HOST[:PORT]",
-        master,
-        "the master of the run (default: PCCL_MASTER; if that is unset, one is started here)",
-    )
-    where.add_argument(
-        "--with-master",
-        nargs="?",
-        const=LOOPBACK,
-        metavar="HOST:PORT",
-        help="start a master here, at this address (default: a free port, for this machine only)",
-    )
-    option(
-        parser,
-        "--restarts",
-        "N",
-        whole_number(0),
+    text = "the master of the run (default: PCCL_MASTER; if that is unset, one is started here)"
+    option(where, "--master HOST[:PORT]", text, kind=master)
+    text = "start a master here, at this address (default: a free port, for this machine only)"
+    option(where, "--with-master HOST:PORT", text, nargs="?", const=LOOPBACK)
+    text = (
         "how often in a row a failing copy is started again; the count begins anew when it has run "
         f"for {STEADY_S:.0f} s. No copy is started again once another one has ended with 0, or if "
-        "all fail alike at once",
-        3,
+        "all fail alike at once"
     )
+    option(parser, "--restarts N", text, 3, whole_number(0))
 
 
 def run(args: argparse.Namespace) -> int:
     """`pccl run`: returns when all copies have ended."""
-    command = program(args, "pccl run")
-    if not command:
-        return 2
+    command = program(args)
     given = None if args.with_master else os.environ.get("PCCL_MASTER")
     try:
         address = args.master or (master(given) if given else None)
     except argparse.ArgumentTypeError as error:
-        complain("run", f"PCCL_MASTER: {error}")
-        return 2
+        raise Refused(f"PCCL_MASTER: {error}") from None
     with ExitStack() as stack:
         if address is None:
             try:
                 node = stack.enter_context(MasterNode(args.with_master or LOOPBACK))
-            except (PCCLError, ValueError) as error:  # ValueError: the address is malformed
-                complain("run", error)
-                return 1
+            except ValueError as error:  # the address is malformed
+                raise OSError(error) from None
             address = node.address
             print(f"pccl run: has started a master at {address}", file=sys.stderr, flush=True)
         environment = {**os.environ, "PCCL_MASTER": address, "LOCAL_WORLD_SIZE": str(args.n)}
         environment.setdefault("PYTHONUNBUFFERED", "1")
         copies = Copies(command, environment, args.n, args.restarts)
         stack.callback(copies.kill)
-        with ended_by(lambda number, _: copies.stop(number)), handled(_more_signals(copies)):
+
+        def end(number: int, _: object) -> None:
+            copies.stop(number)
+
+        def pass_on(number: int, _: object) -> None:
+            copies.signal(number)
+
+        with ended_by(end), handled({"SIGQUIT": end, "SIGUSR1": pass_on, "SIGUSR2": pass_on}):
             copies.start()
             return copies.wait()
-
-
-def _more_signals(copies: Copies) -> dict[int, Handler]:
-    """Handlers of signals that other commands do not handle."""
-    handlers: dict[str, Handler] = {
-        "SIGQUIT": lambda number, _: copies.stop(number),
-        "SIGUSR1": lambda number, _: copies.signal(number),
-        "SIGUSR2": lambda number, _: copies.signal(number),
-    }
-    return {
-        getattr(signal, name): handler
-        for name, handler in handlers.items()
-        if hasattr(signal, name)
-    }
 
 
 class Printer:
@@ -144,10 +117,6 @@ class Printer:
                 self._begun = None if line.endswith(b"\n") else (number, to)
                 self._returned = line.endswith(b"\r")
             self._write(text, to)
-
-    def say(self, number: int, text: str) -> None:
-        line = painted(f"pccl run: {text}", "yellow", sys.stderr)
-        self.print(number, [f"{line}\n".encode()], sys.stderr)
 
     @staticmethod
     def _write(data: bytes | bytearray, to: TextIO) -> None:
@@ -195,18 +164,18 @@ class Copy(threading.Thread):
                 return
             failures = 1 if lasted_s >= STEADY_S else failures + 1
             pause_s = min(PAUSE_S * 2 ** (failures - 1), PAUSE_MAX_S)
-            why = ""
-            if failures > self._restarts or self.status == NOT_STARTED:
-                why = "it is not started again"
-            elif copies.succeeded:
-                why = "it is not started again, because another copy has ended with status 0"
-            self._say(
-                f"ended with {self._told()}; {why or f'it is started again in {pause_s:.0f} s'}"
-            )
-            if why or copies.stopping.wait(pause_s):
+            then = f"it is started again in {pause_s:.0f} s"
+            if over := failures > self._restarts or self.status == NOT_STARTED:
+                then = "it is not started again"
+            elif over := copies.succeeded:
+                then = "it is not started again, because another copy has ended with status 0"
+            status = self.status
+            ended = f"signal {status - 128}" if status > 128 else f"status {status}"
+            self._note(f"ended with {ended}; {then}")
+            if over or copies.stopping.wait(pause_s):
                 return
             if copies.failed_alike():
-                self._say("all copies have failed alike at once: it is not started again")
+                self._note("all copies have failed alike at once: it is not started again")
                 return
 
     def signal(self, number: int) -> None:
@@ -236,12 +205,13 @@ class Copy(threading.Thread):
                     self._command, self._environment, stdout=PIPE, stderr=PIPE
                 )
             except OSError as error:
-                self._say(f"{self._command[0]} cannot be started: {error.strerror or error}")
+                self._note(f"{self._command[0]} cannot be started: {error.strerror or error}")
                 return NOT_STARTED
         assert process.stdout is not None and process.stderr is not None
+        show = self._copies.printer.print
         self._outputs = [
-            Output(process.stdout, lambda lines: self._print(lines, sys.stdout)),
-            Output(process.stderr, lambda lines: self._print(lines, sys.stderr)),
+            Output(process.stdout, lambda lines: show(self._number, lines, sys.stdout)),
+            Output(process.stderr, lambda lines: show(self._number, lines, sys.stderr)),
         ]
         status = process.wait()
         assert status is not None
@@ -252,14 +222,9 @@ class Copy(threading.Thread):
             output.finish(until_s)
         return status if status >= 0 else 128 - status
 
-    def _told(self) -> str:
-        return f"signal {self.status - 128}" if self.status > 128 else f"status {self.status}"
-
-    def _print(self, lines: Sequence[bytes], to: TextIO) -> None:
-        self._copies.printer.print(self._number, lines, to)
-
-    def _say(self, text: str) -> None:
-        self._copies.printer.say(self._number, text)
+    def _note(self, text: str) -> None:
+        line = painted(f"pccl run: {text}", "yellow", sys.stderr)
+        self._copies.printer.print(self._number, [f"{line}\n".encode()], sys.stderr)
 
 
 class Copies:

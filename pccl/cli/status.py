@@ -36,14 +36,13 @@ CLIENT = "client,name,address,has,published,fetches,from,gives to,last fetched a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    option(parser, "address", "[HOST:]PORT", http_port, "the address of the master's --http")
+    text = "the address of the master's --http"
+    option(parser, "address [HOST:]PORT", text, kind=http_port)
     if parser.prog.endswith(" top"):
-        kind = whole_number(1, 3600)
-        option(parser, "--interval", "SECONDS", kind, "time between two refreshes", 1)
+        text = "time between two refreshes"
+        option(parser, "--interval SECONDS", text, 1, whole_number(1, 3600))
     else:
-        parser.add_argument(
-            "--json", action="store_true", help="print the master's answer as it is"
-        )
+        option(parser, "--json", "print the master's answer as it is")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TextIO, TypeAlias
 
 from pccl.support.closing import Closing
@@ -15,6 +16,7 @@ _CODES: dict[Style, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow
 
 BEGIN, END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen
 HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+PICTURE_S = 0.25  # from one picture of a run to the next
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -77,13 +79,50 @@ class Screen(Closing):
         sys.stdout.flush()
 
 
-def screen() -> Screen | None:
-    """A screen; None if stdout is not a terminal that has an alternate one."""
-    return Screen() if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else None
+class Progress(Closing):
+    """Prints lines as they come. A terminal shows a picture above the last of them instead.
+
+    Args:
+        picture: gives the lines of the picture.
+        shown: how many of the other lines stand below it.
+        plain: prints lines on a terminal, too.
+    """
+
+    def __init__(
+        self, picture: Callable[[], Iterable[str]], shown: int, *, plain: bool = False
+    ) -> None:
+        self.lines: list[str] = []  # all that were printed
+        self._picture, self._shown, self._pictured_s = picture, shown, 0.0
+        live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not plain
+        self._screen = Screen() if live else None
+
+    def print(self, line: str) -> None:
+        self.lines.append(line)
+        if self._screen is None:
+            print(line, flush=True)
+        else:
+            self.refresh(0.0)
+
+    def refresh(self, after_s: float = PICTURE_S) -> None:
+        """Draws the picture, if the last one is that old."""
+        if self._screen is not None and time.monotonic() >= self._pictured_s + after_s:
+            self._pictured_s = time.monotonic()
+            self._screen.show([*self._picture(), "", *self.lines[-self._shown :]])
+
+    def close(self) -> None:
+        """Leaves the terminal with all lines on it."""
+        if self._screen is not None:
+            self._screen.close()
+            print(*self.lines, sep="\n", flush=True)
+            self._screen = None
+
+
+class Refused(Exception):
+    """A command cannot start, because of the text; its exit status is 2."""
 
 
 def complain(command: str, text: object) -> None:
-    """Says on stderr why a command has failed."""
+    """Tells on stderr why a command has failed."""
     print(f"{painted(f'pccl {command}:', 'red', sys.stderr)} {text}", file=sys.stderr)
 
 

@@ -14,9 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import TypeAlias
 
-ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name)]
-
-
+ENDING = [signal.SIGINT, signal.SIGTERM]
 Handler: TypeAlias = Callable[[int, FrameType | None], None]
 
 
@@ -25,20 +23,23 @@ def ended_by(handler: Handler) -> AbstractContextManager[None]:
 
     They are SIGINT, SIGTERM, and SIGHUP where it is not ignored, as it is under nohup.
     """
-    numbers = list(ENDING)
     hangup = getattr(signal, "SIGHUP", None)
-    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-        numbers.append(hangup)
-    return handled(dict.fromkeys(numbers, handler))
+    ignored = hangup is not None and signal.getsignal(hangup) is signal.SIG_IGN
+    names = ["SIGINT", "SIGTERM"] + ["SIGHUP"] * (not ignored)
+    return handled(dict.fromkeys(names, handler))
 
 
 @contextmanager
-def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Installs signal handlers, by signal number, for the context; only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+def handled(handlers: Mapping[str, Handler]) -> Iterator[None]:
+    """Installs signal handlers, by the signal's name, for the context; only in the main thread.
+
+    Signals that this system lacks are left out.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name, handler in handlers.items():
+            if (number := getattr(signal, name, None)) is not None:
+                before[number] = signal.signal(number, handler)
     try:
         yield
     finally:
@@ -52,15 +53,11 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 class Stopping:
-    """A handler: the first signal asks to stop, a second one ends the process at once.
-
-    Args:
-        stop: asks the program to stop; it must neither block nor raise.
-    """
+    """A handler: the first signal asks to stop, a second one ends the process at once."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self.number = 0  # the first signal; 0 before it
-        self._stop = stop
+        self._stop = stop  # must neither block nor raise
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.number:

@@ -158,7 +158,7 @@ def test_tensors_of_a_device_are_measured_as_arrays_are(what: str) -> None:
     job = Job(what, 2, (10_000,), dtype, ReduceOp.SUM, 1, 0, check=True)
 
     def one(index: int, comm: pccl.Communicator) -> Measured:
-        return measure(comm, job, 10_000, trials.Device("cpu"))
+        return measure(comm, job, 10_000, "cpu")
 
     with Cluster(2) as cluster:
         for measured in cluster.each(one):
@@ -168,9 +168,8 @@ def test_tensors_of_a_device_are_measured_as_arrays_are(what: str) -> None:
 
 def test_what_is_wrong_on_a_device_is_counted() -> None:
     pytest.importorskip("torch")
-    place = trials.Device("cpu")
     for what in collectives.FACTORS:
-        trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000, None, place)  # type: ignore[arg-type]
+        trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000, None, "cpu")  # type: ignore[arg-type]
         for way in trial.ways(None).values():
             assert trial.check(way) > 4000
 
@@ -210,10 +209,11 @@ def test_a_missing_gpu_is_told_with_what_is_missing(
 def test_processes_share_gpus_if_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(trials, "Device", str)
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     found = [trials.of_process("cuda", number) for number in range(3)]
-    assert found == ["cuda:0", "cuda:1", "cuda:0"]
-    assert isinstance(trials.of_process("cpu", 3), trials.Host)
+    assert found == chosen == ["cuda:0", "cuda:1", "cuda:0"]
+    assert trials.of_process("cpu", 3) == ""
 
 
 @pytest.mark.skipif(not pccl.cuda.is_available(), reason="torch finds no CUDA device here")
@@ -327,7 +327,7 @@ def test_far_elements_are_counted() -> None:
         (["--against", "gloo", "-d", "uint32"], "gloo has no uint32"),
         (["--against", "gloo", "-o", "avg"], "gloo has no avg"),
         (["--against", "gloo", "--master", "x"], "leave out --master"),
-        (["--against", "nccl"], "nccl moves GPU memory only: say --device cuda, too"),
+        (["--against", "nccl"], "nccl moves GPU memory only: add --device cuda"),
         (["--against", "unquantized"], "needs --quantize"),
         (["--against", "pieces", "-b", "16"], "16 elements or more"),
         (["--against", "tensors", "-b", "64K"], "37598 elements or more"),
@@ -386,7 +386,7 @@ def test_every_wrong_element_counts() -> None:
 def test_wrong_elements_of_any_peer_fail_the_table() -> None:
     times = {OUT_OF_PLACE: [2e-6, 4e-6], IN_PLACE: [4e-6, 8e-6]}
     peers = [Measured(times, {OUT_OF_PLACE: wrong, IN_PLACE: 0}, {}) for wrong in (0, 7)]
-    row = collectives.Row.of("all_reduce", 1000, 4, "float", "sum", peers)
+    row = collectives.Row("all_reduce", 1000, 4, "float", "sum", peers)
     assert row.timings[OUT_OF_PLACE] == collectives.Timing(pytest.approx(3), pytest.approx(2), 7)
     assert row.algbw(IN_PLACE) == pytest.approx(4000 / 6e3)
     assert "7 FAILED" in collectives.foot([row])

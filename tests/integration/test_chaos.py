@@ -11,7 +11,7 @@ import pytest
 
 from pccl.cli import main as cli
 from pccl.cli.chaos import kinds
-from pccl.cli.chaos.director import Director, Done, Strangers
+from pccl.cli.chaos.director import Director, Done, Program
 from pccl.cli.chaos.network import Network, NetworkError
 from pccl.cli.chaos.report import line_of, picture
 from pccl.cli.chaos.stage import Copy, Stage
@@ -83,10 +83,10 @@ def test_a_program_that_fails_is_named_and_its_faults_are_kept(
 
 def staged(path: Path) -> Director:
     """A run of three copies, none of which was really started."""
-    crew = Strangers(["true"])
+    program = Program("x", 3, ([], []), ["true"])
     plan = kinds.Schedule(7, 3, 60.0, (kinds.Fault(1.0, "freeze", lasts_s=2.0),))
-    stage = Stage(crew.command, path, {})
-    director = Director(stage, plan, kinds.KINDS, crew, 40.0, 5.0, lambda *_: None)
+    stage = Stage(path, {})
+    director = Director(stage, plan, kinds.KINDS, program, 40.0, 5.0, lambda _: None)
     now_s = time.monotonic()
     director.chronicle.faults_s = now_s - 10
     for number, stopped, settled in ((0, False, True), (1, True, False), (2, False, False)):
@@ -103,7 +103,7 @@ def test_a_run_is_shown_on_a_terminal_and_in_lines(tmp_path: Path) -> None:
     director.watch.accepted = {1, 2}
     shown = "\n".join(picture(director))
     assert "10 of 60 s, seed 7" in shown and "1 of 1 faults" in shown
-    for words in ("in the run", "frozen", "coming", "freeze 3.0 s ago", "freeze copy 1"):
+    for words in ("in the run", "frozen", "coming", "freeze 3.0 s ago"):
         assert words in shown
     line = line_of(done, director)
     assert "7.0 s  freeze: copy 1 for 2.0 s (transfer)" in line
@@ -116,7 +116,7 @@ def test_another_copy_takes_the_place_of_one_that_has_ended(
     director = staged(tmp_path)
     copies = director.stage.copies
 
-    def start() -> None:
+    def start(command: list[str]) -> None:
         copies.append(Copy(len(copies), 1, None, tmp_path, 100.0))  # type: ignore[arg-type]
 
     monkeypatch.setattr(director.stage, "start", start)

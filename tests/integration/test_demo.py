@@ -156,7 +156,7 @@ def test_a_missing_package_is_named_in_one_sentence(
     [
         (["--peers", "1"], "at least 2 peers"),
         (["--peers", "100000"], "100000 peers are too many for this machine"),
-        (["--steps", "5"], "or say --no-chaos"),
+        (["--steps", "5"], "or use --no-chaos"),
         (["--output", "no/such/place.png"], "cannot write no/such/place.png: No such file"),
         (["--output", "/proc/place.png"], "cannot write /proc/place.png"),
         (["--output", "."], "cannot write .: Is a directory"),

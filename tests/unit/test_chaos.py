@@ -13,8 +13,8 @@ import pytest
 from pccl.cli.chaos import Harness, Program, kinds, report, watch
 from pccl.cli.chaos.director import Chronicle, Done
 from pccl.cli.chaos.kinds import Fault, Schedule, draw, shrink
-from pccl.cli.chaos.report import Metrics, Outcome, measure, page
-from pccl.cli.chaos.watch import Follower, Watch, moments
+from pccl.cli.chaos.report import page
+from pccl.cli.chaos.watch import Follower, Metrics, Watch, measure, moments
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.eventlog import Line, Told
@@ -187,7 +187,8 @@ def test_a_report_is_escaped_and_needs_nothing_else() -> None:
         Done(Fault(1.0, "kill"), 2.0, skipped=evil),
     ]
     figures = Metrics(100, 0.75, [0.01, 0.3, 99.0])
-    text = page(evil, evil, Outcome(chronicle, [], figures, [evil]))
+    chronicle.violations.append(evil)
+    text = page(evil, evil, chronicle, [], figures)
     read = Tags()
     read.feed(text)
     assert read.open == []
@@ -221,9 +222,7 @@ def test_a_master_that_grows_is_found() -> None:
 def harness(**given: object) -> Harness:
     defaults = {"faults": (), "network": False, "replay": None, "keep": None, "seed": 1}
     args = argparse.Namespace(**{**defaults, **given})
-    judge = lambda *_: ([], Metrics(0, 0.0, []))  # noqa: E731
-    program = Program("x", 2, ([], []), lambda _: None, judge)  # type: ignore[arg-type, return-value]
-    return Harness(args, program)
+    return Harness(args, Program("x", 2, ([], []), ["true"]))
 
 
 def test_an_unknown_fault_is_named() -> None:

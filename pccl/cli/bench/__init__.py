@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         measurement.set_defaults(measure=run, parser=measurement)
         options(measurement)
 
-    for name in collectives.NAMES:
+    for name in collectives.FACTORS:
         text = f"{name} over processes of this machine, or of several"
         options = partial(collectives.add_arguments, what=name)
         add(name, text, collectives.__doc__, options, collectives.run)

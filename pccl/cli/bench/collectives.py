@@ -36,46 +36,26 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import option, whole_number
-from pccl.cli.bench import options, trials
-from pccl.cli.bench.trials import (
-    ELEMENTS_MIN,
-    GLOO,
-    IN_PLACE,
-    NCCL,
-    OTHERS,
-    OUT_OF_PLACE,
-    REDUCING,
-    TORCH,
-    Job,
-    Measured,
-    blocks,
-    join,
-    measure,
-    serve,
-)
-from pccl.cli.processes import WorkerError, collect, workers
-from pccl.cli.terminal import complain
+from pccl.cli.bench import common, trials
+from pccl.cli.bench.trials import GLOO, IN_PLACE, NCCL, OUT_OF_PLACE, Job, Measured, blocks
+from pccl.cli.processes import collect, workers
+from pccl.cli.terminal import Refused
 from pccl.protocol.messages import CollectiveKind, Ring, Spec
 from pccl.protocol.strategy import Conditions, Settings, Strategy, choose
 from pccl.runtime.config import Config
 from pccl.runtime.quantization import fingerprint, wire_bytes
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
-_DTYPES = {  # by nccl-tests' names
-    "int8": DataType.INT8,
-    "uint8": DataType.UINT8,
-    "int32": DataType.INT32,
-    "uint32": DataType.UINT32,
-    "int64": DataType.INT64,
-    "uint64": DataType.UINT64,
+_FLOATS = {  # by nccl-tests' names
     "half": DataType.FLOAT16,
     "float": DataType.FLOAT,
     "double": DataType.DOUBLE,
     "bfloat16": DataType.BFLOAT16,
 }
+_INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
+_DTYPES = {name: DataType[name.upper()] for name in _INTEGERS} | _FLOATS
 _OPS = {op.name.lower(): op for op in ReduceOp}
 _WAYS = (OUT_OF_PLACE, IN_PLACE)
-_ROOTS = {"broadcast": 0}  # -1 for the others
 FACTORS: dict[str, Callable[[int], float]] = {  # busbw / algbw for n peers
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -83,82 +63,43 @@ FACTORS: dict[str, Callable[[int], float]] = {  # busbw / algbw for n peers
     "broadcast": lambda n: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
 }
-NAMES = tuple(FACTORS)
-_FLOATS = ("half", "float", "double", "bfloat16")
 _NOT_IN = {GLOO: {"uint32", "uint64", "avg"}, NCCL: {"uint32", "uint64"}}
 _OF_GLOO_ON_GPUS = ("all_reduce", "broadcast")  # https://docs.pytorch.org/docs/stable/distributed
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    options.add_sizes(parser, "4K", "256M", 2)
-    options.add_iterations(parser, 20, 5)
-    parser.add_argument(
-        "-d",
-        "--datatype",
-        choices=_DTYPES,
-        default="float",
-        help="element type (default: %(default)s)",
-    )
-    if what in REDUCING:
-        parser.add_argument(
-            "-o", "--op", choices=_OPS, default="sum", help="operation (default: %(default)s)"
-        )
-        parser.add_argument(
-            "--quantize",
-            choices=["int8", "int4", "uint8"],
-            help="quantize; results are verified within the error bound of the format",
-        )
+    common.add_sizes(parser, "4K", "256M", 2)
+    common.add_iterations(parser, 20, 5)
+    option(parser, "-d --datatype", "element type", "float", choices=_DTYPES)
+    if what in trials.REDUCING:
+        option(parser, "-o --op", "operation", "sum", choices=_OPS)
+        text = "quantize; results are verified within the error bound of the format"
+        option(parser, "--quantize", text, choices=["int8", "int4", "uint8"])
     else:
         parser.set_defaults(op="none", quantize=None)
-    option(
-        parser,
-        "-c --check",
-        "0|1",
-        whole_number(0, 1),
-        "verify every element of one more call of each size",
-        1,
-    )
-    options.add_run(parser)
-    parser.add_argument(
-        "--lanes",
-        type=whole_number(1, 256),
-        default=0,
-        metavar="N",
-        help="connections to the next peer (default: one on this machine, else by the round trip)",
-    )
-    parser.add_argument(
-        "--against",
-        choices=OTHERS,
-        help="measure this in turns with it, by processes of this machine",
-    )
-    parser.add_argument(
-        "--device",
-        choices=trials.DEVICES,
-        default="cpu",
-        help="where the arrays are; cuda: torch tensors (default: %(default)s)",
-    )
-    options.add_json(parser)
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="say how each size travels, on one machine and on several; measure nothing",
-    )
+    text = "verify every element of one more call of each size"
+    option(parser, "-c --check 0|1", text, 1, whole_number(0, 1))
+    common.add_run(parser)
+    text = "connections to the next peer (default: one on this machine, else by the round trip)"
+    option(parser, "--lanes N", text, kind=whole_number(1, 256))
+    text = "measure this in turns with it, by processes of this machine"
+    option(parser, "--against", text, choices=trials.OTHERS)
+    text = "where the arrays are; cuda: torch tensors"
+    option(parser, "--device", text, "cpu", choices=("cpu", "cuda"))
+    common.add_json(parser)
+    text = "say how each size travels, on one machine and on several; measure nothing"
+    option(parser, "--explain", text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; 1 if an element was wrong or a process failed, 2 if it cannot start."""
-    problem = _problem(args)
-    if problem:
-        complain("bench", problem)
-        return 2
-    dtype = _DTYPES[args.datatype]
+    """Measures and prints; 1 if an element was wrong."""
+    if problem := _problem(args):
+        raise Refused(problem)
+    dtype, sizes = _DTYPES[args.datatype], common.sizes(args)
     job = Job(
         what=args.measurement,
         peers=args.peers,
-        counts=tuple(
-            nbytes // dtype.itemsize // blocks(args.measurement, args.peers)
-            for nbytes in options.sizes(args)
-        ),
+        counts=tuple(n // dtype.itemsize // blocks(args.measurement, args.peers) for n in sizes),
         dtype=dtype,
         op=_OPS.get(args.op, ReduceOp.MAX),
         iterations=args.iters,
@@ -166,28 +107,24 @@ def run(args: argparse.Namespace) -> int:
         check=bool(args.check),
         against=args.against,
         quantization=args.quantize,
-        lanes=args.lanes,
+        lanes=args.lanes or 0,
         device=args.device,
     )
     if args.explain:
-        print(*explained(job, options.sizes(args)), sep="\n")
+        print(*explained(job, sizes), sep="\n")
         return 0
     print(f"{_title(job, args.master)}\n{head(job.against)}", flush=True)
     rows = []
-    try:
-        all_measured = _between_machines(args.master, job) if args.master else _here(job)
-        for count, each in zip(job.counts, all_measured, strict=True):
-            rows.append(Row.of(job.what, count, dtype.itemsize, args.datatype, args.op, each))
-            print(rows[-1].text(), flush=True)
-    except WorkerError as error:
-        complain("bench", error)
-        return 1
+    all_measured = _between_machines(args.master, job) if args.master else _here(job)
+    for count, each in zip(job.counts, all_measured, strict=True):
+        rows.append(Row(job.what, count, dtype.itemsize, args.datatype, args.op, each))
+        print(rows[-1].text(), flush=True)
     print(foot(rows))
     wrong = out_of_bounds(rows)
     found: dict[str, object] = {"results": [row.json() for row in rows]}
     found["out_of_bounds"] = {"count": wrong, "okay": wrong == 0}
     found["average_bus_bandwidth"] = {"bandwidth": average_busbw(rows)}
-    options.write_json(args, found)
+    common.write_json(args, found)
     return 1 if wrong else 0
 
 
@@ -203,12 +140,11 @@ def chosen(
     settings: Settings | None = None,
 ) -> Strategy:
     """How a collective of `nbytes` travels among peers on one machine, or on several."""
-    kind = CollectiveKind(what)
     options = QuantizationOptions.of(quantization) if quantization else None
     count = nbytes // dtype.itemsize // blocks(what, peers)
+    kind = CollectiveKind(what)
     spec = Spec(kind, op.value, dtype.value, count, *fingerprint(options, dtype, op))
-    order = tuple(range(1, peers + 1))
-    rings = (Ring(order, 1),)
+    rings = (Ring(tuple(range(1, peers + 1)), 1),)
     known = Conditions(1, peers, rings, together, together, settings or Settings())
     return choose(spec, wire_bytes(spec, dtype, count * blocks(what, peers)), known)
 
@@ -234,8 +170,9 @@ def explained(job: Job, sizes: Sequence[int]) -> Iterator[str]:
 
 
 def _problem(args: argparse.Namespace) -> str:
-    dtype = _DTYPES[args.datatype]
-    if args.against in TORCH:
+    """Why it cannot be measured; empty if it can."""
+    what, dtype, against = args.measurement, _DTYPES[args.datatype], args.against
+    if against in trials.TORCH:
         problem = _problem_with_torch(args)
     elif dtype is DataType.BFLOAT16 and importlib.util.find_spec("torch") is None:
         problem = "torch not found; pip install torch brings bfloat16"
@@ -243,22 +180,21 @@ def _problem(args: argparse.Namespace) -> str:
         problem = trials.missing(args.device)
     if problem:
         return problem
-    if args.against == "unquantized" and not args.quantize:
+    if against == "unquantized" and not args.quantize:
         return "--against unquantized needs --quantize"
-    elements = ELEMENTS_MIN.get(args.against, 0)
-    small = args.minbytes < dtype.itemsize * elements
-    if elements and (args.measurement != "all_reduce" or small):
-        return f"--against {args.against} is for all_reduce, of {elements} elements or more"
+    elements = trials.ELEMENTS_MIN.get(against, 0)
+    if elements and (what != "all_reduce" or args.minbytes < dtype.itemsize * elements):
+        return f"--against {against} is for all_reduce, of {elements} elements or more"
     if args.quantize and (args.datatype not in _FLOATS or args.op not in ("sum", "avg")):
         return f"--quantize is for sums and means of {', '.join(_FLOATS)}"
-    least = dtype.itemsize * blocks(args.measurement, args.peers)
+    least = dtype.itemsize * blocks(what, args.peers)
     if not least <= args.minbytes <= args.maxbytes:
         return f"sizes must be at least {least} bytes, and -b no more than -e"
     return ""
 
 
 def _problem_with_torch(args: argparse.Namespace) -> str:
-    """Why torch.distributed cannot take its turns."""
+    """Why torch.distributed cannot be measured; empty if it can."""
     if importlib.util.find_spec("torch") is None:
         return f"torch not found; pip install torch brings what --against {args.against} needs"
     if args.master:
@@ -267,7 +203,7 @@ def _problem_with_torch(args: argparse.Namespace) -> str:
         if asked in _NOT_IN[args.against]:
             return f"{args.against} has no {asked}"
     if args.against == NCCL and args.device != "cuda":
-        return "nccl moves GPU memory only: say --device cuda, too"
+        return "nccl moves GPU memory only: add --device cuda"
     missing = trials.missing(args.device)
     if missing or args.device == "cpu":
         return missing
@@ -285,11 +221,10 @@ def _problem_with_torch(args: argparse.Namespace) -> str:
 
 
 def _title(job: Job, master: str | None) -> str:
-    where = f"by the master {master}" if master else f"on {os.cpu_count()} cores"
+    who = f"{job.peers} processes"
     return (
-        f"# pccl {pccl.__version__} bench {job.what}: {job.peers} processes {where}"
-        f"{trials.described(job.device)}, "
-        f"transport {os.environ.get('PCCL_TRANSPORT', 'auto')}, lanes {job.lanes or 'auto'}\n"
+        f"{common.title(job.what, who, master, trials.described(job.device))}, "
+        f"lanes {job.lanes or 'auto'}\n"
         f"# medians of {job.iterations} iterations after {job.warmups} warm-ups"
         + (f", quantized to {job.quantization}" if job.quantization else "")
         + (f", in turns with {job.against}" if job.against else "")
@@ -301,7 +236,9 @@ def _here(job: Job) -> Iterator[list[Measured]]:
     with (
         tempfile.TemporaryDirectory(prefix="pccl-bench-") as scratch,
         pccl.MasterNode("127.0.0.1:0") as master,
-        workers(job.peers, serve, job, master.address, Path(scratch, "torch").as_uri()) as results,
+        workers(
+            job.peers, trials.serve, job, master.address, Path(scratch, "torch").as_uri()
+        ) as results,
     ):
         for _ in job.counts:
             yield collect(results)
@@ -310,29 +247,21 @@ def _here(job: Job) -> Iterator[list[Measured]]:
 def _between_machines(master: str, job: Job) -> Iterator[list[Measured]]:
     """Yields the measurements of all peers, size by size."""
     place = trials.of_process(job.device, int(os.environ.get("LOCAL_RANK", "0")))
-    with join(master, job) as comm:
+    with trials.join(master, job) as comm:
         for count in job.counts:
-            yield _exchange(comm, measure(comm, job, count, place))
+            yield _exchange(comm, trials.measure(comm, job, count, place))
 
 
 def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:
     """The measurements of all peers; numbers below 2**53 survive as float64."""
-    names = list(own.times_s)
-    checked = bool(own.wrong)
-    counts = [*own.sent.values(), *own.wrong.values()]
-    times = [own.times_s[name] for name in names]
-    row = np.array([*counts, *np.ravel(times)], np.float64)
+    names, checked = list(own.times_s), bool(own.wrong)
+    numbers = [*own.sent.values(), *own.wrong.values(), *np.ravel(list(own.times_s.values()))]
     found = []
-    for values in comm.all_gather(row):
-        sent, rest = values[: len(names)], values[len(names) :]
-        wrong, rest = (rest[: len(names)], rest[len(names) :]) if checked else ([], rest)
-        found.append(
-            Measured(
-                dict(zip(names, rest.reshape(len(names), -1).tolist(), strict=True)),
-                dict(zip(names, map(int, wrong), strict=checked)),
-                dict(zip(names, map(int, sent), strict=True)),
-            )
-        )
+    for values in comm.all_gather(np.array(numbers, np.float64)):
+        sent, wrong, times = np.split(values, np.cumsum([len(names), len(names) * checked]))
+        by_name = zip(names, times.reshape(len(names), -1).tolist(), strict=True)
+        counts = (dict(zip(names, map(int, each), strict=False)) for each in (wrong, sent))
+        found.append(Measured(dict(by_name), *counts))
     return found
 
 
@@ -344,51 +273,42 @@ def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Iterations of one way to reduce, each the mean over the peers."""
+    """Iterations of one way, each the mean over the peers."""
 
     median_us: float
     min_us: float
     wrong: int | None  # wrong elements over all peers; None when not checked
     wire: int | None = None  # bytes that a peer sends in a call, at most; None when not known
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One size: what all peers measured."""
-
-    what: str
-    nbytes: int  # of the larger buffer
-    count: int  # elements of the smaller one; of an all-to-all, those for one peer
-    dtype: str
-    op: str
-    peers: int
-    timings: dict[str, Timing]
-
     @classmethod
-    def of(
-        cls,
+    def of(cls, way: str, all_measured: Sequence[Measured]) -> Timing:
+        each = zip(*(measured.times_s[way] for measured in all_measured), strict=True)
+        means_us = [fmean(times) * 1e6 for times in each]
+        wrong = [measured.wrong[way] for measured in all_measured if way in measured.wrong]
+        sent = [measured.sent[way] for measured in all_measured if way in measured.sent]
+        found = sum(wrong) if wrong else None
+        return cls(median(means_us), min(means_us), found, max(sent, default=None))
+
+
+class Row:
+    """One size, as all peers have measured it."""
+
+    def __init__(
+        self,
         what: str,
-        count: int,
+        count: int,  # elements of the smaller buffer; of an all-to-all, those for one peer
         itemsize: int,
         dtype: str,
         op: str,
         all_measured: Sequence[Measured],
-    ) -> Row:
-        timings = {}
-        for name in all_measured[0].times_s:
-            each = zip(*(measured.times_s[name] for measured in all_measured), strict=True)
-            means_us = [fmean(times) * 1e6 for times in each]
-            wrong = [measured.wrong[name] for measured in all_measured if name in measured.wrong]
-            sent = [measured.sent[name] for measured in all_measured if name in measured.sent]
-            timings[name] = Timing(
-                median(means_us),
-                min(means_us),
-                sum(wrong) if wrong else None,
-                max(sent) if sent else None,
-            )
-        peers = len(all_measured)
-        nbytes = count * itemsize * blocks(what, peers)
-        return cls(what, nbytes, count, dtype, op, peers, timings)
+    ) -> None:
+        self.peers = len(all_measured)
+        self.nbytes = count * itemsize * blocks(what, self.peers)  # of the larger buffer
+        self.what, self.count, self.dtype, self.op = what, count, dtype, op
+        self.root = 0 if what == "broadcast" else -1
+        self.timings = {way: Timing.of(way, all_measured) for way in all_measured[0].times_s}
+        self.ways = [way for way in _WAYS if way in self.timings]  # those of ours that it has
+        self.other = next((way for way in trials.OTHERS if way in self.timings), None)
 
     def algbw(self, way: str) -> float:
         """Bytes of the buffer over the median time, in GB/s."""
@@ -398,51 +318,29 @@ class Row:
         """The rate on each link of an ideal ring, in GB/s, as nccl-tests counts it."""
         return self.algbw(way) * FACTORS[self.what](self.peers)
 
-    @property
-    def ways(self) -> list[str]:
-        """Those of ours that this collective has."""
-        return [way for way in _WAYS if way in self.timings]
-
-    @property
-    def other(self) -> str | None:
-        """The name of the library that took turns with pccl."""
-        return next((way for way in OTHERS if way in self.timings), None)
-
-    @property
-    def root(self) -> int:
-        """The root as nccl-tests prints it: -1 where there is none."""
-        return _ROOTS.get(self.what, -1)
-
     def text(self) -> str:
-        ways = [self.timings.get(way) for way in _WAYS]
+        ours = [self.timings.get(way) for way in _WAYS]
         cells = [str(self.nbytes), str(self.count), self.dtype, self.op, str(self.root)]
-        for way, timing in zip(_WAYS, ways, strict=True):
+        for way, timing in zip(_WAYS, ours, strict=True):
             if timing is None:
                 cells += ["N/A"] * 4
                 continue
             cells += [_number(timing.median_us, 7), _number(self.algbw(way), 6)]
             cells.append(_number(self.busbw(way), 6))
             cells.append("N/A" if timing.wrong is None else str(timing.wrong))
-        cells += ["N/A" if way is None else _number(way.min_us, 7) for way in ways]
+        cells += ["N/A" if timing is None else _number(timing.min_us, 7) for timing in ours]
         if self.other:
             other = self.timings[self.other]
             cells += [_number(other.median_us, 7), _number(other.min_us, 7)]
-            cells += [
-                "N/A" if way is None else f"{other.median_us / way.median_us:.2f}" for way in ways
-            ]
+            cells += ["N/A" if t is None else f"{other.median_us / t.median_us:.2f}" for t in ours]
         cells.append(str(self.timings[self.ways[0]].wire))
         widths = (width for _, _, width in _columns(self.other))
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
     def json(self) -> dict[str, Any]:
         """The row as nccl-tests' JSON has it; times in microseconds, rates in GB/s."""
-        found: dict[str, Any] = {
-            "size": self.nbytes,
-            "count": self.count,
-            "type": self.dtype,
-            "redop": self.op,
-            "root": self.root,
-        }
+        found: dict[str, Any] = {"size": self.nbytes, "count": self.count, "type": self.dtype}
+        found |= {"redop": self.op, "root": self.root}
         for way, timing in self.timings.items():
             found[way] = {
                 "time": timing.median_us,

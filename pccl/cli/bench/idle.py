@@ -20,9 +20,9 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import option, whole_number
-from pccl.cli.bench.options import PEERS_MAX
-from pccl.cli.processes import Process, WorkerError, collect, held, workers
-from pccl.cli.terminal import complain
+from pccl.cli.bench.common import PEERS_MAX
+from pccl.cli.processes import WorkerError, collect, free_address, held, start_master, workers
+from pccl.cli.terminal import Refused
 
 SETTLE_S = 3.0  # for what follows a collective: measurements of links, memory given back
 HEADER_BYTES = 52  # TCP with timestamps, and IPv4
@@ -30,29 +30,24 @@ _TCP_INFO = struct.Struct("120xQQII")  # of linux/tcp.h: bytes acked, received; 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    option(parser, "--peers", "N", whole_number(2, PEERS_MAX), "processes", 2)
-    option(parser, "--seconds", "N", whole_number(1), "how long to measure", 60)
+    option(parser, "--peers N", "processes", 2, whole_number(2, PEERS_MAX))
+    option(parser, "--seconds N", "how long to measure", 60, whole_number(1))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; 1 if a peer fails, 2 if it cannot start."""
+    """Measures and prints."""
     if sys.platform != "linux":
-        complain("bench", "idle needs Linux: it reads /proc and TCP_INFO")
-        return 2
+        raise Refused("idle needs Linux: it reads /proc and TCP_INFO")
     os.environ.setdefault("PCCL_LOG_LEVEL", "ERR")
     os.environ["PCCL_TRANSPORT"] = "tcp"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    command = [sys.executable, "-P", "-m", "pccl.master", "--listen-address", address]
-    with Process(command, os.environ) as master:
-        try:
-            with workers(args.peers, _idle, address, args.peers, args.seconds) as results:
-                began = [(pid, _cpu_s(pid)) for pid in (master.pid, *collect(results))]
-                traffic = collect(results)
-                costs = [(*_held(pid), _cpu_s(pid) - before) for pid, before in began]
-        except WorkerError as error:
-            complain("bench", str(error))
-            return 1
+    address = free_address()
+    with (
+        start_master(address) as master,
+        workers(args.peers, _idle, address, args.peers, args.seconds) as results,
+    ):
+        began = [(pid, _cpu_s(pid)) for pid in (master.pid, *collect(results))]
+        traffic = collect(results)
+        costs = [(*_held(pid), _cpu_s(pid) - before) for pid, before in began]
     print(f"# {args.peers} peers, {args.seconds} s; medians of the peers")
     print("#         memory  threads  processor time  traffic")
     print("#          (MiB)               (ms/minute)   (KiB/hour)")

@@ -9,7 +9,6 @@ ring: dequantize, add, quantize.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pccl.cli.bench import options, trials
+from pccl.cli.arguments import option
+from pccl.cli.bench import common, trials
 from pccl.ext import ffi, lib
 from pccl.runtime.digest import digests
 from pccl.types import DataType, QuantizationName, ReduceOp
@@ -36,12 +36,10 @@ _FORMATS: dict[QuantizationName, int] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_sizes(parser, "1M", "128M", 128)
-    options.add_iterations(parser, 20, 5)
+    common.add_sizes(parser, "1M", "128M", 128)
+    common.add_iterations(parser, 20, 5)
     choices = [*(op.name.lower() for op in ReduceOp), "all"]
-    parser.add_argument(
-        "-o", "--op", choices=choices, default="sum", help="operation (default: %(default)s)"
-    )
+    option(parser, "-o --op", "operation", "sum", choices=choices)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,15 +48,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"# {'(B)':>10}  {'':>16}  {'(GB/s)':>15}  {'(GB/s)':>15}")
     all_wrong = 0
     ops = list(ReduceOp) if args.op == "all" else [ReduceOp[args.op.upper()]]
-    for nbytes in options.sizes(args):
+    for nbytes in common.sizes(args):
         kernels = [_reduce(dtype, op, nbytes) for op in ops for dtype in DataType]
         for name in _FORMATS:
             kernels += _quantized(name, nbytes)
         x, y = _operands(DataType.FLOAT, nbytes)
         add = partial(np.add, x, y, out=np.zeros_like(x))
         for kernel in kernels:
-            traffic = [kernel.traffic, 3 * nbytes]
-            ours, numpys = _rates([kernel.call, add], traffic, args.iters, args.warmup_iters)
+            ours, numpys = _rates([kernel.call, add], [kernel.traffic, 3 * nbytes], args)
             wrong = kernel.count_wrong()
             all_wrong += wrong
             print(
@@ -132,7 +129,7 @@ def _cell(rates: tuple[float, float]) -> str:
 
 
 def _pointers(*arrays: trials.Bits) -> list[CData]:
-    """Pointers to the memory of arrays, which keep them alive."""
+    """Pointers to the memory of arrays; they keep the arrays alive."""
     return [ffi.from_buffer("unsigned char[]", array) for array in arrays]
 
 
@@ -142,8 +139,8 @@ def _operands(dtype: DataType, nbytes: int, op: ReduceOp = ReduceOp.SUM) -> list
 
 
 def add_digest_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_sizes(parser, "1M", "1G", 32)
-    options.add_iterations(parser, 7, 2)
+    common.add_sizes(parser, "1M", "1G", 32)
+    common.add_iterations(parser, 7, 2)
 
 
 def run_digest(args: argparse.Namespace) -> int:
@@ -155,7 +152,7 @@ def run_digest(args: argparse.Namespace) -> int:
     """
     print(f"# {'size':>10}  {'one thread':>16}  {'threads':>16}  {'copy':>16}   ratio of medians")
     print(f"# {'(B)':>10}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'one':>6}  {'all':>6}")
-    for nbytes in options.sizes(args):
+    for nbytes in common.sizes(args):
         words = np.random.default_rng(nbytes).integers(0, 1 << 63, -(-nbytes // 8), np.int64)
         memory: NDArray[np.uint8] = words.view(np.uint8)[:nbytes]
         region = [(memory.ctypes.data, nbytes)]
@@ -167,7 +164,7 @@ def run_digest(args: argparse.Namespace) -> int:
             partial(digests, region),
             partial(np.copyto, np.zeros_like(memory), memory),
         ]
-        one, several, copied = rates = _rates(calls, [nbytes] * 3, args.iters, args.warmup_iters)
+        one, several, copied = rates = _rates(calls, [nbytes] * 3, args)
         cells = "  ".join(f"{middle:7.2f} ({best:6.2f})" for middle, best in rates)
         print(
             f"{nbytes:12d}  {cells}  {one[0] / copied[0]:6.2f}  {several[0] / copied[0]:6.2f}",
@@ -177,17 +174,12 @@ def run_digest(args: argparse.Namespace) -> int:
 
 
 def _rates(
-    calls: list[Callable[[], object]], traffic: list[int], iterations: int, warmups: int
+    calls: list[Callable[[], object]], traffic: list[int], args: argparse.Namespace
 ) -> list[tuple[float, float]]:
     """The median and the best GB/s of calls that take turns, each with its bytes."""
-    times_s: list[list[float]] = [[] for _ in calls]
-    for _ in range(warmups + iterations):
-        for call, times in zip(calls, times_s, strict=True):
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-    timed = [times[warmups:] for times in times_s]
+    turns = {str(i): (lambda: None, call) for i, call in enumerate(calls)}
+    times_s = common.in_turns(turns, args.iters, args.warmup_iters).values()
     return [
         (nbytes / median(times) / 1e9, nbytes / min(times) / 1e9)
-        for nbytes, times in zip(traffic, timed, strict=True)
+        for nbytes, times in zip(traffic, times_s, strict=True)
     ]

@@ -12,7 +12,6 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from pccl.cli.arguments import option, whole_number
 from pccl.cli.terminal import painted
@@ -28,31 +27,19 @@ WORK = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 1 << 20)
 ENTRIES = tuple(m.Entry(f"layer.{i}", 10, 4096, False, bytes(16)) for i in range(20))
 
 
-@dataclass
-class Cost:
-    messages: int = 0
-    seconds: float = 0.0
-    rounds: int = 0
-
-    @property
-    def us(self) -> float:
-        return 1e6 * self.seconds / self.messages
-
-
 class Swarm:
     def __init__(self, peers: int, groups: int) -> None:
-        self.master = Master(1, combine, secret=b"s")
         self.conns = [b"%d" % i for i in range(peers)]
-        self.group_of = {conn: i % groups for i, conn in enumerate(self.conns)}
         self.seq: dict[bytes, int] = {}  # of the collective each peer is in
-        self.told = 0
-        self._call = 0
-        self._draw = random.Random(1)
-        for conn in self.conns:
-            hello = m.Hello(m.PROTOCOL_VERSION, "1", self.group_of[conn], "", 1, "", "x", b"")
-            self._perform(self.master.feed(Hello(conn, hello, "10.0.0.1")))
+        self.sent = 0  # messages of the master
+        self._master = Master(1, combine, secret=b"s")
         self._call = 1
-        self._perform(self.master.feed(Received(self.conns[0], m.TopologyVote(1))))
+        self._draw = random.Random(1)
+        groups = min(groups, peers // 2)
+        for i, conn in enumerate(self.conns):
+            hello = m.Hello(m.PROTOCOL_VERSION, "1", i % groups, "", 1, "", "x", b"")
+            self._perform(self._master.feed(Hello(conn, hello, "10.0.0.1")))
+        self._perform(self._master.feed(Received(self.conns[0], m.TopologyVote(1))))
 
     def _perform(self, actions: Iterable[object]) -> None:
         last: m.MasterMessage | None = None
@@ -61,71 +48,66 @@ class Swarm:
                 if action.message is not last:  # as the server does
                     m.encode(action.message)
                 last = action.message
-                self.told += 1
+                self.sent += 1
                 if isinstance(last, m.Started):
                     self.seq[action.conn] = last.seq
             assert not isinstance(action, Drop), action
 
-    def everyone(self, cost: Cost, make: Callable[[int, bytes], m.PeerMessage]) -> None:
-        """All peers send a message, in any order."""
+    def everyone(self, make: Callable[[int, bytes], m.PeerMessage]) -> float:
+        """All peers send a message, in any order; microseconds of one."""
         self._call += 1
         sent = [(conn, m.encode(make(self._call, conn))) for conn in self.conns]
         self._draw.shuffle(sent)
-        begin = time.process_time()
+        began_s = time.process_time()
         for conn, data in sent:
-            self._perform(self.master.feed(Received(conn, m.decode_from_peer(data))))
-        cost.seconds += time.process_time() - begin
-        cost.messages += len(sent)
-        cost.rounds += 1
+            self._perform(self._master.feed(Received(conn, m.decode_from_peer(data))))
+        return 1e6 * (time.process_time() - began_s) / len(sent)
 
 
-def measure(peers: int, groups: int, rounds: int) -> dict[str, Cost]:
-    """The cost of each kind of vote in a run of that many peers."""
-    swarm = Swarm(peers, min(groups, peers // 2))
-    manifest = m.Manifest(0, 0, ENTRIES)
-    costs = {name: Cost() for name in ("start", "finish", "pending", "topology", "sync")}
+def measure(peers: int, groups: int, rounds: int) -> dict[str, float]:
+    """The cost of each kind of vote in a run of that many peers, in microseconds."""
+    swarm = Swarm(peers, groups)
+    costs = dict.fromkeys(("start", "finish", "pending", "topology", "sync"), 0.0)
     for i in range(rounds):
-        swarm.everyone(costs["start"], lambda call, conn: m.StartVote(call, 0, WORK, stuck=True))
-        swarm.everyone(costs["finish"], lambda call, conn: m.FinishVote(swarm.seq[conn], True))
-        swarm.everyone(costs["pending"], lambda call, conn: m.PendingVote(call, True))
-        swarm.everyone(costs["topology"], lambda call, conn: m.TopologyVote(call))
-        revised = m.Manifest(i, 0, manifest.entries)
-        swarm.everyone(costs["sync"], lambda call, conn: m.SyncVote(call, revised))  # noqa: B023
-    assert swarm.told >= peers * 5 * rounds, "the rounds did not end"
+        manifest = m.Manifest(i, 0, ENTRIES)
+        votes: list[Callable[[int, bytes], m.PeerMessage]] = [
+            lambda call, conn: m.StartVote(call, 0, WORK, stuck=True),
+            lambda call, conn: m.FinishVote(swarm.seq[conn], True),
+            lambda call, conn: m.PendingVote(call, True),
+            lambda call, conn: m.TopologyVote(call),
+            lambda call, conn: m.SyncVote(call, manifest),  # noqa: B023
+        ]
+        for name, vote in zip(costs, votes, strict=True):
+            costs[name] += swarm.everyone(vote) / rounds
+    assert swarm.sent >= peers * 5 * rounds, "the rounds did not end"
     return costs
 
 
 def _peer_kib(peers: int, groups: int) -> float:
     tracemalloc.start()
     try:
-        swarm = Swarm(peers, min(groups, peers // 2))
+        swarm = Swarm(peers, groups)
         return tracemalloc.get_traced_memory()[0] / len(swarm.conns) / 1024
     finally:
         tracemalloc.stop()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--peers",
-        type=whole_number(2, 100_000),
-        nargs="+",
-        default=[10, 100, 1000],
-        metavar="N",
-        help="sizes of the runs (default: 10 100 1000)",
-    )
-    option(parser, "--groups", "N", whole_number(1), "groups of peers", 8)
-    option(parser, "-n --iters", "N", whole_number(1), "rounds of each kind", 20)
+    text, kind = "sizes of the runs (default: 10 100 1000)", whole_number(2, 100_000)
+    option(parser, "--peers N", text, kind=kind, nargs="+")
+    option(parser, "--groups N", "groups of peers", 8, whole_number(1))
+    option(parser, "-n --iters N", "rounds of each kind", 20, whole_number(1))
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; 1 if a vote costs too much, or much more in the largest run than in the
     smallest."""
-    sizes = sorted(args.peers)
+    sizes = sorted(args.peers or (10, 100, 1000))
     print(f"# {'vote':8}" + "".join(f"{n:>9} peers" for n in sizes) + "  (us for each message)")
     runs = [measure(peers, args.groups, args.iters) for peers in sizes]
     good = True
     for name in runs[0]:
-        costs = [run[name].us for run in runs]
+        costs = [run[name] for run in runs]
         flat = costs[-1] <= GROWTH_MAX * costs[0]
         fast = costs[-1] <= VOTE_US_MAX or name == "sync"  # its cost grows with its entries
         good = good and flat and fast

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import argparse
 import mmap
-import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,10 +30,9 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import option, whole_number
-from pccl.cli.bench import options
-from pccl.cli.bench.options import PEERS_MAX
-from pccl.cli.processes import WorkerError, collect, workers
-from pccl.cli.terminal import complain
+from pccl.cli.bench import common
+from pccl.cli.processes import collect, workers
+from pccl.cli.terminal import Refused
 from pccl.ext import ffi, lib
 from pccl.runtime.client.sync import reserve
 from pccl.runtime.digest import digests
@@ -43,107 +41,85 @@ _WAYS = ("newcomer", "equal", "lanes", "hash", "copy", "memory")
 _RATIOS = {"new/lanes": ("lanes", "newcomer"), "hash/copy": ("copy", "hash")}
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What all processes do; sizes are in bytes."""
-
-    sizes: tuple[int, ...]
-    entries: int
-    holders: int
-    iterations: int
-    warmups: int
-
-
-@dataclass(slots=True)
 class Measured:
     """One size by one peer."""
 
-    # seconds of each timed iteration, by way
-    times_s: dict[str, list[float]] = field(default_factory=dict)
-    wrong: int = 0  # bytes that were not those of the holders, after all synchronizations
+    def __init__(self) -> None:
+        self.times_s: defaultdict[str, list[float]] = defaultdict(list)  # of each call, by way
+        self.wrong = 0  # bytes that were not those of the holders, after all synchronizations
 
     def time(self, way: str, call: Callable[[], object]) -> None:
         began = time.perf_counter()
         call()
-        self.times_s.setdefault(way, []).append(time.perf_counter() - began)
-
-    def without(self, warmups: int) -> Measured:
-        """A copy without the first iterations."""
-        timed = {way: times[warmups:] for way, times in self.times_s.items()}
-        return Measured(timed, self.wrong)
+        self.times_s[way].append(time.perf_counter() - began)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_sizes(parser, "256M", "256M", 2)
-    options.add_iterations(parser, 7, 2)
-    option(parser, "--entries", "N", whole_number(1), "entries of the state", 16)
-    holders = whole_number(1, PEERS_MAX)
-    option(parser, "--holders", "N", holders, "peers that hold the state", 2)
-    options.add_json(parser)
+    common.add_sizes(parser, "256M", "256M", 2)
+    common.add_iterations(parser, 7, 2)
+    option(parser, "--entries N", "entries of the state", 16, whole_number(1))
+    holders = whole_number(1, common.PEERS_MAX)
+    option(parser, "--holders N", "peers that hold the state", 2, holders)
+    common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; 1 if a byte was wrong or a process failed, 2 if it cannot start."""
+    """Measures and prints; 1 if a byte was wrong."""
     if not args.entries <= args.minbytes <= args.maxbytes:
-        complain("bench", "an entry has a byte at least, and -b is no more than -e")
-        return 2
-    job = Job(tuple(options.sizes(args)), args.entries, args.holders, args.iters, args.warmup_iters)
+        raise Refused("an entry has a byte at least, and -b is no more than -e")
+    who, entries = f"{args.holders} holders and a newcomer", f", {args.entries} entries"
     print(
-        f"# pccl {pccl.__version__} bench state: {job.holders} holders and a newcomer on "
-        f"{os.cpu_count()} cores, {job.entries} entries, transport "
-        f"{os.environ.get('PCCL_TRANSPORT', 'auto')}\n# medians (minima) of {job.iterations} "
-        f"iterations after {job.warmups} warm-ups\n{_head()}",
+        f"{common.title('state', who, where=entries)}\n# medians (minima) of {args.iters} "
+        f"iterations after {args.warmup_iters} warm-ups\n{_head()}",
         flush=True,
     )
     results = []
-    try:
-        with (
-            pccl.MasterNode("127.0.0.1:0") as master,
-            workers(job.holders + 1, take_part, job, master.address) as connections,
-        ):
-            for nbytes in job.sizes:
-                results.append(_row(nbytes, collect(connections)))
-                print(_text(results[-1]), flush=True)
-    except WorkerError as error:
-        complain("bench", error)
-        return 1
-    found = {"entries": job.entries, "holders": job.holders, "results": results}
-    options.write_json(args, found)
+    with (
+        pccl.MasterNode("127.0.0.1:0") as master,
+        workers(args.holders + 1, take_part, common.job(args), master.address) as connections,
+    ):
+        for nbytes in common.sizes(args):
+            results.append(_row(nbytes, args.warmup_iters, collect(connections)))
+            print(_text(results[-1]), flush=True)
+    found = {"entries": args.entries, "holders": args.holders, "results": results}
+    common.write_json(args, found)
     return 1 if any(row["nwrong"] for row in results) else 0
 
 
 # ---- the peers ----
 
 
-def take_part(number: int, job: Job, address: str) -> Iterator[Measured]:
+def take_part(number: int, job: argparse.Namespace, address: str) -> Iterator[Measured]:
     """The life of process `number`; the last one is the newcomer."""
     return (_hold if number < job.holders else _come)(job, address)
 
 
-def _hold(job: Job, address: str) -> Iterator[Measured]:
+def _hold(job: argparse.Namespace, address: str) -> Iterator[Measured]:
     with pccl.Communicator(address) as comm:
-        _gather(comm, job)
+        comm.wait_for_peers(job.holders + 1)
+        comm.barrier()
         revision = 1
-        for nbytes in job.sizes:
+        for nbytes in common.sizes(job):
             content = _content(nbytes)
             measured = Measured()
-            for _ in range(job.warmups + job.iterations):
+            for _ in range(job.warmup_iters + job.iters):
                 _let_in(comm)
                 shared = _state(content, job.entries, revision)
                 _iterate(comm, shared, content, measured)
-                _meet(comm)
+                comm.barrier()
                 revision += 2
-            yield measured.without(job.warmups)
+            yield measured
 
 
-def _come(job: Job, address: str) -> Iterator[Measured]:
-    with pccl.Communicator(address) as comm:
-        _gather(comm, job)
-    for nbytes in job.sizes:
+def _come(job: argparse.Namespace, address: str) -> Iterator[Measured]:
+    with pccl.Communicator(address) as comm:  # it leaves again, so that it joins as the last one
+        comm.wait_for_peers(job.holders + 1)
+        comm.barrier()
+    for nbytes in common.sizes(job):
         expected = _content(nbytes)
         own, copied = np.empty_like(expected), np.empty_like(expected)
         measured = Measured()
-        for _ in range(job.warmups + job.iterations):
+        for _ in range(job.warmup_iters + job.iters):
             np.invert(expected, out=own)
             with pccl.Communicator(address) as comm:
                 comm.wait_for_peers(job.holders + 1)
@@ -151,8 +127,8 @@ def _come(job: Job, address: str) -> Iterator[Measured]:
                 _iterate(comm, _state(own, job.entries, 0), own, measured, expected)
                 measured.time("hash", partial(digests, [(own.ctypes.data, nbytes)]))
                 measured.time("copy", partial(_copy, copied, own))
-                _meet(comm)
-        yield measured.without(job.warmups)
+                comm.barrier()
+        yield measured
 
 
 def _iterate(
@@ -163,22 +139,16 @@ def _iterate(
     expected: np.ndarray | None = None,
 ) -> None:
     """The calls that all peers make. A newcomer is given the `expected` content."""
-    _meet(comm)
+    comm.barrier()
     measured.time("newcomer", lambda: comm.sync_shared_state(shared))
     if expected is not None:  # before the broadcast, which repairs it
         measured.wrong += count_wrong(content, expected)
     shared.push_revision()
-    _meet(comm)
+    comm.barrier()
     measured.time("equal", lambda: comm.sync_shared_state(shared))
     comm.broadcast(content, tag=1)  # untimed: the first one on new lanes allocates memory
-    _meet(comm)
+    comm.barrier()
     measured.time("lanes", lambda: comm.broadcast(content, tag=1))
-
-
-def _gather(comm: pccl.Communicator, job: Job) -> None:
-    """All join; then the newcomer leaves, so that it is always the last one accepted."""
-    comm.wait_for_peers(job.holders + 1)
-    _meet(comm)
 
 
 def _let_in(comm: pccl.Communicator) -> None:
@@ -190,11 +160,6 @@ def _let_in(comm: pccl.Communicator) -> None:
     while not comm.are_peers_pending():
         pass
     comm.update_topology()
-
-
-def _meet(comm: pccl.Communicator) -> None:
-    """Lets all peers begin together."""
-    comm.all_reduce(np.zeros(1, np.float32), op=pccl.ReduceOp.MAX)
 
 
 def count_wrong(found: np.ndarray, expected: np.ndarray) -> int:
@@ -228,19 +193,15 @@ def _copy(to: np.ndarray, source: np.ndarray) -> None:
 # ---- the table ----
 
 
-def _row(nbytes: int, all_measured: list[Measured]) -> dict[str, Any]:
+def _row(nbytes: int, warmups: int, all_measured: list[Measured]) -> dict[str, Any]:
     """A size as the JSON has it: seconds, and GB/s of the state's bytes."""
-    times_s = dict(all_measured[-1].times_s)
-    times_s["equal"] = [
-        max(each) for each in zip(*(m.times_s["equal"] for m in all_measured), strict=True)
-    ]
-    row: dict[str, Any] = {"size": nbytes, "nwrong": all_measured[-1].wrong}
+    newcomer = all_measured[-1]
+    row: dict[str, Any] = {"size": nbytes, "nwrong": newcomer.wrong}
     for way in _WAYS:
-        row[way] = {
-            "time": median(times_s[way]),
-            "time_min": min(times_s[way]),
-            "bw": nbytes / median(times_s[way]) / 1e9,
-        }
+        whose = all_measured if way == "equal" else [newcomer]
+        times_s = [max(each) for each in zip(*(m.times_s[way] for m in whose), strict=True)]
+        middle_s, best_s = median(times_s[warmups:]), min(times_s[warmups:])
+        row[way] = {"time": middle_s, "time_min": best_s, "bw": nbytes / middle_s / 1e9}
     for name, (slow, fast) in _RATIOS.items():
         row[name] = row[slow]["time"] / row[fast]["time"]
     return row

@@ -10,11 +10,9 @@ all start together and no way pays for the end of the one before it.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -25,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import pccl
+from pccl.cli.bench.common import in_turns
 from pccl.tensors.arrays import Array
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
@@ -127,65 +126,58 @@ def blocks(what: str, peers: int) -> int:
     return peers if what in ("all_gather", "reduce_scatter", "all_to_all") else 1
 
 
-DEVICES = ("cpu", "cuda")
+# A device is "", for numpy arrays (torch tensors for bfloat16), or torch's name of one.
 
 
-class Host:
-    """Numpy arrays; for bfloat16, torch tensors on the CPU."""
-
-    def put(self, bits: Bits, dtype: DataType) -> Array:
-        return as_array(bits.copy(), dtype)
-
-    def bits(self, array: Any) -> Bits:
-        """Its elements as a numpy array."""
-        return array if isinstance(array, np.ndarray) else _words(array)
-
-    def fill(self, array: Array, bits: Bits) -> None:
-        self.bits(array)[:] = bits
-
-    def finish(self) -> None:
-        """Waits for queued work; the host has none."""
-
-
-class Device:
-    def __init__(self, name: str) -> None:
-        self._torch: Any = importlib.import_module("torch")
-        self._device = self._torch.device(name)
-        if self._device.type == "cuda":
-            self._torch.cuda.set_device(self._device)
-
-    def put(self, bits: Bits, dtype: DataType) -> Array:
-        tensor: Array = self._on_host(bits, dtype).to(self._device, copy=True)
-        return tensor
-
-    def bits(self, array: Any) -> Bits:
-        tensor = array.cpu()
-        if tensor.dtype is self._torch.bfloat16:
-            return _words(tensor)
-        found: Bits = tensor.numpy()
-        return found
-
-    def fill(self, array: Any, bits: Bits) -> None:
-        array.copy_(self._on_host(bits, DataType.from_torch_dtype(array.dtype)))
-
-    def finish(self) -> None:
-        if self._device.type == "cuda":
-            self._torch.cuda.synchronize(self._device)
-
-    def _on_host(self, bits: Bits, dtype: DataType) -> Any:
-        return self._torch.as_tensor(as_array(bits, dtype))
-
-
-Place = Host | Device  # where arrays are
-
-
-def of_process(device: str, number: int) -> Place:
-    """The place of process `number` of this machine: its own GPU, or a shared one if there are
+def of_process(device: str, number: int) -> str:
+    """The device of process `number` of this machine: its own GPU, or a shared one if there are
     fewer than processes."""
     if device == "cpu":
-        return Host()
-    gpus = importlib.import_module("torch").cuda.device_count()
-    return Device(f"{device}:{number % gpus}")
+        return ""
+    import torch
+
+    found = f"{device}:{number % torch.cuda.device_count()}"
+    torch.cuda.set_device(found)
+    return found
+
+
+def put(bits: Bits, dtype: DataType, device: str) -> Any:
+    """A new array on the device."""
+    array = as_array(bits.copy(), dtype)
+    if not device:
+        return array
+    import torch
+
+    return torch.as_tensor(array).to(device, copy=True)
+
+
+def fill(array: Any, bits: Bits) -> None:
+    if isinstance(array, np.ndarray):
+        array[:] = bits
+        return
+    import torch
+
+    array.copy_(torch.as_tensor(as_array(bits, DataType.from_torch_dtype(array.dtype))))
+
+
+def bits_of(array: Any) -> Bits:
+    """The elements of an array as a numpy array on the host."""
+    if isinstance(array, np.ndarray):
+        return array
+    import torch
+
+    tensor = array.cpu()
+    if tensor.dtype is torch.bfloat16:
+        return bits_of(tensor.view(torch.int16).numpy().view(np.uint16))
+    return bits_of(tensor.numpy())
+
+
+def finish(device: str) -> None:
+    """Waits for the work that a GPU has queued."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def missing(device: str) -> str:
@@ -194,7 +186,8 @@ def missing(device: str) -> str:
         return ""
     if importlib.util.find_spec("torch") is None:
         return "--device cuda needs torch, built with CUDA: pip install torch"
-    torch = importlib.import_module("torch")
+    import torch
+
     if torch.version.cuda is None:
         return f"--device cuda needs torch built with CUDA: torch {torch.__version__} is not"
     if not torch.cuda.is_available():
@@ -210,14 +203,9 @@ def described(device: str) -> str:
     """The device, for the head of a table."""
     if device == "cpu":
         return ""
-    torch = importlib.import_module("torch")
+    import torch
+
     return f", on {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-
-
-def _words(tensor: Any) -> Bits:
-    """The elements of a tensor of bfloat16 on the host."""
-    words: Bits = tensor.view(importlib.import_module("torch").int16).numpy().view(np.uint16)
-    return words
 
 
 OUT_OF_PLACE = "out_of_place"
@@ -261,16 +249,16 @@ class Trial:
         op: ReduceOp,  # if it reduces
         count: int,  # elements of the smaller buffer
         quantization: QuantizationName | None = None,  # as `Communicator.all_reduce` takes it
-        place: Place | None = None,  # where its arrays are; None: in host memory
+        device: str = "",  # where its arrays are
     ) -> None:
-        self._quantization, self._place = quantization, place or Host()
+        self._quantization, self._device = quantization, device
         self._comm, self._what, self._dtype, self._op = comm, what, dtype, op
         self._rank, self._peers, self._count = comm.rank, comm.world_size, count
         send = count * (self._peers if what in ("reduce_scatter", "all_to_all") else 1)
         recv = count * (self._peers if what in ("all_gather", "all_to_all") else 1)
         self._content = tiled(contribution(dtype, op, self._rank, self._peers), send)
-        self._send: Any = self._place.put(self._content, dtype)
-        self._recv: Any = self._place.put(np.zeros(recv, self._content.dtype), dtype)
+        self._send = put(self._content, dtype, device)
+        self._recv = put(np.zeros(recv, self._content.dtype), dtype, device)
 
     def ways(self, against: str | None) -> dict[str, Way]:
         """All ways of this collective by name, and the one of OTHERS that is asked for."""
@@ -323,15 +311,15 @@ class Trial:
         return self._way(self._recv, self._recv, self._quantization)
 
     def _way(self, send: Array, recv: Array, quantization: QuantizationName | None) -> Way:
-        one, place = np.zeros(1, np.float32), self._place
+        one = np.zeros(1, np.float32)
 
         def meet() -> None:
             self._comm.all_reduce(one, op=ReduceOp.MAX)
 
         def reset() -> None:
-            held = place.bits(recv)
-            place.fill(recv, np.invert(held.view(np.uint8)).view(held.dtype))  # right in no element
-            place.fill(send, self._content)
+            held = bits_of(recv)
+            fill(recv, np.invert(held.view(np.uint8)).view(held.dtype))  # right in no element
+            fill(send, self._content)
 
         arrays = (recv,) if self._what == "broadcast" else (send, recv)
         how: dict[str, Any] = {"tag": _TAG}
@@ -339,7 +327,7 @@ class Trial:
             how |= {"op": self._op, "quantization": quantization}
         run = partial(getattr(self._comm, self._what), *arrays, **how)
         launch = partial(getattr(self._comm, f"{self._what}_async"), *arrays, **how)
-        result = partial(place.bits, recv)
+        result = partial(bits_of, recv)
         return Way(meet, run, lambda: launch().wait()[2].tx_bytes, reset, result, quantization)
 
     def _pieces(self, whole: Way) -> Way:
@@ -400,13 +388,13 @@ class Trial:
         def finished(call: Callable[[], object]) -> Callable[[], None]:
             def run() -> None:
                 call()
-                self._place.finish()  # nccl's calls return when they are queued
+                finish(self._device)  # nccl's calls return when they are queued
 
             return run
 
         meet = finished(lambda: dist.all_reduce(one))
         run = finished(calls[self._what])
-        return Way(meet, run, lambda: 0, lambda: None, partial(self._place.bits, self._recv))
+        return Way(meet, run, lambda: 0, lambda: None, partial(bits_of, self._recv))
 
 
 _TORCH_TIMEOUT = timedelta(seconds=60)
@@ -439,10 +427,22 @@ class Measured:
 
 def serve(number: int, job: Job, address: str, store: str) -> Iterator[Measured]:
     """Yields what process `number` measures, size by size. torch's processes meet at `store`."""
-    place = of_process(job.device, number)
-    with _torch(job, number, store), join(address, job) as comm:
+    device = of_process(job.device, number)
+    with ExitStack() as stack:
+        if job.against in TORCH:
+            import torch.distributed as dist
+
+            dist.init_process_group(
+                job.against,
+                init_method=store,
+                timeout=_TORCH_TIMEOUT,
+                rank=number,
+                world_size=job.peers,
+            )
+            stack.callback(dist.destroy_process_group)
+        comm = stack.enter_context(join(address, job))
         for count in job.counts:
-            yield measure(comm, job, count, place)
+            yield measure(comm, job, count, device)
 
 
 @contextmanager
@@ -453,36 +453,17 @@ def join(address: str, job: Job) -> Iterator[pccl.Communicator]:
         yield comm
 
 
-@contextmanager
-def _torch(job: Job, number: int, store: str) -> Iterator[None]:
-    if job.against not in TORCH:
-        yield
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        job.against, init_method=store, timeout=_TORCH_TIMEOUT, rank=number, world_size=job.peers
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def measure(comm: pccl.Communicator, job: Job, count: int, place: Place) -> Measured:
-    """Measures one size, of `count` elements, with arrays at that place."""
-    trial = Trial(comm, job.what, job.dtype, job.op, count, job.quantization, place)
+def measure(comm: pccl.Communicator, job: Job, count: int, device: str) -> Measured:
+    """Measures one size, of `count` elements, with arrays on that device."""
+    trial = Trial(comm, job.what, job.dtype, job.op, count, job.quantization, device)
     found = trial.ways(job.against)
-    times_s: dict[str, list[float]] = {name: [] for name in found}
-    for iteration in range(job.warmups + job.iterations):
-        for name, way in found.items():
-            way.meet()
-            place.finish()
-            began = time.perf_counter()
-            way.run()
-            elapsed = time.perf_counter() - began
-            if iteration >= job.warmups:
-                times_s[name].append(elapsed)
+
+    def prepare(way: Way) -> None:
+        way.meet()
+        finish(device)
+
+    turns = {name: (partial(prepare, way), way.run) for name, way in found.items()}
+    times_s = in_turns(turns, job.iterations, job.warmups)
     ours = {name: way for name, way in found.items() if name not in TORCH}
     sent = {name: way.sent() for name, way in ours.items()}
     wrong = {name: trial.check(way) for name, way in ours.items()} if job.check else {}

@@ -1,25 +1,25 @@
-"""Plays a schedule of faults, and notes what has happened."""
+"""Plays a schedule of faults on a program, and notes what has happened."""
 
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
 
 from pccl.cli.chaos import kinds
 from pccl.cli.chaos.kinds import Fault, Kind, Schedule, Target
 from pccl.cli.chaos.network import Undo
-from pccl.cli.chaos.stage import Copy, Stage, nothing
-from pccl.cli.chaos.watch import Follower, Watch
+from pccl.cli.chaos.stage import Copy, Stage, burn
+from pccl.cli.chaos.watch import Follower, Metrics, Watch, measure
 from pccl.cli.processes import held
 
 TICK_S = 0.005
 MOMENT_MAX_S = 1.0  # a fault waits no longer for its moment
 SIZES_S = 1.0  # between two looks at the memory and descriptors of the master
+SETTLE_S = 3.0  # after this time the master knows whether a copy is still there
 NOBODY = "there was no copy for it"
 
 
@@ -48,42 +48,44 @@ class Chronicle:
     sizes: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-SETTLE_S = 3.0  # after this time the master knows whether a copy is still there
+class Program:
+    """A program of which copies run under faults. All that is known of this one is what the event
+    log of their master says."""
 
+    steered = False  # whether copies read orders from their stdin
+    settings: Mapping[str, str] = {}  # of the program, saved in the schedule
+    environment: Mapping[str, str] = {}  # of all processes, besides this one's
+    faults: Mapping[str, Kind] = {}  # those that copies inflict on themselves
+    curve_dir = ""  # keys, for an encrypted run
 
-class Crew(Protocol):
-    """What the director knows of the program whose copies it disturbs."""
-
-    def command(self, number: int, alive: Sequence[Copy]) -> Sequence[str]:
-        """The command line of a new copy; `alive` are the others."""
-
-    def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
-        """Marks the copies that could go on alone: they are in the run, and have its state."""
-
-    def group(self, copy: Copy) -> int:
-        """The group of a copy: copies of one group share a state."""
-
-    def leave(self, copy: Copy) -> None:
-        """Asks a copy to end."""
-
-
-class Strangers:
-    """Copies of any program, known only by the event log of their master."""
-
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(
+        self,
+        title: str,
+        copies: int,  # the most that run at once
+        words: tuple[list[str], list[str]],  # the command, before the options of a run and after
+        command: Sequence[str],  # of a copy
+        grace_s: float | None = None,  # for copies to end by themselves; None: they are asked to
+    ) -> None:
+        self.title, self.copies, self.words, self.grace_s = title, copies, words, grace_s
         self._command = command
+
+    def begin(self, directory: Path) -> None:
+        """A run begins, with its files in that directory."""
         self._alive: set[int] = set()
         self._changed_s = 0.0
 
     def command(self, number: int, alive: Sequence[Copy]) -> Sequence[str]:
+        """The command line of a new copy; `alive` are the others."""
         return self._command
 
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
-        """All copies are in the run once it has as many peers for a while, and makes progress."""
+        """Marks the copies that could go on alone: they are in the run, and have its state.
+
+        All are in the run once it has as many peers for a while, and makes progress.
+        """
         now_s = time.monotonic()
         alive = {copy.number for copy in copies if copy.ended_s is None}
-        disturbed = any(copy.stopped for copy in copies)
-        if alive != self._alive or disturbed:
+        if alive != self._alive or any(copy.stopped for copy in copies):
             self._alive, self._changed_s = alive, now_s
         if len(watch.accepted) == len(alive) and watch.last_s > self._changed_s + SETTLE_S:
             for copy in copies:
@@ -91,11 +93,19 @@ class Strangers:
                     copy.settled = True
 
     def group(self, copy: Copy) -> int:
-        """All are one group, as far as is known."""
+        """The group of a copy: copies of one group share a state."""
         return 0
 
     def leave(self, copy: Copy) -> None:
+        """Asks a copy to end."""
         copy.process.signal(signal.SIGTERM)
+
+    def judge(self, directory: Path, director: Director) -> tuple[list[str], Metrics]:
+        """The violations of a run that is over, and its speed: each collective is a step."""
+        stopping = (kinds.KILL, kinds.KILL_MOST, kinds.RESTART)
+        happened = (done for done in director.chronicle.done if not done.skipped)
+        faults = [done.at_s for done in happened if done.fault.what in stopping]
+        return [], measure(director.watch.collectives_s, faults)
 
 
 class Director:
@@ -104,38 +114,33 @@ class Director:
         stage: Stage,
         schedule: Schedule,
         table: dict[str, Kind],  # by name
-        crew: Crew,
+        program: Program,
         bound_s: float,  # the run must not stand still for longer
         restart_s: float | None,  # until another copy takes the place of one that has ended
-        told: Callable[
-            [Director, Done | None], None
-        ],  # called after each fault, and with None at each tick
+        told: Callable[[Done | None], None],  # called with each fault, and with None at each tick
     ) -> None:
         self.watch = Watch()  # what the master's event log says
         self.chronicle = Chronicle()  # what has happened
         self.stage = stage
         self.schedule = schedule
-        self._table = table
-        self._crew = crew
-        self._bound_s = bound_s
-        self._restart_s = restart_s
+        self._table, self._program, self._told = table, program, told
+        self._bound_s, self._restart_s = bound_s, restart_s
         self._replaced = 0  # copies that have ended and were replaced
-        self._told = told
         self._follower = Follower(stage.event_log)
         self._undos: list[tuple[float, Done, Undo]] = []
         self._restarted_at = 0  # rounds that were done when the master was killed last
         self._master_down = self._finishing = False
         self._sized_s = 0.0
 
-    def run(self) -> Chronicle:
-        chronicle = self.chronicle
+    def run(self, finish_s: float) -> None:
+        """Plays all faults. Then the copies end, and are killed `finish_s` after being asked to."""
+        chronicle, program = self.chronicle, self._program
         try:
             self.stage.start_master()
             for _ in range(self.schedule.copies):
-                self.stage.start()
-            self._until(
-                lambda: len(self.watch.accepted) >= self.schedule.copies, "has begun", self._bound_s
-            )
+                self._start()
+            wanted = self.schedule.copies
+            self._until(lambda: len(self.watch.accepted) >= wanted, "has begun", self._bound_s)
             chronicle.faults_s = time.monotonic()
             for fault in self.schedule.faults:
                 if not self._wait_for(fault):
@@ -145,25 +150,20 @@ class Director:
         finally:
             self._undo_all()
             chronicle.ended_s = time.monotonic()
-        return chronicle
-
-    def finish(self, grace_s: float) -> None:
-        """Asks all copies to end, and kills the rest after `grace_s`."""
         self._finishing = True
+        if program.grace_s is not None:
+            self._until(lambda: not self.stage.alive(), "has ended", program.grace_s)
         for copy in self.stage.alive():
             copy.befell.append((time.monotonic(), kinds.LEAVE))
-            self._crew.leave(copy)
-        give_up_s = time.monotonic() + grace_s
+            program.leave(copy)
+        give_up_s = time.monotonic() + finish_s
         while self.stage.alive() and time.monotonic() < give_up_s:
             self._tick()
         for copy in self.stage.alive():
-            self.chronicle.violations.append(
-                f"copy {copy.number} did not end within {grace_s:g} s of being asked to"
-            )
-            self.stage.kill(copy)
-        self.close()
+            self._broken(f"copy {copy.number} did not end within {finish_s:g} s of being asked to")
 
     def close(self) -> None:
+        """Ends all processes."""
         self.stage.close()
         self._follower.close()
 
@@ -171,28 +171,23 @@ class Director:
         """True if nothing is left to disturb, or something was violated."""
         return bool(self.chronicle.violations) or not self.stage.alive()
 
-    def wait(self, seconds: float) -> None:
-        """Lets the copies end by themselves."""
-        self._finishing = True
-        self._until(lambda: not self.stage.alive(), "has ended", seconds)
-
     # ---- time ----
 
     def _tick(self) -> None:
         now_s = time.monotonic()
         for line in self._follower.lines():
             self.watch.feed(line)
-        for at_s, done, undo in [one for one in self._undos if one[0] <= now_s]:
-            self._undos.remove((at_s, done, undo))
-            self._undo(done, undo)
+        for due in [one for one in self._undos if one[0] <= now_s]:
+            self._undos.remove(due)
+            self._undo(due)
         for copy in self.stage.reap():
             self._note_end(copy)
         if self._restart_s is not None and not self._finishing:
             self._replace(now_s - self._restart_s)
-        self._crew.observe(self.stage.alive(), self.watch)
+        self._program.observe(self.stage.alive(), self.watch)
         self._note_master(now_s)
         self._note_stall(now_s)
-        self._told(self, None)
+        self._told(None)
         time.sleep(TICK_S)
 
     def _until(
@@ -204,7 +199,7 @@ class Director:
             if self.over():
                 return False
             if time.monotonic() > give_up_s:
-                self.chronicle.violations.append(
+                self._broken(
                     f"{seconds:g} s passed until the run {what}: it has "
                     f"{len(self.watch.accepted)} peers, of {len(self.stage.alive())} copies"
                 )
@@ -217,27 +212,27 @@ class Director:
         due_s = self.chronicle.faults_s + fault.at_s
         if not self._until(lambda: time.monotonic() >= due_s):
             return False
-        moments, came = self.watch.moments, ""
+        came = False
         if fault.moment:
-            latest_s = time.monotonic() + MOMENT_MAX_S
-            before_s = moments.get(fault.moment, 0.0)
+            latest_s, moments = time.monotonic() + MOMENT_MAX_S, self.watch.moments
+            before_s = moments.get(fault.moment)
             self._until(
-                lambda: moments.get(fault.moment, 0.0) != before_s or time.monotonic() > latest_s
+                lambda: moments.get(fault.moment) != before_s or time.monotonic() > latest_s
             )
-            came = fault.moment if moments.get(fault.moment, 0.0) != before_s else ""
+            came = moments.get(fault.moment) != before_s
         if self.over():
             return False
-        done = Done(fault, time.monotonic(), moment=came)
+        done = Done(fault, time.monotonic(), moment=fault.moment if came else "")
         self.chronicle.done.append(done)
         self._perform(done)
-        self._told(self, done)
+        self._told(done)
         return True
 
     def _calm(self) -> None:
         """Ends all faults; then all living copies must be in the run together, and continue."""
         self._undo_all()
         if not self.stage.alive() and not self.over():
-            self.stage.start()
+            self._start()
         calm_s = time.monotonic()
 
         def together() -> bool:
@@ -249,80 +244,83 @@ class Director:
     # ---- faults ----
 
     def _perform(self, done: Done) -> None:
-        fault, kind = done.fault, self._table[done.fault.what]
-        undo = nothing
+        kind = self._table[done.fault.what]
+        undo = None
         if kind.target is Target.COPY:
             undo = self._harm(done, kind)
         elif kind.target is Target.MASTER:
             undo = self._harm_master(done)
-        elif fault.what == kinds.BURN:
-            undo = self.stage.burn(os.cpu_count() or 1)
-        elif fault.what == kinds.KILL_MOST:
+        elif done.fault.what == kinds.BURN:
+            undo = burn()
+        elif done.fault.what == kinds.KILL_MOST:
             self._kill_most(done)
         else:
-            self._start(done)
-        if undo is not nothing:
-            self._undos.append((done.at_s + fault.lasts_s, done, undo))
+            self._start_missing(done)
+        if undo is not None:
+            self._undos.append((done.at_s + done.fault.lasts_s, done, undo))
 
-    def _harm(self, done: Done, kind: Kind) -> Undo:
+    def _harm(self, done: Done, kind: Kind) -> Undo | None:
         victims = [copy for copy in self._awake() if not kind.fatal or self._can_spare([copy])]
         if not victims:
             done.skipped = NOBODY
-            return nothing
+            return None
         copy = victims[int(done.fault.whom * len(victims))]
         done.copy = copy.number
         copy.befell.append((done.at_s, done.fault.what))
         copy.settled &= not kind.fatal
         if done.fault.what == kinds.LEAVE:
-            self._crew.leave(copy)
-            return nothing
+            self._program.leave(copy)
+            return None
         return self.stage.harm(done.fault.what, copy)
 
-    def _harm_master(self, done: Done) -> Undo:
+    def _harm_master(self, done: Done) -> Undo | None:
         """Skips a fault before the master has recovered: otherwise the run might never go on."""
         busy = any(self._table[one.fault.what].target is Target.MASTER for _, one, _ in self._undos)
         busy |= self.watch.masters < self.stage.master_starts  # it is about to begin
-        if busy or (done.fault.what == kinds.RESTART and self.watch.rounds == self._restarted_at):
+        restart = done.fault.what == kinds.RESTART
+        if busy or (restart and self.watch.rounds == self._restarted_at):
             done.skipped = "the master has not recovered yet"
-            return nothing
-        if done.fault.what == kinds.RESTART:
+            return None
+        if restart:
             self._restarted_at = self.watch.rounds
             self._master_down = True
         return self.stage.harm_master(done.fault.what)
 
     def _kill_most(self, done: Done) -> None:
         """Spares one copy of each group, which could go on alone."""
-        spared: dict[int, Copy] = {}
-        for copy in self._awake():
-            if copy.settled:
-                spared.setdefault(self._crew.group(copy), copy)
-        groups = {self._crew.group(copy) for copy in self.stage.alive()}
-        victims = [copy for copy in self._awake() if copy not in spared.values()]
-        if groups - spared.keys() or not victims:
+        awake, group = self._awake(), self._program.group
+        spared = {group(copy): copy for copy in reversed(awake) if copy.settled}
+        victims = [copy for copy in awake if copy not in spared.values()]
+        if {group(copy) for copy in self.stage.alive()} - spared.keys() or not victims:
             done.skipped = NOBODY
             return
         for copy in victims:
             copy.befell.append((done.at_s, done.fault.what))
             self.stage.kill(copy)
 
-    def _start(self, done: Done) -> None:
+    def _start_missing(self, done: Done) -> None:
         missing = self.schedule.copies - len(self.stage.alive())
         if missing <= 0:
             done.skipped = "all copies are there"
             return
         for _ in range(missing if done.fault.what == kinds.BURST else 1):
-            done.copy = self.stage.start().number
+            done.copy = self._start().number
+
+    def _start(self) -> Copy:
+        command = self._program.command(len(self.stage.copies), self.stage.alive())
+        return self.stage.start(command)
 
     def _awake(self) -> list[Copy]:
         return [copy for copy in self.stage.alive() if not copy.stopped]
 
     def _can_spare(self, victims: Sequence[Copy]) -> bool:
         """True if another copy of each group could go on without the victims."""
-        others = [one for one in self._awake() if one.settled and one not in victims]
-        staying = {self._crew.group(one) for one in others}
-        return {self._crew.group(victim) for victim in victims} <= staying
+        group = self._program.group
+        staying = {group(one) for one in self._awake() if one.settled and one not in victims}
+        return {group(victim) for victim in victims} <= staying
 
-    def _undo(self, done: Done, undo: Undo) -> None:
+    def _undo(self, due: tuple[float, Done, Undo]) -> None:
+        _, done, undo = due
         undo()
         done.over_s = time.monotonic()
         if done.fault.what == kinds.RESTART:
@@ -332,8 +330,8 @@ class Director:
                 copy.befell.append((done.over_s, f"end of {done.fault.what}"))
 
     def _undo_all(self) -> None:
-        for _, done, undo in self._undos:
-            self._undo(done, undo)
+        for due in self._undos:
+            self._undo(due)
         self._undos.clear()
 
     def _replace(self, before_s: float) -> None:
@@ -341,19 +339,21 @@ class Director:
         ended = [copy.ended_s for copy in self.stage.copies if copy.ended_s is not None]
         late = sum(at_s <= before_s for at_s in ended) - self._replaced
         for _ in range(min(late, self.schedule.copies - len(self.stage.alive()))):
-            self.stage.start()
+            self._start()
         self._replaced += max(late, 0)
 
     # ---- violations ----
 
+    def _broken(self, text: str) -> None:
+        self.chronicle.violations.append(text)
+
     def _note_end(self, copy: Copy) -> None:
         status = copy.process.status
-        if copy.by_us or status == 0 or self._excused(what for _, what in copy.befell):
-            return
-        self.chronicle.violations.append(
-            f"copy {copy.number} ended with status {status}, and nothing had befallen it that "
-            f"would excuse that; it printed last:\n{copy.tail()}"
-        )
+        if not copy.by_us and status and not self._excused(what for _, what in copy.befell):
+            self._broken(
+                f"copy {copy.number} ended with status {status}, and nothing had befallen it that "
+                f"would excuse that; it printed last:\n{copy.tail()}"
+            )
 
     def _excused(self, befell: Iterable[str]) -> bool:
         table = {**kinds.KINDS, **self._table}
@@ -367,19 +367,15 @@ class Director:
                 self.chronicle.sizes.append(size)
         down = self._master_down or self.chronicle.violations
         if not down and master is not None and master.poll() is not None:
-            self.chronicle.violations.append(
-                f"the master ended with status {master.status}: see "
-                f"{self.stage.directory / 'master.log'}"
-            )
+            log = self.stage.directory / "master.log"
+            self._broken(f"the master ended with status {master.status}: see {log}")
         self.chronicle.violations += self.watch.failures
         self.watch.failures.clear()
 
     def _note_stall(self, now_s: float) -> None:
-        if not self.chronicle.faults_s or self.chronicle.violations or not self.stage.alive():
+        if not self.chronicle.faults_s or self.over():
             return
         still_s = now_s - max(self.watch.last_s, self.chronicle.faults_s)
         if still_s > self._bound_s:
-            self.chronicle.violations.append(
-                f"no call was answered for {still_s:.0f} s, in a run of "
-                f"{len(self.watch.accepted)} peers"
-            )
+            peers = len(self.watch.accepted)
+            self._broken(f"no call was answered for {still_s:.0f} s, in a run of {peers} peers")

@@ -75,9 +75,12 @@ KINDS = {
 }
 
 
+NO_NETWORK = "without --network"
+
+
 def possible() -> tuple[dict[str, Kind], dict[str, str]]:
     """The kinds that are possible here without --network, and why the others are not."""
-    why = dict.fromkeys((n for n, kind in KINDS.items() if kind.network), "without --network")
+    why = dict.fromkeys((n for n, kind in KINDS.items() if kind.network), NO_NETWORK)
     if not hasattr(signal, "SIGSTOP"):
         stopping = (FREEZE, STARVE, FREEZE_MASTER)
         why |= dict.fromkeys(stopping, "this system has no SIGSTOP")
@@ -164,7 +167,7 @@ def shrink(items: Sequence[T], fails: Callable[[list[T]], bool], until_s: float)
         parts = [found[i : i + size] for i in range(0, len(found), size)]
         candidates = [] if len(parts) <= 2 else parts
         candidates = [*candidates, *(_without(parts, i) for i in range(len(parts)))]
-        smaller = _first(candidates, fails, until_s)
+        smaller = next((s for s in candidates if time.monotonic() < until_s and fails(s)), None)
         if smaller is not None:
             pieces = 2 if len(smaller) <= size else max(pieces - 1, 2)
             found = smaller
@@ -177,14 +180,3 @@ def shrink(items: Sequence[T], fails: Callable[[list[T]], bool], until_s: float)
 
 def _without(parts: list[list[T]], left_out: int) -> list[T]:
     return [item for i, part in enumerate(parts) if i != left_out for item in part]
-
-
-def _first(
-    candidates: Sequence[list[T]], fails: Callable[[list[T]], bool], until_s: float
-) -> list[T] | None:
-    for candidate in candidates:
-        if time.monotonic() >= until_s:
-            return None
-        if fails(candidate):
-            return candidate
-    return None

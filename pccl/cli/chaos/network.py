@@ -58,33 +58,30 @@ class Network(Closing):
     def kinds(self) -> tuple[dict[str, kinds.Kind], dict[str, str]]:
         """The kinds of faults that are possible; why the others are not."""
         why = {}
-        for what, qdisc in QDISCS.items():
+        for what in (*QDISCS, kinds.RESET):
             try:
-                self.qdisc(1, qdisc)()
+                if (undo := self.harm(what, 1)) is not None:
+                    undo()
             except NetworkError as error:
                 why[what] = str(error)
-        try:
-            self.reset(1)
-        except NetworkError as error:
-            why[kinds.RESET] = str(error)
         found = {n: kind for n, kind in kinds.KINDS.items() if kind.network and n not in why}
         return found, why
 
-    def harm(self, what: str, host: int) -> Undo:
-        """Disturbs the network of a host. Returns a function that ends that."""
-        if what == kinds.CUT:
-            return self._cut(self._ways_out(host) + self._ways_in(host))
-        if what == kinds.CUT_OUT:
-            return self._cut(self._ways_out(host))
-        if what == kinds.CUT_IN:
-            return self._cut(self._ways_in(host))
-        return self.qdisc(host, QDISCS[what])
+    def harm(self, what: str, host: int) -> Undo | None:
+        """Disturbs the network of a host. Returns a function that ends that, if it lasts.
 
-    def reset(self, host: int) -> None:
-        """Resets all established connections of a host. Raises NetworkError."""
-        if shutil.which("ss") is None:
-            raise NetworkError("it takes the program ss")
-        run(*self.command(host, ["ss", "-K", "-t", "state", "established"]))
+        Raises NetworkError.
+        """
+        if what in QDISCS:
+            return self.qdisc(host, QDISCS[what])
+        if what == kinds.RESET:  # all its established connections
+            if shutil.which("ss") is None:
+                raise NetworkError("it takes the program ss")
+            run(*self.command(host, ["ss", "-K", "-t", "state", "established"]))
+            return None
+        others = [other for other in self._hosts if other != host]
+        out, into = [(host, other) for other in others], [(other, host) for other in others]
+        return self._cut(out * (what != kinds.CUT_IN) + into * (what != kinds.CUT_OUT))
 
     def close(self) -> None:
         """Removes the hosts, and ends what runs there."""
@@ -107,12 +104,6 @@ class Network(Closing):
             run("ip", "-n", switch, "link", "set", f"to{host}", "master", "br0", "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
             run("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/16", "dev", DEVICE)
-
-    def _ways_out(self, host: int) -> list[tuple[int, int]]:
-        return [(host, other) for other in self._hosts if other != host]
-
-    def _ways_in(self, host: int) -> list[tuple[int, int]]:
-        return [(other, host) for other in self._hosts if other != host]
 
     def _cut(self, pairs: Sequence[tuple[int, int]]) -> Undo:
         """Drops all that the first host of a pair sends to the second one."""

@@ -3,88 +3,21 @@
 from __future__ import annotations
 
 import bisect
-import itertools
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from pathlib import Path
-from typing import NamedTuple
 
 from pccl.cli.chaos.director import Chronicle, Director, Done
 from pccl.cli.chaos.stage import Copy
+from pccl.cli.chaos.watch import Metrics
 from pccl.cli.replay import Check, Source
-from pccl.cli.terminal import Style, Styled, screen, table
-from pccl.support.closing import Closing
+from pccl.cli.terminal import Style, Styled, table
 
-
-class Metrics(NamedTuple):
-    steps: int  # how many there were
-    goodput: float  # the share of undisturbed speed that was reached
-    recoveries_s: list[float]  # for each fault, how long it took to the next step
-
-    def words(self) -> str:
-        text = f"{self.steps} steps; goodput {self.goodput:.0%}"
-        times = sorted(self.recoveries_s)
-        if not times:
-            return text
-        p95_s = times[min(len(times) - 1, int(len(times) * 0.95))]
-        median_s = statistics.median(times)
-        return f"{text}; {len(times)} recoveries: median {median_s:.2f} s, p95 {p95_s:.2f} s"
-
-
-def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Metrics:
-    """The metrics of a run, from the times of its steps and of faults that may stop all peers."""
-    moments = sorted(steps_s)
-    recoveries = []
-    for at_s in faults_s:
-        later = bisect.bisect(moments, at_s)
-        if later < len(moments):
-            recoveries.append(moments[later] - at_s)
-    times = [after - before for before, after in itertools.pairwise(moments)]
-    goodput = 0.0
-    if times and sum(times) > 0:
-        goodput = min(1.0, statistics.median(times) * len(times) / sum(times))
-    return Metrics(len(moments), goodput, recoveries)
-
-
-class Outcome(NamedTuple):
-    chronicle: Chronicle
-    copies: Sequence[Copy]
-    figures: Metrics
-    violations: Sequence[str]
-
-
-# ---- while the run goes on ----
-
-FAULTS_SHOWN = 8
 ENDED_SHOWN_S = 5.0
-PICTURES_S = 0.25  # from one to the next
-
-
-class View(Closing):
-    """Shows a run: as a live picture on a terminal, or as lines if `plain` or elsewhere."""
-
-    def __init__(self, plain: bool) -> None:
-        self._screen = None if plain else screen()
-        self._pictured_s = 0.0
-
-    def told(self, director: Director, done: Done | None) -> None:
-        """Shows a fault; with None, shows that time has passed."""
-        if self._screen is None:
-            if done is not None:
-                print(line_of(done, director), flush=True)
-        elif done is not None or time.monotonic() > self._pictured_s + PICTURES_S:
-            self._pictured_s = time.monotonic()
-            self._screen.show([*picture(director)])
-
-    def close(self) -> None:
-        if self._screen is not None:
-            self._screen.close()
 
 
 def picture(director: Director) -> Iterator[str]:
-    """Copies, the last faults, and how it goes."""
+    """The copies, and how the run goes."""
     now_s, chronicle = time.monotonic(), director.chronicle
     watch, schedule = director.watch, director.schedule
     passed_s = now_s - chronicle.faults_s if chronicle.faults_s else 0.0
@@ -100,17 +33,13 @@ def picture(director: Director) -> Iterator[str]:
     head, *lines = table(("copy", "is", "since", "what befell it last"), rows)
     yield head
     yield from (Styled(line, style) for line, (_, style) in zip(lines, states, strict=True))
-    yield ""
-    for done in chronicle.done[-FAULTS_SHOWN:]:
-        if not done.skipped:
-            whom = f"copy {done.copy}" if done.copy >= 0 else ""
-            yield f"{done.at_s - chronicle.faults_s:7.1f} s  {done.fault.what} {whom}"
     still_s = now_s - watch.last_s if watch.rounds else 0.0
     how = (
         f"{len(watch.accepted)} peers; {len(watch.collectives_s)} collectives, {watch.rounds} "
         f"calls; the last one {still_s:.1f} s ago; {len(chronicle.done)} of "
         f"{len(schedule.faults)} faults"
     )
+    yield ""
     yield Styled(how, "dim" if still_s < 5.0 else "yellow")
 
 
@@ -132,13 +61,17 @@ def line_of(done: Done, director: Director) -> str:
     copies = director.stage.alive()
     frozen = sum(copy.stopped for copy in copies)
     at_s = done.at_s - director.chronicle.faults_s
-    whom = f": copy {done.copy}" if done.copy >= 0 else ""
+    whom = f": {_whom(done)}" if done.copy >= 0 else ""
     lasts = f" for {done.fault.lasts_s:.1f} s" if done.fault.lasts_s else ""
     moment = f" ({done.moment})" if done.moment else ""
     why = f", but {done.skipped}" if done.skipped else ""
     what = f"{done.fault.what}{whom}{lasts}{moment}{why}"
     world = f"{len(director.watch.accepted)} peers, {len(copies)} copies, {frozen} frozen"
     return f"{at_s:7.1f} s  {what:52}  {director.watch.rounds:6} calls, {world}"
+
+
+def _whom(done: Done) -> str:
+    return f"copy {done.copy}" if done.copy >= 0 else ""
 
 
 # ---- afterwards: a page ----
@@ -160,7 +93,7 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 1.8rem; }
   border-radius: .5rem; padding: .5rem; }
 svg text { fill: var(--text); font-size: 11px; }
 svg .quiet { fill: var(--quiet); }
-svg .life { fill: var(--life); } svg .fault { fill: var(--fault); }
+svg .life { fill: var(--life); rx: 3px; } svg .fault { fill: var(--fault); }
 svg .span { fill: var(--fault); opacity: .35; } svg .grid { stroke: var(--line); }
 pre, code { font-family: ui-monospace, monospace; font-size: .88rem; white-space: pre-wrap; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem;
@@ -171,34 +104,36 @@ th, td { text-align: left; border: 1px solid var(--line); padding: .25rem .6rem;
 """
 
 
-def page(title: str, again: str, outcome: Outcome) -> str:
+def page(title: str, again: str, chronicle: Chronicle, copies: Sequence[Copy], run: Metrics) -> str:
     """One HTML file. `again` is the command that makes the run again."""
-    held = not outcome.violations
-    verdict = "everything held" if held else f"{len(outcome.violations)} violations"
+    broken = chronicle.violations
+    verdict = f"{len(broken)} violations" if broken else "everything held"
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>pccl chaos: {escape(verdict)}</title><style>{STYLE}</style></head><body>",
-        f'<h1>{escape(title)}: <span class="{"held" if held else "broken"}">'
-        f"{escape(verdict)}</span></h1>",
-        f"<p>{escape(outcome.figures.words())}</p>",
+        f"<title>pccl chaos: {verdict}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{escape(title)}: "
+        f'<span class="{"broken" if broken else "held"}">{verdict}</span></h1>',
+        f"<p>{run.words()}</p>",
         f"<p>Once more: <code>{escape(again)}</code></p>",
+        "<h2>What did not hold</h2>" if broken else "",
+        *(f"<pre>{escape(text)}</pre>" for text in broken),
+        '<h2>Copies and faults</h2><div class="wide">',
+        *_timeline(chronicle, copies),
+        "</div><h2>From a fault to the next step</h2>",
+        _recoveries(run.recoveries_s),
+        "<h2>Faults</h2>",
+        _faults(chronicle),
+        "</body></html>",
     ]
-    if outcome.violations:
-        parts.append("<h2>What did not hold</h2>")
-        parts += [f"<pre>{escape(text)}</pre>" for text in outcome.violations]
-    parts += ["<h2>Copies and faults</h2>", '<div class="wide">', *_timeline(outcome), "</div>"]
-    parts += ["<h2>From a fault to the next step</h2>", _recoveries(outcome.figures.recoveries_s)]
-    parts += ["<h2>Faults</h2>", _faults(outcome.chronicle), "</body></html>"]
     return "\n".join(parts) + "\n"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = (f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return "\n".join(
-        ["<table><tr>", *(f"<th>{head}</th>" for head in heads), "</tr>", *cells, "</table>"]
-    )
+    head = "".join(f"<th>{head}</th>" for head in heads)
+    return "\n".join([f"<table><tr>{head}</tr>", *cells, "</table>"])
 
 
 def _recoveries(times_s: Sequence[float]) -> str:
@@ -217,7 +152,7 @@ def _faults(chronicle: Chronicle) -> str:
         (
             f"{done.at_s - chronicle.faults_s:.2f} s",
             done.fault.what,
-            done.skipped or (f"copy {done.copy}" if done.copy >= 0 else ""),
+            done.skipped or _whom(done),
             "" if done.over_s is None else f"{done.over_s - done.at_s:.2f} s",
             done.moment,
         )
@@ -226,58 +161,44 @@ def _faults(chronicle: Chronicle) -> str:
     return _table(("at", "fault", "whom", "for", "moment"), rows)
 
 
-def _timeline(outcome: Outcome) -> Iterator[str]:
-    chronicle = outcome.chronicle
-    whole_s = max(chronicle.ended_s - chronicle.began_s, 0.001)
-    rows = len(outcome.copies) + 1
-    height = (rows + 1) * ROW + 8
+def _timeline(chronicle: Chronicle, copies: Sequence[Copy]) -> Iterator[str]:
+    """A row for the master and for each copy, with the time from left to right."""
+    began_s, ended_s = chronicle.began_s, chronicle.ended_s
+    whole_s = max(ended_s - began_s, 0.001)
+    height = (len(copies) + 2) * ROW + 8
 
     def x(at_s: float) -> float:
-        return LABEL + (WIDTH - LABEL - 10) * (at_s - chronicle.began_s) / whole_s
+        return LABEL + (WIDTH - LABEL - 10) * (at_s - began_s) / whole_s
 
     yield f'<svg viewBox="0 0 {WIDTH:.0f} {height:.0f}" width="{WIDTH:.0f}" role="img">'
     yield "<title>Which copies lived when, and what befell them</title>"
-    for tenth in range(11):
-        at_s = chronicle.began_s + whole_s * tenth / 10
+    for passed_s in (whole_s * tenth / 10 for tenth in range(11)):
+        at = x(began_s + passed_s)
         yield (
-            f'<line class="grid" x1="{x(at_s):.1f}" x2="{x(at_s):.1f}" y1="{ROW:.0f}" '
-            f'y2="{height - 8:.0f}"/><text class="quiet" x="{x(at_s) - 8:.1f}" y="12">'
-            f"{whole_s * tenth / 10:.0f} s</text>"
+            f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{ROW:.0f}" y2="{height - 8:.0f}"/>'
+            f'<text class="quiet" x="{at - 8:.1f}" y="12">{passed_s:.0f} s</text>'
         )
-    lives = [("master", chronicle.began_s, chronicle.ended_s)]
-    lives += [
-        (f"copy {copy.number}", copy.began_s, min(copy.ended_s or 1e18, chronicle.ended_s))
-        for copy in outcome.copies
-    ]
-    for row, (name, began_s, ended_s) in enumerate(lives, 1):
-        width = max(x(ended_s) - x(began_s), 1.0)
-        yield (
-            f'<text x="2" y="{row * ROW + 14:.0f}">{escape(name)}</text>'
-            f'<rect class="life" x="{x(began_s):.1f}" y="{row * ROW + 5:.0f}" '
-            f'width="{width:.1f}" height="12" rx="3"/>'
-        )
-    ends = {copy.number: copy.ended_s or chronicle.ended_s for copy in outcome.copies}
+    ends = {copy.number: min(copy.ended_s or ended_s, ended_s) for copy in copies}
+    lives = [("master", began_s, ended_s)]
+    lives += [(f"copy {copy.number}", copy.began_s, ends[copy.number]) for copy in copies]
+    for row, (name, from_s, to_s) in enumerate(lives, 1):
+        yield f'<text x="2" y="{row * ROW + 14:.0f}">{name}</text>'
+        yield _bar("life", x(from_s), max(x(to_s), x(from_s) + 1), row * ROW + 5, 12)
     for done in chronicle.done:
         if not done.skipped:
-            over_s = min(done.over_s or done.at_s, ends.get(done.copy, chronicle.ended_s))
-            yield _mark(done, x(done.at_s), x(max(done.at_s, over_s)), chronicle)
+            over_s = min(done.over_s or done.at_s, ends.get(done.copy, ended_s))
+            top = (max(done.copy, -1) + 2) * ROW
+            what = ", ".join(filter(None, [done.fault.what, _whom(done), done.moment]))
+            yield f"<g><title>{done.at_s - chronicle.faults_s:.2f} s: {escape(what)}</title>"
+            yield _bar("span", x(done.at_s), x(max(done.at_s, over_s)), top + 3, 16)
+            yield f'<circle class="fault" cx="{x(done.at_s):.1f}" cy="{top + 11:.0f}" r="4"/></g>'
     yield "</svg>"
 
 
-def _mark(done: Done, left: float, right: float, chronicle: Chronicle) -> str:
-    top = (done.copy + 2) * ROW if done.copy >= 0 else ROW
-    moment = f", {done.moment}" if done.moment else ""
-    whom = f" (copy {done.copy})" if done.copy >= 0 else ""
-    said = f"{done.at_s - chronicle.faults_s:.2f} s: {done.fault.what}{whom}{moment}"
-    span = (
-        f'<rect class="span" x="{left:.1f}" y="{top + 3:.0f}" width="{right - left:.1f}" '
-        'height="16"/>'
-        if right > left
-        else ""
-    )
+def _bar(kind: str, left: float, right: float, top: float, height: int) -> str:
     return (
-        f'<g><title>{escape(said)}</title>{span}<circle class="fault" cx="{left:.1f}" '
-        f'cy="{top + 11:.0f}" r="4"/></g>'
+        f'<rect class="{kind}" x="{left:.1f}" y="{top:.0f}" width="{right - left:.1f}" '
+        f'height="{height}"/>'
     )
 
 
@@ -287,11 +208,11 @@ GROWTH_MAX = 40, 4, 64  # descriptors, threads, MiB of the master: more is a lea
 SIZES_MIN = 20  # of one master, to be compared
 
 
-def master_violations(event_log: Path, director: Director) -> Iterator[str]:
+def master_violations(director: Director) -> Iterator[str]:
     """A second master must decide the same, and this one must not have grown."""
+    check = Check()
     try:
-        source = Source(event_log)
-        check = Check()
+        source = Source(director.stage.event_log)
         for line in source.lines():
             check.feed(line)
     except OSError as error:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pccl.cli.chaos import kinds
 from pccl.cli.chaos.network import Network, NetworkError, Undo
-from pccl.cli.processes import Process, tail
+from pccl.cli.processes import Process, free_address, tail
 
 if sys.platform == "linux":
     import resource
@@ -24,13 +24,7 @@ STARVED_S = 0.09, 0.01  # stopped and running, in turns
 FREE_FILES = 2  # descriptors that are left
 FULL_BYTES = 1  # the size to which files can grow on a full disk
 SPIN = "while True: pass"
-Command = Callable[
-    [int, Sequence["Copy"]], Sequence[str]
-]  # of a copy, given its number and the living copies
-
-
-def nothing() -> None:
-    """The undo of a fault that needs none."""
+STOP, CONTINUE = getattr(signal, "SIGSTOP", 0), getattr(signal, "SIGCONT", 0)  # not on Windows
 
 
 @dataclass(eq=False)
@@ -55,7 +49,6 @@ class Stage:
 
     def __init__(
         self,
-        command: Command,  # of each copy
         directory: Path,  # for the master's files, and for what the copies print
         environment: Mapping[str, str],  # of all
         *,
@@ -67,45 +60,39 @@ class Stage:
         self.directory = directory
         self.event_log = directory / "master.jsonl"  # the master's
         self.network = network
-        self.master: Process | None = None  # its process
-        self.master_starts = 0  # how often the master was started
-        self._command = command
+        self.master: Process | None = None
+        self.master_starts = 0
         self._steered = steered
         self._curve_dir = curve_dir
-        host = "127.0.0.1" if network is None else network.addresses[0]
-        with socket.create_server(("127.0.0.1", 0)) as server:  # finds a free port
-            self.address = f"{host}:{server.getsockname()[1]}"  # of the master
-        self._environment = {**environment, "PCCL_MASTER": self.address, "PYTHONUNBUFFERED": "1"}
-        if network is not None:
-            self._environment["PCCL_TRANSPORT"] = "tcp"
+        address = free_address() if network is None else free_address(network.addresses[0])
+        more = {"PCCL_MASTER": address, "PYTHONUNBUFFERED": "1"}
+        more |= {} if network is None else {"PCCL_TRANSPORT": "tcp"}
+        self._environment = {**environment, **more}
 
     def alive(self) -> list[Copy]:
         return [copy for copy in self.copies if copy.ended_s is None]
 
     def start_master(self) -> None:
+        options = {
+            "--listen-address": self._environment["PCCL_MASTER"],
+            "--state": str(self.directory / "journal"),
+            "--event-log": str(self.event_log),
+        } | ({"--curve-dir": self._curve_dir} if self._curve_dir else {})
         command = [sys.executable, "-P", "-m", "pccl.cli.chaos.steered"]
-        command += ["--listen-address", self.address]
-        command += ["--state", str(self.directory / "journal"), "--event-log", str(self.event_log)]
-        if self._curve_dir:
-            command += ["--curve-dir", self._curve_dir]
+        command += [word for option in options.items() for word in option]
         self.master_starts += 1
-        self.master = self._start(0, command, self.directory / "master.log", "ab", {}, stdin=True)
+        self.master = self._start(0, command, self.directory / "master.log", {}, stdin=True)
 
-    def kill_master(self) -> None:
-        if self.master is not None:
-            self.master.close()
-
-    def start(self) -> Copy:
+    def start(self, command: Sequence[str]) -> Copy:
+        """Starts the next copy, by this command."""
         number = len(self.copies)
         taken = {copy.host for copy in self.alive()}
         host = next(i for i in range(1, len(taken) + 2) if i not in taken)
         log = self.directory / f"copy-{number}.log"
-        command = self._command(number, self.alive())
         mine = {"LOCAL_RANK": str(number)}
-        process = self._start(host, command, log, "wb", mine, stdin=self._steered)
-        copy = Copy(number, host, process, log, time.monotonic())
-        self.copies.append(copy)
-        return copy
+        process = self._start(host, command, log, mine, stdin=self._steered)
+        self.copies.append(Copy(number, host, process, log, time.monotonic()))
+        return self.copies[-1]
 
     def kill(self, copy: Copy) -> None:
         """Ends it at once, with all that it has started."""
@@ -127,114 +114,93 @@ class Stage:
         if self.master is not None:
             self.master.signal(signal.SIGTERM)
             self.master.wait(TERMINATED_S)
-        self.kill_master()
+            self.master.close()
 
     def _start(
         self,
         host: int,
         command: Sequence[str],
         log: Path,
-        mode: str,
         environment: Mapping[str, str],
         *,
         stdin: bool,
     ) -> Process:
         if self.network is not None:
             command = self.network.command(host, command)
-        with log.open(mode) as file:
-            return Process(
-                command,
-                {**self._environment, **environment},
-                stdin=stdin,
-                stdout=file,
-                stderr=file,
-            )
+        environment = {**self._environment, **environment}
+        with log.open("ab") as file:
+            return Process(command, environment, stdin=stdin, stdout=file, stderr=file)
 
-    # ---- harm; each returns what takes it back ----
+    # ---- harm; each returns what takes it back, if anything does ----
 
-    def harm(self, what: str, copy: Copy) -> Undo:
+    def harm(self, what: str, copy: Copy) -> Undo | None:
         """Inflicts a fault on a copy. Faults of the program's own are left to the copy."""
         match what:
-            case kinds.FREEZE:
-                return self._freeze(copy)
-            case kinds.STARVE:
-                return _starve(copy)
-            case kinds.NO_FILES:
-                return _exhaust(copy)
             case kinds.KILL:
                 self.kill(copy)
-            case kinds.RESET if self.network is not None:
-                self.network.reset(copy.host)
+            case kinds.FREEZE:
+                return _freeze(copy)
+            case kinds.STARVE:
+                return _starve(copy.process)
+            case kinds.NO_FILES:
+                return _exhaust(copy.process.pid)
             case _ if self.network is not None and what in kinds.KINDS:
                 try:
                     return self.network.harm(what, copy.host)
                 except NetworkError:
-                    return nothing  # two faults of one host at once
+                    return None  # two faults of one host at once
             case _:
-                copy.process.say(what)  # one of the program's own faults
-        return nothing
+                copy.process.say(what)
+        return None
 
-    def harm_master(self, what: str) -> Undo:
+    def harm_master(self, what: str) -> Undo | None:
         master = self.master
         assert master is not None
         match what:
             case kinds.RESTART:
-                self.kill_master()
+                master.close()
                 return self.start_master
+            case kinds.FREEZE_MASTER:
+                master.signal(STOP)
+                return partial(master.signal, CONTINUE)
             case kinds.FULL_DISK:
-                return self._limit_master("fsize", FULL_BYTES)
+                return _limit(master, "fsize", FULL_BYTES)
             case kinds.NO_FILES_MASTER:
-                return self._limit_master("nofile", FREE_FILES)
-            case kinds.FREEZE_MASTER if sys.platform != "win32":
-                master.signal(signal.SIGSTOP)
-                return lambda: master.signal(signal.SIGCONT)
-        return nothing
-
-    def burn(self, processors: int) -> Undo:
-        command = [sys.executable, "-S", "-E", "-c", SPIN]
-        burners = [Process(command, os.environ) for _ in range(processors)]
-
-        def end() -> None:
-            for burner in burners:
-                burner.close()
-
-        return end
-
-    @staticmethod
-    def _freeze(copy: Copy) -> Undo:
-        if sys.platform == "win32":
-            return nothing
-        copy.stopped = True
-        copy.process.signal(signal.SIGSTOP)
-
-        def thaw() -> None:
-            copy.stopped = False
-            copy.process.signal(signal.SIGCONT)
-
-        return thaw
-
-    def _limit_master(self, what: str, number: int) -> Undo:
-        master = self.master
-        assert master is not None
-        master.say(f"{what} {number}")  # see steered.py
-
-        def lift() -> None:
-            if self.master is master:  # another one was started without the limit
-                master.say(what)
-
-        return lift
+                return _limit(master, "nofile", FREE_FILES)
+        return None
 
 
-def _starve(copy: Copy) -> Undo:
+def burn() -> Undo:
+    """Other programs use all processors."""
+    command = [sys.executable, "-S", "-E", "-c", SPIN]
+    burners = [Process(command, os.environ) for _ in range(os.cpu_count() or 1)]
+
+    def end() -> None:
+        for burner in burners:
+            burner.close()
+
+    return end
+
+
+def _freeze(copy: Copy) -> Undo:
+    copy.stopped = True
+    copy.process.signal(STOP)
+
+    def thaw() -> None:
+        copy.stopped = False
+        copy.process.signal(CONTINUE)
+
+    return thaw
+
+
+def _starve(process: Process) -> Undo:
     over = threading.Event()
 
     def starve() -> None:
-        if sys.platform == "win32":
-            return
         while not over.is_set():
-            copy.process.signal(signal.SIGSTOP)
+            process.signal(STOP)
             over.wait(STARVED_S[0])
-            copy.process.signal(signal.SIGCONT)
+            process.signal(CONTINUE)
             over.wait(STARVED_S[1])
 
     thread = threading.Thread(target=starve, daemon=True)
@@ -247,22 +213,28 @@ def _starve(copy: Copy) -> Undo:
     return feed
 
 
-def _exhaust(copy: Copy) -> Undo:
+def _exhaust(pid: int) -> Undo | None:
     """Limits a process to a few more descriptors than it has open."""
     if sys.platform != "linux":
-        return nothing
-    pid, which = copy.process.pid, resource.RLIMIT_NOFILE
-    try:
-        before = resource.prlimit(pid, which)
-        used = len(os.listdir(f"/proc/{pid}/fd"))
-        resource.prlimit(pid, which, (min(used + FREE_FILES, before[1]), before[1]))
-    except OSError:
-        return nothing  # it has ended just now
+        return None
 
-    def lift() -> None:
+    def limit(soft: int) -> None:
         try:
-            resource.prlimit(pid, which, before)
+            hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(soft, hard), hard))
         except OSError:
-            pass
+            pass  # it has ended just now
 
-    return lift
+    try:
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
+        used = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return None
+    limit(used + FREE_FILES)
+    return partial(limit, before)
+
+
+def _limit(master: Process, what: str, number: int) -> Undo:
+    """Limits a resource of the master, by steered.py."""
+    master.say(f"{what} {number}")
+    return partial(master.say, what)  # to one that was started without the limit, if it has ended

@@ -18,32 +18,21 @@ if sys.platform != "win32":
     import resource
 
     LIMITS = {"fsize": resource.RLIMIT_FSIZE, "nofile": resource.RLIMIT_NOFILE}
-else:
-    LIMITS = {}
 
 
 def obey() -> None:
-    """Sets limits as the lines on stdin say, until stdin ends."""
+    """Sets limits as the lines on stdin say. When stdin ends, the parent has: ends, too."""
     rest = b""
     while data := os.read(0, 4096):  # not sys.stdin, whose lock could block the exit
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             name, *numbers = line.decode().split()
-            set_limit(LIMITS[name], int(numbers[0]) if numbers else None)
-
-
-def set_limit(limit: int, number: int | None) -> None:
-    if sys.platform != "win32":
-        _, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (hard if number is None else number, hard))
-
-
-def orphaned() -> None:
-    """Ends this process when its parent has ended, and its stdin with it."""
-    obey()
+            if sys.platform != "win32":
+                hard = resource.getrlimit(LIMITS[name])[1]
+                resource.setrlimit(LIMITS[name], (int(numbers[0]) if numbers else hard, hard))
     os._exit(0)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=orphaned, daemon=True).start()
+    threading.Thread(target=obey, daemon=True).start()
     sys.exit(main())

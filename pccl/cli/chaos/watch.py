@@ -1,11 +1,15 @@
-"""Follows a run by its master's event log."""
+"""Follows a run by its master's event log, and measures it."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -58,13 +62,12 @@ class Follower:
             self._file = None
 
     def _read(self) -> bytes:
-        if self._file is None and not self._open():
-            return b""
-        assert self._file is not None
-        if data := os.read(self._file, READ_BYTES):
-            return data
-        try:  # at its end: has the next one begun?
-            now, mine = os.stat(self._path), os.fstat(self._file)
+        try:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            if data := os.read(self._file, READ_BYTES):
+                return data
+            now, mine = os.stat(self._path), os.fstat(self._file)  # has the next one begun?
         except FileNotFoundError:
             return b""
         if (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino):
@@ -75,13 +78,6 @@ class Follower:
             self._rest = b""
             return self._read()
         return rest
-
-    def _open(self) -> bool:
-        try:
-            self._file = os.open(self._path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        except FileNotFoundError:
-            return False
-        return True
 
 
 def moments(line: Line) -> set[str]:
@@ -139,3 +135,35 @@ def _is_end(told: Told) -> bool:
 
 def _is_answer(told: Told) -> bool:
     return told.say == "PendingResult" or (told.ok and (_is_end(told) or told.say in ANSWERS))
+
+
+# ---- figures of a run ----
+
+
+class Metrics(NamedTuple):
+    steps: int  # how many there were
+    goodput: float  # the share of undisturbed speed that was reached
+    recoveries_s: list[float]  # for each fault, how long it took to the next step
+
+    def words(self) -> str:
+        text = f"{self.steps} steps; goodput {self.goodput:.0%}"
+        if times := sorted(self.recoveries_s):
+            p95_s = times[min(len(times) - 1, int(len(times) * 0.95))]
+            text += f"; {len(times)} recoveries: median {statistics.median(times):.2f} s"
+            text += f", p95 {p95_s:.2f} s"
+        return text
+
+
+def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Metrics:
+    """The metrics of a run, from the times of its steps and of faults that may stop all peers."""
+    moments = sorted(steps_s)
+    recoveries = []
+    for at_s in faults_s:
+        later = bisect.bisect(moments, at_s)
+        if later < len(moments):
+            recoveries.append(moments[later] - at_s)
+    times = [after - before for before, after in itertools.pairwise(moments)]
+    goodput = 0.0
+    if times and sum(times) > 0:
+        goodput = min(1.0, statistics.median(times) * len(times) / sum(times))
+    return Metrics(len(moments), goodput, recoveries)

@@ -116,18 +116,15 @@ class Peer:
 
 
 class Director:
-    """Follows the reports of all peers and gives the orders.
-
-    With `chaos`, a founder is killed, and the understudy, the number of which is `peers`, joins.
-    """
+    """Follows the reports of all peers and gives the orders."""
 
     def __init__(
         self,
         *,
-        peers: int,
+        peers: int,  # founders
         steps: int,
         inner_steps: int,
-        chaos: bool,
+        chaos: bool,  # whether a founder is killed, and the understudy, the last peer, joins
         say: Callable[[str], object],  # prints a line
         kill: Callable[[int], object],  # kills a peer
         go: Callable[[int], object],  # has a peer join that stands by
@@ -164,7 +161,11 @@ class Director:
             return  # last words, read after its end
         match report:
             case Loaded():
-                self._loaded(peer)
+                peer.state = State.STANDBY if peer is self._understudy else State.JOINING
+                ready = sum(one.state is not State.LOADING for one in self.peers)
+                self._say(f"{peer.name} has loaded model and text: {ready} of {len(self.peers)}")
+                if peer is not self._understudy:
+                    self._go(peer.number)
             case Joined():
                 self._joined(peer, report, now_s)
             case Trained():
@@ -194,7 +195,7 @@ class Director:
         self.failure = f"no report for {seconds:.0f} s: {states}"
 
     def verdict(self) -> str | None:
-        """None if everything went as it should, else what did not. To be asked when it is over."""
+        """What went wrong; None if nothing did. To be asked when it is over."""
         if self.failure:
             return self.failure
         finished = [peer for peer in self.peers if peer.state is State.FINISHED]
@@ -214,13 +215,6 @@ class Director:
     def digest(self) -> str:
         """The digest of the state that the survivors share; to be asked after a good verdict."""
         return next(peer.digest for peer in self.peers if peer.digest)
-
-    def _loaded(self, peer: Peer) -> None:
-        peer.state = State.STANDBY if peer is self._understudy else State.JOINING
-        ready = sum(one.state is not State.LOADING for one in self.peers)
-        self._say(f"{peer.name} has loaded model and text: {ready} of {len(self.peers)}")
-        if peer is not self._understudy:
-            self._go(peer.number)
 
     def _joined(self, peer: Peer, report: Joined, now_s: float) -> None:
         peer.state = State.TRAINING

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pccl.cli.demo.director import Director, Peer, State
-from pccl.cli.terminal import Style, Styled, screen, table
-from pccl.support.closing import Closing
+from pccl.cli.terminal import Style, Styled, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SAID_SHOWN = 12  # lines below the table
 _STYLES: dict[State, Style] = {
     State.LOADING: "dim",
     State.STANDBY: "dim",
@@ -25,52 +23,33 @@ _STYLES: dict[State, Style] = {
 }
 
 
-class Display(Closing):
-    """Prints what happens; a terminal also shows the peers, live."""
+def picture(director: Director) -> Iterator[str]:
+    """The peers at this moment."""
 
-    def __init__(self, director: Director) -> None:
-        self._director = director
-        self._said: list[str] = []
-        self._screen = screen()
+    def row(peer: Peer) -> Sequence[str]:
+        trains = peer.state is State.TRAINING and peer.training
+        return (
+            str(peer.number),
+            peer.state.value,
+            str(peer.outer_step) if peer.joined_s is not None else "-",
+            f"{peer.training[-1][1]:.3f}" if peer.training else "-",
+            f"{peer.tokens_per_s:,.0f}" if trains else "-",
+            size_text(peer.tx_bytes),
+        )
 
-    def close(self) -> None:
-        if self._screen is not None:
-            self._screen.close()
-            print(*self._said, sep="\n", flush=True)
-
-    def say(self, text: str, now_s: float) -> None:
-        self._said.append(f"{now_s:6.1f} s  {text}")
-        if self._screen is None:
-            print(self._said[-1], flush=True)
-
-    def refresh(self) -> None:
-        if self._screen is not None:
-            self._screen.show([*_picture(self._director), "", *self._said[-SAID_SHOWN:]])
-
-
-def _picture(director: Director) -> Iterator[str]:
     yield f"DiLoCo, outer step {director.outer_step}/{director.steps}"
     heads = ("peer", "state", "outer step", "loss", "tokens/s", "sent")
-    yield from _table(director, heads, map(_live_row, director.peers))
+    yield from _table(director, heads, row)
     speed = f"{director.algbw_bytes_s / 1e9:.2f} GB/s" if director.algbw_bytes_s else "-"
     size = size_text(director.reduce_bytes)
     yield Styled(f"last all-reduce: {size} a peer, algbw {speed}", "dim")
 
 
-def _table(
-    director: Director, heads: Sequence[str], rows: Iterable[Sequence[str]]
-) -> Iterator[str]:
-    """A row for each peer, in the colour of its state."""
-    head, *lines = table(heads, rows)
-    yield head
-    for line, peer in zip(lines, director.peers, strict=True):
-        yield Styled(line, _STYLES[peer.state])
-
-
 def closing_table(director: Director) -> Iterator[str]:
     """How it went for each peer. The losses are those of the validation."""
-    rows = (
-        (
+
+    def row(peer: Peer) -> Sequence[str]:
+        return (
             str(peer.number),
             peer.fate,
             f"{peer.validation[0][1]:.3f} -> {peer.validation[-1][1]:.3f}",
@@ -78,10 +57,18 @@ def closing_table(director: Director) -> Iterator[str]:
             size_text(peer.data_parallel_bytes),
             peer.digest[:8] or "-",
         )
-        for peer in director.peers
-    )
-    heads = ("peer", "fate", "loss", "sent", "data parallel", "digest")
-    return _table(director, heads, rows)
+
+    return _table(director, ("peer", "fate", "loss", "sent", "data parallel", "digest"), row)
+
+
+def _table(
+    director: Director, heads: Sequence[str], row: Callable[[Peer], Sequence[str]]
+) -> Iterator[str]:
+    """A row for each peer, in the color of its state."""
+    head, *lines = table(heads, map(row, director.peers))
+    yield head
+    for line, peer in zip(lines, director.peers, strict=True):
+        yield Styled(line, _STYLES[peer.state])
 
 
 def size_text(size: float) -> str:
@@ -93,20 +80,8 @@ def size_text(size: float) -> str:
     return f"{size:.2f} GB"
 
 
-def _live_row(peer: Peer) -> Sequence[str]:
-    running = peer.state is State.TRAINING
-    return (
-        str(peer.number),
-        peer.state.value,
-        str(peer.outer_step) if peer.joined_s is not None else "-",
-        f"{peer.training[-1][1]:.3f}" if peer.training else "-",
-        f"{peer.tokens_per_s:,.0f}" if running and peer.training else "-",
-        size_text(peer.tx_bytes),
-    )
-
-
-# Okabe and Ito's, which the colour-blind can tell apart.
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+# Okabe and Ito's, which the color-blind can tell apart.
+_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _GREY = "#555555"
 
 
@@ -148,14 +123,14 @@ def save(director: Director, path: Path) -> None:
 def _draw_peer(axes: Axes, peer: Peer) -> None:
     if not peer.training:
         return
-    colour = _COLOURS[peer.number % len(_COLOURS)]
+    color = _COLORS[peer.number % len(_COLORS)]
     times, losses = zip(*peer.training, strict=True)
-    axes.plot(times, losses, color=colour, linewidth=1.2, alpha=0.85, label=peer.name)
+    axes.plot(times, losses, color=color, linewidth=1.2, alpha=0.85, label=peer.name)
     if peer.killed_s is not None:
-        axes.plot(times[-1], losses[-1], "X", color=colour, markersize=10, zorder=5)
+        axes.plot(times[-1], losses[-1], "X", color=color, markersize=10, zorder=5)
         _mark(axes, peer.killed_s, f"{peer.name} killed", "right")
     if peer.joined_step and peer.joined_s is not None:
-        axes.plot(times[0], losses[0], "^", color=colour, markersize=9, zorder=5)
+        axes.plot(times[0], losses[0], "^", color=color, markersize=9, zorder=5)
         _mark(axes, peer.joined_s, f"{peer.name} joins", "left")
 
 

@@ -1,0 +1,90 @@
+"""What measurements share: options, as in nccl-tests; calls in turns; the title; the results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from pccl import __version__
+from pccl.cli.arguments import master, option, output, size, whole_number
+
+PEERS_MAX = 64
+
+
+def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str, factor: int) -> None:
+    option(parser, "-b --minbytes SIZE", "smallest size", begin, size)
+    option(parser, "-e --maxbytes SIZE", "largest size", end, size)
+    text = "factor from one size to the next"
+    option(parser, "-f --stepfactor N", text, factor, whole_number(2))
+
+
+def add_iterations(parser: argparse.ArgumentParser, iterations: int, warmups: int) -> None:
+    text = "timed iterations of each size; the table shows their median"
+    option(parser, "-n --iters N", text, iterations, whole_number(1))
+    text = "iterations before those that are timed"
+    option(parser, "-w --warmup_iters N", text, warmups, whole_number(0))
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Adds --peers and --master: which processes measure together."""
+    option(parser, "--peers N", "processes", 2, whole_number(2, PEERS_MAX))
+    text = "run as one peer of a run on several machines, with the master at this address"
+    option(parser, "--master HOST[:PORT]", text, kind=master)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    option(parser, "-J --json FILE", "write the results to this file, too", kind=output)
+
+
+def write_json(args: argparse.Namespace, found: dict[str, object]) -> None:
+    if args.json:
+        text = json.dumps({"version": __version__, **found}, indent=2) + "\n"
+        args.json.write_text(text, encoding="utf-8")
+
+
+def sizes(args: argparse.Namespace) -> list[int]:
+    found = []
+    nbytes = args.minbytes
+    while nbytes <= args.maxbytes:
+        found.append(nbytes)
+        nbytes *= args.stepfactor
+    return found
+
+
+def job(args: argparse.Namespace) -> argparse.Namespace:
+    """The options alone, which can be sent to a process."""
+    parts = ("run", "measure", "parser")  # functions and the parser
+    return argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in parts})
+
+
+def title(what: str, who: str, address: str | None = None, where: str = "") -> str:
+    """The first line of a table. `address` is that of a master elsewhere."""
+    place = f"by the master {address}" if address else f"on {os.cpu_count()} cores"
+    transport = os.environ.get("PCCL_TRANSPORT", "auto")
+    return f"# pccl {__version__} bench {what}: {who} {place}{where}, transport {transport}"
+
+
+def in_turns(
+    ways: Mapping[str, tuple[Callable[[], object], Callable[[], object]]],
+    iterations: int,
+    warmups: int,
+    *,
+    alternate: bool = False,
+) -> dict[str, list[float]]:
+    """The seconds of each timed iteration of calls that take turns, by name.
+
+    A way is what comes before its call, untimed, and its call. With `alternate`, every second
+    iteration has them in reverse order, so that none always runs after the same other one.
+    """
+    times_s: dict[str, list[float]] = {name: [] for name in ways}
+    for iteration in range(warmups + iterations):
+        order = list(ways.items())
+        for name, (prepare, call) in order[:: -1 if alternate and iteration % 2 else 1]:
+            prepare()
+            began_s = time.perf_counter()
+            call()
+            times_s[name].append(time.perf_counter() - began_s)
+    return {name: times[warmups:] for name, times in times_s.items()}
