@@ -11,10 +11,10 @@ import argparse
 import os
 import platform
 import sys
-import threading
 from array import array
 from collections.abc import Iterator
-from enum import StrEnum
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ import pccl
 from pccl.cli import plan
 from pccl.cli.arguments import http_port, master, option
 from pccl.cli.status import ask
-from pccl.cli.terminal import Style, painted
+from pccl.cli.terminal import painted
 from pccl.ext import tables
 from pccl.insight import NEGLIGIBLE
 from pccl.kernels import arithmetic_digest
@@ -50,23 +50,23 @@ SYSCTLS = (  # title, name, what it should be, why
 )
 
 
-class Verdict(StrEnum):
-    FACT = ""
-    OK = "ok"
-    HINT = "hint"  # it works, and could work better
-    BAD = "BAD"
-
-
-STYLES: dict[Verdict, Style] = {Verdict.OK: "green", Verdict.HINT: "yellow", Verdict.BAD: "red"}
-
-
 class Finding(NamedTuple):
-    """One line of output: a fact, and what to change if it should be otherwise."""
+    """One line of output: a fact, whether it is as it should be, and what to do if it is not."""
 
     title: str
     fact: str
-    verdict: Verdict = Verdict.FACT
+    good: bool | None = None  # None: it is only a fact
     cure: str = ""
+    needed: bool = False  # whether pccl does not work otherwise
+
+    def show(self) -> None:
+        verdict = {True: painted("ok   ", "green"), None: "     "}.get(self.good)
+        verdict = verdict or (
+            painted("BAD  ", "red") if self.needed else painted("hint ", "yellow")
+        )
+        print(f"{verdict}{self.title:<16}{self.fact}", flush=True)
+        if self.good is False:
+            print(f"{'':21}-> {self.cure}", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,19 +82,13 @@ def run(args: argparse.Namespace) -> int:
         for line in explanation(ask(*args.explain).status):
             print(line)
         return 0
-    address = None if args.master is None else parse_address(args.master)
     security = pccl.Security.of(None)
     os.environ.pop("PCCL_CURVE_DIR", None)  # the master of _all_reduce has no keys
+    of_master = () if args.master is None else _master(*parse_address(args.master), security)
     bad = False
-    of_master = () if address is None else _master(*address, security)
     for finding in chain(_software(), _system(), _all_reduce(), of_master):
-        verdict = f"{finding.verdict:<5}"
-        if finding.verdict is not Verdict.FACT:
-            verdict = painted(verdict, STYLES[finding.verdict])
-        print(f"{verdict}{finding.title:<16}{finding.fact}", flush=True)
-        if finding.cure and finding.verdict in (Verdict.HINT, Verdict.BAD):
-            print(f"{'':5}{'':16}-> {finding.cure}", flush=True)
-        bad |= finding.verdict is Verdict.BAD
+        finding.show()
+        bad |= finding.good is False and finding.needed
     return int(bad)
 
 
@@ -117,64 +111,46 @@ def _software() -> Iterator[Finding]:
     yield Finding("arithmetic", f"{arithmetic_digest().hex()} (must be equal on all peers)")
 
 
-def _check(title: str, fact: str, good: bool, cure: str) -> Finding:
-    return Finding(title, fact, Verdict.OK if good else Verdict.HINT, cure)
-
-
 def _system() -> Iterator[Finding]:
     if sys.platform != "win32":
         import resource
 
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         cure = f"ulimit -n {FILES_MIN}: each connection takes one"
-        yield _check("open files", str(soft), soft >= FILES_MIN, cure)
+        yield Finding("open files", str(soft), soft >= FILES_MIN, cure)
     ipv4 = Path("/proc/sys/net/ipv4")
     if not ipv4.exists():
         return
     for name, least in (("tcp_wmem", SEND_BUFFER_MIN), ("tcp_rmem", RECEIVE_BUFFER_MIN)):
         low, default, most = (ipv4 / name).read_text().split()
         cure = f'sysctl -w net.ipv4.{name}="{low} {default} {least}": less leaves long links idle'
-        yield _check(name, most, int(most) >= least, cure)
+        yield Finding(name, most, int(most) >= least, cure)
     for title, name, good, why in SYSCTLS:
         file = ipv4 / name
         if file.exists():  # not all are in every network namespace
             found = file.read_text().strip()
-            yield _check(title, found, found == good, f"sysctl -w net.ipv4.{name}={good}: {why}")
+            yield Finding(title, found, found == good, f"sysctl -w net.ipv4.{name}={good}: {why}")
 
 
 def _all_reduce() -> Iterator[Finding]:
     """An all-reduce with a known result, between two communicators of this process."""
-    values = [array("f", [float(i + 1)] * 100_000) for i in range(2)]
-    with pccl.MasterNode("127.0.0.1:0") as master:
-        first, second = (
-            pccl.Communicator(master.address, advertise="", port_range="") for _ in range(2)
-        )
-        first.connect()
-        joining = threading.Thread(target=second.connect, daemon=True)
-        joining.start()
-        while joining.is_alive() and first.world_size < 2:
-            if first.are_peers_pending():
-                first.update_topology()
-        joining.join()
-        other = threading.Thread(target=_sum, args=(second, values[1]), daemon=True)
-        other.start()
-        _sum(first, values[0])
-        other.join()
-        first.close()
-        second.close()
-    if all(value == 3.0 for each in values for value in each):
-        yield Finding("all_reduce", "works between two peers on this machine", Verdict.OK)
-    else:
-        cure = "this build of pccl, or this machine, computes wrongly: install pccl anew"
-        yield Finding("all_reduce", "gave wrong values", Verdict.BAD, cure)
+    values = [array("f", [i + 1.0] * 100_000) for i in range(2)]
+    with pccl.MasterNode("127.0.0.1:0") as master, ThreadPoolExecutor() as pool:
+        list(pool.map(partial(_sum, master.address), values))
+    good = all(value == 3.0 for each in values for value in each)
+    fact = "works between two peers on this machine" if good else "gave wrong values"
+    cure = "this build of pccl, or this machine, computes wrongly: install pccl anew"
+    yield Finding("all_reduce", fact, good, cure, needed=True)
 
 
-def _sum(comm: pccl.Communicator, values: array[float]) -> None:
+def _sum(address: str, values: array[float]) -> None:
     """Sums without numpy and torch, which may be missing."""
-    address, count = values.buffer_info()
+    begin, count = values.buffer_info()
     operand = pccl.ReduceOperandDescriptor(pccl.DataType.FLOAT)
     work = pccl.ReduceDescriptor(count, pccl.ReduceOp.SUM, 0, operand, None)
-    comm.all_reduce_multiple_with_retry([pccl.ReduceOpDescriptor(address, address, work)])
+    with pccl.Communicator(address, advertise="", port_range="") as comm:
+        comm.wait_for_peers(2, timeout=60)
+        comm.all_reduce_multiple_with_retry([pccl.ReduceOpDescriptor(begin, begin, work)])
 
 
 # ---- a master ----
@@ -184,38 +160,30 @@ def _master(host: str, port: int, security: pccl.Security | None) -> Iterator[Fi
     try:
         found = examine(host, port, Config.from_env(), security)
     except pccl.PCCLError as error:
-        yield Finding("master", error.message, Verdict.BAD, error.remedy or _KEYS)
+        yield Finding("master", error.message, False, error.remedy or _KEYS, needed=True)
         return
     except OSError as error:
-        cure = "choose a wider PCCL_PORT_RANGE"
-        yield Finding("own port", error.strerror or str(error), Verdict.BAD, cure)
+        why, cure = error.strerror or str(error), "choose a wider PCCL_PORT_RANGE"
+        yield Finding("own port", why, False, cure, needed=True)
         return
     report = found.report
-    milliseconds = found.round_trip_s * 1000
-    fact = f"answers in {milliseconds:.1f} ms; {report.peers} peers are in its run"
-    yield Finding("master", fact, Verdict.OK)
-    yield _versions(found)
+    fact = f"answers in {found.round_trip_s * 1000:.1f} ms; {report.peers} peers are in its run"
+    yield Finding("master", fact, True)
+    spoken = report.protocol == PROTOCOL_VERSION
+    same = spoken and report.version == pccl.__version__
+    fact = f"pccl {report.version}, protocol {report.protocol}"
+    yield Finding("its version", fact, same, "install the same version of pccl", needed=not spoken)
     yield _reached(found)
     if report.arithmetic:
         same = report.arithmetic == arithmetic_digest()
         fact = "gives the same bits here as on the run's peers" if same else "gives other bits here"
         cure = "install the same version of pccl as the peers have; results must be bit-identical"
-        yield Finding("kernels", fact, Verdict.OK if same else Verdict.BAD, cure)
-    fact = f"{found.clock_s:+.3f} s from the master's"
-    near = abs(found.clock_s) < CLOCK_MAX_S
-    yield _check("clock", fact, near, "synchronize it by NTP, or logs are hard to compare")
+        yield Finding("kernels", fact, same, cure, needed=True)
+    fact, near = f"{found.clock_s:+.3f} s from the master's", abs(found.clock_s) < CLOCK_MAX_S
+    yield Finding("clock", fact, near, "synchronize it by NTP, or logs are hard to compare")
 
 
 _KEYS = "compare PCCL_CURVE_DIR here with the master's --curve-dir; `pccl keys` makes both"
-
-
-def _versions(found: Examination) -> Finding:
-    report = found.report
-    fact = f"pccl {report.version}, protocol {report.protocol}"
-    if report.protocol != PROTOCOL_VERSION:
-        return Finding("its version", fact, Verdict.BAD, "install the same version of pccl")
-    same = report.version == pccl.__version__
-    return _check("its version", fact, same, "the same version everywhere is best")
 
 
 def _reached(found: Examination) -> Finding:
@@ -223,15 +191,14 @@ def _reached(found: Examination) -> Finding:
         why = "it does not resolve names, limits its dials, or has --no-dial-back"
         fact = f"the master has not tried {found.address}: {why}"
         cure = "set PCCL_ADVERTISE to an address, or ask again in a minute"
-        return Finding("own port", fact, Verdict.HINT, cure)
-    if not found.report.unreached:
-        return Finding("own port", f"the master reaches {found.address}", Verdict.OK)
-    fact = f"the master cannot reach {found.address}: {found.report.unreached}"
+        return Finding("own port", fact, False, cure)
+    why = found.report.unreached
+    fact = f"the master {'cannot reach' if why else 'reaches'} {found.address}"
     cure = (
         "let the port through the firewall; behind NAT, forward ports to this machine and set "
         "PCCL_PORT_RANGE to them and PCCL_ADVERTISE to the address that others see"
     )
-    return Finding("own port", fact, Verdict.BAD, cure)
+    return Finding("own port", f"{fact}: {why}" if why else fact, not why, cure, needed=True)
 
 
 # ---- --explain: what limits the collectives of a run, as its master sees it ----
