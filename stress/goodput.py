@@ -17,16 +17,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import queue
 import random
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import pccl
+from pccl.cli.processes import Fleet
+from pccl.support.closing import Closing
 
 BATCH = 8  # tokens of a step
 ARMS: dict[str, dict[str, Any]] = {
@@ -44,7 +48,6 @@ ARMS: dict[str, dict[str, Any]] = {
 def learn(address: str, arm: str, inner_steps: int, step_s: float, peers: int) -> None:
     import torch
 
-    import pccl
     from pccl.diloco import DiLoCo
 
     torch.set_num_threads(1)
@@ -57,7 +60,6 @@ def learn(address: str, arm: str, inner_steps: int, step_s: float, peers: int) -
         diloco = DiLoCo(
             comm, model, optimizer, inner_steps=inner_steps, min_peers=peers, **ARMS[arm]
         )
-        print("in", flush=True)
         while True:
             time.sleep(step_s)
             for parameter in model.parameters():
@@ -66,120 +68,99 @@ def learn(address: str, arm: str, inner_steps: int, step_s: float, peers: int) -
             print(json.dumps([BATCH, outer is not None and not outer.rejoined]), flush=True)
 
 
-class Learner:
-    """A process that trains, and what it has reported.
-
-    Attributes:
-        tokens: it has trained on, and no mean has them yet.
-        counted: those that a mean has.
-    """
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--learner", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.tokens = self.counted = 0
-        self.ready, self.entered = threading.Event(), threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line == "ready\n":
-                self.ready.set()
-            elif line == "in\n":
-                self.entered.set()
-            else:
-                tokens, met = json.loads(line)
-                self.tokens += tokens
-                if met:
-                    self.tokens, self.counted = 0, self.counted + self.tokens
-
-    def go(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-
-    def send(self, number: int) -> None:
-        os.kill(self._process.pid, number)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-class Fleet:
-    """Learners, their master, and a spare for the next failure."""
+class Run(Closing):
+    """Learners and their master, with a spare for the next failure."""
 
     def __init__(self, arm: str, options: argparse.Namespace) -> None:
-        import pccl
-
         self._master = pccl.MasterNode("127.0.0.1:0")
         self._master.run()
-        self._arguments = [self._master.address, arm, str(options.inner_steps), str(options.step)]
-        self.options = options
-        self.gone: list[Learner] = []
-        self.learners = [self._new(options.peers) for _ in range(options.peers)]
-        self._spare = self._new(1)
+        self._words = [self._master.address, arm, str(options.inner_steps), str(options.step)]
+        self._fleet = Fleet("goodput", str(Path(__file__).parent))
+        self._started = 0
+        self._ready: set[int] = set()
+        self._tokens: Counter[int] = Counter()  # of each learner, that no mean has yet
+        self._counted: Counter[int] = Counter()  # those that a mean has
+        self.learners = [self._start(options.peers) for _ in range(options.peers)]  # by place
+        self._spare = self._start(1)
         for learner in self.learners:
-            self._start(learner)
-        for learner in self.learners:
-            learner.entered.wait()
-
-    def _new(self, peers: int) -> Learner:
-        return Learner([*self._arguments, str(peers)])
-
-    def _start(self, learner: Learner) -> None:
-        learner.ready.wait()
-        learner.go()
-
-    def fail(self, draw: random.Random) -> None:
-        """One learner dies, and the spare takes its place."""
-        place = draw.randrange(len(self.learners))
-        lost = self.learners[place]
-        lost.end()
-        self.gone.append(lost)
-        self.learners[place] = self._spare
-        self._start(self._spare)
-        self._spare = self._new(1)
-
-    def counted(self) -> int:
-        return sum(learner.counted for learner in [*self.learners, *self.gone])
+            self._enter(learner)
+        while not all(self._counted[learner] for learner in self.learners):
+            self._hear()
 
     def close(self) -> None:
-        for learner in [*self.learners, self._spare]:
-            learner.end()
+        self._fleet.close()
         self._master.interrupt()
 
+    def fail(self, place: int) -> None:
+        """One learner dies, and the spare takes its place."""
+        self._fleet.kill(self.learners[place])
+        self.learners[place] = self._spare
+        self._enter(self._spare)
+        self._spare = self._start(1)
 
-def settle(fleet: Fleet) -> None:
-    """Waits until all learners are in a mean."""
-    while not all(learner.counted for learner in fleet.learners):
-        time.sleep(0.1)
+    def signal(self, place: int, number: int) -> None:
+        self._fleet.signal(self.learners[place], number)
+
+    def trained(self, *places: int) -> int:
+        """Tokens on which learners have trained, in a mean or not."""
+        return sum(
+            self._counted[learner] + self._tokens[learner]
+            for learner in (self.learners[place] for place in places)
+        )
+
+    def counted(self) -> int:
+        """Tokens of all learners that a mean has."""
+        return self._counted.total()
+
+    def hear(self, until_s: float) -> None:
+        """Takes in what learners report until then."""
+        while (left_s := until_s - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                self._hear(left_s)
+
+    def _start(self, peers: int) -> int:
+        self._started += 1
+        self._fleet.start(self._started, "--learner", *self._words, str(peers))
+        return self._started
+
+    def _enter(self, learner: int) -> None:
+        while learner not in self._ready:
+            self._hear()
+        self._fleet.say(learner, "go")
+
+    def _hear(self, timeout_s: float | None = None) -> None:
+        learner, news = self._fleet.heard.get(timeout=timeout_s)
+        if isinstance(news, int):
+            if learner in self.learners:
+                raise SystemExit(f"a learner ended with {news}:\n{self._fleet.errors(learner)}")
+        elif news == "ready\n":
+            self._ready.add(learner)
+        else:
+            tokens, met = json.loads(news)
+            self._tokens[learner] += tokens
+            if met:
+                self._counted[learner] += self._tokens.pop(learner)
 
 
-def rate(fleet: Fleet, seconds: float, every: float, draw: random.Random) -> float:
+def rate(run: Run, seconds: float, every: float, draw: random.Random) -> float:
     """Tokens a second that means have, with a failure each `every` seconds."""
-    settle(fleet)
-    begin, before = time.monotonic(), fleet.counted()
-    due = begin + every if every else float("inf")
-    while time.monotonic() < begin + seconds:
-        time.sleep(0.05)
-        if time.monotonic() >= due:
-            due += every
-            fleet.fail(draw)
-    return (fleet.counted() - before) / (time.monotonic() - begin)
+    begin_s, before = time.monotonic(), run.counted()
+    end_s = begin_s + seconds
+    due_s = begin_s + every if every else end_s
+    while due_s < end_s:
+        run.hear(due_s)
+        run.fail(draw.randrange(len(run.learners)))
+        due_s += every
+    run.hear(end_s)
+    return (run.counted() - before) / (time.monotonic() - begin_s)
 
 
-def others(fleet: Fleet, seconds: float) -> float:
+def others(run: Run, seconds: float) -> float:
     """Tokens a second of all learners but the first."""
-    rest = fleet.learners[1:]
-    begin, before = time.monotonic(), sum(each.counted + each.tokens for each in rest)
-    time.sleep(seconds)
-    return (sum(each.counted + each.tokens for each in rest) - before) / (time.monotonic() - begin)
+    rest = range(1, len(run.learners))
+    begin_s, before = time.monotonic(), run.trained(*rest)
+    run.hear(begin_s + seconds)
+    return (run.trained(*rest) - before) / (time.monotonic() - begin_s)
 
 
 def measure(arm: str, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
@@ -187,22 +168,19 @@ def measure(arm: str, options: argparse.Namespace) -> Iterator[tuple[str, float]
     draw = random.Random(options.seed)
     whole = 0.0
     for every in [0.0, *options.every]:
-        fleet = Fleet(arm, options)
-        try:
-            found = rate(fleet, options.seconds, every, draw)
+        with Run(arm, options) as run:
+            found = rate(run, options.seconds, every, draw)
             if every:
                 yield f"a failure each {every:g} s", found / whole
             else:
                 whole = found
                 yield "tokens a second", found
             if options.stop and not every:
-                usual = others(fleet, options.stop)
-                fleet.learners[0].send(signal.SIGSTOP)
-                while_stopped = others(fleet, options.stop)
-                fleet.learners[0].send(signal.SIGCONT)
+                usual = others(run, options.stop)
+                run.signal(0, signal.SIGSTOP)
+                while_stopped = others(run, options.stop)
+                run.signal(0, signal.SIGCONT)
                 yield f"one stopped for {options.stop:g} s", while_stopped / usual
-        finally:
-            fleet.close()
 
 
 def main() -> None:

@@ -266,6 +266,9 @@ class Fleet(Closing):
     def kill(self, number: int) -> None:
         self._processes[number].kill()
 
+    def signal(self, number: int, what: int) -> None:
+        self._processes[number].signal(what)
+
     def errors(self, number: int) -> str:
         """The last lines that one process has written to stderr."""
         return tail(self._errors(number))

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from network import Link, kind, network
 
-PORT = 48148
-
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -42,11 +40,14 @@ def main() -> int:
     what = args.command[args.command[:1] == ["--"] :] or ["all_reduce"]
     hosts = [f"peer{number}" for number in range(args.peers)]
     print(f"# {link}, by {kind()}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, network(link, ["master", *hosts]) as net:
-        address, results = f"{net.addresses['master']}:{PORT}", Path(folder, "results.json")
-        command = [sys.executable, "-m", "pccl"]
-        master = net.popen("master", [*command, "master", "--listen-address", address])
-        command += ["bench", *what, "--peers", str(args.peers), "--master", address]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        network(link, ["master", *hosts]) as net,
+        net.master() as address,
+    ):
+        results = Path(folder, "results.json")
+        command = [sys.executable, "-m", "pccl", "bench", *what]
+        command += ["--peers", str(args.peers), "--master", address]
         command += ["--threads", "1"] * (what[0] == "ddp")  # the hosts share this machine's cores
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wan0"}
         peers = []
@@ -56,8 +57,6 @@ def main() -> int:
             out = None if first else subprocess.DEVNULL  # all of them print the same
             peers.append(net.popen(host, [*command, *more], stdout=out, env=environment))
         failed = max(abs(peer.wait(args.timeout_s)) for peer in peers)
-        master.terminate()
-        master.wait()
         if what[0] == "all_reduce" and not failed:
             for row in json.loads(results.read_text(encoding="utf-8"))["results"]:
                 bound_s = link.bound_s(row["size"])

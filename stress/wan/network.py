@@ -12,8 +12,10 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pccl.cli.chaos import network as network_of_chaos
@@ -26,19 +28,12 @@ _names = itertools.count()
 
 @dataclass(frozen=True)
 class Link:
-    """The link between any two hosts.
+    """The link between any two hosts."""
 
-    Attributes:
-        mbit: rate of each direction, Mbit/s.
-        rtt_ms: round-trip time.
-        loss: percentage of packets lost at random.
-        buffers: most bytes in a socket's buffers, of what is sent and of what is received; the
-            values are those usual on Linux.
-    """
-
-    mbit: int
+    mbit: int  # rate of each direction, Mbit/s
     rtt_ms: int
-    loss: float = 0.0
+    loss: float = 0.0  # percentage of packets lost at random
+    # most bytes in a socket's buffers, of what is sent and of what is received, as usual on Linux
     buffers: tuple[int, int] = (4 << 20, 6 << 20)
 
     def __str__(self) -> str:
@@ -68,28 +63,51 @@ class Link:
 
 
 class Network:
-    """Running hosts.
+    """Running hosts."""
 
-    Args:
-        spaces: the network namespaces of all hosts.
-        addresses: of all hosts.
-    """
-
-    def __init__(self, spaces: dict[str, str], addresses: dict[str, str]) -> None:
-        self.addresses = addresses
-        self._spaces = spaces
+    def __init__(self, spaces: Mapping[str, str], addresses: Mapping[str, str]) -> None:
+        self._spaces, self._addresses = spaces, addresses  # of all hosts
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Starts a command on a host; the process is the command's own."""
         enter = ["nsenter", f"--net=/run/netns/{self._spaces[host]}", "--"]
         return subprocess.Popen([*enter, *argv], text=True, **options)
 
+    @contextlib.contextmanager
+    def master(self, **options: Any) -> Iterator[str]:
+        """A master on the host "master"; its address."""
+        address = f"{self._addresses['master']}:48148"
+        command = [sys.executable, "-m", "pccl.master", "--listen-address", address]
+        process = self.popen("master", command, **options)
+        yield address
+        process.terminate()
+        process.wait()
+
+    def play(
+        self, script: str, jobs: Mapping[str, dict[str, Any]], timeout_s: float, *, wait: bool
+    ) -> list[Any]:
+        """Runs `script --peer JOB` on each host, with a master; the JSON that each prints last.
+
+        A job is JSON, and has the address of the master as "master". With `wait`, each begins when
+        the one before it has printed a line.
+        """
+        with self.master(stdout=subprocess.DEVNULL) as address:
+            started = {}
+            for host, job in jobs.items():
+                words = ["--peer", json.dumps({**job, "master": address})]
+                command = [sys.executable, str(Path(script).resolve()), *words]
+                started[host] = self.popen(host, command, stdout=subprocess.PIPE, bufsize=1)
+                if wait:
+                    stdout = started[host].stdout
+                    assert stdout is not None
+                    stdout.readline()
+            return reports(started, timeout_s)
+
 
 def reports(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) -> list[Any]:
     """The JSON that the process of each host prints at its end.
 
-    Raises:
-        SystemExit: one has failed; the text says which, what it has said itself is on stderr.
+    Raises SystemExit: one has failed; the text says which one. Its own error is on stderr.
     """
     found = []
     for host, process in processes.items():
@@ -105,32 +123,23 @@ def kind() -> str:
     return "wanem" if importlib.util.find_spec("wanem") else "netem"
 
 
-@contextlib.contextmanager
 def network(
     link: Link,
     hosts: Sequence[str],
     slow: Mapping[str, int] | None = None,
     between: Mapping[tuple[str, str], int] | None = None,
-) -> Iterator[Network]:
+) -> contextlib.AbstractContextManager[Network]:
     """Hosts with that link between any two; they and all that runs there end with the block.
 
-    Args:
-        link: what lies between them.
-        hosts: their names.
-        slow: hosts that send at another rate, in Mbit/s.
-        between: pairs whose link has another rate, both ways; only `wanem` can do that.
-
-    Raises:
-        NetworkError: the machine cannot emulate a network; the text says what is missing.
+    Hosts that are `slow` send at another rate, in Mbit/s. Pairs of `between` have a link of another
+    rate, both ways, which needs the module wanem. Raises NetworkError: the machine cannot emulate a
+    network; the text says what is missing.
     """
     if kind() == "wanem":
-        made = _wanem(link, hosts, slow or {}, between or {})
-    elif between:
+        return _wanem(link, hosts, slow or {}, between or {})
+    if between:
         raise NetworkError("netem has one rate for each host: this needs the module wanem")
-    else:
-        made = _netem(link, hosts, slow or {})
-    with made as standing:
-        yield standing
+    return _netem(link, hosts, slow or {})
 
 
 @contextlib.contextmanager

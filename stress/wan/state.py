@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
-from network import Link, kind, network, reports
+from network import Link, kind, network
 
 import pccl
 
-PORT = 48148
 FAST_MBIT = 2000  # of hosts that are no holders
 
 
@@ -56,35 +54,24 @@ def measure(case: Case, nbytes: int, timeout: float) -> tuple[float, list[int]]:
     """Seconds of a transfer, and the bytes that each holder gave."""
     holders = [f"h{i}" for i in range(len(case.mbits))]
     slow = dict(zip(holders, case.mbits, strict=True))
-    link = Link(FAST_MBIT, case.rtt_ms, case.loss)
-    with network(link, ["master", "new", *holders], slow) as net:
-        address = f"{net.addresses['master']}:{PORT}"
-        python = [sys.executable]
-        argv = [*python, "-m", "pccl.master", "--listen-address", address]
-        master = net.popen("master", argv, stdout=subprocess.DEVNULL)
-        peers = {}
-        for host in [*holders, "new"]:
-            job = {"master": address, "peers": len(holders) + 1, "bytes": nbytes, "host": host}
-            argv = [*python, str(Path(__file__).resolve()), "--peer", json.dumps(job)]
-            peers[host] = net.popen(host, argv, stdout=subprocess.PIPE)
-        found = reports(peers, timeout)
-        master.terminate()
-        master.wait()
-    *given, came = found
+    link, hosts = Link(FAST_MBIT, case.rtt_ms, case.loss), [*holders, "new"]
+    with network(link, ["master", *hosts], slow) as net:
+        jobs = {host: {"peers": len(hosts), "bytes": nbytes, "host": host} for host in hosts}
+        *given, came = net.play(__file__, jobs, timeout, wait=False)
     assert came["rx"] == nbytes == sum(one["tx"] for one in given)
     return came["s"], [one["tx"] for one in given]
 
 
-def peer(job: dict[str, object]) -> None:
+def peer(job: dict[str, Any]) -> None:
     """One host's process; prints a JSON object."""
-    nbytes, size = int(str(job["bytes"])), int(str(job["peers"]))
+    nbytes, size = job["bytes"], job["peers"]
     expected = np.random.default_rng(7).integers(0, 256, nbytes, np.uint8)
     own = ~expected if job["host"] == "new" else expected.copy()
     shared = pccl.SharedState.from_tensors(
         {f"entry {i}": part for i, part in enumerate(np.array_split(own, 16))}
     )
     shared.revision = int(job["host"] != "new")
-    with pccl.Communicator(str(job["master"])) as comm:
+    with pccl.Communicator(job["master"]) as comm:
         comm.wait_for_peers(size)
         comm.barrier()
         began = time.perf_counter()

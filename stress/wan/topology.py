@@ -12,55 +12,39 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
-from network import Link, network, reports
+from network import Link, network
 
 import pccl
 
-PORT = 48148
 HOSTS = ("a", "b", "c", "d")
 SLOW = ("a", "b")
 
 
-def measure(link: Link, slow_mbit: int, args: argparse.Namespace) -> list[dict[str, object]]:
+def measure(link: Link, slow_mbit: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The report of each host."""
+    job = {"peers": len(HOSTS), "bytes": args.bytes, "iterations": args.iterations}
+    jobs = {host: {**job, "size": size} for size, host in enumerate(HOSTS, 1)}
     with network(link, ["master", *HOSTS], between={SLOW: slow_mbit}) as net:
-        address = f"{net.addresses['master']}:{PORT}"
-        argv = [sys.executable, "-m", "pccl.master", "--listen-address", address]
-        master = net.popen("master", argv, stdout=subprocess.DEVNULL)
-        peers = {}
-        for size, host in enumerate(HOSTS, 1):
-            job = {"master": address, "size": size, "bytes": args.bytes}
-            job |= {"peers": len(HOSTS), "iterations": args.iterations}
-            argv = [sys.executable, str(Path(__file__).resolve()), "--peer", json.dumps(job)]
-            peers[host] = net.popen(host, argv, stdout=subprocess.PIPE, bufsize=1)
-            stdout = peers[host].stdout
-            assert stdout is not None
-            stdout.readline()  # it is registered, or accepted: the next one comes after it
-        found = reports(peers, args.timeout)
-        master.terminate()
-        master.wait()
-    return found
+        return net.play(__file__, jobs, args.timeout, wait=True)
 
 
-def peer(job: dict[str, object]) -> None:
-    """One host's process; prints a line when it is in the run, and a JSON object."""
-    size, peers, iterations = (int(str(job[name])) for name in ("size", "peers", "iterations"))
-    comm = pccl.Communicator(str(job["master"]))
+def peer(job: dict[str, Any]) -> None:
+    """One host's process; prints a line when it is registered or accepted, and a JSON object."""
+    comm = pccl.Communicator(job["master"])
     comm.connect(n_attempts=30)
     print(flush=True)
-    comm.wait_for_peers(peers)
-    x = np.ones(int(str(job["bytes"])) // 4, np.float32)
+    comm.wait_for_peers(job["peers"])
+    x = np.ones(job["bytes"] // 4, np.float32)
 
     def reduces() -> list[float]:
         times = []
-        for _ in range(1 + iterations):
+        for _ in range(1 + job["iterations"]):
             comm.barrier()
             began_s = time.perf_counter()
             comm.all_reduce(x)
@@ -73,7 +57,7 @@ def peer(job: dict[str, object]) -> None:
     comm.optimize_topology(timeout=60)
     optimize_s = time.perf_counter() - began_s
     after, order_after = reduces(), comm.peers
-    report = {"before": before, "after": after, "optimize_s": optimize_s, "size": size}
+    report = {"before": before, "after": after, "optimize_s": optimize_s, "size": job["size"]}
     orders = [[text.split()[1] for text in order] for order in (order_before, order_after)]
     print(json.dumps({**report, "orders": orders}), flush=True)
     comm.barrier()
@@ -97,15 +81,15 @@ def main() -> int:
         link = Link(args.mbit, rtt_ms)
         found = measure(link, args.slow, args)
         times = {
-            when: [max(one) for one in zip(*(f[when] for f in found), strict=True)]  # type: ignore[misc]
+            when: [max(one) for one in zip(*(f[when] for f in found), strict=True)]
             for when in ("before", "after")
         }
-        was, now = ("-".join(order) for order in found[0]["orders"])  # type: ignore[attr-defined]
+        was, now = ("-".join(order) for order in found[0]["orders"])
         before_s, after_s = median(times["before"]), median(times["after"])
         print(
             f"{link}, one pair at {args.slow} Mbit/s: {before_s:.2f} s ({was}), then "
             f"{after_s:.2f} s ({now}), {before_s / after_s:.1f} times as fast; optimizing took "
-            f"{max(float(str(f['optimize_s'])) for f in found):.2f} s",
+            f"{max(f['optimize_s'] for f in found):.2f} s",
             flush=True,
         )
     return 0

@@ -28,7 +28,6 @@ from network import Link, kind, network, reports
 
 from pccl.weights import Publisher, Subscriber
 
-PORT = 48148
 RSYNC_BLOCK_MIN = 700  # bytes
 RSYNC_CHECKSUM = 20  # bytes for each block, of the weak and the strong one
 Weights = dict[str, np.ndarray]
@@ -111,28 +110,18 @@ def follow(address: str, folder: Path, followers: int, patience: float) -> None:
 def measure(args: argparse.Namespace, folder: Path) -> None:
     hosts = [f"f{i}" for i in range(args.followers)]
     link = Link(args.mbit, args.rtt)
-    own = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        "--folder",
-        str(folder),
-        "--followers",
-        str(args.followers),
-        "--seconds",
-        str(args.seconds),
-    ]
+    own = [sys.executable, str(Path(__file__).resolve()), "--folder", str(folder)]
+    own += ["--followers", str(args.followers), "--seconds", str(args.seconds)]
     own += ["--whole"] if args.whole else []
-    with network(link, ["master", "trainer", *hosts]) as net:
-        address = f"{net.addresses['master']}:{PORT}"
-        command = [sys.executable, "-m", "pccl.master", "--listen-address", address]
-        master = net.popen("master", command, stdout=subprocess.DEVNULL)
+    with (
+        network(link, ["master", "trainer", *hosts]) as net,
+        net.master(stdout=subprocess.DEVNULL) as address,
+    ):
         words = [*own, "--address", address]
         started = {"trainer": net.popen("trainer", [*words, "--role", "publish"], stdout=-1)}
         for host in hosts:
             started[host] = net.popen(host, [*words, "--role", "follow"], stdout=-1)
         told, *followed = reports(started, args.timeout)
-        master.terminate()
-        master.wait()
     report(link, told, followed, [dict(np.load(one)) for one in sorted(folder.glob("*.npz"))])
 
 
