@@ -140,7 +140,7 @@ class Workers(Program):
             written.write(fault)
         written.close()
         report = checker.check(directory, self._rules)
-        return report.violations, Metrics(report.steps, report.goodput, report.recoveries_s)
+        return report.violations, report.metrics
 
 
 def parser() -> argparse.ArgumentParser:

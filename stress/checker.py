@@ -2,7 +2,7 @@
 
     python stress/checker.py DIRECTORY [--bound SECONDS]
 
-It knows only the diaries (diary.py), and nothing of the library. The rules:
+It knows only the diaries (diary.py), and nothing of the protocol. The rules:
 
 - A collective has the same outcome on all workers that stay.
 - A sum contains the contribution of each of its members once.
@@ -19,9 +19,6 @@ The exit code is 1 if any rule was broken.
 from __future__ import annotations
 
 import argparse
-import bisect
-import itertools
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -48,6 +45,9 @@ from diary import (
     workers,
 )
 
+from pccl.cli.chaos.report import growth
+from pccl.cli.chaos.watch import Metrics, measure
+
 KILLS = {"kill", "kill-all-but-one"}
 CUTS = {"cut", "cut-out", "cut-in", "reset"}
 STOPPING = KILLS | CUTS | {"freeze", "restart-master", "reset-link"}  # faults that make all wait
@@ -55,7 +55,6 @@ DROPPING = CUTS | {"freeze", "no-descriptors"}  # faults after which a worker ma
 ENDING = {"reset-link"}  # faults after which a worker may join again
 SLEEPS = {"freeze": "end of freeze"}  # a worker's time stands still, until
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
-VIOLATIONS_SHOWN = 20
 SIZES_MIN = 8  # of a worker, to be compared
 
 
@@ -71,22 +70,15 @@ Times: TypeAlias = defaultdict[int, list[float]]  # by worker
 
 @dataclass(eq=False)
 class Member:
-    """A worker from when it joins until its membership ends.
-
-    Attributes:
-        over_s: when it has ended, as the worker has written; FOREVER_S: it was killed, or has not.
-        era: of the group's shared state, which it holds or held; 0 is the first.
-        held: whether it has ever held it.
-        syncs: those that ended well.
-    """
+    """A worker from when it joins until its membership ends."""
 
     worker: int
     group: int = 0
     since_s: float = 0.0
-    over_s: float = FOREVER_S
-    era: int = 0
-    held: bool = False
-    syncs: list[tuple[Begin, End]] = field(default_factory=list)
+    over_s: float = FOREVER_S  # its end, as the worker has written it
+    era: int = 0  # of the group's shared state, which it holds or held; 0 is the first
+    held: bool = False  # whether it has ever held it
+    syncs: list[tuple[Begin, End]] = field(default_factory=list)  # that ended well
 
 
 @dataclass
@@ -98,16 +90,13 @@ class _Era:
 
 
 class Eras:
-    """The eras of all groups.
-
-    Args:
-        faults: what befell whom.
-        fatal: the kinds of faults that end a worker.
-        dropping: those that may end its membership.
-    """
+    """The eras of all groups."""
 
     def __init__(
-        self, faults: Sequence[Fault], fatal: Collection[str], dropping: Collection[str]
+        self,
+        faults: Sequence[Fault],
+        fatal: Collection[str],  # the kinds of faults that end a worker
+        dropping: Collection[str],  # those that may end its membership
     ) -> None:
         self._deaths = _times([fault for fault in faults if fault.what in fatal])
         self._excuses = _times([fault for fault in faults if fault.what in {*fatal, *dropping}])
@@ -176,20 +165,14 @@ def _times(faults: Sequence[Fault]) -> Times:
 
 @dataclass(frozen=True)
 class Rules:
-    """The demands of the checker.
+    """The demands of the checker."""
 
-    Attributes:
-        expected: gives the digest of the shared state of a group and revision. Without it, or if it
-            gives None, any digest is right that all workers share.
-        bound_s: the longest time that a call may take.
-        goodput_min: the least share of undisturbed speed.
-        ending: faults that may end a worker, besides a kill.
-    """
-
-    expected: Callable[[int, int], str | None] | None = None
-    bound_s: float = 40.0
-    goodput_min: float = 0.0
-    ending: frozenset[str] = frozenset()
+    # The digest of the shared state of a group and revision. If it is not known, any is right that
+    # all workers share.
+    expected: Callable[[int, int], str | None] = lambda group, revision: None
+    bound_s: float = 40.0  # the longest time that a call may take
+    goodput_min: float = 0.0  # the least share of undisturbed speed
+    ending: frozenset[str] = frozenset()  # faults that may end a worker, besides a kill
 
 
 @dataclass
@@ -223,31 +206,17 @@ class Life:
     sizes: list[Size] = field(default_factory=list)
 
 
+NOTHING = Metrics(0, 0.0, [])
+
+
 @dataclass
 class Report:
-    """The findings.
-
-    Attributes:
-        violations: of rules, in words.
-        steps: how many revisions were reached.
-        recoveries_s: for each fault that may stop the run, until the next revision was reached.
-        goodput: the share of undisturbed speed that was reached.
-    """
-
-    violations: list[str] = field(default_factory=list)
-    steps: int = 0
-    recoveries_s: list[float] = field(default_factory=list)
-    goodput: float = 0.0
+    violations: list[str] = field(default_factory=list)  # of rules, in words
+    metrics: Metrics = NOTHING  # each revision that was reached is a step
 
 
 class Checker:
-    """Checks the diaries of a run.
-
-    Args:
-        diaries: by worker.
-        faults: what the director did.
-        rules: what is demanded.
-    """
+    """Checks the diaries of a run, by worker, with the faults of its director."""
 
     def __init__(
         self, diaries: Mapping[int, Sequence[Entry]], faults: Sequence[Entry], rules: Rules
@@ -372,18 +341,8 @@ class Checker:
                 known = call.end.revision
 
     def _check_sizes(self, worker: int, life: Life) -> None:
-        """It holds no more at the end than in the middle of its life."""
-        half, last = len(life.sizes) // 2, len(life.sizes) // 4
-        if len(life.sizes) < SIZES_MIN:
-            return
-        early, late = (
-            [max(column) for column in zip(*map(_held, sizes), strict=True)]
-            for sizes in (life.sizes[last:half], life.sizes[-last:])
-        )
-        if any(b - a > limit for a, b, limit in zip(early, late, GROWTH_MAX, strict=True)):
-            self._broken(
-                f"worker {worker} has grown from {early} to {late} descriptors, threads and MiB"
-            )
+        sizes = [(size.descriptors, size.threads, size.mib) for size in life.sizes]
+        self._report.violations += growth(f"worker {worker}", sizes, GROWTH_MAX, SIZES_MIN)
 
     # ---- the shared state ----
 
@@ -401,14 +360,12 @@ class Checker:
                         f"workers {first} and {worker} have different states of revision "
                         f"{end.revision}"
                     )
-        self._report.steps = sum(map(len, found.values()))
         for (group, _), digests in found.items():
-            if self._rules.expected is not None and self._rules.expected(group, 0) is not None:
+            if self._rules.expected(group, 0) is not None:
                 self._check_known(group, digests)
 
     def _check_known(self, group: int, digests: dict[int, tuple[str, int]]) -> None:
         """The states of a group whose program is known."""
-        assert self._rules.expected is not None
         if max(digests) + 1 != len(digests):
             missing = sorted(set(range(max(digests))) - digests.keys())[:5]
             self._broken(f"nobody ever held the revisions {missing}")
@@ -494,47 +451,22 @@ class Checker:
                 if call.synchronized and end is not None:
                     key = *call.era, end.revision
                     reached[key] = min(reached.get(key, end.at_s), end.at_s)
-        moments = sorted(reached.values())
-        for fault in self._faults:
-            later = bisect.bisect(moments, fault.at_s)
-            if fault.what in STOPPING and later < len(moments):
-                self._report.recoveries_s.append(moments[later] - fault.at_s)
-        times = [after - before for before, after in itertools.pairwise(moments)]
-        if not times:
-            return
-        self._report.goodput = min(1.0, statistics.median(times) * len(times) / sum(times))
-        if self._report.goodput < self._rules.goodput_min:
+        stopping = [fault.at_s for fault in self._faults if fault.what in STOPPING]
+        metrics = self._report.metrics = measure(list(reached.values()), stopping)
+        if metrics.steps > 1 and metrics.goodput < self._rules.goodput_min:
             self._broken(
-                f"the goodput is {self._report.goodput:.2f}, and should be at least "
+                f"the goodput is {metrics.goodput:.2f}, and should be at least "
                 f"{self._rules.goodput_min:.2f}"
             )
-
-
-def _held(size: Size) -> tuple[int, int, int]:
-    return size.descriptors, size.threads, size.mib
 
 
 def check(directory: Path, rules: Rules) -> Report:
     """Checks the diaries in a directory. Raises OSError or msgspec.DecodeError: one is damaged."""
     diaries = {worker: read(path_of(directory, worker)) for worker in workers(directory)}
     report = Checker(diaries, read(directory / DIRECTOR), rules).check()
-    if not report.steps:
+    if not report.metrics.steps:
         report.violations.append("nothing has happened")
     return report
-
-
-def words(report: Report) -> list[str]:
-    """A report in words."""
-    lines = [f"{report.steps} steps; goodput {report.goodput:.2f}"]
-    if times := sorted(report.recoveries_s):
-        p95 = times[min(len(times) - 1, int(len(times) * 0.95))]
-        lines.append(
-            f"{len(times)} recoveries: median {statistics.median(times):.2f} s, p95 {p95:.2f} s"
-        )
-    lines += [f"VIOLATION: {text}" for text in report.violations[:VIOLATIONS_SHOWN]]
-    if len(report.violations) > VIOLATIONS_SHOWN:
-        lines.append(f"and {len(report.violations) - VIOLATIONS_SHOWN} more violations")
-    return lines
 
 
 def main() -> int:
@@ -543,11 +475,11 @@ def main() -> int:
     parser.add_argument("--bound", type=float, default=Rules.bound_s, help="seconds for a call")
     args = parser.parse_args()
     report = check(args.directory, Rules(bound_s=args.bound))
-    print("\n".join(words(report)))
+    print(report.metrics.words())
+    for text in report.violations:
+        print(f"VIOLATION: {text}")
     return 1 if report.violations else 0
 
-
-__all__ = ["Checker", "Report", "Rules", "check", "words"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -111,7 +111,7 @@ def test_all_to_all_is_never_in_place(tmp_path: Path) -> None:
     (row,) = rows(ended.stdout)
     assert row[:5] == [str(96 << 10), str(8 << 10), "float", "none", "-1"]
     assert row[8:10] == ["0", "N/A"]
-    assert row[-1] == str(96 << 10)  # a row for the next peer, and two with twice as far to go
+    assert row[-1] == str(64 << 10)  # a row for each of the two others
 
 
 class Alone:

@@ -210,10 +210,12 @@ def test_figures_of_a_run() -> None:
 
 def test_a_master_that_grows_is_found() -> None:
     steady = [(50, 9, 100)] * 40
-    assert list(report.growth(steady)) == []
-    assert list(report.growth(steady[:5])) == []
+    assert list(report.growth("the master", steady, report.GROWTH_MAX, 20)) == []
     leaking = [(50 + 3 * number, 9, 100) for number in range(40)]
-    assert "the master has grown from (107, 9, 100)" in next(report.growth(leaking))
+    assert "the master has grown from (107, 9, 100)" in next(
+        report.growth("the master", leaking, report.GROWTH_MAX, 20)
+    )
+    assert list(report.growth("the master", leaking, report.GROWTH_MAX, 41)) == []
 
 
 # ---- what cannot be ----

@@ -69,9 +69,9 @@ def violations(diaries: Diaries, faults: list[Entry]) -> list[str]:
 def test_a_good_run_has_no_violations() -> None:
     report = Checker(*good(), RULES).check()
     assert report.violations == []
-    assert report.steps == STEPS
-    assert report.recoveries_s == [pytest.approx(1.1), pytest.approx(1.0)]
-    assert 0.9 < report.goodput < 1.0
+    assert report.metrics.steps == STEPS
+    assert report.metrics.recoveries_s == [pytest.approx(1.1), pytest.approx(1.0)]
+    assert 0.9 < report.metrics.goodput < 1.0
 
 
 def at(entries: list[Entry], kind: type, which: Callable[[Entry], bool] = lambda _: True) -> int:
@@ -250,7 +250,7 @@ def test_diaries_are_read_from_files(tmp_path: Path, capsys: pytest.CaptureFixtu
         torn.write(b'{"type":"be')
     assert diary.read(diary.path_of(tmp_path, 2)) == diaries[2]
     assert checker.check(tmp_path, RULES).violations == []
-    assert "12 steps; goodput 0.9" in checker.words(checker.check(tmp_path, RULES))[0]
+    assert "12 steps; goodput 9" in checker.check(tmp_path, RULES).metrics.words()
 
 
 def test_a_worker_without_descriptors_may_fail_if_it_is_told_so() -> None:
@@ -321,7 +321,7 @@ def test_a_run_that_loses_all_who_hold_its_state_is_followed_by_another_one() ->
         leave([2, 3, 4], last_s, diaries)
         report = Checker(diaries, faults, RULES).check()
         assert report.violations == []
-        assert report.steps == 3 + 5
+        assert report.metrics.steps == 3 + 5
 
 
 def test_a_worker_that_joins_again_may_hold_the_state_of_another_run() -> None:
@@ -341,7 +341,7 @@ def test_a_run_of_one_revision_is_told_from_the_next_one() -> None:
     faults: list[Entry] = [Fault(over_s, "kill", 0), Fault(over_s, "kill", 1)]
     leave([2], era([2], over_s + 0.1, range(2), diaries), diaries)
     report = Checker(diaries, faults, RULES).check()
-    assert report.violations == [] and report.steps == 1 + 2
+    assert report.violations == [] and report.metrics.steps == 1 + 2
 
 
 def test_a_run_that_begins_anew_while_others_hold_its_state_is_one_violation() -> None:

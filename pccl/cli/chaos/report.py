@@ -222,17 +222,22 @@ def master_violations(director: Director) -> Iterator[str]:
         yield f"the master's event log is damaged: {'; '.join(source.problems)}"
     if check.failed:
         yield f"another master, given the same events, decides otherwise: {check.summary()}"
-    yield from growth(director.chronicle.sizes)
+    yield from growth("the master", director.chronicle.sizes, GROWTH_MAX, SIZES_MIN)
 
 
-def growth(sizes: list[tuple[int, int, int]]) -> Iterator[str]:
-    """Yields a violation if a process holds more at the end than in the middle of its life."""
-    if len(sizes) < SIZES_MIN:
+def growth(
+    what: str, sizes: Sequence[tuple[int, int, int]], limits: tuple[int, int, int], least: int
+) -> Iterator[str]:
+    """Yields a violation if a process holds more at the end than in the middle of its life.
+
+    Sizes are descriptors, threads and MiB; at least so many are needed to tell.
+    """
+    if len(sizes) < least:
         return
     half, last = len(sizes) // 2, len(sizes) // 4
     early, late = (
         tuple(max(column) for column in zip(*some, strict=True))
         for some in (sizes[last:half], sizes[-last:])
     )
-    if any(b - a > limit for a, b, limit in zip(early, late, GROWTH_MAX, strict=True)):
-        yield f"the master has grown from {early} to {late} descriptors, threads and MiB"
+    if any(b - a > limit for a, b, limit in zip(early, late, limits, strict=True)):
+        yield f"{what} has grown from {early} to {late} descriptors, threads and MiB"
