@@ -46,7 +46,6 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.connect import RetryPolicy
-from pccl.runtime.client.sync import SyncOptions
 from pccl.runtime.config import RANGES, Config
 from pccl.security import Security
 from pccl.shared_state import SharedState, sync_shared_state
@@ -509,10 +508,17 @@ class Communicator(Closing):
         if min_peers < 1:
             raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
         require("strategy", strategy, SharedStateSyncStrategy)
-        options = SyncOptions(strategy.value, raise_on_divergence, progress, min_peers)
 
         def synchronized() -> SharedStateSyncInfo:
-            return sync_shared_state(self._membership, shared_state, options, deadline)
+            return sync_shared_state(
+                self._membership,
+                shared_state,
+                deadline,
+                strategy,
+                strict=raise_on_divergence,
+                min_peers=min_peers,
+                progress=progress,
+            )
 
         return self._membership.repeat_until_enough(synchronized, min_peers, timeout)
 

@@ -38,44 +38,28 @@ def device() -> Cuda:
 
 
 class Cuda:
-    """A `runtime.client.memory.Device`: copies on torch's current streams, over pinned memory.
+    """A `runtime.client.memory.Device`, over pinned memory.
 
     Pinning memory takes long, so torch keeps freed pinned memory for the next use.
     """
 
     def __init__(self) -> None:
         self._torch: Any = importlib.import_module("torch")
-        self._used: set[torch.device] = set()
 
-    def pipe(self, buffers: Sequence[Buffer]) -> Pipe:
-        """A pipe with its own streams, which start after all work on this thread's current ones."""
+    def pipe(self, buffers: Sequence[Buffer], drained: bool = False) -> Pipe:
+        """A pipe with its own streams, which start after all work on this thread's current ones.
+
+        `drained`: after all work on the devices, whose streams other threads may use.
+        """
         memory = {(each.address, each.nbytes): self._bytes(each) for each in buffers}
+        for device in {each.device for each in memory.values()} if drained else ():
+            self._torch.cuda.synchronize(device)
         return Pipe(self._torch, memory)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Pinned memory, uninitialized."""
         made: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
         return made
-
-    def read(self, host: Any, buffer: Buffer) -> None:
-        """Begins to copy `buffer` to `host`, after all work on its device."""
-        source = self._bytes(buffer)
-        if source.device not in self._used:
-            self._used.add(source.device)
-            self._torch.cuda.synchronize(source.device)
-        host.copy_(source, non_blocking=True)
-
-    def write(self, buffer: Buffer, host: Any) -> None:
-        """Begins to copy `host` to `buffer`."""
-        target = self._bytes(buffer)
-        self._used.add(target.device)
-        target.copy_(host, non_blocking=True)
-
-    def wait(self) -> None:
-        """Waits for the devices that were used."""
-        for used in self._used:
-            self._torch.cuda.synchronize(used)
-        self._used.clear()
 
     def _bytes(self, buffer: Buffer) -> torch.Tensor:
         """The memory of a buffer as a tensor of bytes."""

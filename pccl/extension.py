@@ -28,11 +28,10 @@ from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.strategy import DIRECT_MAX
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.memory import Operands
-from pccl.runtime.client.sync import SyncOptions
 from pccl.runtime.config import Config
 from pccl.runtime.limits import FOREVER_S
 from pccl.shared_state import SharedState, sync_shared_state
-from pccl.types import ReduceInfo, SharedStateSyncInfo, SharedStateSyncStrategy
+from pccl.types import ReduceInfo, SharedStateSyncInfo
 
 __all__ = [
     "DIRECT_MAX", "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
@@ -159,9 +158,7 @@ def synchronize_once(
     Raises:
         TooFewPeersError: there are fewer than `min_peers`; raised on all peers.
     """
-    popular = SharedStateSyncStrategy.ENFORCE_POPULAR.value
-    options = SyncOptions(popular, False, None, min_peers)
-    return sync_shared_state(comm._membership, shared_state, options, Deadline(None))
+    return sync_shared_state(comm._membership, shared_state, Deadline(None), min_peers=min_peers)
 
 
 def repeat_until_enough(comm: Communicator, attempt: Callable[[], T], min_peers: int) -> T:

@@ -9,20 +9,20 @@ import logging
 import operator
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import replace
 
 from pccl.errors import ArgumentError, error_for, not_picklable
 from pccl.membership import Membership
-from pccl.protocol.messages import ENTRY_BYTES_MAX, LIST_BYTES_MAX, NAME_CHARS_MAX
+from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime import checkpoint
 from pccl.runtime.client.call import Deadline, error_of
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import HostView
-from pccl.runtime.client.sync import Region, SyncOptions, synchronize
+from pccl.runtime.client.sync import Synchronization
 from pccl.support.text import require
 from pccl.tensors.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
 from pccl.tensors.foreign import Exporter, like, native
@@ -31,6 +31,7 @@ from pccl.types import (
     DeviceType,
     EntryDivergence,
     Result,
+    SharedStateProgress,
     SharedStateSyncInfo,
     SharedStateSyncStrategy,
 )
@@ -74,8 +75,8 @@ class TensorInfo:
         device_type: DeviceType,
         allow_content_inequality: bool,
     ) -> None:
-        if not 0 < len(name) <= NAME_CHARS_MAX:
-            raise ValueError(f"a name has 1 to {NAME_CHARS_MAX} characters, not {len(name)}")
+        if not 0 < len(name) <= m.NAME_CHARS_MAX:
+            raise ValueError(f"a name has 1 to {m.NAME_CHARS_MAX} characters, not {len(name)}")
         try:
             self._buffer = Buffer.at(data_ptr, numel, dtype, None, device_type)
         except ValueError as error:
@@ -202,11 +203,11 @@ class SharedState:
         if twice:
             raise ValueError(f"several entries are named {', '.join(map(repr, twice))}")
         layouts = sum(len(info._layout) for info in tensor_infos)
-        nbytes = sum(len(name.encode()) + ENTRY_BYTES_MAX for name in names) + layouts
-        if nbytes > LIST_BYTES_MAX:
+        nbytes = sum(len(name.encode()) + m.ENTRY_BYTES_MAX for name in names) + layouts
+        if nbytes > m.LIST_BYTES_MAX:
             raise ValueError(
                 f"{len(names)} entries take {nbytes} bytes of a message to the master, with their "
-                f"names: it must be at most {LIST_BYTES_MAX}. Make it fewer, larger tensors"
+                f"names: it must be at most {m.LIST_BYTES_MAX}. Make it fewer, larger tensors"
             )
         self.tensor_infos = list(tensor_infos)
         self._revision = 0
@@ -294,24 +295,8 @@ class SharedState:
         return [info._buffer for info in self.tensor_infos]
 
     def _entries(self, memory: HostView) -> list[checkpoint.Entry]:
-        return [
-            checkpoint.Entry(info.name, info.dtype, info.shape, memory.address(i), info.nbytes)
-            for i, info in enumerate(self.tensor_infos)
-        ]
-
-    def _regions(self, memory: HostView) -> list[Region]:
-        return [
-            Region(
-                info.name,
-                info.dtype.value,
-                info.numel,
-                info.allow_content_inequality,
-                memory.address(i),
-                info.nbytes,
-                info._layout,
-            )
-            for i, info in enumerate(self.tensor_infos)
-        ]
+        each = zip(self.tensor_infos, memory.buffers, strict=True)
+        return [checkpoint.Entry(info.name, info.shape, buffer) for info, buffer in each]
 
     @classmethod
     def from_tensors(
@@ -350,42 +335,69 @@ TORN = (
 
 
 def sync_shared_state(
-    membership: Membership, shared_state: SharedState, options: SyncOptions, deadline: Deadline
+    membership: Membership,
+    shared_state: SharedState,
+    deadline: Deadline,
+    strategy: SharedStateSyncStrategy = SharedStateSyncStrategy.ENFORCE_POPULAR,
+    *,
+    strict: bool = False,
+    min_peers: int = 1,
+    progress: Callable[[SharedStateProgress], None] | None = None,
 ) -> SharedStateSyncInfo:
     """Makes the shared state of all peers of the group bit-identical; see `Communicator`."""
     client = membership.client("sync_shared_state")
-    if shared_state.torn and options.strategy == SharedStateSyncStrategy.SEND_ONLY.value:
+    if shared_state.torn and strategy is SharedStateSyncStrategy.SEND_ONLY:
         raise error_for(Result.INVALID_ARGUMENT, "sync_shared_state", f"SEND_ONLY, but {TORN}")
+    entries = tuple(
+        m.Entry(i.name, i.dtype.value, i.numel, i.allow_content_inequality, b"", i._layout)
+        for i in shared_state.tensor_infos
+    )
+    state = shared_state.revision, strategy.value, entries, strict, min_peers, shared_state.torn
     call = client.call()
     try:
         membership.calls.enter("sync_shared_state", call)
         view = HostView(shared_state._buffers)
-        regions = shared_state._regions(view)
-        memory = _Memory(membership, shared_state, view)
-        revision, owner = shared_state.revision, (shared_state, view)
-        steps = synchronize(client, call, regions, revision, options, owner, memory)
-        outcome = deadline.follow(client, call, steps)
+
+        def tear(entries: Sequence[int]) -> None:  # content on a device changes only at the end
+            shared_state._tear([i for i in entries if not view.copied(i)])
+
+        def adopt(synced: effects.Synced, overwritten: Sequence[int]) -> None:
+            view.write_back(overwritten)
+            shared_state._mend()
+            shared_state.revision = membership.revision = synced.revision
+            membership.synced = True
+
+        one = Synchronization(
+            client,
+            call,
+            m.Manifest(*state),
+            view.buffers,
+            (shared_state, view),
+            tear,
+            adopt,
+            progress,
+        )
+        end = deadline.follow(client, call, one.run())
         membership.calls.leave(call)
     except BaseException as error:
         membership.cancel(client, call)
         _note(error, shared_state)
         raise
-    end = outcome.end
-    if outcome.error is not None:
-        _note(outcome.error, shared_state)
-        raise outcome.error
+    if one.error is not None:
+        _note(one.error, shared_state)
+        raise one.error
     if isinstance(end, effects.Fail):
         if shared_state.torn:
             end = replace(end, why=f"{end.why}; {TORN}")
         raise error_of("sync_shared_state", end, call.began_s)
-    divergence = tuple(_divergence(end, regions, client))
-    for one in divergence:
-        log.warning("content has diverged at revision %d: %s", end.revision, one)
+    divergence = tuple(_divergence(end, shared_state, client))
+    for found in divergence:
+        log.warning("content has diverged at revision %d: %s", end.revision, found)
     return SharedStateSyncInfo._found(
         end.tx_bytes,
         end.rx_bytes,
-        hashed_bytes=outcome.hashed_bytes,
-        hash_seconds=outcome.hash_seconds,
+        hashed_bytes=sum(info.nbytes for info in shared_state.tensor_infos),
+        hash_seconds=one.hash_seconds,
         divergence=divergence,
     )
 
@@ -395,41 +407,13 @@ def _note(error: BaseException, shared_state: SharedState) -> None:
         error.add_note(TORN)
 
 
-class _Memory:
-    """A shared state during a synchronization; a `runtime.client.sync.Memory`."""
-
-    def __init__(self, membership: Membership, shared_state: SharedState, view: HostView) -> None:
-        self._membership, self._shared_state, self._view = membership, shared_state, view
-
-    @property
-    def torn(self) -> bool:
-        return self._shared_state.torn
-
-    def tear(self, entries: Sequence[int]) -> None:
-        # Content on a device changes only at the end.
-        self._shared_state._tear([i for i in entries if not self._view.copied(i)])
-
-    def adopt(self, synced: effects.Synced, overwritten: Sequence[int]) -> None:
-        self._view.write_back(overwritten)
-        self._shared_state._mend()
-        self._shared_state.revision = self._membership.revision = synced.revision
-        self._membership.synced = True
-
-
 def _divergence(
-    synced: effects.Synced, regions: Sequence[Region], client: PeerClient
+    synced: effects.Synced, shared_state: SharedState, client: PeerClient
 ) -> Iterator[EntryDivergence]:
-    infos = {info.peer: str(info) for info in client.plan.peers}
+    peers, infos = {info.peer: str(info) for info in client.plan.peers}, shared_state.tensor_infos
     for one in synced.divergence:
         for found in one.differences:
-            if found.entry < len(regions):
-                region = regions[found.entry]
-                yield EntryDivergence(
-                    infos.get(one.peer, f"peer {one.peer}"),
-                    region.name,
-                    region.nbytes,
-                    found.nbytes,
-                    found.ulp,
-                    found.nans,
-                    found.nans_elected,
-                )
+            if found.entry < len(infos):
+                info, peer = infos[found.entry], peers.get(one.peer, f"peer {one.peer}")
+                differ = found.nbytes, found.ulp, found.nans, found.nans_elected
+                yield EntryDivergence(peer, info.name, info.nbytes, *differ)

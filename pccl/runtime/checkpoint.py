@@ -19,12 +19,12 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from pccl.ext import ffi
 from pccl.runtime.digest import digest
+from pccl.tensors.arrays import Buffer
 from pccl.types import DataType
 
 METADATA = "__metadata__"  # a name that no entry can have
@@ -46,17 +46,14 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     name: str
-    dtype: DataType
     shape: tuple[int, ...]
-    address: int
-    nbytes: int
+    memory: Buffer
 
-    def _header(self, begin: int) -> dict[str, object]:
-        offsets = [begin, begin + self.nbytes]
-        return {"dtype": _DTYPES[self.dtype], "shape": self.shape, "data_offsets": offsets}
+    def header(self, begin: int) -> dict[str, object]:
+        offsets = [begin, begin + self.memory.nbytes]
+        return {"dtype": _DTYPES[self.memory.dtype], "shape": self.shape, "data_offsets": offsets}
 
 
 def save(path: str | os.PathLike[str], entries: Sequence[Entry], revision: int) -> None:
@@ -70,7 +67,8 @@ def save(path: str | os.PathLike[str], entries: Sequence[Entry], revision: int) 
     with replacing(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for entry in entries:
-            file.write(_memory(entry))
+            address = ffi.cast("char *", entry.memory.address)
+            file.write(ffi.buffer(address, entry.memory.nbytes))
 
 
 @contextmanager
@@ -116,11 +114,11 @@ def load(path: str | os.PathLike[str], entries: Sequence[Entry]) -> int:
         with ffi.from_buffer("char[]", data) as source:
             base = int(ffi.cast("uintptr_t", source)) + begin
             for entry, place in zip(entries, places, strict=True):
-                if digest(base + place, entry.nbytes).hex() != digests.get(entry.name):
+                if digest(base + place, entry.memory.nbytes).hex() != digests.get(entry.name):
                     raise ValueError(f"{path} is damaged: {entry.name!r} is not what was saved")
             for entry, place in zip(entries, places, strict=True):
-                target = ffi.cast("char *", entry.address)
-                ffi.memmove(target, ffi.cast("char *", base + place), entry.nbytes)
+                target = ffi.cast("char *", entry.memory.address)
+                ffi.memmove(target, ffi.cast("char *", base + place), entry.memory.nbytes)
     return revision
 
 
@@ -130,12 +128,10 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _memory(entry: Entry) -> memoryview:
-    return memoryview(ffi.buffer(ffi.cast("char *", entry.address), entry.nbytes))
-
-
 def _header(entries: Sequence[Entry], revision: int) -> bytes:
-    digests = {entry.name: digest(entry.address, entry.nbytes).hex() for entry in entries}
+    digests = {
+        name: digest(memory.address, memory.nbytes).hex() for name, _, memory in entries
+    }
     header: dict[str, object] = {
         METADATA: {"format": "pccl", "revision": str(revision), "digests": json.dumps(digests)}
     }
@@ -143,8 +139,8 @@ def _header(entries: Sequence[Entry], revision: int) -> bytes:
     for entry in entries:
         if entry.name in header:
             raise ValueError(f"a file cannot hold an entry named {entry.name}")
-        header[entry.name] = entry._header(begin)
-        begin += entry.nbytes
+        header[entry.name] = entry.header(begin)
+        begin += entry.memory.nbytes
     encoded = json.dumps(header).encode()
     return encoded + b" " * (-len(encoded) % 8)  # so that the data is aligned
 
@@ -171,8 +167,8 @@ def _places(header: Mapping[str, Any], entries: Sequence[Entry], size: int) -> l
             raise ValueError(f"it has no entry {entry.name!r}")
         found = header[entry.name]
         begin, end = map(operator.index, found["data_offsets"])
-        wanted = entry._header(begin)
-        if found["dtype"] != wanted["dtype"] or end - begin != entry.nbytes:
+        wanted = entry.header(begin)
+        if found["dtype"] != wanted["dtype"] or end - begin != entry.memory.nbytes:
             raise ValueError(
                 f"entry {entry.name!r} is {found['dtype']} {found['shape']} there and "
                 f"{wanted['dtype']} {list(entry.shape)} here"

@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 import weakref
 from collections.abc import Collection
 from typing import Any, Protocol
 
 from pccl.protocol.peer import effects
+from pccl.runtime import tcp
 from pccl.types import Result
 
-DESCRIPTORS = "/dev/fd"
 FORKED = effects.Fail(
     0,
     Result.INVALID_USAGE,
@@ -61,21 +60,13 @@ def let_go(ports: Collection[int], path: str, others: Collection[Address]) -> No
         path: the ipc socket on which it does.
         others: the addresses to which it has connected.
     """
-    if not os.path.isdir(DESCRIPTORS):
-        return
-    for name in os.listdir(DESCRIPTORS):
-        with contextlib.suppress(OSError):  # the directory's own descriptor, or not such a socket
-            descriptor = int(name)
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                found = socket.socket(fileno=descriptor)
-                try:
-                    ours = _is_one(found, ports, path, others)
-                except OSError:
-                    ours = False
-                if ours:
-                    found.close()
-                else:
-                    found.detach()
+    for name in os.listdir(tcp.DESCRIPTORS) if os.path.isdir(tcp.DESCRIPTORS) else ():
+        # an error: the directory's own descriptor, or not such a socket
+        with contextlib.suppress(OSError):
+            with tcp.borrowed(int(name)) as found:
+                ours = _is_one(found, ports, path, others)
+            if ours:
+                os.close(int(name))
 
 
 def _is_one(
@@ -87,7 +78,5 @@ def _is_one(
             return True
     elif path and here == path:
         return True
-    there = found.getpeername()
-    if isinstance(there, tuple):
-        return (there[0].removeprefix("::ffff:"), there[1]) in others
+    there = tcp.remote(found)
     return bool(there) and there in others

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 import struct
 import sys
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
 
 DESCRIPTORS = "/dev/fd"
 SIZE = 192  # bytes that are read of the kernel's struct tcp_info, which only grows at its end
@@ -39,6 +38,19 @@ def parse(data: bytes) -> TcpInfo | None:
     return TcpInfo(silent / 1e3, rtt / 1e6, again, min_rtt / 1e6, rate, busy / 1e6, full / 1e6)
 
 
+@contextlib.contextmanager
+def borrowed(descriptor: int, *kind: int) -> Iterator[socket.socket]:
+    """A socket whose descriptor another owner has, which may have closed or reused it meanwhile.
+
+    Raises OSError: it is no socket. `kind`: family and type, if known; this saves system calls.
+    """
+    found = socket.socket(*kind, fileno=descriptor)
+    try:
+        yield found
+    finally:
+        found.detach()
+
+
 def of(connection: socket.socket) -> TcpInfo | None:
     """The facts about a connection; raises OSError if it is not a TCP connection."""
     if sys.platform != "linux":
@@ -46,67 +58,41 @@ def of(connection: socket.socket) -> TcpInfo | None:
     return parse(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, SIZE))
 
 
+def of_descriptor(descriptor: int) -> TcpInfo | None:
+    """The facts about a connection whose descriptor another owner has; None if it is not TCP."""
+    with contextlib.suppress(OSError), borrowed(descriptor) as connection:
+        return of(connection)
+    return None
+
+
 def connections(others: Collection[tuple[str, int]]) -> dict[tuple[str, int], list[TcpInfo]]:
     """The facts about this process's connections to these addresses, by address."""
     found: dict[tuple[str, int], list[TcpInfo]] = {}
-    if sys.platform != "linux":
-        return found
-    for name in os.listdir(DESCRIPTORS):
-        with contextlib.suppress(OSError):  # the directory's own descriptor, or not a connection
-            there = _peer(int(name))
-            info = of_descriptor(int(name)) if there in others else None
-            if there is not None and info is not None:
+    for name in os.listdir(DESCRIPTORS) if COUNTED else ():
+        # an error: the directory's own descriptor, or not a connection
+        with contextlib.suppress(OSError), borrowed(int(name)) as connection:
+            there = remote(connection)
+            if there in others and (info := of(connection)) is not None:
                 found.setdefault(there, []).append(info)
     return found
 
 
-def _peer(descriptor: int) -> tuple[str, int] | None:
-    """The address at the other end of a connection; None if it is not a TCP connection."""
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        return None
-    connection = socket.socket(fileno=descriptor)
-    try:
-        there = connection.getpeername()
-    finally:
-        connection.detach()
-    return (there[0].removeprefix("::ffff:"), there[1]) if isinstance(there, tuple) else None
-
-
-def of_descriptor(descriptor: int) -> TcpInfo | None:
-    """The facts about a connection whose descriptor another owner has; None if it is not TCP."""
-    if sys.platform != "linux":
-        return None
-    try:
-        connection = socket.socket(fileno=descriptor)
-    except OSError:
-        return None
-    try:
-        return of(connection)
-    except OSError:
-        return None
-    finally:
-        connection.detach()
+def remote(connection: socket.socket) -> Any:
+    """The address at the other end: host and port, or the path of a Unix socket."""
+    there = connection.getpeername()
+    return (there[0].removeprefix("::ffff:"), there[1]) if isinstance(there, tuple) else there
 
 
 def received(descriptor: int) -> int | None:
-    """The number of bytes that a TCP connection has received so far; None if unknown.
-
-    The descriptor belongs to libzmq, which may have closed or reused it meanwhile.
-    """
+    """The number of bytes that a TCP connection has received so far; None if unknown."""
     if not COUNTED:
         return None
-    borrowed = None
-    try:
-        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
-        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
-    except OSError:
-        return None
-    finally:
-        if borrowed is not None:
-            borrowed.detach()
-    if len(info) < _RECEIVED_AT + 8:  # an older kernel
-        return None
-    return int(struct.unpack_from("=Q", info, _RECEIVED_AT)[0])
+    with contextlib.suppress(OSError):
+        with borrowed(descriptor, socket.AF_INET, socket.SOCK_STREAM) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+        if len(info) == _RECEIVED_AT + 8:  # an older kernel gives less
+            return int(struct.unpack_from("=Q", info, _RECEIVED_AT)[0])
+    return None
 
 
 class Shutter:
@@ -135,11 +121,8 @@ class Shutter:
         os.dup2(descriptor, self._twin, inheritable=False)
         try:
             if still():
-                borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, self._twin)
-                try:
-                    borrowed.shutdown(socket.SHUT_RDWR)
-                finally:
-                    borrowed.detach()
+                with borrowed(self._twin, socket.AF_INET, socket.SOCK_STREAM) as twin:
+                    twin.shutdown(socket.SHUT_RDWR)
         finally:
             os.dup2(self._blank, self._twin, inheritable=False)
 

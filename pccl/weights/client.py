@@ -26,12 +26,13 @@ from pccl.runtime.client.control import ControlThread
 from pccl.runtime.client.engine import COMPLETE, LIED, STREAM_LOST, Engine, Event
 from pccl.runtime.client.memory import Pieces, Pool
 from pccl.runtime.client.ops import Driver, PendingCalls
-from pccl.runtime.client.sync import LeafResult, Region, Staging, served
+from pccl.runtime.client.sync import LeafResult, Staging, served
 from pccl.runtime.config import Config
 from pccl.runtime.digest import Digest, digests
 from pccl.security import Security
 from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
-from pccl.types import Result
+from pccl.tensors.arrays import Buffer
+from pccl.types import DataType, Result
 
 ENTRIES = 2  # the head and the body; pieces with lower numbers are their tables of digests
 
@@ -58,7 +59,7 @@ class Blob:
 
     def pieces(self) -> tuple[Pieces, object]:
         """The memory to serve, and the object that keeps it alive."""
-        pieces, tables = served(_regions(self.package, self.head, self.body), self.found)
+        pieces, tables = served(_buffers(self.package, self.head, self.body), self.found)
         return pieces, (self, tables)
 
 
@@ -73,7 +74,7 @@ class Incoming:
     def __init__(self, package: m.Package, arrived: Callable[[Incoming, Leaf], None]) -> None:
         self.package, self._arrived = package, arrived
         plan = m.SyncPlan(0, 0, (), (), (0, 1), (package.head, package.body))
-        self._staging = Staging(plan, _regions(package))
+        self._staging = Staging(plan, _buffers(package))
 
     def put(self, leaf: Leaf) -> None:
         self._arrived(self, leaf)
@@ -91,13 +92,10 @@ class Incoming:
         return Blob(self.package, head, body, tuple(found))
 
 
-def _regions(package: m.Package, *parts: memoryview) -> list[Region]:
+def _buffers(package: m.Package, *parts: memoryview) -> list[Buffer]:
     addresses = [_address(part) for part in parts] or [0, 0]
     sizes = (package.head_bytes, package.body_bytes)
-    return [
-        Region("", 0, nbytes, False, address, nbytes)
-        for address, nbytes in zip(addresses, sizes, strict=True)
-    ]
+    return [Buffer(*one, DataType.UINT8, None) for one in zip(addresses, sizes, strict=True)]
 
 
 def _address(part: memoryview) -> int:

@@ -216,8 +216,8 @@ class Tensors:
         """The current content (not a copy, on the CPU), and an object that keeps it alive."""
         view = HostView(self._buffers)
         each = [
-            np.frombuffer(ffi.buffer(ffi.cast("char *", view.address(i)), one.nbytes), np.uint8)
-            for i, one in enumerate(self._buffers)
+            np.frombuffer(ffi.buffer(ffi.cast("char *", one.address), one.nbytes), np.uint8)
+            for one in view.buffers
         ]
         return each, view
 
@@ -228,7 +228,7 @@ class Tensors:
         starts = [self._starts[index] for index in which]
 
         def copy(index: int, begin: int, end: int) -> None:
-            target = ffi.cast("char *", view.address(index) + begin)
+            target = ffi.cast("char *", view.buffers[index].address + begin)
             ffi.memmove(target, memory[starts[index] + begin : starts[index] + end], end - begin)
 
         each_span([buffer.nbytes for buffer in chosen], copy)

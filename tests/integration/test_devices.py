@@ -58,10 +58,10 @@ def test_a_view_copies_what_is_elsewhere_and_back_what_has_changed(gpu: Gpu) -> 
         Buffer.at(0, 0, pccl.DataType.UINT8, None, pccl.DeviceType.CUDA),
     ]
     view = HostView(buffers)
-    assert view.address(0) == here.ctypes.data
-    assert view.address(3) == 0
+    assert view.buffers[0].address == here.ctypes.data
+    assert view.buffers[3].address == 0
     assert gpu.read_addresses == there
-    seen = [np.ctypeslib.as_array(host.bytes) for host in view._copies.values()]
+    seen = [np.ctypeslib.as_array(each.host.bytes) for each in view._copies.values()]  # type: ignore[attr-defined]
     assert [list(one) for one in seen] == [[1] * 4, [2] * 4]
     for one in seen:
         one[:] = 9

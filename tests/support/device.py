@@ -43,7 +43,7 @@ class Copy:
 
 
 class Gpu:
-    """A device whose addresses no host can touch, and whose copies are not done before `wait`.
+    """A device whose addresses no host can touch.
 
     Threads make the copies of a pipe, in the order of each of its two streams, when `may` allows
     it.
@@ -57,7 +57,6 @@ class Gpu:
     def __init__(self) -> None:
         self._memory: dict[int, np.ndarray] = {}
         self._numbers = itertools.count()  # threads of several peers ask for memory
-        self._begun: list[Callable[[], object]] = []
         self.read_addresses: list[int] = []
         self.written_addresses: list[int] = []
         self.may: Callable[[Copy], bool] = lambda copy: True
@@ -65,7 +64,7 @@ class Gpu:
         self.made: list[Copy] = []
         self.changed = threading.Condition()
 
-    def pipe(self, buffers: Sequence[Buffer]) -> GpuPipe:
+    def pipe(self, buffers: Sequence[Buffer], drained: bool = False) -> GpuPipe:
         return GpuPipe(self)
 
     def hold(self, content: np.ndarray) -> int:
@@ -82,22 +81,6 @@ class Gpu:
 
     def allocate(self, nbytes: int) -> Host:
         return Host(nbytes)
-
-    def read(self, host: Host, buffer: Buffer) -> None:
-        self.read_addresses.append(buffer.address)
-        source = self._memory[buffer.address]
-        assert source.nbytes == buffer.nbytes == host.bytes.nbytes
-        self._begun.append(lambda: np.copyto(host.bytes, source))
-
-    def write(self, buffer: Buffer, host: Host) -> None:
-        self.written_addresses.append(buffer.address)
-        target = self._memory[buffer.address]
-        self._begun.append(lambda: np.copyto(target, host.bytes))
-
-    def wait(self) -> None:
-        for copy in self._begun:
-            copy()
-        self._begun.clear()
 
 
 class GpuPipe:

@@ -11,8 +11,9 @@ import xxhash
 
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
-from pccl.runtime.client.sync import Region, Staging
+from pccl.runtime.client.sync import Staging
 from pccl.runtime.digest import LEAF_BYTES, SPAN_BYTES, digest, digests, each_span
+from pccl.tensors.arrays import Buffer
 from pccl.types import DataType
 
 SIZES = [0, 1, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, 9 * LEAF_BYTES + 5, 3]
@@ -44,8 +45,7 @@ class Arrival:
         self.content = np.random.default_rng(4).integers(0, 256, size, np.uint8)
         self.old = np.zeros(size, np.uint8)
         root, self.table = by_definition(self.content.tobytes())
-        region = Region("x", DataType.UINT8.value, size, False, self.old.ctypes.data, size)
-        self.staging = Staging(m.SyncPlan(1, 1, (), (2,), (0,), (root,)), [region])
+        self.staging = Staging(m.SyncPlan(1, 1, (), (2,), (0,), (root,)), [Buffer.of(self.old)])
         self.places = {number: address for number, address, _ in self.staging.pieces()}
 
     def write(self, piece: int, data: bytes, offset: int = 0) -> None:

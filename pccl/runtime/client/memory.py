@@ -176,15 +176,13 @@ class Pool:
 class HostMemory(Protocol):
     """Host memory that a device copies from and to; freed with this object."""
 
-    def data_ptr(self) -> int:
-        """Its address."""
+    def data_ptr(self) -> int: ...
 
 
 class Mark(Protocol):
-    """A copy that has begun."""
+    """A copy that has begun; `synchronize` returns when it is complete."""
 
-    def synchronize(self) -> None:
-        """Returns when it is complete."""
+    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,67 +206,60 @@ class Pipe(Protocol):
 
 
 class Device(Protocol):
-    """Copies between host memory and one kind of device; copies are complete after `wait`."""
+    """One kind of device."""
 
-    def pipe(self, buffers: Sequence[Buffer]) -> Pipe:
+    def pipe(self, buffers: Sequence[Buffer], drained: bool = False) -> Pipe:
         """A pipe for copies of these buffers.
 
-        They come after all work that this thread has queued for the device so far, and do not
-        depend on what it queues later.
+        They come after all work that this thread has queued for the device so far (all threads, if
+        `drained`), and do not depend on what it queues later.
         """
 
-    def allocate(self, nbytes: int) -> HostMemory:
-        """Host memory."""
-
-    def read(self, host: HostMemory, buffer: Buffer) -> None:
-        """Begins to copy from the device, after all work that the program has queued there."""
-
-    def write(self, buffer: Buffer, host: HostMemory) -> None:
-        """Begins to copy to the device."""
-
-    def wait(self) -> None:
-        """Returns when all copies are complete."""
+    def allocate(self, nbytes: int) -> HostMemory: ...
 
 
 class HostView:
     """Buffers as host memory: those on a device as copies, the others as they are.
 
+    Attributes:
+        buffers: in host memory.
+
     Raises UnsupportedError: a buffer is on a device that does not exist.
     """
 
     def __init__(self, buffers: Sequence[Buffer], unread: Container[int] = ()) -> None:
-        self._buffers = buffers
-        self._copies: dict[int, HostMemory] = {}
-        self._device: Device | None = None
-        for index, buffer in enumerate(buffers):
-            if buffer.device_type is DeviceType.CPU or buffer.nbytes == 0:
-                continue
-            if self._device is None:
-                self._device = cuda.device()
-            self._copies[index] = host = self._device.allocate(buffer.nbytes)
-            if index not in unread:
-                self._device.read(host, buffer)
-        if self._device is not None:
-            self._device.wait()
-
-    def address(self, index: int) -> int:
-        """The host address of the buffer with this index."""
-        if index in self._copies:
-            return self._copies[index].data_ptr()
-        return self._buffers[index].address
+        away = {index: buffer for index, buffer in enumerate(buffers) if _is_away(buffer)}
+        self._copies: dict[int, Stretch] = {}
+        self.buffers = list(buffers)
+        if away:
+            device = cuda.device()
+            self._pipe = device.pipe([*away.values()], drained=True)
+            for index, buffer in away.items():
+                self._copies[index] = twin = _twin(buffer, device)
+                self.buffers[index] = _moved(buffer, twin)
+            _wait([self._pipe.read(one) for i, one in self._copies.items() if i not in unread])
 
     def copied(self, index: int) -> bool:
-        """True if the host address of that buffer is that of a copy."""
+        """True if that buffer is a copy."""
         return index in self._copies
 
     def write_back(self, changed: Iterable[int]) -> None:
         """Copies the buffers with these indices back to their devices."""
-        if self._device is None:
-            return
-        for index in changed:
-            if index in self._copies:
-                self._device.write(self._buffers[index], self._copies[index])
-        self._device.wait()
+        _wait([self._pipe.write(self._copies[i]) for i in changed if i in self._copies])
+
+
+def _is_away(buffer: Buffer) -> bool:
+    return buffer.device_type is not DeviceType.CPU and buffer.nbytes > 0
+
+
+def _twin(buffer: Buffer, device: Device) -> Stretch:
+    """All of a buffer on a device, with new memory on the host."""
+    return Stretch(buffer, device.allocate(buffer.nbytes), 0, buffer.nbytes)
+
+
+def _wait(marks: Iterable[Mark]) -> None:
+    for mark in marks:
+        mark.synchronize()
 
 
 class CopyingClient(Protocol):
@@ -332,8 +323,7 @@ class Copies:
         """Begins to read; returns when the first step is on the host."""
         for number in self._order:
             self._reads[number] = [self._pipe.read(each) for each in self._steps[number].reads]
-        for mark in self._reads[self._order[0]]:
-            mark.synchronize()
+        _wait(self._reads[self._order[0]])
 
     def go_on(self, client: CopyingClient, call: Call) -> None:
         """Copies the rest in a thread until the call, which has been launched, has ended."""
@@ -358,8 +348,7 @@ class Copies:
     def cancel(self) -> None:
         """Cancels the copies after an exception, which may have come at any moment."""
         if self._claim.acquire(blocking=False):  # the thread has not begun, and will do nothing
-            for mark in itertools.chain(*self._reads.values()):
-                mark.synchronize()
+            _wait(itertools.chain(*self._reads.values()))
         else:
             self._settled.wait()
 
@@ -386,8 +375,7 @@ class Copies:
         """Tells the engine of each step that has been read."""
         try:
             for number, marks in self._reads.items():
-                for mark in marks:
-                    mark.synchronize()
+                _wait(marks)
                 if self._progressive:
                     step = self._steps[number]
                     client.ready(call, step.begin, step.end - step.begin)
@@ -419,8 +407,7 @@ class Copies:
             left = set(self._written) if self._in_place else set()
         for number in sorted(left):
             self._write(number)
-        for mark in self._writes:
-            mark.synchronize()
+        _wait(self._writes)
 
 
 def on_host(
@@ -438,7 +425,7 @@ def on_host(
     else:
         return work, None
     device = cuda.device()
-    twins = _Twins(device.allocate)
+    twins = _Twins(device)
     each = tuple(map(twins.of, work.each))
     in_place = any(operand.send.address == operand.recv.address for operand in each)
     pipe = device.pipe([one.buffer for one in (*twins.read, *twins.written)])
@@ -454,8 +441,8 @@ def on_host(
 class _Twins:
     """The host's copies of buffers on devices; two buffers that overlap share one copy."""
 
-    def __init__(self, allocate: Callable[[int], HostMemory]) -> None:
-        self._allocate = allocate
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self.read: list[Stretch] = []  # the buffers to read, as a whole, before the collective
         self.written: list[Stretch] = []  # the buffers to write after it
         # for each operand, what is to be read and what is to be written
@@ -476,9 +463,7 @@ class _Twins:
         return Operand(_moved(send, twins[0]), _moved(recv, twins[1]), operand.count)
 
     def _twin(self, buffer: Buffer) -> Stretch | None:
-        if buffer.device_type is DeviceType.CPU or buffer.nbytes == 0:
-            return None
-        return Stretch(buffer, self._allocate(buffer.nbytes), 0, buffer.nbytes)
+        return _twin(buffer, self._device) if _is_away(buffer) else None
 
 
 def _moved(buffer: Buffer, twin: Stretch | None) -> Buffer:

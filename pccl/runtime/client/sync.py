@@ -24,7 +24,9 @@ import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from msgspec.structs import replace
 
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
@@ -43,6 +45,7 @@ from pccl.runtime.digest import (
     leaf_digest,
     root_digest,
 )
+from pccl.tensors.arrays import Buffer
 from pccl.types import SharedStateProgress
 
 # Not cleared: staging memory is used only once all of it is written, and clearing costs time.
@@ -52,20 +55,7 @@ HUGE_PAGES_FROM = 4 << 20  # bytes
 LeafResult = tuple[int, int, bool]  # piece, leaf, whether it is correct
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The memory of one entry of the shared state; `layout`: its order (pccl.tensors.layout)."""
-
-    name: str
-    dtype: int
-    count: int
-    any_content: bool
-    address: int
-    nbytes: int
-    layout: str = ""
-
-
-def served(regions: Sequence[Region], digests: Sequence[Digest]) -> tuple[Pieces, list[Any]]:
+def served(memory: Sequence[Buffer], digests: Sequence[Digest]) -> tuple[Pieces, list[Any]]:
     """The pieces that a holder serves, and the objects that keep their tables in memory."""
     tables = {
         index: ffi.from_buffer("char[]", digest.table)
@@ -73,7 +63,7 @@ def served(regions: Sequence[Region], digests: Sequence[Digest]) -> tuple[Pieces
         if len(digest.table) > DIGEST_BYTES
     }
     pieces = [(index, _address(table), len(table)) for index, table in tables.items()]
-    pieces += [(len(regions) + i, r.address, r.nbytes) for i, r in enumerate(regions)]
+    pieces += [(len(memory) + i, one.address, one.nbytes) for i, one in enumerate(memory)]
     return pieces, list(tables.values())
 
 
@@ -81,7 +71,8 @@ def served(regions: Sequence[Region], digests: Sequence[Digest]) -> tuple[Pieces
 class _Entry:
     """An entry that is being fetched."""
 
-    region: Region
+    user: Buffer  # the memory of the shared state
+    nbytes: int
     elected: bytes
     content: Any  # a char array, or a pointer into the memory of the shared state
     table: Any  # a char array; None for an entry of one leaf
@@ -94,20 +85,19 @@ class _Entry:
 class Staging:
     """The memory for the entries that a plan tells this peer to fetch."""
 
-    def __init__(self, plan: m.SyncPlan, regions: Sequence[Region]) -> None:
-        self._regions = regions
+    def __init__(self, plan: m.SyncPlan, memory: Sequence[Buffer]) -> None:
+        self._all = len(memory)
         self._in_place = plan.in_place
         self._entries: dict[int, _Entry] = {}
         for index, elected in zip(plan.fetch, plan.digests, strict=True):
-            region = regions[index]
-            leaves = leaf_count(region.nbytes)
-            in_place = ffi.cast("char *", region.address)
-            content = in_place if plan.in_place else reserve(region.nbytes)
+            user, nbytes = memory[index], memory[index].nbytes
+            leaves = leaf_count(nbytes)
+            content = ffi.cast("char *", user.address) if plan.in_place else reserve(nbytes)
             table = _allocate("char[]", leaves * DIGEST_BYTES) if leaves > 1 else None
-            self._entries[index] = _Entry(region, elected, content, table)
-        self.bytes_total = sum(entry.region.nbytes for entry in self._entries.values())
+            self._entries[index] = _Entry(user, nbytes, elected, content, table)
+        self.bytes_total = sum(entry.nbytes for entry in self._entries.values())
         self.bytes_proven = 0
-        self.entries_proven = sum(not entry.region.nbytes for entry in self._entries.values())
+        self.entries_proven = sum(not entry.nbytes for entry in self._entries.values())
 
     @property
     def entries_total(self) -> int:
@@ -121,13 +111,13 @@ class Staging:
             if entry.table is not None
         ]
         return tables + [
-            (len(self._regions) + index, _address(entry.content), entry.region.nbytes)
+            (self._all + index, _address(entry.content), entry.nbytes)
             for index, entry in self._entries.items()
         ]
 
     def content(self, index: int) -> Any:
         entry = self._entries[index]
-        return ffi.buffer(entry.content, entry.region.nbytes)
+        return ffi.buffer(entry.content, entry.nbytes)
 
     def verify(self, piece: int, leaf: int) -> list[LeafResult]:
         """Verifies a leaf that has arrived, or postpones that until its table is proven.
@@ -135,9 +125,9 @@ class Staging:
         Returns:
             Results on this leaf, and on leaves that it allows to be verified.
         """
-        if piece < len(self._regions):
+        if piece < self._all:
             return self._verify_table(self._entries[piece], piece)
-        entry = self._entries[piece - len(self._regions)]
+        entry = self._entries[piece - self._all]
         if entry.table is not None and not entry.table_proven:
             entry.waiting.append(leaf)
             return []
@@ -152,13 +142,13 @@ class Staging:
         entry.table_arrived = 0
         results = [(piece, leaf, entry.table_proven) for leaf in range(leaves)]
         if entry.table_proven:
-            content = piece + len(self._regions)
+            content = piece + self._all
             results += [self._verify_leaf(entry, content, leaf) for leaf in entry.waiting]
         return results
 
     def _verify_leaf(self, entry: _Entry, piece: int, leaf: int) -> LeafResult:
         begin = leaf * LEAF_BYTES
-        nbytes = min(LEAF_BYTES, entry.region.nbytes - begin)
+        nbytes = min(LEAF_BYTES, entry.nbytes - begin)
         found = leaf_digest(_address(entry.content) + begin, nbytes)
         if entry.table is None:
             good = root_digest(found) == entry.elected
@@ -168,28 +158,27 @@ class Staging:
         if good:
             self.bytes_proven += nbytes
             entry.proven += 1
-            self.entries_proven += entry.proven == leaf_count(entry.region.nbytes)
+            self.entries_proven += entry.proven == leaf_count(entry.nbytes)
         return piece, leaf, good
 
     def differences(self) -> Iterator[m.Difference]:
         """How each fetched entry differs from the user's memory; to be called before `install`."""
         found = ffi.new("pccl_difference *")
         for index, entry in self._entries.items():
-            region = entry.region
-            user = ffi.cast("void *", region.address)
-            lib.pccl_compare(region.dtype, user, entry.content, region.count, found)
+            user, address = entry.user, ffi.cast("void *", entry.user.address)
+            lib.pccl_compare(user.dtype.value, address, entry.content, user.count, found)
             yield m.Difference(index, found.bytes, found.ulp, found.nans_a, found.nans_b)
 
     def install(self) -> tuple[int, ...]:
-        """Copies what is not there yet to the user's memory. Returns the indices of the regions."""
+        """Copies what is not there yet to the user's memory. Returns the indices of the entries."""
         entries = [] if self._in_place else list(self._entries.values())
 
         def copy(index: int, begin: int, end: int) -> None:
             entry = entries[index]
-            user = ffi.cast("char *", entry.region.address)
+            user = ffi.cast("char *", entry.user.address)
             lib.memcpy(user + begin, entry.content + begin, end - begin)
 
-        each_span([entry.region.nbytes for entry in entries], copy)
+        each_span([entry.nbytes for entry in entries], copy)
         return tuple(self._entries)
 
 
@@ -214,91 +203,36 @@ log = logging.getLogger("pccl")
 BATCH = 64  # results on small entries, sent to the engine together
 
 
-@dataclass(frozen=True, slots=True)
-class SyncOptions:
-    """The options of a synchronization."""
-
-    strategy: int  # a pccl.SharedStateSyncStrategy value
-    strict: bool  # whether diverged content is an error on all peers
-    # called now and then with the progress of a transfer
-    progress: Callable[[SharedStateProgress], None] | None
-    min_peers: int = 1  # how many peers the group needs before the shared state may begin
-
-
-class Memory(Protocol):
-    """The shared state of the caller."""
-
-    @property
-    def torn(self) -> bool:
-        """True if a failed call has overwritten a part of it."""
-
-    def tear(self, entries: Sequence[int]) -> None:
-        """From now on these entries may be partly overwritten."""
-
-    def adopt(self, synced: effects.Synced, overwritten: Sequence[int]) -> None:
-        """The call has succeeded: nothing is torn, and these entries have new content."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a synchronization ended, and the cost of hashing this peer's shared state."""
-
-    end: effects.Synced | effects.Fail
-    # the exception of the caller's callback, if any. It ends the synchronization, unless the result
-    # is already certain.
-    error: Exception | None
-    hashed_bytes: int
-    hash_seconds: float
-
-
-def synchronize(
-    client: PeerClient,  # the peer
-    call: Call,  # a new call
-    regions: Sequence[Region],  # the shared state; its memory must not change meanwhile
-    revision: int,  # this peer's revision of the shared state
-    options: SyncOptions,  # further options
-    owner: object,  # kept alive as long as the engine refers to the memory
-    memory: Memory,  # is told what happens to the regions
-) -> Steps[Outcome]:
-    """Takes part in a synchronization until it ends; see `Deadline.follow`.
+class Synchronization:
+    """One peer's part in a synchronization: `run` takes part until it ends; see `Deadline.follow`.
 
     After an exception the call is still in progress, and the caller must cancel it; the shared
-    state is unchanged, torn (and `memory` knows it), or completely overwritten.
+    state is unchanged, torn (and `tear` was called), or completely overwritten.
+
+    Attributes:
+        hash_seconds: how long hashing took.
+        error: the exception of the callback `progress`, if any. It ends the synchronization, unless
+            the result is already certain.
     """
-    began = time.monotonic()
-    found = digests([(region.address, region.nbytes) for region in regions])
-    hash_seconds = time.monotonic() - began
-    pieces, tables = served(regions, found)
-    entries = tuple(
-        m.Entry(r.name, r.dtype, r.count, r.any_content, digest.root, r.layout)
-        for r, digest in zip(regions, found, strict=True)
-    )
-    manifest = m.Manifest(
-        revision, options.strategy, entries, options.strict, options.min_peers, memory.torn
-    )
-    client.sync(call, manifest, pieces, (owner, found, tables))
-    receiver = _Receiver(client, call, regions, options, owner, memory)
-    end = yield from receiver.receive()
-    hashed_bytes = sum(region.nbytes for region in regions)
-    return Outcome(end, receiver.error, hashed_bytes, hash_seconds)
-
-
-class _Receiver:
-    """Handles the notes of a synchronization until it ends."""
 
     def __init__(
         self,
         client: PeerClient,
-        call: Call,
-        regions: Sequence[Region],
-        options: SyncOptions,
-        owner: object,
-        memory: Memory,
+        call: Call,  # a new call
+        manifest: m.Manifest,  # the shared state, without digests
+        memory: Sequence[Buffer],  # of its entries; must not change meanwhile
+        owner: object,  # kept alive as long as the engine refers to the memory
+        # called before these entries may be overwritten in part
+        tear: Callable[[Sequence[int]], None],
+        # called when the call has succeeded, and these entries have new content
+        adopt: Callable[[effects.Synced, Sequence[int]], None],
+        # called now and then with the progress of a transfer
+        progress: Callable[[SharedStateProgress], None] | None = None,
     ) -> None:
         self._client, self._now = client, client.now
-        self._call = call
-        self._regions = regions
-        self._owner, self._memory = owner, memory
+        self._call, self._manifest = call, manifest
+        self._memory, self._owner = memory, owner
+        self._tear, self._adopt = tear, adopt
         self._staging: Staging | None = None
         self._plan = m.SyncPlan(0, 0, (), (), (), ())
         self._op = 0
@@ -308,15 +242,23 @@ class _Receiver:
         self._fail_at = 0.0
         self._failures = 0
         self._results: list[LeafResult] = []
-        self._progress = _Progress(options.progress, client.now)
+        self._progress = _Progress(progress, client.now)
+        self.hash_seconds = 0.0
 
     @property
     def error(self) -> Exception | None:
-        """The exception of the caller's callback, if any."""
         return self._progress.error
 
-    def receive(self) -> Steps[effects.Synced | effects.Fail]:
+    def run(self) -> Steps[effects.Synced | effects.Fail]:
         """Returns the end of the synchronization; on success the caller's memory is overwritten."""
+        began = time.monotonic()
+        found = digests([(one.address, one.nbytes) for one in self._memory])
+        self.hash_seconds = time.monotonic() - began
+        pieces, tables = served(self._memory, found)
+        offered = zip(self._manifest.entries, found, strict=True)
+        entries = tuple(replace(entry, digest=digest.root) for entry, digest in offered)
+        manifest = replace(self._manifest, entries=entries)
+        self._client.sync(self._call, manifest, pieces, (self._owner, found, tables))
         while True:
             match (yield from self._next()):
                 case effects.Follow(_, plan, resumed):
@@ -382,17 +324,16 @@ class _Receiver:
                 self._memory.tear(plan.fetch)
             owner = staging, self._owner
             self._op = self._client.fetch(
-                self._call, plan.seq, staging.pieces(), len(self._regions), owner
-            )
+XX            )
             self._remind_at = self._now() + limits.REMIND_S
             self._progress.begin(staging)
 
     def _install(self, synced: effects.Synced) -> None:
-        staging, memory = self._staging, self._memory
+        staging = self._staging
         assert staging is None or self._complete, "the master kept what this peer has not proven"
 
         def adopt() -> None:
-            memory.adopt(synced, staging.install() if staging is not None else ())
+            self._adopt(synced, staging.install() if staging is not None else ())
 
         self._client.aside(adopt)  # half overwritten memory is no valid state
 

@@ -20,7 +20,7 @@ from pccl.protocol.strategy import choose
 from pccl.runtime.client.call import Call, Steps
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import Operand, Operands
-from pccl.runtime.client.sync import Outcome, Region, SyncOptions, synchronize
+from pccl.runtime.client.sync import Synchronization
 from pccl.runtime.config import Config
 from pccl.tensors.arrays import Buffer
 from pccl.types import DataType
@@ -408,16 +408,19 @@ class SimPeer:
 
     def sync(self, entry: str = "x", strategy: int = 0, min_peers: int = 0) -> Waits[End]:
         call = self.enter("sync_shared_state")
-        region = Region(entry, DataType.FLOAT.value, 4, False, self.address, CONTENT_BYTES)
-        options = SyncOptions(strategy, False, None, min_peers)
-        steps = synchronize(self.client, call, [region], self.revision, options, self.memory, self)
-        outcome: Outcome = yield from self.follow(call, steps)
-        assert outcome.error is None
-        if isinstance(outcome.end, Fail):
-            return self.ended(outcome.end)
+        memory = Buffer(self.address, CONTENT_BYTES // 4, DataType.FLOAT, self.memory)
+        entries = (m.Entry(entry, DataType.FLOAT.value, 4, False, b""),)
+        manifest = m.Manifest(self.revision, strategy, entries, False, min_peers, self.torn)
+        one = Synchronization(
+            self.client, call, manifest, [memory], self.memory, self.tear, self.adopt
+        )
+        end: Synced | Fail = yield from self.follow(call, one.run())
+        assert one.error is None
+        if isinstance(end, Fail):
+            return self.ended(end)
         assert "torn" not in self.content[1], "what was overwritten in part counts as whole"
         self.run.check_content(self)
-        return Answer(call.number, outcome.end)
+        return Answer(call.number, end)
 
     # its shared state is a revision, and a text in `memory`
 
