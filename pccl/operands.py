@@ -13,23 +13,13 @@ from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequ
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from msgspec import structs
-
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import ArgumentError, error_for
 from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands, nothing
 from pccl.runtime.quantization import fingerprint
-from pccl.tensors.arrays import (
-    Array,
-    Buffer,
-    is_finite,
-    new,
-    order_of,
-    pair,
-    same_kind,
-)
+from pccl.tensors.arrays import Array, Buffer, is_finite, new, order_of, pair, same_kind
 from pccl.tensors.foreign import Exporter, like, native
 from pccl.types import DataType, OpName, QuantizationName, QuantizationOptions, ReduceOp, Result
 
@@ -87,6 +77,10 @@ class Several:
         return each if self.is_list else each[0]
 
 
+# the arrays that are sent, the operands, and what returns the arrays that receive
+Described: TypeAlias = tuple[Several, list[Operand], Made]
+
+
 def all_reduce(
     send: Arrays,
     recv: Arrays | None,
@@ -95,20 +89,22 @@ def all_reduce(
     descriptor: ReduceOperandDescriptor | None = None,
 ) -> Operands:
     """The operands of an all-reduce; in place if `recv` is None."""
+    given, each, result = _by_pairs(send, recv)
+    if descriptor is not None:
+        wanted = descriptor.datatype
+        for dtype in {operand.send.dtype for operand in each} - {wanted}:
+            why = f"the operand descriptor says {wanted.name}, the arrays are {dtype.name}"
+            raise error_for(Result.INVALID_ARGUMENT, "all_reduce", why)
+    what = CollectiveKind.ALL_REDUCE
+    return make(what, given, each, result, op=reduce_op(op), options=options)
+
+
+def _by_pairs(send: Arrays, recv: Arrays | None) -> Described:
+    """The operands where each array of `recv` is like that of `send`; in place if it is None."""
     given = several(send, written=recv is None)
     targets = given if recv is None else matching(given, recv)
-    each = []
-    for source, target in zip(given.arrays, targets.arrays, strict=True):
-        sent, received = pair(source, target)
-        each.append(Operand(sent, received, sent.count))
-        if descriptor is not None and descriptor.datatype is not sent.dtype:
-            why = (
-                f"the operand descriptor says {descriptor.datatype.name}, "
-                f"the arrays are {sent.dtype.name}"
-            )
-            raise error_for(Result.INVALID_ARGUMENT, "all_reduce", why)
-    what, result = CollectiveKind.ALL_REDUCE, targets.result
-    return make(what, given, each, result, op=reduce_op(op), options=options)
+    each = [Operand(*both, both[0].count) for both in map(pair, given.arrays, targets.arrays)]
+    return given, each, targets.result
 
 
 def quantization_of(
@@ -137,21 +133,13 @@ def of_descriptors(descriptors: Sequence[ReduceOpDescriptor]) -> Operands:
 def _of_descriptor(descriptor: ReduceOpDescriptor) -> Operand:
     work = descriptor.reduce_descriptor
     count, dtype = work.count, work.operand_descriptor.datatype
-    send, recv = descriptor._buffers or (None, None)
-    return Operand(
-        _buffer(descriptor.sendbuf_ptr, count, dtype, send),
-        _buffer(descriptor.recvbuf_ptr, count, dtype, recv),
-        count,
+    addresses = descriptor.sendbuf_ptr, descriptor.recvbuf_ptr
+    known = descriptor._buffers or (Buffer(0, 0, dtype, None),) * 2
+    send, recv = (
+        Buffer.at(address, count, dtype, one.owner, one.device_type, one.layout)
+        for address, one in zip(addresses, known, strict=True)
     )
-
-
-def _buffer(address: int, count: int, dtype: DataType, known: Buffer | None) -> Buffer:
-    """The memory at an address; `known` is the memory of the array that was described, if any."""
-    if known is None:
-        return Buffer.at(address, count, dtype, None)
-    if known.address == address and known.count == count and known.dtype is dtype:
-        return known
-    return Buffer.at(address, count, dtype, known.owner, known.device_type, known.layout)
+    return Operand(send, recv, count)
 
 
 def of_buffers(
@@ -166,10 +154,7 @@ def of_buffers(
 def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
     """The operands of a broadcast, which is in place."""
     root = rank_of(root, ranks)
-    given = several(arrays, written=True)
-    buffers = [Buffer.of(array, writable=True) for array in given.arrays]
-    each = [Operand(buffer, buffer, buffer.count) for buffer in buffers]
-    return make(CollectiveKind.BROADCAST, given, each, given.result, root=root, ranks=ranks)
+    return make(CollectiveKind.BROADCAST, *_by_pairs(arrays, None), root=root, ranks=ranks)
 
 
 def all_gather(
@@ -178,8 +163,8 @@ def all_gather(
     """The operands of an all-gather; new arrays receive if `recv` is None."""
     if rows is not None:
         return _uneven_all_gather(send, recv, rows, ranks)
-    given, each, result = _by_slices(send, recv, ranks, gathers=True)
-    return make(CollectiveKind.ALL_GATHER, given, each, result, ranks=ranks)
+    made = _by_slices(send, recv, ranks, gathers=True)
+    return make(CollectiveKind.ALL_GATHER, *made, ranks=ranks)
 
 
 def _uneven_all_gather(
@@ -196,8 +181,7 @@ def _uneven_all_gather(
                 f"send overlaps recv, and is not its part of rank {ranks.rank}, which begins with "
                 f"row {before}"
             )
-    work = make(CollectiveKind.ALL_GATHER, given, each, result, ranks=ranks)
-    return replace(work, work=structs.replace(work.work, rows=numbers))
+    return make(CollectiveKind.ALL_GATHER, given, each, result, ranks=ranks, rows=numbers)
 
 
 def reduce_scatter(
@@ -208,18 +192,16 @@ def reduce_scatter(
     ranks: Ranks,
 ) -> Operands:
     """The operands of a reduce-scatter; new arrays receive if `recv` is None."""
-    given, each, result = _by_slices(send, recv, ranks, gathers=False)
+    made = _by_slices(send, recv, ranks, gathers=False)
     chosen, what = reduce_op(op), CollectiveKind.REDUCE_SCATTER
-    return make(what, given, each, result, op=chosen, options=options, ranks=ranks)
+    return make(what, *made, op=chosen, options=options, ranks=ranks)
 
 
-def _by_slices(
-    send: Arrays, recv: Arrays | None, ranks: Ranks, *, gathers: bool
-) -> tuple[Several, list[Operand], Made]:
+def _by_slices(send: Arrays, recv: Arrays | None, ranks: Ranks, *, gathers: bool) -> Described:
     """The operands where one array has a slice for each member, and the other is such a slice.
 
-    `recv` has the slices if the collective `gathers`; otherwise `send` has them. Also returns the
-    arrays that are sent, and what returns those that receive: new ones where `recv` is None.
+    `recv` has the slices if the collective `gathers`; otherwise `send` has them. New arrays receive
+    if `recv` is None.
     """
     given = several(send)
     sources = [Buffer.of(array) for array in given.arrays]
@@ -241,12 +223,11 @@ def _by_slices(
 
 def _by_rows(
     send: Arrays, recv: Arrays | None, sent: tuple[int, str], received: tuple[int, str]
-) -> tuple[Several, list[Operand], Made]:
+) -> Described:
     """The operands where the numbers of rows are given; an operand's count is that of a row.
 
     `sent` and `received` are the rows of each array of `send` and `recv`, and where that number
-    comes from, for errors. Also returns the arrays that are sent, and what returns those that
-    receive: new ones where `recv` is None.
+    comes from, for errors. New arrays receive if `recv` is None.
     """
     given = several(send)
     arrays = given.arrays
@@ -287,29 +268,20 @@ def reduce(
 ) -> Operands:
     """The operands of a reduce; in place on the root if `recv` is None."""
     at = rank_of(root, ranks)
-    is_root = ranks.rank == at
-    given = targets = several(send, written=is_root and recv is None)
-    if is_root:
-        targets = given if recv is None else matching(given, recv)
-        pairs = [pair(*each) for each in zip(given.arrays, targets.arrays, strict=True)]
-        each = [Operand(source, target, source.count) for source, target in pairs]
-    else:
-        each = _only_sent(given)
-    chosen, what, result = reduce_op(op), CollectiveKind.REDUCE, targets.result
-    return make(what, given, each, result, op=chosen, options=options, root=at, ranks=ranks)
+    made = _by_pairs(send, recv) if ranks.rank == at else _only_sent(send)
+    chosen, what = reduce_op(op), CollectiveKind.REDUCE
+    return make(what, *made, op=chosen, options=options, root=at, ranks=ranks)
 
 
 def gather(send: Arrays, recv: Arrays | None, root: Root, ranks: Ranks) -> Operands:
     """The operands of a gather; on the root, new arrays receive if `recv` is None."""
     at = rank_of(root, ranks)
-    if ranks.rank == at:
-        given, each, result = _by_slices(send, recv, ranks, gathers=True)
-        recv_rows = _one_each(ranks)
-    else:
-        given, result, recv_rows = several(send), nothing, ()
-        each = _only_sent(given)
-    work = make(CollectiveKind.GATHER, given, each, result, root=at, ranks=ranks)
-    return replace(work, send_rows=_only(at, ranks), recv_rows=recv_rows)
+    rows, takes = _only(at, ranks), ranks.rank == at
+    made = _by_slices(send, recv, ranks, gathers=True) if takes else _only_sent(send, nothing)
+    each_rank = _one_each(ranks) if takes else ()
+    return make(
+        CollectiveKind.GATHER, *made, root=at, ranks=ranks, send_rows=rows, recv_rows=each_rank
+    )
 
 
 def scatter(send: Arrays | None, recv: Arrays | None, root: Root, ranks: Ranks) -> Operands:
@@ -318,15 +290,15 @@ def scatter(send: Arrays | None, recv: Arrays | None, root: Root, ranks: Ranks) 
     if ranks.rank == at:
         if send is None:
             raise ValueError(f"send is needed on the root, which is this peer, of rank {at}")
-        given, each, result = _by_slices(send, recv, ranks, gathers=False)
-        send_rows = _one_each(ranks)
+        made, each_rank = _by_slices(send, recv, ranks, gathers=False), _one_each(ranks)
     else:
         if recv is None:
             raise ValueError(f"recv is needed on all peers but the root, which has rank {at}")
-        given, send_rows = several(recv, written=True), ()
-        each, result = _only_received(given), given.result
-    work = make(CollectiveKind.SCATTER, given, each, result, root=at, ranks=ranks)
-    return replace(work, send_rows=send_rows, recv_rows=_only(at, ranks))
+        made, each_rank = _only_received(recv), ()
+    rows = _only(at, ranks)
+    return make(
+        CollectiveKind.SCATTER, *made, root=at, ranks=ranks, send_rows=each_rank, recv_rows=rows
+    )
 
 
 def all_to_all(
@@ -337,37 +309,36 @@ def all_to_all(
     ranks: Ranks,
 ) -> Operands:
     """The operands of an all-to-all; new arrays receive if `recv` is None."""
+    uneven = False
     if send_rows is not None and recv_rows is not None:
-        return _uneven_all_to_all(send, recv, send_rows, recv_rows, ranks)
-    if send_rows is not None or recv_rows is not None:
+        uneven = True
+        gives = _numbers("send_rows", send_rows, ranks)
+        takes = _numbers("recv_rows", recv_rows, ranks)
+        sent, received = (sum(gives), "send_rows says"), (sum(takes), "recv_rows says")
+        given, each, result = _by_rows(send, recv, sent, received)
+    elif send_rows is not None or recv_rows is not None:
         raise ValueError("give both send_rows and recv_rows, or neither")
-    given = several(send)
-    targets, result = _receiving(given, recv, lambda i: _like(given.arrays[i]))
-    each = []
-    for source, target in zip(given.arrays, targets, strict=True):
-        sent, received = pair(source, target)
-        _check_not_in_place(sent, received)
-        _check_rows(source, sent, ranks.members)
-        each.append(Operand(sent, received, sent.count // ranks.members))
-    work = make(CollectiveKind.ALL_TO_ALL, given, each, result, ranks=ranks)
-    rows = _one_each(ranks)
-    return replace(work, send_rows=rows, recv_rows=rows)
-
-
-def _uneven_all_to_all(
-    send: Arrays,
-    recv: Arrays | None,
-    send_rows: Sequence[int],
-    recv_rows: Sequence[int],
-    ranks: Ranks,
-) -> Operands:
-    gives, takes = _numbers("send_rows", send_rows, ranks), _numbers("recv_rows", recv_rows, ranks)
-    sent, received = (sum(gives), "send_rows says"), (sum(takes), "recv_rows says")
-    given, each, result = _by_rows(send, recv, sent, received)
-    for operand in each:
-        _check_not_in_place(operand.send, operand.recv)
-    work = make(CollectiveKind.ALL_TO_ALL, given, each, result, ranks=ranks)
-    return replace(work, send_rows=gives, recv_rows=takes, uneven=True)
+    else:
+        given = several(send)
+        targets, result = _receiving(given, recv, lambda i: _like(given.arrays[i]))
+        gives = takes = _one_each(ranks)
+        each = []
+        for source, target in zip(given.arrays, targets, strict=True):
+            read, written = pair(source, target)
+            _check_rows(source, read, ranks.members)
+            each.append(Operand(read, written, read.count // ranks.members))
+    if any(operand.send.overlaps(operand.recv) for operand in each):
+        raise ValueError("send and recv overlap: an all_to_all cannot be in place")
+    work = make(
+        CollectiveKind.ALL_TO_ALL,
+        given,
+        each,
+        result,
+        ranks=ranks,
+        send_rows=gives,
+        recv_rows=takes,
+    )
+    return replace(work, uneven=True) if uneven else work
 
 
 def barrier() -> Operands:
@@ -377,9 +348,7 @@ def barrier() -> Operands:
 
 def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
     """The operands of a vote, and its memory: afterwards its only number is 1 if all voted ok."""
-    votes = bytes_of.array("B", [ok])
-    place = Buffer.at(votes.buffer_info()[0], 1, DataType.UINT8, votes)
-    return of_buffers(place, place, ReduceOp.MIN, None), votes
+    return _one_number("B", ok, DataType.UINT8, ReduceOp.MIN)
 
 
 def accusation(arrays: Arrays, number: int) -> tuple[Operands, MutableSequence[int]]:
@@ -387,9 +356,16 @@ def accusation(arrays: Arrays, number: int) -> tuple[Operands, MutableSequence[i
 
     Afterwards its only number is -1, or `number` of one of the peers with others.
     """
-    accused = bytes_of.array("q", [-1 if all(map(is_finite, several(arrays).arrays)) else number])
-    place = Buffer.at(accused.buffer_info()[0], 1, DataType.INT64, accused)
-    return of_buffers(place, place, ReduceOp.MAX, None), accused
+    accused = -1 if all(map(is_finite, several(arrays).arrays)) else number
+    return _one_number("q", accused, DataType.INT64, ReduceOp.MAX)
+
+
+def _one_number(
+    code: str, number: int, dtype: DataType, op: ReduceOp
+) -> tuple[Operands, MutableSequence[int]]:
+    memory = bytes_of.array(code, [number])
+    place = Buffer.at(memory.buffer_info()[0], 1, dtype, memory)
+    return of_buffers(place, place, op, None), memory
 
 
 def reduce_op(op: ReduceOp | OpName) -> ReduceOp:
@@ -534,6 +510,10 @@ def make(
     options: QuantizationOptions | None = None,
     root: int = 0,
     ranks: Ranks | None = None,
+    rows: tuple[int, ...] = (),
+    send_rows: tuple[int, ...] = (),
+    recv_rows: tuple[int, ...] = (),
+    pair: tuple[int, ...] = (),
 ) -> Operands:
     """The operands of a collective over these arrays; `ranks` if it depends on ranks.
 
@@ -555,11 +535,9 @@ def make(
         parts = ()
     redop = 0 if op is None else op.value
     members, ring = (ranks.members, ranks.ring) if ranks is not None else (0, 0)
-    at, layout = (root, members), one.layout
-    work = m.Spec(
-        what, redop, one.dtype, one.count, *quantized, *at, parts, layout=layout, ring=ring
-    )
-    return Operands(work, tuple(each), result=result)
+    arrays = one.dtype, one.count, *quantized, root, members, parts, one.layout, rows, ring
+    spec = m.Spec(what, redop, *arrays)
+    return Operands(spec, tuple(each), send_rows, recv_rows, pair=pair, result=result)
 
 
 def _part(operand: Operand, name: str) -> m.Part:
@@ -590,11 +568,6 @@ def _numbers(name: str, rows: Sequence[int], ranks: Ranks) -> tuple[int, ...]:
     return numbers
 
 
-def _check_not_in_place(send: Buffer, recv: Buffer) -> None:
-    if send.overlaps(recv):
-        raise ValueError("send and recv overlap: an all_to_all cannot be in place")
-
-
 def _row(name: str, array: Array, buffer: Buffer, rows: int, as_what: str) -> int:
     """The elements of a row of an array, which must have this number of rows."""
     if len(array.shape) == 0 or array.shape[0] != rows or buffer.layout is not None:
@@ -623,28 +596,26 @@ def _like(array: Array) -> Array:
 
 def send(arrays: Arrays, pair: tuple[int, int]) -> Operands:
     """The operands of a send; `pair` is the sender and the receiver."""
-    given = several(arrays)
-    work = make(CollectiveKind.SEND, given, _only_sent(given), given.result)
-    return replace(work, send_rows=(0, 1), pair=pair)  # by position in `pair`
+    rows = (0, 1)  # by position in `pair`
+    return make(CollectiveKind.SEND, *_only_sent(arrays), send_rows=rows, pair=pair)
 
 
 def recv(arrays: Arrays, pair: tuple[int, int]) -> Operands:
     """The operands of a recv; `pair` is the sender and the receiver."""
+    return make(CollectiveKind.SEND, *_only_received(arrays), recv_rows=(1, 0), pair=pair)
+
+
+def _only_sent(arrays: Arrays, result: Made | None = None) -> Described:
+    given = several(arrays)
+    buffers = map(Buffer.of, given.arrays)
+    each = [Operand(one, _nothing(one), one.count) for one in buffers]
+    return given, each, result or given.result
+
+
+def _only_received(arrays: Arrays) -> Described:
     given = several(arrays, written=True)
-    work = make(CollectiveKind.SEND, given, _only_received(given), given.result)
-    return replace(work, recv_rows=(1, 0), pair=pair)
-
-
-def _only_sent(given: Several) -> list[Operand]:
-    """The operands of a peer that only sends."""
-    buffers = [Buffer.of(array) for array in given.arrays]
-    return [Operand(buffer, _nothing(buffer), buffer.count) for buffer in buffers]
-
-
-def _only_received(given: Several) -> list[Operand]:
-    """The operands of a peer that only receives."""
     buffers = [Buffer.of(array, writable=True) for array in given.arrays]
-    return [Operand(_nothing(buffer), buffer, buffer.count) for buffer in buffers]
+    return given, [Operand(_nothing(one), one, one.count) for one in buffers], given.result
 
 
 def _nothing(like: Buffer) -> Buffer:
@@ -653,12 +624,10 @@ def _nothing(like: Buffer) -> Buffer:
 
 
 def _only(rank: int, ranks: Ranks) -> tuple[int, ...]:
-    """One row for (or from) this rank, none for the others."""
     return tuple(int(each == rank) for each in range(ranks.members))
 
 
 def _one_each(ranks: Ranks) -> tuple[int, ...]:
-    """One row for (or from) each rank."""
     return (1,) * ranks.members
 
 
@@ -674,12 +643,10 @@ def bundles(descriptors: Sequence[ReduceOpDescriptor]) -> list[list[ReduceOpDesc
     made: list[list[ReduceOpDescriptor]] = []
     nbytes = 0
     for descriptor in descriptors:
-        last = made[-1] if made else None
-        size = _nbytes(descriptor)
-        fits = last is not None and nbytes + size <= BUNDLE_BYTES and len(last) < BUNDLE_PARTS
-        if last is not None and fits and _kind(last[0]) == _kind(descriptor):
-            last.append(descriptor)
-            nbytes += size
+        nbytes += (size := _nbytes(descriptor))
+        alike = bool(made) and _kind(made[-1][0]) == _kind(descriptor)
+        if alike and nbytes <= BUNDLE_BYTES and len(made[-1]) < BUNDLE_PARTS:
+            made[-1].append(descriptor)
         else:
             made.append([descriptor])
             nbytes = size

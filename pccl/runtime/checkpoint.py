@@ -129,9 +129,7 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
 
 
 def _header(entries: Sequence[Entry], revision: int) -> bytes:
-    digests = {
-        name: digest(memory.address, memory.nbytes).hex() for name, _, memory in entries
-    }
+    digests = {name: digest(memory.address, memory.nbytes).hex() for name, _, memory in entries}
     header: dict[str, object] = {
         METADATA: {"format": "pccl", "revision": str(revision), "digests": json.dumps(digests)}
     }

@@ -323,8 +323,7 @@ class Synchronization:
             if plan.in_place:
                 self._memory.tear(plan.fetch)
             owner = staging, self._owner
-            self._op = self._client.fetch(
-XX            )
+            self._op = self._client.fetch(XX)
             self._remind_at = self._now() + limits.REMIND_S
             self._progress.begin(staging)
 
