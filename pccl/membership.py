@@ -9,7 +9,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from pccl.errors import PCCLTimeoutError, TooFewPeersError, error_for
 from pccl.operands import Ranks
@@ -292,16 +293,21 @@ class Membership:
     # ---- calls that are rounds ----
 
     def _round(
-        self, name: str, client: PeerClient, take_part: Callable[[Call], Note]
-    ) -> effects.Answer:
-        """Takes part in a round of the whole run until it ends.
+        self,
+        name: str,
+        client: PeerClient,
+        enter: Callable[[Call], None],
+        end_of: Callable[[PeerClient, Call], Note],
+    ) -> Any:
+        """Takes part in a round of the whole run until it ends, and returns its result.
 
         Raises PCCLError: the round has failed, or another call in progress excludes it.
         """
         call = client.call()
         try:
             self.calls.enter(name, call)
-            end = take_part(call)
+            enter(call)
+            end = end_of(client, call)
             self.calls.leave(call)
         except BaseException:
             self.cancel(client, call)
@@ -309,7 +315,7 @@ class Membership:
         if isinstance(end, effects.Fail):
             raise error_of(name, end, call.began_s)
         assert isinstance(end, effects.Answer)
-        return end
+        return end.value
 
     def cancel(self, client: PeerClient, call: Call) -> None:
         """Abandons a call after an exception in its caller."""
@@ -323,24 +329,14 @@ class Membership:
     def update_topology(self, deadline: Deadline) -> int:
         """Admits pending peers. Returns the new size of the group, the same on all peers."""
         client = self.client("update_topology")
-
-        def take_part(call: Call) -> Note:
-            client.update_topology(call)
-            return deadline.next(client, call)
-
-        size = self._round("update_topology", client, take_part).value
+        size: int = self._round("update_topology", client, client.update_topology, deadline.next)
         self.ranks.tell(client.plan, client.number)
-        assert isinstance(size, int)
         return size
 
     def are_peers_pending(self, deadline: Deadline) -> bool:
         """True if peers wait to be admitted; the same answer on all peers."""
-        return self.ask(deadline, limits.PENDING_PATIENCE_S if self.asks_again else 0.0)
-
-    @property
-    def asks_again(self) -> bool:
-        """True if the program was told just now that no peer is pending: it may be polling."""
-        return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
+        polls = time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
+        return self.ask(deadline, limits.PENDING_PATIENCE_S if polls else 0.0)
 
     def ask(
         self, deadline: Deadline, patience_s: float, grace: Grace | None = None, aim: str = ""
@@ -353,9 +349,11 @@ class Membership:
         client = self.client("are_peers_pending")
         stuck = self.calls.single_threaded() and deadline.left_s is None
 
-        def take_part(call: Call) -> Note:
+        def enter(call: Call) -> None:
             call.aim = aim
             client.are_peers_pending(call, stuck, patience_s > 0, grace)
+
+        def end_of(client: PeerClient, call: Call) -> Note:
             if patience_s > 0:
                 note = deadline.next_within(client, call, patience_s)
                 if note is not None:
@@ -363,7 +361,7 @@ class Membership:
                 client.hurry(call)
             return deadline.next(client, call)
 
-        pending = bool(self._round("are_peers_pending", client, take_part).value)
+        pending = bool(self._round("are_peers_pending", client, enter, end_of))
         self._asked_s = -math.inf if pending else time.monotonic()
         return pending
 
@@ -442,12 +440,7 @@ class Membership:
     def finish(self, deadline: Deadline) -> None:
         """Finishes the run; then no peer is admitted any more."""
         client = self.client("finish")
-
-        def take_part(call: Call) -> Note:
-            client.finish(call)
-            return deadline.next(client, call)
-
-        self._round("finish", client, take_part)
+        self._round("finish", client, client.finish, deadline.next)
 
     def optimize_topology(self, deadline: Deadline) -> None:
         """Measures the links between the peers, and chooses the fastest rings for each group."""
@@ -455,5 +448,6 @@ class Membership:
         if client.world.global_size < 2:
             why = "this peer is alone in the run: there is no order to optimize"
             raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
-        self._round("optimize_topology", client, lambda call: optimize(client, call, deadline))
+        measure = partial(optimize, deadline=deadline)
+        self._round("optimize_topology", client, lambda call: None, measure)
         self.ranks.tell(client.plan, client.number)

@@ -21,7 +21,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from pccl.runtime import limits
 from pccl.runtime.config import Config
@@ -128,6 +129,8 @@ class _Race:
 
 
 log = logging.getLogger("pccl")
+
+R = TypeVar("R")
 
 
 class Found(NamedTuple):
@@ -323,11 +326,6 @@ class Ways(NamedTuple):
         return address, {**but, **failed, **whys}
 
 
-class _Known(NamedTuple):
-    addresses: list[str]
-    until_s: float
-
-
 class Resolver:
     """Resolves names for one thread, in which the callbacks run.
 
@@ -337,27 +335,20 @@ class Resolver:
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
-        self._known: dict[str, _Known] = {}
-        self._asked: dict[str, list[Then]] = {}  # look-ups in progress, and their callbacks
+        self._known: dict[str, tuple[list[str], float]] = {}  # addresses, and until when
+        self._asked: dict[object, list[Then]] = {}  # callbacks of what threads work on
         self._working: dict[Ways, str] = {}  # the address that has answered
         self._useless: dict[Ways, dict[str, str]] = {}  # addresses that did not work, and why
-        self._raced: dict[Ways, list[Then]] = {}  # races in progress, and their callbacks
 
     def find(self, host: str, then: Then) -> None:
         """Calls `then` with the address of a host: at once if it is known."""
-        known = self._known.get(host)
+        addresses, until_s = self._known.get(host, ([], 0.0))
         if is_address(host):
             then(Found(host))
-        elif known is not None and time.monotonic() < known.until_s:
-            then(Found(known.addresses[0]))
-        elif host in self._asked:
-            self._asked[host].append(then)
+        elif time.monotonic() < until_s:
+            then(Found(addresses[0]))
         else:
-            self._asked[host] = [then]
-            try:
-                _in_thread(lambda: self._work(host))
-            except OSError as error:
-                self._tell(host, error)
+            self._ask(host, lambda: _look_up(host), partial(self._looked_up, host), then)
 
     def reach(self, ways: Ways, limit_s: float, then: Then) -> None:
         """Calls `then` with an address at which a peer answers: at once if it has only one."""
@@ -365,29 +356,47 @@ class Resolver:
             self.find(ways.hosts[0], then)
         elif ways in self._working:
             then(Found(self._working[ways]))
-        elif ways in self._raced:
-            self._raced[ways].append(then)
         else:
-            self._raced[ways] = [then]
             but = self._useless.get(ways, {})
-            try:
-                _in_thread(lambda: self._race(ways, but, limit_s))
-            except OSError as error:
-                self._tell_of(ways, "", {"": str(error)})
+            self._ask(ways, lambda: ways.first(but, limit_s), partial(self._raced, ways), then)
 
-    def _race(self, ways: Ways, but: dict[str, str], limit_s: float) -> None:
-        address, whys = ways.first(but, limit_s)
-        self._post(lambda: self._tell_of(ways, address, whys))
+    def _ask(
+        self, key: object, work: Callable[[], R], learn: Callable[[R], Found], then: Then
+    ) -> None:
+        """Has a thread do the work, unless one does already, and calls `then` with the outcome."""
+        waiting = self._asked.setdefault(key, [])
+        waiting.append(then)
+        if len(waiting) > 1:
+            return
 
-    def _tell_of(self, ways: Ways, address: str, whys: dict[str, str]) -> None:
+        def tell(found: Found) -> None:
+            for each in self._asked.pop(key, []):
+                each(found)
+
+        def run() -> None:
+            result = work()
+            self._post(lambda: tell(learn(result)))
+
+        try:
+            _in_thread(run)
+        except OSError as error:
+            tell(Found("", str(error)))
+
+    def _looked_up(self, host: str, result: list[str] | OSError) -> Found:
+        if isinstance(result, OSError):
+            return Found("", str(result))
+        self._known[host] = result, time.monotonic() + limits.NAME_KEPT_S
+        return Found(result[0])
+
+    def _raced(self, ways: Ways, result: tuple[str, dict[str, str]]) -> Found:
+        address, whys = result
         self._useless[ways] = whys if address else {}  # next time all have another chance
-        if address:
-            self._useless[ways].pop(address, None)
-            self._working[ways] = address
-            log.info("of %s, %s answers first (%s)", ways.hosts, address, whys)
-        why = "; ".join(f"{at}: {said}" if at else said for at, said in whys.items())
-        for then in self._raced.pop(ways, []):
-            then(Found(address, "" if address else why))
+        if not address:
+            return Found("", "; ".join(f"{at}: {said}" for at, said in whys.items()))
+        self._useless[ways].pop(address, None)
+        self._working[ways] = address
+        log.info("of %s, %s answers first (%s)", ways.hosts, address, whys)
+        return Found(address)
 
     def useless(self, ways: Ways, why: str) -> str:
         """A connection to the address found last has failed: next time others are tried first.
@@ -405,23 +414,9 @@ class Resolver:
 
     def failed(self, host: str) -> None:
         """The latest address does not answer: the next look-up returns another, if any."""
-        known = self._known.get(host)
-        if known is not None:
-            known.addresses.append(known.addresses.pop(0))
+        addresses, _ = self._known.get(host, ([], 0.0))
+        addresses[:] = [*addresses[1:], *addresses[:1]]
 
     def forget(self) -> None:
+        """Calls nobody any more who has asked so far."""
         self._asked.clear()
-        self._raced.clear()
-
-    def _work(self, host: str) -> None:
-        result = _look_up(host)
-        self._post(lambda: self._tell(host, result))
-
-    def _tell(self, host: str, result: list[str] | OSError) -> None:
-        if isinstance(result, OSError):
-            found = Found("", str(result))
-        else:  # kept even if nobody waits any more: it may be needed again
-            self._known[host] = _Known(result, time.monotonic() + limits.NAME_KEPT_S)
-            found = Found(result[0])
-        for then in self._asked.pop(host, []):
-            then(found)

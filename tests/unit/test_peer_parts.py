@@ -37,7 +37,7 @@ from pccl.protocol.peer.effects import (
 )
 from pccl.protocol.peer.state import Knowledge
 from pccl.protocol.peer.streams import Common
-from pccl.protocol.peer.transfers import Optimizations, Synchronizations, Transfer, Transfers
+from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.strategy import DIRECT_MAX, Settings
 from pccl.protocol.weights import WeightsMachine
 from pccl.runtime.client.call import _ERRORS
@@ -60,8 +60,6 @@ class Bench:
         self.votes = Votes(common)
         self.collectives = Collectives(common, lambda *one: self.missed.append(one))
         self.transfers = Transfers(common)
-        self.syncs = Synchronizations(common, self.transfers)
-        self.optimizations = Optimizations(common, self.transfers)
 
     @property
     def done(self) -> list[Effect]:
@@ -154,25 +152,25 @@ def test_a_transfer_serves_fetches_and_ends(bench: Bench) -> None:
     vote = m.SyncVote(1, m.Manifest(0, 0, ()), holds=False)
     bench.transfers.enter(Transfer(1, 2, vote))
     assert bench.done == [RegisterOp(2, 7, 0, 0), Send(msgspec.structs.replace(vote, holds=False))]
-    bench.syncs.planned(m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4))
+    bench.transfers.planned(m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4))
     plan = m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4)
     assert bench.done == [
         OpenStream(1, INFOS[2], 0),
         StartTransfer(2, 9, 4, (End(1, 2),)),  # peer 3 is the third of the group
         Follow(1, plan),
     ]
-    bench.syncs.fetch(8, seq=5)  # by a plan that is no longer in force
+    bench.transfers.fetch(8, seq=5)  # by a plan that is no longer in force
     assert not bench.done
-    bench.syncs.fetch(8, 9)
+    bench.transfers.fetch(8, 9)
     assert bench.done == [
         RegisterOp(8, 7, 0, 8),
         OpenStream(2, INFOS[0], 0),
         StartTransfer(8, 9, 4, (End(2, 1),)),
     ]
     bench.transfers.complete(8, False, 100)
-    bench.syncs.fetched(9, True, "", ())
+    bench.transfers.fetched(9, True, "", ())
     assert bench.done == [Fetched(1, 9, True, ""), Send(m.FetchedVote(9, True))]
-    bench.syncs.synced(m.SyncResult(1, 3, 1, 9))
+    bench.transfers.synced(m.SyncResult(1, 3, 1, 9))
     assert bench.done == [CommitOp(2), CommitOp(8), CloseStream(1), CloseStream(2)]
     bench.transfers.settle(2, 50, 0)
     bench.transfers.settle(8, 0, 100)
@@ -181,11 +179,11 @@ def test_a_transfer_serves_fetches_and_ends(bench: Bench) -> None:
 
 def test_a_fetch_goes_on_when_another_plan_wants_the_same(bench: Bench) -> None:
     bench.transfers.enter(Transfer(1, 2, m.SyncVote(1, m.Manifest(0, 0, ()))))
-    bench.syncs.planned(m.SyncPlan(1, 9, (), (1, 3), (0,), (b"digest",)))
-    bench.syncs.fetch(8, 9)
+    bench.transfers.planned(m.SyncPlan(1, 9, (), (1, 3), (0,), (b"digest",)))
+    bench.transfers.fetch(8, 9)
     assert len(bench.done) == 7
     second = m.SyncPlan(1, 10, (), (3,), (0,), (b"digest",))
-    bench.syncs.planned(second)
+    bench.transfers.planned(second)
     assert bench.done == [
         OpenStream(3, INFOS[2], 0),
         StartTransfer(8, 10, 0, (End(3, 1),)),
@@ -194,14 +192,14 @@ def test_a_fetch_goes_on_when_another_plan_wants_the_same(bench: Bench) -> None:
         Follow(1, second, resumed=True),
     ]
     third = m.SyncPlan(1, 11, (), (3,), (0,), (b"other",))
-    bench.syncs.planned(third)
+    bench.transfers.planned(third)
     assert bench.done == [AbortOp(8), CloseStream(3), Follow(1, third)]
 
 
 def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
     bench.transfers.enter(Transfer(1, 2, m.OptimizeVote(1)))
-    bench.optimizations.probed(m.Probe(1, 9, (1,), 4))
-    bench.optimizations.fetch(8, 9)
+    bench.transfers.probed(m.Probe(1, 9, (1,), 4))
+    bench.transfers.fetch(8, 9)
     assert bench.done[2:] == [
         OpenStream(1, INFOS[0], 0),
         StartTransfer(2, 9, 4, (End(1, 0),)),
@@ -210,9 +208,9 @@ def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
         StartTransfer(8, 9, 4, (End(1, 1),)),
     ]
     bench.transfers.fail(2, "a stream was lost", 0)  # for which nobody waits
-    bench.optimizations.measured(9, 1000, 5)
+    bench.transfers.measured(9, 1000, 5)
     assert bench.done == [AbortOp(8), Send(m.Measured(9, 1000, 5))]
-    bench.optimizations.optimized(m.OptimizeResult(1, 1))
+    bench.transfers.optimized(m.OptimizeResult(1, 1))
     bench.transfers.settle(2, 0, 0)
     bench.transfers.settle(8, 0, 0)
     assert bench.done[-1] == Answer(1, None)

@@ -19,8 +19,7 @@ How it is made
 --------------
 
 `Peer` passes each event to the part that handles it: `Votes` for calls that are one round,
-`Collectives`, and `Transfers`. `Synchronizations` and `Optimizations` handle the plans and results
-of transfers. The parts share the objects in `Common` (streams.py).
+`Collectives`, and `Transfers`. These share the objects in `Common` (streams.py).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from pccl.protocol.peer.effects import (
 )
 from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, Knowledge
 from pccl.protocol.peer.streams import Common
-from pccl.protocol.peer.transfers import Optimizations, Synchronizations, Transfer, Transfers
+from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.strategy import DEFAULTS, Settings
 from pccl.types import Result
@@ -83,8 +82,6 @@ class Peer:
         self.votes = Votes(common)
         self.collectives = Collectives(common, self._succeeded_without)
         self.transfers = Transfers(common)
-        self._syncs = Synchronizations(common, self.transfers)
-        self._optimizations = Optimizations(common, self.transfers)
         self._hello: m.Hello | None = None
         self._joining: int | None = None
         self._by_type: dict[type, Callable[[Any], None]] = {
@@ -101,10 +98,10 @@ class Peer:
             m.PendingResult: self.votes.pending,
             m.Waiting: lambda message: self._outbox.do(Waits(message.call, message.why)),
             **dict.fromkeys(get_args(m.Rendezvous), lambda one: self._outbox.do(Arrange(one))),
-            m.SyncPlan: self._syncs.planned,
-            m.SyncResult: self._syncs.synced,
-            m.Probe: self._optimizations.probed,
-            m.OptimizeResult: self._optimizations.optimized,
+            m.SyncPlan: self.transfers.planned,
+            m.SyncResult: self.transfers.synced,
+            m.Probe: self.transfers.probed,
+            m.OptimizeResult: self.transfers.optimized,
             m.Resumed: self._resumed,
             m.CallError: self._refused,
             m.Kicked: self._kicked,
@@ -244,19 +241,18 @@ class Peer:
 
         Does nothing if a newer one, or the end, came in between.
         """
-        self._syncs.fetch(op, seq)
-        self._optimizations.fetch(op, seq)
+        self.transfers.fetch(op, seq)
         return self._outbox.take()
 
     def fetched(
         self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
     ) -> list[Effect]:
-        self._syncs.fetched(seq, ok, why, differences)
+        self.transfers.fetched(seq, ok, why, differences)
         return self._outbox.take()
 
     def measured(self, seq: int, rate: int, delay_us: int) -> list[Effect]:
         """The caller reports the result of a probe, which ends."""
-        self._optimizations.measured(seq, rate, delay_us)
+        self.transfers.measured(seq, rate, delay_us)
         return self._outbox.take()
 
     def _vote(self, call: int, vote: Vote) -> list[Effect]:
@@ -582,14 +578,8 @@ class Peer:
             were_pending=done.were_pending,
             finished=done.finished,
         )
-        if self.transfers.open is None:
-            self._syncs.missed(done)
-            self._optimizations.missed(done)
         self.votes.resume(before, done)
-        transfer = self.transfers.open
-        if transfer is not None:
-            part = self._optimizations if transfer.optimizes else self._syncs
-            part.resume(transfer, before, done)
+        self.transfers.resume(before, done)
         self.collectives.resume()
         self._lay_ghosts(before, done)
 

@@ -36,6 +36,8 @@ from pccl.protocol.peer.effects import (
 from pccl.protocol.peer.streams import Common, Part
 from pccl.types import Result, SharedStateSyncStrategy
 
+RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
+
 # The entries that a plan requires, and their digests.
 Content = tuple[tuple[int, ...], tuple[bytes, ...]]
 
@@ -50,6 +52,7 @@ class Transfer:
     seq: int = 0  # of the current plan; 0: there is none
     nonce: int = 0
     planned: bool = False
+    holders: tuple[int, ...] = ()  # from which it fetches under the plan
     content: Content | None = None  # to fetch; None: content does not matter
     serves: bool = False  # whether this peer serves any other one under the plan
     group: m.Plan | None = None  # the group when the plan was made: slots are places in it
@@ -98,7 +101,7 @@ class Transfers(Part):
         one = self.open
         return one if one is not None and one.call == call else None
 
-    def by(self, seq: int) -> Transfer | None:
+    def _by(self, seq: int) -> Transfer | None:
         """The transfer, if this is the number of its current plan."""
         one = self.open
         return one if one is not None and one.planned and one.seq == seq else None
@@ -119,50 +122,87 @@ class Transfers(Part):
         one = self.open
         return 0 if one is None or one.optimizes or one.fetched else one.fetch_op
 
-    # ---- plans ----
+    # ---- plans of shared state, and probes of links ----
 
-    def plan(
+    def planned(self, plan: m.SyncPlan) -> None:
+        one = self.of(plan.call)
+        if one is None:
+            return
+        if plan.in_place:
+            one.overwritten.update(plan.fetch)
+        content = plan.fetch, plan.digests
+        resumed = bool(one.fetch_op) and one.planned and one.content == content
+        if not resumed:
+            self._void_fetch(one)
+        self._plan(one, plan, content, plan.serve, plan.holders, resumed and not one.fetched)
+        # Only now are its streams open. The caller is told even if there is nothing to fetch.
+        self._outbox.do(Follow(one.call, plan, resumed))
+        if resumed and one.fetched:
+            self._report(one, True, "")
+
+    def probed(self, probe: m.Probe) -> None:
+        """The master asks for the rate from other peers, which measure at the same time."""
+        one = self.of(probe.call)
+        if one is not None:
+            self._void_fetch(one)
+            self._plan(one, probe, None, probe.peers, probe.peers, False)
+            self._outbox.do(Measure(one.call, probe.seq, probe.peers))
+
+    def _plan(
         self,
-        one: Transfer,  # the transfer
-        seq: int,  # the plan's number; 0: the plan is void
-        nonce: int,  # names the plan's data
-        content: Content | None,  # to fetch
+        one: Transfer,
+        plan: m.SyncPlan | m.Probe,  # its number is 0 if it is void
+        content: Content | None,
         serve: Sequence[int],  # the receivers to serve
-        # the holders from which the current fetch continues; None: it does not
-        resumed: Sequence[int] | None = None,
+        holders: tuple[int, ...],
+        resumed: bool,  # whether the current fetch continues, from these holders
     ) -> None:
         """Replaces the plan."""
         earlier, one.streams = one.streams, {}
-        one.seq, one.nonce, one.content, one.planned = seq, nonce, content, True
-        one.serves, one.group = bool(serve), self._knowledge.plan
+        one.seq, one.nonce, one.content, one.planned = plan.seq, plan.nonce, content, True
+        one.serves, one.holders, one.group = bool(serve), holders, self._knowledge.plan
         if serve:
             ends = [(receiver, _slot(one, receiver)) for receiver in serve]
             self._start(one, one.serve_op, ends)
             if one.broken:
                 self._send_stalled(one, one.broken)
-        if resumed is not None:
-            self._fetch(one, resumed)
+        if resumed:
+            self._fetch(one)
         self._streams.close(earlier.values())
-        self._knowledge.heard(seq)
+        self._knowledge.heard(plan.seq)
 
-    def fetch(self, one: Transfer, op: int, holders: Sequence[int]) -> None:
-        """Begins to fetch; the caller knows the memory of `op`."""
-        one.fetch_op, one.fetched = op, False
-        one.ops.add(op)
-        self._outbox.do(RegisterOp(op, self._knowledge.run, 0, one.seq - 1))
-        self._fetch(one, holders)
+    def fetch(self, op: int, seq: int) -> None:
+        """The caller has memory for a plan; ignored if the plan is not the current one."""
+        one = self._by(seq)
+        if one is not None:
+            one.fetch_op, one.fetched = op, False
+            one.ops.add(op)
+            self._outbox.do(RegisterOp(op, self._knowledge.run, 0, one.seq - 1))
+            self._fetch(one)
 
-    def void_fetch(self, one: Transfer) -> None:
+    def fetched(self, seq: int, ok: bool, why: str, differences: m.Differences) -> None:
+        """The caller has fetched what a plan requires, or has failed."""
+        if self._by(seq) is not None:
+            self._outbox.send(m.FetchedVote(seq, ok, why[:WHY_MAX], differences))
+
+    def measured(self, seq: int, rate: int, delay_us: int) -> None:
+        """The caller reports the result of a probe, which ends."""
+        one = self._by(seq)
+        if one is not None:
+            self._void_fetch(one)
+            self._outbox.send(m.Measured(seq, rate, delay_us))
+
+    def _void_fetch(self, one: Transfer) -> None:
         if one.fetch_op:
             self._let_go(one, one.fetch_op, AbortOp)
             one.fetch_op, one.fetched = 0, False
 
-    def report(self, one: Transfer, ok: bool, why: str) -> None:
+    def _report(self, one: Transfer, ok: bool, why: str) -> None:
         self._outbox.do(Fetched(one.call, one.seq, ok, why))
 
-    def _fetch(self, one: Transfer, holders: Sequence[int]) -> None:
+    def _fetch(self, one: Transfer) -> None:
         slot = _slot(one, self._knowledge.number)
-        self._start(one, one.fetch_op, [(holder, slot) for holder in holders])
+        self._start(one, one.fetch_op, [(holder, slot) for holder in one.holders])
 
     def _start(self, one: Transfer, op: int, ends: list[tuple[int, int]]) -> None:
         """Starts a serve or fetch op on streams to (peer, slot)s."""
@@ -183,7 +223,7 @@ class Transfers(Part):
         if one is None or op != one.fetch_op:
             return
         one.fetched = True
-        self.report(one, True, "")
+        self._report(one, True, "")
         if settled:
             self.settle(op, 0, rx)
 
@@ -202,8 +242,8 @@ class Transfers(Part):
             if starved and starved != one.seq:
                 return  # it has got other holders since
             if not starved:
-                self.void_fetch(one)
-            self.report(one, False, why)
+                self._void_fetch(one)
+            self._report(one, False, why)
 
     def settle(self, op: int, tx: int, rx: int) -> None:
         one = self.current
@@ -226,6 +266,54 @@ class Transfers(Part):
             self._outbox.send(m.Stalled(one.group.epoch, one.seq, why[:WHY_MAX]))
 
     # ---- the end ----
+
+    def synced(self, result: m.SyncResult) -> None:
+        """All receivers hold the elected content, or nothing was synchronized."""
+        one = self.current
+        ours = one is not None and one.call == result.call
+        without = self._without_us(one, result) if one is not None and ours else None
+        self._knowledge.learn(
+            sync=result.round,
+            revision=result.revision,
+            plan=result.plan,
+            holds=without is None and result.call not in self._abandoned,
+            short=result.short,
+        )
+        self._knowledge.veteran |= without is None
+        self._abandoned.resolve(result.call)
+        if one is not None and ours:
+            self.end(one, without or result)
+
+    def _without_us(self, one: Transfer, result: m.SyncResult) -> Fail | None:
+        """Why this peer had no part in a synchronization that is over; None if it had.
+
+        This follows from its manifest and the result alone. So a peer that missed the result, and
+        learns it from a restarted master, concludes the same as a peer that was told.
+        """
+        assert isinstance(one.vote, m.SyncVote)
+        manifest = one.vote.manifest
+        if result.short:
+            why = (
+                f"the shared state is to begin with {result.short} peers, and its group has "
+                f"{len(self._knowledge.plan.peers)}"
+            )
+            return Fail(one.call, Result.TOO_FEW_PEERS, why, Fault.TOO_FEW_PEERS, one.phase)
+        stood = manifest.strategy != RECEIVE_ONLY and not (manifest.torn or one.overwritten)
+        if stood and manifest.revision > result.revision:
+            why = (
+                f"this peer offers revision {manifest.revision}, and the others of its group are "
+                f"at {result.revision}, which they have synchronized without this peer: offer that "
+                "one or a lower one to receive what they have, or start them from this peer's"
+            )
+            return Fail(one.call, Result.INVALID_ARGUMENT, why, phase=one.phase)
+        return None
+
+    def optimized(self, result: m.OptimizeResult) -> None:
+        self._knowledge.learn(optimized=result.round)
+        self._abandoned.resolve(result.call)
+        one = self.current
+        if one is not None and one.call == result.call:
+            self.end(one, result)
 
     def release(self, one: Transfer, fail: Fail) -> None:
         """A caller leaves before its transfer has ended."""
@@ -262,116 +350,32 @@ class Transfers(Part):
         else:
             self._outbox.do(one.outcome)
 
-
-def _slot(one: Transfer, receiver: int) -> int:
-    """A receiver's number at its holders: its place in the group, the same on both sides."""
-    assert one.group is not None
-    return [info.peer for info in one.group.peers].index(receiver)
-
-
-RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
-
-
-class Synchronizations(Part):
-    """Handles plans and results of synchronizations."""
-
-    def __init__(self, common: Common, transfers: Transfers) -> None:
-        super().__init__(common)
-        self._transfers = transfers
-        self._plan: m.SyncPlan | None = None
-
-    # ---- plans ----
-
-    def planned(self, plan: m.SyncPlan) -> None:
-        one = self._transfers.of(plan.call)
-        if one is None:
-            return
-        if plan.in_place:
-            one.overwritten.update(plan.fetch)
-        content = plan.fetch, plan.digests
-        resumed = bool(one.fetch_op) and one.planned and one.content == content
-        if not resumed:
-            self._transfers.void_fetch(one)
-        holders = plan.holders if resumed and not one.fetched else None
-        self._transfers.plan(one, plan.seq, plan.nonce, content, plan.serve, holders)
-        self._plan = plan
-        # Only now are its streams open. The caller is told even if there is nothing to fetch.
-        self._outbox.do(Follow(one.call, plan, resumed))
-        if resumed and one.fetched:
-            self._transfers.report(one, True, "")
-
-    def fetch(self, op: int, seq: int) -> None:
-        """The caller has memory for a plan; ignored if the plan is not the current one."""
-        one, plan = self._transfers.by(seq), self._plan
-        if one is not None and plan is not None and plan.call == one.call:
-            self._transfers.fetch(one, op, plan.holders)
-
-    def fetched(self, seq: int, ok: bool, why: str, differences: m.Differences) -> None:
-        """The caller has fetched what a plan requires, or has failed."""
-        if self._transfers.by(seq) is not None:
-            self._outbox.send(m.FetchedVote(seq, ok, why[:WHY_MAX], differences))
-
-    # ---- the end ----
-
-    def synced(self, result: m.SyncResult) -> None:
-        """All receivers hold the elected content, or nothing was synchronized."""
-        one = self._transfers.current
-        ours = one is not None and one.call == result.call
-        without = self._without_us(one, result) if one is not None and ours else None
-        self._knowledge.learn(
-            sync=result.round,
-            revision=result.revision,
-            plan=result.plan,
-            holds=without is None and result.call not in self._abandoned,
-            short=result.short,
-        )
-        self._knowledge.veteran |= without is None
-        self._abandoned.resolve(result.call)
-        if one is not None and ours:
-            self._transfers.end(one, without or result)
-
-    def _without_us(self, one: Transfer, result: m.SyncResult) -> Fail | None:
-        """Why this peer had no part in a synchronization that is over; None if it had.
-
-        This follows from its manifest and the result alone. So a peer that missed the result, and
-        learns it from a restarted master, concludes the same as a peer that was told.
-        """
-        assert isinstance(one.vote, m.SyncVote)
-        manifest = one.vote.manifest
-        if result.short:
-            why = (
-                f"the shared state is to begin with {result.short} peers, and its group has "
-                f"{len(self._knowledge.plan.peers)}"
-            )
-            return Fail(one.call, Result.TOO_FEW_PEERS, why, Fault.TOO_FEW_PEERS, one.phase)
-        stood = manifest.strategy != RECEIVE_ONLY and not (manifest.torn or one.overwritten)
-        if stood and manifest.revision > result.revision:
-            why = (
-                f"this peer offers revision {manifest.revision}, and the others of its group are "
-                f"at {result.revision}, which they have synchronized without this peer: offer that "
-                "one or a lower one to receive what they have, or start them from this peer's"
-            )
-            return Fail(one.call, Result.INVALID_ARGUMENT, why, phase=one.phase)
-        return None
-
     # ---- a restarted master ----
 
-    def missed(self, done: m.Done) -> None:
-        """Notes a synchronization that others completed while the master was away."""
-        if self._knowledge.done.sync != done.sync:
-            self._knowledge.learn(
-                sync=done.sync, revision=done.revision, plan=done.plan, holds=False
-            )
-
-    def resume(self, one: Transfer, before: m.Done, done: m.Done) -> None:
+    def resume(self, before: m.Done, done: m.Done) -> None:
         """Continues with a restarted master, which knows `done`; this peer knew `before`."""
-        void = m.SyncPlan(one.call, 0, (), (), (), ())
+        one = self.open
+        if one is None:  # others may have completed some while the master was away
+            if before.sync != done.sync:
+                self._knowledge.learn(
+                    sync=done.sync, revision=done.revision, plan=done.plan, holds=False
+                )
+            self._knowledge.learn(optimized=done.optimized)
+        elif isinstance(one.vote, m.SyncVote):
+            self._resume_sync(one, one.vote, before, done)
+        elif before.optimized < done.optimized:
+            self.optimized(m.OptimizeResult(one.call, done.optimized))
+        else:
+            if one.planned:  # the next probes begin anew
+                self.probed(m.Probe(one.call, 0, ()))
+            self._outbox.send(one.vote)
+
+    def _resume_sync(self, one: Transfer, vote: m.SyncVote, before: m.Done, done: m.Done) -> None:
         if before.sync == done.sync:
             if one.planned:  # the next election begins anew, whatever the plan said
-                self.planned(void)
-            assert isinstance(one.vote, m.SyncVote)
-            manifest = one.vote.manifest.overwritten(one.overwritten)
-            one.vote = m.SyncVote(one.vote.call, manifest, self._knowledge.done.holds)
+                self.planned(m.SyncPlan(one.call, 0, (), (), (), ()))
+            manifest = vote.manifest.overwritten(one.overwritten)
+            one.vote = m.SyncVote(vote.call, manifest, self._knowledge.done.holds)
             self._outbox.send(one.vote)
             return
         if one.planned and one.seq != done.plan:
@@ -380,58 +384,7 @@ class Synchronizations(Part):
         self.synced(m.SyncResult(one.call, done.revision, done.sync, done.plan, short=done.short))
 
 
-class Optimizations(Part):
-    """Handles probes and results of optimizations."""
-
-    def __init__(self, common: Common, transfers: Transfers) -> None:
-        super().__init__(common)
-        self._transfers = transfers
-        self._holders: tuple[int, ...] = ()
-
-    # ---- probes ----
-
-    def probed(self, probe: m.Probe) -> None:
-        """The master asks for the rate from other peers, which measure at the same time."""
-        one = self._transfers.of(probe.call)
-        if one is not None:
-            self._transfers.void_fetch(one)
-            self._transfers.plan(one, probe.seq, probe.nonce, None, probe.peers)
-            self._holders = probe.peers
-            self._outbox.do(Measure(one.call, probe.seq, probe.peers))
-
-    def fetch(self, op: int, seq: int) -> None:
-        """The caller has memory for a probe; ignored if the probe is not the current one."""
-        one = self._transfers.by(seq)
-        if one is not None and one.optimizes:
-            self._transfers.fetch(one, op, self._holders)
-
-    def measured(self, seq: int, rate: int, delay_us: int) -> None:
-        """The caller reports the result of a probe, which ends."""
-        one = self._transfers.by(seq)
-        if one is not None:
-            self._transfers.void_fetch(one)
-            self._outbox.send(m.Measured(seq, rate, delay_us))
-
-    # ---- the end ----
-
-    def optimized(self, result: m.OptimizeResult) -> None:
-        self._knowledge.learn(optimized=result.round)
-        self._abandoned.resolve(result.call)
-        one = self._transfers.current
-        if one is not None and one.call == result.call:
-            self._transfers.end(one, result)
-
-    # ---- a restarted master ----
-
-    def missed(self, done: m.Done) -> None:
-        """Notes an optimization that others completed while the master was away."""
-        self._knowledge.learn(optimized=done.optimized)
-
-    def resume(self, one: Transfer, before: m.Done, done: m.Done) -> None:
-        """Continues with a restarted master, which knows `done`; this peer knew `before`."""
-        if before.optimized < done.optimized:
-            self.optimized(m.OptimizeResult(one.call, done.optimized))
-            return
-        if one.planned:  # the next probes begin anew
-            self.probed(m.Probe(one.call, 0, ()))
-        self._outbox.send(one.vote)
+def _slot(one: Transfer, receiver: int) -> int:
+    """A receiver's number at its holders: its place in the group, the same on both sides."""
+    assert one.group is not None
+    return [info.peer for info in one.group.peers].index(receiver)

@@ -321,9 +321,9 @@ class Synchronization:
         if plan.fetch:
             self._staging = staging = Staging(plan, self._regions)
             if plan.in_place:
-                self._memory.tear(plan.fetch)
-            owner = staging, self._owner
-            self._op = self._client.fetch(XX)
+                self._tear(plan.fetch)
+            pieces, owner = staging.pieces(), (staging, self._owner)
+            self._op = self._client.fetch(self._call, plan.seq, pieces, len(self._memory), owner)
             self._remind_at = self._now() + limits.REMIND_S
             self._progress.begin(staging)
 
