@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pccl.errors import PCCLTimeoutError
 from pccl.ext import ffi
@@ -24,9 +24,9 @@ from pccl.runtime.client.call import Call, Leaf
 from pccl.runtime.client.connect import RetryPolicy, connect
 from pccl.runtime.client.control import ControlThread
 from pccl.runtime.client.engine import COMPLETE, LIED, STREAM_LOST, Engine, Event
-from pccl.runtime.client.memory import Pieces, Pool
+from pccl.runtime.client.memory import Pool
 from pccl.runtime.client.ops import Driver, PendingCalls
-from pccl.runtime.client.sync import LeafResult, Staging, served
+from pccl.runtime.client.sync import Staging, served
 from pccl.runtime.config import Config
 from pccl.runtime.digest import Digest, digests
 from pccl.security import Security
@@ -57,39 +57,18 @@ class Blob:
         )
         return cls(package, head, body, tuple(found))
 
-    def pieces(self) -> tuple[Pieces, object]:
-        """The memory to serve, and the object that keeps it alive."""
-        pieces, tables = served(_buffers(self.package, self.head, self.body), self.found)
-        return pieces, (self, tables)
-
-
-class Incoming:
-    """A package that is being fetched: memory for it, and the verification of its leaves.
-
-    Args:
-        package: what is fetched.
-        arrived: called with each leaf that has arrived.
-    """
-
-    def __init__(self, package: m.Package, arrived: Callable[[Incoming, Leaf], None]) -> None:
-        self.package, self._arrived = package, arrived
-        plan = m.SyncPlan(0, 0, (), (), (0, 1), (package.head, package.body))
-        self._staging = Staging(plan, _buffers(package))
-
-    def put(self, leaf: Leaf) -> None:
-        self._arrived(self, leaf)
-
-    def pieces(self) -> Pieces:
-        return self._staging.pieces()
-
-    def verify(self, piece: int, leaf: int) -> list[LeafResult]:
-        return self._staging.verify(piece, leaf)
-
-    def blob(self) -> Blob:
-        """The received blob, after all of it was verified."""
-        head, body = (memoryview(self._staging.content(i)) for i in range(ENTRIES))
+    @classmethod
+    def received(cls, package: m.Package, staging: Staging) -> Blob:
+        """The package of which all was verified."""
+        head, body = (memoryview(staging.content(i)) for i in range(ENTRIES))
         found = digests([(_address(part), part.nbytes) for part in (head, body)])
-        return Blob(self.package, head, body, tuple(found))
+        return cls(package, head, body, tuple(found))
+
+    @property
+    def pool(self) -> Pool:
+        """The memory to serve."""
+        pieces, tables = served(_buffers(self.package, self.head, self.body), self.found)
+        return Pool(pieces, ENTRIES, (self, tables))
 
 
 def _buffers(package: m.Package, *parts: memoryview) -> list[Buffer]:
@@ -108,14 +87,15 @@ log = logging.getLogger("pccl")
 RUN = 1  # the run number of all transfers: this engine makes no others
 
 
-class BlobStore(Protocol):
-    """What the caller does with packages; called in the thread that verifies.
+class BlobStore:
+    """What the caller does with packages; this one fetches none.
 
-    `over` and `news` are called in the control thread.
+    `work_in` is called in the thread that verifies, the others in the control thread.
     """
 
     def fits(self, package: m.Package) -> bool:
         """True if the sizes of a package match these tensors."""
+        return False
 
     def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
         """Works a package in. An exception ends the client.
@@ -123,6 +103,7 @@ class BlobStore(Protocol):
         Returns:
             The version that it has now (0: none), and another package that it can serve, if any.
         """
+        raise NotImplementedError
 
     def news(self, packages: tuple[m.Package, ...], head: int) -> str:
         """The available packages, or the newest version ever (`head`), have changed.
@@ -130,9 +111,11 @@ class BlobStore(Protocol):
         Returns:
             Why no version can be followed any more; empty: they can.
         """
+        return ""
 
     def over(self, fail: effects.Fail) -> None:
         """The client has ended."""
+        log.info("weights: %s", fail.why)
 
 
 class Options:
@@ -189,7 +172,8 @@ class WeightsClient(ControlThread):
             client=True,
         )
         self._blobs: dict[tuple[int, int], Blob] = {}
-        self._incoming: dict[tuple[int, int], Incoming] = {}
+        # the op of each package that is fetched, and its memory
+        self._incoming: dict[tuple[int, int], tuple[int, Staging]] = {}
         self._expect = effects.Expect(0, 0, ())
         self._keys: dict[int, str] = {}  # of clients that may connect, by the stream to them
         self._pace = _Pace(self._engine, lambda: self._perform(machine.slow()))
@@ -276,8 +260,8 @@ class WeightsClient(ControlThread):
     def _fail(self, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
         self._inbox.post(lambda: self._perform(self._weights.broken(why, result)))
 
-    def _verify(self, incoming: Incoming, leaf: Leaf) -> None:
-        results = incoming.verify(leaf.piece, leaf.leaf)
+    def _verify(self, staging: Staging, leaf: Leaf) -> None:
+        results = staging.verify(leaf.piece, leaf.leaf)
 
         def notify() -> None:
             for piece, number, good in results:
@@ -285,8 +269,8 @@ class WeightsClient(ControlThread):
 
         self._inbox.post(notify)
 
-    def _take(self, incoming: Incoming) -> None:
-        blob = incoming.blob()
+    def _take(self, package: m.Package, staging: Staging) -> None:
+        blob = Blob.received(package, staging)
         version, more = self._store.work_in(blob)
 
         def notify() -> None:
@@ -317,16 +301,18 @@ class WeightsClient(ControlThread):
             self._expected(self._expect)
 
     def _register_serve(self, effect: weights.RegisterServe) -> None:
-        pieces, owner = self._blobs[effect.package.key].pieces()
-        self._register(effect.op, effect.package, Pool(pieces, ENTRIES, owner))
+        self._register(effect.op, effect.package, self._blobs[effect.package.key].pool)
 
     def _register_fetch(self, effect: weights.RegisterFetch) -> None:
         package = effect.package
-        incoming = Incoming(package, lambda *leaf: self._jobs.put(lambda: self._verify(*leaf)))
-        self._incoming[package.key] = incoming
-        self._register(
-            effect.op, package, Pool(incoming.pieces(), ENTRIES, incoming, reader=incoming)
-        )
+        plan = m.SyncPlan(0, 0, (), (), (0, 1), (package.head, package.body))
+        staging = Staging(plan, _buffers(package))
+
+        def arrived(leaf: Leaf) -> None:
+            self._jobs.put(lambda: self._verify(staging, leaf))
+
+        self._incoming[package.key] = effect.op, staging
+        self._register(effect.op, package, Pool(staging.pieces(), ENTRIES, staging, arrived))
         self._pace.fetches(effect.op)
 
     def _register(self, op: int, package: m.Package, pool: Pool) -> None:
@@ -341,13 +327,12 @@ class WeightsClient(ControlThread):
     def _abort(self, effect: effects.AbortOp) -> None:
         self._abort_op(effect)
         self._pace.ended(effect.op)
-        pool = self._memory.get(effect.op)
-        if isinstance(pool, Pool) and isinstance(pool.owner, Incoming):
-            self._incoming.pop(pool.owner.package.key, None)  # others are kept until they arrive
+        for key in [key for key, (op, _) in self._incoming.items() if op == effect.op]:
+            del self._incoming[key]
 
     def _arrived(self, effect: weights.Arrived) -> None:
-        incoming = self._incoming.pop(effect.package.key)
-        self._jobs.put(lambda: self._take(incoming))
+        _, staging = self._incoming.pop(effect.package.key)
+        self._jobs.put(lambda: self._take(effect.package, staging))
 
     def _news(self, effect: weights.News) -> None:
         if why := self._store.news(effect.packages, effect.head):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -18,10 +17,8 @@ from pccl.security import Security
 from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array
 from pccl.types import Result
-from pccl.weights.client import Blob, Options, client, timed_out
+from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
 from pccl.weights.tensors import Bytes, Tensors, blob_of, found_digests
-
-log = logging.getLogger("pccl")
 
 VERSION_MAX = 1 << 61  # for the `version` of `publish`
 # A whole version is published again after DELTAS_MAX differences, or when the differences since the
@@ -197,21 +194,12 @@ class Publisher(Closing):
         return blob_of(head, self._before)
 
 
-class _OtherPublishers:
-    """A BlobStore that fetches nothing and notes the latest version of any publisher."""
+class _OtherPublishers(BlobStore):
+    """Notes the latest version of any publisher."""
 
     def __init__(self) -> None:
         self.latest = 0
 
-    def fits(self, package: m.Package) -> bool:
-        return False
-
-    def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
-        raise AssertionError("a publisher fetches nothing")
-
     def news(self, packages: tuple[m.Package, ...], head: int) -> str:
         self.latest = max(self.latest, head)
         return ""
-
-    def over(self, fail: Fail) -> None:
-        log.info("weights: %s", fail.why)

@@ -17,7 +17,7 @@ from pccl.runtime.client.call import Quiet, error_of
 from pccl.security import Security
 from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array
-from pccl.weights.client import Blob, Options, client, timed_out
+from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
 from pccl.weights.tensors import (
     HEAD_BYTES_MAX,
     Damaged,
@@ -150,8 +150,8 @@ class Subscriber(Closing):
         raise not_picklable(self, "make one in each process that follows")
 
 
-class _Stage:
-    """Where versions are put together; a BlobStore.
+class _Stage(BlobStore):
+    """Where versions are put together.
 
     Attributes:
         changed: held while any attribute changes.

@@ -22,8 +22,6 @@ NO_ROWS: Rows = ((), ())
 
 
 class State(Enum):
-    """A state of a collective; the value describes it."""
-
     __hash__ = object.__hash__  # each is one object; Enum hashes names, in Python
 
     VOTING = "registered with the engine, start vote sent"
@@ -33,8 +31,6 @@ class State(Enum):
 
 
 class Event(Enum):
-    """An event of a collective; the value describes it."""
-
     __hash__ = object.__hash__
 
     STARTED = "Started"
@@ -173,7 +169,6 @@ def failed(collective: Collective, told: m.Finished) -> Fail:
 
 
 def timed_out(call: int, why: str) -> Fail:
-    """The failure of a call whose time was up before the master answered it."""
     return Fail(call, Result.TIMEOUT, why, Fault.TIMEOUT, ENTERING)
 
 
@@ -205,7 +200,6 @@ class Votes(Part):
         return len(self._waiting)
 
     def waiting(self, called: int) -> int | None:
-        """The call that waits in a round of this kind, if one does."""
         waiting = (call for call, vote in self._waiting.items() if _called(vote) == called)
         return next(waiting, None)
 
@@ -214,7 +208,6 @@ class Votes(Part):
         self._outbox.send(vote)
 
     def hurry(self, call: int) -> None:
-        """The caller of `are_peers_pending` is no longer patient."""
         vote = self._waiting.get(call)
         if isinstance(vote, m.PendingVote):
             self._waiting[call] = replace(vote, patient=False)

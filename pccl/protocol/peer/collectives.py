@@ -111,7 +111,6 @@ class Collectives(Part):
         return choose(one.work, one.nbytes, self._knowledge.conditions)
 
     def _places(self, one: Collective) -> tuple[RingPlace, ...]:
-        """This peer's place in each ring of the plan."""
         rings, number = self._knowledge.plan.rings, self._knowledge.number
         return places(one.work, rings, number, self._streams.ring)
 
@@ -341,7 +340,6 @@ class Collectives(Part):
     # ---- a restarted master, and the end of the run ----
 
     def report(self) -> tuple[tuple[m.Open, ...], Outcomes, tuple[m.Small, ...]]:
-        """The report to a restarted master: open collectives, outcomes, and small results."""
         open_ = tuple(one.open for _, one in sorted(self.started.items()))
         self._unvoted = {each.seq for each in open_ if each.vote is None}
         return open_, tuple(self._outcomes), tuple(self._small)

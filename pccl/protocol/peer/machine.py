@@ -104,15 +104,14 @@ class Peer:
             m.OptimizeResult: self.transfers.optimized,
             m.Resumed: self._resumed,
             m.CallError: self._refused,
-            m.Kicked: self._kicked,
-            m.Refused: self._turned_away,
+            m.Kicked: self._dropped,
+            m.Refused: self._dropped,
         }
 
     # ---- what is known ----
 
     @property
     def number(self) -> int:
-        """This peer's number; 0 before it is registered."""
         return self.knowledge.number
 
     @property
@@ -121,7 +120,6 @@ class Peer:
 
     @property
     def accepted(self) -> bool:
-        """True if it is a member of the run, or was until it was `over`."""
         return self.knowledge.accepted
 
     @property
@@ -134,12 +132,10 @@ class Peer:
 
     @property
     def over(self) -> Fail | None:
-        """Why it is no longer in the run; None while it is."""
         return self.knowledge.over
 
     @property
     def idle(self) -> bool:
-        """True if no op refers to any memory."""
         return not self.collectives and self.transfers.current is None
 
     @property
@@ -188,7 +184,6 @@ class Peer:
         return self._vote(call, vote)
 
     def hurry(self, call: int) -> list[Effect]:
-        """The caller of `are_peers_pending` is no longer patient."""
         self.votes.hurry(call)
         self._abandoned.follow(call, lambda: self.votes.hurry(call))
         return self._outbox.take()
@@ -251,7 +246,6 @@ class Peer:
         return self._outbox.take()
 
     def measured(self, seq: int, rate: int, delay_us: int) -> list[Effect]:
-        """The caller reports the result of a probe, which ends."""
         self.transfers.measured(seq, rate, delay_us)
         return self._outbox.take()
 
@@ -340,7 +334,6 @@ class Peer:
             self._end(LOST, why, Fault.KICKED)
 
     def leave(self, why: str) -> list[Effect]:
-        """Leaves the run; all waiting calls fail."""
         if self.over is None:
             self._outbox.introduce(m.Leave())
             self._end(Result.INVALID_USAGE, why)
@@ -429,20 +422,14 @@ class Peer:
         elif transfer is not None and transfer.call == call:
             self.transfers.end(transfer, replace(fail, phase=transfer.phase))
 
-    def _kicked(self, kicked: m.Kicked) -> None:
-        why = f"the master dropped this peer: {kicked.why}"
-        self._dropped(Result(kicked.result), why, kicked.cause)
-
-    def _turned_away(self, refused: m.Refused) -> None:
-        why = f"the master refused this peer: {refused.why}"
-        self._dropped(Result(refused.result), why, refused.cause)
-
-    def _dropped(self, result: Result, why: str, cause: int) -> None:
+    def _dropped(self, message: m.Kicked | m.Refused) -> None:
+        did = "dropped" if isinstance(message, m.Kicked) else "refused"
+        result, why = Result(message.result), f"the master {did} this peer: {message.why}"
         gone = result is Result.MASTER_CONNECTION_FAILED
         fault = Fault.MASTER_LOST if gone else Fault.KICKED
-        if cause == m.Cause.FINISHED:
-            fault = Fault.FINISHED
-        self._end(result, why, fault, Fault.MISMATCH if cause == m.Cause.MISMATCH else fault)
+        fault = Fault.FINISHED if message.cause == m.Cause.FINISHED else fault
+        now = Fault.MISMATCH if message.cause == m.Cause.MISMATCH else fault
+        self._end(result, why, fault, now)
 
     # ---- the engine ----
 
@@ -521,14 +508,12 @@ class Peer:
         return self._outbox.take()
 
     def rendezvous(self, request: m.RendezvousRequest) -> list[Effect]:
-        """A stream leads to a peer to which this one cannot connect. An `Arrange` may follow."""
         self._outbox.send(request)
         return self._outbox.take()
 
     # ---- the connection to the master ----
 
     def disconnected(self, why: str) -> list[Effect]:
-        """The connection to the master broke; `reconnected` or `lost_master` follows."""
         self._outbox.known = False
         for call, reason in list(self._withdrawals.items()):
             self._release(timed_out(call, f"{reason}, {self._away}"))
@@ -601,13 +586,11 @@ class Peer:
     # ---- the end ----
 
     def lost_master(self, why: str) -> list[Effect]:
-        """The connection to the master is gone for good."""
         if self.over is None:
             self._end(Result.MASTER_CONNECTION_FAILED, why, Fault.MASTER_LOST)
         return self._outbox.take()
 
     def broken(self, why: str) -> list[Effect]:
-        """A thread of pccl in this process has failed."""
         if self.over is None:
             self._end(Result.INTERNAL_ERROR, why)
         return self._outbox.take()

@@ -38,8 +38,6 @@ FAILURE_CHARS_KEPT = 1 << 17  # of the failures' texts: the master limits the si
 
 @dataclass(slots=True)
 class Knowledge:
-    """A peer's knowledge, as told by the master."""
-
     number: int = 0  # this peer's number; 0 before it is registered
     run: int = 0  # the run's number
     accepted: bool = False  # whether it is a member of the run, or was until it was `over`
@@ -58,7 +56,6 @@ class Knowledge:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The numbers of the plan's peers."""
         if self._counted is not self.plan:  # once for all calls under this plan
             self._counted, self._members = self.plan, tuple(info.peer for info in self.plan.peers)
         return self._members
@@ -123,7 +120,6 @@ class AbandonedCalls:
         self._late |= {call} if late else set()
 
     def late(self, call: int) -> bool:
-        """True if the caller of an abandoned call was told of a time-out."""
         return call in self._late
 
     def succeeded(self, call: int, before: m.Done, done: m.Done) -> str:
@@ -155,7 +151,6 @@ class AbandonedCalls:
                 behind[call] = partial(_both, behind[call], then)
 
     def forget(self, call: int) -> bool:
-        """Forgets a waiting call. Returns whether it was waiting."""
         return any(waiting.pop(call, None) is not None for waiting in self._behind.values())
 
     def resolve(self, call: int) -> None:

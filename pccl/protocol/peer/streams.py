@@ -42,7 +42,6 @@ class Streams:
         self._lost: set[int] = set()  # lost streams that are not closed yet
 
     def open(self, info: m.PeerInfo, shares: int = 1) -> int:
-        """Opens a stream to a peer; `shares` as in `OpenStream`. Returns its number."""
         stream = self._next
         self._next += 1
         self._outbox.do(OpenStream(stream, info, self._knowledge.plan.nonce, shares))
@@ -95,7 +94,6 @@ class Streams:
         return tuple(found)
 
     def is_direct(self, stream: int) -> bool:
-        """True if a stream of the epoch is not one of a ring."""
         return stream in self._direct.values()
 
     def unreached(self, peer: int) -> None:
@@ -135,8 +133,6 @@ class Streams:
 
 
 class Common:
-    """The objects that all parts of a peer use."""
-
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge, self.outbox = knowledge, Outbox()
         self.streams = Streams(knowledge, self.outbox)
@@ -146,8 +142,6 @@ class Common:
 
 
 class Part:
-    """A part of a peer; it has what is common to all parts."""
-
     def __init__(self, common: Common) -> None:
         self._knowledge, self._outbox = common.knowledge, common.outbox
         self._streams, self._abandoned = common.streams, common.abandoned

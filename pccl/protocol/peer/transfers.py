@@ -316,7 +316,6 @@ class Transfers(Part):
             self.end(one, result)
 
     def release(self, one: Transfer, fail: Fail) -> None:
-        """A caller leaves before its transfer has ended."""
         self._withdrawals.pop(one.call, None)
         self._abandoned.add(one.call, type(one.vote).__name__, fail.fault is Fault.TIMEOUT)
         self.end(one, replace(fail, phase=one.phase))

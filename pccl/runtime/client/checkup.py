@@ -22,8 +22,6 @@ from pccl.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The result of an examination."""
-
     report: m.Report  # the master's report
     address: str  # `host:port`, or several, at which the master has tried to reach this machine
     round_trip_s: float  # round trip to the master, from TCP's handshake

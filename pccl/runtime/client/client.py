@@ -226,7 +226,7 @@ class PeerClient(ControlThread):
         def begin() -> None:
             todo = self.peer.fetch(op, seq)
             if todo:
-                self._pending.memory[op] = Pool(pieces, first_counted, owner, call)
+                self._pending.memory[op] = Pool(pieces, first_counted, owner, call.put)
             self._perform(todo)
 
         self._inbox.post(begin)

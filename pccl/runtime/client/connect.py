@@ -146,10 +146,6 @@ class Connecting(Caller, Protocol):
 C = TypeVar("C", bound=Connecting)
 
 
-class _Unreachable(Exception):
-    """The master does not answer; another attempt may succeed."""
-
-
 def connect(
     host: str,  # host of the master
     port: int,  # port of the master
@@ -182,22 +178,23 @@ def connect(
 
     while True:
         another = False
-        try:
-            try:  # a plain connection first, because ZeroMQ does not report why one fails
-                address = reachable(host, port, policy.of(config.handshake_timeout_s))
-            except OSError as error:
-                another = isinstance(error, AnotherServiceError)
-                raise _Unreachable(error.strerror or str(error)) from None
-            return _attempt(address, made, joined, policy)
-        except _Unreachable as error:
-            why = str(error)
+        try:  # a plain connection first, because ZeroMQ does not report why one fails
+            address = reachable(host, port, policy.of(config.handshake_timeout_s))
+        except OSError as error:
+            why, another = error.strerror or str(error), isinstance(error, AnotherServiceError)
+        else:
+            why = _attempt(address, made, joined, policy)
+            if not why:
+                return
         policy.failed(why, another)
 
 
 def _attempt(
     address: str, make: Callable[[str], C], joined: Callable[[C], None], policy: RetryPolicy
-) -> None:
+) -> str:
+    """Returns why the master does not answer, so that another attempt may succeed; else empty."""
     made: list[C] = []
+    has_joined = False
     try:
         aside(lambda: made.append(make(address)))
         client = made[0]
@@ -205,20 +202,21 @@ def _attempt(
         client.join(call)
         limit_s = policy.of(limits.WELCOME_S)
         note = call.next(limit_s)
-        if note is None:
-            raise _Unreachable(f"no answer within {limit_s:.3g} s")
         if isinstance(note, m.Welcome):
             log.info("registered as peer %d; waiting to be admitted", note.peer)
             note = policy.admission(client, call)
+        if note is None:
+            return f"no answer within {limit_s:.3g} s"
         if isinstance(note, effects.Fail):
             if note.result is Result.MASTER_CONNECTION_FAILED:
-                raise _Unreachable(note.why)
+                return note.why
             error = error_of(policy.name, note, call.began_s)
             if isinstance(error, RunFinishedError):
                 log.warning("%s", error)  # a program that does not catch it ends without a word
             raise error
         joined(client)
-    except BaseException:
-        for client in made:
+        has_joined = True
+        return ""
+    finally:
+        for client in [] if has_joined else made:
             client.close("connect failed")
-        raise

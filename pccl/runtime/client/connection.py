@@ -183,7 +183,6 @@ class Dealer:
             yield from map(m.decode_from_master, m.opened(frame))
 
     def events(self) -> Iterator[DealerEvent]:
-        """All events so far."""
         while True:
             try:
                 frames = self.monitor.recv_multipart(zmq.DONTWAIT)
@@ -249,7 +248,6 @@ class MasterConnection:
 
     @property
     def name(self) -> str:
-        """`host:port` of the master."""
         return address_text(self.host, self.port)
 
     def begin(

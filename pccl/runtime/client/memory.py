@@ -77,7 +77,6 @@ class Wide:
             self._arrays.append((given, send, recv))
 
     def narrow(self, members: int) -> None:
-        """Writes the means: the sums, divided by the number of members."""
         from pccl.runtime import averages  # imports numpy
 
         for given, _, total in self._arrays if self.is_used else ():
@@ -153,23 +152,19 @@ class Operands:
         return contribution(self.each[0].send) if self.each else b""
 
 
-class LeafReader(Protocol):
-    def put(self, leaf: Leaf, /) -> None:
-        """A leaf has arrived, and waits for its result."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pool:
     """The memory of a serve or fetch op, kept alive by `owner`.
 
-    Pieces with numbers below `first_counted` are not payload. `reader` receives the leaves of a
-    fetch. A serve op sends at most `limit` bytes until it is allowed more; 0: no limit.
+    Pieces with numbers below `first_counted` are not payload. `reader` is called with each leaf of
+    a fetch that has arrived. A serve op sends at most `limit` bytes until it is allowed more; 0: no
+    limit.
     """
 
     pieces: Pieces
     first_counted: int
     owner: object
-    reader: LeafReader | None = None
+    reader: Callable[[Leaf], object] | None = None
     limit: int = 0
 
 
@@ -312,7 +307,6 @@ class Copies:
 
     @property
     def are_settled(self) -> bool:
-        """True if the call has ended, and the device has its results."""
         return self._settled.is_set()
 
     def written(self, step: int) -> None:

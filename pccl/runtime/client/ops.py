@@ -212,7 +212,7 @@ class Driver:
     def _leaf(self, event: Event) -> list[Any]:
         memory = self.pending.memory.get(event.op)
         if isinstance(memory, Pool) and memory.reader is not None:
-            memory.reader.put(Leaf(event.op, event.piece, event.leaf))
+            memory.reader(Leaf(event.op, event.piece, event.leaf))
         return []
 
     def _stream_up(self, event: Event) -> list[Any]:

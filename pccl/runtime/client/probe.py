@@ -86,14 +86,12 @@ class _Prober:
         )
 
     def begin(self, seq: int, senders: tuple[int, ...]) -> None:
-        """Begins a probe: the rate at which `senders` reach us, all at the same time."""
         self.end()
         self.seq, self._senders = seq, senders
         self._began = time.perf_counter()
         self._op = self._client.fetch(self._call, seq, self._pieces, 0, self._memory)
 
     def take(self, leaf: Leaf) -> None:
-        """Records that a leaf has arrived."""
         if self.seq and leaf.op == self._op:
             self._arrivals.append((time.perf_counter(), SIZES[leaf.piece]))
             self._results.append((leaf.piece, leaf.leaf, True))
@@ -119,7 +117,6 @@ class _Prober:
         self.end()
 
     def end(self) -> None:
-        """Ends the probe: what still arrives of it is ignored."""
         self._arrivals, self._results, self.seq = [], [], 0
 
 

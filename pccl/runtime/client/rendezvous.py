@@ -46,8 +46,6 @@ class _Invalid(Exception):
 
 
 class _Guest:
-    """A connection that has come."""
-
     def __init__(self, connection: socket.socket, until_s: float) -> None:
         self.connection, self.until_s = connection, until_s
         self.said = b""
@@ -55,7 +53,7 @@ class _Guest:
         self.place: tuple[str, int] | None = None  # the token and the side
 
     def receive(self) -> bool:
-        """Reads what has come. Whether its place is known now, and was not before.
+        """Reads what has come. Returns whether its place is known now, and was not before.
 
         Raises OSError, _Invalid: it is to be sent away.
         """
@@ -66,28 +64,20 @@ class _Guest:
         self.said += data
         if not data or self.place is not None or len(self.said) > limits.GUEST_BYTES:
             raise _Invalid
-        if not self.greeted and self._greeting():
-            self.greeted = True
+        if not self.greeted:
+            if self.said[0] != VERSION:
+                raise _Invalid
+            end = 2 + self.said[1] if len(self.said) > 1 else 2
+            if len(self.said) < end:
+                return False
+            self.greeted, self.said = True, self.said[end:]
             self.connection.sendall(WELCOME)
-        return self.greeted and self._request()
-
-    def _greeting(self) -> bool:
-        said = self.said
-        if said[0] != VERSION:
-            raise _Invalid
-        if len(said) < 2 or len(said) < 2 + said[1]:
-            return False
-        self.said = said[2 + said[1] :]
-        return True
-
-    def _request(self) -> bool:
         said = self.said
         if len(said) < REQUEST_BYTES:
             return False
-        if said[:4] != bytes((VERSION, CONNECT, 0, IPV6)) or len(said) > REQUEST_BYTES:
-            raise _Invalid
         side = int.from_bytes(said[-2:], "big")
-        if side not in (SENDS, TAKES):
+        valid = said[:4] == bytes((VERSION, CONNECT, 0, IPV6)) and side in (SENDS, TAKES)
+        if not valid or len(said) > REQUEST_BYTES:
             raise _Invalid
         self.place = said[4:-2].hex(), side
         return True
@@ -349,7 +339,6 @@ class Rendezvous:
         self._point.expect(relay.token)
 
     def close(self) -> None:
-        """Ends all that meet here."""
         if self._point is not None:
             self._point.close()
 

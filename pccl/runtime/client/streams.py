@@ -30,8 +30,6 @@ log = logging.getLogger("pccl")
 
 @dataclass(slots=True)
 class _Stream:
-    """An open stream, which must be connected by `due_s`."""
-
     to: m.PeerInfo
     nonce: int
     due_s: float
@@ -52,8 +50,6 @@ class Refused(Exception):
 
 
 class Streams:
-    """The open streams."""
-
     def __init__(
         self,
         engine: Engine,  # the engine of these streams
@@ -182,7 +178,6 @@ class Streams:
         return f"its connection to {whom}: {self.text(event)}"
 
     def tick(self) -> None:
-        """Abandons overdue streams, and tries again to resolve names."""
         if not self._waiting:
             return
         now = self._now()
@@ -282,7 +277,6 @@ class Streams:
         )
 
     def _problem(self, one: _Stream) -> str:
-        """The reason to abandon a stream."""
         limit_s = self._limit_s + limits.STREAM_LATE_S
         if one.via:
             port = one.via.rpartition(":")[2]

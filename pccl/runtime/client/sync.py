@@ -104,7 +104,6 @@ class Staging:
         return len(self._entries)
 
     def pieces(self) -> Pieces:
-        """The memory into which the engine writes."""
         tables = [
             (index, _address(entry.table), len(entry.table))
             for index, entry in self._entries.items()
