@@ -142,12 +142,10 @@ class Launch:
         self._client.on_end(self.call, told)
 
     def error(self, end: effects.Fail) -> PCCLError:
-        """The exception for a failure."""
         return error_of(self._name, end, self.call.began_s)
 
 
 def info(end: effects.Answer) -> ReduceInfo:
-    """The outcome of a collective, from its answer."""
     reduced = end.value
     assert isinstance(reduced, effects.Reduced)
     return ReduceInfo(reduced.world_size, reduced.tx_bytes, reduced.rx_bytes)
@@ -269,7 +267,6 @@ class AsyncReduceHandle:
 
 
 def launch(membership: Membership, name: str, work: Operands, tag: int) -> AsyncReduceHandle:
-    """Launches a collective."""
     one = Launch(membership, name, tag)
     try:
         one.begin(work)

@@ -103,7 +103,6 @@ class Sample(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """From the call to its end."""
         return self.entering_s + self.moving_s + self.finishing_s
 
 

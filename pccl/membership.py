@@ -127,7 +127,6 @@ class KnownRanks:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The peers by rank, as this thread knows them."""
         mine: tuple[int, ...] = getattr(self._own, "order", ())
         return mine if mine and self._own.told == self._told else self._order
 
@@ -198,7 +197,6 @@ class Membership:
         connect(host, port, config, make, joined, retry)
 
     def end(self) -> None:
-        """Leaves the run; collectives in progress fail and are restored. Idempotent."""
         if self._client is not None:
             self._client.close("the communicator was closed")
         if self._finalizer is not None:
@@ -318,7 +316,6 @@ class Membership:
         return end.value
 
     def cancel(self, client: PeerClient, call: Call) -> None:
-        """Abandons a call after an exception in its caller."""
         try:
             client.cancel(call)
         finally:
@@ -334,7 +331,6 @@ class Membership:
         return size
 
     def are_peers_pending(self, deadline: Deadline) -> bool:
-        """True if peers wait to be admitted; the same answer on all peers."""
         polls = time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
         return self.ask(deadline, limits.PENDING_PATIENCE_S if polls else 0.0)
 
@@ -438,12 +434,10 @@ class Membership:
         return self.update_topology(deadline) if self.ask(deadline, patience_s, aim=aim) else 0
 
     def finish(self, deadline: Deadline) -> None:
-        """Finishes the run; then no peer is admitted any more."""
         client = self.client("finish")
         self._round("finish", client, client.finish, deadline.next)
 
     def optimize_topology(self, deadline: Deadline) -> None:
-        """Measures the links between the peers, and chooses the fastest rings for each group."""
         client = self.client("optimize_topology")
         if client.world.global_size < 2:
             why = "this peer is alone in the run: there is no order to optimize"

@@ -1,5 +1,8 @@
 """The operands of each collective: checks the arguments, and describes the arrays' memory.
 
+If `recv` is None, `all_reduce` and `reduce` are in place, and the others make new arrays. A `pair`
+is the sender and the receiver.
+
 Invalid arguments raise here, before any other peer is involved: ValueError, TypeError, or PCCLError
 with INVALID_ARGUMENT, as the methods of `Communicator` say.
 """
@@ -88,7 +91,6 @@ def all_reduce(
     options: QuantizationOptions | None = None,
     descriptor: ReduceOperandDescriptor | None = None,
 ) -> Operands:
-    """The operands of an all-reduce; in place if `recv` is None."""
     given, each, result = _by_pairs(send, recv)
     if descriptor is not None:
         wanted = descriptor.datatype
@@ -145,14 +147,12 @@ def _of_descriptor(descriptor: ReduceOpDescriptor) -> Operand:
 def of_buffers(
     send: Buffer, recv: Buffer, op: ReduceOp, options: QuantizationOptions | None
 ) -> Operands:
-    """The operands of an all-reduce of one buffer."""
     none = Several([], [], False)
     each = [Operand(send, recv, send.count)]
     return make(CollectiveKind.ALL_REDUCE, none, each, op=op, options=options)
 
 
 def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
-    """The operands of a broadcast, which is in place."""
     root = rank_of(root, ranks)
     return make(CollectiveKind.BROADCAST, *_by_pairs(arrays, None), root=root, ranks=ranks)
 
@@ -160,7 +160,6 @@ def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
 def all_gather(
     send: Arrays, recv: Arrays | None, ranks: Ranks, rows: Sequence[int] | None = None
 ) -> Operands:
-    """The operands of an all-gather; new arrays receive if `recv` is None."""
     if rows is not None:
         return _uneven_all_gather(send, recv, rows, ranks)
     made = _by_slices(send, recv, ranks, gathers=True)
@@ -191,7 +190,6 @@ def reduce_scatter(
     options: QuantizationOptions | None,
     ranks: Ranks,
 ) -> Operands:
-    """The operands of a reduce-scatter; new arrays receive if `recv` is None."""
     made = _by_slices(send, recv, ranks, gathers=False)
     chosen, what = reduce_op(op), CollectiveKind.REDUCE_SCATTER
     return make(what, *made, op=chosen, options=options, ranks=ranks)
@@ -266,7 +264,6 @@ def reduce(
     options: QuantizationOptions | None,
     ranks: Ranks,
 ) -> Operands:
-    """The operands of a reduce; in place on the root if `recv` is None."""
     at = rank_of(root, ranks)
     made = _by_pairs(send, recv) if ranks.rank == at else _only_sent(send)
     chosen, what = reduce_op(op), CollectiveKind.REDUCE
@@ -274,7 +271,6 @@ def reduce(
 
 
 def gather(send: Arrays, recv: Arrays | None, root: Root, ranks: Ranks) -> Operands:
-    """The operands of a gather; on the root, new arrays receive if `recv` is None."""
     at = rank_of(root, ranks)
     rows, takes = _only(at, ranks), ranks.rank == at
     made = _by_slices(send, recv, ranks, gathers=True) if takes else _only_sent(send, nothing)
@@ -285,7 +281,6 @@ def gather(send: Arrays, recv: Arrays | None, root: Root, ranks: Ranks) -> Opera
 
 
 def scatter(send: Arrays | None, recv: Arrays | None, root: Root, ranks: Ranks) -> Operands:
-    """The operands of a scatter; on the root, new arrays receive if `recv` is None."""
     at = rank_of(root, ranks)
     if ranks.rank == at:
         if send is None:
@@ -308,7 +303,6 @@ def all_to_all(
     recv_rows: Sequence[int] | None,
     ranks: Ranks,
 ) -> Operands:
-    """The operands of an all-to-all; new arrays receive if `recv` is None."""
     uneven = False
     if send_rows is not None and recv_rows is not None:
         uneven = True
@@ -342,7 +336,6 @@ def all_to_all(
 
 
 def barrier() -> Operands:
-    """The operands of a barrier: none."""
     return Operands(m.Spec(CollectiveKind.BARRIER, 0, 0, 0), ())
 
 
@@ -380,7 +373,6 @@ def reduce_op(op: ReduceOp | OpName) -> ReduceOp:
 
 
 def rank_of(root: Root, ranks: Ranks) -> int:
-    """The rank that `root` means."""
     if root == "first":
         return ranks.first
     if isinstance(root, str):
@@ -595,13 +587,11 @@ def _like(array: Array) -> Array:
 
 
 def send(arrays: Arrays, pair: tuple[int, int]) -> Operands:
-    """The operands of a send; `pair` is the sender and the receiver."""
     rows = (0, 1)  # by position in `pair`
     return make(CollectiveKind.SEND, *_only_sent(arrays), send_rows=rows, pair=pair)
 
 
 def recv(arrays: Arrays, pair: tuple[int, int]) -> Operands:
-    """The operands of a recv; `pair` is the sender and the receiver."""
     return make(CollectiveKind.SEND, *_only_received(arrays), recv_rows=(1, 0), pair=pair)
 
 

@@ -136,10 +136,9 @@ class DataType(Enum):
             ImportError: torch is not installed.
             ValueError: the installed torch has no such dtype.
         """
-        name = _TRAITS[self][0]
-        found: torch.dtype | None = getattr(import_module("torch"), name, None)
+        found: torch.dtype | None = getattr(import_module("torch"), self.common_name, None)
         if found is None:
-            raise ValueError(f"this version of torch has no {name}")
+            raise ValueError(f"this version of torch has no {self.common_name}")
         return found
 
     def to_numpy_dtype(self) -> np.dtype[Any]:
@@ -155,23 +154,12 @@ class DataType(Enum):
         return found
 
 
-# Name, which numpy and torch share, and bytes. (ml_dtypes gives numpy a dtype named bfloat16.)
-_TRAITS = {
-    DataType.UINT8: ("uint8", 1),
-    DataType.INT8: ("int8", 1),
-    DataType.INT16: ("int16", 2),
-    DataType.UINT16: ("uint16", 2),
-    DataType.UINT32: ("uint32", 4),
-    DataType.INT32: ("int32", 4),
-    DataType.UINT64: ("uint64", 8),
-    DataType.INT64: ("int64", 8),
-    DataType.FLOAT16: ("float16", 2),
-    DataType.BFLOAT16: ("bfloat16", 2),
-    DataType.FLOAT: ("float32", 4),
-    DataType.DOUBLE: ("float64", 8),
-}
-for _dtype, (_name, _size) in _TRAITS.items():  # properties would cost more than most readers do
-    _dtype.common_name, _dtype.itemsize = _name, _size
+# The names, which numpy and torch share. (ml_dtypes gives numpy a dtype named bfloat16.)
+_NAMES = (
+    "uint8 int8 int16 uint16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
+).split()
+for _dtype, _name in zip(DataType, _NAMES, strict=True):  # properties would be slower
+    _dtype.common_name, _dtype.itemsize = _name, int(_name.lstrip("abfilnotu")) // 8
 _DTYPES = {dtype.common_name: dtype for dtype in DataType}
 
 

@@ -13,7 +13,7 @@ data carries the nonce of its call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, Union, dataclass_transform
 
@@ -188,7 +188,6 @@ class PeerInfo(Value):
 
     @property
     def where(self) -> str:
-        """Its name, if it has one, and its address."""
         address = address_text(self.host, self.port)
         return f"{self.name}, {address}" if self.name else address
 
@@ -303,7 +302,6 @@ class Spec(Value):
     ring: U32 = 0
 
     def __str__(self) -> str:
-        """The API call, with its arguments."""
         if self.what == CollectiveKind.BARRIER:
             return "barrier()"
         if self.parts:
@@ -383,7 +381,6 @@ class Manifest(Value):
 
     @property
     def whole(self) -> bool:
-        """True if all of its content is known."""
         return not self.torn and all(entry.digest for entry in self.entries)
 
     def overwritten(self, entries: Collection[int]) -> Manifest:
@@ -991,7 +988,6 @@ class RendezvousJoin(MasterNotice, tag=84):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All hosts at which the two may meet."""
         return self.host, *self.others
 
 
@@ -1081,33 +1077,26 @@ class ProtocolError(ValueError):
     """The bytes are no message of this protocol."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_from_peer: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
-_from_master: msgspec.msgpack.Decoder[MasterMessage] = msgspec.msgpack.Decoder(MasterMessage)
+encode: Callable[[PeerMessage | MasterMessage], bytes] = msgspec.msgpack.Encoder().encode
 
 
-def encode(message: PeerMessage | MasterMessage) -> bytes:
-    return _encoder.encode(message)
+def _decoder(message: type[T]) -> Callable[[bytes | memoryview], T]:
+    """A function that decodes a message. It raises ProtocolError for anything else."""
+    decoder = msgspec.msgpack.Decoder(message)
+
+    def decode(data: bytes | memoryview) -> T:
+        if len(data) > MESSAGE_BYTES_MAX:
+            raise ProtocolError(f"a message of {len(data)} bytes")
+        try:
+            return decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # also of ValidationError
+            raise ProtocolError(str(error)) from None
+
+    return decode
 
 
-def decode_from_peer(data: bytes | memoryview) -> PeerMessage:
-    """Decodes a message of a peer. Raises ProtocolError for anything else."""
-    return _decode(_from_peer, data)
-
-
-def decode_from_master(data: bytes | memoryview) -> MasterMessage:
-    """Decodes a message of the master. Raises ProtocolError for anything else."""
-    return _decode(_from_master, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
-    if len(data) > MESSAGE_BYTES_MAX:
-        raise ProtocolError(f"a message of {len(data)} bytes")
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
-        raise ProtocolError(str(error)) from None
-
+decode_from_peer = _decoder(PeerMessage)
+decode_from_master = _decoder(MasterMessage)
 
 SEVERAL = 0  # the tag of a frame with several messages
 FRAME_MESSAGES_MAX = 64  # messages of a frame

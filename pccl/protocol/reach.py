@@ -152,14 +152,12 @@ EGRESS = (
 
 
 def refusal(info: m.PeerInfo, why: str) -> str:
-    """The error for a newcomer that must be refused."""
     return (
         f"it cannot be reached at {_where(info)}, where the master has tried ({why}): {cure(info)}"
     )
 
 
 def warning(info: m.PeerInfo, why: str) -> str:
-    """The warning for a newcomer that is admitted nevertheless."""
     return (
         f"this peer cannot be reached at {_where(info)}, where the master has tried ({why}). If "
         f"peers on other machines are to come: {cure(info)}"

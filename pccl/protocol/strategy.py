@@ -61,8 +61,6 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The user's settings."""
-
     # the largest contribution that travels with its vote; None: it depends on the number of members
     inline_bytes: int | None = None
     pool_size: int = 0  # connections (lanes) to each neighbour; 0: not set
@@ -87,7 +85,6 @@ class Conditions:
 
     @classmethod
     def of(cls, plan: Plan, number: int, settings: Settings) -> Conditions:
-        """The conditions of collectives under a plan."""
         own = next((info for info in plan.peers if info.peer == number), None)
         together = len({(info.machine, info.host) for info in plan.peers}) < 2
         local = own is None or all(reach.local(own, info) for info in plan.peers)
@@ -128,7 +125,6 @@ class Strategy:
 
 @functools.lru_cache(maxsize=256)  # the same work comes again and again under a plan
 def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Strategy:
-    """How a collective travels."""
     voted, inline = _inline(spec, conditions)
     algorithm = _algorithm(spec, conditions)
     members = 2 if algorithm is Algorithm.PAIR else max(1, conditions.members)

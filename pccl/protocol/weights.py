@@ -172,7 +172,6 @@ class BlobCache:
         return bool(failed)
 
     def serve(self, serve: m.Serve) -> None:
-        """Serves a receiver; it fetches nothing else from here."""
         held = self._held.get((serve.version, serve.base))
         if held is None:
             return  # it was dropped, and the master has been told
@@ -182,7 +181,6 @@ class BlobCache:
         self._do(StartTransfer(held.op, SEQ, nonce_of(held.package), ends))
 
     def served(self, receiver: int) -> None:
-        """A receiver has stopped fetching from here."""
         for held in self._held.values():
             stream = held.receivers.pop(receiver, 0)
             if stream:
@@ -197,7 +195,6 @@ class BlobCache:
                     self._do(CloseStream(stream))
 
     def forget_receivers(self) -> None:
-        """Forgets all receivers."""
         for held in self._held.values():
             for stream in held.receivers.values():
                 self._do(CloseStream(stream))
@@ -296,7 +293,6 @@ class WeightsMachine:
         return ""
 
     def publish(self, call: int, packages: tuple[m.Package, ...]) -> list[Effect]:
-        """Publishes a version, answered when that has ended; the caller has its memory."""
         for package in packages:
             self._cache.put(package)
         self._publishing[call] = packages
@@ -326,7 +322,6 @@ class WeightsMachine:
         return self._take()
 
     def rendezvous(self, request: m.RendezvousRequest) -> list[Effect]:
-        """A stream leads to a client to which this one cannot connect."""
         return self._take(Send(request)) if self._connected else self._take()
 
     def leave(self, why: str) -> list[Effect]:
@@ -354,12 +349,10 @@ class WeightsMachine:
         return self._take() if self._hello is None else self._take(Send(self._hello))
 
     def lost_master(self, why: str) -> list[Effect]:
-        """The connection to the master is gone for good."""
         self._end(Result.MASTER_CONNECTION_FAILED.value, why)
         return self._take()
 
     def broken(self, why: str, result: Result = Result.INTERNAL_ERROR) -> list[Effect]:
-        """It cannot go on in this process."""
         self._end(result.value, why, Fault.OTHER)
         return self._take()
 
@@ -533,7 +526,6 @@ class WeightsMachine:
     # ---- publications ----
 
     def _published(self, end: Answer | Fail) -> None:
-        """A publication has ended."""
         packages = self._publishing.pop(end.call, None)
         if packages is None:
             return

@@ -39,7 +39,6 @@ def empty(count: int, dtype: np.dtype) -> np.ndarray:
 
 
 def narrow(total: np.ndarray, members: int, dtype: np.dtype) -> np.ndarray:
-    """The mean, from a sum, rounded towards zero."""
     if total.dtype != HALVES:
         return _divided(total, members, total < 0).astype(dtype)
     lower, negative = total["lower"], total["upper"] < 0
@@ -57,7 +56,6 @@ def _divided(total: np.ndarray, members: int, negative: np.ndarray) -> np.ndarra
 
 
 def average(parts: Sequence[bytes], dtype: DataType) -> bytes:
-    """The mean of arrays of integers, given as bytes."""
     kind = dtype.to_numpy_dtype()
     arrays = [np.frombuffer(part, kind) for part in parts]
     if kind.itemsize < 8:

@@ -30,20 +30,11 @@ from pccl.types import DataType
 METADATA = "__metadata__"  # a name that no entry can have
 _HEADER_BYTES_MAX = 100 << 20  # the limit of other readers of the format
 
-_DTYPES = {
-    DataType.UINT8: "U8",
-    DataType.INT8: "I8",
-    DataType.INT16: "I16",
-    DataType.UINT16: "U16",
-    DataType.UINT32: "U32",
-    DataType.INT32: "I32",
-    DataType.UINT64: "U64",
-    DataType.INT64: "I64",
-    DataType.FLOAT16: "F16",
-    DataType.BFLOAT16: "BF16",
-    DataType.FLOAT: "F32",
-    DataType.DOUBLE: "F64",
-}
+
+def _code(dtype: DataType) -> str:
+    """The format's name of an element type, such as BF16."""
+    name = dtype.common_name.upper()
+    return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I")
 
 
 class Entry(NamedTuple):
@@ -53,7 +44,7 @@ class Entry(NamedTuple):
 
     def header(self, begin: int) -> dict[str, object]:
         offsets = [begin, begin + self.memory.nbytes]
-        return {"dtype": _DTYPES[self.memory.dtype], "shape": self.shape, "data_offsets": offsets}
+        return {"dtype": _code(self.memory.dtype), "shape": self.shape, "data_offsets": offsets}
 
 
 def save(path: str | os.PathLike[str], entries: Sequence[Entry], revision: int) -> None:

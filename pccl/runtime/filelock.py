@@ -79,7 +79,6 @@ class FileLock:
         os.write(self._descriptor, (" " + text.ljust(WIDTH - 1) + "\n").encode())
 
     def close(self) -> None:
-        """Releases it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

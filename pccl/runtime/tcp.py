@@ -19,8 +19,6 @@ _FIELDS = struct.Struct("=52xI12xI28xI44xI8xQQQ8x")
 
 
 class TcpInfo(NamedTuple):
-    """A connection."""
-
     silent_s: float  # since bytes last came from the other side
     rtt_s: float  # the round trip, as the kernel smooths it
     retransmits: int  # packets that were sent again
@@ -127,6 +125,5 @@ class Shutter:
             os.dup2(self._blank, self._twin, inheritable=False)
 
     def close(self) -> None:
-        """Closes its descriptors."""
         os.close(self._blank)
         os.close(self._twin)

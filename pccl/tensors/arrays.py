@@ -50,7 +50,6 @@ class Buffer:
 
     @property
     def order(self) -> str:
-        """The order of the elements, in words."""
         return described("" if self.layout is None else str(self.layout))
 
     def overlaps(self, other: Buffer) -> bool:
@@ -167,7 +166,6 @@ def is_torch(array: object) -> TypeGuard[torch.Tensor]:
 
 
 def is_finite(array: Array) -> bool:
-    """True if no element is a NaN or an infinity."""
     if is_torch(array):
         return bool(array.isfinite().all())
     return bool(sys.modules["numpy"].isfinite(array).all())

@@ -348,7 +348,6 @@ class WeightsClient(ControlThread):
         return self._weights.stream_lost(event.stream, event.status == LIED)
 
     def end(self) -> None:
-        """Ends the thread that verifies, too."""
         self._jobs.put(None)
         super().end()
 
@@ -383,7 +382,6 @@ def client(
 
 
 def timed_out(what: str, timeout: float, why: str) -> PCCLTimeoutError:
-    """The exception for a wait that was too long."""
     return PCCLTimeoutError(Result.TIMEOUT, what, f"{why} within {timeout:g} s")
 
 

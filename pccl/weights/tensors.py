@@ -43,8 +43,6 @@ _HEADER = struct.Struct("<BBxxIII")  # how, bytes of a gap, changed elements, by
 
 
 class How(IntEnum):
-    """How a span has changed."""
-
     SAME = 0
     SPARSE = 1
     DENSE = 2
@@ -252,7 +250,6 @@ class Tensors:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each tensor in a whole version."""
         return [buffer.nbytes for buffer in self._buffers]
 
     def mismatch(self, head: Head) -> str:
@@ -312,5 +309,4 @@ def blob_of(head: Head, body: Bytes) -> Blob:
 
 
 def found_digests(each: Sequence[Bytes]) -> list[bytes]:
-    """The digest of each tensor."""
     return [one.root for one in digests([(one.ctypes.data, one.nbytes) for one in each])]
