@@ -7,6 +7,7 @@ from typing import dataclass_transform
 
 from msgspec import Struct
 
+from pccl import errors
 from pccl.protocol import messages as m
 from pccl.protocol.ring import RingPlace
 from pccl.protocol.strategy import Strategy
@@ -128,18 +129,18 @@ class Answer(Effect):
 
 
 class Fault(Enum):
-    """The kind of a failure, which its result alone may not tell."""
+    """The kind of a failure, which its result alone may not tell; the value is its exception."""
 
-    OTHER = "a failure of another kind"
-    PEER_LOST = "a peer was lost, or failed"
-    MASTER_LOST = "the master cannot be reached any more"
-    KICKED = "the run goes on without this peer"
-    MISMATCH = "the peers' calls can never match"
-    TIMEOUT = "a caller's time was up"
-    DIVERGENCE = "content had diverged, and a peer has asked for an error"
-    FINISHED = "the run is finished"
-    REORDERED = "ranks have changed, and no peer is lost"
-    TOO_FEW_PEERS = "fewer than the min_peers of the shared state"
+    OTHER = errors.PCCLError
+    PEER_LOST = errors.PeerLostError  # or it has failed
+    MASTER_LOST = errors.MasterLostError
+    KICKED = errors.KickedError
+    MISMATCH = errors.MismatchError
+    TIMEOUT = errors.PCCLTimeoutError
+    DIVERGENCE = errors.DivergenceError
+    FINISHED = errors.RunFinishedError
+    REORDERED = errors.RanksChangedError  # and no peer is lost
+    TOO_FEW_PEERS = errors.TooFewPeersError  # fewer than the min_peers of the shared state
 
 
 class Fail(Effect):

@@ -18,18 +18,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from pccl.errors import (
-    DivergenceError,
-    KickedError,
-    MasterLostError,
-    MismatchError,
-    PCCLError,
-    PCCLTimeoutError,
-    PeerLostError,
-    RanksChangedError,
-    RunFinishedError,
-    TooFewPeersError,
-)
+from pccl.errors import PCCLError
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime import limits
@@ -59,19 +48,6 @@ T = TypeVar("T")
 # the note, or None if none has come in that time.
 Steps: TypeAlias = Generator[float, Note | None, T]
 
-_ERRORS: dict[effects.Fault, type[PCCLError]] = {
-    effects.Fault.OTHER: PCCLError,
-    effects.Fault.PEER_LOST: PeerLostError,
-    effects.Fault.REORDERED: RanksChangedError,
-    effects.Fault.MASTER_LOST: MasterLostError,
-    effects.Fault.KICKED: KickedError,
-    effects.Fault.MISMATCH: MismatchError,
-    effects.Fault.TIMEOUT: PCCLTimeoutError,
-    effects.Fault.DIVERGENCE: DivergenceError,
-    effects.Fault.FINISHED: RunFinishedError,
-    effects.Fault.TOO_FEW_PEERS: TooFewPeersError,
-}
-
 
 def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCLError:
     """The exception for a failed call, with its phase and duration."""
@@ -79,7 +55,8 @@ def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCL
     if began_s is not None:
         when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
     why = f"{end.why} ({', '.join(when)})" if when else end.why
-    return _ERRORS[end.fault](end.result, name, why)
+    error: PCCLError = end.fault.value(end.result, name, why)
+    return error
 
 
 class Quiet:
