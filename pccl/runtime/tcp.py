@@ -37,12 +37,12 @@ def parse(data: bytes) -> TcpInfo | None:
 
 
 @contextlib.contextmanager
-def borrowed(descriptor: int, *kind: int) -> Iterator[socket.socket]:
+def borrowed(descriptor: int, family: int = -1, kind: int = -1) -> Iterator[socket.socket]:
     """A socket whose descriptor another owner has, which may have closed or reused it meanwhile.
 
-    Raises OSError: it is no socket. `kind`: family and type, if known; this saves system calls.
+    Raises OSError: it is no socket. With `family` and `kind` it takes fewer system calls.
     """
-    found = socket.socket(*kind, fileno=descriptor)
+    found = socket.socket(family, kind, fileno=descriptor)
     try:
         yield found
     finally:

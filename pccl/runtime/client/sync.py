@@ -318,7 +318,7 @@ class Synchronization:
         self._staging, self._complete, self._op = None, False, 0
         self._results.clear()
         if plan.fetch:
-            self._staging = staging = Staging(plan, self._regions)
+            self._staging = staging = Staging(plan, self._memory)
             if plan.in_place:
                 self._tear(plan.fetch)
             pieces, owner = staging.pieces(), (staging, self._owner)
