@@ -182,15 +182,14 @@ class Communicator(Closing):
         limit = self._connect_timeout
         if limit is None:
             limit = config.connect_timeout_s
-        host, port, lanes = self._host, self._port, self._pool_size
-        retry = RetryPolicy(self.address, n_attempts, limit, timeout)
+        host, port, own = self._host, self._port, (self._group, self._team, self._pool_size)
+        policy = RetryPolicy(host, port, n_attempts, limit, timeout)
         security = Security.of(self._security)
 
-        def make(address: str) -> PeerClient:
-            group, team = self._group, self._team
-            return PeerClient(host, port, address, config, security, group, team, lanes)
+        def make(address: str) -> PeerClient:  # it must not refer to this object
+            return PeerClient(host, port, address, config, security, *own)
 
-        self._membership.begin(host, port, config, make, retry, self)
+        self._membership.begin(policy, config, make, self)
 
     def __repr__(self) -> str:
         return f"Communicator({self.address!r}, {self._membership.described(self._group)})"

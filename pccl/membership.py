@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import threading
@@ -25,10 +24,7 @@ from pccl.runtime.client.connect import RetryPolicy, connect
 from pccl.runtime.client.probe import optimize
 from pccl.runtime.config import Config
 from pccl.runtime.forks import FORKED
-from pccl.support.logs import REMINDER_S, Reminder
 from pccl.types import Result
-
-log = logging.getLogger("pccl")
 
 T = TypeVar("T")
 
@@ -168,11 +164,9 @@ class Membership:
 
     def begin(
         self,
-        host: str,  # host of the master
-        port: int,  # port of the master
+        policy: RetryPolicy,  # the master, and the time limits of the attempts
         config: Config,  # timings and limits
         make: Callable[[str], PeerClient],  # makes a client of the master at an address
-        retry: RetryPolicy,  # the time limits of the attempts
         owner: object,  # the object that uses this membership
     ) -> None:
         """Joins a run; see `connect`. Leaves it when `owner` is garbage-collected, or before.
@@ -194,7 +188,7 @@ class Membership:
             self._finalizer = weakref.finalize(owner, client.close, why)
             self._client = client
 
-        connect(host, port, config, make, joined, retry)
+        connect(policy, config, make, joined)
 
     def end(self) -> None:
         if self._client is not None:
@@ -407,23 +401,17 @@ class Membership:
         """
         deadline = Deadline(timeout)
         client = self.client("sync_shared_state")
-        reminder = Reminder(log)
-        say_at_s = time.monotonic() + REMINDER_S
         while True:
             try:
                 return round_()
             except TooFewPeersError:
-                found = f"{wanted} (or more, for another peer), {client.world.local_size} here"
+                here = client.world.local_size
+                aim = f"min_peers is {wanted} (or more, for another peer), {here} here"
             try:
-                while not self.await_newcomers(
-                    deadline, max(0.0, say_at_s - time.monotonic()) or limits.FOREVER_S
-                ):
-                    if time.monotonic() >= say_at_s:
-                        reminder.warn(
-                            f"this peer waits for others to begin with: min_peers is {found}"
-                        )
+                while not self.await_newcomers(deadline, limits.FOREVER_S, aim):
+                    pass
             except PCCLTimeoutError as error:
-                why = f"the run has not begun after {timeout:g} s: min_peers is {found}"
+                why = f"the run has not begun after {timeout:g} s: {aim}"
                 raise PCCLTimeoutError(error.result, "sync_shared_state", why) from None
 
     def await_newcomers(self, deadline: Deadline, patience_s: float, aim: str = "") -> int:

@@ -30,7 +30,7 @@ from pccl.runtime.client.sync import Staging, served
 from pccl.runtime.config import Config
 from pccl.runtime.digest import Digest, digests
 from pccl.security import Security
-from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
+from pccl.support.text import parse_address, parse_advertised, parse_ports
 from pccl.tensors.arrays import Buffer
 from pccl.types import DataType, Result
 
@@ -361,22 +361,14 @@ def client(
         MasterLostError: no master answers within the time limit.
         PCCLError: the master refuses it, or the keys cannot be used.
     """
-    host, port = options.host, options.port
+    at, limit_s = (options.host, options.port), options.timeout_s
+    policy = RetryPolicy(*at, 1, limit_s, None, name=name, waits_for_others=False)
     found: list[WeightsClient] = []
     connect(
-        host,
-        port,
+        policy,
         options.config,
         lambda address: WeightsClient(options, address, store, follows=follows, relays=relays),
         found.append,
-        RetryPolicy(
-            address_text(host, port),
-            1,
-            options.timeout_s,
-            None,
-            name=name,
-            waits_for_others=False,
-        ),
     )
     return found[0]
 

@@ -17,6 +17,7 @@ from pccl.runtime.config import Config
 from pccl.runtime.resolve import AnotherServiceError, reachable
 from pccl.runtime.resources import OutOfResourcesError, out_of_resources, require_resources
 from pccl.runtime.uninterrupted import aside
+from pccl.support.text import address_text
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
@@ -30,7 +31,8 @@ class RetryPolicy:
 
     def __init__(
         self,
-        master: str,  # `host:port`, for messages
+        host: str,  # of the master
+        port: int,  # of the master
         n_attempts: int,  # number of attempts, if `connect_timeout` is None
         connect_timeout: float | None,  # seconds for any number of attempts
         # seconds for the whole call, including the admission; this limit always applies
@@ -43,7 +45,7 @@ class RetryPolicy:
     ) -> None:
         if n_attempts < 1:
             raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
-        self._master = master
+        self.host, self.port, self._master = host, port, address_text(host, port)
         self._n_attempts = n_attempts
         self._connect_timeout = connect_timeout
         self._timeout = timeout
@@ -147,12 +149,10 @@ C = TypeVar("C", bound=Connecting)
 
 
 def connect(
-    host: str,  # host of the master
-    port: int,  # port of the master
+    policy: RetryPolicy,  # the master, and the time limits of the attempts
     config: Config,  # timings and limits
     make: Callable[[str], C],  # makes a client of the master at an address
     joined: Callable[[C], None],  # receives the client that has joined. All others are closed.
-    policy: RetryPolicy,  # the time limits of the attempts
 ) -> None:
     """Makes a client that joins a run; returns when it has joined.
 
@@ -179,7 +179,7 @@ def connect(
     while True:
         another = False
         try:  # a plain connection first, because ZeroMQ does not report why one fails
-            address = reachable(host, port, policy.of(config.handshake_timeout_s))
+            address = reachable(policy.host, policy.port, policy.of(config.handshake_timeout_s))
         except OSError as error:
             why, another = error.strerror or str(error), isinstance(error, AnotherServiceError)
         else:
