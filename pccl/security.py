@@ -39,6 +39,9 @@ class KeyPair:
 class Security:
     """Encryption and authentication by the keys in a directory, which are read when needed.
 
+    Methods that read keys raise PCCLError INVALID_USAGE if a file cannot be used, or if other users
+    can read a secret one.
+
         keys = pccl.Security.from_dir("run-keys")  # `pccl keys run-keys` makes it
         comm = pccl.Communicator("the-masters-host", security=keys)
 
@@ -82,36 +85,20 @@ class Security:
         return security if isinstance(security, Security) else cls.from_dir(security)
 
     def master_keys(self) -> KeyPair:
-        """The master's key pair.
-
-        Raises:
-            PCCLError: INVALID_USAGE when its file cannot be used, or others can read it.
-        """
+        """The master's key pair."""
         return self._pair(MASTER_SECRET)
 
     def peer_keys(self) -> KeyPair:
-        """This peer's key pair.
-
-        Raises:
-            PCCLError: INVALID_USAGE when its file cannot be used, or others can read it.
-        """
+        """This peer's key pair."""
         return self._pair(PEER_SECRET)
 
     def master_key(self) -> str:
-        """The master's public key.
-
-        Raises:
-            PCCLError: INVALID_USAGE when its file cannot be used.
-        """
+        """The master's public key."""
         path = self.directory / MASTER_KEY
         return _keys(path, _read(path).split(), 1)[0]
 
     def allowed(self) -> frozenset[str]:
-        """The public keys of the peers that may join.
-
-        Raises:
-            PCCLError: INVALID_USAGE when their file cannot be used.
-        """
+        """The public keys of the peers that may join."""
         path = self.directory / ALLOWED
         lines = [line.split() for line in _read(path).splitlines()]
         return frozenset(_keys(path, words, 1)[0] for words in lines if words and words[0] != "#")

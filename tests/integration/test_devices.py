@@ -405,7 +405,7 @@ def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     work = m.Spec("all_reduce", 0, dtypes[0].value, sum(counts), parts=parts)
     each = tuple(Operand(one, one, one.count) for one in buffers)
     moved, copied = staged(Operands(work, each))
-    assert copied is not None and moved.progressive is not None
+    assert copied is not None and moved.step
     assert [one.send.device_type for one in moved.each] == [pccl.DeviceType.CPU] * 5
     begins = [0, 320, 384, 1408, 1408]
     seen: dict[int, list[int]] = {0: [], 2: [], 4: []}
@@ -439,7 +439,7 @@ def test_what_is_read_progressively_never_travels_with_its_vote(
         each = tuple(Operand(end, end, end.count) for end in ends)
         moved, _ = staged(Operands(work, each))
         most = alone(strategy.Settings(m.INLINE_BYTES_MAX))
-        return moved.progressive is not None, strategy.choose(work, 0, most).inline
+        return bool(moved.step), strategy.choose(work, 0, most).inline
 
     assert voted([least]) == (True, False)
     assert voted([m.INLINE_BYTES_MAX]) == (False, True)

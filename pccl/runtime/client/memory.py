@@ -85,17 +85,6 @@ class Wide:
                 target[:] = averages.narrow(total, members, target.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Progressive:
-    """Host memory that is filled, and read, while the collective runs (c/pccl_core.h,
-    PROGRESSIVE COLLECTIVES).
-    """
-
-    step: int  # the offsets of a step
-    # called by the control thread for each step that holds the result
-    written: Callable[[int], None]
-
-
 def nothing() -> None:
     """The result of a collective that gives its caller nothing."""
 
@@ -108,7 +97,9 @@ class Operands:
     In an exchange, `send_rows` are the rows that each array has for each rank, and `recv_rows` the
     rows that it gets from each rank; empty: none. `uneven`: other peers cannot know these numbers.
     `pair`: the peers of a send, the sender first.
-    `progressive`: None if the memory holds the contribution. `wide`: for an average of integers.
+    If the memory is filled, and read, while the collective runs (c/pccl_core.h, PROGRESSIVE
+    COLLECTIVES), `step` is the number of offsets of a step; the control thread calls `written` for
+    each step that holds the result. `wide`: for an average of integers.
     """
 
     work: m.Spec
@@ -117,7 +108,8 @@ class Operands:
     recv_rows: tuple[int, ...] = ()
     uneven: bool = False
     pair: tuple[int, ...] = ()
-    progressive: Progressive | None = None
+    step: int = 0
+    written: Callable[[int], None] | None = None
     wide: Wide | None = None
     result: Callable[[], Any] = nothing
 
@@ -428,8 +420,7 @@ def on_host(
         return replace(work, each=each), Copies(pipe, [whole], [0], False, in_place)
     steps = _steps(work, strategy.step, twins.pairs)
     copies = Copies(pipe, steps, _order(strategy, conditions), True, in_place)
-    told = Progressive(strategy.step, copies.written)
-    return replace(work, each=each, progressive=told), copies
+    return replace(work, each=each, step=strategy.step, written=copies.written), copies
 
 
 class _Twins:

@@ -243,7 +243,7 @@ class Driver:
                 parts=_parts(memory),
                 format=wire_format(memory.work),
                 rows=memory.work.rows,
-                window=memory.progressive.step if memory.progressive is not None else 0,
+                window=memory.step,
                 **ids,
             )
 
@@ -330,8 +330,8 @@ class PeerDriver(Driver):
 
     def _written(self, event: Event) -> list[Any]:
         memory = self.pending.memory.get(event.op)
-        if isinstance(memory, Operands) and memory.progressive is not None:
-            memory.progressive.written(event.done)
+        if isinstance(memory, Operands) and memory.written is not None:
+            memory.written(event.done)
         return []
 
     def _open_stream(self, effect: effects.OpenStream) -> None:
