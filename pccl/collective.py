@@ -38,10 +38,6 @@ class Launch:
         membership: the membership of the peer that makes it.
         name: name of the API call.
         tags: the tags that it occupies; the first one is the tag of the collective.
-
-    Raises:
-        PCCLError: TOO_FEW_PEERS, INVALID_USAGE.
-        OverflowError: a tag is out of range.
     """
 
     def __init__(self, membership: Membership, name: str, *tags: int) -> None:
@@ -59,12 +55,7 @@ class Launch:
         self._lock = threading.Lock()
 
     def begin(self, work: Operands, stuck: bool = False) -> None:
-        """Launches it. `stuck`: the caller makes no other call before the answer.
-
-        Raises:
-            PCCLError: a call in progress on this peer excludes it.
-            UnsupportedError: an array is on a device that does not exist.
-        """
+        """Launches it. `stuck`: the caller makes no other call before the answer."""
         self._calls.enter(self._name, self.call, *map(work.place, self._tags))
         conditions = self._client.conditions
         strategy = choose(work.work, work.nbytes, conditions)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pccl.errors import UnsupportedError
-from pccl.tensors.arrays import Buffer, is_torch
+from pccl.tensors import Buffer, is_torch
 from pccl.types import Result
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ class Cuda:
 class Pipe:
     """A `runtime.client.memory.Pipe`: on each device, a stream for each direction.
 
-    Args:
-        torch: the module.
-        memory: the bytes of each buffer, by its address and size.
+    `memory`: the bytes of each buffer, by its address and size.
     """
 
     def __init__(self, torch: Any, memory: dict[tuple[int, int], torch.Tensor]) -> None:

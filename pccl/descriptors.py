@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pccl.tensors.arrays import Array, Buffer, pair
+from pccl.tensors import Array, Buffer, pair
 from pccl.types import DataType, DistributionHint, QuantizationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ReduceOpDescriptor:
         """Describes a collective of two tensors, and keeps them alive.
 
         Raises:
-            ValueError: the tensors do not match (`pccl.tensors.arrays.pair`); or their dtype or
+            ValueError: the tensors do not match (`pccl.tensors.pair`); or their dtype or
                 count contradicts `reduce_descriptor`.
         """
         return _describe(send, recv, reduce_descriptor)

@@ -79,27 +79,16 @@ class Stats:
 
 
 class Sample(NamedTuple):
-    """A collective that has succeeded.
+    """A collective that has succeeded."""
 
-    Attributes:
-        what: the call.
-        members: how many took part.
-        tx_bytes: payload that this peer has sent.
-        small: whether its data travelled with the votes.
-        entering_s: from the call until all had entered it.
-        moving_s: from then until this peer held the result.
-        finishing_s: from then until all had the result.
-        engine_s: processor time of the engine's thread while the data moved; None: unknown.
-    """
-
-    what: str
-    members: int
-    tx_bytes: int
-    small: bool
-    entering_s: float
-    moving_s: float
-    finishing_s: float
-    engine_s: float | None
+    what: str  # the call
+    members: int  # how many took part
+    tx_bytes: int  # payload that this peer has sent
+    small: bool  # whether its data travelled with the votes
+    entering_s: float  # from the call until all had entered it
+    moving_s: float  # from then until this peer held the result
+    finishing_s: float  # from then until all had the result
+    engine_s: float | None  # processor time of the engine's thread while data moved, if known
 
     @property
     def total_s(self) -> float:
@@ -107,21 +96,13 @@ class Sample(NamedTuple):
 
 
 class LinkFacts(NamedTuple):
-    """The link from this peer to the next one of the ring, as its kernel knows it.
+    """The link from this peer to the next one of the ring, as its kernel knows it."""
 
-    Attributes:
-        to: the next peer.
-        rtt_s: the round trip when nothing delays it.
-        busy: the share of the collectives' moving time in which bytes were on the way.
-        full: the share of that time in which the other side had no room for more.
-        retransmits: packets that were sent again.
-    """
-
-    to: str
-    rtt_s: float
-    busy: float
-    full: float
-    retransmits: int
+    to: str  # the next peer
+    rtt_s: float  # the round trip when nothing delays it
+    busy: float  # the share of the collectives' moving time in which bytes were on the way
+    full: float  # the share of that time in which the other side had no room for more
+    retransmits: int  # packets that were sent again
 
 
 class Cause(Enum):
@@ -204,10 +185,7 @@ def explain(
 ) -> Explanation:
     """Explains the duration of a peer's last collectives.
 
-    Args:
-        samples: the collectives.
-        link: the link to the next peer of the ring; None: unknown, for example on this machine.
-        master_s: the round trip to the master; None: unknown.
+    `link` and `master_s`, the round trip to the master, may be unknown, as on one machine.
     """
     chosen = _slowest_kind(samples)
     if not chosen:

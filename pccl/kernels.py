@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import xxhash
 
 from pccl.ext import ffi, lib
-from pccl.tensors.arrays import Array, Buffer
+from pccl.tensors import Array, Buffer
 from pccl.types import DataType, DeviceType
 
 if TYPE_CHECKING:

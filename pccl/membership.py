@@ -141,20 +141,13 @@ def _order(plan: m.Plan, number: int) -> tuple[int, ...]:
 
 
 class Membership:
-    """One peer's membership: before it begins, while it lasts, and after its end.
-
-    Attributes:
-        calls: those in progress.
-        ranks: the ranks that the program knows.
-        revision: the shared state's revision after the last synchronization; 0 before the first.
-        synced: whether this peer has synchronized shared state since it joined.
-        has_admitted: whether this peer has made a call of `admit` since it joined.
-    """
+    """One peer's membership: before it begins, while it lasts, and after its end."""
 
     def __init__(self) -> None:
         self.calls = CallsInFlight()
-        self.ranks = KnownRanks()
-        self.revision = 0
+        self.ranks = KnownRanks()  # as the program knows them
+        self.revision = 0  # of the shared state after the last synchronization
+        # since it joined: whether it has synchronized shared state, and made a call of `admit`
         self.synced = self.has_admitted = False
         self._asked_s = -math.inf  # when `are_peers_pending` last returned False
         self._client: PeerClient | None = None
@@ -221,10 +214,7 @@ class Membership:
         return client
 
     def last(self, name: str) -> PeerClient:
-        """The client, even if its membership is over.
-
-        Raises PCCLError: INVALID_USAGE before `begin`.
-        """
+        """The client, even if its membership is over."""
         return self.client(name) if self._client is None else self._client
 
     def seen(self, name: str) -> PeerClient:
@@ -250,13 +240,7 @@ class Membership:
         return self.ranks.of(self.one_of_several(name).number)
 
     def pair(self, name: str, rank: int, sends: bool) -> tuple[int, int]:
-        """The numbers of this peer and of the peer with a rank, the sender first.
-
-        Raises:
-            PCCLError: TOO_FEW_PEERS, INVALID_USAGE.
-            ValueError: no other peer has that rank.
-            TypeError: it is not a rank.
-        """
+        """The numbers of this peer and of the peer with a rank, the sender first."""
         number = self.one_of_several(name).number
         order = self.ranks.order
         rank = operator.index(rank)
@@ -291,10 +275,7 @@ class Membership:
         enter: Callable[[Call], None],
         end_of: Callable[[PeerClient, Call], Note],
     ) -> Any:
-        """Takes part in a round of the whole run until it ends, and returns its result.
-
-        Raises PCCLError: the round has failed, or another call in progress excludes it.
-        """
+        """Takes part in a round of the whole run until it ends, and returns its result."""
         call = client.call()
         try:
             self.calls.enter(name, call)

@@ -22,8 +22,18 @@ from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands, nothing
 from pccl.runtime.quantization import fingerprint
-from pccl.tensors.arrays import Array, Buffer, is_finite, new, order_of, pair, same_kind
-from pccl.tensors.foreign import Exporter, like, native
+from pccl.tensors import (
+    Array,
+    Buffer,
+    Exporter,
+    is_finite,
+    like,
+    native,
+    new,
+    order_of,
+    pair,
+    same_kind,
+)
 from pccl.types import DataType, OpName, QuantizationName, QuantizationOptions, ReduceOp, Result
 
 Arrays: TypeAlias = (
@@ -47,22 +57,14 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """The arrays of a collective in order, with their names if they came in a dict.
+    """The arrays of a collective in order, with their names if they came in a dict."""
 
-    Attributes:
-        arrays: as numpy or torch sees them.
-        names: the sorted keys of a dict.
-        is_list: False if a single array was given.
-        form: the argument: an array, or a list or dict of arrays.
-        given: its arrays.
-        copied: which of them are read-only and are to be written, so that `arrays` has a copy.
-    """
-
-    arrays: list[Array]
-    names: list[str]
-    is_list: bool = True
-    form: Any = None
-    given: Sequence[Any] = ()
+    arrays: list[Array]  # as numpy or torch sees them
+    names: list[str]  # the sorted keys of a dict
+    is_list: bool = True  # False if a single array was given
+    form: Any = None  # the argument: an array, or a list or dict of arrays
+    given: Sequence[Any] = ()  # its arrays
+    # those that are read-only and are to be written, so that `arrays` has a copy
     copied: Collection[int] = ()
 
     def result(self, made: Sequence[Array] | None = None) -> Any:

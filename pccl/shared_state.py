@@ -24,8 +24,17 @@ from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import Synchronization
 from pccl.support.text import require
-from pccl.tensors.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
-from pccl.tensors.foreign import Exporter, like, native
+from pccl.tensors import (
+    Array,
+    Buffer,
+    Exporter,
+    in_c_order,
+    is_numpy,
+    is_torch,
+    like,
+    native,
+    put_back,
+)
 from pccl.types import (
     DataType,
     DeviceType,

@@ -66,9 +66,7 @@ class Mail:
     def send(self, data: bytes) -> bool:
         """Sends a message. Returns whether messages wait: sending may consume their notification.
 
-        Raises:
-            zmq.Again: there is no room, or no connection.
-            zmq.ZMQError: the socket or its context has been closed.
+        Raises zmq.Again: there is no room, or no connection.
         """
         if self._by_python:
             self._socket.send(data, zmq.DONTWAIT)
@@ -79,11 +77,7 @@ class Mail:
         return waiting > 0
 
     def take(self) -> list[bytes]:
-        """Receives all waiting messages, until the socket is empty.
-
-        Raises:
-            zmq.ZMQError: the socket or its context has been closed.
-        """
+        """Receives all waiting messages, until the socket is empty."""
         taken: list[bytes] = []
         if self._by_python:
             while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -159,9 +153,7 @@ class RouterMail:
     def send(self, to: bytes, data: bytes) -> None:
         """Sends a message to a connection.
 
-        Raises:
-            zmq.Again: there is no room.
-            zmq.ZMQError: the connection is lost, or there is no memory; nothing was sent.
+        Raises zmq.Again: there is no room. Other ZMQErrors: it is lost, or there is no memory.
         """
         if self._by_python:
             payload = zmq.Frame(data, copy=True)  # may fail; then no first frame is sent either

@@ -75,12 +75,7 @@ def load(choice: str = "") -> Backend:
 
 
 def _fill_from_libzmq() -> Any:
-    """Fills a table with libzmq's own functions, and tries it out.
-
-    Raises:
-        OSError, AttributeError: a library cannot be opened, or lacks a function.
-        RuntimeError: the library that was found is not the one of pyzmq, or does not work.
-    """
+    """Fills a table with libzmq's own functions, and tries it out. Raises what `load` catches."""
     library = _find_library()
     version = (ctypes.c_int * 3)()
     library.zmq_version(*(ctypes.byref(version, i * 4) for i in range(3)))
@@ -96,10 +91,7 @@ def _fill_from_libzmq() -> Any:
 
 
 def _find_library() -> ctypes.CDLL:
-    """The extension module of pyzmq's backend, through which libzmq's symbols can be looked up.
-
-    Raises RuntimeError: no loaded module has libzmq's symbols.
-    """
+    """The extension module of pyzmq's backend, through which libzmq's symbols can be looked up."""
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) or ""
         if name.startswith("zmq.backend.") and path.endswith(tuple(EXTENSION_SUFFIXES)):
@@ -110,12 +102,7 @@ def _find_library() -> ctypes.CDLL:
 
 
 def _try_out(table: Any) -> None:
-    """Sends one message through the table.
-
-    Raises:
-        RuntimeError: the message did not arrive.
-        MemoryError: there is not enough memory, or no descriptor is available.
-    """
+    """Sends one message through the table. Raises RuntimeError: it did not arrive."""
     context, message = table.ctx_new(), ffi.new("pccl_msg *")
     sockets = [table.socket(context, zmq.PAIR) for _ in range(2)] if context else [ffi.NULL]
     try:

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from pccl.support.text import ADVERTISED_MAX, address_text
-from pccl.tensors.layout import described
+from pccl.tensors import described
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 
@@ -262,7 +262,7 @@ class World(Value):
 class Part(Value):
     """One tensor of a collective over several; `name` is its key, if it has one.
 
-    `layout` is the order of its elements in memory (pccl.tensors.layout); empty for C's.
+    `layout` is the order of its elements in memory (pccl.tensors); empty for C's.
     """
 
     dtype: U16

@@ -79,10 +79,7 @@ def _spread(
 ) -> tuple[int, ...]:
     """The order with as few barred hops as possible, and otherwise as it was; rank 0 stays.
 
-    Args:
-        order: of a ring.
-        outgoing: the peers that others cannot connect to.
-        barred: whether a hop is between two outgoing peers that are apart.
+    A hop is `barred` if it is between two `outgoing` peers that are apart.
     """
     blocks: list[list[int]] = []  # outgoing peers of one machine, or one other peer
     for number in order:

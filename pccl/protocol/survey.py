@@ -26,11 +26,8 @@ Slot: TypeAlias = dict[int, tuple[int, ...]]  # what is measured at once: receiv
 
 
 class Everything:
-    """All links: each by itself; then, of few peers, all at once.
-
-    Args:
-        numbers: the peers.
-        local: whether two of them are on one machine; such links are not measured.
+    """All links: each by itself; then, of few peers, all at once. Those that are `local` (on one
+    machine) are not measured.
     """
 
     def __init__(self, numbers: Sequence[int], local: Callable[[int, int], bool]) -> None:
@@ -52,11 +49,7 @@ class Everything:
 
 
 class Survey:
-    """Finds the sites of many peers.
-
-    Args:
-        machines: the peers, by machine: those of one are at one site.
-    """
+    """Finds the sites of many peers; those of one machine are at one site."""
 
     def __init__(self, machines: Iterable[Sequence[int]]) -> None:
         self._members = {one[0]: list(one) for one in machines}  # of each set; named by one of them

@@ -87,12 +87,7 @@ KEPT_MAX = 200  # packages kept by a holder; a message has space for somewhat mo
 
 
 def way(packages: Sequence[m.Package], version: int) -> tuple[m.Package, ...]:
-    """The packages that lead to the newest version with the fewest bytes, in order.
-
-    Args:
-        packages: the available ones.
-        version: the version at the start; 0: none.
-    """
+    """The packages that lead from a version (0: none) to the newest with the fewest bytes."""
     cost, last = {version: 0}, dict[int, m.Package]()
     for package in sorted(packages, key=lambda one: one.key):
         if package.version <= version or not (package.base == 0 or package.base in cost):
@@ -235,22 +230,17 @@ class WeightsMachine:
         follows: whether it fetches what others publish.
         fits: whether the sizes of a package match the caller's tensors.
         relays: whether it serves what it has fetched to others.
-
-    Attributes:
-        number: the client's number; 0 until it is registered.
-        over: why it has ended; None before.
-        idle: always True: `leave` need not wait for ops.
-        version: the version of the weights that it has.
     """
 
-    idle = True
+    idle = True  # `leave` need not wait for ops
 
     def __init__(self, follows: bool, relays: bool, fits: Callable[[m.Package], bool]) -> None:
         self._follows, self._relays, self._fits = follows, relays, fits
         self._hello: m.Hello | None = None
         self._joining: int | None = None  # the call
-        self.number, self.version = 0, 0
-        self.over: Fail | None = None
+        self.number = 0  # until it is registered
+        self.version = 0  # of the weights that it has
+        self.over: Fail | None = None  # why it has ended
         self._connected = False  # to a master that knows it
         self._available: tuple[m.Package, ...] = ()
         self._next = 0  # number of an op or stream

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pccl.ext import ffi
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 from pccl.types import DataType
 
 HALVES = np.dtype([("lower", np.uint64), ("upper", np.int64)])  # PCCL_I128 of c/pccl_core.h

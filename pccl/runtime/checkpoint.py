@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pccl.ext import ffi
 from pccl.runtime.digest import digest
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 from pccl.types import DataType
 
 METADATA = "__metadata__"  # a name that no entry can have

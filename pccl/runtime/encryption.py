@@ -72,9 +72,8 @@ class Zap:
     def answer(self, decide: Callable[[str], bool | None]) -> None:
         """Answers the requests that have arrived.
 
-        Args:
-            decide: whether the holder of a public key may connect. None: not known yet; the
-                connection waits for a later call, within the time limit of handshakes.
+        `decide` says whether the holder of a public key may connect. None: not known yet; the
+        connection waits for a later call, within the time limit of handshakes.
         """
         while self._read() or self._decided(decide):
             pass

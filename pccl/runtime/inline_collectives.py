@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 from pccl.types import DataType, ReduceOp
 
 KEPT_BYTES = 4 << 20  # the allocator keeps at most twice as much

@@ -43,11 +43,8 @@ def first_to_answer(
 ) -> tuple[str, dict[str, str]]:
     """The first address that answers ("": none does), and why others do not, as far as is known.
 
-    Args:
-        addresses: numeric addresses, in the order in which they are tried.
-        port: the port at all addresses.
-        limit_s: the time limit for all attempts together.
-        greets: whether the listener must send a greeting; otherwise a connection is enough.
+    Numeric addresses are tried in their order, with one time limit for all of them. `greets`:
+    whether the listener must send a greeting; otherwise a connection is enough.
     """
     race = _Race(port, greets, min(limits.STAGGER_S, limit_s / (1 + len(addresses))))
     try:
@@ -308,9 +305,7 @@ class Ways(NamedTuple):
     def first(self, but: dict[str, str], limit_s: float) -> tuple[str, dict[str, str]]:
         """The first address that answers, and why others do not; takes up to `limit_s`.
 
-        Args:
-            but: addresses to leave out, unless there are no others.
-            limit_s: the time limit for everything.
+        Addresses in `but` are left out, unless there are no others.
         """
         until_s, failed = time.monotonic() + limit_s, dict[str, str]()
         found: dict[str, None] = {}
@@ -327,11 +322,7 @@ class Ways(NamedTuple):
 
 
 class Resolver:
-    """Resolves names for one thread, in which the callbacks run.
-
-    Args:
-        post: queues a function to be run by that thread.
-    """
+    """Resolves names for one thread, in which the callbacks run; `post` queues work for it."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post

@@ -31,7 +31,7 @@ from pccl.runtime.config import Config
 from pccl.runtime.digest import Digest, digests
 from pccl.security import Security
 from pccl.support.text import parse_address, parse_advertised, parse_ports
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 from pccl.types import DataType, Result
 
 ENTRIES = 2  # the head and the body; pieces with lower numbers are their tables of digests
@@ -145,16 +145,7 @@ class Options:
 class WeightsClient(ControlThread):
     """A client that publishes or follows weights, from the first connection to the end.
 
-    Args:
-        options: the master, keys, timings and limits.
-        address: current address of the master's host.
-        store: works packages in.
-        follows: whether it fetches what others publish.
-        relays: whether it serves what it has fetched to others.
-
-    Raises:
-        OSError: the engine cannot listen here.
-        PCCLError: INVALID_USAGE: keys are missing or unsafe.
+    It fetches what others publish if it `follows`, and serves this to others if it `relays`.
     """
 
     def __init__(
@@ -355,12 +346,7 @@ class WeightsClient(ControlThread):
 def client(
     options: Options, store: BlobStore, name: str, *, follows: bool, relays: bool
 ) -> WeightsClient:
-    """A registered client.
-
-    Raises:
-        MasterLostError: no master answers within the time limit.
-        PCCLError: the master refuses it, or the keys cannot be used.
-    """
+    """A registered client."""
     at, limit_s = (options.host, options.port), options.timeout_s
     policy = RetryPolicy(*at, 1, limit_s, None, name=name, waits_for_others=False)
     found: list[WeightsClient] = []
@@ -397,9 +383,7 @@ class _Backoff:
 class _Pace:
     """Measures how long a fetch takes, and repeats its unanswered requests.
 
-    Args:
-        engine: repeats the requests.
-        slow: called, once for each holder, when a fetch takes long.
+    It calls `slow`, once for each holder, when a fetch takes long.
     """
 
     def __init__(self, engine: Engine, slow: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from pccl.protocol.peer.effects import Fail
 from pccl.runtime.client.call import error_of
 from pccl.security import Security
 from pccl.support.closing import Closing
-from pccl.tensors.arrays import Array
+from pccl.tensors import Array
 from pccl.types import Result
 from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
 from pccl.weights.tensors import Bytes, Tensors, blob_of, found_digests

@@ -16,7 +16,7 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Quiet, error_of
 from pccl.security import Security
 from pccl.support.closing import Closing
-from pccl.tensors.arrays import Array
+from pccl.tensors import Array
 from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
 from pccl.weights.tensors import (
     HEAD_BYTES_MAX,

@@ -32,7 +32,7 @@ from pccl.protocol.messages import NAME_CHARS_MAX
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import reserve
 from pccl.runtime.digest import DIGEST_BYTES, SPAN_BYTES, digests, each_span, root_digest
-from pccl.tensors.arrays import Array, Buffer
+from pccl.tensors import Array, Buffer
 from pccl.weights.client import Blob
 
 Words = npt.NDArray[np.unsignedinteger]

@@ -23,7 +23,7 @@ from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import Copies, HostView, Operand, Operands, on_host
 from pccl.runtime.config import Config
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ import sys, warnings
 warnings.simplefilter("ignore")  # torch's own, that numpy is missing
 sys.modules[{missing!r}] = None
 import pccl, {present} as library
-from pccl.tensors.arrays import pair
+from pccl.tensors import pair
 from pccl.shared_state import SharedState
 x = library.zeros(3)
 send, recv = pair(x, library.ones(3))

@@ -15,8 +15,7 @@ from errors_page import listed
 import pccl
 from pccl import operands
 from pccl.errors import ArgumentError
-from pccl.tensors.arrays import Buffer, order_of
-from pccl.tensors.layout import Layout
+from pccl.tensors import Buffer, Layout, order_of
 
 torch = pytest.importorskip("torch", reason="half of the arrays are torch's")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pccl.runtime.client.memory import Stretch
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 
 
 class Host:

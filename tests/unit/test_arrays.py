@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pccl.errors import UnsupportedError
-from pccl.tensors.arrays import Buffer, pair
+from pccl.tensors import Buffer, pair
 from pccl.types import DataType
 
 torch = pytest.importorskip("torch", reason="half of the arrays are torch's")

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from pccl import cuda  # noqa: E402
 from pccl.runtime.client.memory import Stretch  # noqa: E402
-from pccl.tensors.arrays import Buffer  # noqa: E402
+from pccl.tensors import Buffer  # noqa: E402
 
 
 class Stream:

@@ -13,7 +13,7 @@ from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
 from pccl.runtime.client.sync import Staging
 from pccl.runtime.digest import LEAF_BYTES, SPAN_BYTES, digest, digests, each_span
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 from pccl.types import DataType
 
 SIZES = [0, 1, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, 9 * LEAF_BYTES + 5, 3]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import pccl
 from pccl.cli.bench.common import in_turns
-from pccl.tensors.arrays import Array
+from pccl.tensors import Array
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
 PERIOD = 8191

@@ -43,7 +43,7 @@ from pccl.protocol.master.tally import SIZES
 from pccl.protocol.master.topology import Common, Part
 from pccl.protocol.messages import Manifest, dtype_name
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote
-from pccl.tensors.layout import described
+from pccl.tensors import described
 from pccl.types import Result, SharedStateSyncStrategy
 
 ENFORCE_POPULAR = SharedStateSyncStrategy.ENFORCE_POPULAR.value

@@ -66,12 +66,7 @@ LOST = Result.RANK_CONNECTION_LOST
 
 
 class Peer:
-    """One peer of a run.
-
-    Args:
-        master: `host:port` of its master, for messages.
-        settings: the settings for the strategy of collectives.
-    """
+    """One peer of a run; `master` is the `host:port` of its master, for messages."""
 
     def __init__(self, master: str = "", settings: Settings = DEFAULTS) -> None:
         self._away = f"while the master{f' at {master}' if master else ''} was away"

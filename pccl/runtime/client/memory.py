@@ -35,7 +35,7 @@ from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.inline_collectives import contribution
 from pccl.runtime.quantization import wire_bytes
 from pccl.runtime.uninterrupted import insist
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 from pccl.types import DeviceType
 
 if TYPE_CHECKING:

@@ -86,13 +86,9 @@ class _Guest:
 class RendezvousPoint:
     """A rendezvous point and its two threads.
 
-    Args:
-        host: the address to listen on; "::" for IPv6 and IPv4.
-        ports: it listens on the first free one; empty: any port.
-        limit_s: how long a connection waits for the other side.
-
-    Raises:
-        OSError: it cannot listen, or the system provides no thread.
+    It listens at `host` ("::": IPv6 and IPv4), on the first free one of the `ports`; empty: on any.
+    A connection waits for `limit_s` for the other side. Raises OSError: it cannot listen, or the
+    system provides no thread.
     """
 
     def __init__(self, host: str, ports: Sequence[int], limit_s: float) -> None:

@@ -97,14 +97,7 @@ class Streams:
         return min(times, default=None)
 
     def open(self, number: int, to: m.PeerInfo, nonce: int, shares: int = 1) -> None:
-        """Opens a stream to a peer, and connects it when the address is known.
-
-        Args:
-            number: number of the stream, never used before.
-            to: the peer.
-            nonce: nonce of the stream's epoch.
-            shares: the streams that send at the same time as this one, itself included.
-        """
+        """Opens a stream to a peer, and connects it when the address is known (`OpenStream`)."""
         one = _Stream(to, nonce, self._now() + self._limit_s, shares=shares)
         self._open[number] = self._waiting[number] = one
         self._engine.open_stream(number)
@@ -322,8 +315,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def shortage() -> str:
-    """The reason why the system refuses this process a socket, or nothing: libzmq does not report
-    it."""
+    """Why the system refuses this process a socket, if it does: libzmq does not report that."""
     try:
         socket.socket().close()
     except OSError as error:

@@ -45,7 +45,7 @@ from pccl.runtime.digest import (
     leaf_digest,
     root_digest,
 )
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 from pccl.types import SharedStateProgress
 
 # Not cleared: staging memory is used only once all of it is written, and clearing costs time.

@@ -22,7 +22,7 @@ from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.runtime.client.sync import Synchronization
 from pccl.runtime.config import Config
-from pccl.tensors.arrays import Buffer
+from pccl.tensors import Buffer
 from pccl.types import DataType
 from simulation.conversation import Conversation
 from simulation.engine import SimEngine

@@ -1,19 +1,25 @@
-"""Arrays of numpy and torch as plain memory: an address, a count and an element type.
+"""Arrays as plain memory: an address, a count, an element type, and the order of the elements.
 
-Neither library is imported here. An array of one that the program has not imported cannot exist, so
-both are looked up among the modules that are loaded.
+numpy and torch are not imported here. An array of a library that the program has not imported
+cannot exist, so both are looked up among the modules that are loaded. Other libraries (JAX, CuPy,
+MLX, ...) share their memory by the buffer protocol, which says whether it may be written, or by
+DLPack (https://dmlc.github.io/dlpack), and make arrays by the array API
+(https://data-apis.org/array-api).
+
+Collectives and shared state move memory and never look at shapes. So an array in any order can be
+transferred in its own order, which must be the same on all peers.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 from pccl.errors import ArgumentError, UnsupportedError
-from pccl.tensors.layout import Layout, described, shares_places
 from pccl.types import DataType, DeviceType, Result
 
 if TYPE_CHECKING:
@@ -31,6 +37,56 @@ _NUMPY = "pass c instead, with c[...] = array before each call and array[...] = 
 Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
 _MEMORY_MAX = 1 << 57  # bytes that a process can address, on the systems of today
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The order of a dense array, such as a transposed one, or one in torch.channels_last.
+
+    Dense: its elements fill one stretch of memory, each in a place of its own.
+    """
+
+    shape: tuple[int, ...]  # of the array, without dimensions of one element, which say nothing
+    strides: tuple[int, ...]  # in elements, not bytes
+
+    @classmethod
+    def of(cls, shape: Sequence[int], strides: Sequence[float]) -> Layout | None:
+        """The layout of an array that is not in C's order, and not empty; None: it is not dense."""
+        dimensions = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n != 1]
+        place = 1
+        for n, stride in sorted(dimensions, key=lambda dimension: dimension[1]):
+            if stride != place:
+                return None
+            place *= n
+        return cls(tuple(n for n, _ in dimensions), tuple(int(stride) for _, stride in dimensions))
+
+    def part(self, parts: int) -> Layout | None:
+        """The layout of each of `parts` equal parts of the first dimension; None if they mix."""
+        n, rest = self.shape[0], Layout(self.shape[1:], self.strides[1:])
+        if n % parts or self.strides[0] < max(self.strides):
+            return None
+        if n == parts:
+            return rest
+        return Layout((n // parts, *rest.shape), self.strides)
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))}/{','.join(map(str, self.strides))}"
+
+
+def shares_places(shape: Sequence[int], strides: Sequence[float]) -> bool:
+    """True if elements may share a place, as those of an expanded tensor do."""
+    reach = 0.0  # of the dimensions with smaller strides
+    for n, stride in sorted(zip(shape, map(abs, strides), strict=True), key=lambda each: each[1]):
+        if n > 1 and stride <= reach:
+            return True
+        reach += (n - 1) * stride
+    return False
+
+
+def described(layout: str) -> str:
+    """A layout's text, or an empty one for C's order, as errors quote it."""
+    shape, _, strides = layout.partition("/")
+    return f"{shape} with strides {strides}" if layout else "as in C"
 
 
 @dataclass(slots=True)  # not frozen: that takes four times as long, for each array of a list
@@ -179,10 +235,7 @@ def is_numpy(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
 def new(shape: tuple[int, ...], like: Array, order: Sequence[int] | None = None) -> Array:
     """An array of the same kind and dtype, with any content.
 
-    Args:
-        shape: of the array.
-        like: an array of that kind and dtype.
-        order: its dimensions, from the outermost in memory to the innermost; None: C's order.
+    `order`: its dimensions, from the outermost in memory to the innermost; None: C's order.
     """
     lying = shape if order is None else tuple(shape[i] for i in order)
     made: Any
@@ -260,3 +313,78 @@ def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
     if source.address != target.address and source.overlaps(target):
         raise ValueError("send and recv overlap in part: pass the same array, or separate ones")
     return source, target
+
+
+# ---- arrays of other libraries ----
+
+_ON_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+class Exporter(Protocol):
+    """An array that shares its memory by DLPack."""
+
+    def __dlpack_device__(self) -> tuple[Any, Any]: ...
+
+
+def native(array: Any, *, written: bool = False) -> tuple[Array, bool]:
+    """An array of numpy or torch in the memory of `array`, or with a copy of its content.
+
+    Args:
+        array: of any library.
+        written: whether the result is going to be written; a read-only `array` is copied then.
+
+    Returns:
+        The array, and whether it is such a copy; `like` turns a copy into an array of the library.
+
+    Raises:
+        ValueError: the memory cannot be read; or it is read-only, and its library cannot make an
+            array of the result.
+    """
+    if is_torch(array) or is_numpy(array):
+        return array, False
+    seen = _view(array)
+    if not written or is_torch(seen) or seen.flags.writeable:
+        return seen, False
+    if not (hasattr(array, "__dlpack__") and hasattr(array, "__array_namespace__")):
+        kind = type(array).__name__
+        raise ArgumentError(f"{kind} is read-only: pass c = numpy.array(x), where the result is")
+    return seen.copy(), True
+
+
+def like(given: Any, result: Any) -> Any:
+    """An array of numpy or torch as one of the library of `given`, where that is."""
+    if is_torch(given) or is_numpy(given) or not hasattr(given, "__array_namespace__"):
+        return result
+    library = given.__array_namespace__()
+    if is_torch(result):
+        return library.from_dlpack(result)
+    if hasattr(given, "sharding") and given.shape == result.shape:  # of JAX
+        return library.asarray(result, device=given.sharding)
+    return library.asarray(result)
+
+
+def _view(array: Any) -> Any:
+    numpy = importlib.import_module("numpy")
+    try:
+        return numpy.asarray(memoryview(array))
+    except (TypeError, ValueError, BufferError):  # no buffer, or none with elements of this type
+        pass
+    kind = type(array).__name__
+    if not hasattr(array, "__dlpack__"):
+        raise ArgumentError(
+            f"{kind} is neither a numpy.ndarray nor a torch.Tensor, nor a list or dict of them, "
+            "nor does it share its memory by DLPack or the buffer protocol: pass numpy.array(x)"
+        )
+    try:
+        if hasattr(array, "__array__"):  # from a device, a copy
+            found = numpy.asarray(array).view()
+            found.flags.writeable = False
+            return found
+        if array.__dlpack_device__()[0] in _ON_CUDA:
+            return importlib.import_module("torch").from_dlpack(array)
+        return numpy.from_dlpack(array)
+    except (TypeError, ValueError, BufferError, RuntimeError, ImportError) as error:
+        raise ArgumentError(
+            f"the memory of this {kind} cannot be read: pass a copy, by numpy or torch, of an "
+            f"element type that these have, and not within a function that is traced. {error}"
+        ) from error

@@ -1,1 +1,0 @@
-"""Arrays as memory: where it is, how long, of which type and in which order."""
