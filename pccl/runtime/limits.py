@@ -42,7 +42,8 @@ STREAM_LATE_S = 1.0  # after libzmq's own time limit, which comes first because 
 # ---- shared state and measurements ----
 
 SERVE_INTERVAL_S = 0.02  # in each of which PCCL_SYNC_MBITS is kept
-TRANSFER_FAILURE_S = 0.1  # until the first failure is reported; four times as long each time
+TRANSFER_FAILURE_S = 0.1  # until the first failure is reported; four times as long each time,
+TRANSFER_FAILURES_MAX = 3  # so many times: longer than heartbeats take to tell that a holder died
 REMIND_S = 0.5  # between two looks at which requests are late, and are to be repeated
 REMINDERS_MAX = 640  # without any answer, after which the holders count as lost
 PROGRESS_S = 0.1  # between calls of the caller's callback

@@ -269,7 +269,7 @@ class Synchronization:
                 case effects.Fetched(_, seq, False, why) if seq == self._plan.seq:
                     self._failure = why
                     self._fail_at = self._now() + limits.TRANSFER_FAILURE_S * 4**self._failures
-                    self._failures += 1
+                    self._failures = min(self._failures + 1, limits.TRANSFER_FAILURES_MAX)
                 case effects.Answer(_, effects.Synced() as synced):
                     self._install(synced)
                     return synced
