@@ -272,14 +272,17 @@ class Membership:
         self,
         name: str,
         client: PeerClient,
-        enter: Callable[[Call], None],
+        event: Callable[[int], list[effects.Effect]] | None,
         end_of: Callable[[PeerClient, Call], Note],
+        aim: str = "",
     ) -> Any:
         """Takes part in a round of the whole run until it ends, and returns its result."""
         call = client.call()
         try:
             self.calls.enter(name, call)
-            enter(call)
+            call.aim = aim
+            if event is not None:
+                client.begin(call, event)
             end = end_of(client, call)
             self.calls.leave(call)
         except BaseException:
@@ -301,7 +304,8 @@ class Membership:
     def update_topology(self, deadline: Deadline) -> int:
         """Admits pending peers. Returns the new size of the group, the same on all peers."""
         client = self.client("update_topology")
-        size: int = self._round("update_topology", client, client.update_topology, deadline.next)
+        enter = client.peer.update_topology
+        size: int = self._round("update_topology", client, enter, deadline.next)
         self.ranks.tell(client.plan, client.number)
         return size
 
@@ -320,19 +324,18 @@ class Membership:
         client = self.client("are_peers_pending")
         stuck = self.calls.single_threaded() and deadline.left_s is None
 
-        def enter(call: Call) -> None:
-            call.aim = aim
-            client.are_peers_pending(call, stuck, patience_s > 0, grace)
+        def enter(number: int) -> list[effects.Effect]:
+            return client.peer.are_peers_pending(number, stuck, patience_s > 0, grace)
 
         def end_of(client: PeerClient, call: Call) -> Note:
             if patience_s > 0:
                 note = deadline.next_within(client, call, patience_s)
                 if note is not None:
                     return note
-                client.hurry(call)
+                client.tell(lambda: client.peer.hurry(call.number))
             return deadline.next(client, call)
 
-        pending = bool(self._round("are_peers_pending", client, enter, end_of))
+        pending = bool(self._round("are_peers_pending", client, enter, end_of, aim))
         self._asked_s = -math.inf if pending else time.monotonic()
         return pending
 
@@ -404,7 +407,7 @@ class Membership:
 
     def finish(self, deadline: Deadline) -> None:
         client = self.client("finish")
-        self._round("finish", client, client.finish, deadline.next)
+        self._round("finish", client, client.peer.finish, deadline.next)
 
     def optimize_topology(self, deadline: Deadline) -> None:
         client = self.client("optimize_topology")
@@ -412,5 +415,5 @@ class Membership:
             why = "this peer is alone in the run: there is no order to optimize"
             raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
         measure = partial(optimize, deadline=deadline)
-        self._round("optimize_topology", client, lambda call: None, measure)
+        self._round("optimize_topology", client, None, measure)
         self.ranks.tell(client.plan, client.number)

@@ -234,7 +234,7 @@ class WeightsClient(ControlThread):
             self._blobs.update((blob.package.key, blob) for blob in blobs)
             return self._weights.publish(number, tuple(blob.package for blob in blobs))
 
-        self._begin(call, begin)
+        self.begin(call, begin)
 
     # ---- the thread that verifies ----
 
@@ -249,7 +249,7 @@ class WeightsClient(ControlThread):
                 self._fail(f"an internal error of pccl, {error!r}; the log has it")
 
     def _fail(self, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
-        self._inbox.post(lambda: self._perform(self._weights.broken(why, result)))
+        self.tell(lambda: self._weights.broken(why, result))
 
     def _verify(self, staging: Staging, leaf: Leaf) -> None:
         results = staging.verify(leaf.piece, leaf.leaf)

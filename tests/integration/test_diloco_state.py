@@ -19,7 +19,8 @@ from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
-from pccl.runtime.client.client import PeerClient  # noqa: E402
+from pccl.protocol.peer import Peer  # noqa: E402
+from pccl.protocol.peer.effects import Effect  # noqa: E402
 from pccl.support.logs import Reminder  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -377,14 +378,14 @@ def test_whoever_waits_for_others_waits_for_events(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks once whether others are there, before it begins and when it is alone."""
-    asked: list[PeerClient] = []
-    ask = PeerClient.are_peers_pending
+    asked: list[Peer] = []
+    ask = Peer.are_peers_pending
 
-    def counted(client: PeerClient, *arguments: Any) -> None:
-        asked.append(client)
-        ask(client, *arguments)
+    def counted(peer: Peer, *arguments: Any) -> list[Effect]:
+        asked.append(peer)
+        return ask(peer, *arguments)
 
-    monkeypatch.setattr(PeerClient, "are_peers_pending", counted)
+    monkeypatch.setattr(Peer, "are_peers_pending", counted)
     left = threading.Event()
 
     def peer(steps: int) -> int:
@@ -394,7 +395,7 @@ def test_whoever_waits_for_others_waits_for_events(
             for _ in range(steps):
                 model.move(1.0)
                 diloco.step()
-            return asked.count(comm._membership._client)  # type: ignore[arg-type]
+            return asked.count(comm._membership._client.peer)  # type: ignore[union-attr]
 
     def later(job: Callable[[], object]) -> None:
         threading.Event().wait(0.5)  # in which whoever polls does it again and again

@@ -13,7 +13,8 @@ from processes import Puppet, Start, gathered, together
 from waiting import entered, wait_until
 
 import pccl
-from pccl.runtime.client.client import PeerClient
+from pccl.protocol.peer import Peer
+from pccl.protocol.peer.effects import Effect
 from pccl.runtime.client.probe import rate_of
 
 TCP = {"PCCL_TRANSPORT": "tcp"}  # or peers of one machine would have nothing to measure
@@ -32,17 +33,17 @@ def slow_pairs(monkeypatch: pytest.MonkeyPatch) -> set[frozenset[int]]:
     If there is none, links are said to carry more together.
     """
     pairs: set[frozenset[int]] = set()
-    measured = PeerClient.measured
+    measured = Peer.measured
 
-    def lies(client: PeerClient, seq: int, rate: int, delay_us: int) -> None:
+    def lies(peer: Peer, seq: int, rate: int, delay_us: int) -> list[Effect]:
         assert rate > 0
-        transfer = client.peer.transfers.current
+        transfer = peer.transfers.current
         assert transfer is not None
-        pair = frozenset((client.number, *transfer.streams))
+        pair = frozenset((peer.number, *transfer.streams))
         rate = 10**8 if pairs else 10**8 * len(transfer.streams)
-        measured(client, seq, 10**4 if pair in pairs else rate, 100)
+        return measured(peer, seq, 10**4 if pair in pairs else rate, 100)
 
-    monkeypatch.setattr(PeerClient, "measured", lies)
+    monkeypatch.setattr(Peer, "measured", lies)
     return pairs
 
 
@@ -123,7 +124,7 @@ def comm_sum(comm: pccl.Communicator) -> np.float32:
 
 def test_peers_of_one_machine_have_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PCCL_TRANSPORT", "auto")
-    monkeypatch.setattr(PeerClient, "measured", lambda *_: pytest.fail("a link was measured"))
+    monkeypatch.setattr(Peer, "measured", lambda *_: pytest.fail("a link was measured"))
     with Cluster(3) as cluster:
         orders = cluster.each(lambda _, comm: (comm.optimize_topology(), ring(comm))[1])
         assert orders == [[1, 2, 3]] * 3

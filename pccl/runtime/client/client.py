@@ -16,7 +16,6 @@ from pccl.ext import ffi
 from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
-from pccl.protocol.rounds import Grace
 from pccl.protocol.strategy import Conditions, Settings, Strategy
 from pccl.runtime import limits, tcp
 from pccl.runtime.client.call import Call, End
@@ -123,33 +122,9 @@ class PeerClient(ControlThread):
         """The backend that fills the engine's function table."""
         return self._engine.backend
 
-    def update_topology(self, call: Call) -> None:
-        """Enters the round that admits pending peers."""
-        self._begin(call, self.peer.update_topology)
-
-    def finish(self, call: Call) -> None:
-        """Enters the round that ends the run."""
-        self._begin(call, self.peer.finish)
-
-    def are_peers_pending(
-        self, call: Call, stuck: bool = False, patient: bool = False, grace: Grace | None = None
-    ) -> None:
-        """Enters the round of `are_peers_pending`.
-
-        `stuck`: the caller makes no other call before the answer. `patient`: while all callers are
-        patient, the answer False is held back (see `hurry`). `grace`: members that have not entered
-        when it is over are dropped from the run.
-        """
-        peer = self.peer
-        self._begin(call, lambda number: peer.are_peers_pending(number, stuck, patient, grace))
-
-    def hurry(self, call: Call) -> None:
-        """The caller of `are_peers_pending` is no longer patient."""
-        self._inbox.post(lambda: self._perform(self.peer.hurry(call.number)))
-
     def inquire(self, call: Call) -> None:
         """Logs which peers a call waits for."""
-        self._inbox.post(lambda: self._perform(self.peer.inquire(call.number)))
+        self.tell(lambda: self.peer.inquire(call.number))
 
     @property
     def conditions(self) -> Conditions:
@@ -208,7 +183,7 @@ class PeerClient(ControlThread):
             self._pending.memory[serve] = pool
             return enter(number, serve)
 
-        self._begin(call, begin)
+        self.begin(call, begin)
 
     @property
     def serve_limit(self) -> int:
@@ -245,19 +220,9 @@ class PeerClient(ControlThread):
 
         self._inbox.post(notify)
 
-    def fetched(
-        self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
-    ) -> None:
-        """Reports whether a plan's content has arrived, and how the old content differed."""
-        self._inbox.post(lambda: self._perform(self.peer.fetched(seq, ok, why, differences)))
-
-    def measured(self, seq: int, rate: int, delay_us: int) -> None:
-        """Reports the result of a probe, and ends it; see `Measured`."""
-        self._inbox.post(lambda: self._perform(self.peer.measured(seq, rate, delay_us)))
-
     def time_out(self, call: Call, why: str) -> None:
         """Withdraws a call, which is then answered soon, with its result or a failure."""
-        self._inbox.post(lambda: self._perform(self.peer.time_out(call.number, why)))
+        self.tell(lambda: self.peer.time_out(call.number, why))
 
     def abandon(self, call: Call) -> None:
         """The caller leaves by an exception: the call, if it has begun, is answered soon."""

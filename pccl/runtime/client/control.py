@@ -319,7 +319,7 @@ class ControlThread:
 
     def join(self, call: Call) -> None:
         """Asks to join; answered when this client is registered and, if a peer, accepted."""
-        self._begin(call, lambda number: self._machine.join(number, self.hello))
+        self.begin(call, lambda number: self._machine.join(number, self.hello))
 
     def leave(self, why: str) -> None:
         """Leaves the run; waiting calls fail with `why`."""
@@ -348,9 +348,14 @@ class ControlThread:
         """Those whose end `close` must not wait for."""
         return (self._thread,)
 
-    def _begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
+    def begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
+        """Makes a call: an event of the state machine, which is given the call's number."""
         self._leave_to_begin(call, event)
         self._inbox.signal()
+
+    def tell(self, event: Callable[[], list[Any]]) -> None:
+        """Has the control thread carry out an event of the state machine."""
+        self._inbox.post(lambda: self._perform(event()))
 
     def _leave_to_begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
         def begin() -> None:

@@ -113,7 +113,8 @@ class _Prober:
             return
         first_s = self._arrivals[0][0] - self._began if self._arrivals else 0.0
         log.info("from peers %s: %.1f Mbit/s, %.3f s", self._senders, rate * 8e-6, first_s)
-        self._client.measured(self.seq, int(rate), int(first_s * 1e6))
+        seq, peer = self.seq, self._client.peer
+        self._client.tell(lambda: peer.measured(seq, int(rate), int(first_s * 1e6)))
         self.end()
 
     def end(self) -> None:

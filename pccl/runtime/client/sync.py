@@ -305,7 +305,7 @@ class Synchronization:
             if limited:
                 self._client.allow(self._call)
             if self._failure and self._now() >= self._fail_at:
-                self._client.fetched(self._plan.seq, False, self._failure)
+                self._fetched(False, self._failure)
                 self._failure = ""
             if self._op and self._now() >= self._remind_at:
                 self._remind_at = self._now() + limits.REMIND_S
@@ -341,7 +341,11 @@ class Synchronization:
         if self._plan.diverged and self._staging is not None:
             described = itertools.islice(self._staging.differences(), m.DIFFERENCES_MAX)
             differences = tuple(described)
-        self._client.fetched(self._plan.seq, True, "", differences)
+        self._fetched(True, "", differences)
+
+    def _fetched(self, ok: bool, why: str, differences: m.Differences = ()) -> None:
+        seq, peer = self._plan.seq, self._client.peer
+        self._client.tell(lambda: peer.fetched(seq, ok, why, differences))
 
 
 class _Progress:

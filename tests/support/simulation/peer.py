@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -237,7 +238,7 @@ class SimPeer:
         hasty = [number for number, end in self.patient.items() if end <= step]
         for number in hasty:
             del self.patient[number]
-            self.client.hurry(self.standing[number].call)
+            self.client.tell(partial(self.machine.hurry, number))
             self.wake()
         return bool(hasty)
 
@@ -367,12 +368,12 @@ class SimPeer:
 
     def update_topology(self) -> Waits[End]:
         call = self.enter("update_topology")
-        self.client.update_topology(call)
+        self.client.begin(call, self.machine.update_topology)
         return (yield from self.wait(call))
 
     def finish(self) -> Waits[End]:
         call = self.enter("finish")
-        self.client.finish(call)
+        self.client.begin(call, self.machine.finish)
         return (yield from self.wait(call))
 
     def are_peers_pending(self) -> Waits[End]:
@@ -382,7 +383,8 @@ class SimPeer:
             self.patient[call.number] = self.run.steps + patience
         graces: list[Grace | None] = self.run.graces
         grace = self.run.random.choice(graces) if len(graces) > 1 else None
-        self.client.are_peers_pending(call, self.single, bool(patience), grace)
+        votes = self.single, bool(patience), grace
+        self.client.begin(call, lambda number: self.machine.are_peers_pending(number, *votes))
         return (yield from self.wait(call))
 
     def optimize_topology(self) -> Waits[End]:
@@ -403,7 +405,7 @@ class SimPeer:
                     return end
                 case _ if seq:  # time is up, all data is here, or no peer sends
                     rate = self.run.random.choice([0, 1, 10, 100]) * 1000
-                    self.client.measured(seq, rate, rate)
+                    self.client.tell(partial(self.machine.measured, seq, rate, rate))
                     seq = 0
 
     def sync(self, entry: str = "x", strategy: int = 0, min_peers: int = 0) -> Waits[End]:
