@@ -471,7 +471,7 @@ class Communicator(Closing):
         """Makes the shared state of all peers of the group bit-identical.
 
         Every peer offers digests of its entries, unless it is RECEIVE_ONLY. Among the contents of
-        the highest revision, the most common one wins; on a tie, that of the peer accepted first.
+        the highest revision, the most common one wins; on a tie, the peer accepted first decides.
         Peers that differ fetch exactly the entries that differ, from all peers that have them at
         once, and verify them. A newcomer, or a peer at revision 0 while others are not, receives in
         place: if the call fails, its content may be useless, and `shared_state.torn` is true. Other
@@ -552,7 +552,7 @@ class Communicator(Closing):
             op: the operation, or its name: "sum", "max", ... AVG is SUM divided by the number of
                 contributors; integers are rounded towards 0, so the average of 3 and 4 is 3.
             tag: distinguishes collectives that run at the same time; the same on all peers.
-            operand_descriptor: its dtype must be that of the array.
+            operand_descriptor: its dtype must be the array's.
             quantization_options: how data is quantized on the wire: floats only, and not PROD.
                 Every peer's result has the same bits. Each contribution is rounded once, and the
                 result once more, for up to 128 peers. A NaN or an infinity makes its whole block of

@@ -230,7 +230,7 @@ def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
     trip = (
         ""
         if master_s is None
-        else f", of which {duration_text(master_s)} the round trip to the master"
+        else f"; the round trip to the master alone takes {duration_text(master_s)}"
     )
     why = f"the shortest of the last {len(spans)} took {duration_text(least_s)}{trip}"
     yield Cause.VOTES, votes * least_s, votes * least_s, why

@@ -266,7 +266,7 @@ def in_c_order(buffer: Buffer) -> Buffer:
 
 
 def put_back(buffer: Buffer, ordered: Buffer) -> None:
-    """Gives a buffer what is in its copy in C's order, if it has one."""
+    """Copies the content of a copy in C's order back to its buffer, if it is one."""
     if buffer.layout is None:
         return
     array: Any = buffer.owner

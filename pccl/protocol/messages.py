@@ -284,7 +284,7 @@ class Spec(Value):
     group's size as the caller knows it, if ranks matter or if the size decides how the data travels
     (protocol/strategy.py); else 0. `parts` describe a list or dict of tensors; then `count` and
     `dtype` are 0. `layout`: as in Part. `rows`: the numbers of rows by rank in an all_gather where
-    they differ; counts are then those of a row. `ring`: if ranks matter, the checksum of the order
+    they differ; counts are then for one row. `ring`: if ranks matter, the checksum of the order
     that the caller took them from; 0: unknown.
     """
 
@@ -538,7 +538,7 @@ class Hurry(FromPeer, tag=16):
 
 
 class Inquire(PeerNotice, tag=17):
-    """Asks what `call` is waiting for. `seq`: that of a collective that has started, or 0."""
+    """Asks what `call` is waiting for. `seq`: of a collective that has started; else 0."""
 
     call: U64
     seq: U64 = 0
@@ -614,7 +614,7 @@ class Leave(FromPeer, tag=8):
 class Withdraw(FromPeer, tag=9):
     """The caller's time is up: withdraws the vote of `call`, if it has not ended yet.
 
-    `seq` is that of a collective that this peer has completed and others have not; 0 otherwise.
+    `seq`: of a collective that this peer has completed and others have not; else 0.
     """
 
     call: U64

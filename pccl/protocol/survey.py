@@ -2,8 +2,8 @@
 
 In a group of n peers there are n (n - 1) links. Up to ALL_MAX peers all of them are measured, each
 peer with one other at a time. In larger groups that would take too long, and nobody needs it: what
-counts there is which peers are near each other. A *site* is a set of peers of which each has
-reached another one quickly. A survey finds the sites: of two sets of peers one pair is measured,
+counts there is which peers are near each other. A *site* is a set of peers; each has reached
+another one quickly. A survey finds the sites: of two sets of peers one pair is measured,
 and then they are one site, or two for good. So it takes about as many slots as there are sites,
 because the peers of a site are compared with those of others at the same time. The ring then leaves
 each site once, over the best link that was measured between the two.
@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from pccl.protocol.topology import SPREAD_MAX, Hop, Link, best_order, hops, tournament, typical
 
-ALL_MAX = 17  # peers of which all pairs are measured: 16 slots, or 17 where that is an odd number
+ALL_MAX = 17  # peers: of more, not all pairs are measured. 17 peers take 17 slots, 16 take 15
 SLOTS_MAX = 32  # of a survey; sets that have not been compared by then count as two sites
 SITE_US = 25_000  # until the first bytes, which takes five round trips: of one site
 

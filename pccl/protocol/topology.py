@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from pccl.protocol.messages import RINGS_MAX, Ring
 
 NOMINAL_BYTES = 64 << 20  # on each link, in the collective for which orders are compared
-CHUNK_BYTES = 256 << 10  # of which a peer forwards chunks
+CHUNK_BYTES = 256 << 10  # of a chunk, which a peer forwards
 EXACT_MAX = 8  # peers; more have too many orders to consider all
 SPREAD_MAX = 6  # peers of a group that may have several rings: for more, choosing takes long
 SHARES = 8  # of the slowest link of the best ring, each given to the ring that gains most

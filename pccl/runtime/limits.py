@@ -19,7 +19,7 @@ QUIET_S = 5.0  # until the log says for whom a call waits; then twice as long, a
 QUIET_MAX_S = 60.0  # up to this
 ATTEMPT_INTERVAL_S = 1.0  # between the attempts of `connect`
 WELCOME_S = 10.0  # for the master's first answer; admission itself has no limit
-PROGRESS_LOOK_S = 2.0  # between two reports to the master of what is under way all that time
+PROGRESS_LOOK_S = 2.0  # between two reports to the master on what has been under way since
 WITHDRAWAL_S = 1.0  # for the master to take back the vote of a call that an exception has ended
 PENDING_AGAIN_S = 0.002  # a caller that asks for pending peers again so soon asks in a loop:
 PENDING_PATIENCE_S = 0.02  # its next "no" is delayed by this, so that it does not spin
@@ -41,7 +41,7 @@ STREAM_LATE_S = 1.0  # after libzmq's own time limit, which comes first because 
 
 # ---- shared state and measurements ----
 
-SERVE_INTERVAL_S = 0.02  # in each of which PCCL_SYNC_MBITS is kept
+SERVE_INTERVAL_S = 0.02  # PCCL_SYNC_MBITS is kept in each such interval
 TRANSFER_FAILURE_S = 0.1  # until the first failure is reported; four times as long each time,
 TRANSFER_FAILURES_MAX = 3  # so many times: longer than heartbeats take to tell that a holder died
 REMIND_S = 0.5  # between two looks at which requests are late, and are to be repeated
@@ -77,7 +77,7 @@ UNREAD_MAX = 10_000  # queued messages for one connection; beyond that it is dro
 ARRIVING_MAX = 4  # messages of a connection held back while its peer is dialled
 GRACE_S = 1.0  # after the end of a connection, in which messages of it may still arrive
 DESCRIPTORS_SPARE = 64  # a master's descriptors that are not for connections,
-CONNECTIONS_MIN = 16  # of which there may always be this many
+CONNECTIONS_MIN = 16  # connections that there may be in any case
 DESCRIPTORS_REST_S = 0.2  # without a failure, before new connections are admitted again
 MASTER_LOOK_S = 0.1  # between two checks of time limits
 MASTER_CHORES_S = 0.01  # for so long, messages alone put off everything else that is due

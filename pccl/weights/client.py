@@ -59,7 +59,7 @@ class Blob:
 
     @classmethod
     def received(cls, package: m.Package, staging: Staging) -> Blob:
-        """The package of which all was verified."""
+        """The package, all of which was verified."""
         head, body = (memoryview(staging.content(i)) for i in range(ENTRIES))
         found = digests([(_address(part), part.nbytes) for part in (head, body)])
         return cls(package, head, body, tuple(found))

@@ -92,7 +92,7 @@ def test_votes_and_those_who_come_late() -> None:
     limits = found(explain(samples, None, 0.19))
     assert limits[Cause.VOTES].seconds == pytest.approx(0.4)
     assert limits[Cause.VOTES].why == (
-        "the shortest of the last 6 took 200 ms, of which 190 ms the round trip to the master"
+        "the shortest of the last 6 took 200 ms; the round trip to the master alone takes 190 ms"
     )
     assert limits[Cause.LATE].seconds == pytest.approx((0.0 + 0.7 + 0.2) / 3)
     assert limits[Cause.LATE].why == "of the last 3, the longest wait took 700 ms"

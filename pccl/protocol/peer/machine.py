@@ -429,7 +429,7 @@ class Peer:
     # ---- the engine ----
 
     def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Effect]:
-        """An op holds its whole result; that of a fetch must be verified by the caller."""
+        """An op holds its whole result; the caller must verify what a fetch has brought."""
         one = self.collectives.get(op)
         if one is not None:
             self.collectives.complete(one, settled, tx, rx)

@@ -52,7 +52,7 @@ class Streams:
             self._outbox.do(CloseStream(stream))
 
     def renew(self, epoch: int) -> None:
-        """Replaces the streams of an epoch by those of another one, which are opened now.
+        """Closes the streams of an epoch, and opens the streams of another one.
 
         Direct ones are opened when they are needed.
         """
@@ -117,7 +117,7 @@ class Streams:
         self.close(self._sends.pop(peer) for peer in sorted(gone))
 
     def lost(self, stream: int) -> None:
-        """A direct stream, or that of a send, is lost; another one is opened when it is needed."""
+        """A direct stream, or one of a send, is lost; another one is opened when it is needed."""
         for streams in (self._direct, self._sends):
             for peer in [peer for peer, each in streams.items() if each == stream]:
                 self._lost.add(streams.pop(peer))
@@ -127,7 +127,7 @@ class Streams:
         self._lost.clear()
 
     def end(self) -> None:
-        """Closes the streams of the epoch, and those of sends, for good."""
+        """Closes the streams of the epoch and of sends for good."""
         self._close_epoch()
         self.keep(frozenset())
 

@@ -39,7 +39,7 @@ class _Stream:
     refused: bool = False  # whether the system provides no socket for it
     token: str = ""  # of the rendezvous, if the peer is met
     via: str = ""  # where, once it is known
-    ways: Ways | None = None  # of which the resolver chooses
+    ways: Ways | None = None  # among which the resolver chooses
     said: str = ""  # why it was lost, if that is longer than what the engine repeats
     shares: int = 1  # streams that send at the same time as this one
     up: bool = False  # whether it was ever connected
