@@ -43,20 +43,12 @@ T = TypeVar("T")
 
 
 class Member(NamedTuple):
-    """This peer, as the run knows it.
+    """This peer, as the run knows it."""
 
-    Attributes:
-        number: unique in the run; peers are numbered in the order in which they join.
-        host: the host at which others reach it.
-        group: its peer group.
-        team: as given to the Communicator; 0: none.
-        team_size: as given to the Communicator.
-    """
-
-    number: int
-    host: str
+    number: int  # unique in the run; peers are numbered in the order in which they join
+    host: str  # where others reach it
     group: int
-    team: int
+    team: int  # as given to the Communicator; 0: none
     team_size: int
 
 

@@ -13,6 +13,7 @@ import socket
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
@@ -186,19 +187,29 @@ class Streams:
         self._open.clear()
         self._waiting.clear()
 
-    def _find(self, number: int, one: _Stream) -> None:
-        if one.ways is None:
+    def _find(self, number: int, one: _Stream, relay: m.PeerInfo | None = None) -> None:
+        """Connects a stream when an address of its peer, or of a relay, is known."""
+        if relay is not None:
+            one.ways = Ways(reach.ways(relay, self._machine), relay.relay, greets=False)
+        elif one.ways is None:
             one.ways = Ways(reach.ways(one.to, self._machine), one.to.port)
             one.due_s += limits.STREAM_LATE_S if len(one.ways.hosts) > 1 else 0.0
-        self._resolver.reach(one.ways, self._limit_s, lambda found: self._found(number, found))
+        found = partial(self._found, number, relay)
+        self._resolver.reach(one.ways, self._limit_s, found)
 
-    def _found(self, number: int, found: Found) -> None:
+    def _found(self, number: int, relay: m.PeerInfo | None, found: Found) -> None:
         one = self._waiting.get(number)
         if one is None:
             return  # the stream was closed or abandoned meanwhile
         one.why = found.why
-        if found.address:
+        if found.address and relay is not None:
+            log.warning("the stream to %s goes by way of %s, which relays", one.to, relay)
+            via = address_text(found.address, relay.relay)
+            self._connect(number, one, destination(one.token, SENDS), via)
+        elif found.address:
             self._connect(number, one, f"tcp://{address_text(found.address, one.to.port)}")
+        elif relay is not None:
+            return  # `tick` abandons it
         elif not all(map(is_address, one.ways.hosts if one.ways else ())):  # it may resolve soon
             one.retry_s = self._now() + limits.NAME_RETRY_S
         else:
@@ -233,22 +244,7 @@ class Streams:
                 del self._waiting[number]
                 self._engine.lose_stream(number, answer.why)
             else:
-                self._go_by(number, answer.relay)
-
-    def _go_by(self, number: int, relay: m.PeerInfo) -> None:
-        def resolved(found: Found) -> None:
-            one = self._waiting.get(number)
-            if one is None:
-                return  # the stream was closed or abandoned meanwhile
-            one.why = found.why
-            if found.address:
-                log.warning("the stream to %s goes by way of %s, which relays", one.to, relay)
-                via = address_text(found.address, relay.relay)
-                self._connect(number, one, destination(one.token, SENDS), via)
-
-        ways = Ways(reach.ways(relay, self._machine), relay.relay, greets=False)
-        self._waiting[number].ways = ways
-        self._resolver.reach(ways, self._limit_s, resolved)
+                self._find(number, self._waiting[number], answer.relay)
 
     def _lanes_met(self, one: _Stream) -> int:
         return -(-(lanes(False, self._settings) or limits.RENDEZVOUS_LANES) // one.shares)
