@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_tell)
 
 
-def let_go(ports: Collection[int], path: str, others: Collection[Address]) -> None:
+def close_inherited(ports: Collection[int], path: str, others: Collection[Address]) -> None:
     """Closes, in a forked child, the sockets of the parent's peer.
 
     Args:

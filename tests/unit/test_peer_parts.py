@@ -75,7 +75,7 @@ def test_the_outbox_says_nothing_to_a_master_that_does_not_know_who_speaks() -> 
     outbox = Outbox()
     outbox.known = False
     outbox.send(m.TopologyVote(1))
-    outbox.introduce(m.Leave())
+    outbox.do(Send(m.Leave()))
     outbox.known = True
     outbox.send(m.TopologyVote(2))
     assert outbox.take() == [Send(m.Leave()), Send(m.TopologyVote(2))]

@@ -235,7 +235,7 @@ class Outbox:
 
     def __init__(self) -> None:
         # whether the master knows this peer on its current connection. If not, this peer may only
-        # introduce itself, and Resume reports everything else.
+        # introduce itself (by a `Send`), and Resume reports everything else.
         self.known = True
         self._effects: list[Effect] = []
 
@@ -243,10 +243,6 @@ class Outbox:
         """Sends a message, if the master knows this peer."""
         if self.known:
             self._effects.append(Send(message))
-
-    def introduce(self, message: m.Hello | m.Resume | m.Leave) -> None:
-        """Sends an introduction or a Leave, even if the master does not know this peer."""
-        self._effects.append(Send(message))
 
     def do(self, *effects: Effect) -> None:
         self._effects += effects

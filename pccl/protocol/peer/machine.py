@@ -53,6 +53,7 @@ from pccl.protocol.peer.effects import (
     Fail,
     Fault,
     MembersChanged,
+    Send,
     Waits,
 )
 from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, Knowledge
@@ -321,7 +322,7 @@ class Peer:
     def _succeeded_without(self, call: int, what: str) -> None:
         """A call has succeeded for the others after its caller had left."""
         if self._abandoned.late(call) and self.over is None:
-            self._outbox.introduce(m.Leave())
+            self._outbox.do(Send(m.Leave()))
             why = (
                 f"its time ran out in {what} {self._away}, and the others have the "
                 "result: this peer is out of step with them"
@@ -330,7 +331,7 @@ class Peer:
 
     def leave(self, why: str) -> list[Effect]:
         if self.over is None:
-            self._outbox.introduce(m.Leave())
+            self._outbox.do(Send(m.Leave()))
             self._end(Result.INVALID_USAGE, why)
         return self._outbox.take()
 
@@ -523,7 +524,7 @@ class Peer:
             return self._outbox.take()
         if not self.accepted:  # and so it knows nothing of the run
             known.plan, known.world = NO_PLAN, NO_WORLD
-            self._outbox.introduce(hello)
+            self._outbox.do(Send(hello))
             return self._outbox.take()
         open_, outcomes, small = self.collectives.report()
         topology = max(known.done.topology, known.plan.topology)
@@ -545,7 +546,7 @@ class Peer:
             tuple(known.failures),
             known.veteran,
         )
-        self._outbox.introduce(resume)
+        self._outbox.do(Send(resume))
         return self._outbox.take()
 
     def _resumed(self, resumed: m.Resumed) -> None:
@@ -561,9 +562,9 @@ class Peer:
         self.votes.resume(before, done)
         self.transfers.resume(before, done)
         self.collectives.resume()
-        self._lay_ghosts(before, done)
+        self._resolve_abandoned(before, done)
 
-    def _lay_ghosts(self, before: m.Done, done: m.Done) -> None:
+    def _resolve_abandoned(self, before: m.Done, done: m.Done) -> None:
         """Ends all abandoned calls: their votes were lost with the earlier master."""
         for call in self._abandoned.calls:
             one = self.collectives.get(call)

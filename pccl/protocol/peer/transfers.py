@@ -194,7 +194,7 @@ class Transfers(Part):
 
     def _void_fetch(self, one: Transfer) -> None:
         if one.fetch_op:
-            self._let_go(one, one.fetch_op, AbortOp)
+            self._end_op(one, one.fetch_op, AbortOp)
             one.fetch_op, one.fetched = 0, False
 
     def _report(self, one: Transfer, ok: bool, why: str) -> None:
@@ -326,11 +326,11 @@ class Transfers(Part):
             return
         one.outcome = outcome
         for op in sorted(one.ops):
-            self._let_go(one, op, CommitOp if isinstance(outcome, m.SyncResult) else AbortOp)
+            self._end_op(one, op, CommitOp if isinstance(outcome, m.SyncResult) else AbortOp)
         self._streams.close(one.streams.values())
         self._conclude(one)
 
-    def _let_go(self, one: Transfer, op: int, effect: type[AbortOp] | type[CommitOp]) -> None:
+    def _end_op(self, one: Transfer, op: int, effect: type[AbortOp] | type[CommitOp]) -> None:
         if op in one.ops and op not in one.ending:
             one.ending.add(op)
             self._outbox.do(effect(op))

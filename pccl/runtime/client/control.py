@@ -311,7 +311,7 @@ class ControlThread:
         self._forked = True
         self._inbox.forked()
         others = {*self._streams.ends, (self._master.address, self._master.port)}
-        forks.let_go({self._engine.port, self._rendezvous.port}, self._engine.ipc, others)
+        forks.close_inherited({self._engine.port, self._rendezvous.port}, self._engine.ipc, others)
 
     def call(self) -> Call:
         """A new call, which has not been made yet."""
