@@ -310,8 +310,12 @@ class Membership:
         return size
 
     def are_peers_pending(self, deadline: Deadline) -> bool:
-        polls = time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
-        return self.ask(deadline, limits.PENDING_PATIENCE_S if polls else 0.0)
+        return self.ask(deadline, limits.PENDING_PATIENCE_S if self.asks_again else 0.0)
+
+    @property
+    def asks_again(self) -> bool:
+        """True if the program was told just now that no peer is pending: it may be polling."""
+        return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
 
     def ask(
         self, deadline: Deadline, patience_s: float, grace: Grace | None = None, aim: str = ""
