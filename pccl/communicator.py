@@ -245,8 +245,8 @@ class Communicator(Closing):
     def peers(self) -> list[str]:
         """Descriptions of the group's accepted peers, by rank."""
         client = self._membership.seen("peers")
-        infos = {info.peer: str(info) for info in client.plan.peers}
-        return [infos[number] for number in self._membership.ranks.order if number in infos]
+        names = client.plan.names
+        return [names[number] for number in self._membership.ranks.order if number in names]
 
     # ---- the cost of calls ----
 
@@ -508,16 +508,10 @@ class Communicator(Closing):
             raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
         require("strategy", strategy, SharedStateSyncStrategy)
 
+        options = strategy, raise_on_divergence, min_peers, progress
+
         def synchronized() -> SharedStateSyncInfo:
-            return sync_shared_state(
-                self._membership,
-                shared_state,
-                deadline,
-                strategy,
-                strict=raise_on_divergence,
-                min_peers=min_peers,
-                progress=progress,
-            )
+            return sync_shared_state(self._membership, shared_state, deadline, *options)
 
         return self._membership.repeat_until_enough(synchronized, min_peers, timeout)
 
@@ -591,8 +585,7 @@ class Communicator(Closing):
         work, accused = operands.accusation(send, client.number)
         collective.run(self._membership, "all_reduce", work, tag, timeout)
         if accused[0] >= 0:
-            names = {info.peer: str(info) for info in client.plan.peers}
-            who = names.get(accused[0], f"peer {accused[0]}")
+            who = client.plan.names.get(accused[0], f"peer {accused[0]}")
             why = f"{who} has sent numbers that are not finite"
             raise NotFiniteError(Result.INVALID_ARGUMENT, "all_reduce", why)
 

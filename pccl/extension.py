@@ -23,7 +23,6 @@ from pccl import collective
 from pccl.collective import AsyncReduceHandle
 from pccl.communicator import Communicator
 from pccl.operands import Ranks
-from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.strategy import DIRECT_MAX
 from pccl.runtime.client.call import Deadline
@@ -65,7 +64,7 @@ def ring(comm: Communicator) -> tuple[int, ...]:
     Unlike `Communicator.rank`, this does not update the ranks that this thread has seen.
     """
     client = comm._membership.client("ring")
-    return client.plan.rings[0].order if client.plan.rings else (client.number,)
+    return client.plan.by_rank(client.number)
 
 
 def ranks(ring: Sequence[int], number: int) -> Ranks:
@@ -73,12 +72,12 @@ def ranks(ring: Sequence[int], number: int) -> Ranks:
 
     If the peers are no longer in this order when the collective starts, it fails on all of them.
     """
-    return Ranks(ring.index(number), len(ring), ring.index(min(ring)), checksum(ring))
+    return Ranks.of(ring, number)
 
 
 def names(comm: Communicator) -> dict[int, str]:
     """Descriptions of the run's peers by their numbers, as of the master's last message."""
-    return {info.peer: str(info) for info in comm._membership.client("names").plan.peers}
+    return comm._membership.client("names").plan.names
 
 
 def expect_no_return(comm: Communicator, most_s: float) -> None:

@@ -15,7 +15,6 @@ from pccl.errors import PCCLTimeoutError, TooFewPeersError, error_for
 from pccl.operands import Ranks
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
-from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import EXCLUSIVE, Grace
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note, error_of
@@ -109,12 +108,12 @@ class KnownRanks:
 
     def tell(self, plan: m.Plan, number: int) -> None:
         """Updates the ranks of all threads."""
-        self._order = _order(plan, number)
+        self._order = plan.by_rank(number)
         self._told += 1
 
     def see(self, plan: m.Plan, number: int) -> None:
         """Updates the ranks of this thread."""
-        self._own.order, self._own.told = _order(plan, number), self._told
+        self._own.order, self._own.told = plan.by_rank(number), self._told
 
     def lose(self, plan: m.Plan, number: int) -> None:
         """A call of this thread has failed because a peer was lost."""
@@ -127,17 +126,8 @@ class KnownRanks:
         return mine if mine and self._own.told == self._told else self._order
 
     def of(self, number: int) -> Ranks:
-        """The rank of a peer, the number of members, and the first member, for this thread.
-
-        Peers are numbered in the order in which they join, so the lowest number joined first.
-        """
-        order = self.order
-        at, first = order.index(number), order.index(min(order))
-        return Ranks(at, len(order), first, checksum(order))
-
-
-def _order(plan: m.Plan, number: int) -> tuple[int, ...]:
-    return plan.rings[0].order if plan.rings else (number,)
+        """The ranks of a peer, as this thread knows them."""
+        return Ranks.of(self.order, number)
 
 
 class Membership:
@@ -258,7 +248,7 @@ class Membership:
         if client is None or client.over is not None:
             return f"group {group}, not connected"
         plan = client.plan
-        order = plan.rings[0].order if plan.rings else (client.number,)
+        order = plan.by_rank(client.number)
         at = f"rank {order.index(client.number)} of {len(order)}" if client.number in order else ""
         name = next((info.name for info in plan.peers if info.peer == client.number), "")
         return f"peer {client.number} ({name}), {at or 'no rank'}, group {group}"

@@ -20,6 +20,7 @@ from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import ArgumentError, error_for
 from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
+from pccl.protocol.ring import checksum
 from pccl.runtime.client.memory import Operand, Operands, nothing
 from pccl.runtime.quantization import fingerprint
 from pccl.tensors import (
@@ -53,6 +54,11 @@ class Ranks:
     first: int  # the rank of the member that joined the run first
     # the checksum of the ring's order, from which the ranks follow; 0: not known
     ring: int = field(default=0, compare=False)
+
+    @classmethod
+    def of(cls, order: Sequence[int], number: int) -> Ranks:
+        """A peer's rank among these, who are numbered in the order in which they joined."""
+        return cls(order.index(number), len(order), order.index(min(order)), checksum(order))
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,7 +348,6 @@ def sync_shared_state(
     shared_state: SharedState,
     deadline: Deadline,
     strategy: SharedStateSyncStrategy = SharedStateSyncStrategy.ENFORCE_POPULAR,
-    *,
     strict: bool = False,
     min_peers: int = 1,
     progress: Callable[[SharedStateProgress], None] | None = None,
@@ -419,7 +418,7 @@ def _note(error: BaseException, shared_state: SharedState) -> None:
 def _divergence(
     synced: effects.Synced, shared_state: SharedState, client: PeerClient
 ) -> Iterator[EntryDivergence]:
-    peers, infos = {info.peer: str(info) for info in client.plan.peers}, shared_state.tensor_infos
+    peers, infos = client.plan.names, shared_state.tensor_infos
     for one in synced.divergence:
         for found in one.differences:
             if found.entry < len(infos):

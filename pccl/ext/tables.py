@@ -159,59 +159,54 @@ def _find(handle: Any) -> Any:
 _CALLBACKS: list[str] = []
 
 
-def _callback(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function the pccl_py_ callback of its name.
+def _callback(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function the pccl_py_ callback of its name, which returns 0 to C if it returns None.
 
-    A ZMQError sets errno and returns `failure` to C. Any other exception is a bug: cffi prints it,
-    and C gets `failure`.
+    A ZMQError sets errno and returns a failure to C. Any other exception is a bug: cffi prints it,
+    and C gets the failure.
     """
+    name = function.__name__.removeprefix("_")
+    failure = ffi.NULL if name in ("ctx_new", "socket") else -1
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__.removeprefix("_")
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        _last_error.value = errno.EFAULT
+        try:
+            found = function(*arguments)
+        except zmq.ZMQError as error:
+            _last_error.value = error.errno
+            return failure
+        return 0 if found is None else found
 
-        @functools.wraps(function)
-        def call(*arguments: Any) -> Any:
-            _last_error.value = errno.EFAULT
-            try:
-                return function(*arguments)
-            except zmq.ZMQError as error:
-                _last_error.value = error.errno
-                return failure
-
-        ffi.def_extern(name=f"pccl_py_{name}", error=failure)(call)
-        _CALLBACKS.append(name)
-        return call
-
-    return decorate
+    ffi.def_extern(name=f"pccl_py_{name}", error=failure)(call)
+    _CALLBACKS.append(name)
+    return call
 
 
-@_callback(ffi.NULL)
+@_callback
 def _ctx_new() -> Any:
     return _register(zmq.Context())
 
 
-@_callback(-1)
-def _ctx_set(context: Any, option: int, value: int) -> int:
+@_callback
+def _ctx_set(context: Any, option: int, value: int) -> None:
     _find(context).set(option, value)
-    return 0
 
 
-@_callback(-1)
-def _ctx_term(context: Any) -> int:
+@_callback
+def _ctx_term(context: Any) -> None:
     _find(context).term()
     del _objects[int(ffi.cast("uintptr_t", context))]
-    return 0
 
 
-@_callback(ffi.NULL)
+@_callback
 def _socket(context: Any, kind: int) -> Any:
     return _register(_find(context).socket(kind))
 
 
-@_callback(-1)
-def _close(socket: Any) -> int:
+@_callback
+def _close(socket: Any) -> None:
     _objects.pop(int(ffi.cast("uintptr_t", socket))).close()
-    return 0
 
 
 _TEXT_OPTIONS = {
@@ -224,16 +219,15 @@ _TEXT_OPTIONS = {
 }
 
 
-@_callback(-1)
-def _setsockopt(socket: Any, option: int, value: Any, size: int) -> int:
+@_callback
+def _setsockopt(socket: Any, option: int, value: Any, size: int) -> None:
     data = ffi.buffer(value, size)[:]
     number = int.from_bytes(data, sys.byteorder, signed=True)
     _find(socket).setsockopt(option, data if option in _TEXT_OPTIONS else number)
-    return 0
 
 
-@_callback(-1)
-def _getsockopt(socket: Any, option: int, value: Any, size: Any) -> int:
+@_callback
+def _getsockopt(socket: Any, option: int, value: Any, size: Any) -> None:
     got = _find(socket).getsockopt(option)
     if isinstance(got, int):
         got = got.to_bytes(size[0], sys.byteorder, signed=True)
@@ -241,29 +235,25 @@ def _getsockopt(socket: Any, option: int, value: Any, size: Any) -> int:
         raise zmq.ZMQError(errno.EINVAL)
     ffi.memmove(value, got, len(got))
     size[0] = len(got)
-    return 0
 
 
-@_callback(-1)
-def _bind(socket: Any, endpoint: Any) -> int:
+@_callback
+def _bind(socket: Any, endpoint: Any) -> None:
     _find(socket).bind(ffi.string(endpoint).decode())
-    return 0
 
 
-@_callback(-1)
-def _connect(socket: Any, endpoint: Any) -> int:
+@_callback
+def _connect(socket: Any, endpoint: Any) -> None:
     _find(socket).connect(ffi.string(endpoint).decode())
-    return 0
 
 
-@_callback(-1)
-def _socket_monitor(socket: Any, endpoint: Any, events: int) -> int:
+@_callback
+def _socket_monitor(socket: Any, endpoint: Any, events: int) -> None:
     address = None if endpoint == ffi.NULL else ffi.string(endpoint).decode()
     _find(socket).monitor(address, events)
-    return 0
 
 
-@_callback(-1)
+@_callback
 def _poll(items: Any, n: int, timeout_ms: int) -> int:
     ready = dict(zmq.zmq_poll([(items[i].fd, items[i].events) for i in range(n)], timeout_ms))
     for i in range(n):
@@ -271,7 +261,7 @@ def _poll(items: Any, n: int, timeout_ms: int) -> int:
     return len(ready)
 
 
-@_callback(-1)
+@_callback
 def _msg_send(message: Any, socket: Any, flags: int) -> int:
     size = int(_plain.msg_size(message))
     _find(socket).send(ffi.buffer(_plain.msg_data(message), size), flags, copy=True)
@@ -279,7 +269,7 @@ def _msg_send(message: Any, socket: Any, flags: int) -> int:
     return size
 
 
-@_callback(-1)
+@_callback
 def _msg_recv(message: Any, socket: Any, flags: int) -> int:
     frame = _find(socket).recv(flags, copy=False)
     size = len(frame)
