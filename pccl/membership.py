@@ -55,7 +55,10 @@ class CallsInFlight:
             self.any_collective |= bool(tags)
             for tag in tags:
                 if self._tags.setdefault(tag, call) is not call:
-                    raise error_for(Result.INVALID_ARGUMENT, name, _in_use(tag))
+                    why = (
+                        f"a collective with tag {tag} is launched and not awaited: use another tag"
+                    )
+                    raise error_for(Result.INVALID_ARGUMENT, name, why)
 
     def _may_enter(self, name: str) -> None:
         if name in EXCLUSIVE and self._tags:
@@ -86,10 +89,6 @@ class CallsInFlight:
             user, self._user = self._user, threading.current_thread()
             self._shared |= user is not None and user is not self._user and user.is_alive()
             return not self._shared
-
-
-def _in_use(tag: int | str) -> str:
-    return f"a collective with tag {tag} is launched and not awaited: use another tag"
 
 
 class KnownRanks:

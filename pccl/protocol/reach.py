@@ -78,13 +78,13 @@ def severed(one: m.PeerInfo, other: m.PeerInfo) -> str:
 
 def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
     """True if a newcomer that the master cannot reach must be refused."""
+
+    def reaches(other: m.PeerInfo) -> bool:  # perhaps in the network of the same NAT
+        same = bool(info.host == other.host and info.others and other.others)
+        return local(info, other) or same
+
     judged = info.host == seen or _same_for_all(info.host)
-    return judged and not all(local(info, other) or _behind_one(info, other) for other in group)
-
-
-def _behind_one(one: m.PeerInfo, other: m.PeerInfo) -> bool:
-    """True if two peers are behind the same NAT, and so reach each other in its network."""
-    return bool(one.host == other.host and one.others and other.others)
+    return judged and not all(map(reaches, group))
 
 
 def concluded(answers: Mapping[str, str | None]) -> str | None:

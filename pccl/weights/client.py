@@ -183,7 +183,9 @@ class WeightsClient(ControlThread):
             effects.CloseStream: self._close_stream,
             effects.StartTransfer: self._start_transfer,
             effects.AbortOp: self._abort,
-            weights.RegisterServe: self._register_serve,
+            weights.RegisterServe: lambda one: self._register(
+                one.op, one.package, self._blobs[one.package.key].pool
+            ),
             weights.RegisterFetch: self._register_fetch,
             weights.Arrived: self._arrived,
             weights.Forgotten: lambda one: self._blobs.pop(one.package.key, None),
@@ -290,9 +292,6 @@ class WeightsClient(ControlThread):
         self._streams.close(effect.stream)
         if self._keys.pop(effect.stream, "") not in ("", *self._keys.values()):
             self._expected(self._expect)
-
-    def _register_serve(self, effect: weights.RegisterServe) -> None:
-        self._register(effect.op, effect.package, self._blobs[effect.package.key].pool)
 
     def _register_fetch(self, effect: weights.RegisterFetch) -> None:
         package = effect.package
