@@ -1,7 +1,9 @@
 """Kernels of the C core for training: arithmetic with the same bits on every machine.
 
 Arrays are numpy arrays or torch tensors in host memory, dense and of the same shape. They are
-float32 unless a function says otherwise.
+float32 unless a function says otherwise. Quantized numbers (`data`) are uint8, `quantized_size` of
+them. `out` is overwritten. Arrays may overlap only where a function says so. All functions raise
+ValueError for arrays that are not like this.
 """
 
 from __future__ import annotations
@@ -34,14 +36,7 @@ _SELF_TEST_BYTES = 1 << 22  # the results of the self-test take 2.3 MB
 def subtract(out: Array, a: Array, b: Array) -> None:
     """out = a - b, rounded once for each element.
 
-    Args:
-        out: is overwritten; it may be `a` or `b`, and must not overlap them otherwise.
-        a: the minuend.
-        b: the subtrahend.
-
-    Raises:
-        ValueError: the arrays are not float32 in host memory, differ in size or order, or overlap;
-            or an array is not dense.
+    `out` may be `a` or `b`.
     """
     result, first, second = _floats(written=[out], read=[a, b])
     _check_in_place(result, first, second)
@@ -51,15 +46,7 @@ def subtract(out: Array, a: Array, b: Array) -> None:
 def add(out: Array, a: Array, b: Array, *, divisor: int = 1) -> None:
     """out = (a + b) / divisor, for arrays of any type; integers are rounded towards zero.
 
-    Args:
-        out: is overwritten; it may be `a` or `b`, and must not overlap them otherwise.
-        a: a summand.
-        b: the other summand.
-        divisor: at least 1.
-
-    Raises:
-        ValueError: the arrays are not in host memory, differ in type, size or order, or overlap; or
-            the divisor is not positive; or an array is not dense.
+    `out` may be `a` or `b`; the divisor is at least 1.
     """
     result, first, second = _alike(written=[out], read=[a, b])
     _check_in_place(result, first, second)
@@ -82,8 +69,8 @@ def quantize(out: Array, values: Array, format: Format) -> None:
     A NaN or an infinity makes its whole block NaN; with "sparse" its 65,536 numbers.
 
     Args:
-        out: `quantized_size` elements of uint8, which are overwritten.
-        values: float32 numbers.
+        out: the quantized numbers.
+        values: the numbers.
         format: how they are quantized. "int8", "int4": codes of evenly spaced levels, in blocks of
             256 and 64 numbers with a scale each (docs/internals/quantization.md). "e3m0": 4 bits, a
             sign and a power of two, in blocks of 64 with a scale each. "2bit": codes of four levels
@@ -92,10 +79,6 @@ def quantize(out: Array, values: Array, format: Format) -> None:
             level; the others are read as 0. If a shorter run remains at the end, a 64th of its
             numbers is taken, rounded up. Among equal magnitudes the first are taken.
             c/pccl_core.h defines the bytes.
-
-    Raises:
-        ValueError: the arrays are not of these types or sizes in host memory, or overlap; or an
-            array is not dense.
     """
     data, numbers = Buffer.of(out, writable=True), Buffer.of(values)
     _check_quantized(data, numbers, format)
@@ -108,15 +91,6 @@ def quantize_with_feedback(out: Array, error: Array, values: Array, format: Form
     It subtracts the error of the previous quantization first, and writes the error of this one:
     out = Q(values - error), then error = out - (values - error). The results are the same as with
     `subtract`, `quantize` and `dequantize`, in a single pass over memory.
-
-    Args:
-        out: `quantized_size` elements of uint8, which are overwritten.
-        error: the error of the previous quantization; it is overwritten.
-        values: float32 numbers.
-        format: how they are quantized.
-
-    Raises:
-        ValueError: as for `quantize`.
     """
     kept, numbers = _floats(written=[error], read=[values])
     data = Buffer.of(out, writable=True)
@@ -135,17 +109,10 @@ def quantize_with_feedback(out: Array, error: Array, values: Array, format: Form
 
 
 def dequantize(out: Array, data: Array, format: Format) -> None:
-    """Reads quantized numbers: the same values on every machine.
+    """Reads what `quantize` has written: the same values on every machine.
 
-    Args:
-        out: float32 numbers, which are overwritten.
-        data: what `quantize` has written for this number of numbers.
-        format: how they are quantized.
-
-    Raises:
-        ValueError: the arrays are not of these types or sizes in host memory, are not dense, or
-            overlap; or with "sparse", the places do not increase within each run: the content of
-            `out` is then unspecified.
+    Raises ValueError also if, with "sparse", the places do not increase within each run: the
+    content of `out` is then unspecified.
     """
     _read(out, data, format, "decode")
 
@@ -161,31 +128,15 @@ def accumulate(out: Array, data: Array, format: Format) -> None:
     """Adds quantized numbers: the same as `dequantize` into another array, and `add`.
 
     With "sparse", only the numbers that were sent are changed.
-
-    Args:
-        out: float32 numbers, to which the quantized numbers are added.
-        data: what `quantize` has written for this number of numbers.
-        format: how they are quantized.
-
-    Raises:
-        ValueError: as for `dequantize`.
     """
     _read(out, data, format, "add")
 
 
 def mean(out: Array, payloads: Sequence[Array], format: Format) -> None:
-    """The mean of several quantized arrays, summed in their order.
+    """The mean of several quantized arrays (at least one), summed in their order.
 
     The same as `dequantize` of the first, `accumulate` of the others, and `divide`, in a single
     pass over memory.
-
-    Args:
-        out: float32 numbers, which are overwritten.
-        payloads: what `quantize` has written for this number of numbers; at least one.
-        format: how they are quantized.
-
-    Raises:
-        ValueError: as for `dequantize`.
     """
     numbers, rows = Buffer.of(out, writable=True), [Buffer.of(each) for each in payloads]
     _check_divisor(len(rows))
@@ -200,16 +151,7 @@ def mean(out: Array, payloads: Sequence[Array], format: Format) -> None:
 
 
 def divide(out: Array, divisor: int) -> None:
-    """Divides each number, rounded once.
-
-    Args:
-        out: float32 numbers.
-        divisor: at least 1.
-
-    Raises:
-        ValueError: the array is not of float32 in host memory, or the divisor is not positive; or
-            the array is not dense.
-    """
+    """Divides each number, rounded once; the divisor is at least 1."""
     (numbers,) = _floats(written=[out], read=[])
     _check_divisor(divisor)
     lib.pccl_divide_f32(_pointer(numbers), numbers.count, divisor)
@@ -229,31 +171,14 @@ def outer_sgd(
     velocity = momentum * velocity + gradient, then theta = theta - lr * velocity; with Nesterov
     momentum theta = theta - lr * (gradient + momentum * velocity). Each operation is rounded.
 
-    Args:
-        theta: the parameters; they are overwritten.
-        velocity: the momentum buffer; it is overwritten.
-        gradient: is only read.
-        lr: the learning rate.
-        momentum: the factor of the velocity.
-        nesterov: whether the momentum is Nesterov's.
-
-    Raises:
-        ValueError: the arrays are not float32 in host memory, differ in size or order, or overlap;
-            or an array is not dense.
+    The parameters `theta` and the `velocity` are overwritten.
     """
     parameters, mean, given = _floats(written=[theta, velocity], read=[gradient])
     for one, other in ((parameters, mean), (parameters, given), (mean, given)):
         if one.overlaps(other):
             raise ValueError("the arrays overlap")
-    lib.pccl_outer_sgd(
-        _pointer(parameters),
-        _pointer(mean),
-        _pointer(given),
-        parameters.count,
-        lr,
-        momentum,
-        int(nesterov),
-    )
+    places = _pointer(parameters), _pointer(mean), _pointer(given)
+    lib.pccl_outer_sgd(*places, parameters.count, lr, momentum, int(nesterov))
 
 
 @functools.cache
