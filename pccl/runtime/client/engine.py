@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import zmq
 from msgspec import Struct
@@ -104,6 +104,14 @@ class Part(Struct, frozen=True):
     recv: int  # address of the result
     count: int  # elements of a slice
     dtype: int  # a pccl.DataType value
+
+
+class Ids(TypedDict):
+    """Tells the messages of an op from others."""
+
+    run: int  # the run's number, 64 bits
+    tag: int  # the collective's, or the transfer's
+    min_seq: int  # the sequence number of the op will be greater
 
 
 class Event(NamedTuple):
@@ -365,9 +373,6 @@ class Engine:
         self,
         op: int,  # a new number
         *,
-        run: int,  # the run's number, 64 bits
-        tag: int,  # the collective's tag
-        min_seq: int,  # the sequence number of the op will be greater
         what: CollectiveKind,  # which collective
         redop: int,  # the operation, a pccl.ReduceOp value
         members: int,  # number of slices in the larger buffers of reduce_scatter and all_gather
@@ -379,15 +384,13 @@ class Engine:
         # all_reduce whose input is filled while it runs (`ready`): the length in offsets of a
         # window, for which a WRITTEN event follows; 0: the input is complete
         window: int = 0,
+        **ids: Unpack[Ids],
     ) -> None:
         """Registers a collective. The buffers belong to the engine until the op is settled."""
         self._send(
             lib.PCCL_REGISTER,
             op,
             op_kind=lib.PCCL_COLLECTIVE,
-            run=run,
-            tag=tag,
-            min_seq=min_seq,
             collective=COLLECTIVES[what],
             redop=redop,
             format=format,
@@ -396,19 +399,18 @@ class Engine:
             n_parts=len(parts),
             recv_rows=self._keep(op, ffi.new("uint64_t[]", list(rows))) if rows else ffi.NULL,
             window=window,
+            **ids,
         )
 
     def register_exchange(
         self,
         op: int,
         *,
-        run: int,
-        tag: int,
-        min_seq: int,
         members: int,  # number of members
         parts: Sequence[Part],  # the arrays; `count` is the number of elements in a row
         # the number of rows for each rank, and from each rank; empty: none
         rows: tuple[Sequence[int], Sequence[int]],
+        **ids: Unpack[Ids],
     ) -> None:
         """Registers an exchange. Other arguments are as in register_collective."""
         sends, recvs = (self._keep(op, ffi.new("uint64_t[]", one or [0] * members)) for one in rows)
@@ -416,67 +418,51 @@ class Engine:
             lib.PCCL_REGISTER,
             op,
             op_kind=lib.PCCL_EXCHANGE,
-            run=run,
-            tag=tag,
-            min_seq=min_seq,
             members=members,
             parts=self._keep(op, _parts(parts)),
             n_parts=len(parts),
             send_rows=sends,
             recv_rows=recvs,
+            **ids,
         )
 
     def register_serve(
         self,
-        op: int,  # a new number
+        op: int,
         *,
-        run: int,  # the run's number, 64 bits
-        tag: int,  # the transfer's tag
-        min_seq: int,  # the sequence number of the op will be greater
         pieces: Sequence[tuple[int, int, int]],  # (number, address, bytes) of each
         first_counted: int = 0,  # pieces with lower numbers do not count in tx_bytes and rx_bytes
         limit: int = 0,  # bytes that may be sent before the first `allow`; 0: no limit
+        **ids: Unpack[Ids],
     ) -> None:
         """Registers an op that answers requests for the bytes of `pieces`."""
-        ids = {"run": run, "tag": tag, "min_seq": min_seq}
-        self._register_pieces(op, lib.PCCL_SERVE, pieces, first_counted, **ids, limit=limit)
+        held = self._pieces(op, pieces, first_counted)
+        self._send(lib.PCCL_REGISTER, op, op_kind=lib.PCCL_SERVE, limit=limit, **held, **ids)
 
     def register_fetch(
         self,
         op: int,
         *,
-        run: int,
-        tag: int,
-        min_seq: int,
         pieces: Sequence[tuple[int, int, int]],
         first_counted: int = 0,
         leaf_bytes: int = 0,
+        **ids: Unpack[Ids],
     ) -> None:
         """Registers an op that fetches the bytes of `pieces`. Arguments are as in register_serve.
 
         With `leaf_bytes`, each leaf of that size emits a LEAF event and waits for `verified`.
         """
-        ids = {"run": run, "tag": tag, "min_seq": min_seq}
-        self._register_pieces(
-            op, lib.PCCL_FETCH, pieces, first_counted, **ids, leaf_bytes=leaf_bytes
-        )
+        held, fetch = self._pieces(op, pieces, first_counted), lib.PCCL_FETCH
+        self._send(lib.PCCL_REGISTER, op, op_kind=fetch, leaf_bytes=leaf_bytes, **held, **ids)
 
-    def _register_pieces(
-        self,
-        op: int,
-        kind: int,
-        pieces: Sequence[tuple[int, int, int]],
-        first_counted: int,
-        **members: int,
-    ) -> None:
-        self._send(
-            lib.PCCL_REGISTER,
-            op,
-            op_kind=kind,
-            pieces=self._keep(op, _pieces(pieces, first_counted)),
-            n_pieces=len(pieces),
-            **members,
-        )
+    def _pieces(
+        self, op: int, pieces: Sequence[tuple[int, int, int]], first_counted: int
+    ) -> dict[str, Any]:
+        array = self._keep(op, ffi.new("pccl_piece[]", len(pieces)))
+        for slot, (number, address, nbytes) in zip(array, sorted(pieces), strict=True):
+            slot.piece, slot.data, slot.bytes = number, ffi.cast("void *", address), nbytes
+            slot.uncounted = number < first_counted
+        return {"pieces": array, "n_pieces": len(pieces)}
 
     def _keep(self, op: int, array: Any) -> Any:
         """Keeps an array alive until the op is settled, because the engine reads it."""
@@ -637,14 +623,6 @@ def _parts(parts: Sequence[Part]) -> Any:
     ffi.buffer(array)[:] = b"".join(
         [PART.pack(part.send, part.recv, part.count, part.dtype) for part in parts]
     )
-    return array
-
-
-def _pieces(pieces: Sequence[tuple[int, int, int]], first_counted: int) -> Any:
-    array = ffi.new("pccl_piece[]", len(pieces))
-    for slot, (number, address, nbytes) in zip(array, sorted(pieces), strict=True):
-        slot.piece, slot.data, slot.bytes = number, ffi.cast("void *", address), nbytes
-        slot.uncounted = number < first_counted
     return array
 
 

@@ -32,6 +32,7 @@ from pccl.runtime.client.engine import (
     WRITTEN,
     Engine,
     Event,
+    Ids,
     Part,
 )
 from pccl.runtime.client.memory import Operands, Pool
@@ -222,13 +223,16 @@ class Driver:
     def _register(self, effect: effects.RegisterOp) -> None:
         """Registers an op, whose memory belongs to the engine until it is settled."""
         memory, engine = self.pending.memory[effect.op], self._engine
-        ids = {"run": effect.run, "tag": effect.tag, "min_seq": effect.min_seq}
+        ids: Ids = {"run": effect.run, "tag": effect.tag, "min_seq": effect.min_seq}
         if isinstance(memory, Pool):
-            pieces, ids["first_counted"] = memory.pieces, memory.first_counted
+            pieces, first, op = memory.pieces, memory.first_counted, effect.op
             if memory.reader is None:
-                engine.register_serve(effect.op, pieces=pieces, limit=memory.limit, **ids)
+                limit = memory.limit
+                engine.register_serve(op, pieces=pieces, first_counted=first, limit=limit, **ids)
             else:
-                engine.register_fetch(effect.op, pieces=pieces, leaf_bytes=LEAF_BYTES, **ids)
+                engine.register_fetch(
+                    op, pieces=pieces, first_counted=first, leaf_bytes=LEAF_BYTES, **ids
+                )
         elif memory.work.what in EXCHANGES:
             rows = memory.send_rows, memory.recv_rows
             members = max(map(len, rows))
