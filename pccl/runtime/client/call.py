@@ -90,7 +90,7 @@ class Call:
         self.began_s = time.monotonic()
         self.serve_op = 0  # of a synchronization
         self.aim = ""  # what the call is made for, which the log says if it takes long
-        self._quiet = Quiet()
+        self.quiet = Quiet()  # over when a log line is due about the peers it waits for
         # the last note, when it has come. Nothing refers to the caller's memory then.
         self.end: End | None = None
         # called with the end; only the control thread adds to them
@@ -120,11 +120,6 @@ class Call:
                     self._notes.put(note)  # other threads may wait for the end too
             if note is not None or left_s < limits.SLICE_S:
                 return note
-
-    @property
-    def is_long(self) -> bool:
-        """True if a log line is due about the peers it waits for; then False for a while."""
-        return self._quiet.is_over
 
     def settle(self) -> None:
         while self.end is None:
@@ -213,5 +208,5 @@ class Deadline:
         if self._at is not None and self._late is not call and time.monotonic() >= self._at:
             self._late = call
             client.time_out(call, f"its caller gave up after {self._timeout_s:g} s")
-        elif call.is_long:
+        elif call.quiet.is_over:
             client.inquire(call)
