@@ -337,10 +337,8 @@ class Engine:
     def meet(self, endpoint: str, via: str, lanes: int) -> None:
         """Connects to a sender at a meeting point, because it cannot connect to this engine.
 
-        Args:
-            endpoint: the same as in the sender's `connect_stream`.
-            via: `address:port` of the meeting point, a numeric address.
-            lanes: the same as in the sender's `connect_stream`.
+        `endpoint` and `lanes` are as in the sender's `connect_stream`; `via` is the `address:port`
+        of the meeting point.
         """
         self._send(lib.PCCL_MEET, endpoint=endpoint.encode(), via=via.encode(), lanes=lanes)
 
@@ -351,10 +349,8 @@ class Engine:
     def expect(self, peer: int, nonce: int, keys: Iterable[str]) -> None:
         """Sets who may connect, and decides on waiting connections.
 
-        Args:
-            peer: this peer's number.
-            nonce: of the current epoch; the nonce of the previous call remains valid.
-            keys: public keys of the members, if this engine has keys.
+        `peer` is this peer's number, and `keys` are the members' public keys, if this engine has
+        keys. The nonce is that of the epoch; the nonce of the previous call remains valid.
         """
         self._send(lib.PCCL_EXPECT, peer=peer, nonce=nonce)
         for key in keys:
@@ -540,9 +536,7 @@ class Engine:
     ) -> None:
         """Starts a registered op that serves or fetches. Other arguments are as in `start`.
 
-        Args:
-            ends: the requesters of a serving op, the holders of a fetching one. Later calls with
-                the same `seq` add to them.
+        `ends`: the requesters, or the holders. Later calls with the same `seq` add to them.
         """
         limit = lib.PCCL_ENDS_MAX
         for first in range(0, max(len(ends), 1), limit):
@@ -564,9 +558,7 @@ class Engine:
     def remind(self, op: int, limit: int) -> None:
         """Lets a fetch repeat its late requests. Must be called twice a second.
 
-        Args:
-            op: the fetch.
-            limit: after this many calls in a row without an answer, FAILED with STARVED follows.
+        After `limit` calls in a row without an answer, FAILED with STARVED follows.
         """
         self._send(lib.PCCL_REMIND, op, limit=limit)
 
