@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 from pccl.errors import PCCLError
 from pccl.support.closing import Closing
@@ -34,6 +34,7 @@ TAIL_BYTES, TAIL_LINES = 4000, 15  # of the output of a failed process
 MARK = "LOCAL_RUN_COPY"  # environment variable, which all that a process starts inherit
 POLL_S = 0.02
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # TerminateProcess on Windows
+Heard: TypeAlias = Callable[[Sequence[bytes]], object]  # gets lines of output
 _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, and of lines that are overwritten
 
 
@@ -49,8 +50,8 @@ class Process(Closing):
         environment: Mapping[str, str],  # its variables
         *,
         stdin: bool = False,  # whether `say` writes to it; otherwise it reads nothing
-        stdout: IO[Any] | int = subprocess.DEVNULL,  # a file, or PIPE
-        stderr: IO[Any] | int = subprocess.DEVNULL,  # a file, or PIPE
+        stdout: Heard | IO[Any] | int = subprocess.DEVNULL,  # what gets its lines, a file, or PIPE
+        stderr: Heard | IO[Any] | int = subprocess.DEVNULL,  # the same
     ) -> None:
         self._mark = f"/{secrets.token_hex(8)}"
         self._lock = threading.RLock()  # a signal handler may interrupt `signal` and call it
@@ -59,14 +60,15 @@ class Process(Closing):
             bufsize=0,
             env={**environment, MARK: environment.get(MARK, "") + self._mark},
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=subprocess.PIPE if callable(stdout) else stdout,
+            stderr=subprocess.PIPE if callable(stderr) else stderr,
             start_new_session=os.name == "posix",  # Ctrl-C reaches only us; we pass it on
         )
         self.pid = self._popen.pid
         self.stdout: IO[bytes] | None = self._popen.stdout
-        self.stderr: IO[bytes] | None = self._popen.stderr
         self.status: int | None = None
+        ways = ((self._popen.stdout, stdout), (self._popen.stderr, stderr))
+        self.outputs = [Output(pipe, heard) for pipe, heard in ways if pipe and callable(heard)]
 
     def say(self, line: str) -> None:
         """Writes a line to its stdin. Does nothing if the process has ended."""
@@ -114,6 +116,12 @@ class Process(Closing):
             time.sleep(POLL_S)
         return self.status
 
+    def finish(self, most_s: float) -> None:
+        """Waits while its last output comes, after its end."""
+        until_s = time.monotonic() + most_s
+        for output in self.outputs:
+            output.finish(until_s)
+
     def close(self) -> None:
         """Kills it and its group, and waits for that."""
         self.kill()
@@ -155,7 +163,7 @@ class Output(threading.Thread):
     incomplete for some time.
     """
 
-    def __init__(self, pipe: IO[bytes], heard: Callable[[Sequence[bytes]], None]) -> None:
+    def __init__(self, pipe: IO[bytes], heard: Heard) -> None:
         super().__init__(name="pccl-output", daemon=True)
         self._pipe, self._heard = pipe, heard
         self._lock = threading.Lock()
@@ -238,27 +246,32 @@ class Fleet(Closing):
         self.heard: queue.Queue[tuple[int, str | int]] = queue.Queue()
         self._directory = tempfile.TemporaryDirectory(prefix="pccl-", ignore_cleanup_errors=True)
         self._processes: dict[int, Process] = {}
-        self._readers: list[threading.Thread] = []
+        self._waiting: list[threading.Thread] = []  # for the end of each
 
     def close(self) -> None:
         for process in self._processes.values():
             process.kill()
-        for reader in self._readers:
-            reader.join()
+        for thread in self._waiting:
+            thread.join()
         self._directory.cleanup()
 
     def start(self, number: int, *words: str) -> None:
+        def heard(lines: Sequence[bytes]) -> None:
+            for line in lines:
+                self.heard.put((number, line.decode(errors="replace")))
+
+        def wait() -> None:
+            status = process.wait()
+            assert status is not None
+            process.finish(QUIET_S)
+            self.heard.put((number, status))
+
+        command = [*self._command, *words]
         with self._errors(number).open("wb") as errors:
-            process = self._processes[number] = Process(
-                [*self._command, *words],
-                self._environment,
-                stdin=True,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-            )
-        reader = threading.Thread(target=self._read, args=(number, process), daemon=True)
-        self._readers.append(reader)
-        reader.start()
+            process = Process(command, self._environment, stdin=True, stdout=heard, stderr=errors)
+        self._processes[number] = process
+        self._waiting.append(threading.Thread(target=wait, daemon=True))
+        self._waiting[-1].start()
 
     def say(self, number: int, line: str) -> None:
         self._processes[number].say(line)
@@ -275,18 +288,6 @@ class Fleet(Closing):
 
     def _errors(self, number: int) -> Path:
         return Path(self._directory.name, f"{number}.stderr")
-
-    def _read(self, number: int, process: Process) -> None:
-        def heard(lines: Sequence[bytes]) -> None:
-            for line in lines:
-                self.heard.put((number, line.decode(errors="replace")))
-
-        assert process.stdout is not None
-        output = Output(process.stdout, heard)
-        status = process.wait()
-        assert status is not None
-        output.finish(time.monotonic() + QUIET_S)
-        self.heard.put((number, status))
 
 
 # ---- functions of this program that run as processes ----

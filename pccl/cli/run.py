@@ -21,11 +21,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from subprocess import PIPE
 from typing import BinaryIO, TextIO
 
 from pccl.cli.arguments import add_program, master, option, program, whole_number
-from pccl.cli.processes import Output, Process
+from pccl.cli.processes import Process
 from pccl.cli.terminal import Refused, painted
 from pccl.master_node import MasterNode
 from pccl.runtime.signals import ended_by, handled
@@ -147,7 +146,6 @@ class Copy(threading.Thread):
         self._environment = {**environment, "LOCAL_RANK": str(number)}
         self._copies = copies
         self._process: Process | None = None
-        self._outputs: list[Output] = []
         self._starting = threading.RLock()  # a signal handler may interrupt `signal` and call it
 
     def run(self) -> None:
@@ -186,8 +184,9 @@ class Copy(threading.Thread):
 
     def flush(self) -> None:
         """Prints lines that have not been completed for a while."""
-        for output in self._outputs:
-            output.flush()
+        if self._process is not None:
+            for output in self._process.outputs:
+                output.flush()
 
     def kill(self) -> None:
         """Kills the program and all that it has started."""
@@ -202,29 +201,27 @@ class Copy(threading.Thread):
                 return self.status
             try:
                 process = self._process = Process(
-                    self._command, self._environment, stdout=PIPE, stderr=PIPE
+                    self._command,
+                    self._environment,
+                    stdout=lambda lines: self._print(lines, sys.stdout),
+                    stderr=lambda lines: self._print(lines, sys.stderr),
                 )
             except OSError as error:
                 self._note(f"{self._command[0]} cannot be started: {error.strerror or error}")
                 return NOT_STARTED
-        assert process.stdout is not None and process.stderr is not None
-        show = self._copies.printer.print
-        self._outputs = [
-            Output(process.stdout, lambda lines: show(self._number, lines, sys.stdout)),
-            Output(process.stderr, lambda lines: show(self._number, lines, sys.stderr)),
-        ]
         status = process.wait()
         assert status is not None
         if status or self._copies.stopping.is_set():
             process.kill_strays()
-        until_s = time.monotonic() + GRACE_S
-        for output in self._outputs:
-            output.finish(until_s)
+        process.finish(GRACE_S)
         return status if status >= 0 else 128 - status
 
     def _note(self, text: str) -> None:
         line = painted(f"pccl run: {text}", "yellow", sys.stderr)
-        self._copies.printer.print(self._number, [f"{line}\n".encode()], sys.stderr)
+        self._print([f"{line}\n".encode()], sys.stderr)
+
+    def _print(self, lines: Sequence[bytes], to: TextIO) -> None:
+        self._copies.printer.print(self._number, lines, to)
 
 
 class Copies:

@@ -129,8 +129,9 @@ def test_what_comes_out_wrong_is_counted() -> None:
     """The check of each collective finds results that contain no other peer's contribution."""
 
     for what in collectives.FACTORS:
-        trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000)  # type: ignore[arg-type]
-        for way in trial.ways(None).values():
+        job = Job(what, 3, (5000,), DataType.FLOAT, ReduceOp.SUM, 1, 0, check=True)
+        trial = Trial(Alone(), job, 5000)  # type: ignore[arg-type]
+        for way in trial.ways().values():
             assert trial.check(way) > 4000
 
 
@@ -169,8 +170,9 @@ def test_tensors_of_a_device_are_measured_as_arrays_are(what: str) -> None:
 def test_what_is_wrong_on_a_device_is_counted() -> None:
     pytest.importorskip("torch")
     for what in collectives.FACTORS:
-        trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000, None, "cpu")  # type: ignore[arg-type]
-        for way in trial.ways(None).values():
+        job = Job(what, 3, (5000,), DataType.FLOAT, ReduceOp.SUM, 1, 0, check=True)
+        trial = Trial(Alone(), job, 5000, "cpu")  # type: ignore[arg-type]
+        for way in trial.ways().values():
             assert trial.check(way) > 4000
 
 

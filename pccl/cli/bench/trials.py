@@ -238,77 +238,87 @@ class Way:
     quantization: QuantizationName | None = None  # of the result; None: it is exact
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    what: str  # the collective, by its name
+    peers: int
+    counts: tuple[int, ...]  # elements, one size after the other; of the smaller buffer
+    dtype: DataType
+    op: ReduceOp
+    iterations: int
+    warmups: int  # iterations that are not timed
+    check: bool  # whether to verify every element of one more call of each way
+    against: str | None = None  # one of OTHERS, which takes turns with it
+    quantization: QuantizationName | None = None  # as `Communicator.all_reduce` takes it
+    lanes: int = 0  # connections to the next peer; 0: as pccl chooses
+    device: str = "cpu"  # where the arrays are: one of DEVICES
+
+
 class Trial:
-    """A collective of `count` elements for each peer, on buffers of its own."""
+    """A collective of `count` elements (of the smaller buffer) of each peer, on own buffers."""
 
-    def __init__(
-        self,
-        comm: pccl.Communicator,  # of this peer, whose rank decides what it brings
-        what: str,  # a name of `pccl.cli.bench.collectives.FACTORS`
-        dtype: DataType,  # of the elements
-        op: ReduceOp,  # if it reduces
-        count: int,  # elements of the smaller buffer
-        quantization: QuantizationName | None = None,  # as `Communicator.all_reduce` takes it
-        device: str = "",  # where its arrays are
-    ) -> None:
-        self._quantization, self._device = quantization, device
-        self._comm, self._what, self._dtype, self._op = comm, what, dtype, op
-        self._rank, self._peers, self._count = comm.rank, comm.world_size, count
-        send = count * (self._peers if what in ("reduce_scatter", "all_to_all") else 1)
-        recv = count * (self._peers if what in ("all_gather", "all_to_all") else 1)
-        self._content = tiled(contribution(dtype, op, self._rank, self._peers), send)
-        self._send = put(self._content, dtype, device)
-        self._recv = put(np.zeros(recv, self._content.dtype), dtype, device)
+    def __init__(self, comm: pccl.Communicator, job: Job, count: int, device: str = "") -> None:
+        self._comm, self._job, self._count, self._device = comm, job, count, device
+        self._rank, self._peers = comm.rank, comm.world_size
+        send = count * (self._peers if job.what in ("reduce_scatter", "all_to_all") else 1)
+        recv = count * (self._peers if job.what in ("all_gather", "all_to_all") else 1)
+        self._content = tiled(self._brought(self._rank), send)
+        self._send = put(self._content, job.dtype, device)
+        self._recv = put(np.zeros(recv, self._content.dtype), job.dtype, device)
 
-    def ways(self, against: str | None) -> dict[str, Way]:
+    def ways(self) -> dict[str, Way]:
         """All ways of this collective by name, and the one of OTHERS that is asked for."""
-        found = {}
-        if self._what != "broadcast":
-            found[OUT_OF_PLACE] = self._way(self._send, self._recv, self._quantization)
-        if self._what != "all_to_all":
+        found, quantization = {}, self._job.quantization
+        if self._job.what != "broadcast":
+            found[OUT_OF_PLACE] = self._way(self._send, self._recv, quantization)
+        if self._job.what != "all_to_all":
             found[IN_PLACE] = self._in_place()
-        if against in TORCH:
-            found[against] = self._torch()
-        elif against == UNQUANTIZED:
-            found[UNQUANTIZED] = self._way(self._send, self._recv, None)
-        elif against == PIECES:
-            found[PIECES] = self._pieces(found[OUT_OF_PLACE])
-        elif against == TENSORS:
-            found[TENSORS] = self._tensors(found[OUT_OF_PLACE])
+        match self._job.against:
+            case None:
+                pass
+            case "unquantized":
+                found[UNQUANTIZED] = self._way(self._send, self._recv, None)
+            case "pieces":
+                found[PIECES] = self._pieces(found[OUT_OF_PLACE])
+            case "tensors":
+                found[TENSORS] = self._tensors(found[OUT_OF_PLACE])
+            case library:
+                found[library] = self._torch()
         return found
 
     def check(self, way: Way) -> int:
         """Runs it once more, from known contents, and counts the wrong elements."""
         way.reset()
         way.run()
-        result, count, size = way.result(), self._count, self._peers
-        if self._what == "all_gather":
+        job, result, count, size = self._job, way.result(), self._count, self._peers
+        if job.what == "all_gather":
             rows = result.reshape(size, count)
             return sum(count_wrong(rows[r], self._brought(r)) for r in range(size))
-        if self._what == "all_to_all":  # their rows for us begin somewhere in their tables
-            rows, at = result.reshape(size, count), -(self._rank * count % PERIOD)
+        at = -(self._rank * count % PERIOD)  # where our part begins in the tables of the others
+        if job.what == "all_to_all":
+            rows = result.reshape(size, count)
             brought = (np.roll(self._brought(r), at) for r in range(size))
             return sum(count_wrong(*each) for each in zip(rows, brought, strict=True))
-        if self._what == "broadcast":
+        if job.what == "broadcast":
             return count_wrong(result, self._brought(0))
-        table = expected(self._dtype, self._op, size)
-        if self._what == "reduce_scatter":  # our part begins somewhere in the table
-            table = np.roll(table, -(self._rank * count % PERIOD))
+        table = expected(job.dtype, job.op, size)
+        if job.what == "reduce_scatter":
+            table = np.roll(table, at)
         if way.quantization is None:
             return count_wrong(result, table)
-        distance = error_max(self._dtype, self._op, size, way.quantization)
-        return count_far(result, table, self._dtype, distance)
+        distance = error_max(job.dtype, job.op, size, way.quantization)
+        return count_far(result, table, job.dtype, distance)
 
     def _brought(self, rank: int) -> Bits:
-        return contribution(self._dtype, self._op, rank, self._peers)
+        return contribution(self._job.dtype, self._job.op, rank, self._peers)
 
     def _in_place(self) -> Way:
         own = slice(self._rank * self._count, (self._rank + 1) * self._count)
-        if self._what == "all_gather":
+        if self._job.what == "all_gather":
             return self._way(self._recv[own], self._recv, None)
-        if self._what == "reduce_scatter":
-            return self._way(self._send, self._send[own], self._quantization)
-        return self._way(self._recv, self._recv, self._quantization)
+        if self._job.what == "reduce_scatter":
+            return self._way(self._send, self._send[own], self._job.quantization)
+        return self._way(self._recv, self._recv, self._job.quantization)
 
     def _way(self, send: Array, recv: Array, quantization: QuantizationName | None) -> Way:
         one = np.zeros(1, np.float32)
@@ -321,12 +331,12 @@ class Trial:
             fill(recv, np.invert(held.view(np.uint8)).view(held.dtype))  # right in no element
             fill(send, self._content)
 
-        arrays = (recv,) if self._what == "broadcast" else (send, recv)
+        arrays = (recv,) if self._job.what == "broadcast" else (send, recv)
         how: dict[str, Any] = {"tag": _TAG}
-        if self._what in REDUCING:
-            how |= {"op": self._op, "quantization": quantization}
-        run = partial(getattr(self._comm, self._what), *arrays, **how)
-        launch = partial(getattr(self._comm, f"{self._what}_async"), *arrays, **how)
+        if self._job.what in REDUCING:
+            how |= {"op": self._job.op, "quantization": quantization}
+        run = partial(getattr(self._comm, self._job.what), *arrays, **how)
+        launch = partial(getattr(self._comm, f"{self._job.what}_async"), *arrays, **how)
         result = partial(bits_of, recv)
         return Way(meet, run, lambda: launch().wait()[2].tx_bytes, reset, result, quantization)
 
@@ -339,9 +349,9 @@ class Trial:
                 self._comm.all_reduce_async(
                     self._send[begin:end],
                     self._recv[begin:end],
-                    op=self._op,
+                    op=self._job.op,
                     tag=_TAG + i,
-                    quantization=self._quantization,
+                    quantization=self._job.quantization,
                 )
                 for i, (begin, end) in enumerate(pairwise(bounds))
             ]
@@ -356,12 +366,12 @@ class Trial:
     def _tensors(self, whole: Way) -> Way:
         """The all-reduce as one list of tensors, with sizes in proportion to a GPT's."""
         ends = [self._count * end // sum(_ROWS) for end in accumulate(_ROWS, initial=0)]
-        name = self._quantization
+        name = self._job.quantization
         quantization = None if name is None else QuantizationOptions.of(name)
-        kind = pccl.ReduceOperandDescriptor(self._dtype)
+        kind = pccl.ReduceOperandDescriptor(self._job.dtype)
         listed = []
         for i, (begin, end) in enumerate(pairwise(ends)):
-            work = pccl.ReduceDescriptor(end - begin, self._op, _TAG + i, kind, quantization)
+            work = pccl.ReduceDescriptor(end - begin, self._job.op, _TAG + i, kind, quantization)
             arrays = self._send[begin:end], self._recv[begin:end]
             listed.append(pccl.ReduceOpDescriptor.from_torch(*arrays, work))
 
@@ -376,7 +386,9 @@ class Trial:
 
         send, recv = torch.as_tensor(self._send), torch.as_tensor(self._recv)
         one = torch.zeros(1, device=recv.device)
-        op = getattr(dist.ReduceOp, "PRODUCT" if self._op is ReduceOp.PROD else self._op.name)
+        op = getattr(
+            dist.ReduceOp, "PRODUCT" if self._job.op is ReduceOp.PROD else self._job.op.name
+        )
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(recv, op),
             "reduce_scatter": lambda: dist.reduce_scatter(recv, list(send.chunk(self._peers)), op),
@@ -393,27 +405,11 @@ class Trial:
             return run
 
         meet = finished(lambda: dist.all_reduce(one))
-        run = finished(calls[self._what])
+        run = finished(calls[self._job.what])
         return Way(meet, run, lambda: 0, lambda: None, partial(bits_of, self._recv))
 
 
 _TORCH_TIMEOUT = timedelta(seconds=60)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    what: str  # the collective, by its name
-    peers: int
-    counts: tuple[int, ...]  # elements, one size after the other; of the smaller buffer
-    dtype: DataType
-    op: ReduceOp
-    iterations: int
-    warmups: int  # iterations that are not timed
-    check: bool  # whether to verify every element of one more call of each way
-    against: str | None = None  # one of OTHERS, which takes turns with it
-    quantization: QuantizationName | None = None  # as `Communicator.all_reduce` takes it
-    lanes: int = 0  # connections to the next peer; 0: as pccl chooses
-    device: str = "cpu"  # where the arrays are: one of DEVICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,8 +451,8 @@ def join(address: str, job: Job) -> Iterator[pccl.Communicator]:
 
 def measure(comm: pccl.Communicator, job: Job, count: int, device: str) -> Measured:
     """Measures one size, of `count` elements, with arrays on that device."""
-    trial = Trial(comm, job.what, job.dtype, job.op, count, job.quantization, device)
-    found = trial.ways(job.against)
+    trial = Trial(comm, job, count, device)
+    found = trial.ways()
 
     def prepare(way: Way) -> None:
         way.meet()
