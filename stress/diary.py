@@ -50,27 +50,18 @@ class Begin(Struct, frozen=True, tag="begin"):
 
 
 class End(Struct, frozen=True, tag="end"):
-    """The call is over.
-
-    Attributes:
-        outcome: "done"; "lost": a peer was lost; "alone": there is no other peer; "inner": the
-            shared state has not changed.
-        revision: of the shared state, after a "sync".
-        digest: of the shared state after a "sync"; of the whole buffer after a "reduce".
-        sum: the words at the start of that buffer.
-        world: how many peers the group had.
-        tag: that of its Begin.
-        what: that of its Begin.
-    """
+    """The call is over."""
 
     at_s: float
+    # "done"; "lost": a peer was lost; "alone": there is no other peer; "inner": the shared state
+    # has not changed
     outcome: str
-    revision: int
-    digest: str = ""
-    sum: Words = ()
-    world: int = 0
-    tag: int = 0
-    what: str = "sync"
+    revision: int  # of the shared state, after a "sync"
+    digest: str = ""  # of the shared state after a "sync"; of the whole buffer after a "reduce"
+    sum: Words = ()  # the words at the start of that buffer
+    world: int = 0  # how many peers the group had
+    tag: int = 0  # that of its Begin
+    what: str = "sync"  # that of its Begin
 
 
 class Size(Struct, frozen=True, tag="size"):
@@ -102,11 +93,7 @@ Entry: TypeAlias = Joined | Begin | End | Size | Out | Fault
 
 
 class Diary:
-    """A file of entries, which grows.
-
-    Args:
-        path: of the file.
-    """
+    """A file of entries, which grows."""
 
     def __init__(self, path: Path) -> None:
         binary = getattr(os, "O_BINARY", 0)
@@ -130,10 +117,9 @@ def path_of(directory: Path, worker: int) -> Path:
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a diary; without a last line that its writer could not end.
+    """The entries of a diary, without a last line that its writer could not end.
 
-    Raises:
-        msgspec.DecodeError: another line is damaged.
+    Raises msgspec.DecodeError: another line is damaged.
     """
     decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
     data = path.read_bytes()

@@ -38,14 +38,10 @@ KINDS = (
 
 
 class Mischief:
-    """Does what a worker is told to do to itself.
-
-    Attributes:
-        cut_off: whether a connection to the master was reset since `joined`: this peer may be
-            dropped then.
-    """
+    """Does what a worker is told to do to itself."""
 
     def __init__(self, master_port: int, fault: Callable[[str], None]) -> None:
+        # whether a connection to the master was reset since `joined`: then the master may drop it
         self.cut_off = False
         self._comm: pccl.Communicator | None = None
         self._master_port = master_port
@@ -148,11 +144,7 @@ def connections(master_port: int) -> list[tuple[int, str]]:
 
 
 def _twin(fd: int) -> socket.socket:
-    """The socket of a descriptor that belongs to other code.
-
-    Raises:
-        OSError: there is none.
-    """
+    """The socket of a descriptor that belongs to other code. Raises OSError: there is none."""
     twin = os.dup(fd)
     try:
         return socket.socket(fileno=twin)

@@ -147,13 +147,7 @@ class Loop:
 
 
 class Sums:
-    """Sums of one contribution of each peer, one or several at once.
-
-    Args:
-        member: who contributes.
-        revision: in which step.
-        tags: of the collectives.
-    """
+    """Sums of one contribution of each peer in one step, one or several at once."""
 
     def __init__(self, member: Membership, revision: int, tags: list[int]) -> None:
         self.lost = tags  # the tags of those that failed because a peer was lost
@@ -235,94 +229,108 @@ class Overlap(Loop):
         return True
 
 
-class DiLoCo:
-    """DiLoCo, in any mode; each peer has data of its own.
+class Training:
+    """Trains a model; each peer has data of its own. A subclass says how."""
 
-    Args:
-        membership: of the peer.
-        mode: of DiLoCo.
-    """
-
-    def __init__(self, membership: Membership, mode: str) -> None:
+    def __init__(self, membership: Membership) -> None:
         import torch
 
-        from pccl.diloco import DiLoCo as Trainer
-
         torch.set_num_threads(1)
-        self._torch = torch
-        self._member = membership
-        width = max(2, int(membership.elements**0.5 / 2))
         torch.manual_seed(0)
-        self._model = torch.nn.Sequential(
-            torch.nn.Linear(width, width), torch.nn.Linear(width, width)
-        )
-        optimizer = torch.optim.SGD(self._model.parameters(), 0.01)
-        membership.notes.write(diary.Begin(diary.now(), "join", 0))
-        self._trainer = Trainer(membership.comm, self._model, optimizer, mode=mode, **MODES[mode])
-        membership.notes.write(diary.End(diary.now(), "done", 0, what="join"))
+        self._member, self._torch = membership, torch
+        self._width = max(2, int(membership.elements**0.5 / 2))
         self._draw = np.random.default_rng(membership.number)
+        membership.notes.write(diary.Begin(diary.now(), "join", 0))
+        self._join()
+        membership.notes.write(diary.End(diary.now(), "done", 0, what="join"))
 
     def run(self) -> None:
-        member, trainer = self._member, self._trainer
-        shape = next(self._model.parameters()).shape
+        member, shape = self._member, (4, self._width)
         while not member.ending.is_set():
-            given = self._torch.from_numpy(self._draw.standard_normal((4, shape[1]), np.float32))
-            self._model(given).square().mean().backward()
-            before = trainer.shared_state.revision
+            given = self._torch.from_numpy(self._draw.standard_normal(shape, np.float32))
+            before = self._revision()
             member.notes.write(diary.Begin(diary.now(), "sync", before))
-            trainer.step()
-            revision = trainer.shared_state.revision
+            self._step(given)
+            revision = self._revision()
             outcome = "done" if revision != before else "inner"
-            digest = trainer.state_digest() if revision != before else ""
+            digest = self._digest() if revision != before else ""
             member.notes.write(diary.End(diary.now(), outcome, revision, digest))
             if revision != before and revision % SIZES_EVERY == 0:
                 member.notes.size()
 
+    def _join(self) -> None:
+        """Makes the model and its trainer."""
+        raise NotImplementedError
 
-class DataParallel:
-    """torch's DistributedDataParallel on pccl; each peer has data of its own."""
+    def _revision(self) -> int:
+        raise NotImplementedError
 
-    def __init__(self, membership: Membership) -> None:
+    def _step(self, given: Any) -> None:
+        raise NotImplementedError
+
+    def _digest(self) -> str:
+        """The digest of the shared state."""
+        raise NotImplementedError
+
+
+class DiLoCo(Training):
+    """DiLoCo, in any mode."""
+
+    def __init__(self, membership: Membership, mode: str) -> None:
+        self._mode = mode
+        super().__init__(membership)
+
+    def _join(self) -> None:
+        from pccl.diloco import DiLoCo as Trainer
+
+        nn, width = self._torch.nn, self._width
+        self._model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        optimizer = self._torch.optim.SGD(self._model.parameters(), 0.01)
+        comm, mode = self._member.comm, self._mode
+        self._trainer = Trainer(comm, self._model, optimizer, mode=mode, **MODES[mode])
+
+    def _revision(self) -> int:
+        return self._trainer.shared_state.revision
+
+    def _step(self, given: Any) -> None:
+        self._model(given).square().mean().backward()
+        self._trainer.step()
+
+    def _digest(self) -> str:
+        return self._trainer.state_digest()
+
+
+class DataParallel(Training):
+    """pccl.torch's DistributedDataParallel."""
+
+    def _join(self) -> None:
         import warnings
-
-        import torch
 
         import pccl.torch
 
         warnings.simplefilter("ignore")  # of find_unused_parameters
-        torch.set_num_threads(1)
-        self._member, self._torch = membership, torch
-        torch.manual_seed(0)
-        width = max(2, int(membership.elements**0.5 / 2))
-        model = torch.nn.Sequential(
-            torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width)
-        )
-        self._model = model
-        self._optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-        membership.notes.write(diary.Begin(diary.now(), "join", 0))
+        nn, width = self._torch.nn, self._width
+        layers = nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)
+        self._model = nn.Sequential(*layers)
+        self._optimizer = self._torch.optim.SGD(self._model.parameters(), 0.01, momentum=0.9)
         self._replica = pccl.torch.DistributedDataParallel(
-            model,
+            self._model,
             {"optimizer": self._optimizer},
-            process_group=pccl.torch.ProcessGroup(membership.comm),
+            process_group=pccl.torch.ProcessGroup(self._member.comm),
             bucket_cap_mb=0.02,
         )
-        membership.notes.write(diary.End(diary.now(), "done", 0, what="join"))
-        self._draw = np.random.default_rng(membership.number)
 
-    def run(self) -> None:
-        member, replica = self._member, self._replica
-        width = next(self._model.parameters()).shape[1]
-        while not member.ending.is_set():
-            given = self._torch.from_numpy(self._draw.standard_normal((4, width), np.float32))
-            member.notes.write(diary.Begin(diary.now(), "sync", replica.steps))
-            replica(given).square().mean().backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            data = np.concatenate([p.detach().numpy().ravel() for p in self._model.parameters()])
-            digest = diary.digest_of(data)
-            member.notes.write(diary.End(diary.now(), "done", replica.steps, digest))
-            if replica.steps % SIZES_EVERY == 0:
-                member.notes.size()
+    def _revision(self) -> int:
+        return self._replica.steps
+
+    def _step(self, given: Any) -> None:
+        self._replica(given).square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _digest(self) -> str:
+        parameters = [p.detach().numpy().ravel() for p in self._model.parameters()]
+        return diary.digest_of(np.concatenate(parameters))
 
 
 Program = Callable[[Membership], Any]

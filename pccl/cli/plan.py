@@ -15,6 +15,7 @@ from typing import Final, Literal
 from pccl import kernels
 from pccl.cli.arguments import http_port, option, whole_number
 from pccl.cli.status import ask
+from pccl.cli.terminal import scaled
 from pccl.protocol.master import Status
 from pccl.protocol.strategy import DIRECT_MAX
 
@@ -178,8 +179,8 @@ def measured(status: Status) -> tuple[int, float]:
 def lines(cluster: Cluster, advice: Advice | None, assumed: Sequence[str] = ()) -> Iterator[str]:
     """The table of all exchanges, and what to use. `assumed` names what the user has not given."""
     yield (
-        f"{_short(cluster.params)} parameters, {cluster.peers} peers, "
-        f"{_short(cluster.uplink)}bit/s, a round trip of {1e3 * cluster.rtt_s:g} ms, "
+        f"{scaled(cluster.params)} parameters, {cluster.peers} peers, "
+        f"{scaled(cluster.uplink)}bit/s, a round trip of {1e3 * cluster.rtt_s:g} ms, "
         f"{cluster.step_s:g} s an inner step"
     )
     if assumed:
@@ -194,7 +195,7 @@ def lines(cluster: Cluster, advice: Advice | None, assumed: Sequence[str] = ()) 
     yield ""
     share = f"{100 * cluster.share:g} %"
     yield f"H: inner steps between two exchanges, which then take {share} of the training time"
-    yield f"a newcomer receives {_short(cluster.params * 2 * FP32)}B in {_time(cluster.joining_s)}"
+    yield f"a newcomer receives {scaled(cluster.params * 2 * FP32)}B in {_time(cluster.joining_s)}"
     yield ""
     if advice is None:
         longest = MOST_STEPS * cluster.step_s
@@ -209,12 +210,12 @@ def lines(cluster: Cluster, advice: Advice | None, assumed: Sequence[str] = ()) 
     yield f"recommended: {advice.call}"
     yield (
         f"  an exchange every {_time(round_s)}, which takes {share} of that{hidden}; "
-        f"{_short(advice.exchange.sent * DAY_S / round_s)}B a day from each peer"
+        f"{scaled(advice.exchange.sent * DAY_S / round_s)}B a day from each peer"
     )
 
 
 def _row(name: str, one: Exchange, steps: str = "-") -> str:
-    return f"{name:<22}{_short(one.sent) + 'B':>10}{_time(one.seconds):>12}{steps:>9}"
+    return f"{name:<22}{scaled(one.sent) + 'B':>10}{_time(one.seconds):>12}{steps:>9}"
 
 
 def quantity(text: str) -> float:
@@ -231,13 +232,6 @@ def quantity(text: str) -> float:
 
 def _bytes_of(form: str) -> float:
     return FP32 if form == "fp32" else kernels.quantized_size(form, _SAMPLE) / _SAMPLE  # type: ignore[arg-type]
-
-
-def _short(number: float) -> str:
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:.3g} "
 
 
 def _time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Output for people: colours where they are wanted, tables, and pictures of a run."""
+"""Output for people: colors where they are wanted, tables, and pictures of a run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 PICTURE_S = 0.25  # from one picture of a run to the next
 
 
-def has_colour(stream: TextIO) -> bool:
-    """True for a terminal with colours, or if FORCE_COLOR is set; False if NO_COLOR is."""
+def has_color(stream: TextIO) -> bool:
+    """True for a terminal with colors, or if FORCE_COLOR is set; False if NO_COLOR is."""
     if os.environ.get("NO_COLOR"):  # https://no-color.org
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -30,10 +30,18 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def painted(text: str, style: Style, stream: TextIO | None = None) -> str:
-    """The text in that style, if the stream (stdout) has colours."""
-    if not text or not has_colour(sys.stdout if stream is None else stream):
+    """The text in that style, if the stream (stdout) has colors."""
+    if not text or not has_color(sys.stdout if stream is None else stream):
         return text
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
+
+
+def scaled(number: float) -> str:
+    """A number and its decimal prefix, for a unit that follows, as in "1.5 M" + "B"."""
+    for unit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {prefix}"
+    return f"{number:.3g} "
 
 
 class Styled(str):
@@ -91,13 +99,13 @@ class Progress(Closing):
     def __init__(
         self, picture: Callable[[], Iterable[str]], shown: int, *, plain: bool = False
     ) -> None:
-        self.lines: list[str] = []  # all that were printed
+        self._lines: list[str] = []  # all that were printed
         self._picture, self._shown, self._pictured_s = picture, shown, 0.0
         live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not plain
         self._screen = Screen() if live else None
 
     def print(self, line: str) -> None:
-        self.lines.append(line)
+        self._lines.append(line)
         if self._screen is None:
             print(line, flush=True)
         else:
@@ -107,13 +115,13 @@ class Progress(Closing):
         """Draws the picture, if the last one is that old."""
         if self._screen is not None and time.monotonic() >= self._pictured_s + after_s:
             self._pictured_s = time.monotonic()
-            self._screen.show([*self._picture(), "", *self.lines[-self._shown :]])
+            self._screen.show([*self._picture(), "", *self._lines[-self._shown :]])
 
     def close(self) -> None:
         """Leaves the terminal with all lines on it."""
         if self._screen is not None:
             self._screen.close()
-            print(*self.lines, sep="\n", flush=True)
+            print(*self._lines, sep="\n", flush=True)
             self._screen = None
 
 

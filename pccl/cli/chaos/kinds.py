@@ -165,8 +165,9 @@ def shrink(items: Sequence[T], fails: Callable[[list[T]], bool], until_s: float)
     while found and time.monotonic() < until_s:
         size = max(1, -(-len(found) // pieces))
         parts = [found[i : i + size] for i in range(0, len(found), size)]
-        candidates = [] if len(parts) <= 2 else parts
-        candidates = [*candidates, *(_without(parts, i) for i in range(len(parts)))]
+        candidates = [] if len(parts) <= 2 else [*parts]
+        for left_out in parts:
+            candidates.append([item for part in parts if part is not left_out for item in part])
         smaller = next((s for s in candidates if time.monotonic() < until_s and fails(s)), None)
         if smaller is not None:
             pieces = 2 if len(smaller) <= size else max(pieces - 1, 2)
@@ -176,7 +177,3 @@ def shrink(items: Sequence[T], fails: Callable[[list[T]], bool], until_s: float)
         else:
             pieces = min(2 * pieces, len(found))
     return found
-
-
-def _without(parts: list[list[T]], left_out: int) -> list[T]:
-    return [item for i, part in enumerate(parts) if i != left_out for item in part]

@@ -22,7 +22,7 @@ from pccl.cli.arguments import option, output
 from pccl.cli.demo import display
 from pccl.cli.demo.director import STEPS_MIN, Director, State, decode
 from pccl.cli.processes import Fleet
-from pccl.cli.terminal import Progress, Refused, complain, shown
+from pccl.cli.terminal import Progress, Refused, complain, scaled, shown
 from pccl.kernels import Wire
 
 _REQUIRED = ("torch", "matplotlib")
@@ -159,10 +159,10 @@ def _conclude(args: argparse.Namespace, director: Director) -> None:
     print(*map(shown, display.closing_table(director)), sep="\n")
     print(f"Validation loss {first:.3f} -> {last:.3f} nats per byte.")
     print(f"All survivors hold the same bits: {director.digest()}")
-    print(f"All peers together sent {display.size_text(sent)} of parameters and shared state.")
+    print(f"All peers together sent {scaled(sent)}B of parameters and shared state.")
     print(
-        f"Data-parallel training would have sent {display.size_text(otherwise)}: "
+        f"Data-parallel training would have sent {scaled(otherwise)}B: "
         "a ring all-reduce in each inner step,\n"
-        f"2 (n-1)/n x {display.size_text(director.reduce_bytes)} for each of n peers."
+        f"2 (n-1)/n x {scaled(director.reduce_bytes)}B for each of n peers."
     )
     print(f"Chart: {args.output}")

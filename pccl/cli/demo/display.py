@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pccl.cli.demo.director import Director, Peer, State
-from pccl.cli.terminal import Style, Styled, table
+from pccl.cli.terminal import Style, Styled, scaled, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,15 +34,15 @@ def picture(director: Director) -> Iterator[str]:
             str(peer.outer_step) if peer.joined_s is not None else "-",
             f"{peer.training[-1][1]:.3f}" if peer.training else "-",
             f"{peer.tokens_per_s:,.0f}" if trains else "-",
-            size_text(peer.tx_bytes),
+            f"{scaled(peer.tx_bytes)}B",
         )
 
     yield f"DiLoCo, outer step {director.outer_step}/{director.steps}"
     heads = ("peer", "state", "outer step", "loss", "tokens/s", "sent")
     yield from _table(director, heads, row)
     speed = f"{director.algbw_bytes_s / 1e9:.2f} GB/s" if director.algbw_bytes_s else "-"
-    size = size_text(director.reduce_bytes)
-    yield Styled(f"last all-reduce: {size} a peer, algbw {speed}", "dim")
+    size = scaled(director.reduce_bytes)
+    yield Styled(f"last all-reduce: {size}B a peer, algbw {speed}", "dim")
 
 
 def closing_table(director: Director) -> Iterator[str]:
@@ -53,8 +53,8 @@ def closing_table(director: Director) -> Iterator[str]:
             str(peer.number),
             peer.fate,
             f"{peer.validation[0][1]:.3f} -> {peer.validation[-1][1]:.3f}",
-            size_text(peer.tx_bytes),
-            size_text(peer.data_parallel_bytes),
+            f"{scaled(peer.tx_bytes)}B",
+            f"{scaled(peer.data_parallel_bytes)}B",
             peer.digest[:8] or "-",
         )
 
@@ -69,15 +69,6 @@ def _table(
     yield head
     for line, peer in zip(lines, director.peers, strict=True):
         yield Styled(line, _STYLES[peer.state])
-
-
-def size_text(size: float) -> str:
-    """Bytes with a decimal prefix."""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
 
 
 # Okabe and Ito's, which the color-blind can tell apart.
