@@ -20,6 +20,7 @@ output COMMAND ...                      what `pccl COMMAND ...` prints
 plans STEP PEERS:UPLINK ...             what it recommends, for models of three sizes
 faults                                  the kinds of faults of `pccl chaos`
 messages peer|master | values | limits  of the control protocol
+combinations                            which settings of DiLoCo go together
 versions                                of both protocols
 integrations                            the runs of tests/integration/test_integrations.py
 conversation NAME                       a table of tests/support/simulation/conversation.py
@@ -40,6 +41,7 @@ sys.path[:0] = [str(DOCS / "_parts"), str(ROOT / "tests" / "support")]
 
 import api  # noqa: E402
 import charts  # noqa: E402
+import combinations  # noqa: E402
 import commands  # noqa: E402
 import integrations  # noqa: E402
 import listings  # noqa: E402
@@ -60,6 +62,7 @@ MAKERS = {
     "integrations": lambda: integrations.table(DOCS / "howto" / "integrations.json"),
     "messages": wire.messages,
     "values": wire.values,
+    "combinations": combinations.table,
     "versions": wire.versions,
     "limits": wire.limits,
     "conversation": wire.conversation,

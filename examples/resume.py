@@ -5,6 +5,10 @@
     python examples/resume.py /tmp/second --seed 2 &
 
 Kill all of them and start them again, or more of them, or fewer: they go on from the latest file.
+With a directory that all peers share, they write one checkpoint together, in the background:
+
+    python examples/resume.py --together /shared/run1 --seed 1 &
+    python examples/resume.py --together /shared/run1 --seed 2 &
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ import torch
 from language import Model, Text, options
 
 import pccl
-from pccl.diloco import DiLoCo
+from pccl.diloco import Checkpoints, DiLoCo
 
 
 def main(words: list[str] | None = None) -> None:
     """Trains until the run has taken `--steps` outer steps."""
     parser = options(__doc__ or "", steps=60, inner_steps=50, save_every=5)
-    parser.add_argument("file", type=Path, help="of this peer")
+    parser.add_argument("file", type=Path, nargs="?", help="of this peer")
+    parser.add_argument("--together", type=Path, metavar="DIR", help="of all peers")
     args = parser.parse_args(words)
+    together = Checkpoints(args.together, every=args.save_every) if args.together else None
     model = Model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with pccl.Communicator(args.master_address) as comm:
@@ -33,7 +39,8 @@ def main(words: list[str] | None = None) -> None:
             inner_steps=args.inner_steps,
             min_peers=args.min_peers,
             alone="step",
-            state=args.file if args.file.exists() else None,
+            state=args.file if args.file and args.file.exists() else None,
+            checkpoints=together,  # a new run begins with the latest of them
         )
         print(f"begins at outer step {diloco.outer_step}", flush=True)
         seed = args.seed + 1000 * diloco.outer_step  # not the samples of the beginning once more
@@ -44,8 +51,10 @@ def main(words: list[str] | None = None) -> None:
             loss.backward()
             outer = diloco.step()
             if outer and outer.outer_step % args.save_every == 0:
-                diloco.save(args.file)  # atomic
+                if args.file:
+                    diloco.save(args.file)  # atomic
                 print(f"outer step {outer.outer_step}: loss {loss.item():.3f}, saved", flush=True)
+        diloco.finish()  # waits for the checkpoint that is being written
         comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 

@@ -1,30 +1,20 @@
 """Every sample exactly once, although peers come and go at any moment.
 
-The ledger is an entry of the shared state, so all peers hold the same bytes of it, newcomers
-receive it, and a checkpoint has it together with the weights. It records which peer has which
-samples. A sample is
+docs/howto/data.md says how. A sample is
 
     fresh       no peer has claimed it yet
     claimed     a peer trains on it
     under way   a collective with this peer's progress has started
     consumed    that collective has committed, and its result is applied
 
-If a peer is lost before a collective with its progress commits, its samples are given to others; if
-it is lost later, they are not. A collective commits on all peers or on none, so a sample is
-consumed exactly if what was learnt from it is applied.
-
-The peers must know who has contributed to a collective. So `vote` gives a small array that travels
-in the same collective as the gradients. Each peer sets a cell of its own, and leaves the others 0.
-In the sum or the mean, the cells of the contributors are not 0.
-
-The size is bounded: the ledger has a row for each range of samples that are claimed or returned,
-and none for what is consumed or fresh. Returned samples are given out first. If the rows do not
-suffice, peers get fewer samples in a round.
+The ledger has a row for each range of samples that are claimed or returned, and none for what is
+consumed or fresh. If the rows do not suffice, peers get fewer samples in a round.
 """
 
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -48,20 +38,7 @@ _SET = 255  # a cell of a vote: the mean of one such cell over up to 255 peers i
 class Ledger:
     """Records which peer has which samples, and which samples are consumed.
 
-        ledger = Ledger(len(dataset), share=1024)
-        shared = pccl.SharedState([*others, *ledger.entries()])
-        ...
-        comm.sync_shared_state(shared)       # a newcomer's first call
-        ledger.claim(comm)                   # all peers, after each synchronization
-        while not ledger.finished:
-            gradients = of(ledger.share)
-            vote = ledger.vote()
-            comm.all_reduce([*gradients, vote])    # again, if a peer was lost
-            ledger.settle(vote)
-            ...                              # apply the gradients, admit newcomers
-            shared.push_revision()
-            comm.sync_shared_state(shared)
-            ledger.claim(comm)
+    docs/howto/data.md has the loop that uses one.
 
     Samples are counted through all epochs: with 100 samples, 250 is sample 50 of the third epoch.
 
@@ -76,11 +53,7 @@ class Ledger:
 
     Attributes:
         peers_max: as the argument.
-        share: this peer's samples for the present round, as ranges.
         wanted: samples that it asks for in a round; may be changed.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -94,7 +67,8 @@ class Ledger:
         if end > _ENDLESS:
             raise ValueError(f"{samples} samples in {epochs} epochs are too many to count")
         self.wanted = share
-        self.share: tuple[range, ...] = ()
+        self._lock = threading.RLock()  # one thread may claim and settle while another trains
+        self._share: tuple[range, ...] = ()
         self.peers_max = peers_max
         self._rows_max = _ROWS_EACH * peers_max
         self._settings = samples, end
@@ -105,6 +79,7 @@ class Ledger:
         self._counted = False  # whether votes are counts
         self._trained = 0  # of this peer's samples, it has trained on the first so many
         self._sent = 0  # of these, those in its last vote
+        self._marked = 0  # and those until the last `mark`
 
     def entries(self) -> list[TensorInfo]:
         """The entries of the shared state."""
@@ -113,22 +88,17 @@ class Ledger:
     # ---- a round ----
 
     def claim(self, comm: Communicator, wanted: int | None = None) -> tuple[range, ...]:
-        """Claims samples for the next round, among them those of peers that are lost.
+        """Claims `wanted` samples for the next round, among them those of peers that are lost.
 
         All peers of the group call it after each synchronization of the shared state with the
-        ledger. It is a collective of few bytes.
-
-        Args:
-            comm: the communicator of the group.
-            wanted: number of samples, which may be 0; None: `self.wanted`.
+        ledger. It is a collective of few bytes. `wanted` may be 0; None: `self.wanted`.
 
         Returns:
             `share`.
 
         Raises:
             PCCLError: as for `all_gather`; lost peers do not raise.
-            ValueError: the run has another number of samples or epochs, or more than `peers_max`
-                peers.
+            ValueError: the ledger of the run is another one, or it has too many peers.
         """
         if tuple(self._state[:2]) != self._settings:
             raise ValueError(
@@ -138,23 +108,30 @@ class Ledger:
         wants = _gather(comm, self._want(self.wanted if wanted is None else wanted))
         if len(wants) > self.peers_max:
             raise ValueError(f"{len(wants)} peers: the ledger is made for up to {self.peers_max}")
-        self._living = {want.owner for want in wants}
-        before = self._content()
-        after = rows.claimed(before, wants, self._settings[1], self._rows_max)
-        self._write(after)
-        if self._counted:
-            self.share = rows.rest(rows.owned(after, self._me), self._trained)
-        else:
-            self.share = self._gained(before, after)
-        return self.share
+        with self._lock:
+            self._living = {want.owner for want in wants}
+            before = self._content()
+            after = rows.claimed(before, wants, self._settings[1], self._rows_max)
+            self._write(after)
+            self._share = self._gained(before, after)
+            return self.share
+
+    @property
+    def share(self) -> tuple[range, ...]:
+        """This peer's samples for the present round, as ranges; with `train`, those left of it."""
+        with self._lock:
+            if self._counted:
+                return rows.rest(rows.owned(self._content(), self._me), self._trained)
+            return self._share
 
     def _want(self, wanted: int) -> rows.Want:
         """This peer's request: new samples, less those of its share that it has not trained on."""
-        held = rows.owned(self._content(), self._me)
-        if not self._counted or not held:
-            return rows.Want(self._me, wanted)
-        left = sum(map(len, held)) - self._trained
-        return rows.Want(self._me, max(0, wanted - left), held[-1].stop)
+        with self._lock:
+            held = rows.owned(self._content(), self._me)
+            if not self._counted or not held:
+                return rows.Want(self._me, wanted)
+            left = sum(map(len, held)) - self._trained
+            return rows.Want(self._me, max(0, wanted - left), held[-1].stop)
 
     def train(self, samples: int) -> None:
         """This peer has trained on the next `samples` samples of its share, in order.
@@ -164,12 +141,20 @@ class Ledger:
         Raises:
             ValueError: its share has fewer samples left.
         """
-        left = sum(map(len, rows.owned(self._content(), self._me))) - self._trained
-        if not 0 <= samples <= left:
-            raise ValueError(f"samples={samples} must be in 0 to {left}, what is left of the share")
-        self._trained += samples
+        with self._lock:
+            left = sum(map(len, rows.owned(self._content(), self._me))) - self._trained
+            if not 0 <= samples <= left:
+                raise ValueError(
+                    f"samples={samples} must be in 0 to {left}, what is left of the share"
+                )
+            self._trained += samples
+            self._counted = True
 
-    def vote(self, *, counted: bool = False, late: bool = False) -> Vote:
+    def mark(self) -> None:
+        """This peer's progress until here is what it gives next: see `vote`."""
+        self._marked = self._trained
+
+    def vote(self, *, counted: bool = False, late: bool = False, marked: bool = False) -> Vote:
         """The array that must be in the same collective as this peer's progress, unchanged.
 
         From here on all claimed samples are under way. All peers call it before the same
@@ -181,14 +166,18 @@ class Ledger:
                 has trained on its whole share, and the collective may be a mean. The same on all
                 peers.
             late: this peer's progress is not in this collective, but will be in a later one.
+            marked: with `counted`, its progress until the last `mark` is in this collective, and
+                not what it has trained on since then.
         """
-        content = rows.departed(self._content(), self._living)
-        self._write(content)
-        owners = rows.owners_under_way(content)
-        self._counted = counted
-        if not counted:
-            self._trained = sum(map(len, rows.owned(content, self._me)))
-        self._sent = 0 if late or self._me not in owners else self._trained
+        with self._lock:
+            content = rows.departed(self._content(), self._living)
+            self._write(content)
+            owners = rows.owners_under_way(content)
+            self._counted = counted
+            if not counted:
+                self._trained = sum(map(len, rows.owned(content, self._me)))
+            sent = self._marked if marked and counted else self._trained
+            self._sent = 0 if late or self._me not in owners else sent
         cells = [0] * self.peers_max
         if self._sent:
             cells[owners.index(self._me)] = self._sent if counted else _SET
@@ -199,21 +188,24 @@ class Ledger:
 
         None: it has failed, so the samples under way are claimed as before.
         """
-        content = self._content()
         cells = [] if votes is None else [int(vote) for vote in votes]
         counted = votes is not None and votes.dtype == np.int64
-        found = zip(rows.owners_under_way(content), cells, strict=False)
-        trained = {owner: cell if counted else None for owner, cell in found if cell}
-        self._write(rows.settled(content, trained))
-        if self._me in trained:
-            self._trained -= self._sent
-        self._sent = 0
+        with self._lock:
+            content = self._content()
+            found = zip(rows.owners_under_way(content), cells, strict=False)
+            trained = {owner: cell if counted else None for owner, cell in found if cell}
+            self._write(rows.settled(content, trained))
+            if self._me in trained:
+                self._trained -= self._sent
+                self._marked = max(0, self._marked - self._sent)
+            self._sent = 0
 
     def renew(self) -> None:
         """This peer joins the run again, without its progress; others get its samples."""
-        self._me = secrets.randbits(62) | 1
-        self._trained = self._sent = 0
-        self.share = ()
+        with self._lock:
+            self._me = secrets.randbits(62) | 1
+            self._trained = self._sent = self._marked = 0
+            self._share = ()
 
     # ---- reports ----
 
@@ -225,7 +217,8 @@ class Ledger:
     @property
     def consumed(self) -> int:
         """Number of consumed samples, of all epochs."""
-        content = self._content()
+        with self._lock:
+            content = self._content()
         return content.fresh - sum(row.end - row.first for row in content.rows)
 
     @property
@@ -310,11 +303,6 @@ def _count(samples: int, end: int) -> str:
 
 class LedgerSampler:
     """Yields the indices of this peer's samples of the present round, for a DataLoader.
-
-        loader = torch.utils.data.DataLoader(dataset, 16, sampler=LedgerSampler(ledger))
-        while not ledger.finished:
-            for batch in loader:
-                ...
 
     One pass of the loader is one round. It does not communicate, so the workers of a DataLoader may
     read ahead within a round.

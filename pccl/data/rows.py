@@ -9,55 +9,34 @@ NOBODY = 0
 
 
 class Row(NamedTuple):
-    """Samples from `first` to below `end` that have been claimed and are not consumed.
-
-    Attributes:
-        owner: the peer that has claimed them; NOBODY: that peer was lost, and they are free.
-        under_way: 1 if a collective under way has the owner's progress with them, else 0.
-    """
+    """Samples from `first` to below `end` that have been claimed and are not consumed."""
 
     first: int
     end: int
-    owner: int
-    under_way: int
+    owner: int  # who has claimed them; NOBODY: that peer was lost, and they are free
+    under_way: int  # 1 if a collective under way has the owner's progress with them, else 0
 
 
 class Content(NamedTuple):
-    """The whole ledger: samples below `fresh` that are in no row are consumed.
+    """The whole ledger: samples below `fresh` that are in no row are consumed."""
 
-    Attributes:
-        fresh: the first sample that no peer has claimed yet.
-        rows: sorted by `first`, without overlap.
-    """
-
-    fresh: int
-    rows: tuple[Row, ...]
+    fresh: int  # the first sample that no peer has claimed yet
+    rows: tuple[Row, ...]  # sorted by `first`, without overlap
 
 
 class Want(NamedTuple):
-    """A peer's request.
-
-    Attributes:
-        owner: the peer.
-        samples: number of samples that it wants.
-        first: the lowest sample that it takes.
-    """
+    """A peer's request."""
 
     owner: int
     samples: int
-    first: int = 0
+    first: int = 0  # the lowest sample that it takes
 
 
 def claimed(content: Content, wants: Sequence[Want], end: int, rows_max: int) -> Content:
     """Gives samples to all peers that are left.
 
-    Samples of lost peers become free, unless they are under way.
-
-    Args:
-        content: before.
-        wants: of all peers that are left.
-        end: the number of samples of all epochs.
-        rows_max: the most rows; a claim that needs more gets fewer samples.
+    Samples of lost peers become free, unless they are under way. There are `end` samples in all
+    epochs. A claim that needs more than `rows_max` rows gets fewer samples.
     """
     living = {want.owner for want in wants}
     rows = [

@@ -1,6 +1,7 @@
 """DiLoCo on pccl: see docs/howto/diloco.md. It needs torch."""
 
 from pccl.diloco.averaging import Algorithm
+from pccl.diloco.checkpoint import Checkpoints
 from pccl.diloco.muon import MuonAndAdamW, Preset, muloco, sparseloco
 from pccl.diloco.settings import (
     AlonePolicy,
@@ -20,6 +21,7 @@ __all__ = [
     "Algorithm",
     "AlonePolicy",
     "BufferMode",
+    "Checkpoints",
     "DiLoCo",
     "InnerSteps",
     "Mode",

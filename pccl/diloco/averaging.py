@@ -34,27 +34,17 @@ _log = logging.getLogger("pccl.diloco")
 class Selector:
     """Chooses the algorithm by the bytes that a peer receives.
 
-    Of R peers, with q bytes of a quantized pseudo-gradient and p in fp32, each receives
+    docs/howto/diloco.md has these, "Fewer bytes". Two stages quantize twice, so they must save a
+    fifth of a gather's bytes.
 
-        gather       (R - 1) q
-        two-stage    (R - 1) 2 / R q    parts go to their owners, and their means to all
-        ring         (R - 1) 2 / R p
-
-    The ring is chosen where it receives the least, so no wire costs more than an fp32 all-reduce.
-    Two stages quantize twice, so they must save a fifth of a gather's bytes: from 3 peers on. In
-    groups where parts would not go directly to their owners, they would cost more than the ring.
-
-    All peers must choose the same algorithm. The current world size cannot decide: one peer may
-    have heard of a loss that another has not. So R is the number of peers in the last applied mean,
-    which all peers know and newcomers receive. It may be one round old. A choice holds until the
-    round has its mean, even if peers are lost meanwhile.
+    All peers must choose the same. So the number of peers is that in the last applied mean, which
+    all know; two peers may see different world sizes. A choice holds until the round has its mean.
     """
 
     def __init__(self) -> None:
         self._peers = torch.zeros(1, dtype=torch.int64)  # 0 until a mean was applied
 
     def entries(self) -> list[TensorInfo]:
-        """The entries of the shared state."""
         return [TensorInfo.from_torch(self._peers, "diloco.contributors")]
 
     def choose(self, sizes: Sizes, before: Algorithm) -> tuple[Algorithm, str]:
@@ -80,19 +70,12 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that one peer contributes to a round.
-
-    Attributes:
-        quantized: the quantized pseudo-gradient.
-        plain: the pseudo-gradient in fp32.
-        beside: tensors that are sent with it and never quantized.
-        two_stage: whether the mean may be quantized again.
-    """
+    """Bytes that one peer contributes to a round."""
 
     quantized: int
-    plain: int
-    beside: int = 0
-    two_stage: bool = False
+    plain: int  # in fp32
+    beside: int = 0  # tensors that are sent with it and never quantized
+    two_stage: bool = False  # whether the mean may be quantized again
 
     def received(self, peers: int) -> dict[Algorithm, int]:
         """Bytes that each of `peers` peers receives, by algorithm."""
@@ -107,33 +90,22 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """Values that are averaged with the progress, but not multiplied by weights.
-
-    Attributes:
-        sent: this peer's values.
-        received: buffers for their sums; for their means, if all peers weigh the same.
-        late: whether this peer's progress has weight 0 because it came too late.
-    """
+    """Values that are averaged with the progress, but not multiplied by weights."""
 
     sent: Tensors
-    received: Tensors
-    late: bool = False
+    received: Tensors  # buffers for their sums; for their means, if all peers weigh the same
+    late: bool = False  # this peer's progress has weight 0 because it came too late
 
 
 class Total:
-    """Sums over all peers: weights, contributors (weights above 0), late peers, and votes.
-
-    Attributes:
-        own: this peer's share of the first three; None: all peers weigh the same.
-    """
+    """Sums over all peers: weights, contributors (weights above 0), late peers, and votes."""
 
     def __init__(self) -> None:
-        self.own: torch.Tensor | None = None
+        self.own: torch.Tensor | None = None  # of the first three; None: all peers weigh the same
         self._sum = torch.zeros(3, dtype=torch.int64)
         self._votes = Votes([], [])
 
     def load(self, weight: int | None, votes: Votes) -> None:
-        """Sets this peer's weight and votes; None: all peers weigh the same."""
         self.own = None
         if weight is not None:
             self.own = torch.tensor([weight, int(weight > 0), int(votes.late)])
@@ -158,7 +130,6 @@ class Total:
         return [*self._votes.received, *([] if self.own is None else [self._sum])]
 
     def add_up(self, rows: Sequence[torch.Tensor]) -> None:
-        """Sums the rows of a gather."""
         for row, sum in zip(rows, self.received, strict=True):
             torch.sum(row, 0, dtype=sum.dtype, out=sum)
 
@@ -178,11 +149,7 @@ class Total:
         return 0 if self.own is None else int(self._sum[2])
 
     def divisor(self, peers: int) -> int:
-        """The divisor of a sum over `peers` peers; 1 if all weights are 0.
-
-        Raises:
-            ValueError: the weights are too large, on all peers.
-        """
+        """The divisor of a sum over `peers` peers; 1 if all weights are 0."""
         if self.own is None:
             return peers
         return _divisor(self.weights)
@@ -207,13 +174,7 @@ def _weighed(progress: torch.Tensor, weight: int | None) -> torch.Tensor:
 class Averager:
     """Averages the progress of a round in fp32 around the ring.
 
-    Progress is a list: the pseudo-gradient, and then tensors that are never quantized. With
-    weights, each peer sends its weight and its progress times that weight; the sum of the products
-    is divided by the sum of the weights.
-
-    Attributes:
-        algorithm: how the progress that was loaded last is averaged.
-        reason: that algorithm, and why it was chosen.
+    Progress is a list: the pseudo-gradient, and then tensors that are never quantized.
     """
 
     algorithm: Algorithm = "ring"
@@ -221,19 +182,11 @@ class Averager:
 
     def __init__(self) -> None:
         self._progress: Tensors = []
-        self._total = Total()
-
-    @property
-    def total(self) -> Total:
-        """The weights of the last attempt."""
-        return self._total
+        self.total = Total()
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
-        """Prepares what is sent, which is the same in all attempts.
-
-        `weight`: of this peer's progress in the means; None: all peers weigh the same.
-        """
-        self._total.load(weight, votes)
+        """Prepares what is sent, which is the same in all attempts."""
+        self.total.load(weight, votes)
         self._progress = [_weighed(each, weight) for each in progress]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
@@ -248,21 +201,20 @@ class Averager:
 
     def store(self, means: Tensors) -> None:
         """Writes the means of a launched attempt that has succeeded."""
-        if self._total.weighs:
-            divisor = self._total.divisor(1)
+        if self.total.weighs:
+            divisor = self.total.divisor(1)
             kernels.divide(means[0], divisor)
             for mean in means[1:]:
                 kernels.add(mean, mean, torch.zeros_like(mean), divisor=divisor)
 
     def sent(self) -> torch.Tensor:
         """This peer's input to the mean, without its weight, which must not be 0."""
-        return self._progress[0] / self._total.weight
+        return self._progress[0] / self.total.weight
 
     def commit(self, peers: int, own: bool) -> None:
         """All peers are about to apply the means of `peers` peers; `own`: this peer is in them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this peer between two rounds."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -270,43 +222,29 @@ class Averager:
 
     @property
     def _op(self) -> ReduceOp:
-        return ReduceOp.SUM if self._total.weighs else ReduceOp.AVG
+        return ReduceOp.SUM if self.total.weighs else ReduceOp.AVG
 
     def _operands(self, means: Tensors) -> tuple[Any, Any]:
-        if len(means) == 1 and not self._total.sent:
+        if len(means) == 1 and not self.total.sent:
             return self._progress[0], means[0]
-        return [*self._progress, *self._total.sent], [*means, *self._total.received]
+        return [*self._progress, *self.total.sent], [*means, *self.total.received]
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """A quantization with error feedback.
-
-    Attributes:
-        format: of what is sent.
-        decay: the factor of a residual that is added to the next pseudo-gradient.
-        two_stage: whether a mean may be quantized again.
-    """
+    """A quantization with error feedback."""
 
     format: kernels.Format
-    decay: float = 1.0
-    two_stage: bool = False
+    decay: float = 1.0  # of a residual that is added to the next pseudo-gradient
+    two_stage: bool = False  # whether a mean may be quantized again
 
 
 class TwoStageMean:
     """One attempt at a mean in two stages; it is waited for like the handle of one collective.
 
-    The numbers are cut into one part for each rank, in whole blocks of the format. In the first
-    stage, an all-to-all, each peer sends its quantized part r to rank r, which sums the parts in
-    rank order, divides, and quantizes the mean. In the second stage all peers gather these means,
-    and the tensors `beside`.
-
-    Both stages use the ranks of the first: if a peer is lost in between, the second fails on all.
-
-    Attributes:
-        codes: the quantized mean of each part, after a success.
-        rows: of each tensor beside, the values of all ranks, after a success.
-        error: why it has failed; None: it has not, or not yet.
+    The first stage is an all-to-all of the quantized parts, in whole blocks of the format. The
+    second is a gather of the means, and of the tensors `beside`. Both use the ranks of the first:
+    if a peer is lost in between, the second fails on all.
     """
 
     def __init__(
@@ -330,8 +268,8 @@ class TwoStageMean:
         sent = [each for piece in torch.split(payload, self._sizes) for each in (header, piece)]
         rows = [len(header) + size for size in self._sizes]
         own = rows[self._ranks.rank]
-        self.codes: Sequence[torch.Tensor] = []
-        self.rows: Tensors = []
+        self.codes: Sequence[torch.Tensor] = []  # the quantized mean of each part
+        self.rows: Tensors = []  # of each tensor beside, the values of all ranks
         self.error: PCCLError | None = None
         self.divisor = 0
         self.second_error = torch.empty(0)
@@ -373,7 +311,6 @@ class TwoStageMean:
             self.error = handle.error
 
     def _reduce(self) -> None:
-        """Ends the first stage, and starts the second."""
         self._end(self._first)
         if self.error is not None:
             return
@@ -416,7 +353,6 @@ class TwoStageMean:
 
     @property
     def own_part(self) -> range:
-        """The part whose mean this peer computes."""
         return self.parts[self._ranks.rank]
 
 
@@ -432,13 +368,9 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Quantized(Averager):
-    """Quantizes the pseudo-gradient, and sums those of all peers in fp32 in rank order, after a
-    gather or in two stages: see docs/internals/diloco.md.
+    """Quantizes pseudo-gradients, with error feedback: see docs/internals/diloco.md, "Quantized".
 
-    With the residual e, the weight w and a = decay e + d, a peer sends Q(w a). When the mean is
-    applied, e becomes a - Q(w a) / w; with w = 0 it stays. In two stages, the owner of a part adds
-    the error of quantizing its mean. If the selector chooses the ring, a peer sends a itself, and e
-    becomes 0.
+    If the selector chooses the ring, a peer sends a itself, and its residual becomes 0.
     """
 
     def __init__(self, codec: Codec, count: int, selector: Selector) -> None:
@@ -469,7 +401,7 @@ class Quantized(Averager):
             self._next.zero_()
             super().load([self._room, *others], weight, votes)
             return
-        self._total.load(weight, votes)
+        self.total.load(weight, votes)
         weighed = _weighed(self._room, weight)
         kernels.quantize(self._payload, weighed, self._codec.format)
         kernels.dequantize(self._next, self._payload, self._codec.format)
@@ -477,7 +409,7 @@ class Quantized(Averager):
             self._next /= max(1, weight)
             others = [_weighed(each, weight) for each in others]
         kernels.subtract(self._next, self._room, self._next)
-        self._beside = [*others, *self._total.sent]
+        self._beside = [*others, *self.total.sent]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
         if self.algorithm == "ring":
@@ -494,7 +426,7 @@ class Quantized(Averager):
         if self.algorithm == "ring":
             return super().launch(comm, means, tag)
         if self.algorithm == "two-stage":
-            count, weights = self._residual.numel(), self._total.own
+            count, weights = self._residual.numel(), self.total.own
             self._attempt = TwoStageMean(
                 comm, self._payload, self._beside, weights, self._codec, count, tag
             )
@@ -514,8 +446,8 @@ class Quantized(Averager):
         else:
             payloads, *rows = self._gathered
             self._gathered = []
-            self._total.add_up(rows[len(others) :])
-            divisor = self._total.divisor(len(payloads))
+            self.total.add_up(rows[len(others) :])
+            divisor = self.total.divisor(len(payloads))
             self._store_sum(payloads, mean, divisor)
         for other, row in zip(others, rows[: len(others)], strict=True):
             other.copy_(row[0])
@@ -540,11 +472,11 @@ class Quantized(Averager):
         for part, codes in zip(attempt.parts, attempt.codes, strict=True):
             if part:
                 kernels.dequantize(mean[part.start : part.stop], codes, self._codec.format)
-        self._total.add_up(attempt.rows[len(self._beside) - len(self._total.sent) :])
+        self.total.add_up(attempt.rows[len(self._beside) - len(self.total.sent) :])
         # The sum over all peers has lost the error of the mean times the divisor. This peer's next
         # contribution returns that. A late peer has weight 0 here, and returns it by the average.
-        average = attempt.divisor / max(1, self._total.contributors or len(attempt.parts))
-        by = attempt.divisor / (self._total.weight or average)
+        average = attempt.divisor / max(1, self.total.contributors or len(attempt.parts))
+        by = attempt.divisor / (self.total.weight or average)
         self._second = attempt.own_part, attempt.second_error * by
         return attempt.rows, attempt.divisor
 
@@ -552,7 +484,6 @@ class Quantized(Averager):
         return super().sent() if self.algorithm == "ring" else self._room - self._next
 
     def commit(self, peers: int, own: bool) -> None:
-        """Replaces the residual by that after this round."""
         if own:
             self._residual, self._next = self._next, self._residual
         if self._second is not None:
@@ -562,10 +493,9 @@ class Quantized(Averager):
         self._selector.applied(peers)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residual": self._residual.clone()}
+        return {"residual": self._residual}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the residual, if the state has one."""
         if "residual" in state:
             self._residual.copy_(state["residual"])
 
@@ -582,7 +512,6 @@ Handle = AsyncReduceHandle | TwoStageMean
 
 
 def averager_of(wire: Wire, count: int, selector: Selector) -> Averager:
-    """The averager of `count` parameters for a wire."""
     if wire == "fp32":
         return Averager()
     return Quantized(CODECS[wire], count, selector)

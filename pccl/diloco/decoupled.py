@@ -1,10 +1,4 @@
-"""Learners on their own clocks (Decoupled DiLoCo, arXiv 2604.21428).
-
-Each peer has a learner, which is the thread of the script, and a syncer, a thread that meets those
-of the other peers. A learner never waits for a peer. When a fragment is due, it measures its
-progress between two of its inner steps, and goes on; it takes over the mean between two later ones.
-All syncers hold theta, and votes decide which of them are in a mean.
-"""
+"""Learners on their own clocks, and syncers beside them (Decoupled DiLoCo, arXiv 2604.21428)."""
 
 from __future__ import annotations
 
@@ -24,21 +18,17 @@ Action = Callable[[], object]
 
 
 class Learner:
-    """What a learner and its syncer tell each other.
+    """What a learner and its syncer tell each other; a syncer that fails ends the learner, too.
 
     Only the learner's thread touches the model. So the syncer leaves actions here, which the
     learner carries out, in their order, at the end of an inner step.
-
-    Attributes:
-        lock: of everything that both threads use.
-        steps: inner steps since the last meeting.
-        ends: whether the learner takes no more steps.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Condition()
-        self.steps = 0
-        self.ends = False
+        self.lock = threading.Condition()  # of everything that both threads use
+        self.steps = 0  # since the last meeting
+        self.ends = False  # whether the learner takes no more steps
+        self.idle, self.idle_s = False, 0.0  # whether it has nothing to train on, and for how long
         self._actions: list[Action] = []
         self._measure: Action | None = None
         self._due = 1  # inner steps until that
@@ -49,11 +39,7 @@ class Learner:
     # ---- for the learner's thread ----
 
     def stepped(self) -> None:
-        """An inner step has ended.
-
-        Raises:
-            Exception: the syncer has failed.
-        """
+        """An inner step has ended."""
         with self.lock:
             self.steps += 1
             now_s = time.monotonic()
@@ -85,23 +71,27 @@ class Learner:
                 self._paused = False
                 self.lock.notify_all()
 
-    def finish(self) -> None:
-        """Takes part in meetings until all learners have ended, or have left.
-
-        Raises:
-            Exception: the syncer has failed.
-        """
+    def wait_while(self, idle: Callable[[], bool]) -> None:
+        """Takes part in meetings while the learner has nothing to train on."""
         with self.lock:
-            self.ends = True
-            while not self._stopped:
+            began_s = time.monotonic()
+            while idle() and not self._stopped:
+                self.idle = True
                 self._serve()
-                self.lock.wait()
+                if idle():
+                    self.lock.wait()
+            self.idle = False
+            self.idle_s += time.monotonic() - began_s
             self._serve()
+
+    def finish(self) -> None:
+        """Takes part in meetings until all learners have ended, or have left."""
+        self.ends = True
+        self.wait_while(lambda: True)
 
     # ---- for the syncer's thread ----
 
     def leave(self, action: Action) -> None:
-        """The learner is to carry out an action after its present inner step."""
         with self.lock:
             self._actions.append(action)
             self.lock.notify_all()
@@ -121,8 +111,11 @@ class Learner:
         with self.lock:
             while (self._measure is not None or self._paused) and not self._stopped:
                 left_s = None if self._paused or self.ends else pace.left_s()
+                if left_s is None and self.idle and not self.ends:
+                    left_s = 0.0  # without a forecast, it need not wait
                 if left_s is not None and left_s <= 0:
                     self._due = 0  # at the end of its present step
+                    self.lock.notify_all()
                     patience = patience or Deadline(pace.patience_s(self._step_s))
                     left_s = patience.left_s
                     if not left_s:
@@ -138,7 +131,6 @@ class Learner:
             return missing is None
 
     def met(self) -> None:
-        """A meeting has ended."""
         with self.lock:
             self._meeting = False
             self.lock.notify_all()
@@ -151,12 +143,7 @@ class Learner:
 
 
 class Decoupled(Schedule):
-    """The schedule of a syncer: each mean is applied at once, while the learner trains.
-
-    A learner whose model is at w when theta takes an outer step goes on from w + (theta - base), or
-    if the mean has its progress d, from w + (theta - base) + d. Then the base is theta. So all
-    progress is either in one mean or in w.
-    """
+    """The schedule of a syncer: each mean is applied at once, while the learner trains."""
 
     def __init__(self, fragments: Sequence[Fragment], pace: Forecast, learner: Learner) -> None:
         super().__init__(fragments, pace, overlap=0, alpha=0.0, late_decay=1.0)
@@ -166,7 +153,6 @@ class Decoupled(Schedule):
             fragment.exchange.separate(learner.lock)
 
     def expect(self, inner_steps: int) -> None:
-        """A round begins."""
         self._learner.expect(inner_steps, self._fragments[self.next_fragment].exchange.measure)
 
     def _enter(self, group: Group, patient: bool) -> None:
@@ -190,6 +176,12 @@ class Decoupled(Schedule):
             counted = not weight.late
             self._learner.leave(lambda: exchange.rebase(counted))
 
+    def _begin_anew(self) -> None:
+        for fragment in self._fragments:
+            self._give_theta(fragment)
+            fragment.exchange.weight.drop()
+            fragment.exchange.ledger.renewed()
+
     def _give_theta(self, fragment: Fragment) -> None:
         fragment.view.reset()
         fragment.exchange.adopt()
@@ -209,6 +201,9 @@ class Decoupled(Schedule):
                 self._give_theta(fragment)
 
     def resume(self, rescued: Sequence[Exchange], keep: bool) -> None:
+        if not keep:
+            self._learner.leave(self._begin_anew)
+            return
         for fragment in self._fragments:
             counted = fragment.exchange in rescued
             self._learner.leave(lambda f=fragment, c=counted: f.exchange.rebase(c))  # type: ignore[misc]

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,29 +34,31 @@ _log = logging.getLogger("pccl.diloco")
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """The outcome of an averaging.
+    """The outcome of an averaging."""
 
-    Attributes:
-        info: of the attempt that has committed; None if this peer was alone.
-        retries: attempts that failed because a peer was lost.
-        weighty: peers whose weight is above 0; None: all of them.
-        late: peers whose weight is 0 because they came too late.
-    """
-
-    info: ReduceInfo | None
-    retries: int
-    weighty: int | None = None
-    late: int = 0
+    info: ReduceInfo | None  # of the attempt that has committed; None if this peer was alone
+    retries: int  # attempts that failed because a peer was lost
+    weighty: int | None = None  # peers whose weight is above 0; None: all of them
+    late: int = 0  # peers whose weight is 0 because they came too late
 
     @property
     def peers(self) -> int:
-        """Peers that took part."""
         return 1 if self.info is None else self.info.world_size
 
     @property
     def contributors(self) -> int:
         """Peers whose pseudo-gradients were averaged."""
         return self.peers if self.weighty is None else self.weighty
+
+
+def _may_repeat(error: PCCLError) -> bool:
+    """Whether to repeat a collective without a lost peer; False if this one is alone."""
+    if error.result is Result.TOO_FEW_PEERS:
+        return False
+    if error.result not in AGAIN:
+        raise error
+    _log.warning("a peer was lost, retrying with the others: %s", error)
+    return True
 
 
 class AsyncAverage:
@@ -75,7 +77,6 @@ class AsyncAverage:
             self._end_attempt(self._handle)
 
     def wait(self) -> Average:
-        """Waits for the end."""
         while self._handle is not None:
             self._end_attempt(self._handle)
         if self._error is not None:
@@ -100,36 +101,21 @@ class AsyncAverage:
         if committed:
             self._info = info
             return
-        error = handle.error
-        assert error is not None
-        if error.result is Result.TOO_FEW_PEERS:
-            return
-        if error.result not in AGAIN:
-            self._error = error
-            raise error
-        _log.warning("a peer was lost, retrying with the others: %s", error)
-        self._retries += 1
+        assert handle.error is not None
         try:
-            self._handle = self._launch()
-        except PCCLError as refusal:
-            if refusal.result is not Result.TOO_FEW_PEERS:
-                self._error = refusal
-                raise
+            if _may_repeat(handle.error):
+                self._retries += 1
+                self._handle = self._launch()
+        except TooFewPeersError:
+            pass  # it is alone
+        except PCCLError as error:
+            self._error = error
+            raise
 
 
 class ConsistencyCheck:
-    """Checks that all processes of a replica have means of the same contributors.
-
-    Each process averages its shard only with the same shard of other replicas. If a replica is lost
-    meanwhile, it may be in the mean of one shard but not in that of another. So each replica draws
-    random numbers, which are averaged with its progress: equal means of them show equal
-    contributors. The processes of each replica compare these means. If they differ, all shards are
-    averaged again. If one process is alone, all are, because replicas are lost as a whole. All
-    replicas decide the same.
-
-    Attributes:
-        sent: the random numbers; empty for a replica of one process.
-        received: the buffer for their mean.
+    """Checks that all processes of a replica have means of the same contributors: see
+    docs/internals/diloco.md, "When a peer is lost".
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -158,11 +144,7 @@ class ConsistencyCheck:
             retries += 1 + average.retries
 
     def all_launched(self, running: AsyncAverage | None) -> AsyncAverage:
-        """Makes sure that all processes of the replica have launched it, or none.
-
-        Raises:
-            TooFewPeersError: one of the processes has found that this replica is alone.
-        """
+        """All processes of the replica have launched it; or one is alone, so TooFewPeersError."""
         if self._replica.all(running is not None) and running is not None:
             return running
         if running is not None:
@@ -171,42 +153,40 @@ class ConsistencyCheck:
 
 
 class LedgerHooks:
-    """Votes, settles and claims for a ledger.
+    """Votes, settles and claims for a ledger; None: all methods do nothing.
 
-    Args:
-        ledger: None: all methods do nothing.
-        counted: whether a round may end before a peer has trained on all of its share.
-
-    Attributes:
-        counted: as the argument; False without a ledger.
-        votes: the buffer for the sum of all votes.
+    `counted`: a round may end before a peer has trained on all of its share.
     """
 
     def __init__(self, ledger: Ledger | None, counted: bool) -> None:
         self._ledger = ledger
         self.counted = counted and ledger is not None
-        self.votes: list[torch.Tensor] = []
+        # how often this peer has given up its samples, and whether its model still has those
+        self.renewals, self.stale = 0, False
+        self.votes: list[torch.Tensor] = []  # the buffer for the sum of all
         self._own: list[torch.Tensor] = []
         if ledger is not None:
             dtype = torch.int64 if counted else torch.uint8
             self.votes = [torch.zeros(ledger.peers_max, dtype=dtype)]
 
-    @property
-    def exist(self) -> bool:
-        return self._ledger is not None
-
     def train(self, samples: int) -> None:
-        """This peer has trained on `samples` more."""
-        if self._ledger is not None and self.counted:
+        if self._ledger is not None and self.counted and not self.stale:
             self._ledger.train(samples)
 
-    def vote(self, late: bool) -> list[torch.Tensor]:
-        """This peer's votes, which are averaged with its progress.
-
-        `late`: this peer's progress is not in the mean.
-        """
+    def measure(self) -> None:
         if self._ledger is not None:
-            self._own = [torch.from_numpy(self._ledger.vote(counted=self.counted, late=late))]
+            self._ledger.mark()
+
+    @property
+    def waits(self) -> bool:
+        """True if this peer has nothing to train on now, but may have later."""
+        ledger = self._ledger
+        return ledger is not None and (self.stale or not (ledger.share or ledger.finished))
+
+    def vote(self, late: bool) -> list[torch.Tensor]:
+        if self._ledger is not None:
+            votes = self._ledger.vote(counted=self.counted, late=late, marked=True)
+            self._own = [torch.from_numpy(votes)]
         return self._own
 
     def count_alone(self) -> None:
@@ -227,24 +207,25 @@ class LedgerHooks:
             self._ledger.claim(comm, wanted)
 
     def rejoin(self) -> bool:
-        """Returns whether this peer, which the run has gone on without, may keep its progress.
-
-        With a ledger it may not, because others train on its samples.
-        """
+        """Whether a peer that was left behind may keep its progress: not if others train on its
+        samples."""
         if self._ledger is not None:
             self._ledger.renew()
+            self.stale = True
         return self._ledger is None
 
+    def renewed(self) -> None:
+        """The model has nothing of the samples that were given up."""
+        self.renewals += self.stale
+        self.stale = False
+
     def entries(self) -> list[TensorInfo]:
-        """The entries that are equal on all peers."""
         return [] if self._ledger is None else self._ledger.entries()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The state for a checkpoint."""
         return {} if self._ledger is None else {"ledger": torch.from_numpy(self._ledger.dump())}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if the state has a ledger that this one cannot load."""
         if "ledger" not in state:
             return
         if self._ledger is None:
@@ -252,7 +233,6 @@ class LedgerHooks:
         self._ledger.check(state["ledger"].numpy())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads such a state; one without a ledger changes nothing."""
         if self._ledger is not None and "ledger" in state:
             self._ledger.restore(state["ledger"].numpy())
 
@@ -260,9 +240,7 @@ class LedgerHooks:
 class Weight:
     """Counts the samples in a pseudo-gradient, over all processes of the replica.
 
-    Attributes:
-        late: whether this peer came late to a deadline round, in which its weight is 0 then.
-        excluded: whether the pseudo-gradient is left out of the mean, and lost.
+    It weighs nothing if the peer came `late` to a deadline round, or if it is `excluded`, and lost.
     """
 
     def __init__(self, by: WeightBy, always: bool, replica: Replica) -> None:
@@ -276,17 +254,11 @@ class Weight:
         self._replica = replica
 
     def count(self, samples: int) -> None:
-        """This peer has trained on `samples` more.
-
-        Raises:
-            ValueError: the number is negative.
-        """
         if samples < 0:
             raise ValueError(f"samples={samples} must not be negative")
         self._trained = self._trained.plus(1, samples)
 
     def measure(self) -> None:
-        """The pseudo-gradient holds all samples until now."""
         self._measured = self._trained
         if self._by != "peers":
             samples = sum(said for (said,) in self._replica.exchange([self._measured.samples]))
@@ -296,7 +268,6 @@ class Weight:
 
     @property
     def trained(self) -> bool:
-        """True if the model has inner steps that are in no applied mean."""
         return self._trained.steps > 0
 
     @property
@@ -311,7 +282,6 @@ class Weight:
             self._trained = self._trained.plus(-done.steps, -done.samples)
 
     def drop(self) -> None:
-        """The progress is lost."""
         self._trained = Work()
 
     @property
@@ -329,65 +299,45 @@ _ALIKE = 0.01
 TAG = 0xD110C0  # of averaging in the background; the script's own collectives have other tags
 
 
+@dataclass(eq=False)
 class Exchange:
     """Moves progress from the model to the peers, and their mean back, in each outer round.
 
-    One collective averages d, the changes of the buffers (with buffers="mean") and the votes of a
-    ledger, so either all of them are averaged or none. They do not change until the outcome is
-    known, so the survivors of a loss can repeat it.
-
-    Attributes:
-        averager: averages.
-        weight: of this peer's progress.
-        alike: whether all peers have sent the same; None before the first mean of several.
-        measured: whether d was measured since the model last received theta.
-        sent: whether a collective with d has started since then.
+    One collective averages d, the changes of the buffers and the votes of a ledger. They do not
+    change until the outcome is known, so the survivors of a loss can repeat it.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        state: OuterState,
-        buffers: Buffers,
-        averager: Averager,
-        weight: Weight,
-        meter: Meter,
-        ledger: LedgerHooks,
-        replica: Replica,
-        quarantine: Quarantine | None,
-        radial: Radial | None,
-    ) -> None:
-        self._comm = comm
-        self._radial = radial
-        self._quarantine = quarantine
-        self._replica = replica
-        self._check = ConsistencyCheck(replica)
-        self.averager = averager
-        self.weight = weight
-        self._state = state
-        self._buffers = buffers
-        self._meter = meter
-        self._ledger = ledger
-        self._moves: list[torch.Tensor] = []  # of the buffers
-        self.measured = self.sent = False
-        self.alike: bool | None = None
-        self._loaded = False  # whether the averager has progress that no applied mean has
-        self._lock: AbstractContextManager[object] = nullcontext()
+    _comm: Communicator
+    _state: OuterState
+    _buffers: Buffers
+    averager: Averager
+    weight: Weight
+    _meter: Meter
+    ledger: LedgerHooks
+    _replica: Replica
+    _quarantine: Quarantine | None
+    _radial: Radial | None
+    _moves: list[torch.Tensor] = field(default_factory=list)  # of the buffers
+    measured: bool = False  # d, since the model last received theta
+    sent: bool = False  # likewise
+    alike: bool | None = None  # whether all peers have sent the same; None: unknown
+    _loaded: bool = False  # whether the averager has progress that no applied mean has
+    _lock: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+    def __post_init__(self) -> None:
+        self._check = ConsistencyCheck(self._replica)
 
     def separate(self, lock: AbstractContextManager[object]) -> None:
-        """From now on the model belongs to another thread, which holds the lock to touch it.
-
-        It calls `measure`, `adopt` and `rebase`.
-        """
+        """From now on another thread, which holds the lock, calls `measure`, `adopt`, `rebase`."""
         self._lock = lock
 
     # ---- the model ----
 
     def measure(self) -> None:
-        """Takes this peer's progress from the model."""
         self._state.measure()
         self._moves = self._buffers.measure()
         self.weight.measure()
+        self.ledger.measure()
         self.measured, self.sent = True, False
 
     def rescue(self) -> bool:
@@ -419,12 +369,12 @@ class Exchange:
         """Adds the progress, times `keep`, to the model again, because no mean will have it."""
         self._state.reclaim(keep)
         self._buffers.reclaim(self._moves)
-        self._ledger.settle(applied=False)
+        self.ledger.settle(applied=False)
 
     def keep(self) -> None:
         """The mean has failed, and the model still has the progress."""
         self.measured = self.sent = False
-        self._ledger.settle(applied=False)
+        self.ledger.settle(applied=False)
 
     def own_part(self, peers: int) -> float:
         """The part of this peer's progress in a mean of `peers`; with weights, as in the last."""
@@ -434,10 +384,9 @@ class Exchange:
         return min(1.0, weight / max(1, total))
 
     def step(self, contributors: int) -> None:
-        """Takes the outer step, by the mean of `contributors` peers."""
         with self._lock:
             self._state.step(contributors)
-            self._ledger.settle(applied=True)
+            self.ledger.settle(applied=True)
             self._buffers.advance()
         if self._buffers.mode == "first":
             self._buffers.gather()
@@ -475,7 +424,6 @@ class Exchange:
             each.copy_(each * factor if factor else torch.zeros_like(each))
 
     def run(self) -> Average:
-        """Averages the progress and waits for it."""
         self._load()
         with self._meter.timed("reduce"):
             average = self._check.verify(self._attempt(), self._attempt)
@@ -483,11 +431,7 @@ class Exchange:
         return self._counted(average)
 
     def launch(self) -> AsyncAverage:
-        """Starts to average the progress in the background.
-
-        Raises:
-            PCCLError: TOO_FEW_PEERS: this peer is alone.
-        """
+        """Starts to average the progress; raises TooFewPeersError if this peer is alone."""
         self._load()
         try:
             running: AsyncAverage | None = AsyncAverage(self._start)
@@ -497,12 +441,12 @@ class Exchange:
 
     def _load(self) -> None:
         self.sent = self._loaded = True
-        votes = self._ledger.vote(self.weight.late)
+        votes = self.ledger.vote(self.weight.late)
         own = [self._state.delta] if self._radial is None else self._radial.split()
         progress = [*own, *self._moves]
         beside = Votes(
             [*votes, *self._check.sent],
-            [*self._ledger.votes, *self._check.received],
+            [*self.ledger.votes, *self._check.received],
             self.weight.late,
         )
         self.averager.load(progress, self.weight.value, beside)
@@ -514,7 +458,6 @@ class Exchange:
         return self.averager.launch(self._comm, self._averaged, TAG)
 
     def wait(self, running: AsyncAverage) -> Average:
-        """Waits for the averaging that `launch` has started."""
         with self._meter.timed("reduce"):
             average = self._check.verify(self._store(running), self._attempt)
         self._meter.last_reduce = average.info or self._meter.last_reduce
@@ -549,20 +492,19 @@ class Exchange:
             if self._radial is not None:
                 self._radial.join()
             return
-        self._ledger.count_alone()
+        self.ledger.count_alone()
         means = [self._state.mean, *self._buffers.means]
         for mean, own in zip(means, [self._state.delta, *self._moves], strict=True):
             mean.copy_(own)
 
     @property
     def outer_step(self) -> int:
-        """k, the outer steps of these parameters."""
         return int(self._state.steps)
 
     @property
     def means(self) -> list[torch.Tensor]:
         """The buffers for the means, and for the sum of the votes."""
-        return [self._state.mean, *self._ledger.votes, *self._buffers.means]
+        return [self._state.mean, *self.ledger.votes, *self._buffers.means]
 
     @property
     def _averaged(self) -> list[torch.Tensor]:
@@ -576,11 +518,8 @@ class Exchange:
             try:
                 info = call()
             except PCCLError as error:
-                if error.result is Result.TOO_FEW_PEERS:
+                if not _may_repeat(error):
                     return Average(None, retries)
-                if error.result not in AGAIN:
-                    raise
-                _log.warning("a peer was lost, retrying with the others: %s", error)
                 retries += 1
             else:
                 self._meter.count(info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,37 +25,21 @@ from pccl.support.logs import Reminder
 _log = logging.getLogger("pccl.diloco")
 
 
+@dataclass(eq=False)
 class Group:
-    """Admits peers, and synchronizes the shared state.
+    """Admits peers, and synchronizes the shared state."""
 
-    Attributes:
-        shared: the state that every round synchronizes.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        shared: SharedState,
-        complete: SharedState,
-        settings: Settings,
-        frozen: Frozen,
-        buffers: Buffers,
-        ledger: LedgerHooks,
-        meter: Meter,
-        replica: Replica,
-    ) -> None:
-        """`complete` is the state that is synchronized when newcomers were admitted."""
-        self.shared = shared
-        self._comm = comm
-        self._complete = complete
-        self._settings = settings
-        self._frozen = frozen
-        self._buffers = buffers
-        self._ledger = ledger
-        self._meter = meter
-        self._pace: Pace | None = None
-        self._replica = replica
-        self._reminder = Reminder(_log)
+    _comm: Communicator
+    shared: SharedState  # that every round synchronizes
+    _complete: SharedState  # that is synchronized when newcomers were admitted
+    _settings: Settings
+    _frozen: Frozen
+    _buffers: Buffers
+    _ledger: LedgerHooks
+    _meter: Meter
+    _replica: Replica
+    _pace: Pace | None = None
+    _reminder: Reminder = field(default_factory=lambda: Reminder(_log))
 
     def join(self, config: torch.Tensor, min_peers: int) -> None:
         """Joins the run, or starts one with others; `config` is an entry of the shared state."""
@@ -86,7 +71,6 @@ class Group:
             self.are_pending()
 
     def are_pending(self) -> bool:
-        """True if newcomers wait; the same answer on all peers."""
         with self._meter.timed("admit"):
             grace = self._pace.grace if self._pace is not None else None
             if grace is None:
@@ -190,7 +174,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of peers now; another peer may see another number."""
         return self._comm.world_size
 
     def waits(self, peers: int) -> bool:

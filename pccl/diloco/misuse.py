@@ -48,12 +48,10 @@ class Misuse:
             )
 
     def inner_step(self) -> None:
-        """The optimizer is about to be stepped, or was."""
         self._gradients = self._gradients or any(p.grad is not None for _, p in self._trained)
         self._steps += 1
 
     def round(self, outcome: Outcome, exchange: Exchange) -> None:
-        """A round has ended; with fragments, of `exchange`."""
         self.unfinished = self._settings.mode != "sync"
         if self._steps and not self._gradients:
             self._warn(

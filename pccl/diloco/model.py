@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from pccl import Communicator, extension
 from pccl.diloco.settings import BufferMode
 from pccl.shared_state import TensorInfo
 
-Saved = torch.Tensor | Mapping[str, torch.Tensor]  # flat, or sharded tensors by name
+Saved = torch.Tensor | Mapping[str, torch.Tensor]  # flat in the order of the model, or by name
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
@@ -40,14 +40,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 class Replica:
     """A replica of one process; `Sharded` is a replica of several.
 
-    Each process of a sharded replica is a peer of another group, and trains and averages its own
-    shard. If a peer is lost, the groups may see that in different calls. Wherever the next step
-    depends on it, the processes of a replica compare their results.
-
-    Attributes:
-        size: its number of processes.
-        index: the number of this process among them.
-        is_sharded: whether the model's parameters are DTensors.
+    Each process of a sharded replica is a peer of another group. If a peer is lost, the groups may
+    see that in different calls: where the next step depends on it, processes compare their results.
     """
 
     is_sharded = False
@@ -59,11 +53,9 @@ class Replica:
         return [list(numbers)]
 
     def all(self, mine: bool) -> bool:
-        """True if `mine` is true on all processes."""
         return all(said for (said,) in self.exchange([int(mine)]))
 
     def first(self, number: int) -> int:
-        """The number of the first process."""
         return self.exchange([number])[0][0]
 
     def reshard(self) -> None:
@@ -74,8 +66,8 @@ class Replica:
         return part.detach().cpu()
 
     def joint(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """A tensor that is sharded `like` this one, with a copy of this process's `part`."""
-        return part.detach().clone()
+        """A tensor that is sharded `like` this one, and of which this process has the `part`."""
+        return part.detach()
 
     def part(self, like: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
         """This process's part of a saved tensor, whole or sharded, of a parameter `like` this."""
@@ -129,7 +121,7 @@ class Sharded(Replica):
         return whole.cpu()
 
     def joint(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        own: torch.Tensor = self._joint(like, part.clone())
+        own: torch.Tensor = self._joint(like, part)
         return own
 
     def _joint(self, like: torch.Tensor, part: torch.Tensor) -> Any:
@@ -158,39 +150,8 @@ class Sharded(Replica):
 
 
 def replica_of(model: torch.nn.Module) -> Replica:
-    """The replica of a model.
-
-    Raises:
-        ValueError: the model is sharded in a way that `DiLoCo` cannot average.
-    """
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     return Sharded(model) if sharded else Replica()
-
-
-class Layout:
-    """The form of saved parameters: flat in the order of the model, or sharded and by name."""
-
-    def __init__(self, named: Named, replica: Replica) -> None:
-        self._named = named
-        self._replica = replica
-
-    def save(self, parts: Iterable[torch.Tensor], sharded: bool) -> Saved:
-        """Saves tensors that are shaped as the parameters; all processes of a replica call it."""
-        pairs = list(zip(self._named, parts, strict=True))
-        if sharded and self._replica.is_sharded:
-            return {name: self._replica.joint(p, part) for (name, p), part in pairs}
-        return torch.cat([self._replica.whole(p, part).flatten() for (_, p), part in pairs])
-
-    def load(self, saved: Saved) -> list[torch.Tensor]:
-        """The inverse of `save`; each process takes its part of a whole tensor."""
-        if isinstance(saved, torch.Tensor):
-            pieces = torch.split(saved, [p.numel() for _, p in self._named])
-            given = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
-        else:
-            given = [saved[name] for name, _ in self._named]
-        return [
-            self._replica.part(p, tensor) for (_, p), tensor in zip(self._named, given, strict=True)
-        ]
 
 
 def check_team(comm: Communicator, replica: Replica) -> None:
@@ -230,8 +191,7 @@ def memory(tensor: torch.Tensor) -> memoryview:
 class Frozen:
     """The parameters that did not require a gradient when this object was constructed.
 
-    They never change, so they are compared only when a peer joins. The shared state uses their
-    memory directly where possible, and copies elsewhere.
+    The shared state uses their memory directly where possible, and copies elsewhere.
     """
 
     def __init__(self, model: torch.nn.Module, replica: Replica) -> None:
@@ -250,13 +210,11 @@ class Frozen:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Updates the copies from the model, before a synchronization."""
         for name, kept in self._copies.items():
             kept.copy_(local(self._parameters[name]))
 
     @torch.no_grad()
     def put(self) -> None:
-        """Updates the model from the copies, after a synchronization."""
         for name, kept in self._copies.items():
             local(self._parameters[name]).copy_(kept)
 
@@ -270,7 +228,7 @@ class Frozen:
 
     def state_dict(self, sharded: bool) -> dict[str, torch.Tensor]:
         save = self._replica.joint if sharded else self._replica.whole
-        return {n: save(p, local(p)).clone() for n, p in self._parameters.items()}
+        return {n: save(p, local(p)) for n, p in self._parameters.items()}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
         own = {n: p.shape for n, p in self._parameters.items()}
@@ -310,10 +268,6 @@ class Buffers:
     The flat tensors hold the content that the peers last agreed on: floating-point buffers in fp32
     (fp64 ones in fp64; complex ones as real and imaginary parts), all others as int64. So the
     models of two peers may differ in dtype.
-
-    Attributes:
-        mode: how they are shared.
-        means: with mode "mean", the targets for the means of all peers' changes; else empty.
     """
 
     def __init__(self, model: torch.nn.Module, mode: BufferMode) -> None:
@@ -385,7 +339,6 @@ class Buffers:
 
     @torch.no_grad()
     def reclaim(self, moves: list[torch.Tensor]) -> None:
-        """Adds changes that are in no mean to the model's buffers."""
         if self.mode != "mean":
             return
         for (kind, _), move in zip(self._flat.items(), moves, strict=True):
@@ -394,7 +347,6 @@ class Buffers:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Adds the means of all peers' changes."""
         if self.mode == "mean":
             for flat, mean in zip(self._flat.values(), self.means, strict=True):
                 flat.copy_(_moved(flat, mean))
@@ -408,14 +360,13 @@ class Buffers:
             yield place, piece.view(place.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {_name_of(kind): flat.clone() for kind, flat in self._flat.items()}
+        return {_name_of(kind): flat for kind, flat in self._flat.items()}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
         own = {_name_of(kind): flat.shape for kind, flat in self._flat.items()}
         check_shapes("flat buffer", own, {name: saved.shape for name, saved in state.items()})
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Loads a state that has been checked; `put` gives it to the model."""
         for kind, flat in self._flat.items():
             flat.copy_(state[_name_of(kind)])
 
@@ -447,7 +398,6 @@ def _name_of(kind: torch.dtype) -> str:
 def check_shapes(
     what: str, own: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raises ValueError that names the differences between a state and this model."""
     differences = [
         f"{what} {name!r} is only {'here' if name in own else 'in the state'}"
         for name in [*own, *saved]
@@ -471,15 +421,19 @@ class InnerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
         self._optimizer = optimizer
-        self._replica = replica
+        self.replica = replica
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """By their numbers in a state."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def fill(self) -> None:
         """Makes the state that an optimizer has only after its first step, as a load target."""
         if self._optimizer.state:
             return
         rates = [group["lr"] for group in self._optimizer.param_groups]
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for parameter in parameters:
+        for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         for group in self._optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
@@ -489,14 +443,13 @@ class InnerState:
         self._optimizer.zero_grad()
 
     def state_dict(self, sharded: bool) -> dict[str, Any]:
-        """A copy: whole; or sharded, with DTensors and the text keys that dcp needs."""
-        state = copy.deepcopy(self._optimizer.state_dict())
-        if self._replica.is_sharded:
+        """The state, not copied: whole; or with DTensors and the text keys that dcp needs."""
+        state = self._optimizer.state_dict()
+        if self.replica.is_sharded:
             self._check_kind(state)
-            state["state"] = {
-                str(index) if sharded else index: self._mapped(index, values, sharded)
-                for index, values in state["state"].items()
-            }
+            values = state["state"].items()
+            state = {**state, "state": {i: self._mapped(each, sharded) for i, each in values}}
+        state = _with_keys(state, str) if sharded else state
         return {"type": type(self._optimizer).__name__, "state": state}
 
     def _check_kind(self, state: Mapping[str, Any]) -> None:
@@ -506,20 +459,16 @@ class InnerState:
                 "saved: it is not in the form that torch's own optimizers have"
             )
 
-    def _mapped(self, index: int, values: Mapping[str, Any], sharded: bool) -> dict[str, Any]:
+    def _mapped(self, values: Mapping[str, Any], sharded: bool) -> dict[str, Any]:
         def saved(value: Any) -> Any:
             if not is_sharded(value):
                 return value
-            return value if sharded else self._replica.whole(value, local(value))
+            return value if sharded else self.replica.whole(value, local(value))
 
         return {name: saved(value) for name, value in values.items()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Loads such a state.
-
-        Raises:
-            ValueError: it is of another optimizer.
-        """
+        """Loads such a state, or raises ValueError."""
         anew = 'remove "optimizer" from the state to begin with a fresh one'
         if not isinstance(saved, Mapping) or not {"type", "state"} <= {*saved}:
             raise ValueError(f"the state of the inner optimizer is invalid: {anew}")
@@ -530,16 +479,17 @@ class InnerState:
             )
         if not isinstance(saved["state"], Mapping):
             raise ValueError(f"the state of the inner optimizer is invalid: {anew}")
-        state = copy.deepcopy(dict(saved["state"]))
-        if self._replica.is_sharded:
+        state = _with_keys(copied(dict(saved["state"])), _number)
+        if self.replica.is_sharded:
             self._check_kind(state)
-            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+            parameters = self.parameters
             state["state"] = {
-                int(index): self._parts(parameters[int(index)], values)
+                index: self._parts(parameters[index], values)
                 for index, values in state["state"].items()
-                if int(index) < len(parameters)
+                if index < len(parameters)
             }
         before = self._optimizer.state_dict()
+        _complete(state, before)
         try:
             self._optimizer.load_state_dict(state)
         except Exception as error:
@@ -549,13 +499,38 @@ class InnerState:
             ) from error
 
     def _parts(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Cuts values of a sharded parameter's shape to this process's part."""
-
         def part(value: Any) -> Any:
             if not is_sharded(parameter) or not torch.is_tensor(value):
                 return value
             if is_sharded(value) or value.shape != parameter.shape:
                 return value
-            return self._replica.joint(parameter, self._replica.part(parameter, value))
+            return self.replica.joint(parameter, self.replica.part(parameter, value))
 
         return {name: part(value) for name, value in values.items()}
+
+
+def _with_keys(state: Any, key: Callable[[Any], Any]) -> Any:
+    """The state with all keys of its nested dicts replaced."""
+    if not isinstance(state, dict):
+        return state
+    return {key(name): _with_keys(value, key) for name, value in state.items()}
+
+
+def copied(state: Any) -> Any:
+    """A deep copy; unlike that of `copy`, also of DTensors that are views."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {name: copied(value) for name, value in state.items()}
+    return [copied(each) for each in state] if isinstance(state, list) else copy.deepcopy(state)
+
+
+def _number(name: Any) -> Any:
+    return int(name) if isinstance(name, str) and name.isdigit() else name
+
+
+def _complete(state: dict[Any, Any], like: Mapping[Any, Any]) -> None:
+    """Adds dicts that were empty, which torch.distributed.checkpoint leaves out."""
+    for name, value in like.items():
+        if isinstance(value, dict) and isinstance(name, str):
+            _complete(state.setdefault(name, {}), value)

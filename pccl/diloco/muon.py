@@ -25,12 +25,7 @@ def muloco(peers: int, wire: Wire = "int4") -> Preset:
     """MuLoCo (arXiv 2505.23725), with `MuonAndAdamW` as inner optimizer.
 
     The outer step is Nesterov's: eta 0.7 and mu 0.6 for one peer, 0.9 and 0.8 for eight or more;
-    between them they grow with the logarithm of the number. 4 bits cost no loss there, "2bit"
-    nearly none.
-
-    Args:
-        peers: number of peers that are expected.
-        wire: how pseudo-gradients are sent.
+    between them they grow with the logarithm of the number of `peers` that are expected.
     """
     if peers < 1:
         raise ValueError(f"peers={peers} must be at least 1")
@@ -140,11 +135,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return {name: each.state_dict() for name, each in self._each.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over such a state.
-
-        Raises:
-            ValueError: it is of other parameters.
-        """
+        """Takes over such a state; raises ValueError if it is of other parameters."""
         if state_dict.keys() != self._each.keys():
             raise ValueError(f"the state has {sorted(state_dict)}, not {sorted(self._each)}")
         for name, each in self._each.items():

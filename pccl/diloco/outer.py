@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pccl import TensorInfo, kernels
-from pccl.diloco.model import Layout, Named, Replica, Saved, local
+from pccl.diloco.model import Named, Replica, Saved, local
 from pccl.diloco.settings import Pattern, Rates
 
 _log = logging.getLogger("pccl.diloco")
@@ -34,17 +34,13 @@ class OuterOptimizer:
         outer_step: int,
         peers: int,
     ) -> None:
-        """Updates theta and the velocity, to the same bits on every machine.
-
-        `gradient` is a mean of `peers` peers; `outer_step` is the number of steps before this one.
-        """
+        """Updates theta and the velocity by a mean of `peers`, to the same bits everywhere."""
         lr, momentum = self._rates.at(outer_step, peers)
         kernels.outer_sgd(
             theta, velocity, gradient, lr=lr, momentum=momentum, nesterov=self._nesterov
         )
 
     def log(self, outer_step: int, peers: int) -> None:
-        """Logs the rates of such a step, if they have changed."""
         lr, momentum = rates = self._rates.at(outer_step, peers)
         if rates != self._logged:
             self._logged = rates
@@ -62,20 +58,9 @@ class OuterOptimizer:
 class OuterState:
     """theta, v and k of parameters that are averaged together: one fragment, or the whole model.
 
-    Of sharded parameters, it has the shards of this process.
-
-    It also has d, this peer's pseudo-gradient, and D, the mean of those of all peers. All are fp32
-    on the CPU. Only this class changes theta and v, by pccl's own kernels, because torch rounds
-    differently from one CPU to the next.
-
-    Attributes:
-        theta: the outer parameters, flat.
-        velocity: v, their momentum.
-        steps: k, one int64.
-        delta: d, this peer's pseudo-gradient.
-        mean: D, the gradient of an outer step.
-        base: where the model's training starts: theta, or what a `View` says.
-        optimizer: takes the outer steps.
+    All are fp32 on the CPU; of sharded parameters, the shards of this process. Only this class
+    changes theta and v, by pccl's own kernels, because torch rounds differently from one CPU to the
+    next.
     """
 
     def __init__(
@@ -89,10 +74,10 @@ class OuterState:
         self.optimizer = optimizer
         n = sum(p.numel() for p in self._locals())
         self.theta = torch.empty(n)
-        self.velocity = torch.zeros(n)
-        self.delta = torch.zeros(n)
-        self.mean = torch.zeros(n)
-        self.base = self.theta
+        self.velocity = torch.zeros(n)  # v
+        self.delta = torch.zeros(n)  # d, this peer's pseudo-gradient
+        self.mean = torch.zeros(n)  # D, the gradient of an outer step
+        self.base = self.theta  # where the model's training starts: theta, or what a `View` says
         with torch.no_grad():
             for parameter, theta in self._pairs(self.theta):
                 theta.copy_(parameter)
@@ -111,7 +96,6 @@ class OuterState:
             kernels.subtract(end, begin, end)
 
     def step(self, peers: int) -> None:
-        """One step of the outer optimizer, by D, the mean of `peers` peers."""
         outer_step = int(self.steps)
         self.optimizer.log(outer_step, peers)
         self.optimizer.step(
@@ -223,11 +207,8 @@ def split(named: Named, count: int, pattern: Pattern) -> list[list[int]]:
 
     The parameters of one layer stay together, where the model has enough layers. A layer is an
     element of the first list of modules in a parameter's name ("blocks.3" of "blocks.3.norm.bias"),
-    or else the parameter's module. "strided": layer i is in fragment i mod count. "sequential": a
-    fragment is a run of layers, and fragments are of nearly equal size.
+    or else the parameter's module.
 
-    Raises:
-        ValueError: there are fewer parameters than fragments.
     """
     layers: dict[str, list[int]] = {}
     for place, (name, _) in enumerate(named):
@@ -251,7 +232,6 @@ def _layer(name: str) -> str:
 
 
 def _runs(units: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Runs of units of nearly equal size; each has at least one unit."""
     runs: list[list[int]] = [[] for _ in range(count)]
     left = sum(sizes)
     run = size = 0
@@ -269,10 +249,8 @@ def _runs(units: list[list[int]], sizes: list[int], count: int) -> list[list[int
 class Outer:
     """The outer state of a model: theta, v and k of each fragment.
 
-    Attributes:
-        fragments: of the model.
-        groups: the parameters of each fragment, by their places in the model.
-        clock: k of each fragment, and then the run's name.
+    `groups` has the parameters of each, by their places in the model; `clock` the k of each, and
+    then the run's name.
     """
 
     def __init__(
@@ -284,7 +262,6 @@ class Outer:
     ) -> None:
         self.groups = groups
         self._named = named
-        self._layout = Layout(named, replica)
         self._replica = replica
         # the last number is the run's name; fresh peers differ in it, so the first one's is elected
         self.clock = torch.tensor([0] * len(groups) + [0], dtype=torch.int64)
@@ -304,16 +281,13 @@ class Outer:
         return int(self.clock[:-1].min())
 
     def shapes(self) -> dict[str, list[int]]:
-        """The shapes of the parameters, by name."""
         return {name: list(p.shape) for name, p in self._named}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of theta."""
         return sum(fragment.theta.nbytes for fragment in self.fragments)
 
     def entries(self) -> list[list[TensorInfo]]:
-        """The entries of the shared state, by fragment."""
         suffixes = (
             [f".{p}" for p in range(len(self.fragments))] if len(self.fragments) > 1 else [""]
         )
@@ -333,14 +307,13 @@ class Outer:
         yield self.clock[:-1]
 
     def adopt(self) -> None:
-        """w = base, in all fragments."""
         for fragment in self.fragments:
             fragment.adopt()
 
     def state_dict(self, sharded: bool) -> dict[str, Saved]:
-        """Copies; theta and v are in the order of the model, whatever its fragments are."""
+        """theta and v are in the order of the model, whatever its fragments are."""
         return {
-            "clock": self.clock.clone(),
+            "clock": self.clock,
             "theta": self.join([fragment.theta for fragment in self.fragments], sharded),
             "velocity": self.join([fragment.velocity for fragment in self.fragments], sharded),
         }
@@ -354,7 +327,6 @@ class Outer:
             raise ValueError(f"the clock of the state is {clock}: it must be counts of steps")
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads such a state; the saved run may have had other fragments."""
         for fragment, theta in zip(self.fragments, self.cut(state["theta"]), strict=True):
             fragment.theta.copy_(theta)
         for fragment, velocity in zip(self.fragments, self.cut(state["velocity"]), strict=True):
@@ -365,7 +337,6 @@ class Outer:
         self.clock[:-1] = clock[:-1] if same else clock[:-1].min()
 
     def _pieces(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of the parameters in the fragments' flat tensors, in the order of the model."""
         found = {
             place: view
             for fragment, group, flat in zip(self.fragments, self.groups, flats, strict=True)
@@ -374,13 +345,27 @@ class Outer:
         return [found[place] for place in sorted(found)]
 
     def join(self, flats: Sequence[torch.Tensor], sharded: bool) -> Saved:
-        """Joins the flat tensors of fragments in the order of the model; if sharded, by name."""
-        return self._layout.save(self._pieces(flats), sharded)
+        """Joins the flat tensors of fragments; all processes of a replica call it.
+
+        If sharded, by the names of the parameters and not copied; else in the order of the model.
+        """
+        pairs = list(zip(self._named, self._pieces(flats), strict=True))
+        if sharded:
+            return {name: self._replica.joint(p, part) for (name, p), part in pairs}
+        return torch.cat([self._replica.whole(p, part).flatten() for (_, p), part in pairs])
 
     def cut(self, saved: Saved) -> list[torch.Tensor]:
-        """The inverse of `join`."""
+        """The inverse of `join`; each process takes its part of a whole tensor."""
+        if isinstance(saved, torch.Tensor):
+            pieces = torch.split(saved, [p.numel() for _, p in self._named])
+            given = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
+        else:
+            given = [saved[name] for name, _ in self._named]
+        parts = [
+            self._replica.part(p, each) for (_, p), each in zip(self._named, given, strict=True)
+        ]
         into = [torch.empty_like(fragment.theta) for fragment in self.fragments]
-        for piece, own in zip(self._pieces(into), self._layout.load(saved), strict=True):
+        for piece, own in zip(self._pieces(into), parts, strict=True):
             if piece.shape != own.shape or not own.is_floating_point():
                 raise ValueError(
                     f"the state has a parameter of shape {list(own.shape)} ({own.dtype}) where "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,25 +22,28 @@ _LEAST_PART = 0.1  # of the last of these times, as a measured grace
 _log = logging.getLogger("pccl.diloco")
 
 
-class Pace(ABC):
-    """Is asked after each inner step whether an outer round is due.
+class Pace:
+    """Is asked after each inner step whether an outer round is due: here, after a number of them.
 
-    Attributes:
-        late: whether this peer comes to a round without having taken all its inner steps.
-        waits_for_all: whether rounds wait for all peers, however late they are.
+    It is known when the round begins, and does not change if a mean is applied in its course.
     """
 
     def __init__(self, waits_for_all: bool = True) -> None:
-        self.late = False
-        self.waits_for_all = waits_for_all
+        self.late = False  # whether this peer comes without having taken all its inner steps
+        self.waits_for_all = waits_for_all  # however late they are
+        self._inner_steps = 1  # of the round
 
-    @abstractmethod
+    def begin(self, inner_steps: int) -> None:
+        """Starts a round of that many inner steps, if the pace counts them."""
+        self._inner_steps = inner_steps
+
     def due(self, inner_step: int) -> bool:
         """True if the outer round comes after this inner step; the first step is 1."""
+        return inner_step >= self._inner_steps
 
     def fraction(self, inner_step: int) -> float:
         """The part of a round after that many inner steps; 0 if it may differ between peers."""
-        return 0.0
+        return min(1.0, inner_step / self._inner_steps)
 
     @property
     def grace(self) -> Grace | None:
@@ -49,37 +51,13 @@ class Pace(ABC):
         return None
 
     def entries(self) -> list[TensorInfo]:
-        """The entries that a newcomer needs."""
         return []
-
-    def begin(self, inner_steps: int) -> None:
-        """Starts a round of that many inner steps, if the pace counts them."""
 
     def rejoin(self) -> None:
         """A round has ended without this peer, whose progress goes into the next one."""
 
     def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
         """Takes the training seconds and inner steps of all peers in the last round."""
-
-
-class Steps(Pace):
-    """A round is due after a number of inner steps.
-
-    It is known when the round begins, and does not change if a mean is applied in its course.
-    """
-
-    def __init__(self, waits_for_all: bool = True) -> None:
-        super().__init__(waits_for_all)
-        self._inner_steps = 1  # of the round
-
-    def begin(self, inner_steps: int) -> None:
-        self._inner_steps = inner_steps
-
-    def fraction(self, inner_step: int) -> float:
-        return min(1.0, inner_step / self._inner_steps)
-
-    def due(self, inner_step: int) -> bool:
-        return inner_step >= self._inner_steps
 
 
 class _Clock:
@@ -99,7 +77,6 @@ class _Clock:
 
     @property
     def since_s(self) -> float:
-        """Seconds since `begin`."""
         return time.monotonic() - self._began_s
 
     @property
@@ -115,12 +92,12 @@ class _Clock:
 class Seconds(Pace):
     """A round is due after a number of seconds, in which each peer takes the steps that it can.
 
-    A peer stops earlier if one more step would end more than `grace` seconds too late. If `enough`
-    is given, a round waits for the other peers for at most `grace` once that many have come.
+    The processes of a replica ask the first of them.
     """
 
-    def __init__(self, seconds: float, grace: float, enough: int | None = None) -> None:
+    def __init__(self, seconds: float, grace: float, enough: int | None, replica: Replica) -> None:
         super().__init__(waits_for_all=enough is None)
+        self._replica = replica
         self._enough = enough
         self._seconds = seconds
         self._grace = grace
@@ -129,6 +106,9 @@ class Seconds(Pace):
 
     def begin(self, inner_steps: int) -> None:
         self._clock.begin()
+
+    def fraction(self, inner_step: int) -> float:
+        return 0.0
 
     @property
     def grace(self) -> Grace | None:
@@ -142,22 +122,16 @@ class Seconds(Pace):
                 f"one inner step of this peer took {elapsed_s:.2f} s, and a round has "
                 f"inner_seconds={self._seconds:g}: all other peers wait for it"
             )
-        return elapsed_s >= self._seconds or self._clock.next_s > self._seconds + self._grace
+        late = self._clock.next_s > self._seconds + self._grace
+        return bool(self._replica.first(int(late or elapsed_s >= self._seconds)))
 
 
-class Deadline(Steps):
-    """A round is due after a number of inner steps, or when `enough` peers would wait for this one.
+class Deadline(Pace):
+    """A round is due after a number of inner steps, or when `enough` peers would wait for this one:
+    see docs/howto/diloco.md, "Machines that are not alike".
 
-    In each round the peers tell each other how long their steps take. So each can predict when
-    `enough` of them will be ready. The grace begins then, and a peer that would need longer stops
-    there: it is late. It goes on in the next round, in which it is not late. With several fragments
-    it is not late, but contributes what it has: else it could be late for the same ones for ever.
-
-    This forecast saves a slow peer from being dropped: once `enough` peers have come, they wait for
-    the others for at most the grace.
-
-    If no grace is given, it is measured: the range of the predicted times of the last rounds, but
-    at least one inner step, and a tenth of the last time.
+    With several fragments a peer is never late, but contributes what it has: else it could be late
+    for the same ones for ever.
     """
 
     def __init__(self, enough: int, grace: float | None, fragments: int) -> None:
@@ -271,28 +245,12 @@ class Forecast(Deadline):
         return Grace(self._enough, self._drop_s(seconds))
 
 
-class LeaderClock(Pace):
-    """The pace of the replica's first process; the others ask it after each inner step."""
-
-    def __init__(self, pace: Pace, replica: Replica) -> None:
-        super().__init__()
-        self._pace = pace
-        self._replica = replica
-
-    def begin(self, inner_steps: int) -> None:
-        self._pace.begin(inner_steps)
-
-    def due(self, inner_step: int) -> bool:
-        return bool(self._replica.first(int(self._pace.due(inner_step))))
-
-
 def pace_of(settings: Settings, replica: Replica) -> Pace:
     if settings.inner_seconds is not None:
         seconds = settings.inner_seconds / settings.fragments
-        pace = Seconds(seconds, settings.grace or 0.0, settings.deadline_peers)
-        return LeaderClock(pace, replica) if replica.size > 1 else pace
+        return Seconds(seconds, settings.grace or 0.0, settings.deadline_peers, replica)
     if settings.mode == "decoupled":
         return Forecast(settings.deadline_peers or 1, settings.grace)
     if settings.deadline_peers is not None:
         return Deadline(settings.deadline_peers, settings.grace, settings.fragments)
-    return Steps()
+    return Pace()

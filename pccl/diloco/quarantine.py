@@ -6,6 +6,7 @@ import logging
 import math
 import struct
 from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,32 +21,20 @@ _ENOUGH = 3  # norms: the median of fewer does not say what is usual
 _log = logging.getLogger("pccl.diloco")
 
 
+@dataclass(eq=False)
 class Quarantine:
     """Compares the norms of all peers' pseudo-gradients before each mean.
 
     All peers gather the same norms, and so judge alike.
-
-    Args:
-        comm: of this peer.
-        replica: of the model; the norm is over all its shards.
-        rounds: for which a peer may be left out, one after the other, before it is dropped.
-        outliers: whether a norm that is far from the median leads to exclusion, or each norm above
-            the median is clipped to that.
-
-    Attributes:
-        names: the peers that were left out the last time.
     """
 
-    def __init__(
-        self, comm: Communicator, replica: Replica, rounds: int, outliers: Outliers
-    ) -> None:
-        self.names: tuple[str, ...] = ()
-        self._comm = comm
-        self._replica = replica
-        self._rounds = rounds
-        self._clips = outliers == "clip"
-        self._times: Counter[int] = Counter()  # in a row, by the peer's number
-        self._why = ""  # this peer was left out
+    _comm: Communicator
+    _replica: Replica
+    _rounds: int  # for which a peer may be left out, one after the other, before it is dropped
+    _outliers: Outliers
+    names: tuple[str, ...] = ()  # of the peers that were left out the last time
+    _times: Counter[int] = field(default_factory=Counter)  # in a row, by the peer's number
+    _why: str = ""  # this peer was left out
 
     def factor(self, delta: torch.Tensor) -> float:
         """What this peer's pseudo-gradient is multiplied by: 0 if it is left out."""
@@ -54,7 +43,8 @@ class Quarantine:
         norms = {int(peer): norm for peer, norm in rows}
         finite = sorted(norm for norm in norms.values() if math.isfinite(norm))
         usual = finite[(len(finite) - 1) // 2] if finite else 0.0
-        most = _FAR * usual if len(finite) >= _ENOUGH and usual and not self._clips else math.inf
+        clips = self._outliers == "clip"
+        most = _FAR * usual if len(finite) >= _ENOUGH and usual and not clips else math.inf
         bad = {peer: norm for peer, norm in norms.items() if not norm <= most or norm == math.inf}
         self._times = Counter({peer: self._times[peer] + 1 for peer in bad})
         self.names = self._named(bad, usual)
@@ -63,7 +53,7 @@ class Quarantine:
             self._why = _why(norms[number], usual)
             return 0.0
         norm = norms[number]
-        return usual / norm if self._clips and norm > usual > 0 else 1.0
+        return usual / norm if clips and norm > usual > 0 else 1.0
 
     def _norm(self, delta: torch.Tensor) -> float:
         """The norm over all shards; infinity if it is not finite."""

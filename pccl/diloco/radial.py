@@ -1,9 +1,6 @@
 """Radial-directional averaging (arXiv 2604.21428): means of norms, and of unit directions.
 
-Pseudo-gradients of different peers are nearly orthogonal, so the norm of their mean shrinks with
-the number of peers. For each tensor, with weights w and phi(x) = x / |x|, the mean becomes
-
-    (sum of w |d| / sum of w)  phi(sum of w phi(d) / sum of w)
+docs/internals/diloco.md has the equation.
 """
 
 from __future__ import annotations
@@ -19,23 +16,16 @@ from pccl.diloco.outer import OuterState
 class Radial:
     """Splits a pseudo-gradient into norms and directions, and joins the means of both.
 
-    Args:
-        state: of the pseudo-gradient.
-        plain: for each parameter, whether it is averaged as usual, as embeddings are.
-
-    Attributes:
-        norms: of each parameter, from this peer.
-        mean: the means of all peers' norms.
+    `plain`: for each parameter, whether it is averaged as usual, as embeddings are.
     """
 
     def __init__(self, state: OuterState, plain: Sequence[bool]) -> None:
         self._state = state
         self._plain = plain
         self.norms = torch.ones(len(plain))
-        self.mean = torch.ones(len(plain))
+        self.mean = torch.ones(len(plain))  # of all peers' norms
 
     def split(self) -> list[torch.Tensor]:
-        """The directions of d, and its norms."""
         directions = self._state.delta.clone()
         for number, part in enumerate(self._state.views(directions)):
             norm = float(part.norm())

@@ -1,15 +1,7 @@
 """The schedule of all modes: when each fragment of the model is averaged, and its mean applied.
 
-A round is the inner steps until the next fragment is due, and a meeting of all peers, which
-launches the mean of that fragment. Modes differ in when a mean is applied:
-
-    mode           fragments    a mean is applied
-    "sync"         one          in the meeting that makes it
-    "streaming"    P            `overlap` inner steps later, or with overlap=0 as with "sync"
-    "delayed"      one          in the next meeting, after the progress until then is measured
-    "eager"        one          likewise, with the view `Eager`
-
-docs/internals/diloco.md has the equations, and says what happens when a peer is lost.
+docs/internals/diloco.md has the equations, the calls of a meeting, and what happens when a peer is
+lost.
 """
 
 from __future__ import annotations
@@ -30,16 +22,9 @@ from pccl.diloco.stats import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A part of the model.
+    """A part of the model."""
 
-    Attributes:
-        number: its place in the order in which fragments are due.
-        exchange: of its parameters.
-        shared: the state of it that all peers share.
-        view: where a peer's training of it starts.
-    """
-
-    number: int
+    number: int  # in the order in which fragments are due
     exchange: Exchange
     shared: SharedState
     view: View
@@ -47,34 +32,15 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """The result of an averaging.
-
-    Attributes:
-        average: see there.
-        suffices: whether it is applied.
-        short: its peers, if the group waits for more; else 0.
-    """
-
     average: Average
-    suffices: bool
-    short: int = 0
+    suffices: bool  # to be applied
+    short: int = 0  # its peers, if the group waits for more
 
 
 class Schedule:
     """Averages one fragment after the other.
 
-    All peers make the same sequence of calls from one meeting to the next. It depends only on
-    outcomes that are equal on all of them: are peers pending? Did a mean commit, of how many? A
-    newcomer begins with a round. No mean that it cannot know is under way then: if peers are
-    pending, a mean is made in the foreground, and either applied at once or received by them.
-
-    Args:
-        fragments: in the order in which they are due.
-        pace: decides when a round ends.
-        overlap: inner steps from a launch to the application of its mean; None: until the progress
-            of the next round is measured.
-        alpha: the part that a peer keeps of its own parameters when it takes over theta.
-        late_decay: the part of its progress that a late peer keeps.
+    `overlap` is None if a mean is applied when the progress of the next round is measured.
     """
 
     def __init__(
@@ -133,7 +99,6 @@ class Schedule:
     # ---- the steps of a round ----
 
     def begin(self) -> None:
-        """Starts from the received shared state."""
         for fragment in self._fragments:
             fragment.view.reset()
 
@@ -273,7 +238,6 @@ class Schedule:
         return self._assess(group, average)
 
     def _launch(self, group: Group) -> None:
-        """Launches, unless this peer is alone."""
         exchange = self._current.exchange
         try:
             self._running = exchange.launch()
@@ -337,7 +301,6 @@ class Schedule:
         self._current.exchange.reclaim()
 
     def _announce(self, mean: _Mean | None) -> None:
-        """Writes the mean that newcomers receive."""
         self._contributors[0] = mean.average.contributors if mean is not None else 0
         if mean is None and self._restarts:
             for tensor in self._current.exchange.means:
@@ -363,6 +326,7 @@ class Schedule:
         self.begin()
         for fragment in self._fragments:
             fragment.exchange.adopt()
+            fragment.exchange.ledger.renewed()
             if keep and fragment.exchange in rescued:
                 fragment.exchange.reclaim(self._late_decay)
 
@@ -409,11 +373,10 @@ class Schedule:
             if mean is not None:
                 contributors = mean.average.contributors if mean.suffices else 0
             means = self._current.exchange.means if contributors else []
-            state |= {"contributors": contributors, "means": [each.clone() for each in means]}
+            state |= {"contributors": contributors, "means": means}
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads such a state, of any mode."""
         self._turn[0] = state.get("turn", 0)
         if self._restarts:
             self._contributors[0] = state.get("contributors", 0)

@@ -41,18 +41,12 @@ _LR_OF_LATE_MEANS: Mapping[Mode, float] = {"delayed": 0.7, "eager": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """eta and mu, which are equal on all peers: they depend only on what the peers agree on.
+    """eta and mu, which are equal on all peers: they depend only on what the peers agree on."""
 
-    Attributes:
-        lr: eta by the outer step; None: by the number of contributors to a mean.
-        momentum: mu by the outer step.
-    """
-
-    lr: Rate | None
+    lr: Rate | None  # None: by the number of contributors to a mean
     momentum: Rate
 
     def at(self, outer_step: int, peers: int) -> tuple[float, float]:
-        """eta and mu for a mean of `peers` peers, after `outer_step` outer steps."""
         lr = _at(_LR_OF_PEERS, peers) if self.lr is None else _at(self.lr, outer_step)
         return lr, _at(self.momentum, outer_step)
 
@@ -66,16 +60,7 @@ def rates(
     sparse: bool,
     muon: bool,
 ) -> Rates:
-    """The given rates, or the defaults.
-
-    With sparse payloads, eta is 1 and the momentum 0, because error feedback replaces it
-    (arXiv 2508.15706). If a mean is applied a round late, the momentum is 0, too, and eta is 0.7
-    (delayed) or 1 (eager). In all other cases the momentum is 0.9, or less with few inner steps or
-    with Muon. Then, and with any momentum that is given, eta depends on the number of peers.
-
-    Raises:
-        ValueError: a number is out of range, or points are not in ascending order of k.
-    """
+    """The given rates, or the defaults, which docs/howto/diloco.md has in a table."""
     if momentum is None:
         few = inner_steps is not None and min(_values(inner_steps)) < _FEW_STEPS
         usual = _MOMENTUM_OF_FEW_STEPS if few else _MOMENTUM_WITH_MUON if muon else _MOMENTUM
@@ -95,11 +80,7 @@ def rates(
 
 
 def checked_steps(inner_steps: InnerSteps) -> InnerSteps:
-    """The inner steps in the form in which peers compare them.
-
-    Raises:
-        ValueError: points are not in ascending order of k.
-    """
+    """The inner steps in the form in which peers compare them."""
     if not isinstance(inner_steps, Sequence):
         return inner_steps
     points = _checked("inner_steps", inner_steps)
@@ -186,7 +167,6 @@ class Settings:
     alone: AlonePolicy
 
     def check(self) -> None:
-        """Raises ValueError if a setting is out of range."""
         words = {
             "alone": AlonePolicy,
             "buffers": BufferMode,
@@ -211,21 +191,12 @@ class Settings:
             raise ValueError("give inner_steps or inner_seconds")
         if self.inner_steps is not None and min(_values(self.inner_steps)) < 1:
             raise ValueError(f"inner_steps={self.inner_steps} must be at least 1")
-        self._check_times()
-        self._check_fragments()
         if self.mode == "decoupled":
             self._check_decoupled()
-
-    def check_ledger(self) -> None:
-        """Raises ValueError for a setting that cannot be used with a ledger."""
-        if self.mode == "decoupled":
-            raise ValueError(
-                'a ledger cannot be used with mode="decoupled": its syncer would claim samples '
-                "while the learner takes some"
-            )
+        self._check_times()
+        self._check_fragments()
 
     def check_sharded(self, ledger: bool) -> None:
-        """Raises ValueError for a setting that cannot be used with a sharded model."""
         if self.mode == "decoupled":
             raise ValueError(
                 'mode="decoupled" cannot be used with a sharded model: its processes would call '
@@ -328,11 +299,9 @@ class Settings:
 
     @property
     def least_peers(self) -> int:
-        """The least number of peers for an outer step."""
         return max(2, self.min_peers) if self.alone == "wait" else 1
 
     def config(self) -> dict[str, Any]:
-        """The settings that must be equal on all peers."""
         values = asdict(self)
         del values["min_peers"], values["alone"], values["rates"]
         return {
@@ -362,7 +331,6 @@ def decode(encoded: torch.Tensor) -> dict[str, Any]:
 
 
 def describe_mismatch(*, run: torch.Tensor, own: torch.Tensor) -> str:
-    """A message that names the settings of this peer that differ from those of the run."""
     theirs, ours = decode(run), decode(own)
     differences = ", ".join(
         f"{key} is {theirs.get(key)!r} in the run and {ours.get(key)!r} here"

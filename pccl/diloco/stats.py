@@ -16,13 +16,10 @@ from pccl.errors import AGAIN
 
 
 class Work(NamedTuple):
-    """Inner steps, and the samples in them."""
-
     steps: int = 0
     samples: int = 0
 
     def plus(self, steps: int, samples: int) -> Work:
-        """The sum."""
         return Work(self.steps + steps, self.samples + samples)
 
 
@@ -52,7 +49,6 @@ class PeerShare:
 def gather_shares(
     comm: Communicator, own: PeerShare, ends: bool
 ) -> tuple[tuple[PeerShare, ...], bool]:
-    """The shares of all peers, in the order of their ranks, and whether all of them end."""
     row = [own.inner_steps, own.samples, own.compute_s, own.utilisation, own.late, ends]
     rows = gather_row(comm, row)
     shares = [
@@ -101,9 +97,8 @@ class OuterRound:
 
     Attributes:
         outer_step: k after the round.
-        contributors: peers whose pseudo-gradients were averaged. 1 means that this peer was alone:
-            no outer step was taken, unless `alone` is "step". With mode="delayed" or "eager", it is
-            about the mean that was applied in this round; 0: there was none to apply.
+        contributors: peers whose pseudo-gradients were averaged. 1: this peer was alone. 0, with
+            mode="delayed" or "eager": there was no mean to apply.
         retries: attempts of that all-reduce that failed because a peer was lost.
         admitted: whether newcomers were admitted.
         rejoined: whether the run went on without this peer, because it was late or silent, and it
@@ -118,9 +113,8 @@ class OuterRound:
         total_s: seconds in the whole round, without those of the inner steps.
         tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronization.
         rx_bytes: payload bytes that this peer received in them.
-        algorithm: how this round's progress was, or is being, averaged: "gather": quantized and
-            gathered; "two-stage": quantized, averaged part by part, and quantized again; "ring":
-            an fp32 all-reduce. See `wire`, and `DiLoCo.explain`.
+        algorithm: how this round's progress was, or is being, averaged: "gather", "two-stage" or
+            "ring"; see docs/howto/diloco.md, "Fewer bytes".
         excluded: the peers whose pseudo-gradients were left out of the mean, by `quarantine`.
         peers: the work of each peer in this round, in the order of their ranks, if peers may differ
             (inner_seconds, deadline_peers, or weight="samples"). Otherwise, and in a round that has
@@ -164,15 +158,7 @@ class OuterRound:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a mode reports of a round.
-
-    Attributes:
-        contributors: peers in the mean that was applied; 0 if there was none.
-        retries: failed attempts to average it.
-        admitted: whether newcomers were admitted.
-        fragment: the fragment of the model that was averaged.
-        rejoined: whether the run has gone on without this peer, and it has joined again.
-    """
+    """What a mode reports of a round: see `OuterRound`."""
 
     contributors: int
     retries: int
@@ -182,29 +168,18 @@ class Outcome:
 
 
 class Meter:
-    """Counts the bytes of all rounds, and the seconds of the present one by activity.
-
-    Attributes:
-        tx_bytes: payload bytes that this peer has sent.
-        rx_bytes: payload bytes that it has received.
-        seconds: of the present round, by "reduce", "admit" and "sync".
-        last_reduce: info of the last all-reduce that has committed; None before the first.
-    """
+    """Counts the bytes of all rounds, and the seconds of the present one by activity."""
 
     def __init__(self) -> None:
-        self.last_reduce: ReduceInfo | None = None
-        self.tx_bytes = 0
-        self.rx_bytes = 0
-        self.seconds: dict[str, float] = {}
+        self.last_reduce: ReduceInfo | None = None  # that has committed
+        self.tx_bytes = self.rx_bytes = 0
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Counts the seconds from 0 again."""
         self.seconds = {"reduce": 0.0, "admit": 0.0, "sync": 0.0}
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Adds the time in the block."""
         began_s = time.monotonic()
         try:
             yield
@@ -212,56 +187,47 @@ class Meter:
             self.seconds[what] += time.monotonic() - began_s
 
     def count(self, info: ReduceInfo | SharedStateSyncInfo) -> None:
-        """Adds the bytes of a call."""
         self.tx_bytes += info.tx_bytes
         self.rx_bytes += info.rx_bytes
 
 
-class _Split:
-    """Seconds since it was made, and those of them in rounds; `beside`: training goes on then."""
-
-    def __init__(self, beside: bool) -> None:
-        self._began_s = time.monotonic()
-        self._beside = beside
-        self.inside_s = 0.0
-
-    @property
-    def paused_s(self) -> float:
-        return 0.0 if self._beside else self.inside_s
-
-    @property
-    def compute_s(self) -> float:
-        return time.monotonic() - self._began_s - self.paused_s
-
-
 class Stopwatch:
-    """Measures training and rounds; a round may have several parts, with training between them."""
+    """Measures training and rounds; a round may have several parts, with training between them.
+
+    `beside`: training goes on during a round.
+    """
 
     def __init__(self, meter: Meter, beside: bool) -> None:
-        """`beside`: training goes on during a round."""
         self._meter = meter
         self._beside = beside
-        self._since_share = _Split(beside)
+        self._inside_s = 0.0  # rounds, in all
+        self._shared = self._now()
         self._begin()
+
+    def _now(self) -> tuple[float, float]:
+        return time.monotonic(), self._inside_s
+
+    def _since(self, begin: tuple[float, float]) -> tuple[float, float]:
+        """Seconds of training, and of rounds in which it paused."""
+        now_s, inside_s = self._now()
+        paused_s = 0.0 if self._beside else inside_s - begin[1]
+        return now_s - begin[0] - paused_s, paused_s
 
     def _begin(self) -> None:
         self._meter.begin_round()
         self._bytes = self._meter.tx_bytes, self._meter.rx_bytes
-        self._round = _Split(self._beside)
+        self._began = self._now()
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Measures the block as the round, or as a part of it."""
         began_s = time.monotonic()
         yield
-        for split in (self._since_share, self._round):
-            split.inside_s += time.monotonic() - began_s
+        self._inside_s += time.monotonic() - began_s
 
-    def share(self, inner_steps: int, samples: int, late: bool) -> PeerShare:
-        """The share of this peer since the last call."""
-        compute_s = self._since_share.compute_s
-        whole_s = compute_s + self._since_share.paused_s
-        self._since_share = _Split(self._beside)
+    def share(self, inner_steps: int, samples: int, late: bool, idle_s: float) -> PeerShare:
+        trained_s, paused_s = self._since(self._shared)
+        self._shared = self._now()
+        compute_s, whole_s = max(0.0, trained_s - idle_s), trained_s + paused_s
         utilisation = compute_s / whole_s if whole_s else 0.0  # the clock did not advance
         return PeerShare(inner_steps, samples, compute_s, utilisation, late)
 
@@ -283,11 +249,11 @@ class Stopwatch:
             admitted=outcome.admitted,
             rejoined=outcome.rejoined,
             fragment=outcome.fragment,
-            compute_s=self._round.compute_s,
+            compute_s=self._since(self._began)[0],
             reduce_s=meter.seconds["reduce"],
             admit_s=meter.seconds["admit"],
             sync_s=meter.seconds["sync"],
-            total_s=self._round.inside_s,
+            total_s=self._inside_s - self._began[1],
             tx_bytes=meter.tx_bytes - tx_before,
             rx_bytes=meter.rx_bytes - rx_before,
             algorithm=algorithm,

@@ -13,21 +13,39 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import xxhash
 
-from pccl import Communicator, KickedError, ReduceInfo, Result, SharedState, TensorInfo
+from pccl import (
+    Communicator,
+    KickedError,
+    ReduceInfo,
+    Result,
+    SharedState,
+    TensorInfo,
+    extension,
+)
 from pccl.data import Ledger
 from pccl.diloco.averaging import Selector, averager_of
-from pccl.diloco.checkpoint import Checkpoint, read_state
+from pccl.diloco.checkpoint import Checkpoint, Checkpoints, Saver, read_parts, read_state
 from pccl.diloco.decoupled import Decoupled, Learner, start
 from pccl.diloco.exchange import Exchange, LedgerHooks, Weight
 from pccl.diloco.membership import Group
 from pccl.diloco.misuse import Misuse, warn_unfinished
-from pccl.diloco.model import Buffers, Frozen, InnerState, Named, check_team, memory, replica_of
+from pccl.diloco.model import (
+    Buffers,
+    Frozen,
+    InnerState,
+    Named,
+    check_team,
+    copied,
+    memory,
+    replica_of,
+)
 from pccl.diloco.muon import is_muon
 from pccl.diloco.outer import Apart, Eager, Outer, OuterOptimizer, View, split
 from pccl.diloco.pace import Forecast, pace_of
@@ -69,146 +87,87 @@ class DiLoCo:
         with pccl.Communicator("host:48148") as comm:
             diloco = DiLoCo(comm, model, optimizer, inner_steps=50)
             for batch in batches:
-                loss = model(batch).loss
-                loss.backward()
-                diloco.step()
-
-    Or around an existing loop, which steps the optimizer itself:
-
-        with DiLoCo(comm, model, optimizer, inner_steps=50):
-            for batch in batches:
-                optimizer.zero_grad()
                 model(batch).loss.backward()
-                optimizer.step()
+                diloco.step()
+            diloco.finish()
 
-    With w the parameters of `model`, theta and v the shared outer parameters and momentum, eta
-    `outer_lr` and mu `outer_momentum`, every `inner_steps`-th step ends in
+    Or `with DiLoCo(...):` around an existing loop, which steps the optimizer itself.
 
-        D = mean over peers of (theta - w)
-        v <- mu v + D
-        theta <- theta - eta (D + mu v)        (outer_momentum without nesterov: theta - eta v)
-        w <- theta
-
-    theta, v and the counter k are one `SharedState`: fp32 on the CPU, whatever the model's dtype
-    and device, and compared bit by bit on all peers after each outer step. pccl's own kernels
-    update them, because torch rounds differently from one CPU to the next. Memory: four fp32 copies
-    of the trained parameters.
-
-    What is not trained:
-        Parameters that do not require a gradient when this object is constructed are frozen: they
-        must not change afterwards. They are compared when a peer joins; a peer whose frozen
-        parameters differ in content receives those of the run. The model's persistent buffers
-        (such as batch-norm statistics) are shared as `buffers` says; buffers that are not in its
-        `state_dict` are not touched.
-
-    What is not shared:
-        Each peer has its own inner optimizer state: a newcomer starts with a fresh one, and may
-        need to warm up its learning rate. Derive a schedule that all peers share from `outer_step`,
-        never from a counter of the script, which would be zero on a newcomer.
-
-    Sharded models:
-        If torch's FSDP2 (`fully_shard`) shards the model over several processes, each of them makes
-        this object, with its own `pccl.torch.communicator`, and all make the same calls. theta and
-        v are the shards of this process. The mesh must have one dimension. Not with deadline_peers,
-        a ledger or mode="decoupled". With weight="samples", the weight of a replica is the sum over
-        its processes; with inner_seconds, its first process has the clock.
-
-    Clip and accumulate gradients before `step`, as with any optimizer. The model's parameters must
-    not be replaced by other tensors afterwards.
-
-    A peer that has lost all others takes no outer step, so `while diloco.outer_step < steps` does
-    not end until another peer joins. With `alone="step"` it does.
+    After each round all peers hold the same bits of theta, the outer parameters (fp32 on the CPU,
+    whatever the model's dtype and device), of v, their momentum, and of the count of outer steps.
+    docs/howto/diloco.md explains the settings, and docs/internals/diloco.md has the equations.
+    Memory: four fp32 copies of the trained parameters; five with mode="decoupled", and three more
+    with mode="eager" and with a quantized wire, for each.
 
     Build the model and the optimizer first and connect last: as soon as `connect` has returned, the
-    others wait for this constructor.
+    others wait for this constructor. Clip and accumulate gradients before `step`, as with any
+    optimizer, and derive learning rates from `progress`, never from a counter of the script. The
+    parameters must not be replaced by other tensors afterwards. Those that do not require a
+    gradient now are frozen, and must not change.
+
+    If FSDP2 (`fully_shard`) shards the model, each process of it makes this object, with its own
+    `pccl.torch.communicator`, and all make the same calls. theta and v are the shards of a process,
+    weights those of a whole replica.
 
     Args:
         comm: a connected communicator. All peers of its group train the same model with the same
-            settings. Other groups of the run must take part in the same rounds of admission, which
-            they do if they use this class.
-        model: the module to train. Its initial parameters matter only on the first peer of a run;
-            all other peers receive the shared ones in this constructor.
+            settings, except `min_peers`, `state`, `log_metrics`, and `alone` unless it is "wait".
+            Other groups of the run must use this class, too.
+        model: the module to train. Its parameters matter only on the first peer of a run; all other
+            peers receive the shared ones in this constructor.
         inner_optimizer: optimizer of the parameters of `model`; usually AdamW.
-        inner_steps: H, calls of `step` between outer steps. A number; or points (k, steps), between
-            which it is linear in the outer step k, rounded down, and beyond which constant:
-            [(0, 30), (500, 30), (1000, 100)]. See also `quadratic_steps`.
-        inner_seconds: instead of `inner_steps`, the seconds between outer steps, in which each peer
-            takes the inner steps that it can. Not with mode="decoupled".
-        outer_lr: eta. A number; or points (k, value), between which it is linear in the outer step
-            k, and beyond which constant: [(0, 1.0), (900, 1.0), (901, 0.65)]. None: 0.4 for a mean
-            of one peer, 0.6 of 2 to 4, up to 0.8 of 8 or more (arXiv 2503.09799); without momentum
-            0.7 with mode="delayed", 1 with "eager"; 1 with wire="sparse".
-        outer_momentum: mu, a number or points, too. None: 0.9; 0.5 with fewer than 20 inner steps,
-            else 0.6 if the inner optimizer is Muon; 0 with mode="delayed", "eager" or
-            wire="sparse". With 0 the outer step is plain averaging.
-            eta, mu and the effective gain eta / (1 - mu) are logged at INFO whenever they change.
+        inner_steps: H, calls of `step` between outer steps: a number; or points (k, steps), between
+            which it is linear in the outer step k, rounded down, and beyond which constant. See
+            also `quadratic_steps`.
+        inner_seconds: instead of `inner_steps`, the seconds between outer steps.
+        outer_lr: eta, a number or points. None: by the number of contributors, 0.4 for 1, 0.6 for 2
+            to 4, up to 0.8 for 8 or more; without momentum 0.7 with mode="delayed", 1 with "eager";
+            1 with wire="sparse".
+        outer_momentum: mu, a number or points. None: 0.9; 0.5 with fewer than 20 inner steps, else
+            0.6 if the inner optimizer is Muon; 0 with mode="delayed", "eager" or wire="sparse".
         nesterov: whether the outer momentum is Nesterov's.
-        min_peers: number of peers that a run needs to start, or to resume from `state`; the
-            constructor waits for them. A started run continues with any number, unless `alone` is
-            "wait".
-        state: the `state_dict` of an earlier run to resume, or the path of a file that `save` has
-            written. When a run starts, the latest state among its first `min_peers` wins. A
-            newcomer to a run in progress receives the state of the others, and is refused if its
-            own state is later than theirs. Each inner optimizer resumes from its own state. Or a
-            function that fills in such a state, for a checkpoint of torch.distributed.checkpoint:
-            `partial(dcp.load, checkpoint_id=path)`.
-        buffers: "mean": the changes of the buffers are averaged together with the pseudo-gradients,
-            with integers rounded towards zero, so that all peers have the same statistics. "first":
-            in each outer step all peers take the buffers of the peer that joined the run first.
-            "local": each peer keeps its own; a newcomer receives those of one other peer.
-        alone: what to do in an outer round without other peers. "continue": keep training, without
-            outer steps, until another peer joins. "step": take the outer step with this peer's
-            pseudo-gradient. "wait": admit others until there are `min_peers`, at least 2; a group
-            that has shrunk below that waits as well. The log has a WARNING in each case.
-        mode: "sync": a round ends when the progress of all peers is averaged and applied.
-            "delayed": it is averaged while the next round trains, and applied at the end of that.
-            "eager": the same, but each peer applies its own part at once. Memory: three more fp32
-            copies of the trained parameters. "streaming": one part of the model after the other is
-            averaged while all of it trains, and applied some inner steps later. "decoupled": the
-            same in a thread beside the training, which waits for no other peer. Memory: one more
-            fp32 copy. See docs/howto/diloco.md, "Learners that wait for nobody".
-        wire: how pseudo-gradients are sent. "fp32": unchanged, around the ring. "int8", "int4",
-            "e3m0" (4 bits: a sign and a power of two), "2bit" (four levels from the statistics of
-            each block), "sparse" (the 64 largest of each 4,096, with 2 bits): quantized by each
-            peer, which adds the error to its next pseudo-gradient (error feedback). The number of
-            received bytes decides whether they are gathered, averaged in two stages, or sent around
-            the ring in fp32: see `OuterRound.algorithm` and `explain`. Memory: three more fp32
-            copies of the trained parameters.
-        fragments: P, with mode="streaming" or "decoupled": the parts of the model, at most H. The
-            layers of the model stay whole if there are enough of them.
-        pattern: "strided": layer i is in fragment i mod P. "sequential": a fragment is a run of
+        min_peers: peers that a run needs to start, or to resume; the constructor waits for them. A
+            started run continues with any number, unless `alone` is "wait".
+        state: the `state_dict` of an earlier run to resume; the path of a file that `save` has
+            written, or of a checkpoint of `Checkpoints`; or a function that fills in a state, such
+            as `partial(dcp.load, checkpoint_id=path)`. When a run starts, the latest state among
+            its first `min_peers` wins. A newcomer to a run in progress receives the state of the
+            others, and is refused if its own state is later than theirs.
+        buffers: persistent buffers. "mean": their changes are averaged with the pseudo-gradients,
+            integers rounded towards zero. "first": all take those of the peer that joined the run
+            first. "local": each peer keeps its own; a newcomer receives those of another.
+        alone: what to do in a round without other peers. "continue": train on without outer steps,
+            until another peer joins. "step": take the outer step. "wait": admit others until there
+            are `min_peers`, at least 2.
+        mode: when a mean is applied. "sync": at once. "delayed": while the next round trains, and
+            at its end. "eager": the same, but a peer's own part at once. "streaming": one fragment
+            of the model after the other, some inner steps later. "decoupled": the same in a thread
+            beside the training, which waits for no other peer.
+        wire: how pseudo-gradients are sent: "fp32"; or quantized by each peer, with error feedback,
+            as "int8", "int4", "e3m0", "2bit" or "sparse". See `OuterRound.algorithm`.
+        fragments: P, with mode="streaming" or "decoupled": the parts of the model, at most H.
+        pattern: "strided": layer i is in fragment i mod P. "sequential": fragments are runs of
             layers.
         overlap: tau, with mode="streaming": inner steps from the launch of a mean to its
-            application, less than floor(H / P). 0: training pauses for it.
+            application, less than floor(H / P).
         alpha: with mode="streaming", the part that a peer keeps of its own parameters when it takes
             over theta, in [0, 1).
-        weight: "peers": all pseudo-gradients weigh the same in a mean. "samples": the weight of
-            each is the number of its samples, as passed to `step`. "rate": the square of that, by
-            the number of its inner steps (arXiv 2604.21428). None: "rate" with mode="decoupled",
-            else "peers". With mode="eager" a peer guesses its part of a mean from the last one.
+        weight: of a pseudo-gradient. "peers": all the same. "samples": as passed to `step`.
+            "rate": the square of that, by the number of inner steps. None: "rate" with
+            mode="decoupled", else "peers".
         deadline_peers: K: a round waits for K peers, and then for the others no longer than
-            `grace`. Each peer predicts from the last round when K peers will have taken their inner
-            steps. A peer that would need longer than that and the grace comes to the round late:
-            its progress has weight 0 there, and counts in the next round, in which it is not late.
-            (With fragments, it contributes what it has.) A peer that has not come when K are there
-            and the grace is over is dropped; it joins again by itself, with its progress. None: a
-            round waits for all; with mode="decoupled" K is 1.
-        grace: seconds. With deadline_peers: see there; None: how much the time until K peers were
-            ready has varied in the last 8 rounds, and at least one inner step and a tenth of that
-            time. With inner_seconds: a peer begins no step that would end more than this too late;
-            None is 0, and not allowed together with deadline_peers.
+            `grace`. None: for all; with mode="decoupled" K is 1.
+        grace: seconds. With deadline_peers None is what is measured. With inner_seconds: a peer
+            begins no step that would end more than this too late; None is 0.
         late_decay: the part of its progress that a late peer keeps, from 0 to 1.
-        merge: "mean": pseudo-gradients are averaged. "radial": for each parameter but those of
-            `torch.nn.Embedding`, their norms and their directions are averaged separately
-            (arXiv 2604.21428).
-        quarantine: all peers compare the norms of their pseudo-gradients before each mean. One that
-            is not finite, or more than ten times the median of three or more, is left out and lost;
-            the log and `OuterRound.excluded` name its peer. After so many rounds in a row the peer
-            gets a `KickedError`. It costs a round trip to the master. None: all are averaged.
-        outliers: with quarantine: "exclude": as above. "clip": a norm above the median is clipped
-            to it (arXiv 2603.08163), and only what is not finite is left out.
-        ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. With
-            mode="streaming" at most once in each fragment. Not with mode="decoupled".
+        merge: "mean"; or "radial": norms and directions of each parameter are averaged separately.
+        quarantine: leave out pseudo-gradients that are not finite, or more than ten times the
+            median norm of three or more; after so many rounds in a row the peer gets a
+            `KickedError`. None: average all.
+        outliers: with quarantine: "exclude"; or "clip": norms above the median are clipped to it.
+        ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`.
+        checkpoints: what all peers write together. If `state` is None, a new run begins with the
+            latest of them.
         log_metrics: called after each outer round, with the metrics of `OuterRound.flat` and
             `Communicator.stats().flat()`, and the outer step, as `wandb.log` is. If it raises, so
             does the call that made the round, which is complete. With mode="decoupled", another
@@ -251,48 +210,32 @@ class DiLoCo:
         quarantine: int | None = None,
         outliers: Outliers = "exclude",
         ledger: Ledger | None = None,
+        checkpoints: Checkpoints | None = None,
         log_metrics: LogMetrics | None = None,
     ) -> None:
+        given = dict(locals())
         if mode == "decoupled" and deadline_peers is None:
-            deadline_peers = 1
-        if inner_steps is not None:
-            inner_steps = checked_steps(inner_steps)
+            given["deadline_peers"] = 1
+        given["weight"] = weight or ("rate" if mode == "decoupled" else "peers")
+        given["inner_steps"] = None if inner_steps is None else checked_steps(inner_steps)
         require("model", model, torch.nn.Module)
         require("inner_optimizer", inner_optimizer, torch.optim.Optimizer)
         if ledger is not None:
             require("ledger", ledger, Ledger)
+        if checkpoints is not None:
+            require("checkpoints", checkpoints, Checkpoints)
         settings = Settings(
-            inner_steps=inner_steps,
-            inner_seconds=inner_seconds,
-            deadline_peers=deadline_peers,
-            grace=grace,
-            late_decay=late_decay,
-            merge=merge,
-            quarantine=quarantine,
-            outliers=outliers,
-            weight=weight or ("rate" if mode == "decoupled" else "peers"),
+            **{name: given[name] for name in Settings.__slots__ if name in given},
             rates=rates(
                 outer_lr,
                 outer_momentum,
                 mode=mode,
-                inner_steps=inner_steps,
+                inner_steps=given["inner_steps"],
                 sparse=wire == "sparse",
                 muon=is_muon(inner_optimizer),
             ),
-            nesterov=nesterov,
-            buffers=buffers,
-            mode=mode,
-            wire=wire,
-            fragments=fragments,
-            pattern=pattern,
-            overlap=overlap,
-            alpha=alpha,
-            min_peers=min_peers,
-            alone=alone,
         )
         settings.check()
-        if ledger is not None:
-            settings.check_ledger()
         self._comm = comm
         self._optimizer = inner_optimizer
         self._settings = settings
@@ -310,11 +253,15 @@ class DiLoCo:
         self._ended = 0  # of the last meetings, those after the end of all learners
         self._seen_round: OuterRound | None = None  # the last one that `step` has returned
         self._last_round: OuterRound | None = None
-        self._build(model)
-        self._inner = InnerState(inner_optimizer, self._replica)
+        self._build(model, checkpoints)
+        if state is None and checkpoints is not None:
+            state = self._latest(checkpoints)
         if state is not None:
             self._load(self._given(state))
+        begins = self._group.shared.revision
         self._group.join(self._config, settings.min_peers)
+        if self._group.shared.revision != begins:
+            self._checkpoint.forget()
         self._check_whole()
         self._inner_step = 0
         self._begin()
@@ -351,10 +298,11 @@ class DiLoCo:
 
     # ---- its parts ----
 
-    def _build(self, model: torch.nn.Module) -> None:
+    def _build(self, model: torch.nn.Module, checkpoints: Checkpoints | None) -> None:
         """Makes the parts, each of which uses those before it."""
         settings, replica = self._settings, self._replica
         named = _trained_parameters(model)
+        self._parameters = dict(model.named_parameters())
         self._meter = Meter()
         self._frozen = Frozen(model, replica)
         self._buffers = Buffers(model, settings.buffers)
@@ -371,6 +319,7 @@ class DiLoCo:
                 "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
                 "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
                 "shard": [replica.index, replica.size],
+                **(checkpoints.config() if checkpoints is not None else {}),
             }
         )
         self._selector = Selector()
@@ -384,7 +333,7 @@ class DiLoCo:
             )
         self._exchanges = self._exchanges_of(model, named)
         self._schedule = self._schedule_of()
-        self._group = self._group_of()
+        self._inner = InnerState(self._optimizer, replica)
         self._checkpoint = Checkpoint(
             self._config,
             self._frozen,
@@ -393,8 +342,14 @@ class DiLoCo:
             self._outer,
             self._exchanges,
             self._schedule,
-            self._group,
         )
+        self._saver, self._turn = None, torch.tensor([-1, 0])
+        if checkpoints is not None:
+            beside = self._learner.leave if self._learner is not None else lambda action: action()
+            self._saver = Saver(
+                checkpoints, self._comm, replica, self._checkpoint, self._inner, beside, self._turn
+            )
+        self._group = self._checkpoint.group = self._group_of()
 
     def _exchanges_of(self, model: torch.nn.Module, named: Named) -> list[Exchange]:
         """One for each fragment; the buffers are averaged with the last one."""
@@ -457,12 +412,12 @@ class DiLoCo:
     def _group_of(self) -> Group:
         always = [*self._common_entries(), *chain.from_iterable(self._outer.entries())]
         at_joins = [*self._frozen.entries, *self._schedule.entries()]
+        at_joins.append(TensorInfo.from_torch(self._turn, "diloco.checkpoints"))
         (at_joins if self._settings.buffers == "local" else always).extend(self._buffers.entries())
-        shared = SharedState(always)
         return Group(
             self._comm,
-            shared,
-            SharedState(always + at_joins) if at_joins else shared,
+            SharedState(always),
+            SharedState(always + at_joins),
             self._settings,
             self._frozen,
             self._buffers,
@@ -485,11 +440,7 @@ class DiLoCo:
             self._schedule.expect(steps)
 
     def _check_whole(self) -> None:
-        """Checks that all processes of this replica have received the state of one replica.
-
-        In the first synchronization of a run, the sender may be lost after the first of them has
-        received its shard; the others then receive theirs from another replica.
-        """
+        """Checks that all processes of this replica have received the state of one replica."""
         own = [*self._outer.clock.tolist(), self._group.shared.revision]
         if any(said != own for said in self._replica.exchange(own)):
             raise RuntimeError(
@@ -531,9 +482,7 @@ class DiLoCo:
     def explain(self) -> str:
         """How pseudo-gradients are averaged and why, and what limits this peer's collectives.
 
-        The first line names the algorithm (see `OuterRound.algorithm`) and the bytes that decide;
-        with mode="streaming" there is one for each fragment that differs. The rest is what
-        `Communicator.explain` finds. It makes no calls to other peers.
+        It makes no calls to other peers.
         """
         reasons = dict.fromkeys(exchange.averager.reason for exchange in self._exchanges)
         lines = [f"pseudo-gradients are averaged by {reason}" for reason in reasons]
@@ -598,28 +547,23 @@ class DiLoCo:
         It holds theta and v as flat fp32 tensors on the CPU, k, the settings, frozen parameters,
         buffers, and the states of this peer's inner optimizer and of its wire. Inner steps since
         the last outer round are not in it, so the place to take it is right after one. Without
-        "optimizer", or with None there, the next inner optimizer begins anew. With mode="delayed"
-        it also holds the mean that is under way, and this call waits for it. With mode="streaming"
-        neither a mean under way nor other progress since a fragment's last step is in it, nor that
-        of a late peer.
+        "optimizer" in it, the next inner optimizer begins anew. With mode="delayed" and "eager",
+        this call waits for the mean under way, and has it; with "streaming" it is not in it.
 
-        If the model is sharded, all processes of the replica make this call. Each gets the whole
-        state, from which any number of processes can resume. With `sharded`, it has DTensors for
-        `torch.distributed.checkpoint`, and theta and v by the names of the parameters. The buffers
-        are those of this process.
+        If the model is sharded, all processes of the replica make this call, and each gets the
+        whole state. With `sharded`, theta and v are by the names of the parameters, as DTensors for
+        `torch.distributed.checkpoint`.
         """
         with self._paused():
-            return {
-                **self._checkpoint.state_dict(sharded),
-                "optimizer": self._inner.state_dict(sharded),
-            }
+            state = self._checkpoint.state_dict(sharded)
+            state["optimizer"] = self._inner.state_dict(sharded)
+            return {name: copied(value) for name, value in state.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `state_dict` to a file for the `state` of a later constructor, atomically.
 
-        The file is complete and on disk when this returns. If it fails, or the process dies
-        meanwhile, the previous file is unchanged. If the model is sharded, all processes of the
-        replica make this call, and the first one writes.
+        If it fails, or the process dies meanwhile, the previous file is unchanged. If the model is
+        sharded, all processes of the replica make this call, and the first one writes.
 
         Raises:
             OSError: it cannot be written.
@@ -637,19 +581,13 @@ class DiLoCo:
         """Takes one inner step and clears the gradients; every H-th call runs the outer round too.
 
         Args:
-            samples: with weight="samples", the samples (or tokens) of the gradients. None: one.
-                Required with a `ledger` and inner_seconds or deadline_peers, where it counts
-                samples of the ledger. Steps of the optimizer in a `with` block count as None.
-            scaler: steps the inner optimizer, and is updated. A step that it skips counts, too, so
-                that the peers stay together.
+            samples: the samples (or tokens) of the gradients. None: one. Required with a `ledger`
+                if rounds may end early, where it counts samples of the ledger.
+            scaler: steps the inner optimizer, and is updated. A step that it skips counts, too.
 
         Returns:
-            The result of the outer round; None if this call had none. After a round the model's
-            parameters equal theta (rounded to their dtype), unless this peer was alone and took no
-            outer step, or with mode="delayed" has just become alone. With mode="eager" they equal
-            theta_m. With mode="streaming" only the parameters of the fragment do, and only if
-            alpha is 0. With mode="decoupled" none do: the learner has trained meanwhile, and this
-            is the last round that has ended since the last call.
+            The result of the outer round; None if this call had none. With mode="decoupled", it is
+            the last round that has ended since the last call.
 
         Raises:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
@@ -721,6 +659,8 @@ class DiLoCo:
                 self._group.claim()
                 self._replica.all(True)  # if one process left now, the others would be dropped
             self._share(outcome is not None and outcome.admitted)
+            if not (outcome is not None and outcome.admitted):  # newcomers are not at this place
+                self._save_together()
             report = self._report(outcome)
             self._rejoins = 0
         except KickedError as error:
@@ -732,6 +672,11 @@ class DiLoCo:
         if self._quarantine is not None:
             self._quarantine.check()
         return report
+
+    def _save_together(self) -> None:
+        if self._saver is not None and self._saver.is_due(self.outer_step):
+            with self._stopwatch.round():
+                self._saver.meet(self.outer_step)
 
     def _rejoin(self, error: KickedError) -> Outcome:
         """Joins the run again, after it has gone on without this peer."""
@@ -753,7 +698,7 @@ class DiLoCo:
     def _join_again(self) -> None:
         rescued = self._schedule.rescue()
         keeps = self._ledger.rejoin()
-        if not keeps:
+        if not keeps and self._learner is None:
             for exchange in self._exchanges:
                 exchange.weight.drop()
         self._outer.rename()  # if all others have ended, this is a new run
@@ -765,8 +710,10 @@ class DiLoCo:
         """Tells the other peers what this one has done since the last meeting."""
         with self._lock:
             work, self._work = self._work, Work()
-        ends = self._learner is not None and self._learner.ends
-        own = self._stopwatch.share(work.steps, work.samples, self._pace.late)
+            learner, idle_s, ends = self._learner, 0.0, False
+            if learner is not None:
+                idle_s, learner.idle_s, ends = learner.idle_s, 0.0, learner.ends
+        own = self._stopwatch.share(work.steps, work.samples, self._pace.late, idle_s)
         self._shares = (own,)
         if self._settings.unlike and not admitted:  # newcomers are not at this place
             with self._stopwatch.round():
@@ -805,6 +752,9 @@ class DiLoCo:
             ValueError: there are more batches than inner steps in a round of a fixed number.
             PCCLError: as for `step`.
         """
+        if self._learner is not None:
+            yield from self._beside_round_of(loader, self._learner)
+            return
         before = self._rounds
         for batch in loader:
             if self._rounds > before and self._settings.ends_early:
@@ -818,6 +768,15 @@ class DiLoCo:
         if self._rounds == before:
             self._pace.late = False  # there is nothing more to train on
             self._meet()
+
+    def _beside_round_of(self, loader: Iterable[T], learner: Learner) -> Iterator[T]:
+        """The batches of one pass, which ends early if this peer has given up its samples."""
+        learner.wait_while(lambda: self._ledger.waits)
+        renewals = self._ledger.renewals
+        for batch in loader:
+            if self._ledger.renewals != renewals:
+                return
+            yield batch
 
     def __enter__(self) -> DiLoCo:
         """From here on, each step of the inner optimizer does what `step` does.
@@ -843,10 +802,9 @@ class DiLoCo:
     def finish(self) -> None:
         """Ends the training: waits for the mean that is under way, and applies it.
 
-        For all modes but "sync": call it after the last round, on all peers, in place of another
-        one; the model is theta then. In mode="sync" nothing is under way, and it does nothing. In
-        mode="decoupled" it waits until all learners have called it, or have left; all their
-        progress is in theta then. The end of a `with` block calls it.
+        Call it after the last round, on all peers, in place of another one. The model is theta
+        then. It also completes the checkpoint that is being written. With mode="decoupled", it
+        waits until all learners have called it, or have left. The end of a `with` block calls it.
 
         Raises:
             PCCLError: as for `step`.
@@ -854,16 +812,29 @@ class DiLoCo:
         if self._learner is not None:
             self._learner.finish()
         self._schedule.finish(self._group)
+        if self._saver is not None:
+            self._saver.finish(self.outer_step)
         self._replica.all(True)
         self._misuse.finished()
 
     # ---- checkpoints ----
 
+    def _latest(self, checkpoints: Checkpoints) -> Path | None:
+        """The latest checkpoint, which is the same for all processes of a replica."""
+        found = checkpoints.latest()
+        number = self._replica.first(int(found.name) if found is not None else -1)
+        return Path(checkpoints.directory) / str(number) if number >= 0 else None
+
     def _given(self, state: State) -> Mapping[str, Any]:
         if isinstance(state, Mapping):
             return state
         if not callable(state):
-            return read_state(os.fspath(state))
+            if not os.path.isdir(state):
+                return read_state(os.fspath(state))
+            own = extension.member(self._comm).number
+            before = sum(number < own for number in extension.ring(self._comm))
+            place = self._replica.first(before)
+            return read_parts(Path(state), place, self._parameters, self._inner)
         self._inner.fill()
         template = self.state_dict(sharded=True)
         state(template)

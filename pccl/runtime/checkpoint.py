@@ -79,7 +79,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def load(path: str | os.PathLike[str], entries: Sequence[Entry]) -> int:
@@ -171,7 +171,7 @@ def _places(header: Mapping[str, Any], entries: Sequence[Entry], size: int) -> l
     return places
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Makes a rename survive a crash of the machine, if directories can be opened."""
     if os.name == "posix":
         handle = os.open(directory, os.O_RDONLY)

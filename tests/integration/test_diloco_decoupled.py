@@ -146,6 +146,7 @@ def run(
     address: str,
     numbers: int,
     train: Callable[[Peer], object],
+    end: Callable[[Peer], object] = lambda peer: None,
     **options: Any,
 ) -> list[Any]:
     """Peers that train, and finish; returns their digests."""
@@ -157,6 +158,7 @@ def run(
                 train(peer)
                 peer.diloco.finish()
                 assert torch.equal(peer.model.flat(), peer.diloco.state_dict()["theta"])
+                end(peer)
                 return peer.diloco.state_digest()
 
         return run
@@ -181,6 +183,57 @@ def test_a_learner_that_stands_still_costs_the_others_nothing(address: str) -> N
     notes.check_total()
     late = [given for given in notes.given.values() if 2 in given and given[2][0] == 0]
     assert late, "its syncer took part with weight 0"
+
+
+class Returned(Notes):
+    """What all outer steps have applied, times the peers in them, and the residuals at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied: dict[tuple[int, int], Any] = {}
+        self.residuals: dict[int, Any] = {}
+
+    def follow(self, diloco: Any, peer: int) -> None:
+        super().follow(diloco, peer)
+        for number, exchange in enumerate(diloco._exchanges):
+            step = exchange.step
+
+            def stepped(
+                contributors: int, exchange: Any = exchange, number: int = number, step: Any = step
+            ) -> None:
+                applied = exchange._state.mean.numpy().astype(float) * contributors
+                self.applied[number, exchange.outer_step] = applied
+                step(contributors)
+
+            exchange.step = stepped
+
+    def check_total(self) -> None:
+        parts = [np.zeros(n) for n in (CUT, N - CUT)]
+        for (number, _), applied in self.applied.items():
+            parts[number] += applied
+        total = np.concatenate(parts) + sum(each.numpy() for each in self.residuals.values())
+        trained = sum(self.moved.values()).numpy()
+        np.testing.assert_allclose(total, trained, rtol=0, atol=2e-5 * np.abs(trained).max())
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "e3m0"])
+def test_what_quantized_means_lack_is_in_the_residuals(address: str, wire: str) -> None:
+    """Also if a learner stands still, and takes part with weight 0."""
+    notes, still = Returned(), threading.Event()
+
+    def train(peer: Peer) -> None:
+        peer.until(lambda: peer.diloco.outer_step >= 2)
+        if peer.number == 2:
+            assert still.wait(DEADLINE_S)
+        peer.until(lambda: peer.diloco.outer_step >= 4)
+        still.set()
+
+    def end(peer: Peer) -> None:
+        state = peer.diloco.state_dict()
+        notes.residuals[peer.number] = state["averager"]["residual"]
+
+    assert len({*run(notes, address, 3, train, end, wire=wire, grace=0.2)}) == 1
+    notes.check_total()
 
 
 def test_a_peer_that_stands_still_is_dropped_and_comes_back(address: str) -> None:

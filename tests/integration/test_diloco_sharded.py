@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import pccl.torch  # noqa: E402
-from pccl.diloco import DiLoCo, MuonAndAdamW  # noqa: E402
+from pccl.diloco import Checkpoints, DiLoCo, MuonAndAdamW  # noqa: E402
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "fsdp_checkpoint.py"
 
@@ -81,6 +81,23 @@ def test_a_state_is_saved_whole_or_sharded_and_resumed_by_either(
     assert equal(without(found, "revision"), without(whole, "revision"))
 
 
+def test_all_peers_write_their_shards_and_any_model_begins_with_them(
+    address: str, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path, every=2)
+    with pccl.torch.communicator(address) as comm:
+        diloco = trained(comm, build(0, 1), 3, checkpoints=checkpoints)
+        diloco.finish()
+        whole = diloco.state_dict()
+    path = checkpoints.latest()
+    assert path == tmp_path / "2" and int(whole["clock"][0]) == 3
+    first, _ = resumed(address, path, build(1, 1))
+    for model in (plain(), build(1, 1)):
+        found, lr = resumed(address, path, model)
+        assert equal(without(found, "revision"), without(first, "revision")) and lr == 0.1
+    assert int(first["clock"][0]) == 2 and len(first["optimizer"]["state"]["state"]) == 5
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_two_processes_is_resumed_by_one(address: str, tmp_path: Path) -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -92,6 +109,9 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one(address: str, tmp_path:
     whole, _ = resumed(address, tmp_path / "whole", plain())
     assert int(whole["clock"][0]) == 2
     assert equal(without(sharded, "revision"), without(whole, "revision"))
+    for model in (plain(), build(1, 1)):
+        found, _ = resumed(address, tmp_path / "together" / "2", model)
+        assert equal(without(found, "revision"), without(whole, "revision"))
 
 
 def test_an_evaluation_leaves_no_old_parameters_behind(address: str) -> None:

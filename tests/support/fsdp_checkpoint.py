@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pccl.torch
-from pccl.diloco import DiLoCo
+from pccl.diloco import Checkpoints, DiLoCo
 
 OPTIONS = {"inner_steps": 2, "alone": "step", "wire": "int8", "mode": "delayed"}
 
@@ -34,9 +35,10 @@ def build(seed: int, processes: int) -> torch.nn.Module:
     return model
 
 
-def trained(comm: pccl.Communicator, model: torch.nn.Module, rounds: int) -> DiLoCo:
+def trained(comm: pccl.Communicator, model: torch.nn.Module, rounds: int, **options: Any) -> DiLoCo:
     """After so many rounds alone."""
-    diloco = DiLoCo(comm, model, torch.optim.AdamW(model.parameters(), lr=0.1), **OPTIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    diloco = DiLoCo(comm, model, optimizer, **OPTIONS, **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(2 * rounds):
         model(torch.randn(5, 3, generator=generator)).square().sum().backward()
@@ -48,9 +50,11 @@ def main() -> None:
     address, directory = sys.argv[1], Path(sys.argv[2])
     dist.init_process_group("gloo")
     with pccl.torch.communicator(address) as comm:
-        diloco = trained(comm, build(0, dist.get_world_size()), 3)
+        together = Checkpoints(directory / "together", every=2)
+        diloco = trained(comm, build(0, dist.get_world_size()), 3, checkpoints=together)
         dcp.save(diloco.state_dict(sharded=True), checkpoint_id=directory / "sharded")
         diloco.save(directory / "whole")
+        diloco.finish()
     dist.destroy_process_group()
 
 
