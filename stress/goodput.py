@@ -1,29 +1,43 @@
 """Measures goodput: which part of the undisturbed training remains while peers fail.
 
-    python stress/goodput.py --arms decoupled,deadlines,sync --every 15,5 --seconds 60
-    python stress/goodput.py --arms decoupled --every 0 --stop 60
+    python stress/goodput.py --out goodput.json              # the whole table: more than an hour
+    python stress/goodput.py --arms decoupled --cases fail:15,fail:5 --seconds 60
 
-Learners are processes, whose inner step is a sleep, so that the processor limits nothing. Every so
-many seconds one of them is killed, and another process takes its place at once. It has loaded all
-modules before, as that of a scheduler with spares. With --stop one learner is stopped for so long
-instead, and the others are measured meanwhile.
+Learners are processes, whose inner step is a sleep, so that the processor limits nothing. A place
+is one of the machines of a run, and has a learner. The cases:
 
-The tokens of a learner count when a mean has them: what it had trained since then is lost with it.
-Goodput is that of all places together, against the same command without failures (--every 0), or
-with --stop against the same learners before.
+    none        nothing fails; the others are measured against this one
+    fail:S      every S seconds one learner is killed, and another process takes its place at once
+    stall:S     every 3 S seconds one learner is stopped for S seconds
+    slow        the steps of one learner take twice as long: 1 - 1/2P is the best of P places
+    stop:S      one learner is stopped for S seconds, and only the others are measured, against
+                the same learners before
+
+The process that takes a place has loaded all modules before, as that of a scheduler with spares.
+The arms are the modes of DiLoCo; "elastic", data parallel training by pccl, where a step is
+repeated without a lost peer; and "gloo", data parallel training by torch.distributed, where all
+processes are replaced if one is lost, and go on from the last checkpoint, which is written every
+--inner-steps.
+
+The tokens of a learner count when they cannot be lost with it: when a mean has them, or a
+checkpoint. With --out, what the file has already is not measured again, so a run that was
+interrupted goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import random
 import signal
+import socket
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,83 +47,166 @@ from pccl.cli.processes import Fleet
 from pccl.support.closing import Closing
 
 BATCH = 8  # tokens of a step
-ARMS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "deadlines": {"deadline_peers": 2, "weight": "samples"},
     "delayed": {"mode": "delayed"},
     "streaming": {"mode": "streaming", "fragments": 4, "overlap": 2},
     "decoupled": {"mode": "decoupled", "fragments": 4},
 }
+ARMS = ("gloo", "elastic", *MODES)
+CASES = "none,fail:60,fail:15,fail:5,stall:10,slow,stop:60"
 
 
 # ---- a learner ----
 
 
-def learn(address: str, arm: str, inner_steps: int, step_s: float, peers: int) -> None:
+def learn(arm: str, options: argparse.Namespace) -> None:
+    """Says "ready", and begins when it gets its orders as JSON."""
     import torch
 
-    from pccl.diloco import DiLoCo
+    import pccl.diloco
 
+    if arm == "gloo":
+        import torch.distributed as dist
+
+        assert dist.is_gloo_available()
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     print("ready", flush=True)
-    if not sys.stdin.readline():  # the spare is not needed
+    orders = sys.stdin.readline()
+    if not orders:  # the spare is not needed
         return
-    with pccl.Communicator(address) as comm:
-        diloco = DiLoCo(
-            comm, model, optimizer, inner_steps=inner_steps, min_peers=peers, **ARMS[arm]
+    orders = json.loads(orders)
+
+    def step() -> list[Any]:
+        time.sleep(orders["step"])
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        return [parameter.grad for parameter in model.parameters()]
+
+    if arm == "gloo":
+        learn_by_gloo(model, step, orders, options.inner_steps)
+        return
+    with pccl.Communicator(orders["address"]) as comm:
+        if arm == "elastic":
+            learn_elastic(comm, model, step, orders["peers"])
+            return
+        diloco = pccl.diloco.DiLoCo(
+            comm,
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            inner_steps=options.inner_steps,
+            min_peers=orders["peers"],
+            **MODES[arm],
         )
         while True:
-            time.sleep(step_s)
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 1e-3)
+            step()
             outer = diloco.step(samples=BATCH)
-            print(json.dumps([BATCH, outer is not None and not outer.rejoined]), flush=True)
+            tell(outer is not None and not outer.rejoined)
+
+
+def tell(counts: bool) -> None:
+    """Of a step: whether its tokens, and those before it, count."""
+    print(json.dumps([BATCH, counts]), flush=True)
+
+
+def learn_elastic(comm: Any, model: Any, step: Callable[[], list[Any]], peers: int) -> None:
+    import torch
+
+    shared = pccl.SharedState.from_module(model)
+    comm.sync_shared_state(shared, min_peers=peers)
+    while True:
+        gradients = step()
+        while True:
+            try:
+                comm.all_reduce(gradients)
+                break
+            except pccl.PeerLostError:
+                pass  # again, without the lost peer
+            except pccl.TooFewPeersError:
+                break
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 1e-3 * gradient
+        shared.push_revision()
+        comm.admit(shared)
+        tell(True)
+
+
+def learn_by_gloo(
+    model: Any, step: Callable[[], list[Any]], orders: dict[str, Any], every: int
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    where, rank = f"tcp://127.0.0.1:{orders['port']}", orders["place"]
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=orders["places"])
+    saved = Path(orders["saved"])
+    if saved.exists():
+        model.load_state_dict(torch.load(saved, weights_only=True))
+    for number in range(1, sys.maxsize):
+        for gradient in step():
+            dist.all_reduce(gradient)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-3 * parameter.grad / orders["places"]
+        if number % every == 0 and rank == 0:
+            torch.save(model.state_dict(), saved.with_suffix(".new"))
+            os.replace(saved.with_suffix(".new"), saved)
+        tell(number % every == 0)
+
+
+# ---- all of them ----
 
 
 class Run(Closing):
-    """Learners and their master, with a spare for the next failure."""
+    """Learners and their master, with spares for the next failure."""
 
-    def __init__(self, arm: str, options: argparse.Namespace) -> None:
+    def __init__(self, arm: str, options: argparse.Namespace, slow: bool = False) -> None:
         self._master = pccl.MasterNode("127.0.0.1:0")
         self._master.run()
-        self._words = [self._master.address, arm, str(options.inner_steps), str(options.step)]
+        self._arm, self._options, self._slow = arm, options, slow
         self._fleet = Fleet("goodput", str(Path(__file__).parent))
+        self._directory = tempfile.TemporaryDirectory()
         self._started = 0
         self._ready: set[int] = set()
-        self._tokens: Counter[int] = Counter()  # of each learner, that no mean has yet
-        self._counted: Counter[int] = Counter()  # those that a mean has
-        self.learners = [self._start(options.peers) for _ in range(options.peers)]  # by place
-        self._spare = self._start(1)
-        for learner in self.learners:
-            self._enter(learner)
+        self._tokens: Counter[int] = Counter()  # of each learner, that may be lost with it
+        self._counted: Counter[int] = Counter()  # those that may not
+        self.learners = self._start(options.peers)  # by place
+        self._spares = self._start(options.peers if arm == "gloo" else 1)
+        self._enter(range(options.peers), options.peers)
         while not all(self._counted[learner] for learner in self.learners):
             self._hear()
 
     def close(self) -> None:
         self._fleet.close()
         self._master.interrupt()
+        self._directory.cleanup()
 
     def fail(self, place: int) -> None:
-        """One learner dies, and the spare takes its place."""
-        self._fleet.kill(self.learners[place])
-        self.learners[place] = self._spare
-        self._enter(self._spare)
-        self._spare = self._start(1)
+        """One learner dies, and a spare takes its place; or all do, where they cannot go on."""
+        places = range(len(self.learners)) if self._arm == "gloo" else [place]
+        lost = [self.learners[each] for each in places]
+        for each in places:
+            self.learners[each] = self._spares.pop()
+        for learner in lost:
+            self._fleet.kill(learner)
+        self._enter(places, 1)
+        self._spares = self._start(len(places))
 
     def signal(self, place: int, number: int) -> None:
         self._fleet.signal(self.learners[place], number)
 
     def trained(self, *places: int) -> int:
-        """Tokens on which learners have trained, in a mean or not."""
+        """Tokens on which learners have trained, whether they may be lost or not."""
         return sum(
             self._counted[learner] + self._tokens[learner]
             for learner in (self.learners[place] for place in places)
         )
 
     def counted(self) -> int:
-        """Tokens of all learners that a mean has."""
+        """Tokens of all learners that cannot be lost with them."""
         return self._counted.total()
 
     def hear(self, until_s: float) -> None:
@@ -118,15 +215,31 @@ class Run(Closing):
             with suppress(queue.Empty):
                 self._hear(left_s)
 
-    def _start(self, peers: int) -> int:
-        self._started += 1
-        self._fleet.start(self._started, "--learner", *self._words, str(peers))
-        return self._started
+    def _start(self, count: int) -> list[int]:
+        first, self._started = self._started + 1, self._started + count
+        numbers = list(range(first, self._started + 1))
+        for number in numbers:
+            steps = str(self._options.inner_steps)
+            self._fleet.start(number, "--learner", self._arm, "--inner-steps", steps)
+        return numbers
 
-    def _enter(self, learner: int) -> None:
-        while learner not in self._ready:
-            self._hear()
-        self._fleet.say(learner, "go")
+    def _enter(self, places: Sequence[int], peers: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for place in places:
+            while self.learners[place] not in self._ready:
+                self._hear()
+            orders = {
+                "address": self._master.address,
+                "step": self._options.step * (2 if self._slow and place == 0 else 1),
+                "peers": peers,
+                "place": place,
+                "places": len(self.learners),
+                "port": port,
+                "saved": f"{self._directory.name}/model.pt",
+            }
+            self._fleet.say(self.learners[place], json.dumps(orders))
 
     def _hear(self, timeout_s: float | None = None) -> None:
         learner, news = self._fleet.heard.get(timeout=timeout_s)
@@ -136,21 +249,21 @@ class Run(Closing):
         elif news == "ready\n":
             self._ready.add(learner)
         else:
-            tokens, met = json.loads(news)
+            tokens, counts = json.loads(news)
             self._tokens[learner] += tokens
-            if met:
+            if counts:
                 self._counted[learner] += self._tokens.pop(learner)
 
 
-def rate(run: Run, seconds: float, every: float, draw: random.Random) -> float:
-    """Tokens a second that means have, with a failure each `every` seconds."""
+def rate(run: Run, seconds: float, every: float, act: Callable[[int], object]) -> float:
+    """Tokens a second that count, while `act` is called every so many seconds; 0: never."""
     begin_s, before = time.monotonic(), run.counted()
     end_s = begin_s + seconds
-    due_s = begin_s + every if every else end_s
+    due_s, number = begin_s + every if every else end_s, 0
     while due_s < end_s:
         run.hear(due_s)
-        run.fail(draw.randrange(len(run.learners)))
-        due_s += every
+        act(number)
+        due_s, number = due_s + every, number + 1
     run.hear(end_s)
     return (run.counted() - before) / (time.monotonic() - begin_s)
 
@@ -163,35 +276,64 @@ def others(run: Run, seconds: float) -> float:
     return (run.trained(*rest) - before) / (time.monotonic() - begin_s)
 
 
-def measure(arm: str, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """Goodput of an arm, by the seconds between two failures, or with one learner stopped."""
+def measure(arm: str, case: str, options: argparse.Namespace) -> float:
+    """Tokens a second of a case; of "stop", the part that remains."""
+    kind, _, number = case.partition(":")
+    given_s = float(number or 0)
     draw = random.Random(options.seed)
-    whole = 0.0
-    for every in [0.0, *options.every]:
-        with Run(arm, options) as run:
-            found = rate(run, options.seconds, every, draw)
-            if every:
-                yield f"a failure each {every:g} s", found / whole
+    with Run(arm, options, slow=kind == "slow") as run:
+
+        def act(number: int) -> None:
+            place = draw.randrange(options.peers)
+            if kind == "fail":
+                run.fail(place)
+                return
+            run.signal(place, signal.SIGSTOP)
+            run.hear(time.monotonic() + given_s)
+            run.signal(place, signal.SIGCONT)
+
+        if kind == "stop":
+            usual = others(run, min(given_s, options.seconds))
+            run.signal(0, signal.SIGSTOP)
+            remains = others(run, given_s) / usual
+            run.signal(0, signal.SIGCONT)
+            return remains
+        every_s = {"fail": given_s, "stall": 3 * given_s}.get(kind, 0.0)
+        return rate(run, options.seconds, every_s, act)
+
+
+def table(results: dict[str, dict[str, float]], cases: Sequence[str]) -> str:
+    """The goodput of each arm, as a table in Markdown."""
+    names = {"none": "nothing fails", "slow": "one of half speed"}
+    names |= {"fail": "a failure each {} s", "stall": "stalls of {} s", "stop": "the others of one"}
+    heads = []
+    for case in cases:
+        kind, _, number = case.partition(":")
+        heads.append(names[kind].format(number))
+    lines = [f"| arm | {' | '.join(heads)} |", "| --- |" + " --- |" * len(cases)]
+    for arm, found in results.items():
+        whole = found.get("none", 0.0)
+        cells = []
+        for case in cases:
+            value = found.get(case)
+            if value is None:
+                cells.append("")
+            elif case == "none" or not (whole or case.startswith("stop")):
+                cells.append(f"{value:.0f} tokens a second")
             else:
-                whole = found
-                yield "tokens a second", found
-            if options.stop and not every:
-                usual = others(run, options.stop)
-                run.signal(0, signal.SIGSTOP)
-                while_stopped = others(run, options.stop)
-                run.signal(0, signal.SIGCONT)
-                yield f"one stopped for {options.stop:g} s", while_stopped / usual
+                cells.append(f"{value if case.startswith('stop') else value / whole:.1%}")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--learner", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
-    parser.add_argument("--every", default="60,15,5", help="seconds between failures; 0: none")
-    parser.add_argument("--stop", type=float, default=0.0, help="seconds; 0: stop no learner")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
+    parser.add_argument("--learner", help=argparse.SUPPRESS)
+    parser.add_argument("--arms", default=",".join(ARMS), help="default: %(default)s")
+    parser.add_argument("--cases", default=CASES, help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each measurement")
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--inner-steps", type=int, default=24)
     parser.add_argument("--step", type=float, default=0.1, help="seconds of an inner step")
@@ -199,22 +341,43 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for the results, as JSON")
     options = parser.parse_args()
     if options.learner:
-        address, arm, inner_steps, step, peers = options.learner
-        learn(address, arm, int(inner_steps), float(step), int(peers))
+        learn(options.learner, options)
         return
-    options.every = [float(part) for part in options.every.split(",") if float(part)]
-    results: dict[str, dict[str, float]] = {}
-    for arm in options.arms.split(","):
+    arms, cases = options.arms.split(","), options.cases.split(",")
+    for arm in arms:
         if arm not in ARMS:
             parser.error(f"no arm is {arm!r}: it may be one of {', '.join(ARMS)}")
-        results[arm] = {}
-        for what, value in measure(arm, options):
-            results[arm][what] = round(value, 4)
-            print(f"{arm:>10}  {what}: {value:.3f}", flush=True)
-            if options.out:
-                settings = {k: v for k, v in vars(options).items() if k not in ("out", "learner")}
-                text = json.dumps({"settings": settings, "results": results}, indent=1)
-                options.out.write_text(text + "\n", encoding="utf-8")
+    for case in cases:
+        kind, _, number = case.partition(":")
+        if (kind in ("fail", "stall", "stop")) != number.replace(".", "", 1).isdigit():
+            parser.error(f"no case is {case!r}: it may be one of {CASES}, with other numbers")
+        if kind not in ("none", "fail", "stall", "slow", "stop"):
+            parser.error(f"no case is {case!r}: it may be one of {CASES}, with other numbers")
+    settings = {k: getattr(options, k) for k in ("seconds", "peers", "inner_steps", "step", "seed")}
+    results: dict[str, dict[str, float]] = {}
+    if options.out and options.out.exists():
+        saved = json.loads(options.out.read_text(encoding="utf-8"))
+        if saved["settings"] != settings:
+            parser.error(f"{options.out} has results of other settings: {saved['settings']}")
+        results = saved["results"]
+    wanted = [(arm, case) for arm in arms for case in cases if case not in results.get(arm, {})]
+    began = time.monotonic()
+    for done, (arm, case) in enumerate(wanted):
+        value = measure(arm, case, options)
+        results.setdefault(arm, {})[case] = round(value, 4)
+        left_s = (time.monotonic() - began) / (done + 1) * (len(wanted) - done - 1)
+        print(
+            f"{arm:>10} {case:>8}: {value:.3f}   ({done + 1} of {len(wanted)}, "
+            f"{left_s / 60:.0f} min left)",
+            file=sys.stderr,
+            flush=True,
+        )
+        if options.out:
+            text = json.dumps({"settings": settings, "results": results}, indent=1)
+            temporary = options.out.with_suffix(".new")
+            temporary.write_text(text + "\n", encoding="utf-8")
+            os.replace(temporary, options.out)
+    print(table({arm: results[arm] for arm in arms if arm in results}, cases))
 
 
 if __name__ == "__main__":
