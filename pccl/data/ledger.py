@@ -161,10 +161,9 @@ class Ledger:
         collective, and may call it again before they repeat that.
 
         Args:
-            counted: True: this peer has trained on the samples that `train` has counted, the rest
-                of its share will be in the next one, and the collective must be a sum. False: it
-                has trained on its whole share, and the collective may be a mean. The same on all
-                peers.
+            counted: True: this peer has trained on the samples that `train` has counted, and the
+                collective must be a sum. False: it has trained on its whole share, and it may be a
+                mean. The same on all peers.
             late: this peer's progress is not in this collective, but will be in a later one.
             marked: with `counted`, its progress until the last `mark` is in this collective, and
                 not what it has trained on since then.

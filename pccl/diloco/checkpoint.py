@@ -196,8 +196,7 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 class Checkpoints:
     """Checkpoints that all peers of a run write together, in the background.
 
-        checkpoints = Checkpoints("/shared/run1", every=10)
-        diloco = DiLoCo(comm, model, optimizer, inner_steps=50, checkpoints=checkpoints)
+        DiLoCo(comm, model, optimizer, inner_steps=50, checkpoints=Checkpoints("/shared/run1"))
 
     Each peer writes its part of the shared state, and the state of its inner optimizer. A new run,
     of any number of peers, begins with the latest checkpoint in the directory.

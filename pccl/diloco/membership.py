@@ -59,13 +59,8 @@ class Group:
         self.join(config, min_peers=1)
 
     def arrive(self, pace: Pace, patient: bool) -> None:
-        """Waits for the others at the beginning of a round, at most as long as the pace allows.
-
-        `patient`: without limit; this peer has waited for others, which begin now.
-
-        Raises:
-            KickedError: the others did not wait for this peer.
-        """
+        """Waits for the others at the beginning of a round, as long as the pace allows; if
+        `patient`, without limit. Raises KickedError if the others did not wait for this peer."""
         self._pace = None if patient else pace
         if not pace.waits_for_all:
             self.are_pending()
@@ -131,11 +126,7 @@ class Group:
         return info
 
     def _begin(self, what: SharedState, min_peers: int) -> SharedStateSyncInfo:
-        """Starts a run in all processes of this replica, or in none.
-
-        If another replica is lost between the synchronizations of two shards, only the first of
-        these finds enough peers.
-        """
+        """Starts a run in all processes of this replica, or in none."""
 
         def together() -> SharedStateSyncInfo:
             try:

@@ -16,11 +16,7 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class Misuse:
-    """Follows what a script does, and checks the model at the end of each round.
-
-    Attributes:
-        unfinished: whether a mean is lost if the training ends without `finish`.
-    """
+    """Follows what a script does, and checks the model at the end of each round."""
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
         self._settings = settings
@@ -30,7 +26,7 @@ class Misuse:
         self._ended = False
         self._gradients = False  # whether any parameter had one in this round
         self._steps = 0
-        self.unfinished = False
+        self.unfinished = False  # whether a mean is lost if the training ends without `finish`
 
     def _warn(self, text: str) -> None:
         kind = text.partition(":")[0]

@@ -203,14 +203,11 @@ class Forecast(Deadline):
 
     A peer that has not come is dropped after the grace; if none is given, after four times the
     measured one and at least two seconds, because no learner waits for it.
-
-    Attributes:
-        patient: whether this peer waits for all others.
     """
 
     def __init__(self, enough: int, grace: float | None) -> None:
         super().__init__(enough, grace, fragments=0)
-        self.patient = False
+        self.patient = False  # whether this peer waits for all others
 
     def begin(self, inner_steps: int) -> None:
         self._inner_steps = inner_steps

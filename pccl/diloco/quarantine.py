@@ -23,10 +23,7 @@ _log = logging.getLogger("pccl.diloco")
 
 @dataclass(eq=False)
 class Quarantine:
-    """Compares the norms of all peers' pseudo-gradients before each mean.
-
-    All peers gather the same norms, and so judge alike.
-    """
+    """Compares the norms of all peers' pseudo-gradients before each mean."""
 
     _comm: Communicator
     _replica: Replica
@@ -77,11 +74,7 @@ class Quarantine:
         return tuple(names)
 
     def check(self) -> None:
-        """Ends this peer's part in the run if it was left out too often.
-
-        Raises:
-            KickedError: it was.
-        """
+        """Ends this peer's part in the run, with KickedError, if it was left out too often."""
         number = extension.member(self._comm).number
         if self._times[number] >= self._rounds:
             self._comm.close()

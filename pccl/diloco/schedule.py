@@ -307,10 +307,8 @@ class Schedule:
                 tensor.zero_()
 
     def rescue(self) -> list[Exchange]:
-        """Ends background work after the run has gone on without this peer.
-
-        Returns the exchanges that hold progress for the next mean.
-        """
+        """Ends background work after the run has gone on without this peer, and returns the
+        exchanges that hold progress for the next mean."""
         running, self._running = self._running, None
         if running is not None and running.drain():
             self._current.exchange.discard()
