@@ -30,7 +30,6 @@ from pccl.insight import NEGLIGIBLE
 from pccl.kernels import arithmetic_digest
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import GroupStatus
-from pccl.protocol.master.tally import Histogram
 from pccl.protocol.messages import PROTOCOL_VERSION
 from pccl.protocol.rounds import Kind
 from pccl.protocol.topology import hops
@@ -215,7 +214,8 @@ def explanation(status: Status) -> Iterator[str]:
     if not count:
         yield "no collective has committed yet"
         return
-    entering_s = _mean(counts.votes[Kind.START])
+    votes = counts.votes[Kind.START]
+    entering_s = votes.total_s / max(1, sum(votes.counts))
     running_s = sum(taken.total_s for taken in counts.collectives.values()) / count
     given = sum(counts.carried.values()) / count
     yield (
@@ -301,11 +301,6 @@ def _failures(status: Status) -> Iterator[str]:
         if group.goodput is not None and group.goodput < 1 - NEGLIGIBLE:
             lost = f"{100 * (1 - group.goodput):.0f} % of the time was lost"
             yield f"group {group.group}: {lost} to aborts, recoveries and late peers"
-
-
-def _mean(durations: Histogram) -> float:
-    number = sum(durations.counts)
-    return durations.total_s / number if number else 0.0
 
 
 def _rate(rate: float) -> str:

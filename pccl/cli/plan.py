@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from pccl import kernels
 from pccl.cli.arguments import http_port, option, whole_number
@@ -75,22 +75,17 @@ class Cluster:
         return self.params * 2 * FP32 * 8 / (self.uplink * LINK_SHARE)
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One exchange: its name, the bytes that each peer sends, and how long it takes."""
-
+class Exchange(NamedTuple):
     name: str
-    sent: float
+    sent: float  # bytes, by each peer
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """The recommendation: gradients in each step (`inner_steps` is 0), or DiLoCo with these
-    settings."""
+class Advice(NamedTuple):
+    """The recommendation: gradients in each step, or DiLoCo with these settings."""
 
     exchange: Exchange
-    inner_steps: int = 0
+    inner_steps: int = 0  # 0: gradients
     mode: Literal["sync", "eager"] = "sync"
 
     def round_s(self, cluster: Cluster) -> float:
@@ -115,14 +110,14 @@ class Advice:
 
 def advise(cluster: Cluster) -> Advice | None:
     """The settings that fit at the least cost in loss; None if no exchange is short enough."""
-    if cluster.all_reduce().seconds <= FREQUENT * cluster.step_s:
-        return Advice(cluster.all_reduce())
-    if cluster.all_reduce("int8").seconds <= FREQUENT * cluster.step_s:
-        return Advice(cluster.all_reduce("int8"))
+    for form in ("fp32", "int8"):
+        gradients = cluster.all_reduce(form)
+        if gradients.seconds <= FREQUENT * cluster.step_s:
+            return Advice(gradients)
     for wire, most in PAUSING.items():
         exchange = cluster.diloco(wire)
-        if cluster.steps(exchange) <= most:
-            return Advice(exchange, max(FEW_STEPS, cluster.steps(exchange)))
+        if (steps := cluster.steps(exchange)) <= most:
+            return Advice(exchange, max(FEW_STEPS, steps))
     for wire in ("int4", "2bit"):  # the exchange goes on beside the next round
         exchange = cluster.diloco(wire)
         steps = math.ceil(exchange.seconds / (BUSY * cluster.step_s))

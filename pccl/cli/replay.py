@@ -449,7 +449,7 @@ SUMS_MAX = 20  # peers named at the end
 
 @dataclass
 class Waited:
-    """How often others waited for one peer, how long in all, and how long at most."""
+    """How long others waited for one peer."""
 
     times: int = 0
     total_s: float = 0.0

@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from typing import NamedTuple
 
@@ -18,13 +19,7 @@ import msgspec
 from pccl.cli.arguments import http_port, option, whole_number
 from pccl.cli.terminal import Screen, Styled, printable, shown, table
 from pccl.protocol.master import Status
-from pccl.protocol.master.status import (
-    ClientStatus,
-    GroupStatus,
-    PeerStatus,
-    RingStatus,
-    WeightsStatus,
-)
+from pccl.protocol.master import status as values
 from pccl.support.text import address_text, duration_text
 
 PATIENCE_S = 10.0
@@ -50,11 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "top":
         return top(args)
     answer = ask(*args.address)
-    if args.json:
-        print(answer.body.decode())
-        return 0
-    for line in lines(answer.status):
-        print(shown(line))
+    print(*[answer.body.decode()] if args.json else map(shown, lines(answer.status)), sep="\n")
     return 0
 
 
@@ -62,18 +53,17 @@ def top(args: argparse.Namespace) -> int:
     """Shows the run until Ctrl-C; the exit code is 1 if the first answer does not come."""
     if not sys.stdout.isatty():
         raise OSError("it needs a terminal; pccl status prints the same once")
-    shown = list(lines(ask(*args.address).status))
-    state = ""
+    known, lost = [*lines(ask(*args.address).status)], ""
     try:
         with Screen() as screen:
             while True:
-                screen.show([state, *shown] if state else shown)
+                screen.show([lost, *known] if lost else known)
                 time.sleep(args.interval)
                 try:
-                    shown, state = list(lines(ask(*args.address).status)), ""
+                    known, lost = [*lines(ask(*args.address).status)], ""
                 except OSError as error:  # the last answer stays on the screen
-                    since = state.partition(": ")[0] or f"since {time.strftime('%H:%M:%S')}"
-                    state = f"{since}: {error}"
+                    since = lost.partition(": ")[0] or f"since {time.strftime('%H:%M:%S')}"
+                    lost = f"{since}: {error}"
     except KeyboardInterrupt:
         return 0
 
@@ -85,42 +75,30 @@ class Answer(NamedTuple):
 
 def ask(host: str, port: int) -> Answer:
     """Asks a master for its status. Raises OSError, whose text says why none comes."""
-    body = _fetch(host, port)
+    where = address_text(host, port)
     try:
-        return Answer(body, msgspec.json.decode(body, type=Status))
+        with closing(HTTPConnection(host, port, timeout=PATIENCE_S)) as connection:
+            connection.request("GET", "/status.json")
+            response = connection.getresponse()
+            body = response.read(BYTES_MAX)
+        if response.status == OK:
+            return Answer(body, msgspec.json.decode(body, type=Status))
+        said = body[:500].decode(errors="replace").strip()
+        why = f"{where} answers {response.status} {response.reason}: {said}"
+    except OSError as error:
+        text = "it takes too long" if isinstance(error, TimeoutError) else error.strerror or error
+        why = f"no status from {where}: {text}. Has the master been started with --http there?"
+    except HTTPException as error:
+        why = f"what answers at {where} does not speak HTTP: {type(error).__name__} {error}"
+        why += ". Is that the port of the master's --http?"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        where = address_text(host, port)
         why = f"what answers at {where} is no master of this version of pccl: {error}"
-        raise OSError(why) from None
+    raise OSError(printable(why))
 
 
 def lines(status: Status) -> Iterator[str]:
     """A status in words, with printable characters only."""
     return map(printable, _lines(status))
-
-
-def _fetch(host: str, port: int) -> bytes:
-    """The answer to a request for the status. Raises OSError, whose text says why none comes."""
-    where = address_text(host, port)
-    connection = HTTPConnection(host, port, timeout=PATIENCE_S)
-    try:
-        connection.request("GET", "/status.json")
-        response = connection.getresponse()
-        body = response.read(BYTES_MAX)
-    except OSError as error:
-        why = "it takes too long" if isinstance(error, TimeoutError) else error.strerror or error
-        raise OSError(
-            f"no status from {where}: {why}. Has the master been started with --http there?"
-        ) from None
-    except HTTPException as error:
-        why = f"what answers at {where} does not speak HTTP: {type(error).__name__} {error}"
-        raise OSError(printable(f"{why}. Is that the port of the master's --http?")) from None
-    finally:
-        connection.close()
-    if response.status != OK:
-        said = body[:500].decode(errors="replace").strip()
-        raise OSError(printable(f"{where} answers {response.status} {response.reason}: {said}"))
-    return body
 
 
 def _lines(status: Status) -> Iterator[str]:
@@ -152,10 +130,13 @@ def _lines(status: Status) -> Iterator[str]:
     if status.weights is not None:
         yield ""
         yield from _weights(status.weights)
-    yield from _events(status)
+    if status.events:
+        yield ""
+    for event in status.events[-EVENTS_MAX:]:
+        yield f"{_seconds(event.ago_s)} ago: {event.text}"
 
 
-def _weights(weights: WeightsStatus) -> Iterator[str]:
+def _weights(weights: values.WeightsStatus) -> Iterator[str]:
     """How many followers have which version, and from which process each one fetches."""
     have = (
         f"{count} with {f'version {version}' if version else 'none'}"
@@ -169,7 +150,7 @@ def _weights(weights: WeightsStatus) -> Iterator[str]:
         yield f"and {weights.clients_left_out} more"
 
 
-def _client(one: ClientStatus) -> Sequence[str]:
+def _client(one: values.ClientStatus) -> Sequence[str]:
     source = "" if one.seeks is None else "nobody yet" if one.source is None else str(one.source)
     return (
         str(one.client),
@@ -184,30 +165,21 @@ def _client(one: ClientStatus) -> Sequence[str]:
     )
 
 
-def _events(status: Status) -> Iterator[str]:
-    if status.events:
-        yield ""
-    for event in status.events[-EVENTS_MAX:]:
-        yield f"{_seconds(event.ago_s)} ago: {event.text}"
-
-
-def _group(group: GroupStatus) -> Sequence[str]:
-    rings = "; ".join(map(_ring, group.rings))
-    revision = "" if group.revision is None else str(group.revision)
-    numbers = (group.group, group.size, group.epoch)
+def _group(group: values.GroupStatus) -> Sequence[str]:
+    revision = "" if group.revision is None else group.revision
     goodput = "" if group.goodput is None else f"{100 * group.goodput:.1f} %"
-    state = revision, str(group.holders), str(group.running)
-    return *map(str, numbers), *state, goodput, rings
+    state = group.group, group.size, group.epoch, revision, group.holders, group.running
+    return *map(str, state), goodput, "; ".join(map(_ring, group.rings))
 
 
-def _ring(ring: RingStatus) -> str:
+def _ring(ring: values.RingStatus) -> str:
     """The peers in order, back to the first one, with the measured rates of the links."""
     links = ("->" if rate is None else f"-({rate * 8e-6:.0f} Mbit/s)->" for rate in ring.rates)
     steps = (f"{number} {link}" for number, link in zip(ring.order, links, strict=True))
     return f"{' '.join(steps)} {ring.order[0]}, weight {ring.weight}"
 
 
-def _peer(peer: PeerStatus) -> Sequence[str]:
+def _peer(peer: values.PeerStatus) -> Sequence[str]:
     calls = [
         f"{call.call}, {call.phase}, {_seconds(call.waited_s)}"
         + ("" if call.done is None else f", {100 * call.done:.0f} %")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -349,15 +349,13 @@ class Director:
 
     def _note_end(self, copy: Copy) -> None:
         status = copy.process.status
-        if not copy.by_us and status and not self._excused(what for _, what in copy.befell):
+        table = {**kinds.KINDS, **self._table}
+        excused = any(what in table and table[what].fatal for _, what in copy.befell)
+        if status and not copy.by_us and not excused:
             self._broken(
                 f"copy {copy.number} ended with status {status}, and nothing had befallen it that "
                 f"would excuse that; it printed last:\n{copy.tail()}"
             )
-
-    def _excused(self, befell: Iterable[str]) -> bool:
-        table = {**kinds.KINDS, **self._table}
-        return any(what in table and table[what].fatal for what in befell)
 
     def _note_master(self, now_s: float) -> None:
         master = self.stage.master

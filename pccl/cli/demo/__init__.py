@@ -158,7 +158,8 @@ def _conclude(args: argparse.Namespace, director: Director) -> None:
     otherwise = sum(peer.data_parallel_bytes for peer in director.peers)
     print(*map(shown, display.closing_table(director)), sep="\n")
     print(f"Validation loss {first:.3f} -> {last:.3f} nats per byte.")
-    print(f"All survivors hold the same bits: {director.digest()}")
+    digest = next(peer.digest for peer in director.peers if peer.digest)
+    print(f"All survivors hold the same bits: {digest}")
     print(f"All peers together sent {scaled(sent)}B of parameters and shared state.")
     print(
         f"Data-parallel training would have sent {scaled(otherwise)}B: "

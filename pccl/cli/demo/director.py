@@ -86,17 +86,15 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Peer:
-    """The state of one peer. Times are seconds since the start; losses nats per byte."""
-
     number: int
     state: State = State.LOADING
     outer_step: int = 0
     tokens_per_s: float = 0.0
     tx_bytes: int = 0
-    data_parallel_bytes: float = 0.0
-    training: list[tuple[float, float]] = field(default_factory=list)
+    data_parallel_bytes: float = 0.0  # that it would have sent
+    training: list[tuple[float, float]] = field(default_factory=list)  # time, loss
     validation: list[tuple[float, float]] = field(default_factory=list)
-    joined_s: float | None = None
+    joined_s: float | None = None  # since the start, as all times
     joined_step: int = 0
     killed_s: float | None = None
     digest: str = ""
@@ -211,10 +209,6 @@ class Director:
         it."""
         peer = next(peer for peer in self.peers if peer.state is State.FINISHED)
         return peer.validation[0][1], peer.validation[-1][1]
-
-    def digest(self) -> str:
-        """The digest of the state that the survivors share; to be asked after a good verdict."""
-        return next(peer.digest for peer in self.peers if peer.digest)
 
     def _joined(self, peer: Peer, report: Joined, now_s: float) -> None:
         peer.state = State.TRAINING
