@@ -74,6 +74,15 @@ void peers_close_stream(struct peers *peers, int who, uint32_t stream)
     peers_command(peers, who, &command);
 }
 
+void peers_lose_stream(struct peers *peers, int who, uint32_t stream)
+{
+    pccl_command command = {0};
+    command.kind = PCCL_LOSE_STREAM;
+    command.stream = stream;
+    (void)snprintf(command.endpoint, sizeof command.endpoint, "unreachable");
+    peers_command(peers, who, &command);
+}
+
 void peers_expect(struct peers *peers, int who, uint64_t nonce)
 {
     pccl_command command = {0};
@@ -114,13 +123,22 @@ void peers_connect_ring(struct peers *peers, uint32_t lanes, uint32_t hwm)
         peers_stream(peers, i, (i + 1) % peers->n, 1, lanes, hwm);
 }
 
-void peers_connect_all(struct peers *peers)
+/* Creates `n` engines and their streams, with lanes and limits that depend on the seed. */
+static void open_rings(struct peers *peers, int n, uint64_t seed, uint32_t rings, bool direct)
 {
+    pccl_options options = peers_options();
     int i, to;
-    for (i = 0; i < peers->n; i++)
-        for (to = 0; to < peers->n; to++)
+    options.forward_max = 1 + (uint32_t)(seed % 8);
+    peers_open(peers, n, &options, seed);
+    if (n > 1)
+        peers_connect_ring(peers, 1 + (uint32_t)(seed % 3), 1 + (uint32_t)(seed % 4));
+    for (i = 0; i < n; i++) {
+        if (rings > 1)
+            peers_stream(peers, i, (i + n - 1) % n, 2, 1, 1);
+        for (to = 0; direct && to < n; to++)
             if (to != i)
                 peers_stream(peers, i, to, TEST_DIRECT + (uint32_t)to, 1, 1);
+    }
 }
 
 void peers_end(struct peers *peers, int who, enum pccl_command_kind kind, uint64_t op)
@@ -190,6 +208,32 @@ const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_even
             && (kind == PCCL_STREAM_LOST ? peer->events[i].stream : peer->events[i].op) == op)
             return &peer->events[i];
     return NULL;
+}
+
+const pccl_event *peers_last_event(const struct peers *peers, int who, uint64_t op)
+{
+    const pccl_event *event = peers_event(peers, who, PCCL_SETTLED, op);
+    return event != NULL ? event : peers_event(peers, who, PCCL_COMPLETE, op);
+}
+
+/* As job_start_late(), for any kind of work. */
+static bool start_late(struct peers *peers, uint64_t late,
+                       void (*start)(struct peers *peers, int who, const void *work),
+                       const void *work)
+{
+    bool silent = true;
+    int i;
+    for (i = 0; i < peers->n; i++)
+        if (!(late >> i & 1))
+            start(peers, i, work);
+    peers_run(peers);
+    for (i = 0; i < peers->n; i++)
+        if (late >> i & 1) {
+            silent &= peers->peer[i].n_events == 0;
+            start(peers, i, work);
+            peers_run(peers);
+        }
+    return silent;
 }
 
 /* ---- collectives ---- */
@@ -543,6 +587,20 @@ void job_fill(struct peers *peers, int who, const struct job *job, uint64_t from
     peers_command(peers, who, &command);
 }
 
+void job_open(struct peers *peers, const struct job *job, uint64_t seed)
+{
+    int i;
+    open_rings(peers, job->n, seed, job->rings, job->direct);
+    for (i = 0; i < job->n; i++)
+        job_register(peers, i, job);
+}
+
+void job_close(struct peers *peers, struct job *job)
+{
+    peers_close(peers);
+    job_free(job);
+}
+
 void job_open_ring(struct peers *peers, const struct job *job, int n, uint64_t seed)
 {
     pccl_options options = peers_options();
@@ -560,19 +618,23 @@ void job_start_all(struct peers *peers, const struct job *job)
         job_start(peers, i, job);
 }
 
-void job_start(struct peers *peers, int who, const struct job *job)
+static void start_job(struct peers *peers, int who, const void *job)
 {
-    job_start_rings(peers, who, job, 1);
+    job_start(peers, who, job);
+}
+
+bool job_start_late(struct peers *peers, const struct job *job, uint64_t late)
+{
+    return start_late(peers, late, start_job, job);
 }
 
 /* START or EAGER. */
-static void begin(struct peers *peers, int who, const struct job *job, uint32_t rings,
-                  enum pccl_command_kind kind)
+static void begin(struct peers *peers, int who, const struct job *job, enum pccl_command_kind kind)
 {
     static const uint16_t backwards[TEST_PEERS_MAX][TEST_PEERS_MAX] = {
         {0}, {0}, {1, 0}, {2, 1, 0}, {3, 2, 1, 0}, {4, 3, 2, 1, 0}};
     static uint32_t direct[TEST_PEERS_MAX];
-    uint32_t n = (uint32_t)job->n, i;
+    uint32_t n = (uint32_t)job->n, rings = job->rings > 0 ? job->rings : 1, i;
     pccl_command command = {0};
     assert(rings == 1 || n < 6);
     for (i = 0; i < n; i++)
@@ -619,14 +681,14 @@ void job_start_at(struct peers *peers, int who, const struct job *job, uint32_t 
     peers_command(peers, who, &command);
 }
 
-void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings)
+void job_start(struct peers *peers, int who, const struct job *job)
 {
-    begin(peers, who, job, rings, PCCL_START);
+    begin(peers, who, job, PCCL_START);
 }
 
-void job_eager(struct peers *peers, int who, const struct job *job, uint32_t rings)
+void job_eager(struct peers *peers, int who, const struct job *job)
 {
-    begin(peers, who, job, rings, PCCL_EAGER);
+    begin(peers, who, job, PCCL_EAGER);
 }
 
 bool job_is_untouched(const struct job *job, int who)
@@ -678,7 +740,7 @@ bool job_is_right(const struct peers *peers, const struct job *job)
 
 bool job_commit(struct peers *peers, const struct job *job)
 {
-    bool settled = true;
+    bool good = job_is_right(peers, job);
     int i;
     for (i = 0; i < peers->n; i++) {
         const pccl_event *event = peers_event(peers, i, PCCL_COMPLETE, job->op);
@@ -688,9 +750,9 @@ bool job_commit(struct peers *peers, const struct job *job)
     peers_run(peers);
     for (i = 0; i < peers->n; i++) {
         const pccl_event *event = peers_event(peers, i, PCCL_COMPLETE, job->op);
-        settled &= event != NULL && peers_count(peers, i, PCCL_SETTLED, job->op) == !event->settled;
+        good &= event != NULL && peers_count(peers, i, PCCL_SETTLED, job->op) == !event->settled;
     }
-    return settled;
+    return good && job_is_right(peers, job);
 }
 
 bool job_abort(struct peers *peers, const struct job *job)
@@ -825,7 +887,38 @@ void trade_register(struct peers *peers, int who, const struct trade *trade)
     peers_command(peers, who, &command);
 }
 
-void trade_start(struct peers *peers, int who, const struct trade *trade, uint32_t rings)
+void trade_open(struct peers *peers, const struct trade *trade, uint64_t seed)
+{
+    int i;
+    open_rings(peers, trade->n, seed, trade->rings, trade->direct);
+    for (i = 0; i < trade->n; i++)
+        trade_register(peers, i, trade);
+}
+
+void trade_close(struct peers *peers, struct trade *trade)
+{
+    peers_close(peers);
+    trade_free(trade);
+}
+
+void trade_start_all(struct peers *peers, const struct trade *trade)
+{
+    int i;
+    for (i = 0; i < peers->n; i++)
+        trade_start(peers, i, trade);
+}
+
+static void start_trade(struct peers *peers, int who, const void *trade)
+{
+    trade_start(peers, who, trade);
+}
+
+bool trade_start_late(struct peers *peers, const struct trade *trade, uint64_t late)
+{
+    return start_late(peers, late, start_trade, trade);
+}
+
+void trade_start(struct peers *peers, int who, const struct trade *trade)
 {
     static uint16_t backwards[TEST_PEERS_MAX];       /* engines read it until SETTLED */
     static uint32_t direct[TEST_PEERS_MAX];
@@ -841,7 +934,7 @@ void trade_start(struct peers *peers, int who, const struct trade *trade, uint32
     command.seq = TRADE_SEQ;
     command.nonce = TEST_NONCE;
     command.chunk_bytes = trade->chunk_bytes;
-    command.n_rings = rings;
+    command.n_rings = trade->rings > 0 ? trade->rings : 1;
     command.rings[0].stream = 1;
     command.rings[0].members = command.rings[1].members = n;
     command.rings[0].position = (uint32_t)who;

@@ -51,6 +51,9 @@ void peers_command(struct peers *peers, int who, const pccl_command *command);
 
 void peers_close_stream(struct peers *peers, int who, uint32_t stream);
 
+/* LOSE_STREAM. */
+void peers_lose_stream(struct peers *peers, int who, uint32_t stream);
+
 /* EXPECT of an epoch with that nonce. */
 void peers_expect(struct peers *peers, int who, uint64_t nonce);
 
@@ -77,10 +80,10 @@ int peers_count(const struct peers *peers, int who, enum pccl_event_kind kind, u
 const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_event_kind kind,
                               uint64_t op);
 
-enum { TEST_DIRECT = 10 };                   /* the number of the stream to peer 0, and so on */
+/* The event that counts an op's bytes: SETTLED, or COMPLETE of an op that settled with it. */
+const pccl_event *peers_last_event(const struct peers *peers, int who, uint64_t op);
 
-/* Opens a stream from each peer to each other one. */
-void peers_connect_all(struct peers *peers);
+enum { TEST_DIRECT = 10 };                   /* the number of the stream to peer 0, and so on */
 
 /* ---- collectives ---- */
 
@@ -91,8 +94,9 @@ struct job {
     enum pccl_collective what;
     int redop, format;
     uint32_t root;
-    bool in_place, oneshot;
-    uint32_t twostage;                       /* the number of rings, if in two stages */
+    bool in_place, oneshot, twostage;
+    bool direct;                             /* each member has a stream to each other one */
+    uint32_t rings;                          /* 1 or 2; 0: 1 */
     bool alternating;                        /* with in_place: only every second array is */
     bool eager;                              /* START names calls of others that sent before it */
     uint32_t chunk_bytes;
@@ -124,26 +128,34 @@ void job_free(struct job *job);
 
 void job_register(struct peers *peers, int who, const struct job *job);
 
-/* Creates `n` engines in one ring of two lanes, and registers the job on all. */
+/* Creates the engines of a job in its rings, with lanes and limits that depend on the seed, and
+ * registers the job on all. */
+void job_open(struct peers *peers, const struct job *job, uint64_t seed);
+
+/* The same, always in one ring of two lanes. */
 void job_open_ring(struct peers *peers, const struct job *job, int n, uint64_t seed);
+
+/* peers_close() and job_free(). */
+void job_close(struct peers *peers, struct job *job);
 
 /* Fills a peer's send between two offsets of its only part, and sends READY. */
 void job_fill(struct peers *peers, int who, const struct job *job, uint64_t from, uint64_t to);
 
-/* START in one ring over stream 1, for one peer or for all. */
+/* START, for one peer or for all: the first ring is over stream 1, the second one over stream 2 in
+ * the opposite direction. */
 void job_start(struct peers *peers, int who, const struct job *job);
 void job_start_all(struct peers *peers, const struct job *job);
 
-/* START in `rings` rings: the first over stream 1, the second over stream 2 in the opposite
- * direction. */
-void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings);
+/* Starts the peers that have a 0 in `late`, runs them as far as they come, then starts the others.
+ * Returns whether these had no event before. */
+bool job_start_late(struct peers *peers, const struct job *job, uint64_t late);
 
 /* START in one ring, over that stream and at that position. `call` is the predecessor's op. */
 void job_start_at(struct peers *peers, int who, const struct job *job, uint32_t stream,
                   uint32_t position, uint64_t call);
 
-/* EAGER, in the same rings as job_start_rings(). */
-void job_eager(struct peers *peers, int who, const struct job *job, uint32_t rings);
+/* EAGER. */
+void job_eager(struct peers *peers, int who, const struct job *job);
 
 /* Whether every peer is complete and holds the result, and send is unchanged where it must be. */
 bool job_is_right(const struct peers *peers, const struct job *job);
@@ -157,7 +169,8 @@ bool job_is_untouched(const struct job *job, int who);
 /* Whether the peer's recv holds the result. */
 bool job_has_result(const struct job *job, int who);
 
-/* Commits the op on the peers that need it. Returns whether all are settled. */
+/* Commits the op on the peers that need it. Returns whether the job was right, and stays so, and all
+ * are settled. */
 bool job_commit(struct peers *peers, const struct job *job);
 
 /* Aborts the op on all peers. Returns whether all are settled and restored. */
@@ -177,6 +190,7 @@ struct trade {
     uint32_t root;
     bool in_place;                   /* SCATTER, GATHER: send and recv share the root's own rows */
     bool direct;                     /* each member has a stream to each other one */
+    uint32_t rings;                  /* 1 or 2; 0: 1 */
     uint32_t chunk_bytes;
     int n_parts;
     int dtype[TRADE_PARTS_MAX];
@@ -196,8 +210,12 @@ void trade_free(struct trade *trade);
 
 void trade_register(struct peers *peers, int who, const struct trade *trade);
 
-/* START in `rings` rings, like job_start_rings(). */
-void trade_start(struct peers *peers, int who, const struct trade *trade, uint32_t rings);
+/* As job_open() and so on. */
+void trade_open(struct peers *peers, const struct trade *trade, uint64_t seed);
+void trade_close(struct peers *peers, struct trade *trade);
+void trade_start(struct peers *peers, int who, const struct trade *trade);
+void trade_start_all(struct peers *peers, const struct trade *trade);
+bool trade_start_late(struct peers *peers, const struct trade *trade, uint64_t late);
 
 /* Whether the peer holds all rows that are for it. */
 bool trade_has_rows(const struct trade *trade, int who);

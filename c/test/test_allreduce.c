@@ -5,11 +5,12 @@
 
 #include <string.h>
 
+static struct peers peers;
+
 /* Runs one all-reduce in a world of its own. */
 static void run_one(struct job *job, int n, const pccl_options *options, unsigned refuse_percent,
                     uint64_t seed)
 {
-    static struct peers peers;
     int i;
     job_make(job, n);
     peers_open(&peers, n, options, seed);
@@ -26,8 +27,7 @@ static void run_one(struct job *job, int n, const pccl_options *options, unsigne
                 job->in_place, (unsigned long)seed);
     CHECK(job_commit(&peers, job));
     CHECK(job_is_right(&peers, job));
-    peers_close(&peers);
-    job_free(job);
+    job_close(&peers, job);
 }
 
 static void test_sizes(void)
@@ -113,7 +113,6 @@ static void test_oneshot_quantized(void)
  * or at the end, and its contribution is restored. */
 static void test_oneshot_early(void)
 {
-    static struct peers peers;
     uint64_t seed;
     int i;
     for (seed = 1; seed <= 30; seed++) {
@@ -139,21 +138,18 @@ static void test_oneshot_early(void)
             else
                 peers_run(&peers);
             if (seed % 4 == 3) {
-                CHECK(job_is_right(&peers, &job));
                 CHECK(job_commit(&peers, &job));
             } else {
                 CHECK(job_abort(&peers, &job));
             }
         }
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
 /* One-shot is refused where it is impossible, and fails if only one of the members uses it. */
 static void test_oneshot_contradictions(void)
 {
-    static struct peers peers;
     int what;
     for (what = 0; what < 4; what++) {
         struct job job = job_plain(1000, what % 2);
@@ -173,8 +169,7 @@ static void test_oneshot_contradictions(void)
         if (what < 3)
             CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->status == PCCL_EINVAL);
         CHECK(job_abort(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -235,7 +230,6 @@ static void test_limits(void)
 static void test_concurrent(void)
 {
     enum { JOBS = 6, N = 4 };
-    static struct peers peers;
     struct job jobs[JOBS];
     pccl_options options = peers_options();
     uint64_t seed;
@@ -270,34 +264,17 @@ static void test_concurrent(void)
 /* Some peers get START only when the others can make no progress without them. */
 static void test_early_chunks(void)
 {
-    static struct peers peers;
-    pccl_options options = peers_options();
     uint64_t seed;
-    int i, n;
     for (seed = 1; seed <= 40; seed++) {
         struct job job = job_plain(seed % 7 * 150, seed % 2);
-        n = 2 + (int)(seed % 4);
+        int n = 2 + (int)(seed % 4);
         job.format = seed % 8 < 4 ? PCCL_UNQUANTIZED : PCCL_BLOCK_8;
         job.chunk_bytes = seed % 3 ? 4096 : 256;
         job_make(&job, n);
-        peers_open(&peers, n, &options, seed);
-        peers_connect_ring(&peers, 2, 2);
-        for (i = 0; i < n; i++)
-            job_register(&peers, i, &job);
-        for (i = 0; i < n; i++)
-            if (!(seed >> i & 1))
-                job_start(&peers, i, &job);
-        peers_run(&peers);
-        for (i = 0; i < n; i++)
-            if (seed >> i & 1) {
-                CHECK(peers.peer[i].n_events == 0);
-                job_start(&peers, i, &job);
-                peers_run(&peers);
-            }
-        CHECK(job_is_right(&peers, &job));
+        job_open_ring(&peers, &job, n, seed);
+        CHECK(job_start_late(&peers, &job, seed));
         CHECK(job_commit(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -306,7 +283,6 @@ static void test_early_chunks(void)
 static void test_two_rings(void)
 {
     enum { N = 3 };
-    static struct peers peers;
     pccl_options options = peers_options();
     uint64_t seed;
     int i;
@@ -314,36 +290,29 @@ static void test_two_rings(void)
     for (seed = 1; seed <= 40; seed++) {
         struct job job = job_plain(30000 + seed, seed % 2);
         job.chunk_bytes = 512;
+        job.rings = 2;
         job_make(&job, N);
         peers_open(&peers, N, &options, seed);
         peers_connect_ring(&peers, 1, 1);
         for (i = 0; i < N; i++) {
             peers_stream(&peers, i, (i + N - 1) % N, 2, 1, 1);
             job_register(&peers, i, &job);
-            job_start_rings(&peers, i, &job, 2);
+            job_start(&peers, i, &job);
         }
         peers_run(&peers);
-        CHECK(job_is_right(&peers, &job));
         CHECK(job_commit(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
 /* Events count the bytes: 2(n-1)/n of the data in and out. */
 static void test_byte_counts(void)
 {
-    static struct peers peers;
-    pccl_options options = peers_options();
     struct job job = job_plain(64 * 4, true);
     int i;
     job_make(&job, 4);
-    peers_open(&peers, 4, &options, 3);
-    peers_connect_ring(&peers, 1, 4);
-    for (i = 0; i < 4; i++) {
-        job_register(&peers, i, &job);
-        job_start(&peers, i, &job);
-    }
+    job_open_ring(&peers, &job, 4, 3);
+    job_start_all(&peers, &job);
     peers_run(&peers);
     CHECK(job_commit(&peers, &job));
     for (i = 0; i < 4; i++) {
@@ -351,8 +320,7 @@ static void test_byte_counts(void)
         CHECK(peers_event(&peers, i, PCCL_SETTLED, 1)->rx_bytes == 6 * 64 * sizeof(float));
         CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
     }
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 int main(void)

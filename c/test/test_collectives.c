@@ -41,21 +41,6 @@ static struct job make_crowd(enum pccl_collective what, uint64_t count, bool in_
     return job;
 }
 
-static void open_rings(const struct job *job, int n, uint64_t seed, uint32_t rings)
-{
-    pccl_options options = peers_options();
-    int i;
-    options.forward_max = 1 + (uint32_t)(seed % 8);
-    peers_open(&peers, n, &options, seed);
-    if (n > 1)
-        peers_connect_ring(&peers, 1 + (uint32_t)(seed % 3), 1 + (uint32_t)(seed % 4));
-    for (i = 0; i < n; i++) {
-        if (rings > 1)
-            peers_stream(&peers, i, (i + n - 1) % n, 2, 1, 1);
-        job_register(&peers, i, job);
-    }
-}
-
 /* Gives each rank of an all-gather another number of rows: none, few or many. */
 static void make_unlike(struct job *job, uint64_t seed)
 {
@@ -69,13 +54,12 @@ static void make_unlike(struct job *job, uint64_t seed)
 /* Runs one collective in a world of its own. */
 static void run_one(struct job *job, int n, uint64_t seed, uint32_t rings)
 {
-    int i;
     job->root = (uint32_t)(seed % (uint64_t)n);
+    job->rings = rings;
     job_make(job, n);
-    open_rings(job, n, seed, rings);
+    job_open(&peers, job, seed);
     fake_refuse(seed % 3 == 0 ? 30 : 0);
-    for (i = 0; i < n; i++)
-        job_start_rings(&peers, i, job, rings);
+    job_start_all(&peers, job);
     peers_run(&peers);
     if (!CHECK(job_is_right(&peers, job)))
         fprintf(stderr, "  what %d n %d count %lu parts %d in place %d rings %u seed %lu\n",
@@ -83,8 +67,7 @@ static void run_one(struct job *job, int n, uint64_t seed, uint32_t rings)
                 (unsigned long)seed);
     CHECK(job_commit(&peers, job));
     CHECK(job_is_right(&peers, job));
-    peers_close(&peers);
-    job_free(job);
+    job_close(&peers, job);
 }
 
 static void test_sizes(void)
@@ -164,53 +147,38 @@ static void test_unlike_byte_counts(void)
     job.unlike = true;
     memcpy(job.rows, rows, sizeof rows);
     job_make(&job, 4);
-    open_rings(&job, 4, 3, 1);
-    for (i = 0; i < 4; i++)
-        job_start(&peers, i, &job);
+    job_open(&peers, &job, 3);
+    job_start_all(&peers, &job);
     peers_run(&peers);
     CHECK(job_commit(&peers, &job));
     for (i = 0; i < 4; i++) {
-        const pccl_event *event = peers_event(&peers, i, PCCL_SETTLED, job.op);
-        if (event == NULL)
-            event = peers_event(&peers, i, PCCL_COMPLETE, job.op);
+        const pccl_event *event = peers_last_event(&peers, i, job.op);
         CHECK(event->tx_bytes == (14 - rows[(i + 1) % 4]) * 256);
         CHECK(event->rx_bytes == (14 - rows[i]) * 256);
     }
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* Some peers get START only when the others can make no progress without them. */
 static void test_early_chunks(void)
 {
     uint64_t seed;
-    int what, i, n;
+    int what, n;
     for (what = 0; what < WHATS_N; what++)
         for (seed = 1; seed <= 24; seed++) {
             struct job job = seed % 8 < 4 ? make_list(WHATS[what], seed % 7 * 150, seed % 2)
                                           : make_crowd(WHATS[what], seed % 7 * 50, seed % 2);
-            uint32_t rings = 1 + (uint32_t)(seed % 3 == 0);
             n = 2 + (int)(seed % 4);
             if (WHATS[what] == PCCL_ALL_GATHER && seed % 2)
                 make_unlike(&job, seed);
             job.root = (uint32_t)(seed / 4 % (uint64_t)n);
             job.chunk_bytes = seed % 3 ? 4096 : 256;
+            job.rings = 1 + (uint32_t)(seed % 3 == 0);
             job_make(&job, n);
-            open_rings(&job, n, seed, rings);
-            for (i = 0; i < n; i++)
-                if (!(seed >> i & 1))
-                    job_start_rings(&peers, i, &job, rings);
-            peers_run(&peers);
-            for (i = 0; i < n; i++)
-                if (seed >> i & 1) {
-                    CHECK(peers.peer[i].n_events == 0);
-                    job_start_rings(&peers, i, &job, rings);
-                    peers_run(&peers);
-                }
-            CHECK(job_is_right(&peers, &job));
+            job_open(&peers, &job, seed);
+            CHECK(job_start_late(&peers, &job, seed));
             CHECK(job_commit(&peers, &job));
-            peers_close(&peers);
-            job_free(&job);
+            job_close(&peers, &job);
         }
 }
 
@@ -222,9 +190,8 @@ static void abort_anywhere(struct job job, bool cut)
     int i, k, rescued = 0;
     for (k = 0; !done; k++) {
         job_make(&job, 3);
-        open_rings(&job, 3, (uint64_t)k + 1, 1);
-        for (i = 0; i < 3; i++)
-            job_start(&peers, i, &job);
+        job_open(&peers, &job, (uint64_t)k + 1);
+        job_start_all(&peers, &job);
         for (i = 0; i < k; i++)
             (void)peers_step(&peers);
         done = true;
@@ -242,8 +209,7 @@ static void abort_anywhere(struct job job, bool cut)
             CHECK(settled || job_is_restored(&job, i));
             rescued += complete == NULL && job.in_place;
         }
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
         job.n_parts = job.n_parts == 1 ? 0 : job.n_parts;
     }
     CHECK(rescued > 0 || !job.in_place);
@@ -275,23 +241,19 @@ static void test_byte_counts(void)
         struct job job = make_job(WHATS[what], 256, true);
         job.root = 3;
         job_make(&job, 4);
-        open_rings(&job, 4, 3, 1);
-        for (i = 0; i < 4; i++)
-            job_start(&peers, i, &job);
+        job_open(&peers, &job, 3);
+        job_start_all(&peers, &job);
         peers_run(&peers);
         CHECK(job_commit(&peers, &job));
         for (i = 0; i < 4; i++) {
-            const pccl_event *event = peers_event(&peers, i, PCCL_SETTLED, job.op);
+            const pccl_event *event = peers_last_event(&peers, i, job.op);
             int first = WHATS[what] == PCCL_BROADCAST ? 3 : WHATS[what] == PCCL_REDUCE ? 0 : -1;
             int last = WHATS[what] == PCCL_BROADCAST ? 2 : WHATS[what] == PCCL_REDUCE ? 3 : -1;
-            if (event == NULL)
-                event = peers_event(&peers, i, PCCL_COMPLETE, job.op);
             CHECK(event->tx_bytes == (i == last ? 0 : slices[what][0] * 256));
             CHECK(event->rx_bytes == (i == first ? 0 : slices[what][1] * 256));
             CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
         }
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -303,23 +265,19 @@ static void test_crowd_counts(void)
     int i;
     job.chunk_bytes = 1 << 20;
     job_make(&job, 2);
-    open_rings(&job, 2, 3, 1);
-    for (i = 0; i < 2; i++)
-        job_start(&peers, i, &job);
+    job_open(&peers, &job, 3);
+    job_start_all(&peers, &job);
     peers_run(&peers);
     CHECK(fake_delivered() == 2 * (1 + 3));          /* of each segment, twice */
     CHECK(job_commit(&peers, &job));
     for (i = 0; i < 2; i++) {
-        const pccl_event *event = peers_event(&peers, i, PCCL_SETTLED, job.op);
-        if (event == NULL)
-            event = peers_event(&peers, i, PCCL_COMPLETE, job.op);
+        const pccl_event *event = peers_last_event(&peers, i, job.op);
         tx_bytes += event->tx_bytes;
         rx_bytes += event->rx_bytes;
     }
     CHECK(tx_bytes == 2 * (271 * sizeof(float) + 135 * sizeof(double)));
     CHECK(rx_bytes == tx_bytes);
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 int main(void)

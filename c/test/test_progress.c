@@ -60,8 +60,7 @@ static void test_collective(void)
     peers_run(&all);
     CHECK(peers_count(&all, 0, PCCL_PROGRESS, job.op) == 0);     /* complete */
     CHECK(job_commit(&all, &job));
-    peers_close(&all);
-    job_free(&job);
+    job_close(&all, &job);
 }
 
 static void test_transfer(void)

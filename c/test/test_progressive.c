@@ -66,7 +66,7 @@ static void test_any_order(void)
         for (i = 0; i < n; i++) {
             job_register(&peers, i, &job);
             if (job.eager && n > 1 && (seed + (uint64_t)i) % 3)
-                job_eager(&peers, i, &job, 1);
+                job_eager(&peers, i, &job);
         }
         for (k = 0; k < windows + 1; k++)
             for (i = 0; i < n; i++) {
@@ -88,8 +88,7 @@ static void test_any_order(void)
             for (k = 0; k < windows; k++)
                 CHECK(told[i].times[k] == 1);
         CHECK(job_commit(&peers, &job));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -123,8 +122,7 @@ static void test_abort(void)
         CHECK(memcmp(job.parts[1][0].send, job.given[1][0], (size_t)some * sizeof(float)) == 0);
         for (i = 0; i < 2; i++)
             CHECK(peers_count(&peers, i, PCCL_SETTLED, job.op) == 1);
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -144,7 +142,7 @@ static void test_early(void)
         peers_open(&peers, 2, &options, 1);
         peers_connect_ring(&peers, 2, 100);
         job_register(&peers, 0, &job);
-        job_eager(&peers, 0, &job, 1);
+        job_eager(&peers, 0, &job);
         if (filled == 1)
             job_fill(&peers, 0, &job, 0, 3 * WINDOW);
         if (filled == 2)
@@ -155,8 +153,7 @@ static void test_early(void)
         peers_run(&peers);
         CHECK(peers_event(&peers, 0, PCCL_SETTLED, job.op)->tx_bytes
               == (filled == 1 ? 3 * WINDOW * sizeof(float) : 0));
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 
@@ -183,8 +180,7 @@ static void test_impossible(void)
         peers_command(&peers, 0, &command);
         peers_run(&peers);
         CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->status == PCCL_EINVAL);
-        peers_close(&peers);
-        job_free(&job);
+        job_close(&peers, &job);
     }
 }
 

@@ -70,22 +70,22 @@ static void test_after_a_collective(void)
         pccl_options options = peers_options();
         struct job two = make(1), one = make(2);
         int i;
+        two.rings = 2;
         open_streams(&options);
         for (i = 0; i < N; i++) {
             job_register(&peers, i, &two);
-            job_eager(&peers, i, &two, 2);
+            job_eager(&peers, i, &two);
         }
         peers_run(&peers);
         for (i = 0; i < N && variant == COMMITTED; i++)
-            job_start_rings(&peers, i, &two, 2);
+            job_start(&peers, i, &two);
         peers_run(&peers);
         for (i = 0; i < N && variant != STARTED_IN_ONE; i++) {
             peers_end(&peers, i, variant == COMMITTED ? PCCL_COMMIT : PCCL_ABORT, two.op);
             job_register(&peers, i, &one);
         }
         CHECK(is_limited(variant == STARTED_IN_ONE ? &two : &one, &options));
-        peers_close(&peers);
-        job_free(&two);
+        job_close(&peers, &two);
         job_free(&one);
     }
 }
@@ -96,19 +96,18 @@ static void test_after_an_exchange(void)
     struct trade trade = trade_plain(ALL_TO_ALL, 1000, false);
     struct job one = make(2);
     int i;
+    trade.rings = 2;
     trade_make(&trade, N, 1);
     open_streams(&options);
     for (i = 0; i < N; i++) {
         trade_register(&peers, i, &trade);
         job_register(&peers, i, &one);
     }
-    for (i = 0; i < N; i++)
-        trade_start(&peers, i, &trade, 2);
+    trade_start_all(&peers, &trade);
     peers_run(&peers);
     CHECK(trade_is_right(&peers, &trade) && trade_end(&peers, PCCL_COMMIT));
     CHECK(is_limited(&one, &options));
-    peers_close(&peers);
-    trade_free(&trade);
+    trade_close(&peers, &trade);
     job_free(&one);
 }
 
