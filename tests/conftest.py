@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key as stderr_key
-from cluster import Cluster
 from hypothesis import settings
+from peers.cluster import Cluster
 
 import pccl
 from pccl import master_node

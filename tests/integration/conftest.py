@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from cluster import Cluster
-from processes import Puppet, Start
+from peers.cluster import Cluster
+from peers.processes import Puppet, Start
 
 import pccl
 
 if TYPE_CHECKING:
-    from torch_groups import Groups
+    from training.groups import Groups
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def start(master: pccl.MasterNode) -> Iterator[Start]:
 @pytest.fixture
 def two() -> Iterator[Groups]:
     """Two process groups of torch, one for each peer."""
-    from torch_groups import Groups  # here: torch is optional
+    from training.groups import Groups  # here: torch is optional
 
     with Cluster(2) as cluster:
         yield Groups(cluster)
@@ -56,7 +56,7 @@ def two() -> Iterator[Groups]:
 @pytest.fixture
 def three() -> Iterator[Groups]:
     """The same with three."""
-    from torch_groups import Groups
+    from training.groups import Groups
 
     with Cluster(3) as cluster:
         yield Groups(cluster)
@@ -64,7 +64,7 @@ def three() -> Iterator[Groups]:
 
 @pytest.fixture
 def warnings(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """What is warned of by pccl, or a module's LOGGER of it, whoever else listens."""
+    """The warnings of pccl's loggers."""
     gc.collect()  # what earlier tests have left may warn
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)

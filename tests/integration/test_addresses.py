@@ -6,7 +6,7 @@ import socket
 
 import numpy as np
 import pytest
-from cluster import grow, in_threads
+from peers.cluster import grow, in_threads
 
 import pccl
 from pccl.runtime import limits
@@ -88,7 +88,7 @@ def free_ports(count: int) -> int:
     raise AssertionError("no ports are free")
 
 
-def test_what_the_arguments_say_comes_before_the_environment(
+def test_arguments_override_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = free_ports(3)
@@ -124,10 +124,10 @@ def all_reduced(comms: list[pccl.Communicator]) -> bool:
     return all((array == len(comms)).all() for array in arrays)
 
 
-def test_a_dead_address_that_is_announced_first_costs_nobody_his_place(
+def test_a_dead_first_address_costs_no_peer_its_membership(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is one of a cable that this machine does not have."""
+    """The address of an interface that this machine does not have."""
     monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
     monkeypatch.setenv("PCCL_ADVERTISE", "169.254.255.254,127.0.0.1")
     monkeypatch.setattr(limits, "DIAL_S", 0.3)
@@ -161,7 +161,7 @@ def test_peers_that_speak_ipv4_and_ipv6_in_one_run(monkeypatch: pytest.MonkeyPat
             comm.close()
 
 
-def test_a_peer_says_from_where_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_reports_its_source_address(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = {"10.0.0.1": "10.0.0.7", "192.0.2.1": "192.168.1.7", "2001:db8::1": "fe80::7%eth0"}
     sources |= {"fd00::1": "fd00::7", "127.0.0.1": "127.0.0.1"}
 

@@ -134,7 +134,7 @@ def test_a_step_is_made_again_after_a_loss(address: str, way: str) -> None:
     assert peers.steps["a"] == [*range(200)], "each step is made once"
 
 
-def test_who_is_left_alone_waits_for_others(address: str) -> None:
+def test_the_last_peer_waits_for_others(address: str) -> None:
     peers = Peers(address)
     futures = {name: peers.begin("helped", name, 200, wait_for=2) for name in "ab"}
     peers.until("b", 5)
@@ -150,7 +150,7 @@ def test_who_is_left_alone_waits_for_others(address: str) -> None:
 # ---- the end of a run ----
 
 
-def test_nobody_joins_a_run_that_is_finished(address: str) -> None:
+def test_a_finished_run_admits_no_peer(address: str) -> None:
     peers = Peers(address)
     futures = [peers.begin("helped", name, 50, wait_for=2) for name in "ab"]
     for future in futures:
@@ -161,7 +161,7 @@ def test_nobody_joins_a_run_that_is_finished(address: str) -> None:
     assert isinstance(found.value, SystemExit) and found.value.code == 0
 
 
-def test_who_waits_to_be_admitted_is_told_that_the_run_is_finished(address: str) -> None:
+def test_a_pending_peer_gets_run_finished_error(address: str) -> None:
     with ThreadPoolExecutor(1) as pool, pccl.Communicator(address) as comm:
         late = pool.submit(pccl.Communicator(address).connect)
         while not comm.are_peers_pending():
@@ -173,7 +173,7 @@ def test_who_waits_to_be_admitted_is_told_that_the_run_is_finished(address: str)
         assert comm.admit() in (True, False)
 
 
-def test_a_finish_waits_for_all_who_live(address: str) -> None:
+def test_finish_waits_for_all_living_peers(address: str) -> None:
     with ThreadPoolExecutor(1) as pool, pccl.Communicator(address) as comm:
         other = pccl.Communicator(address)
         joined = pool.submit(other.connect)

@@ -7,9 +7,9 @@ from operator import itemgetter
 
 import numpy as np
 import pytest
-from cluster import Cluster
-from errors_page import listed
 from oracles import collectives as oracle
+from pages import listed
+from peers.cluster import Cluster
 
 import pccl
 from pccl import extension

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, in_threads
-from waiting import wait_until
+from peers.cluster import Cluster, in_threads
+from peers.waiting import wait_until
 
 import pccl
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from peers.cluster import Cluster
 
 import pccl
 
@@ -55,7 +55,7 @@ async def several(pair: list[pccl.Communicator]) -> None:
     assert await ours[0] == ends[0] == ours[0].wait()
 
 
-def test_several_are_awaited_and_the_loop_goes_on(pair: list[pccl.Communicator]) -> None:
+def test_several_awaits_do_not_block_the_event_loop(pair: list[pccl.Communicator]) -> None:
     asyncio.run(several(pair))
 
 
@@ -143,7 +143,7 @@ def test_a_failure_is_the_result_and_not_raised() -> None:
         asyncio.run(work())
 
 
-def test_whoever_awaits_hears_of_the_end_of_the_membership() -> None:
+def test_an_await_ends_with_the_membership() -> None:
     with Cluster(2) as cluster:
         ours = cluster.comms[0]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from peers.cluster import Cluster
 
 import pccl
 from pccl.cli import arguments
@@ -125,7 +125,7 @@ class Alone:
     all_to_all_async = nothing
 
 
-def test_what_comes_out_wrong_is_counted() -> None:
+def test_wrong_results_are_counted() -> None:
     """The check of each collective finds results that contain no other peer's contribution."""
 
     for what in collectives.FACTORS:
@@ -167,7 +167,7 @@ def test_tensors_of_a_device_are_measured_as_arrays_are(what: str) -> None:
             assert measured.wrong.keys() == measured.times_s.keys() == measured.sent.keys()
 
 
-def test_what_is_wrong_on_a_device_is_counted() -> None:
+def test_wrong_results_on_a_device_are_counted() -> None:
     pytest.importorskip("torch")
     for what in collectives.FACTORS:
         job = Job(what, 3, (5000,), DataType.FLOAT, ReduceOp.SUM, 1, 0, check=True)
@@ -176,7 +176,7 @@ def test_what_is_wrong_on_a_device_is_counted() -> None:
             assert trial.check(way) > 4000
 
 
-def test_a_missing_gpu_is_told_with_what_is_missing(
+def test_the_error_without_a_gpu_names_the_missing_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -340,7 +340,7 @@ def test_far_elements_are_counted() -> None:
         (["--peers", "1"], "at least 2"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_impossible_measurements_are_refused(
     words: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "gloo" in words:
@@ -354,7 +354,7 @@ def test_what_cannot_be_measured_is_refused(
 @pytest.mark.parametrize("op", ReduceOp)
 @pytest.mark.parametrize("dtype", [DataType.INT8, DataType.FLOAT, DataType.DOUBLE])
 @pytest.mark.parametrize("peers", [2, 3, 16])
-def test_expected_is_what_adding_one_by_one_gives(
+def test_the_expected_result_equals_a_sequential_reduction(
     dtype: DataType, op: ReduceOp, peers: int
 ) -> None:
     step = {ReduceOp.PROD: np.multiply, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum}

@@ -81,7 +81,7 @@ def test_every_level_gives_the_same_bits(level: str, tmp_path: Path) -> None:
 
 
 def runner(machine: str, emulator: str, needed: set[str]) -> list[str] | None:
-    """What a program for that machine is run by, if it can be run here."""
+    """The emulator for programs of that machine, if it is installed."""
     if platform.machine() == machine and needed <= processor_flags():
         return []
     for name in (emulator, f"{emulator}-static"):

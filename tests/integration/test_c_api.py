@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import wait_until
+from peers.waiting import wait_until
 
 import pccl
 from pccl.capi import values
@@ -21,7 +21,7 @@ from pccl.capi.libpccl import ffi
 from pccl.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / "tests" / "support" / "capi" / "program.c"
+PROGRAM = ROOT / "tests" / "support" / "programs" / "capi" / "program.c"
 EXAMPLE = ROOT / "examples" / "c" / "all_reduce.c"
 STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
 COMPILERS = {"c99": ["cc", "-std=c99"], "c++17": ["c++", "-std=c++17", "-x", "c++"]}
@@ -65,7 +65,7 @@ def start(program: Path, *words: str, **settings: str) -> subprocess.Popen[str]:
 
 
 def ends(process: subprocess.Popen[str]) -> str:
-    """What a program has said that ends well."""
+    """The output of a program, which must succeed."""
     try:
         said, _ = process.communicate(timeout=40)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def ends(process: subprocess.Popen[str]) -> str:
 
 
 def calls(master: pccl.MasterNode) -> list[str]:
-    """What peers are in just now."""
+    """The calls of all peers."""
     return [call.call for peer in master.status().peers for call in peer.calls]
 
 
@@ -144,7 +144,7 @@ def test_every_misuse_gets_its_code(build: Build) -> None:
         ends(process)
 
 
-def test_a_program_may_end_without_destroying_what_it_has(build: Build, address: str) -> None:
+def test_a_program_may_end_without_destroying_its_objects(build: Build, address: str) -> None:
     with start(build("c99", PROGRAM), "leave", port_of(address)) as process:
         assert ends(process) == ""
 
@@ -191,7 +191,7 @@ def test_torn_content_stays_torn_until_it_has_another_revision() -> None:
 
 
 @pytest.mark.slow
-def test_it_says_whether_gpus_are_supported(build: Build) -> None:
+def test_gpu_support_is_reported(build: Build) -> None:
     said = ends(start(build("c99", PROGRAM), "build"))
     assert said == f"GPUs: {'yes' if pccl.cuda.is_available() else 'no'}\n"
 
@@ -218,7 +218,7 @@ RENAMED = {  # in C after that prefix; in Python
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_enumerations_have_the_values_of_those_of_python(kind: str) -> None:
+def test_enumerations_have_the_values_of_python(kind: str) -> None:
     of_python, prefix = KINDS[kind]
     of_c = {
         name.removeprefix(prefix).replace("_", "").upper(): value

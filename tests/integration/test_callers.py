@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from cluster import Cluster, in_threads
-from processes import Master
-from waiting import wait_until
+from peers.cluster import Cluster, client_of, in_threads, tags_of
+from peers.processes import Master
+from peers.waiting import wait_until
 
 import pccl
 from pccl import operands
@@ -26,7 +26,7 @@ PATIENCE_S = 30.0
 
 
 class Alarm(Exception):
-    """What a signal handler raises."""
+    """Raised by a signal handler."""
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def test_each_waiter_has_its_own_limit(pair: list[pccl.Communicator]) -> None:
 
 @contextlib.contextmanager
 def two_of_a_master() -> Iterator[tuple[Master, list[pccl.Communicator]]]:
-    """Two peers here, whose master is another process."""
+    """Two peers here; their master is another process."""
     master = Master()
     with contextlib.ExitStack() as stack:
         stack.callback(master.kill)
@@ -247,9 +247,7 @@ def test_limits_hold_while_the_master_is_away() -> None:
 # ---- handles ----
 
 
-def test_a_handle_that_nobody_has(
-    pair: list[pccl.Communicator], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dropped_handle(pair: list[pccl.Communicator], caplog: pytest.LogCaptureFixture) -> None:
     ours, other = pair
     x, y = np.ones(10, np.float32), np.ones(10, np.float32)
     ours.all_reduce_async(x, op="sum")
@@ -257,7 +255,7 @@ def test_a_handle_that_nobody_has(
     with pytest.raises(pccl.PCCLError, match="not awaited"):
         ours.update_topology()  # it goes on
     other.all_reduce(y, op="sum")
-    wait_until(lambda: not ours._membership.calls._tags)
+    wait_until(lambda: not tags_of(ours))
     assert (x == 2).all() and (y == 2).all()
     in_threads([ours.update_topology, other.update_topology])
     with caplog.at_level(logging.WARNING, "pccl"):
@@ -285,7 +283,7 @@ def test_many_with_retry_let_go_of_all_after_a_mismatch(pair: list[pccl.Communic
                 lambda: _expect(pccl.MismatchError, lambda: other.all_reduce(np.ones(99))),
             ]
         )
-    assert not ours._membership.calls._tags
+    assert not tags_of(ours)
     for tag in range(4):
         works(pair, tag=tag)
 
@@ -298,7 +296,7 @@ def _expect(error: type[Exception], call: Callable[[], object]) -> None:
 # ---- what threads know of ranks ----
 
 
-def test_what_another_thread_reads_is_not_what_this_one_knows() -> None:
+def test_each_thread_has_its_own_view_of_the_world_size() -> None:
     with Cluster(3) as cluster:
         comm, other, lost = cluster.comms
         assert comm.world_size == 3
@@ -340,7 +338,7 @@ def test_what_another_thread_reads_is_not_what_this_one_knows() -> None:
 # ---- what is left ----
 
 
-def test_connecting_anew_leaves_nothing_of_the_old(pair: list[pccl.Communicator]) -> None:
+def test_reconnecting_keeps_nothing_of_the_old_membership(pair: list[pccl.Communicator]) -> None:
     ours, other = pair
     states = [pccl.SharedState.from_tensors({"x": np.zeros(n)}) for n in (5, 6)]
     with pytest.raises(pccl.KickedError):
@@ -363,13 +361,12 @@ def test_connecting_anew_leaves_nothing_of_the_old(pair: list[pccl.Communicator]
 # ---- the end ----
 
 
-def test_what_comes_when_the_membership_has_just_ended_is_dropped() -> None:
+def test_events_after_the_end_of_the_membership_are_dropped() -> None:
     """Nothing of it raises, in the caller's thread or in the one that ends."""
     with pccl.MasterNode("127.0.0.1:0") as master:
         comm = pccl.Communicator(master.address)
         comm.connect()
-        client = comm._membership._client
-        assert client is not None
+        client = client_of(comm)
         comm.close()
         client.remind(1, 1)
         client.verified(1, [(0, 0, True)])
@@ -383,8 +380,7 @@ def test_a_call_that_begins_when_the_membership_has_just_ended() -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         comm = pccl.Communicator(master.address)
         comm.connect()
-        client = comm._membership._client
-        assert client is not None
+        client = client_of(comm)
         comm._membership.client = lambda name: client  # type: ignore[method-assign]
         comm.close()
         state = pccl.SharedState.from_tensors({"x": np.zeros(10)})

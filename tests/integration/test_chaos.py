@@ -51,7 +51,9 @@ def saved(path: Path, *faults: kinds.Fault, seconds: float = 1.0) -> str:
     return str(path)
 
 
-def test_a_program_that_goes_on_holds(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_survives_its_faults_passes(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     faults = [kinds.Fault(0.1, "restart-master", lasts_s=0.1)]
     faults += [kinds.Fault(0.2, "starve", lasts_s=0.3, moment="between-votes")]
     plan = saved(here / "plan.json", *faults)
@@ -82,7 +84,7 @@ def test_a_program_that_fails_is_named_and_its_faults_are_kept(
 
 
 def staged(path: Path) -> Director:
-    """A run of three copies, none of which was really started."""
+    """A run of three copies that are not started."""
     program = Program("x", 3, ([], []), ["true"])
     plan = kinds.Schedule(7, 3, 60.0, (kinds.Fault(1.0, "freeze", lasts_s=2.0),))
     stage = Stage(path, {})
@@ -162,7 +164,7 @@ def test_one_is_spared_that_could_go_on_alone(
         (["-n", "2"], "which program? pccl chaos [options] -- COMMAND ..."),
     ],
 )
-def test_what_cannot_be(
+def test_impossible_options_are_refused(
     here: Path, words: list[str], why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / "something").touch()

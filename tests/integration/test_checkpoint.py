@@ -28,7 +28,7 @@ def tensors(fill: float) -> dict[str, np.ndarray]:
     }
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_state_is_loaded(tmp_path: Path) -> None:
     saved, path = pccl.SharedState.from_tensors(tensors(3)), tmp_path / "state.safetensors"
     saved.revision = (1 << 64) - 1
     saved.save(path)
@@ -164,7 +164,7 @@ def test_the_file_has_the_mode_of_any_other(tmp_path: Path) -> None:
     assert len(modes) == 1
 
 
-def test_a_run_that_lost_every_peer_goes_on(tmp_path: Path) -> None:
+def test_a_run_resumes_after_the_loss_of_all_peers(tmp_path: Path) -> None:
     """The example, twice: all peers are killed in between, and one has lost its file."""
     files = [tmp_path / "first", tmp_path / "second"]
 

@@ -56,7 +56,7 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         ("keys here --peers 99999999", "at most 65536"),
     ],
 )
-def test_what_cannot_be(
+def test_impossible_options_are_refused(
     words: str,
     why: str,
     capsys: pytest.CaptureFixture[str],
@@ -71,7 +71,7 @@ def test_what_cannot_be(
     assert not list(tmp_path.iterdir()), "nothing has begun"
 
 
-def test_a_file_for_results_keeps_what_is_in_it_until_there_are_any(
+def test_a_result_file_is_not_overwritten_before_there_are_results(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "results"
@@ -88,7 +88,7 @@ def test_the_port_of_a_master_may_be_left_out(text: str) -> None:
     assert cli.parser("bench").parse_args(command).master == f"{text}:48148"
 
 
-def test_keys_say_what_has_become_of_them(
+def test_keys_reports_the_keys_that_it_made_and_kept(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = str(tmp_path / "run")
@@ -127,8 +127,8 @@ def test_an_unknown_argument_is_answered_by_the_usage_of_its_command(
     assert err.startswith(usage) and "error: unrecognized arguments: " in err.splitlines()[-1]
 
 
-def test_bench_tells_its_options_without_torch() -> None:
-    """Those of `pccl bench ddp` too, which needs it."""
+def test_bench_prints_its_usage_without_torch() -> None:
+    """Also the usage of `pccl bench ddp`, which needs torch to run."""
     program = "import sys; sys.modules['torch'] = None; from pccl.cli.main import main; "
     program += "sys.exit(main(['bench', 'ddp', '--layers', '3', '--nonsense']))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -178,7 +178,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colours_are_for_terminals_and_for_those_who_want_them(
+def test_colors_need_a_terminal_or_force_color(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, to
 from oracles import collectives as oracle
-from waiting import wait_until
+from peers.cluster import Cluster, client_of, to
+from peers.waiting import wait_until
 
 import pccl
 from pccl import operands
@@ -91,7 +91,7 @@ def test_broadcast(cluster: Cluster) -> None:
     cluster.each(job)
 
 
-def test_nobody_leaves_a_barrier_before_all_have_come(cluster: Cluster) -> None:
+def test_a_barrier_returns_after_all_have_entered(cluster: Cluster) -> None:
     size = len(cluster.comms)
     arrived: list[int] = []
 
@@ -104,7 +104,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(cluster: Cluster) -> None:
     cluster.each(job)
 
 
-def test_a_barrier_whose_time_is_up_names_who_is_missing() -> None:
+def test_the_timeout_of_a_barrier_names_the_missing_peers() -> None:
     with Cluster(4) as cluster:
         numbers = [comm.peers[comm.rank] for comm in cluster.comms]
 
@@ -143,7 +143,7 @@ def test_async_forms_under_way_at_the_same_time(cluster: Cluster) -> None:
     cluster.each(job)
 
 
-def test_all_reduce_is_in_place_and_an_average_unless_told_otherwise(cluster: Cluster) -> None:
+def test_all_reduce_is_by_default_an_average_in_place(cluster: Cluster) -> None:
     size = len(cluster.comms)
 
     def job(index: int, comm: pccl.Communicator) -> None:
@@ -331,7 +331,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("case", MISMATCHES)
-def test_different_calls_are_an_error_on_all_that_names_who(case: str) -> None:
+def test_different_calls_are_an_error_on_all_peers_with_names(case: str) -> None:
     first, second, words = MISMATCHES[case]
     with Cluster(2) as cluster:
         numbers = [comm.peers[comm.rank] for comm in cluster.comms]
@@ -348,7 +348,7 @@ def test_different_calls_are_an_error_on_all_that_names_who(case: str) -> None:
         assert any(words in message for message in messages), messages
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_impossible_arguments_are_refused() -> None:
     with Cluster(2) as cluster:
         comm = cluster.comms[0]
         x = np.ones((4, 3))
@@ -391,7 +391,7 @@ def test_arguments_that_cannot_be() -> None:
 
 
 def test_ranks_that_have_changed_unseen_are_an_error_first(backend: str) -> None:
-    """A lost root makes nobody else the source before the program has been told."""
+    """No other peer becomes the source before the program has got an error for the lost root."""
     with Cluster(3) as cluster:
         cluster.comms.sort(key=lambda comm: comm.rank)
         first = cluster.comms.pop(0)
@@ -412,9 +412,9 @@ def test_ranks_that_have_changed_unseen_are_an_error_first(backend: str) -> None
         cluster.each(job)
 
 
-def test_the_first_is_who_is_longest_in_the_run() -> None:
+def test_root_first_is_the_oldest_member() -> None:
     with Cluster(3) as cluster:
-        cluster.comms.sort(key=lambda comm: comm._membership._client.number)  # type: ignore[union-attr]
+        cluster.comms.sort(key=lambda comm: client_of(comm).number)
 
         def job(index: int, comm: pccl.Communicator) -> None:
             x = [np.full(1000, float(index)), np.full(3, index)]
@@ -471,7 +471,7 @@ def in_place_work(rank: int) -> dict[str, tuple[list[Array], Any]]:
 
 
 @pytest.mark.parametrize("what", in_place_work(0))
-def test_a_peer_that_goes_in_the_middle_leaves_what_was_given(backend: str, what: str) -> None:
+def test_the_loss_of_a_peer_leaves_inputs_unchanged(backend: str, what: str) -> None:
     with Cluster(3) as cluster:
         cluster.comms.sort(key=lambda comm: comm.rank)
         works = [in_place_work(comm.rank)[what] for comm in cluster.comms]
@@ -493,7 +493,7 @@ def test_a_peer_that_goes_in_the_middle_leaves_what_was_given(backend: str, what
         cluster.each(again)
 
 
-def test_a_step_is_committed_if_all_say_so() -> None:
+def test_a_step_is_committed_if_all_vote_for_it() -> None:
     with Cluster(3) as cluster:
         assert cluster.each(lambda i, comm: comm.commit()) == [True] * 3
         assert cluster.each(lambda i, comm: comm.commit(i != 1, tag=7)) == [False] * 3

@@ -17,7 +17,7 @@ from pccl.runtime.config import RANGES, Config
 VARIABLES = [range_.variable for range_ in RANGES.values() if range_.variable]
 
 
-def test_the_limits_are_possible_and_what_is_beyond_is_not() -> None:
+def test_values_within_the_limits_are_accepted_and_others_refused() -> None:
     assert Config.from_env({}) == Config()
     for name, (variable, least, most) in RANGES.items():
         fitting = {"heartbeat_timeout_ms": most} if name == "heartbeat_ms" else {}
@@ -81,7 +81,7 @@ def test_a_peer_and_a_master_refuse_to_start(monkeypatch: pytest.MonkeyPatch) ->
         ([], "PCCL_HEARTBEAT_MS is '0'"),
     ],
 )
-def test_the_command_says_it_in_a_line(
+def test_the_command_reports_a_bad_setting_in_one_line(
     options: list[str],
     says: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -95,7 +95,9 @@ def test_the_command_says_it_in_a_line(
 
 
 @pytest.mark.parametrize("command", [["pccl.master"], ["pccl", "master"]])
-def test_the_process_says_it_and_ends(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_a_bad_setting_ends(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PCCL_HEARTBEAT_MS", "0")
     words = [sys.executable, "-m", *command]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=Path.home())
@@ -104,7 +106,7 @@ def test_the_process_says_it_and_ends(command: list[str], monkeypatch: pytest.Mo
     assert "PCCL_HEARTBEAT_MS is '0'" in ended.stderr
 
 
-def test_a_misspelt_setting_is_told_once_with_the_nearest_name(
+def test_a_misspelt_setting_is_warned_of_once_with_the_nearest_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     env = {"PCCL_HEARBEAT_MS": "100", "PCCL_UNHEARD_OF": "1", "PCCL_HEARTBEAT_MS": "200"}

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from cluster import in_threads
-from waiting import wait_until
+from peers.cluster import in_threads
+from peers.waiting import wait_until
 
 import pccl
 from pccl.runtime import limits
@@ -37,13 +37,13 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def absent() -> Iterator[str]:
-    """Nobody listens."""
+    """No process listens."""
     yield f"127.0.0.1:{free_port()}"
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[str]:
-    """The kernel accepts, and nobody says anything."""
+    """The kernel accepts, and no process answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -176,7 +176,7 @@ def test_without_it_attempts_count() -> None:
         pccl.Communicator(address).connect(3, timeout=MUCH_S)
 
 
-def test_whoever_waits_says_for_what(
+def test_a_long_connect_logs_its_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, "pccl")
@@ -209,7 +209,7 @@ GREETINGS = {
 
 
 @pytest.mark.parametrize("kind", GREETINGS)
-def test_another_service_at_the_masters_port_is_told_at_once(
+def test_another_service_at_the_masters_port_is_an_error_at_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first time, unless the program has said how long it waits."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from peers.waiting import wait_until
 
 from pccl.ext.mail import RouterMail
 from pccl.runtime.server.connections import Connections
-from tests.support.waiting import wait_until
 
 Sockets = tuple[zmq.Socket[bytes], Connections, zmq.Context[zmq.Socket[bytes]]]
 
@@ -38,7 +38,7 @@ def say_and_go(master: Sockets) -> None:
 
 
 def heard(router: zmq.Socket[bytes]) -> tuple[bytes, tuple[int, str] | None]:
-    """Who has said the next message, and where it came from."""
+    """The connection of the next message, and its origin."""
     mail = RouterMail(router)
     taken = mail.take()
     assert taken is not None
@@ -46,12 +46,12 @@ def heard(router: zmq.Socket[bytes]) -> tuple[bytes, tuple[int, str] | None]:
 
 
 def is_empty(connections: Connections) -> bool:
-    """Whether the monitor has told that nobody is connected."""
+    """Whether the monitor reports no connection."""
     connections.read_monitor()
     return connections.patience_s is None
 
 
-def test_who_has_gone_before_its_first_message_is_read_is_lost(master: Sockets) -> None:
+def test_a_connection_closed_before_its_first_message_is_read_is_lost(master: Sockets) -> None:
     router, connections, _ = master
     say_and_go(master)
     wait_until(lambda: is_empty(connections))
@@ -60,7 +60,7 @@ def test_who_has_gone_before_its_first_message_is_read_is_lost(master: Sockets) 
     assert connections.take_lost(drained=False) == [conn]
 
 
-def test_who_cannot_be_told_anything_is_lost_when_all_is_read(master: Sockets) -> None:
+def test_an_unreachable_connection_is_lost_after_its_messages_are_read(master: Sockets) -> None:
     router, connections, _ = master
     say_and_go(master)
     conn, origin = heard(router)

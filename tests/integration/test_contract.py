@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
-from processes import Start, gathered
+from peers.cluster import Cluster
+from peers.processes import Start, gathered
 
 import pccl
 
@@ -180,7 +180,7 @@ def test_an_argument_of_a_wrong_type_is_a_type_error(says: str) -> None:
         WRONG[says]()
 
 
-def test_what_belongs_to_this_process_cannot_be_pickled_or_copied() -> None:
+def test_objects_bound_to_a_process_cannot_be_pickled_or_copied() -> None:
     shared = pccl.SharedState.from_tensors({"x": np.zeros(3)})
     with Cluster(2) as cluster:
         handle = cluster.comms[0].all_reduce_async(np.zeros(3))
@@ -191,7 +191,7 @@ def test_what_belongs_to_this_process_cannot_be_pickled_or_copied() -> None:
                         how(one)
 
 
-def test_what_is_no_array_is_named() -> None:
+def test_the_error_names_the_value_that_is_no_array() -> None:
     with Cluster(1) as cluster:
         comm, x = cluster.comms[0], np.zeros(3)
         for arrays, words in (
@@ -313,7 +313,7 @@ def test_ctrl_c_interrupts_a_call(start: Start, call: str) -> None:
     assert [puppet.value() for puppet in puppets] == [2.0, 2.0]
 
 
-def test_what_callers_catch() -> None:
+def test_exception_types() -> None:
     """As pypccl's scripts have it, and as Python's others do."""
     array = np.zeros(3)
     with Cluster(2) as cluster:
@@ -326,7 +326,7 @@ def test_what_callers_catch() -> None:
     assert issubclass(pccl.PCCLTimeoutError, TimeoutError)
 
 
-def test_a_communicator_says_who_it_is() -> None:
+def test_the_repr_of_a_communicator() -> None:
     with Cluster(2, groups=[0, 0]) as cluster:
         comm = cluster.comms[0]
         said = rf", peer 1 \([^ ]+\), rank {comm.rank} of 2, group 0\)"

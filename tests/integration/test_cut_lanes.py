@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from cluster import Cluster
-from errors_page import listed
-from waiting import wait_until
+from pages import listed
+from peers.cluster import Cluster, client_of
+from peers.waiting import wait_until
 
 import pccl
 from pccl.protocol.peer.calls import State
@@ -105,7 +105,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def run(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Two peers, the second of which is reached by the gate."""
+    """Two peers; the second is reached through the gate."""
     monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
     joins = []
     real = PeerClient.join
@@ -139,8 +139,7 @@ def test_a_lane_that_is_lost_after_completion(run: Cluster, gate: Gate) -> None:
 
     def strike() -> None:
         assert gate.full.wait(PATIENCE_S)
-        client = run.comms[0]._membership._client
-        assert client is not None
+        client = client_of(run.comms[0])
         started = client.peer.collectives.started
         wait_until(lambda: any(one.state is State.COMPLETE for one in [*started.values()]))
         gate.reset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from errors_page import listed
+from pages import listed
 
 import pccl
 from pccl import extension
@@ -14,7 +14,7 @@ from pccl.protocol.rounds import Grace
 pytestmark = pytest.mark.timeout(20)
 
 
-def test_who_is_late_is_dropped_on_time_and_may_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_peer_is_dropped_on_time_and_may_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """On time: nothing else would wake up this master in the next 15 seconds."""
     monkeypatch.setenv("PCCL_HEARTBEAT_TIMEOUT_MS", "60000")
     with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:

@@ -34,7 +34,7 @@ COMMAND = [sys.executable, "-m", "pccl", "demo"]
 PARAMETER_BYTES = 1200
 
 
-class Stage:
+class DirectorHarness:
     """A director of three founders and ten steps; the test plays the clock and the peers."""
 
     def __init__(self, *, chaos: bool = True) -> None:
@@ -80,65 +80,65 @@ def test_reports_survive_the_wire() -> None:
 
 
 def test_a_founder_is_killed_and_the_understudy_joins() -> None:
-    stage = Stage()
-    stage.begin()
-    assert stage.orders == [("go", 0), ("go", 1), ("go", 2)]
+    harness = DirectorHarness()
+    harness.begin()
+    assert harness.orders == [("go", 0), ("go", 1), ("go", 2)]
     for step in range(1, 5):
-        stage.play_round(step, 0, 1, 2)
-    assert len(stage.orders) == 3
-    stage.play_round(5, 0, 1, 2)
-    assert stage.orders[3:] == [("kill", 2)]
-    stage.director.exited(2, -9)
-    stage.play_round(6, 0, 1)
-    assert stage.orders[4:] == [("go", 3)]
-    stage.hear(3, Joined(outer_step=6, validation_loss=3.0))
+        harness.play_round(step, 0, 1, 2)
+    assert len(harness.orders) == 3
+    harness.play_round(5, 0, 1, 2)
+    assert harness.orders[3:] == [("kill", 2)]
+    harness.director.exited(2, -9)
+    harness.play_round(6, 0, 1)
+    assert harness.orders[4:] == [("go", 3)]
+    harness.hear(3, Joined(outer_step=6, validation_loss=3.0))
     for step in range(7, 11):
-        stage.play_round(step, 0, 1, 3)
-    assert not stage.director.over
-    stage.finish(0, 1, 3)
-    assert stage.director.over and stage.director.verdict() is None
-    assert stage.director.validation_losses() == (5.5, 3.0)
+        harness.play_round(step, 0, 1, 3)
+    assert not harness.director.over
+    harness.finish(0, 1, 3)
+    assert harness.director.over and harness.director.verdict() is None
+    assert harness.director.validation_losses() == (5.5, 3.0)
 
 
-def test_bytes_of_data_parallel_training_are_those_of_a_ring_in_each_inner_step() -> None:
-    stage = Stage(chaos=False)
-    stage.begin()
-    stage.play_round(1, 0, 1, 2)
-    stage.play_round(2, 0, 1)
+def test_data_parallel_bytes_count_a_ring_all_reduce_per_inner_step() -> None:
+    harness = DirectorHarness(chaos=False)
+    harness.begin()
+    harness.play_round(1, 0, 1, 2)
+    harness.play_round(2, 0, 1)
     expected = 5 * PARAMETER_BYTES * (2 * 2 / 3 + 2 * 1 / 2)
-    assert stage.director.peers[0].data_parallel_bytes == pytest.approx(expected)
+    assert harness.director.peers[0].data_parallel_bytes == pytest.approx(expected)
 
 
 def test_differing_digests_are_a_failure() -> None:
-    stage = Stage(chaos=False)
-    stage.begin()
-    stage.play_round(1, 0, 1, 2)
-    stage.finish(0, 1)
-    stage.finish(2, digest="other")
-    assert "digests differ" in (stage.director.verdict() or "")
+    harness = DirectorHarness(chaos=False)
+    harness.begin()
+    harness.play_round(1, 0, 1, 2)
+    harness.finish(0, 1)
+    harness.finish(2, digest="other")
+    assert "digests differ" in (harness.director.verdict() or "")
 
 
 def test_a_loss_that_does_not_fall_is_a_failure() -> None:
-    stage = Stage(chaos=False)
-    stage.begin()
-    stage.play_round(1, 0, 1, 2, loss=5.4)
-    stage.finish(0, 1, 2)
-    assert "did not fall: 5.500 at first, 5.400" in (stage.director.verdict() or "")
+    harness = DirectorHarness(chaos=False)
+    harness.begin()
+    harness.play_round(1, 0, 1, 2, loss=5.4)
+    harness.finish(0, 1, 2)
+    assert "did not fall: 5.500 at first, 5.400" in (harness.director.verdict() or "")
 
 
 def test_a_survivor_that_ends_early_is_a_failure() -> None:
-    stage = Stage(chaos=False)
-    stage.begin()
-    stage.director.exited(1, 1)
-    assert stage.director.over
-    assert stage.director.verdict() == "peer 1, training, ended with exit status 1"
+    harness = DirectorHarness(chaos=False)
+    harness.begin()
+    harness.director.exited(1, 1)
+    assert harness.director.over
+    assert harness.director.verdict() == "peer 1, training, ended with exit status 1"
 
 
 def test_an_understudy_that_comes_too_late_is_a_failure() -> None:
-    stage = Stage()
-    stage.begin()
-    stage.hear(3, Joined(outer_step=0, validation_loss=5.5))
-    assert "too late" in (stage.director.verdict() or "")
+    harness = DirectorHarness()
+    harness.begin()
+    harness.hear(3, Joined(outer_step=0, validation_loss=5.5))
+    assert "too late" in (harness.director.verdict() or "")
 
 
 def test_a_missing_package_is_named_in_one_sentence(
@@ -173,12 +173,12 @@ def test_impossible_options_are_refused(
 
 
 def test_a_loss_that_had_no_time_to_fall_is_no_failure() -> None:
-    stage = Stage(chaos=False)
-    stage.director.steps = 1
-    stage.begin()
-    stage.play_round(1, 0, 1, 2, loss=5.4)
-    stage.finish(0, 1, 2)
-    assert stage.director.verdict() is None
+    harness = DirectorHarness(chaos=False)
+    harness.director.steps = 1
+    harness.begin()
+    harness.play_round(1, 0, 1, 2, loss=5.4)
+    harness.finish(0, 1, 2)
+    assert harness.director.verdict() is None
 
 
 def test_as_many_peers_as_the_machine_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

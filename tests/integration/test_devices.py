@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
-from device import Copy, Gpu
+from peers.cluster import Cluster
+from peers.device import Copy, Gpu
 
 import pccl
 from pccl import cuda, extension, operands
@@ -46,7 +46,7 @@ def entry(
     )
 
 
-def test_a_view_copies_what_is_elsewhere_and_back_what_has_changed(gpu: Gpu) -> None:
+def test_a_view_copies_device_memory_in_and_changes_out(gpu: Gpu) -> None:
     here = np.arange(3, dtype=np.float32)
     there = [gpu.hold(np.full(4, fill, np.uint8)) for fill in (1, 2)]
     buffers = [
@@ -81,7 +81,7 @@ def staged(work: Operands) -> tuple[Operands, Copies | None]:
 
 
 class Ended:
-    """A client whose calls have ended so."""
+    """A client; its calls have these ends."""
 
     def __init__(self, end: End) -> None:
         self.end = end
@@ -96,8 +96,8 @@ class Ended:
         told(self.end)
 
 
-def test_who_only_gives_or_only_receives(gpu: Gpu) -> None:
-    """What is given is read and what is received is written, and there is nothing in its place."""
+def test_buffers_that_are_only_read_or_only_written(gpu: Gpu) -> None:
+    """Input is only read, output is only written; the other buffer is empty."""
     float_, cuda_ = pccl.DataType.FLOAT, pccl.DeviceType.CUDA
     nothing = Buffer.at(0, 0, float_, None, cuda_)
     given, got = (
@@ -128,7 +128,7 @@ def test_memory_of_the_host_needs_no_device(monkeypatch: pytest.MonkeyPatch) -> 
     view.write_back([0])
 
 
-def test_a_receiver_writes_what_has_changed_alone(gpu: Gpu) -> None:
+def test_a_receiver_writes_only_changed_entries(gpu: Gpu) -> None:
     """Of three entries one differs, and one that may differ is received by who is behind."""
     contents = [np.full(1000, 7, np.float32), np.arange(5, dtype=np.int64), np.ones(9, np.float16)]
     dtypes = [pccl.DataType.FLOAT, pccl.DataType.INT64, pccl.DataType.FLOAT16]
@@ -207,7 +207,7 @@ def test_an_all_reduce(gpu: Gpu, in_place: bool, backend: str) -> None:
 
 
 def test_a_block_in_place_in_a_larger_buffer(gpu: Gpu) -> None:
-    """An all-gather, whose send is a part of what it receives: it is seen in one copy."""
+    """An all-gather with send inside recv: both are one view."""
     count = 5000
     recvs = [gpu.hold(np.repeat(np.float32([1, 2]), count)) for _ in range(2)]
     for index, address in enumerate(recvs):
@@ -243,7 +243,7 @@ STEPS, SMALL = 8, 1 << 16  # elements of a step in these tests: as many as a chu
 
 @dataclass
 class Pair:
-    """Two peers of which each has an array of several steps on the device, which holds ones."""
+    """Two peers, each with ones in an array of several steps on the device."""
 
     gpu: Gpu
     cluster: Cluster
@@ -325,7 +325,7 @@ def test_all_three_go_on_at_the_same_time(both: Pair, monkeypatch: pytest.Monkey
         assert (both.reads(index), both.writes(index)) == (STEPS, STEPS)
 
 
-def test_what_was_written_is_taken_back_if_the_call_fails(both: Pair) -> None:
+def test_a_failed_call_restores_the_device(both: Pair) -> None:
     ended: list[int] = []
     both.hold_the_last_read(until=lambda index: len(ended) == 2)
     handles = [both.launch(index) for index in range(2)]
@@ -347,7 +347,7 @@ def test_what_was_written_is_taken_back_if_the_call_fails(both: Pair) -> None:
     assert both.holds(2)
 
 
-def test_the_result_comes_although_nobody_awaits_it(both: Pair) -> None:
+def test_the_result_arrives_without_a_wait(both: Pair) -> None:
     for index in range(2):
         both.launch(index)  # and the handle is dropped
     both.wait_for(lambda: both.writes(0) == both.writes(1) == STEPS)
@@ -421,7 +421,7 @@ def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     assert seen == {i: [*range(counts[i] * dtypes[i].itemsize)] for i in seen}
 
 
-def test_what_is_read_progressively_never_travels_with_its_vote(
+def test_progressive_input_never_travels_with_its_vote(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is sent before all of it is on the host, whatever PCCL_INLINE_BYTES says."""
@@ -449,7 +449,9 @@ def test_what_is_read_progressively_never_travels_with_its_vote(
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_what_is_sent_first_is_read_first(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_read_in_the_order_of_sending(
+    position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(strategy, "STEP", 64)
     known = strategy.Conditions(5 + position, 3, (m.Ring((5, 6, 7), 1),), True, True)
     work = m.Spec("all_reduce", 0, 10, 64 * 9)
@@ -482,7 +484,7 @@ def test_without_a_gpu_it_is_said_before_anybody_is_involved() -> None:
         assert cluster.comms[0].sync_shared_state(shared).hashed_bytes == 24
 
 
-def test_tensors_in_another_order_are_seen_as_they_lie() -> None:
+def test_tensors_are_seen_in_their_memory_order() -> None:
     """A copy in C's order would be written to in place of the tensor."""
     torch = pytest.importorskip("torch")
     tensor = torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import zmq
-from strangers import HELLO, PATIENCE_S, serving, speaker, welcome
-from waiting import wait_until
+from peers.strangers import HELLO, PATIENCE_S, serving, speaker, welcome
+from peers.waiting import wait_until
 
 from pccl.protocol import messages as m
 from pccl.runtime import limits, resolve
@@ -89,7 +89,7 @@ def caller(waiter: Waiter, context: zmq.Context[zmq.Socket[bytes]]) -> Caller:
     return Caller(waiter, context)
 
 
-def test_who_proves_himself_is_reached(backend: str, caller: Caller) -> None:
+def test_a_peer_with_the_right_token_is_reached(backend: str, caller: Caller) -> None:
     engine = Engine(EngineOptions(dialler=TOKEN.encode()), host=LOCAL)
     for asker in (LOCAL, ELSEWHERE, None):
         assert caller.dial(Target(LOCAL, engine.port, token=TOKEN), asker) == ""
@@ -99,7 +99,7 @@ def test_who_proves_himself_is_reached(backend: str, caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("call", ["get_monitor_socket", "connect"])
-def test_a_master_without_descriptors_says_that_it_could_not_dial(
+def test_a_master_without_descriptors_reports_no_dial(
     caller: Caller, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """And it goes on, with nothing left open: the context ends."""
@@ -119,7 +119,7 @@ def test_a_master_without_descriptors_says_that_it_could_not_dial(
     engine.close()
 
 
-def test_who_has_the_key_is_reached(
+def test_a_peer_with_the_right_key_is_reached(
     waiter: Waiter, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     master, peer = new_keys(), new_keys()
@@ -136,7 +136,7 @@ def test_who_has_the_key_is_reached(
     engine.close()
 
 
-def test_why_nobody_is_reached(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_of_failed_dials(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server((LOCAL, 0)) as silent:
         target = Target(LOCAL, silent.getsockname()[1], token=TOKEN)
         monkeypatch.setattr(limits, "DIAL_S", 0.1)
@@ -157,7 +157,9 @@ def test_other_programs_answer(caller: Caller, said: bytes, why: str) -> None:
         assert why in caller.said[0]
 
 
-def test_what_is_elsewhere_is_not_told(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dial_reveals_nothing_of_other_hosts(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not what answers there, nor how soon."""
     monkeypatch.setattr(limits, "DIAL_S", 0.3)
     with ExitStack() as stack:
@@ -182,13 +184,13 @@ def test_what_is_elsewhere_is_not_told(caller: Caller, monkeypatch: pytest.Monke
         engine.close()
 
 
-def test_names_and_whom_nothing_proves_are_not_dialled(caller: Caller) -> None:
+def test_names_and_targets_without_a_token_are_not_dialled(caller: Caller) -> None:
     assert caller.dial(Target("some.name", 5000, token=TOKEN)) is None
     for token in ("", "guess", "x" * 200, "\u20ac" * 20):
         assert caller.dial(Target(LOCAL, 5000, token=token)) is None
 
 
-def test_the_master_itself_dials_names_and_counts_only_what_proves_something(
+def test_the_masters_own_dials_resolve_names_and_count_only_proofs(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a peer that can resolve no names could accuse those that have one, and be believed."""
@@ -244,7 +246,7 @@ def test_a_peer_with_several_hosts_is_reached_at_any(caller: Caller) -> None:
     engine.close()
 
 
-def test_what_is_not_the_askers_own_host_stays_untold(
+def test_results_for_other_hosts_are_not_revealed(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "DIAL_S", 0.05)
@@ -255,7 +257,7 @@ def test_what_is_not_the_askers_own_host_stays_untold(
     assert said[0] is not None and said[0].endswith(f"127.0.0.9: {UNTOLD}")
 
 
-def test_a_master_without_ipv6_says_nothing_of_it(
+def test_a_master_without_ipv6_makes_no_dial_to_it(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.ENETUNREACH)
@@ -302,7 +304,7 @@ def asked(server: Server, hello: m.Hello) -> m.MasterMessage:
         return welcome(newcomer)
 
 
-def test_who_cannot_be_let_in_is_not_dialled() -> None:
+def test_a_refused_newcomer_is_not_dialled() -> None:
     server = Server("127.0.0.1", 0, Config())
     with socket.create_server((LOCAL, 0)) as target, serving(server):
         target.settimeout(PATIENCE_S)
@@ -316,7 +318,7 @@ def test_who_cannot_be_let_in_is_not_dialled() -> None:
             target.accept()
 
 
-def test_a_newcomer_that_somebody_else_answers_for_is_told_so(backend: str) -> None:
+def test_a_newcomer_learns_that_another_peer_answers_at_its_address(backend: str) -> None:
     """A port forwarding leads to another peer."""
     server = Server("127.0.0.1", 0, Config())
     other = Engine(EngineOptions(dialler=b"f" * 16), host=LOCAL)

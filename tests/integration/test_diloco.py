@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scripts
+from peers import scripts
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Model, N, desert, make, random, refuse, together  # noqa: E402
+from training.small import DEADLINE_S, Model, N, desert, make, random, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 
@@ -46,7 +46,7 @@ def train(address: str, moves: list[Any], **options: Any) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_outer_steps_are_those_of_the_formula(address: str, nesterov: bool) -> None:
+def test_outer_steps_equal_the_formula(address: str, nesterov: bool) -> None:
     a = [random(seed) for seed in range(4)]
     b = [random(seed) for seed in range(100, 104)]
     (ours, digest), (theirs, other_digest) = together(
@@ -281,7 +281,7 @@ def test_settings_out_of_range_are_refused(address: str, options: dict[str, Any]
         make(comm, Model(), **options)
 
 
-def test_a_run_goes_on_from_its_checkpoint_as_if_never_interrupted(address: str) -> None:
+def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(address: str) -> None:
     def body(first: int, last: int, state: Any) -> Callable[[], Any]:
         def run() -> Any:
             model = Model()
@@ -334,7 +334,7 @@ def checkpoints() -> dict[int, tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("ages", list(itertools.permutations((1, 2, 3))))
-def test_a_restart_goes_on_from_the_latest_checkpoint_whoever_starts_first(
+def test_a_restart_resumes_from_the_latest_checkpoint_in_any_order(
     address: str, checkpoints: dict[int, tuple[str, dict[str, Any]]], ages: tuple[int, ...]
 ) -> None:
     is_in = [threading.Event() for _ in range(4)]
@@ -475,7 +475,7 @@ def watch() -> Iterator[Callable[..., Process]]:
         pytest.param(["--mode", "eager", "--wire", "int4"], marks=pytest.mark.slow),
     ],
 )
-def test_the_example_ends_with_the_same_bits_whatever_the_threads(
+def test_the_example_has_the_same_bits_for_any_number_of_threads(
     address: str, watch: Callable[..., Process], options: list[str]
 ) -> None:
     words = ["--master-address", address, *options, "--steps", "3", "--inner-steps", "4"]

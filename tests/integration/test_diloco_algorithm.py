@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, Watched, together  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from peers.waiting import wait_until  # noqa: E402
+from training.small import DEADLINE_S, Deserter, Left, Watched, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import Algorithm, DiLoCo  # noqa: E402
@@ -119,7 +119,7 @@ def test_a_peer_explains_its_algorithm(address: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "eager", "streaming"])
-def test_peers_that_hear_of_a_loss_at_different_times_take_the_same_algorithm(
+def test_peers_that_learn_of_a_loss_at_different_times_take_the_same_algorithm(
     address: str, mode: str
 ) -> None:
     """One of three leaves in a ring round; one of the others knows it, and one does not yet."""

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Reporter
+from peers.processes import Reporter
 
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from outer import DEADLINE_S, Model, random, refuse, together  # noqa: E402
+from peers.waiting import wait_until  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from training.small import DEADLINE_S, Model, random, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.data import Ledger  # noqa: E402

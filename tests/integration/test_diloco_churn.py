@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
-from outer import random as numbers  # noqa: E402
+from training.small import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
+from training.small import random as numbers  # noqa: E402
 
 import pccl  # noqa: E402
 
@@ -117,7 +117,7 @@ def hold_the_same_bits(mode: str, wire: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_peers_hold_the_same_bits_whoever_comes_and_goes(mode: str) -> None:
+def test_peers_hold_the_same_bits_while_others_join_and_leave(mode: str) -> None:
     """One schedule of each mode, with one of the wires."""
     number = [*MODES].index(mode)
     hold_the_same_bits(mode, WIRES[number % len(WIRES)], number)

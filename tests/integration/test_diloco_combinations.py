@@ -12,8 +12,8 @@ from combinations import FEATURES, MODES, SHARDED, WHY_NOT
 
 torch = pytest.importorskip("torch")
 
-from grid import Meeting, Part, Team, in_parts  # noqa: E402, F401
-from outer import Model, make, random, together  # noqa: E402
+from training.replicas import Meeting, Part, Team, in_parts  # noqa: E402, F401
+from training.small import Model, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.data import Ledger  # noqa: E402

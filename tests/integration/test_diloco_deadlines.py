@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Hand, Model, N, make, random, together  # noqa: E402
+from training.small import DEADLINE_S, Hand, Model, N, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco.averaging import CODECS  # noqa: E402
@@ -37,7 +37,7 @@ def address() -> Iterator[str]:
         yield master.address
 
 
-class Scene:
+class StoppedPeerRun:
     """Three peers; one stands still in its second round until two rounds have ended without it."""
 
     def __init__(self, address: str, hand: Hand, pattern: Any = 1.0, **options: Any) -> None:
@@ -96,10 +96,10 @@ class Scene:
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_a_round_ends_without_who_stands_still_and_its_progress_is_in_the_next(
+def test_a_round_ends_without_a_stopped_peer_whose_progress_is_in_the_next(
     address: str, hand: Hand, wire: str, decay: float
 ) -> None:
-    one, two, late = Scene(address, hand, wire=wire, late_decay=decay).play()
+    one, two, late = StoppedPeerRun(address, hand, wire=wire, late_decay=decay).play()
     near = {"rel": 1e-6} if wire == "fp32" else {"rel": 0.02}
     kept = 6 * decay
     moves = [ALL, BOTH, BOTH, BOTH, ALL + kept / 3, ALL]
@@ -116,8 +116,8 @@ def test_a_round_ends_without_who_stands_still_and_its_progress_is_in_the_next(
 
 
 @pytest.mark.parametrize("mode", ["delayed", "eager"])
-def test_so_does_a_round_whose_mean_is_applied_later(address: str, hand: Hand, mode: str) -> None:
-    one, two, late = Scene(address, hand, mode=mode).play()
+def test_a_delayed_round_ends_without_a_stopped_peer(address: str, hand: Hand, mode: str) -> None:
+    one, two, late = StoppedPeerRun(address, hand, mode=mode).play()
     moves = [0, ALL, BOTH, BOTH, BOTH, ALL + 6 / 3, ALL, ALL]
     thetas = [-sum(moves[: k + 1]) for k in range(8)]
     for seen, *_ in (one, two):
@@ -138,7 +138,7 @@ def test_no_progress_is_lost_or_counted_twice(
     """The applied means, and the progress not sent yet, are together all that was trained."""
     if wire != "fp32":
         monkeypatch.setitem(CODECS, wire, replace(CODECS[wire], decay=1.0))  # else it forgets
-    scene = Scene(address, hand, random(0), mode=mode, wire=wire)
+    scene = StoppedPeerRun(address, hand, random(0), mode=mode, wire=wire)
     one, two, late = scene.play()
     assert one[2] == two[2] == late[2]
     assert any(outer.rejoined for outer, *_ in late[0])
@@ -148,7 +148,7 @@ def test_no_progress_is_lost_or_counted_twice(
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed"])
-def test_who_stands_still_until_all_others_have_finished_does_not_go_on_alone(
+def test_a_peer_stopped_until_the_others_finish_does_not_train_alone(
     address: str, hand: Hand, mode: str
 ) -> None:
     finished = threading.Event()
@@ -233,7 +233,7 @@ def test_progress_that_others_may_have_is_in_no_other_round(
         assert seen[-1][1] == pytest.approx(first + ALL) and seen[-1][2] == one[-1][2]
 
 
-def test_who_is_dropped_again_and_again_is_told(
+def test_a_peer_dropped_again_and_again_gets_the_error(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = []
@@ -253,7 +253,7 @@ def test_who_is_dropped_again_and_again_is_told(
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "delayed"}])
-def test_without_deadlines_who_is_dropped_is_told_at_once(
+def test_without_deadlines_a_dropped_peer_gets_the_error_at_once(
     address: str, options: dict[str, Any]
 ) -> None:
     with pccl.Communicator(address) as comm:
@@ -264,7 +264,7 @@ def test_without_deadlines_who_is_dropped_is_told_at_once(
             diloco.step()
 
 
-def test_who_comes_back_when_all_have_ended_begins_another_run(address: str) -> None:
+def test_a_peer_that_returns_after_the_end_begins_another_run(address: str) -> None:
     """Else its theta would be that of a run in which others have taken other steps."""
     model = Model()
     with pccl.Communicator(address) as comm:

@@ -1,4 +1,4 @@
-"""DiLoCo with mode="decoupled": learners that wait for nobody, and theta that all of them hold."""
+"""DiLoCo with mode="decoupled": learners do not wait for each other, and all hold theta."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Model, N, make, random, together  # noqa: E402
-from processes import Master  # noqa: E402
+from peers.processes import Master  # noqa: E402
+from training.small import DEADLINE_S, Model, N, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
 
@@ -31,7 +31,7 @@ def address() -> Iterator[str]:
 
 
 class Notes:
-    """What the syncers of all peers have given to each mean, and theta after each step."""
+    """The contributions of all syncers to each mean, and theta after each step."""
 
     def __init__(self) -> None:
         self.given: dict[tuple[int, int], dict[int, tuple[int, Any]]] = defaultdict(dict)
@@ -166,7 +166,7 @@ def run(
     return together(*(body(number) for number in range(numbers)))
 
 
-def test_a_learner_that_stands_still_costs_the_others_nothing(address: str) -> None:
+def test_a_stopped_learner_costs_the_others_nothing(address: str) -> None:
     """They go on, and in the end its progress is in theta as well."""
     notes, still = Conserved(), threading.Event()
 
@@ -186,7 +186,7 @@ def test_a_learner_that_stands_still_costs_the_others_nothing(address: str) -> N
 
 
 class Returned(Notes):
-    """What all outer steps have applied, times the peers in them, and the residuals at the end."""
+    """The applied outer steps times their peers, and the residuals at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Returned(Notes):
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "e3m0"])
-def test_what_quantized_means_lack_is_in_the_residuals(address: str, wire: str) -> None:
+def test_residuals_hold_the_rest_of_quantized_means(address: str, wire: str) -> None:
     """Also if a learner stands still, and takes part with weight 0."""
     notes, still = Returned(), threading.Event()
 
@@ -236,7 +236,7 @@ def test_what_quantized_means_lack_is_in_the_residuals(address: str, wire: str) 
     notes.check_total()
 
 
-def test_a_peer_that_stands_still_is_dropped_and_comes_back(address: str) -> None:
+def test_a_stopped_peer_is_dropped_and_comes_back(address: str) -> None:
     """With its syncer, as a stopped process; its progress is in a later mean."""
     notes, away, back = Conserved(), threading.Event(), threading.Event()
 
@@ -291,7 +291,7 @@ def test_a_newcomer_receives_theta_while_the_others_train(address: str) -> None:
     notes.check_total()
 
 
-def test_who_is_alone_keeps_its_progress_or_steps(address: str) -> None:
+def test_a_lone_peer_keeps_its_progress_or_steps(address: str) -> None:
     for alone, steps in (("continue", 0), ("step", 2)):
         notes = Conserved()
         with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
@@ -324,7 +324,7 @@ def test_the_error_of_a_syncer_is_raised_in_the_learner(address: str) -> None:
         ("fragments=5", {"fragments": 5}),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(why: str, options: dict[str, Any]) -> None:
+def test_options_of_other_modes_are_refused(why: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=why):
         make(None, Model(), **{**DECOUPLED, **options})  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import (  # noqa: E402
+from training.small import (  # noqa: E402
     DEADLINE_S,
     Deserter,
     Left,
@@ -126,7 +126,7 @@ def test_a_peer_may_be_lost_at_any_point_of_a_delayed_round(
 
 @pytest.mark.parametrize("call", ["all_reduce", "update_topology", "sync_shared_state"])
 def test_a_peer_may_be_lost_while_a_newcomer_is_admitted(address: str, call: str) -> None:
-    """Whoever was lost, the newcomer is in phase with the others."""
+    """After any loss, the newcomer is in phase with the others."""
     ready = threading.Event()
 
     def train(diloco: DiLoCo, model: Model, rounds: int | None) -> dict[int, str]:
@@ -241,7 +241,7 @@ def test_survivors_launch_again_while_they_train(address: str) -> None:
 
 
 @pytest.mark.parametrize("at", ["launch", "wait"])
-def test_what_cannot_be_repeated_is_raised(address: str, at: str) -> None:
+def test_errors_that_no_retry_mends_are_raised(address: str, at: str) -> None:
     class Kicked(Lost):
         error = pccl.KickedError(pccl.Result.INVALID_USAGE, "all_reduce_async", "of the test")
 
@@ -271,7 +271,7 @@ def test_what_cannot_be_repeated_is_raised(address: str, at: str) -> None:
 # ---- alone ----
 
 
-def test_who_is_alone_keeps_its_progress_and_shares_it_with_a_newcomer(address: str) -> None:
+def test_a_lone_peer_keeps_its_progress_and_shares_it_with_a_newcomer(address: str) -> None:
     """Also what was under way when the other was lost."""
     alone, left = threading.Event(), threading.Event()
     leaving = threading.Barrier(2)  # who is alone before it has launched keeps its progress
@@ -322,7 +322,7 @@ def test_who_is_alone_keeps_its_progress_and_shares_it_with_a_newcomer(address: 
 
 
 @pytest.mark.parametrize("buffers", ["mean", "local"])
-def test_what_was_under_way_when_all_others_were_lost_goes_back_into_the_model(
+def test_a_pending_mean_goes_back_into_the_model_when_all_others_are_lost(
     address: str, buffers: str
 ) -> None:
     launched, left = threading.Event(), threading.Event()
@@ -355,7 +355,7 @@ def test_what_was_under_way_when_all_others_were_lost_goes_back_into_the_model(
     together(veteran, leaver)
 
 
-def test_who_is_alone_and_steps_applies_its_own_progress_a_round_later(address: str) -> None:
+def test_a_lone_peer_with_alone_step_applies_its_progress_a_round_later(address: str) -> None:
     model = Model()
     with pccl.Communicator(address) as comm:
         diloco = make(comm, model, mode="delayed", alone="step", outer_lr=0.5, outer_momentum=0.0)
@@ -421,7 +421,7 @@ def test_one_of_two_that_wait_begins_again_with_its_successor(address: str) -> N
     assert ours == new
 
 
-def test_who_could_not_launch_waits_in_its_next_round(address: str) -> None:
+def test_a_peer_that_could_not_launch_waits_in_its_next_round(address: str) -> None:
     """And not at the end of that one, which may be the last of the script."""
     left, waits = threading.Event(), threading.Event()
     settings = {"mode": "delayed", "alone": "wait", "min_peers": 2}
@@ -460,7 +460,7 @@ def test_who_could_not_launch_waits_in_its_next_round(address: str) -> None:
 
 
 @pytest.mark.parametrize("peers", [2, 3])
-def test_a_delayed_run_goes_on_from_its_checkpoint(address: str, peers: int) -> None:
+def test_a_delayed_run_resumes_from_its_checkpoint(address: str, peers: int) -> None:
     """As if never interrupted, if as many resume; the mean under way is in it in any case."""
 
     def body(address: str, first: int, last: int, state: Any, among: int) -> Callable[[], Any]:
@@ -538,7 +538,7 @@ def test_buffers_are_averaged_a_round_later_too(address: str) -> None:
     assert ours[:2] == ([[0, 0], [6, 6], [12, 12]], [18, 18])
 
 
-def test_a_buffer_of_who_is_alone_moves_on(address: str) -> None:
+def test_buffers_of_a_lone_peer_are_updated(address: str) -> None:
     model = Model()
     model.register_buffer("seen", torch.zeros(2))
     with pccl.Communicator(address) as comm:

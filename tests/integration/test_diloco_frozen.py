@@ -13,8 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from processes import Reporter  # noqa: E402
-from waiting import (  # noqa: E402
+from peers.processes import Reporter  # noqa: E402
+from peers.waiting import (  # noqa: E402
     Gate,
     pass_gate,
     wait_until,

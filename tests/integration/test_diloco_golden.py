@@ -12,7 +12,7 @@ from oracles import golden
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, together  # noqa: E402
+from training.small import DEADLINE_S, Deserter, Left, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402

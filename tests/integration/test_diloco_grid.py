@@ -12,9 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from grid import Gone, Meeting, Part, Process, Team, in_parts  # noqa: E402, F401
-from outer import DEADLINE_S, Model, N, make, together  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from peers.waiting import wait_until  # noqa: E402
+from training.replicas import Gone, Meeting, Part, Process, Team, in_parts  # noqa: E402, F401
+from training.small import DEADLINE_S, Model, N, make, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl import extension  # noqa: E402
@@ -200,7 +200,7 @@ def test_a_run_begins_with_all_shards_or_with_none(
     assert [*first.processes[1].contributors.values()] == [2] * ROUNDS
 
 
-def test_half_a_replica_that_joins_keeps_nobody_waiting(address: str) -> None:
+def test_half_a_replica_that_joins_blocks_no_other(address: str) -> None:
     team = secrets.randbits(60) + 1
     half = pccl.Communicator(address, 0, team=team, team_size=2)
     with ThreadPoolExecutor(1) as pool:
@@ -249,7 +249,7 @@ def test_communicators_that_are_no_team_are_refused(address: str) -> None:
         together(lambda: join(0, meeting), lambda: join(1, meeting))
 
 
-def test_what_is_for_peers_of_one_process_is_refused(address: str) -> None:
+def test_options_for_unsharded_models_are_refused(address: str) -> None:
     model = Model()
     model.part = Part(Meeting(2), 0)
     with pccl.Communicator(address) as comm:

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Model, make, random, refuse, together  # noqa: E402
+from training.small import DEADLINE_S, Model, make, random, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo, quadratic_steps  # noqa: E402
@@ -47,7 +47,7 @@ def train(
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "eager", "streaming"])
 def test_rounds_have_the_steps_of_their_number(address: str, mode: str) -> None:
-    """Those of two peers, of a newcomer, and of a run that goes on from their checkpoint."""
+    """Two peers, a newcomer, and a run that resumes from their checkpoint."""
     begun = threading.Event()
     fragments = 2 if mode == "streaming" else 1
     lengths = [{steps // fragments, -(-steps // fragments)} for steps in STEPS]

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from effects import BATCH, EPOCHS, INNER_STEPS, SAMPLES, make, once, train  # noqa: E402
-from outer import DEADLINE_S, Deserter, Left, together  # noqa: E402
+from training.samples import BATCH, EPOCHS, INNER_STEPS, SAMPLES, make, once, train  # noqa: E402
+from training.small import DEADLINE_S, Deserter, Left, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.data import Ledger, LedgerSampler  # noqa: E402
@@ -93,7 +93,7 @@ def test_each_sample_has_its_effect_at_most_once_in_each_fragment(
         assert lacking.max() <= 2 * BATCH * INNER_STEPS * 3 and not (effects == 0).all(dim=0).any()
 
 
-def test_a_run_of_other_peers_goes_on_with_the_samples_that_are_left(address: str) -> None:
+def test_a_resumed_run_takes_the_samples_that_are_left(address: str) -> None:
     def begins() -> Any:
         with pccl.Communicator(address) as comm:
             model, ledger, diloco = make(comm, min_peers=3)
@@ -115,7 +115,7 @@ def test_a_run_of_other_peers_goes_on_with_the_samples_that_are_left(address: st
 
 
 @pytest.mark.parametrize("wire", ["int8", "sparse"])
-def test_votes_travel_with_what_is_gathered(address: str, wire: str) -> None:
+def test_votes_travel_with_gathered_payloads(address: str, wire: str) -> None:
     def body() -> Any:
         with pccl.Communicator(address) as comm:
             model, ledger, diloco = make(comm, min_peers=2, wire=wire)
@@ -127,7 +127,7 @@ def test_votes_travel_with_what_is_gathered(address: str, wire: str) -> None:
     assert ours == theirs and ours[1] == SAMPLES * EPOCHS
 
 
-def test_who_waits_for_others_keeps_the_samples_of_its_round(address: str) -> None:
+def test_a_peer_that_waits_for_others_keeps_the_samples_of_its_round(address: str) -> None:
     alone = threading.Event()
 
     def waits() -> Any:
@@ -160,7 +160,7 @@ def test_who_waits_for_others_keeps_the_samples_of_its_round(address: str) -> No
     once(first, {3})
 
 
-def test_what_does_not_fit_is_refused(address: str) -> None:
+def test_a_state_that_does_not_fit_is_refused(address: str) -> None:
     with pccl.Communicator(address) as comm:
         model, _, diloco = make(comm)
         state = diloco.state_dict()

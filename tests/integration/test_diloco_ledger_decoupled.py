@@ -12,9 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from effects import EPOCHS, SAMPLES, make, train  # noqa: E402
-from outer import DEADLINE_S, Deserter, Left, together  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from peers.waiting import wait_until  # noqa: E402
+from training.samples import EPOCHS, SAMPLES, make, train  # noqa: E402
+from training.small import DEADLINE_S, Deserter, Left, together  # noqa: E402
 
 import pccl  # noqa: E402
 

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from effects import EPOCHS, SAMPLES, Effects, make, once, train  # noqa: E402
-from outer import DEADLINE_S, Clock, Deserter, Hand, Left, together  # noqa: E402
+from training.samples import EPOCHS, SAMPLES, Effects, make, once, train  # noqa: E402
+from training.small import DEADLINE_S, Clock, Deserter, Hand, Left, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.data import Ledger  # noqa: E402
@@ -91,7 +91,7 @@ def test_weighted_by_samples_none_is_lost_with_a_peer(address: str) -> None:
 
 @pytest.mark.parametrize("weight", ["peers", "samples"])
 @pytest.mark.parametrize("mode", ["sync", "delayed"])
-def test_what_the_time_does_not_suffice_for_is_trained_on_later(
+def test_samples_left_when_the_time_is_over_are_trained_on_later(
     address: str, clock: Clock, weight: str, mode: str
 ) -> None:
     run = Run(address, clock)
@@ -113,7 +113,7 @@ def test_nor_is_any_lost_with_a_peer(address: str, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
-def test_samples_of_who_is_late_are_consumed_with_the_next_round(
+def test_samples_of_a_late_peer_are_consumed_with_the_next_round(
     address: str, clock: Clock, mode: str
 ) -> None:
     run = Run(address, clock)
@@ -124,7 +124,7 @@ def test_samples_of_who_is_late_are_consumed_with_the_next_round(
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
-def test_samples_of_who_is_late_and_then_alone_are_consumed_once(
+def test_samples_of_a_late_and_then_lone_peer_are_consumed_once(
     address: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It applies its own progress, although its vote said that no mean would have it."""
@@ -151,7 +151,7 @@ def test_samples_of_who_is_late_and_then_alone_are_consumed_once(
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed"])
-def test_samples_of_who_is_left_behind_are_given_to_others(
+def test_samples_of_a_peer_left_behind_are_given_to_others(
     address: str, hand: Hand, mode: str
 ) -> None:
     """It stands still in its second round, and joins again without the progress of that."""

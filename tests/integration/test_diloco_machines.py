@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from processes import Reporter  # noqa: E402
+from peers.processes import Reporter  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -23,7 +23,7 @@ WORK = {"device": 1, "cpu": 1, "slow": 2}  # how often each peer does the work o
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed"])
-def test_each_trains_for_the_time_and_weighs_what_it_has_done(mode: str) -> None:
+def test_peers_train_for_a_time_and_are_weighted_by_their_samples(mode: str) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         peers = {
             role: Reporter(Path(__file__), master.address, mode, role, patience_s=90)

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Model, make, random, together  # noqa: E402
+from training.small import DEADLINE_S, Model, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -67,7 +67,7 @@ def train(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
 
 @pytest.mark.parametrize("wire", ["fp32", "int4", "sparse"])
 @pytest.mark.parametrize("mode", MODES)
-def test_nobody_is_warned_without_cause(
+def test_correct_use_gives_no_warning(
     address: str, mode: str, wire: str, warnings: list[str]
 ) -> None:
     two(address, train, mode=mode, wire=wire, **{**MODES[mode], "inner_steps": 2, "overlap": 0})

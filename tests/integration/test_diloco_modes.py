@@ -11,7 +11,7 @@ from oracles import diloco as diloco_oracle
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Model, desert, make, refuse, together  # noqa: E402
+from training.small import DEADLINE_S, Model, desert, make, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -111,8 +111,8 @@ def test_eager_and_alone_is_sync_and_its_theta_is_delayed(address: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["delayed", "eager"])
-def test_who_has_lost_all_others_has_its_progress_and_no_guess(address: str, mode: str) -> None:
-    """That of two rounds: the one whose mean was under way, and the one trained meanwhile."""
+def test_a_lone_survivor_has_its_progress_and_no_estimate(address: str, mode: str) -> None:
+    """The progress of two rounds: the one with the pending mean, and the one trained meanwhile."""
     launched, left = threading.Event(), threading.Event()
 
     def veteran() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import together  # noqa: E402
+from training.small import together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo, MuonAndAdamW, muloco, sparseloco  # noqa: E402
@@ -165,7 +165,7 @@ def test_muloco_trains_and_resumes(wire: Any) -> None:
     assert sum(again[0][2] + again[1][2]) < sum(runs[0][2] + runs[1][2])
 
 
-def test_presets_are_those_that_were_published() -> None:
+def test_presets_equal_the_published_values() -> None:
     assert [(muloco(n)["outer_lr"], muloco(n)["outer_momentum"]) for n in (1, 2, 4, 8, 20)] == [
         (0.7, 0.6),
         (0.767, 0.667),

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Model, N, make, refuse, together  # noqa: E402
+from training.small import DEADLINE_S, Model, N, make, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 
@@ -56,7 +56,7 @@ def train(
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_in_no_mean(address: str, mode: str, wire: str, bad: float) -> None:
+def test_non_finite_progress_is_in_no_mean(address: str, mode: str, wire: str, bad: float) -> None:
     def moves(number: int, k: int) -> float:
         return bad if number == 1 and k == 1 else 1.0
 
@@ -69,7 +69,7 @@ def test_what_is_not_finite_is_in_no_mean(address: str, mode: str, wire: str, ba
         assert sum(outer.contributors == 2 for outer in outers) == 1
 
 
-def test_what_is_far_from_the_others_is_left_out_or_clipped(address: str) -> None:
+def test_outliers_are_left_out_or_clipped(address: str) -> None:
     def moves(number: int, k: int) -> float:
         return 100.0 if number == 1 else 1.0 + number
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from fsdp_checkpoint import OPTIONS, build, trained  # noqa: E402
+from programs.with_torch.fsdp_checkpoint import OPTIONS, build, trained  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 import pccl.torch  # noqa: E402
 from pccl.diloco import Checkpoints, DiLoCo, MuonAndAdamW  # noqa: E402
 
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "fsdp_checkpoint.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "support/programs/with_torch/fsdp_checkpoint.py"
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
 
@@ -133,7 +133,7 @@ def test_an_evaluation_leaves_no_old_parameters_behind(address: str) -> None:
     assert torch.allclose(after, wanted)
 
 
-def test_what_is_sharded_in_another_way_is_refused(address: str) -> None:
+def test_other_kinds_of_sharding_are_refused(address: str) -> None:
     line, grid = (
         init_device_mesh("cpu", (1,)),
         init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")),

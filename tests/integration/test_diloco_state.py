@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peers.cluster import client_of
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from peers.waiting import wait_until  # noqa: E402
+from training.small import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -75,7 +76,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["mean", "first", "local"])
-def test_a_newcomer_gets_what_is_not_trained(address: str, mode: str) -> None:
+def test_a_newcomer_gets_frozen_parameters_and_buffers(address: str, mode: str) -> None:
     """Frozen parameters in any case; local buffers are those of one that was there."""
     alone = threading.Event()
 
@@ -118,7 +119,7 @@ def test_a_newcomer_gets_what_is_not_trained(address: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["base.weight", "turned", "flags", "norm.running_var", "seen"])
-def test_the_digest_covers_what_is_not_trained(address: str, what: str) -> None:
+def test_the_digest_covers_frozen_parameters_and_buffers(address: str, what: str) -> None:
     digests = []
     for change in (False, True):
         model = Net(1)
@@ -130,7 +131,7 @@ def test_the_digest_covers_what_is_not_trained(address: str, what: str) -> None:
     assert digests[0] != digests[1]
 
 
-def test_a_frozen_parameter_that_has_changed_is_found_when_somebody_joins(
+def test_a_changed_frozen_parameter_is_found_when_a_peer_joins(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And in no other round, since hashing it costs time."""
@@ -307,7 +308,7 @@ def test_other_words_are_refused(address: str, options: dict[str, Any]) -> None:
 # ---- alone ----
 
 
-def test_who_is_alone_and_steps_ends(address: str, warnings: list[str]) -> None:
+def test_a_lone_peer_with_alone_step_ends(address: str, warnings: list[str]) -> None:
     model = Model(1.0)
     with pccl.Communicator(address) as comm:
         diloco = make(comm, model, outer_momentum=0.0, alone="step")
@@ -320,7 +321,7 @@ def test_who_is_alone_and_steps_ends(address: str, warnings: list[str]) -> None:
     assert "alone='step'" in said and "its own pseudo-gradient alone" in said
 
 
-def test_who_is_alone_and_trains_on_says_so_once(address: str, warnings: list[str]) -> None:
+def test_a_lone_peer_that_trains_on_logs_it_once(address: str, warnings: list[str]) -> None:
     model = Model()
     with pccl.Communicator(address) as comm:
         diloco = make(comm, model)
@@ -374,9 +375,7 @@ def test_a_group_that_waits_takes_no_step_with_fewer(address: str, warnings: lis
     assert said and "it has 2 peers and needs 3" in said[0]
 
 
-def test_whoever_waits_for_others_waits_for_events(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_others_does_not_poll(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks once whether others are there, before it begins and when it is alone."""
     asked: list[Peer] = []
     ask = Peer.are_peers_pending
@@ -395,7 +394,7 @@ def test_whoever_waits_for_others_waits_for_events(
             for _ in range(steps):
                 model.move(1.0)
                 diloco.step()
-            return asked.count(comm._membership._client.peer)  # type: ignore[union-attr]
+            return asked.count(client_of(comm).peer)
 
     def later(job: Callable[[], object]) -> None:
         threading.Event().wait(0.5)  # in which whoever polls does it again and again
@@ -413,7 +412,7 @@ def test_whoever_waits_for_others_waits_for_events(
     assert times <= 6  # two waits, and once in each of two rounds
 
 
-def test_whoever_waits_to_begin_says_so(
+def test_waiting_for_the_first_peers_is_logged(
     address: str, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pccl.runtime.limits.QUIET_S", 0.1)
@@ -449,7 +448,7 @@ def test_reminders_come_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the times of a round ----
 
 
-def test_a_round_says_where_its_time_went(address: str) -> None:
+def test_a_round_reports_where_its_time_went(address: str) -> None:
     def body() -> None:
         model = Net(1)
         with pccl.Communicator(address) as comm:
@@ -470,7 +469,7 @@ def test_a_round_says_where_its_time_went(address: str) -> None:
 # ---- files ----
 
 
-def test_a_file_holds_all_that_a_run_goes_on_from(address: str, tmp_path: Path) -> None:
+def test_a_state_file_is_enough_to_resume_a_run(address: str, tmp_path: Path) -> None:
     path = tmp_path / "state"
 
     def fresh(seed: int, **options: Any) -> tuple[Net, DiLoCo]:
@@ -525,9 +524,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_damaged_file_is_refused_whatever_is_wrong_with_it(
-    address: str, saved: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_refused(address: str, saved: Path, tmp_path: Path) -> None:
     whole = saved.read_bytes()
     theta = whole.index(Net(1).head.weight.detach().numpy().tobytes())
     flipped = bytearray(whole)

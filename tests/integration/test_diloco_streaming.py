@@ -12,7 +12,7 @@ from oracles import diloco as diloco_oracle
 
 torch = pytest.importorskip("torch")
 
-from outer import (  # noqa: E402
+from training.small import (  # noqa: E402
     DEADLINE_S,
     Deserter,
     Left,
@@ -177,7 +177,7 @@ def test_a_peer_may_be_lost_at_any_point(address: str, name: str, nth: int) -> N
 # ---- alone ----
 
 
-def test_what_is_lost_with_all_others_is_not_the_progress(address: str) -> None:
+def test_progress_survives_the_loss_of_all_others(address: str) -> None:
     """It stays in the model, and is in the next pseudo-gradient; a newcomer is in phase."""
     launched, left, alone = threading.Event(), threading.Event(), threading.Event()
     leaving = threading.Barrier(2)
@@ -229,7 +229,7 @@ def test_what_is_lost_with_all_others_is_not_the_progress(address: str) -> None:
     assert ours == theirs
 
 
-def test_who_is_alone_and_steps_applies_its_own_progress(address: str) -> None:
+def test_a_lone_peer_with_alone_step_applies_its_progress(address: str) -> None:
     model = Model()
     with pccl.Communicator(address) as comm:
         options = {"outer_lr": 0.5, "outer_momentum": 0.0, "alone": "step"}
@@ -277,9 +277,7 @@ def test_a_group_that_waits_takes_no_step_with_fewer(address: str) -> None:
 
 
 @pytest.mark.parametrize("peers", [2, 3])
-def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_its_steps(
-    address: str, peers: int
-) -> None:
+def test_a_run_resumes_from_a_checkpoint_between_fragments(address: str, peers: int) -> None:
     """Also with another number of peers; a mode without fragments takes the same parameters."""
 
     def body(address: str, seeds: range, state: Any, among: int, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from oracles import diloco as diloco_oracle
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Left, together  # noqa: E402
+from training.small import DEADLINE_S, Left, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl import extension, kernels  # noqa: E402
@@ -57,7 +57,7 @@ def step(diloco: DiLoCo, model: Wide, by: Any, **given: Any) -> Any:
 @pytest.mark.parametrize(
     ("mode", "wire"), [("sync", "int8"), ("sync", "int4"), ("sync", "e3m0"), ("delayed", "int4")]
 )
-def test_theta_and_residuals_are_those_of_the_oracle(address: str, mode: str, wire: str) -> None:
+def test_theta_and_residuals_equal_the_oracle(address: str, mode: str, wire: str) -> None:
     rounds, ranks = 4, {}
 
     def peer(number: int) -> Callable[[], Any]:
@@ -193,7 +193,7 @@ def test_nothing_is_lost_over_200_rounds(
         assert float(total.norm()) > 1000
 
 
-def test_weights_are_those_of_the_samples(address: str) -> None:
+def test_weights_are_numbers_of_samples(address: str) -> None:
     """Nothing is lost with peers that train on different numbers of samples, either."""
     rounds, samples = 30, (1, 2, 5, 9)
 

@@ -11,7 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import (  # noqa: E402
+from peers.waiting import wait_until  # noqa: E402
+from training.small import (  # noqa: E402
     DEADLINE_S,
     Clock,
     Deserter,
@@ -25,7 +26,6 @@ from outer import (  # noqa: E402
     refuse,
     together,
 )
-from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco.pace import Deadline  # noqa: E402
@@ -88,7 +88,7 @@ def test_a_mean_is_weighted_by_samples_to_the_bit(address: str, mode: str) -> No
         np.testing.assert_allclose(ours[0][1], expected(1)[0], rtol=0, atol=1e-6)
 
 
-def test_weights_of_fragments_and_of_what_is_quantized(address: str) -> None:
+def test_weights_apply_to_quantized_fragments(address: str) -> None:
     """The error that quantization makes comes back, so means add up to the true ones."""
     options = {"mode": "streaming", "fragments": 2, "inner_steps": 2, "wire": "int8"}
     ours, theirs = together(*(weighted_peer(address, n, 40, **options) for n in (0, 1)))
@@ -160,7 +160,7 @@ def test_weights_that_cannot_be_counted_are_refused(address: str) -> None:
     together(body, body)
 
 
-def test_samples_of_who_was_alone_count_when_its_progress_does(address: str) -> None:
+def test_samples_of_a_lone_peer_count_with_its_progress(address: str) -> None:
     """A peer that could not average has trained on them, and the next mean has them all."""
     alone = threading.Event()
 
@@ -198,7 +198,7 @@ def test_samples_of_who_was_alone_count_when_its_progress_does(address: str) -> 
 # ---- time ----
 
 
-def test_each_does_what_it_can_in_the_time(address: str, clock: Clock) -> None:
+def test_peers_of_different_speed_train_for_the_same_time(address: str, clock: Clock) -> None:
     """And no peer begins a step that would end after the grace."""
 
     def peer(step_s: float, steps: list[int]) -> Callable[[], Any]:
@@ -265,7 +265,7 @@ def test_a_step_longer_than_the_time_is_told(
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("decay", [1.0, 0.5])
-def test_who_is_late_is_in_the_next_round(
+def test_a_late_peer_is_in_the_next_round(
     address: str, clock: Clock, wire: str, decay: float
 ) -> None:
     """Two of three do six steps in 6 s; the third takes 18 s, and has 7 s from the second round."""
@@ -299,7 +299,7 @@ def test_who_is_late_is_in_the_next_round(
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
-def test_a_mean_of_nothing_is_no_step_and_nobody_waits_for_others(address: str, mode: str) -> None:
+def test_a_mean_without_samples_is_no_step_and_no_peer_waits(address: str, mode: str) -> None:
     """Without samples: the progress is in the next round."""
 
     def body() -> Any:
@@ -351,7 +351,7 @@ def test_no_mean_is_of_fewer_than_were_wanted_because_others_are_late(
     assert len({end[1] for end in ends}) == 1
 
 
-def test_a_slow_peer_contributes_what_it_has_to_each_fragment(address: str, clock: Clock) -> None:
+def test_a_slow_peer_contributes_its_steps_to_each_fragment(address: str, clock: Clock) -> None:
     """Two of three take 6 steps in 6 s, and so 3 for each of two fragments; the third takes 2."""
 
     def peer(step_s: float) -> Callable[[], Any]:
@@ -384,7 +384,7 @@ def test_a_slow_peer_contributes_what_it_has_to_each_fragment(address: str, cloc
     assert sorted({flat[0] for _, flat, _ in ends}) == pytest.approx([of_all[0] - 3, of_all[0] - 2])
 
 
-def test_who_is_late_and_alone_is_late_for_nobody(address: str, clock: Clock) -> None:
+def test_a_lone_peer_is_never_late(address: str, clock: Clock) -> None:
     model = Model()
     with pccl.Communicator(address) as comm:
         options = {"inner_steps": 2, "deadline_peers": 1, "grace": 0.0, "alone": "step"}
@@ -405,7 +405,7 @@ def test_a_negative_number_of_samples_is_refused(address: str) -> None:
             diloco.step(samples=-1)
 
 
-def test_peers_that_hear_of_a_loss_at_different_times_gather_the_shares_together(
+def test_peers_that_learn_of_a_loss_at_different_times_gather_shares_together(
     address: str,
 ) -> None:
     """One is in it when a peer is lost; the other enters it only then."""

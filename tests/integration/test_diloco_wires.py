@@ -12,7 +12,7 @@ from oracles import diloco as diloco_oracle
 
 torch = pytest.importorskip("torch")
 
-from outer import (  # noqa: E402
+from training.small import (  # noqa: E402
     DEADLINE_S,
     Deserter,
     Lost,
@@ -53,7 +53,7 @@ def expected(wire: str, mode: str, rounds: int) -> diloco_oracle.Quantizing:
 
 
 @pytest.mark.parametrize(("mode", "wire"), MODES_OF_WIRES)
-def test_theta_and_residuals_are_those_of_the_oracle(address: str, wire: str, mode: str) -> None:
+def test_theta_and_residuals_equal_the_oracle(address: str, wire: str, mode: str) -> None:
     """Also over a restart, with each peer's own state."""
     wanted = expected(wire, mode, 4)
 
@@ -117,7 +117,7 @@ def test_a_retry_sends_the_same_bytes_and_feeds_back_once(
 
 @pytest.mark.parametrize("alone", ["continue", "step"])
 @pytest.mark.parametrize("mode", ["sync", "delayed"])
-def test_the_residual_of_who_is_alone_stands(address: str, mode: str, alone: str) -> None:
+def test_the_residual_of_a_lone_peer_stays(address: str, mode: str, alone: str) -> None:
     call = "all_gather_async"
 
     def survivor() -> None:
@@ -139,7 +139,7 @@ def test_the_residual_of_who_is_alone_stands(address: str, mode: str, alone: str
     together(survivor, leaver)
 
 
-def test_a_mean_of_too_few_is_fed_back_to_nobody(address: str) -> None:
+def test_a_mean_of_too_few_changes_no_residual(address: str) -> None:
     """Two of three average, and wait for a third one: then they send the same bytes once more.
 
     They do so a third time if they had begun to send when the third one was lost.
@@ -251,7 +251,7 @@ def test_peers_that_quantize_are_equal_while_one_is_lost_and_one_joins(
     assert ours == theirs and new.items() <= ours.items() and len(new) >= 3
 
 
-def test_who_sends_what_is_no_pseudo_gradient_is_named_on_all_peers(address: str) -> None:
+def test_the_sender_of_a_malformed_payload_is_named_on_all_peers(address: str) -> None:
     ranks: list[int] = []
 
     def body(number: int) -> Callable[[], Any]:
@@ -282,7 +282,7 @@ def test_who_sends_what_is_no_pseudo_gradient_is_named_on_all_peers(address: str
         assert text.endswith("are not bytes of numbers quantized as sparse")
 
 
-def test_what_rounding_takes_comes_back(address: str) -> None:
+def test_rounding_errors_are_fed_back(address: str) -> None:
     """Means of 4 bits add up to the true ones, but for one residual: the error does not grow."""
     rounds = 30
 
@@ -305,7 +305,7 @@ def test_what_rounding_takes_comes_back(address: str) -> None:
     assert (first + second).abs().max() / 2 < 0.5 < (ours.abs() / rounds).max()
 
 
-def test_buffers_travel_as_they_are(address: str) -> None:
+def test_buffers_are_sent_unencoded(address: str) -> None:
     def body(own: int) -> Callable[[], Any]:
         def run() -> Any:
             model = Model()

@@ -113,7 +113,7 @@ def said(actions: list[Effect]) -> list[m.MasterMessage]:
     return [action.message for action in actions if isinstance(action, Send)]
 
 
-def test_a_newcomer_that_is_not_reached_is_told_or_refused() -> None:
+def test_an_unreachable_newcomer_is_warned_or_refused() -> None:
     master = Master(1, lambda work, parts: b"", secret=b"s")
     hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 5000, "x", "a", b"")
     first = said(master.feed(Hello(b"1", hello, "203.0.113.7", "no answer")))[0]
@@ -136,6 +136,6 @@ def test_a_newcomer_that_is_not_reached_is_told_or_refused() -> None:
     assert isinstance(reached, m.Welcome) and not reached.warning
 
 
-def test_what_to_do_about_a_loopback_address() -> None:
+def test_the_remedy_for_a_loopback_address() -> None:
     assert "connect to the master by an address that all can reach" in cure(peer("127.0.0.1"))
     assert "PCCL_PORT_RANGE" in cure(peer("203.0.113.7"))

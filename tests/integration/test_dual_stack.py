@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import namespaces
 import pytest
-from errors_page import listed
-from namespaces import join, outcome, run, space, spaces, started
+from pages import listed
+from peers import namespaces
+from peers.namespaces import join, outcome, run, space, spaces, started
 
 IPV4, IPV6, SIDE = "10.79.0.1:48148", "[fd79::1]:48148", "10.80.0.1:48148"  # the master
 
@@ -66,7 +66,7 @@ def test_ipv6_alone_and_both_kinds_of_both(master: None, way: str) -> None:
     assert outcome(way, {"d": {}, "s": {"MASTER": IPV6}, "t": {}}, "s") == ["done"] * 3
 
 
-def test_a_host_that_the_master_sees_where_nobody_else_does(master: None) -> None:
+def test_a_host_known_by_an_address_only_the_master_can_use(master: None) -> None:
     """Nothing says so: what others send there is lost on the way."""
     assert outcome(IPV4, {"d": {}, "t": {"MASTER": SIDE}}, "t") == ["done"] * 2
 

@@ -1,4 +1,4 @@
-"""Real peers whose collectives begin before they start, and then turn out otherwise."""
+"""Real peers start collectives eagerly, and the start then turns out to be void."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scripts
-import waiting
-from cluster import Cluster, gather, grow, in_threads
-from processes import Master, Reporter
+from peers import waiting
+from peers.cluster import Cluster, gather, grow, in_threads
+from peers.processes import Master, Reporter
 
 import pccl
 from pccl.runtime.client.engine import Engine
 
 pytestmark = pytest.mark.timeout(60)
 LARGE = 100_000  # too large to travel with the vote
-EAGER = Path(scripts.__file__).with_name("eager.py")
+EAGER = Path(__file__).resolve().parents[1] / "support" / "programs" / "eager.py"
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_calls_that_do_not_match_have_changed_nothing(
     reduce(comms, tag=1)
 
 
-def test_a_call_whose_time_is_up_returns_its_memory_and_harms_no_later_one(
+def test_a_timed_out_call_returns_its_memory_and_harms_no_later_call(
     begun: Counter[int], comms: list[pccl.Communicator]
 ) -> None:
     for attempt in range(2):
@@ -94,7 +93,9 @@ def test_a_call_whose_time_is_up_returns_its_memory_and_harms_no_later_one(
     assert sum(begun.values()) == 2 * (1 + 2 + 2)
 
 
-def test_the_death_of_who_has_not_joined_leaves_memory_as_it_was(begun: Counter[int]) -> None:
+def test_the_death_of_a_peer_that_has_not_called_leaves_memory_unchanged(
+    begun: Counter[int],
+) -> None:
     with Cluster(3) as cluster:
         ours, other, dying = cluster.comms
         reduce(cluster.comms)
@@ -147,7 +148,7 @@ def finish(comms: list[pccl.Communicator], first: Callable[[], bool], mine: np.n
 
 @pytest.mark.slow
 def test_a_peer_is_killed_when_its_call_has_begun(begun: Counter[int]) -> None:
-    """What it has sent is void: the others' result is theirs alone, and the same."""
+    """Its early data is void: the others have the result without it."""
     with Cluster(2) as cluster:
         eager = Reporter(EAGER, cluster.master.address, 3, LARGE, patience_s=40.0)
         try:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from engines import ALIGNMENT, DEADLINE_S, F32, NONCE, RUN, SUM, AllReduce, Peer
+from peers.engines import ALIGNMENT, DEADLINE_S, F32, NONCE, RUN, SUM, AllReduce, Peer
 
 from pccl.ext import ffi, lib, tables
 from pccl.protocol.peer.effects import End
@@ -139,7 +139,7 @@ def test_abort_restores(make: Make, transport: str) -> None:
     np.testing.assert_array_equal(work.send, work.given)
 
 
-def test_abort_of_one_that_nobody_joins(make: Make) -> None:
+def test_abort_of_an_op_that_no_other_peer_starts(make: Make) -> None:
     peers = make(2)
     work = AllReduce(peers, 1, 4_000_000, in_place=True)
     work.start(0)
@@ -376,7 +376,7 @@ def test_oversized_messages_end_their_connection(make: Make) -> None:
     assert peer.engine.dropped == 0
 
 
-def test_who_never_says_who_he_is_is_hung_up_on(make: Make) -> None:
+def test_a_silent_connection_is_closed(make: Make) -> None:
     (peer,) = make(1, connect_timeout_ms=300)
     peer.wait(STREAM_UP, 1)
     with socket.create_connection(("127.0.0.1", peer.engine.port)) as mute:
@@ -393,7 +393,7 @@ def test_ipc_path_is_private_and_removed(make: Make) -> None:
     assert not os.path.exists(directory)
 
 
-def test_what_an_engine_cannot_be(backend: str) -> None:
+def test_impossible_engine_options_are_refused(backend: str) -> None:
     with pytest.raises(ValueError, match="forward_max=0"):
         Engine(EngineOptions(forward_max=0))
     engine = Engine(host="127.0.0.1")

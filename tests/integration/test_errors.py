@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from cluster import Cluster
-from errors_page import listed
-from processes import Answer, Master, Puppet, gathered
-from waiting import entered, wait_until
+from pages import listed
+from peers.cluster import Cluster
+from peers.processes import Answer, Master, Puppet, gathered
+from peers.waiting import entered, machine_of, wait_until
 
 import pccl
 from pccl import operands
@@ -89,8 +89,7 @@ def says(answer: Answer, error: str, result: str, *patterns: str) -> str:
 
 def in_the_middle(master: pccl.MasterNode, puppets: list[Puppet]) -> None:
     """All have entered a collective, and the last one stands still."""
-    assert master._server is not None
-    machine = master._server._master
+    machine = machine_of(master)
     puppets[-1].call("launch", value=1.0, count=LARGE, tag=0)
     wait_until(lambda: len(machine.run.voting.open) == 1)
     os.kill(puppets[-1].process.pid, signal.SIGSTOP)
@@ -243,7 +242,7 @@ def test_shared_state_that_lacks_an_entry(stage: Stage) -> None:
 # ---- before anything happens ----
 
 
-def test_what_cannot_be_called_now(stage: Stage, lone: Lone) -> None:
+def test_calls_at_the_wrong_time(stage: Stage, lone: Lone) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         stranger = lone(master.address)
         stranger.begin("all_reduce")
@@ -464,7 +463,7 @@ def test_a_newcomer_that_its_neighbour_cannot_reach(stage: Stage, lone: Lone) ->
         assert [puppet.value() for puppet in puppets] == [2.0, 2.0]
 
 
-def test_a_newcomer_that_reaches_nobody(stage: Stage, lone: Lone) -> None:
+def test_a_newcomer_that_reaches_no_peer(stage: Stage, lone: Lone) -> None:
     env = {"PCCL_INLINE_BYTES": "0", "PCCL_TRANSPORT": "tcp"}
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0], **env)
@@ -484,8 +483,7 @@ def test_a_newcomer_that_reaches_nobody(stage: Stage, lone: Lone) -> None:
 def test_the_time_of_one_is_over(stage: Stage) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0, 0])
-        assert master._server is not None
-        machine = master._server._master
+        machine = machine_of(master)
         puppets[2].call("launch", value=1.0, count=LARGE, tag=0)
         entered(master)
         os.kill(puppets[2].process.pid, signal.SIGSTOP)
@@ -498,7 +496,7 @@ def test_the_time_of_one_is_over(stage: Stage) -> None:
         says(puppets[0].end(), "PCCLTimeoutError", "TIMEOUT", SECONDS)
 
 
-def test_what_takes_more_than_a_test_to_provoke_is_listed_too() -> None:
+def test_errors_that_are_hard_to_provoke_are_listed_too() -> None:
     lost = "all_reduce: RANK_CONNECTION_LOST: peer 3 (10.0.0.1:1) could not complete"
     listed(f"PCCLError: {lost}: it ran out of memory: no memory for a message")
     rounds = OpenRounds()

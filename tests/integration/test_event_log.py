@@ -15,10 +15,10 @@ from typing import TypeAlias
 
 import numpy as np
 import pytest
-from cluster import grow, in_threads
-from errors_page import listed
-from processes import Puppet
-from waiting import wait_until
+from pages import listed
+from peers.cluster import grow, in_threads
+from peers.processes import Puppet
+from peers.waiting import wait_until
 
 import pccl
 from pccl.protocol.master import Master, inputs
@@ -66,7 +66,7 @@ def kinds(path: Path) -> list[str]:
 # ---- a real run ----
 
 
-def test_a_run_in_which_a_peer_is_killed_happens_again(path: Path) -> None:
+def test_the_log_of_a_run_with_a_killed_peer_replays(path: Path) -> None:
     with pccl.MasterNode("127.0.0.1:0", event_log=path) as master:
         victim = Puppet(master.address)
         comms = [pccl.Communicator(master.address) for _ in range(2)]
@@ -280,7 +280,7 @@ def test_a_disk_that_is_full_when_a_file_begins_leaves_no_half_head(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no file in use can be removed there")
-def test_a_log_that_is_removed_begins_anew(path: Path) -> None:
+def test_a_removed_log_is_started_again(path: Path) -> None:
     with opened(path) as (events, master):
         wait_until(lambda: not events._waiting)
         path.unlink()
@@ -290,7 +290,7 @@ def test_a_log_that_is_removed_begins_anew(path: Path) -> None:
     assert isinstance(line, Line)
 
 
-def test_what_cannot_be_a_log_is_refused(path: Path) -> None:
+def test_impossible_log_paths_are_refused(path: Path) -> None:
     def refused(why: str) -> None:
         master = pccl.MasterNode("127.0.0.1:0", event_log=path)
         with pytest.raises(pccl.PCCLError, match=why) as raised:

@@ -62,7 +62,7 @@ def test_both_peers_end_with_the_same_bits(
 
 
 @pytest.mark.parametrize("main", ["resume"], indirect=True)
-def test_a_run_goes_on_from_its_files(
+def test_a_run_resumes_from_its_files(
     main: Callable, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def words(number: int) -> list[str]:
@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_its_files(
 
 
 @pytest.mark.parametrize("main", ["fsdp2"], indirect=True)
-def test_a_sharded_model_goes_on_from_its_checkpoint(
+def test_a_sharded_model_resumes_from_its_checkpoint(
     main: Callable,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,

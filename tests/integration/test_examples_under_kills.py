@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from peers.waiting import wait_until
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COPIES, KILLS = 3, 3

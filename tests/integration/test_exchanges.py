@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, to
-from errors_page import listed
 from oracles import collectives as oracle
-from waiting import wait_until
+from pages import listed
+from peers.cluster import Cluster, to
+from peers.waiting import wait_until
 
 import pccl
 
@@ -255,7 +255,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("case", MISMATCHES)
-def test_different_calls_are_an_error_on_all_that_names_who(case: str) -> None:
+def test_different_calls_are_an_error_on_all_peers_with_names(case: str) -> None:
     first, second, words = MISMATCHES[case]
     with Cluster(2) as cluster:
         numbers = [comm.peers[comm.rank] for comm in cluster.comms]
@@ -271,7 +271,7 @@ def test_different_calls_are_an_error_on_all_that_names_who(case: str) -> None:
             assert words in message, message
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_impossible_arguments_are_refused() -> None:
     with Cluster(2) as cluster:
         comm, other = sorted(cluster.comms, key=lambda each: each.rank)
         x, y = np.ones((4, 3)), np.ones((4, 3))
@@ -333,7 +333,7 @@ LARGE = 1_500_000
 
 
 def work(rank: int, what: str) -> tuple[Array, Any]:
-    """What a peer gives to a large collective, in place where that is possible, and the call."""
+    """A peer's input of a large collective, in place where that is possible, and the call."""
     whole = np.full((12, LARGE // 12), float(rank))
     part = whole[4 * rank : 4 * rank + 4]
     return {
@@ -348,7 +348,7 @@ def work(rank: int, what: str) -> tuple[Array, Any]:
 
 
 @pytest.mark.parametrize("what", ["reduce", "gather", "scatter", "all_to_all"])
-def test_a_peer_that_goes_in_the_middle_leaves_what_was_given(backend: str, what: str) -> None:
+def test_the_loss_of_a_peer_leaves_inputs_unchanged(backend: str, what: str) -> None:
     with Cluster(3) as cluster:
         cluster.comms.sort(key=lambda comm: comm.rank)
         works = [work(comm.rank, what) for comm in cluster.comms]

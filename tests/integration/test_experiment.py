@@ -37,7 +37,7 @@ SETTINGS = Settings(steps=80, inner_steps=10)
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
-class Stage:
+class PoolHarness:
     """A pool without processes; the test says what they report."""
 
     def __init__(self) -> None:
@@ -67,9 +67,9 @@ class Stage:
         self.news += [(number, one if isinstance(one, int) else encode(one)) for one in news]
 
 
-def play(stage: Stage, variant: Variant) -> runner.Run:
+def play(harness: PoolHarness, variant: Variant) -> runner.Run:
     run = runner.Run(
-        stage,  # type: ignore[arg-type]
+        harness,  # type: ignore[arg-type]
         Task("127.0.0.1:1", SETTINGS, variant),
         lambda point: None,
     )
@@ -81,25 +81,25 @@ def rounds(*steps: int) -> list[Averaged]:
     return [Averaged(step, 3, 100 * step, float(step)) for step in steps]
 
 
-def test_peers_are_killed_in_turn_and_those_that_stand_by_take_their_places() -> None:
-    stage = Stage()
+def test_peers_are_killed_in_turn_and_replaced_by_spares() -> None:
+    harness = PoolHarness()
     for number in (0, 1, 2, 4):
-        stage.say(number, Loaded(7))
-    stage.say(0, *rounds(1, 2))
-    stage.say(1, *rounds(2))  # it was killed: not heard any more
-    stage.say(0, *rounds(3, 4))  # nobody stands by yet
-    stage.say(5, Loaded(7))
-    stage.say(0, *rounds(5, 6, 7, 8))  # too late for another one
+        harness.say(number, Loaded(7))
+    harness.say(0, *rounds(1, 2))
+    harness.say(1, *rounds(2))  # it was killed: not heard any more
+    harness.say(0, *rounds(3, 4))  # nobody stands by yet
+    harness.say(5, Loaded(7))
+    harness.say(0, *rounds(5, 6, 7, 8))  # too late for another one
     for number in (4, 5):
-        stage.say(number, *rounds(8))
+        harness.say(number, *rounds(8))
     for number in (0, 4, 5):
-        stage.say(number, Finished(900, 2.5, "same"))
-    result = play(stage, Variant("x", 3, {}, churn=Churn(every_rounds=2))).result()
+        harness.say(number, Finished(900, 2.5, "same"))
+    result = play(harness, Variant("x", 3, {}, churn=Churn(every_rounds=2))).result()
     starting = [("start", 0), ("start", 1), ("start", 2), ("go", 2), ("go", 1), ("go", 0)]
     first = [("start", 4), ("kill", 1), ("go", 4)]
     second = [("start", 5), ("kill", 2), ("go", 5)]
     last = [("start", 7), ("free", 0), ("kill", 7), ("free", 4), ("free", 5)]
-    assert stage.orders == [*starting, *first, *second, *last]
+    assert harness.orders == [*starting, *first, *second, *last]
     assert (result.kills, result.parameters, result.tx_bytes) == (2, 7, 900)
     assert result.tokens == SETTINGS.tokens
 
@@ -112,16 +112,16 @@ def test_peers_are_killed_in_turn_and_those_that_stand_by_take_their_places() ->
     ],
 )
 def test_a_run_that_has_gone_wrong_has_no_result(last: list[Any], why: str) -> None:
-    stage = Stage()
+    harness = PoolHarness()
     for number in (0, 1):
-        stage.say(number, Loaded(7), *rounds(1))
+        harness.say(number, Loaded(7), *rounds(1))
     for number, *news in last:
-        stage.say(number, *news)
+        harness.say(number, *news)
     with pytest.raises(runner.Failed, match=why):
-        play(stage, Variant("x", 2, {})).result()
+        play(harness, Variant("x", 2, {})).result()
 
 
-def test_presets_are_those_of_the_library() -> None:
+def test_presets_equal_those_of_the_library() -> None:
     for name, preset in (("sparseloco-4", sparseloco()), ("muloco-4", muloco(4))):
         options = BY_NAME[name].options
         assert options == {key: value for key, value in preset.items() if key != "inner_steps"}

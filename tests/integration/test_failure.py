@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from cluster import Cluster, in_threads
-from processes import Worker, agree
+from peers.cluster import Cluster, in_threads
+from peers.processes import Worker, agree
 
 import pccl
 
@@ -130,7 +130,7 @@ def test_the_last_survivor_is_told_that_it_is_alone(backend: str) -> None:
         assert survivor.world_size == 1
 
 
-def test_a_lost_master_is_told_apart(backend: str) -> None:
+def test_a_lost_master_is_a_different_result(backend: str) -> None:
     with Cluster(2) as cluster:
         array = np.ones(1000)
         handle = cluster.comms[0].all_reduce_async(array, array, op=pccl.ReduceOp.SUM)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from peers.cluster import Cluster
 
 import pccl
 from pccl.cli.main import main
@@ -87,7 +87,7 @@ def output(process: subprocess.Popen[str], status: int = 0) -> str:
 # ---- the first minutes: the README's commands, where people stand ----
 
 
-def test_what_was_installed_works_in_the_clone_s_root(start: Start, clone: Path) -> None:
+def test_the_installed_package_works_in_the_root_of_the_clone(start: Start, clone: Path) -> None:
     where = start("-c", "import pccl; print(pccl.__file__)")
     helps = [
         start("-m", "pccl.master", "--help"),
@@ -126,7 +126,7 @@ runpy.run_path("examples/all_reduce.py")
 """
 
 
-def test_a_peer_that_waits_for_others_says_how_many_are_there(start: Start) -> None:
+def test_wait_for_peers_logs_how_many_are_there(start: Start) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         waits = (
             "import sys, pccl\nc = pccl.Communicator(sys.argv[1])\nc.connect(); c.wait_for_peers(5)"

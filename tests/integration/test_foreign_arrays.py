@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from peers.cluster import Cluster
 
 import pccl
 
@@ -116,7 +116,7 @@ def test_a_shared_state_has_copies_of_read_only_memory(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_taken_says_what_to_pass(given: Any, recv: Any, why: str) -> None:
+def test_the_error_for_an_unusable_array_suggests_another(given: Any, recv: Any, why: str) -> None:
     with Cluster(1) as cluster, pytest.raises(ValueError, match=why):
         cluster.comms[0].all_reduce(given, recv)
 
@@ -159,7 +159,7 @@ def test_collectives_and_shared_state_of_a_library(name: str, dtype: str) -> Non
 
 
 @pytest.mark.slow
-def test_arrays_of_jax_stay_as_they_are_in_every_dtype() -> None:
+def test_arrays_of_jax_are_not_changed() -> None:
     jax, jnp = library("jax"), library("jax.numpy")
     with Cluster(2) as cluster:
 
@@ -174,7 +174,7 @@ def test_arrays_of_jax_stay_as_they_are_in_every_dtype() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_library_cannot_share_says_what_to_convert() -> None:
+def test_the_error_for_an_unshareable_array_suggests_a_conversion() -> None:
     jax, jnp, mlx = library("jax"), library("jax.numpy"), library("mlx.core")
     with Cluster(1) as cluster:
         reduce = cluster.comms[0].all_reduce

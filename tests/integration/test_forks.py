@@ -1,4 +1,4 @@
-"""Peers whose programs fork: in a child the communicator is dead, and says so at once."""
+"""A program forks: in the child, calls of the communicator raise at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USES = """
 import gc, os, signal, sys, threading, time
 import numpy as np
 import pccl
-from cluster import Cluster
+from peers.cluster import Cluster, client_of
 
 def told(call, *arguments, **named):
     try:
@@ -93,7 +93,7 @@ with pccl.Communicator(sys.argv[1]) as comm:
     if child == 0:
         threading.Event().wait(60)  # until it is killed
         os._exit(0)
-    print(child, comm._membership._client._engine.port, flush=True)
+    print(child, client_of(comm)._engine.port, flush=True)
     threading.Event().wait(60)
 """
 

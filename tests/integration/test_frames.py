@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import zmq
-from cluster import Cluster
-from strangers import HELLO, PATIENCE_S, serving, speaker, welcome
+from peers.cluster import Cluster, client_of
+from peers.strangers import HELLO, PATIENCE_S, serving, speaker, welcome
 
 import pccl
 from pccl.protocol import messages as m
@@ -63,7 +63,7 @@ def test_the_master_answers_many_votes_with_one_frame_for_each_peer() -> None:
 
 
 def test_an_illegal_message_ends_the_frame_too() -> None:
-    """What follows it in its frame counts no more than in another one."""
+    """Later messages of the same frame are dropped, like those of later frames."""
     server = Server("127.0.0.1", 0, Config())
     with ExitStack() as stack:
         stack.enter_context(serving(server))
@@ -118,8 +118,7 @@ def test_calls_that_come_while_a_peer_works_cost_one_frame_and_one_message_to_th
         handles: list[list[pccl.AsyncReduceHandle]] = [[], []]
 
         def launch(index: int, comm: pccl.Communicator) -> None:
-            client = comm._membership._client
-            assert client is not None
+            client = client_of(comm)
 
             def calls() -> None:
                 handles[index] = [
@@ -142,7 +141,7 @@ def woken(waiter: Waiter) -> bool:
     return bool(reads)
 
 
-def test_a_command_wakes_whoever_waits_and_no_one_else() -> None:
+def test_a_command_wakes_only_a_waiting_thread() -> None:
     waiter, done = Waiter(), list[int]()
     inbox = Inbox(waiter.wake)
     try:

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cluster import gather, in_threads
-from processes import Master, Puppet, gathered, together
-from waiting import wait_until
+from peers.cluster import gather, in_threads
+from peers.processes import Master, Puppet, gathered, together
+from peers.waiting import machine_of, wait_until
 
 import pccl
 from pccl.protocol.master import inputs, recovery
@@ -37,11 +37,11 @@ class Clock:
         return self.now_s
 
 
-def test_pauses_are_told_from_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_pauses_are_distinguished_from_waits(caplog: pytest.LogCaptureFixture) -> None:
     pauses = Pauses(4.0, running := Clock(), elapsed := Clock())
 
     def after(running_s: float, elapsed_s: float, waited_s: float) -> tuple[float, str]:
-        """What a check adds to `total_s`, and the seconds that it logs."""
+        """The seconds that a check adds to `total_s`, and those that it logs."""
         caplog.clear()
         running.now_s += running_s
         elapsed.now_s += elapsed_s
@@ -115,7 +115,7 @@ def test_sleep_of_the_machine_freezes_no_grace(monkeypatch: pytest.MonkeyPatch) 
         pytest.param(False, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_master_that_was_stopped_goes_on_with_all_its_peers(
+def test_a_stopped_master_resumes_with_all_its_peers(
     journaled: bool, busy: bool, tmp_path: Path
 ) -> None:
     options = ["--state", str(tmp_path / "master.db")] if journaled else []
@@ -151,7 +151,7 @@ def test_a_master_that_was_stopped_goes_on_with_all_its_peers(
         master.kill()
 
 
-def test_a_pause_before_the_chores_makes_nobody_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_before_the_chores_makes_no_peer_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause comes after the loop has checked its wait, for example in a message."""
     clock, ticks = Clock(), list[inputs.Tick]()
     server = Server("127.0.0.1", 0, Config())
@@ -190,7 +190,7 @@ class Nap:
         setattr(server, moment, interrupted)
 
     def plan(self, *pauses: list[int]) -> None:
-        """Plans pauses, each by the peers whose connections break, once all of them are there."""
+        """Plans a pause for each set of peers whose connections break then, once all are there."""
         self._pauses = [*pauses]
         self._server._waiter.wake()
 
@@ -245,7 +245,7 @@ def test_a_pause_at_any_moment_costs_no_peer(moment: str, monkeypatch: pytest.Mo
         nap.plan([numbers[0], gone._membership.seen("a test").number], [numbers[0]])
         wait_until(lambda: nap.over(numbers))
         monkeypatch.setattr(recovery, "WAIT_S", float("-inf"))
-        wait_until(lambda: not master._server._master.recovering)
+        wait_until(lambda: not machine_of(master).recovering)
         assert [peer.peer for peer in master.status().peers] == numbers
         in_threads([one.update_topology for one in comms])
         assert [one.world_size for one in comms] == [2, 2]

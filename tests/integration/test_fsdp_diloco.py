@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Reporter
+from peers.processes import Reporter
 
 torch = pytest.importorskip("torch")
 
-from fsdp_diloco import Model, data  # noqa: E402
+from programs.with_torch.fsdp_diloco import Model, data  # noqa: E402
 
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "fsdp_diloco.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "support/programs/with_torch/fsdp_diloco.py"
 PATIENCE_S = 100
 ROUNDS, INNER_STEPS, STOP = 12, 2, 4
 

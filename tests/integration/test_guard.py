@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import zmq
-from cluster import gather, grow, in_threads
-from processes import Master
-from strangers import HELLO, READY_DEALER, framed, serving, shake_hands, speaker, welcome
-from waiting import wait_until
+from peers.cluster import gather, grow, in_threads
+from peers.processes import Master
+from peers.strangers import HELLO, READY_DEALER, framed, serving, shake_hands, speaker, welcome
+from peers.waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
@@ -32,7 +32,7 @@ from pccl.runtime.server.server import Server
 COUNTED = pytest.mark.skipif(not tcp.COUNTED, reason="the system does not count bytes")
 
 
-class Door:
+class GuardHarness:
     """A guard, and the connections that it sees."""
 
     def __init__(self, lines_max: int = 200) -> None:
@@ -55,73 +55,73 @@ class Door:
 
 
 def test_a_message_without_an_end() -> None:
-    door = Door()
-    door.come(1)
-    door.come(2)
-    door.bytes[1] = limits.STRANGER_BYTES
-    assert door.cut() == []
-    door.bytes[1] += 10_000
-    assert door.cut() == [1]
-    assert door.cut() == []  # once is enough
-    door.hear(2)
-    door.bytes[2] = 1 << 40  # it has said whole messages of so much
-    assert door.cut() == []
-    door.bytes[2] += limits.KNOWN_BYTES
-    assert door.cut() == []
-    door.bytes[2] += 10_000
-    assert door.cut() == [2]
+    harness = GuardHarness()
+    harness.come(1)
+    harness.come(2)
+    harness.bytes[1] = limits.STRANGER_BYTES
+    assert harness.cut() == []
+    harness.bytes[1] += 10_000
+    assert harness.cut() == [1]
+    assert harness.cut() == []  # once is enough
+    harness.hear(2)
+    harness.bytes[2] = 1 << 40  # it has said whole messages of so much
+    assert harness.cut() == []
+    harness.bytes[2] += limits.KNOWN_BYTES
+    assert harness.cut() == []
+    harness.bytes[2] += 10_000
+    assert harness.cut() == [2]
 
 
 def test_heartbeats_are_no_message_without_an_end() -> None:
-    door = Door()
-    door.come(1)
-    door.hear(1)
-    assert door.cut() == []
+    harness = GuardHarness()
+    harness.come(1)
+    harness.hear(1)
+    assert harness.cut() == []
     for _ in range(1000):
-        door.bytes[1] += 3600 * limits.HEARTBEAT_BYTES_S
-        assert door.cut(3600) == []
+        harness.bytes[1] += 3600 * limits.HEARTBEAT_BYTES_S
+        assert harness.cut(3600) == []
 
 
-def test_who_says_nothing() -> None:
-    door = Door()
-    door.come(1)
-    door.come(2)
-    assert door.cut(limits.HELLO_S) == []
-    door.hear(2)
-    assert door.cut() == [1]
-    assert door.cut(limits.HELLO_S) == []
-    door.come(3)
-    assert door.cut(limits.HELLO_S + 1, drained=False) == []  # perhaps it is only not read yet
-    assert door.cut(PATIENCE * limits.HELLO_S, drained=False) == [3]
+def test_a_connection_without_a_hello_is_cut() -> None:
+    harness = GuardHarness()
+    harness.come(1)
+    harness.come(2)
+    assert harness.cut(limits.HELLO_S) == []
+    harness.hear(2)
+    assert harness.cut() == [1]
+    assert harness.cut(limits.HELLO_S) == []
+    harness.come(3)
+    assert harness.cut(limits.HELLO_S + 1, drained=False) == []  # perhaps it is only not read yet
+    assert harness.cut(PATIENCE * limits.HELLO_S, drained=False) == [3]
 
 
 def test_descriptors_are_used_again() -> None:
-    door = Door()
-    door.come(1, received=10)
-    assert door.cut(limits.HELLO_S - 1) == []
-    door.guard.gone(1)
-    door.come(1)
-    assert door.cut(2.0) == []
-    ((line, _),) = door.guard.look(door.now_s + limits.HELLO_S, True)
-    assert door.guard.holds(line)
-    door.come(1)
-    assert not door.guard.holds(line)
+    harness = GuardHarness()
+    harness.come(1, received=10)
+    assert harness.cut(limits.HELLO_S - 1) == []
+    harness.guard.gone(1)
+    harness.come(1)
+    assert harness.cut(2.0) == []
+    ((line, _),) = harness.guard.look(harness.now_s + limits.HELLO_S, True)
+    assert harness.guard.holds(line)
+    harness.come(1)
+    assert not harness.guard.holds(line)
 
 
 def test_a_crowd_of_strangers() -> None:
-    door = Door(lines_max=6)
+    harness = GuardHarness(lines_max=6)
     for descriptor in range(5):
-        door.come(descriptor)
-        door.now_s += 0.001
-    assert door.cut() == [0, 1]
+        harness.come(descriptor)
+        harness.now_s += 0.001
+    assert harness.cut() == [0, 1]
     for descriptor in range(2, 5):
-        door.guard.gone(descriptor)
-    door = Door()
+        harness.guard.gone(descriptor)
+    harness = GuardHarness()
     for descriptor in range(10):
-        door.come(descriptor, received=limits.STRANGERS_BYTES // 10)
-    assert door.cut() == []
-    door.bytes[4] += 1000
-    assert door.cut() == [4]
+        harness.come(descriptor, received=limits.STRANGERS_BYTES // 10)
+    assert harness.cut() == []
+    harness.bytes[4] += 1000
+    assert harness.cut() == [4]
 
 
 def test_looks_take_a_small_share_of_the_time() -> None:
@@ -138,7 +138,7 @@ def test_looks_take_a_small_share_of_the_time() -> None:
 
 
 @COUNTED
-def test_the_system_counts_what_a_connection_receives() -> None:
+def test_the_kernel_counts_received_bytes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         with socket.create_connection(listening.getsockname()) as here:
             there, _ = listening.accept()

@@ -15,8 +15,8 @@ import threading
 import numpy as np
 import pytest
 import zmq
-from cluster import Cluster, in_threads
-from strangers import (
+from peers.cluster import Cluster, client_of, in_threads
+from peers.strangers import (
     GREETING,
     HELLO,
     PATIENCE_S,
@@ -30,7 +30,7 @@ from strangers import (
     speaker,
     welcome,
 )
-from waiting import wait_until
+from peers.waiting import wait_until
 
 import pccl
 from pccl.ext.mail import RouterMail
@@ -105,7 +105,7 @@ def test_two_peers_reduce_on_while_strangers_send_garbage(target: str, backend: 
         if target == "master":
             port, kind, ready = int(cluster.master.address.split(":")[1]), zmq.DEALER, READY_DEALER
         else:
-            plan = cluster.comms[1]._membership._client.plan
+            plan = client_of(cluster.comms[1]).plan
             port, kind, ready = plan.peers[1].port, zmq.PUSH, READY_PUSH
         if target == "engine, by a member":
             member = (str(plan.peers[1].peer).encode(), f"{plan.nonce:016x}".encode())
@@ -204,7 +204,7 @@ def test_a_name_that_a_connection_gives_itself_is_refused() -> None:
         context.term()
 
 
-def test_what_the_dead_have_said_is_not_taken_for_the_living() -> None:
+def test_unread_messages_of_closed_connections_do_not_hang_up_on_others() -> None:
     """Descriptors are used again: strangers that left much unread must not hang up on others."""
     server = Server("127.0.0.1", 0, Config())
     unread = limits.RECEIVED_MAX - 2
@@ -264,7 +264,7 @@ def test_random_bytes_end_as_a_log_line(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("lacking", ["for a message", "to handle a message"])
-def test_a_master_without_memory_throws_nobody_out(
+def test_a_master_out_of_memory_drops_no_peer(
     lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its work may be half done, so it goes on as after a restart."""

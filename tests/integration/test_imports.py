@@ -1,4 +1,4 @@
-"""Who imports whom, and what importing pccl brings with it."""
+"""Layers of imports, and the modules that `import pccl` loads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_imports_go_downward_only() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_importing_pccl_imports_only_what_a_peer_needs(tmp_path: Path) -> None:
-    """What a master needs, or one who asks for the version, loads then."""
+def test_importing_pccl_imports_only_the_needs_of_a_peer(tmp_path: Path) -> None:
+    """Modules of a master, or for the version, are loaded when they are needed."""
     program = """
 import sys, pccl
 needless = {"torch", "numpy", "asyncio", "ssl", "sqlite3", "http", "email", "subprocess", "hashlib"}

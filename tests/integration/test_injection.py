@@ -1,6 +1,6 @@
 """Makes every fallible libc call fail, at a peer and at the master, in runs of real processes.
 
-For each fault (inject/faults.py) a run is played (inject/stage.py): that process gets an error, or
+For each fault (inject/faults.py) a run is played (inject/runs.py): that process gets an error, or
 dies where libzmq aborts, or goes on; all others get through the story, and nothing hangs. The
 default suite has a sample; `pytest -m slow tests/integration/test_injection.py` plays thousands.
 """
@@ -24,9 +24,9 @@ import pytest
 from inject.faults import FOR_EVER, Fault
 
 INJECT = Path(__file__).resolve().parents[1] / "support" / "inject"
-LIMIT_S = 30.0  # for one run, see stage.py
+LIMIT_S = 30.0  # for one run, see runs.py
 SETTINGS = {
-    "STAGE_LIMIT_S": str(LIMIT_S),
+    "RUN_LIMIT_S": str(LIMIT_S),
     "PCCL_HEARTBEAT_MS": "500",
     "PCCL_HEARTBEAT_TIMEOUT_MS": "3000",
     "PCCL_MASTER_PATIENCE_S": "15",
@@ -40,12 +40,12 @@ TOLD = ("PCCLError", "KickedError", "MasterLostError", "MemoryError", "OSError")
 Result = dict[str, Any]
 
 
-class Stage:
+class Player:
     """A process that plays runs: what it is told, one at a time."""
 
     def __init__(self, library: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(INJECT / "stage.py")],
+            [sys.executable, str(INJECT / "runs.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -76,7 +76,7 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
     """It has inject/fail.c preloaded."""
     compiler = shutil.which("cc")
     if compiler is None or platform.libc_ver()[0] != "glibc":
@@ -84,13 +84,13 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     library = tmp_path_factory.mktemp("inject") / "fail.so"
     command = [compiler, "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-o", str(library)]
     subprocess.run([*command, str(INJECT / "fail.c"), "-ldl"], check=True, timeout=50)
-    made = Stage(library)
+    made = Player(library)
     yield made
     made.close()
 
 
 def wrong(fault: Fault, result: Result) -> str:
-    """What a run's result says that must not be; empty when all is well."""
+    """The violation in a run's result; empty if there is none."""
     how, stood = result["how"], result["stood"]
     if hangs_in_the_interpreter(fault, result) or shuts_newcomers_out(fault, result):
         return ""
@@ -149,9 +149,9 @@ def may_abort(fault: Fault, result: Result) -> bool:
     return aborted and bool(calls & set(fault.kinds.split("+")))
 
 
-def check(stage: Stage, faults: list[Fault]) -> None:
+def check(player: Player, faults: list[Fault]) -> None:
     """Plays them all, and tells of all that went wrong."""
-    results = [(fault, stage.play(fault)) for fault in faults]
+    results = [(fault, player.play(fault)) for fault in faults]
     found = [(fault, why) for fault, result in results if (why := wrong(fault, result))]
     assert not found, "\n".join(f"{fault}: {why}" for fault, why in found)
 
@@ -203,16 +203,16 @@ LONG = {"connections", "descriptors"}  # several seconds each
     [pytest.param(group, marks=[pytest.mark.slow] if group in LONG else []) for group in SAMPLE],
 )
 @pytest.mark.timeout(300)
-def test_a_sample_of_calls_fails(stage: Stage, group: str) -> None:
-    check(stage, SAMPLE[group])
+def test_a_sample_of_calls_fails(player: Player, group: str) -> None:
+    check(player, SAMPLE[group])
 
 
-def test_calls_do_fail(stage: Stage) -> None:
+def test_calls_do_fail(player: Player) -> None:
     """The harness does what it says: calls are counted, the chosen one fails, others do not."""
-    result = stage.play(Fault("peer1", "socket", nth=LISTENS))
+    result = player.play(Fault("peer1", "socket", nth=LISTENS))
     assert (result["seen"]["calls"], result["seen"]["hits"]) == (LISTENS, 1)
     assert "Too many open files" in result["how"]
-    result = stage.play(Fault("peer1", "memory", "_core", sites=True))
+    result = player.play(Fault("peer1", "memory", "_core", sites=True))
     assert (result["seen"]["hits"], result["how"]) == (0, "status 0")
     assert len(result["seen"]["sites"]) > 10
     assert not result["stood"] and not result["disagreement"]
@@ -236,10 +236,10 @@ EACH = [
 CALLS_MAX = 40  # more than so many calls are not made to fail one by one
 
 
-def every(stage: Stage, at: str, kinds: str, module: str, tcp: bool) -> Iterator[Fault]:
+def every(player: Player, at: str, kinds: str, module: str, tcp: bool) -> Iterator[Fault]:
     """Every call; of many, the first and one in the middle of each place in the code."""
     sites = module not in ("python", "multiarray")
-    dry = stage.play(Fault(at, kinds, module, sites=sites, tcp=tcp))
+    dry = player.play(Fault(at, kinds, module, sites=sites, tcp=tcp))
     assert not dry["stood"], dry
     calls, places = dry["seen"]["calls"], dry["seen"]["sites"]
     if calls <= CALLS_MAX:
@@ -259,8 +259,8 @@ def every(stage: Stage, at: str, kinds: str, module: str, tcp: bool) -> Iterator
 @pytest.mark.parametrize(
     ("at", "kinds", "module", "tcp"), EACH, ids=lambda each: str(each) or "any"
 )
-def test_each_call_fails(stage: Stage, at: str, kinds: str, module: str, tcp: bool) -> None:
-    check(stage, list(every(stage, at, kinds, module, tcp)))
+def test_each_call_fails(player: Player, at: str, kinds: str, module: str, tcp: bool) -> None:
+    check(player, list(every(player, at, kinds, module, tcp)))
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def test_each_call_fails(stage: Stage, at: str, kinds: str, module: str, tcp: bo
     ("kinds", "module"),
     [("socket+pair+accept+event+epoll", ""), ("lookup", "_socket"), ("connect", "")],
 )
-def test_calls_fail_for_ever(stage: Stage, at: str, kinds: str, module: str) -> None:
+def test_calls_fail_for_ever(player: Player, at: str, kinds: str, module: str) -> None:
     """From some call on: a process that is out of descriptors, or has no network."""
     faults = [Fault(at, kinds, module, nth, FOR_EVER, tcp=True) for nth in range(1, 30)]
-    check(stage, faults)
+    check(player, faults)

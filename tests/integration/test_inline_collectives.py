@@ -1,4 +1,4 @@
-"""Small collectives, whose data travels with the votes and is reduced by the master."""
+"""Small collectives: data travels with the votes, and the master reduces it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, in_threads
 from oracles import collectives as oracle
+from peers.cluster import Cluster, in_threads
 
 import pccl
 from pccl.protocol import messages as m
@@ -28,8 +28,8 @@ WORK = m.Spec("all_reduce", 0, 10, 2)
 ONE, TWO = np.float32([1, 10]).tobytes(), np.float32([2, 20]).tobytes()
 
 
-class Table:
-    """A master and its peers 1 and 2, whose connections are b"1" and b"2"."""
+class InlineRun:
+    """A master and its peers 1 and 2, with connections b"1" and b"2"."""
 
     def __init__(self, number: int = 2) -> None:
         self.master = Master(1, combine, secret=b"s")
@@ -39,7 +39,7 @@ class Table:
         self.say(b"1", m.TopologyVote(1))
 
     def say(self, conn: bytes, message: m.PeerMessage) -> list[m.MasterMessage]:
-        """What is sent because of it."""
+        """The messages that follow."""
         actions = self.master.feed(Received(conn, message))
         return [action.message for action in actions if isinstance(action, Send)]
 
@@ -53,32 +53,32 @@ class Table:
 
 
 def test_a_result_is_final_when_it_is_sent() -> None:
-    table = Table()
-    started = table.reduce()
+    run = InlineRun()
+    started = run.reduce()
     assert started.final
     assert started.data is not None
     np.testing.assert_array_equal(np.frombuffer(started.data, np.float32), [3, 30])
-    assert table.say(b"1", m.TopologyVote(10)) == []  # nothing is under way any more
-    assert len(table.say(b"2", m.TopologyVote(10))) == 2
+    assert run.say(b"1", m.TopologyVote(10)) == []  # nothing is under way any more
+    assert len(run.say(b"2", m.TopologyVote(10))) == 2
 
 
-def test_what_is_stable_is_what_all_have_heard_of() -> None:
-    table = Table()
-    first, second = table.reduce(0), table.reduce(1)
-    assert table.reduce(2, heard=(second.seq, first.seq)).stable == first.seq
-    assert table.reduce(0, heard=(first.seq, second.seq)).stable == second.seq  # it was said before
+def test_results_known_to_all_are_stable() -> None:
+    run = InlineRun()
+    first, second = run.reduce(0), run.reduce(1)
+    assert run.reduce(2, heard=(second.seq, first.seq)).stable == first.seq
+    assert run.reduce(0, heard=(first.seq, second.seq)).stable == second.seq  # it was said before
 
 
 def test_too_many_results_on_the_way_are_voted_on() -> None:
-    table = Table()
-    table.master.run.collectives.small_max = 2
-    started = [table.reduce(tag) for tag in range(3)]
+    run = InlineRun()
+    run.master.run.collectives.small_max = 2
+    started = [run.reduce(tag) for tag in range(3)]
     assert [s.final for s in started] == [True, True, False]
     assert started[2].data is not None
     seq = started[2].seq
-    assert table.say(b"1", m.FinishVote(seq, True)) == []
-    assert table.say(b"2", m.FinishVote(seq, True)) == [m.Finished(seq, True)] * 2
-    assert table.reduce(4, heard=(seq, seq)).final
+    assert run.say(b"1", m.FinishVote(seq, True)) == []
+    assert run.say(b"2", m.FinishVote(seq, True)) == [m.Finished(seq, True)] * 2
+    assert run.reduce(4, heard=(seq, seq)).final
 
 
 def test_data_that_waits_with_a_vote_counts_as_memory() -> None:
@@ -98,16 +98,16 @@ def test_data_that_waits_with_a_vote_counts_as_memory() -> None:
 )
 def test_a_contribution_that_cannot_be_drops_its_peer(work: m.Spec, data: bytes) -> None:
     assert not fits(work, data)
-    table = Table()
-    table.say(b"1", m.StartVote(9, 0, WORK, ONE))
-    actions = table.master.feed(Received(b"2", m.StartVote(9, 0, work, data)))
+    run = InlineRun()
+    run.say(b"1", m.StartVote(9, 0, WORK, ONE))
+    actions = run.master.feed(Received(b"2", m.StartVote(9, 0, work, data)))
     assert [action.conn for action in actions if isinstance(action, Drop)] == [b"2"]
 
 
-def test_who_sends_data_and_who_does_not_cannot_meet() -> None:
-    table = Table()
-    table.say(b"1", m.StartVote(9, 0, WORK, ONE))
-    errors = table.say(b"2", m.StartVote(9, 0, WORK))
+def test_votes_with_and_without_data_do_not_match() -> None:
+    run = InlineRun()
+    run.say(b"1", m.StartVote(9, 0, WORK, ONE))
+    errors = run.say(b"2", m.StartVote(9, 0, WORK))
     assert len(errors) == 2
     for error in errors:
         assert isinstance(error, m.CallError)

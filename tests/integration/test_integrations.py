@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster
-from waiting import wait_until
+from peers.cluster import Cluster
+from peers.waiting import wait_until
 
 import pccl
 
@@ -120,7 +120,7 @@ def start() -> Iterator[Start]:
 
 
 def kill(found: re.Match[str]) -> None:
-    """Kills the process whose number is the first group of a match."""
+    """Kills the process with the number in the first group of a match."""
     os.kill(int(found[1]), signal.SIGKILL)
 
 
@@ -305,7 +305,7 @@ def test_loops_of_jax(script: str, steps: int, address: str, start: Start) -> No
 
 
 def rounds(log_metrics: Callable[[dict[str, Any], int], object]) -> None:
-    """Three outer rounds of two peers, of which the first logs metrics."""
+    """Three outer rounds of two peers; the first logs metrics."""
     import torch
 
     from pccl.diloco import DiLoCo

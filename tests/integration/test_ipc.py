@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from peers.cluster import Cluster
 
 from pccl.runtime.client import engine
 from pccl.runtime.filelock import FileLock
@@ -51,7 +51,7 @@ def test_a_killed_process_leaves_a_directory_that_the_next_one_removes(scratch: 
     assert not list(scratch.iterdir())
 
 
-def test_what_is_not_ours_stays(scratch: Path) -> None:
+def test_foreign_files_stay(scratch: Path) -> None:
     (scratch / f"{engine.PREFIX}of-a-user").mkdir()  # without a lock: somebody is about to make it
     (scratch / f"{engine.PREFIX}file").touch()
     (scratch / f"{engine.PREFIX}link").symlink_to(scratch)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from processes import Master
-from waiting import wait_until
+from peers.processes import Master
+from peers.waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
@@ -64,7 +64,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Lo
 # ---- what is there ----
 
 
-def test_what_was_written_is_read_again(path: Path) -> None:
+def test_a_journal_is_read_back(path: Path) -> None:
     with opened(path) as scribe:
         assert scribe.remembered.run == RUN and scribe.remembered.incarnation == 0
         scribe.remember(peer(1))
@@ -165,7 +165,7 @@ def foreign(path: Path, *statements: str) -> None:
         other.commit()
 
 
-def test_what_is_no_journal_is_refused(path: Path, tmp_path: Path) -> None:
+def test_other_files_are_refused(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"a list of things to do\n" * 10)
     refused(path, "is no journal of a master, but some other file")
     refused(tmp_path, "it is a directory")
@@ -223,7 +223,7 @@ class Full:
         self.write(file, state)
 
 
-def test_the_run_goes_on_and_all_is_written_when_that_works_again(
+def test_the_run_survives_a_full_disk_and_its_facts_are_written_later(
     path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(path) as scribe:
@@ -244,7 +244,7 @@ def test_the_run_goes_on_and_all_is_written_when_that_works_again(
     assert held(path) == ({2, 3}, True)
 
 
-def test_a_journal_that_is_behind_says_so_to_the_next_master(
+def test_the_next_master_learns_that_the_journal_is_behind(
     path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(path) as scribe:

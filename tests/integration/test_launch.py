@@ -1,4 +1,4 @@
-"""What examples/launch/ has for schedulers: that it is valid, and that a run survives there."""
+"""Files for schedulers in examples/launch/: they are valid, and a run survives there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from peers.waiting import wait_until
 
 import pccl
 from pccl.cli import main as cli
@@ -306,7 +306,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @needs_linux
-def test_slurm_queues_a_peer_again_whose_step_was_killed(
+def test_slurm_requeues_a_killed_peer(
     master: pccl.MasterNode, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     submit = ["sbatch", "--array=0-1", "--export=ALL", f"--chdir={tmp_path}"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, to
-from errors_page import listed
+from pages import listed
+from peers.cluster import Cluster, to
 
 import pccl
 from pccl import operands
@@ -76,15 +76,15 @@ def test_parts_of_a_layout() -> None:
     assert Layout((4, 6), (1, 4)).part(2) is None, "columns are not one after the other"
 
 
-def test_what_is_in_c_order_has_no_layout() -> None:
+def test_arrays_in_c_order_have_no_layout() -> None:
     for array in (numbers(3, 4), np.zeros((3, 0)).T, np.zeros((1, 5)).T, torch.zeros(5, 1).t()):
         assert Buffer.of(array).layout is None
     assert Buffer.of(torch.zeros(2, 1, 4, 4).to(memory_format=torch.channels_last)).layout is None
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_every_collective_moves_them_as_they_lie(make: Callable[[], Any]) -> None:
-    """What comes out is right by index, in the order in memory of what went in."""
+def test_every_collective_moves_arrays_in_memory_order(make: Callable[[], Any]) -> None:
+    """Results are right by index, and have the memory order of the input."""
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:
@@ -136,7 +136,7 @@ def test_every_collective_moves_them_as_they_lie(make: Callable[[], Any]) -> Non
         cluster.each(job)
 
 
-def test_rows_of_tensors_lie_as_in_c() -> None:
+def test_gathered_rows_of_tensors_are_in_c_order() -> None:
     ranks = operands.Ranks(rank=1, members=2, first=0)
     tensor = torch.zeros((3, 2), dtype=torch.bfloat16)
     work = operands.all_gather({"x": tensor}, None, ranks, [4, 3])
@@ -148,7 +148,7 @@ def test_rows_of_tensors_lie_as_in_c() -> None:
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_peers_whose_arrays_lie_otherwise_are_told_who_has_which(small: bool) -> None:
+def test_different_layouts_are_an_error_that_names_the_peers(small: bool) -> None:
     """Flat memory of as many elements, as ever in C's order, does not go with channels_last."""
     shape = (2, 3, 4, 4) if small else (8, 16, 16, 16)
     n = int(np.prod(shape))
@@ -195,7 +195,7 @@ GAPS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("make", GAPS.values(), ids=GAPS)
-def test_what_has_gaps_is_refused_with_words_that_lose_nothing_when_followed(
+def test_arrays_with_gaps_are_refused_with_a_remedy_that_works(
     make: Callable[[], Any],
 ) -> None:
     with Cluster(2) as cluster:
@@ -251,7 +251,7 @@ def shared(x: Any) -> pccl.SharedState:
     return pccl.SharedState.from_tensors({"x": x, "step": np.zeros(1)})
 
 
-def test_shared_state_of_peers_that_lie_alike() -> None:
+def test_shared_state_of_equal_layouts() -> None:
     with Cluster(2) as cluster:
         tensors = [channels_last(8, 32, 16, 16) + i for i in range(2)]
         states = [shared(x) for x in tensors]
@@ -261,7 +261,7 @@ def test_shared_state_of_peers_that_lie_alike() -> None:
     assert torch.equal(tensors[0], channels_last(8, 32, 16, 16) + 1)
 
 
-def test_a_peer_whose_shared_state_lies_otherwise_is_told_so() -> None:
+def test_shared_state_of_another_layout_is_an_error() -> None:
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:

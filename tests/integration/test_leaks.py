@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import in_threads
-from outer import Model, make
-from waiting import wait_until
+from peers.cluster import in_threads
+from peers.waiting import wait_until
+from training.small import Model, make
 
 import pccl
 from pccl import weights
@@ -28,7 +28,7 @@ ROOM, ROOM_EACH = 12 << 20, 100_000  # bytes, in all, and for each cycle: of the
 
 
 class Usage:
-    """What this process has."""
+    """The resources of this process."""
 
     def __init__(self) -> None:
         gc.collect()

@@ -38,7 +38,7 @@ def test_all_that_waits_is_taken_in_its_order(backend: str, pair: Pair) -> None:
     assert there.take() == [b"back"]
 
 
-def test_a_socket_that_was_found_empty_tells_of_what_comes(backend: str, pair: Pair) -> None:
+def test_an_emptied_socket_signals_the_next_message(backend: str, pair: Pair) -> None:
     """As often as it is needed: its descriptor is edge-triggered."""
     here, there = map(Mail, pair)
     poller = zmq.Poller()
@@ -52,7 +52,7 @@ def test_a_socket_that_was_found_empty_tells_of_what_comes(backend: str, pair: P
         assert here.take() == [b"%d" % times]
 
 
-def test_what_is_large_is_not_kept(pair: Pair) -> None:
+def test_large_messages_are_not_kept(pair: Pair) -> None:
     if tables.load().name != "libzmq":
         pytest.skip("libzmq's functions are out of reach here")
     here, there = map(Mail, pair)
@@ -62,7 +62,7 @@ def test_what_is_large_is_not_kept(pair: Pair) -> None:
     assert [len(data) for data in here.take()] == [KEPT_BYTES + 1] and here._mail.n == 0
 
 
-def test_what_cannot_be_sent_or_taken_is_an_error(backend: str) -> None:
+def test_errors_of_sending_and_receiving_are_raised(backend: str) -> None:
     with zmq.Context() as context:
         lonely = context.socket(zmq.DEALER)
         lonely.setsockopt(zmq.IMMEDIATE, 1)
@@ -103,7 +103,7 @@ def test_no_other_thread_gets_in_between(pair: Pair) -> None:
     assert seen
 
 
-def test_a_mail_that_nobody_has_any_more_releases_what_it_has_kept(pair: Pair) -> None:
+def test_a_dropped_mail_releases_its_messages(pair: Pair) -> None:
     """Run under a sanitizer this is more than a smoke test."""
     here, there = map(Mail, pair)
     there.send(b"x" * 1000)

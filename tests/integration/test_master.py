@@ -32,7 +32,7 @@ def test_misuse() -> None:
     master.interrupt()
 
 
-def test_it_tells_its_status_while_it_runs() -> None:
+def test_status_while_it_runs() -> None:
     master = pccl.MasterNode("127.0.0.1:0")
     with pytest.raises(pccl.PCCLError, match="does not run"):
         master.status()
@@ -135,9 +135,7 @@ def hangup(handler: signal.Handlers) -> Iterator[None]:
     [COMMAND, ("-c", SCRIPT), ("-c", SCRIPT + "; m.wait()"), ("-c", SCRIPT + "; signal.pause()")],
     ids=["command", "at exit", "wait", "elsewhere"],
 )
-def test_a_master_that_is_told_to_end_says_so_to_its_peers(
-    command: tuple[str, ...], name: str
-) -> None:
+def test_a_stopped_master_notifies_its_peers(command: tuple[str, ...], name: str) -> None:
     if name == "SIGHUP" and command is not COMMAND:
         pytest.skip("a program's own affair")
     number = signal.Signals[name]
@@ -303,7 +301,7 @@ def fail(*_: object) -> list[object]:
     raise RuntimeError("a bug")
 
 
-def test_a_program_is_told_that_its_master_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_failure_of_a_master_is_raised_in_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Master, "feed", fail)
     with pytest.raises(pccl.PCCLError, match="has failed: RuntimeError: a bug"):
         with pccl.MasterNode("127.0.0.1:0") as master:
@@ -314,7 +312,7 @@ def test_a_program_is_told_that_its_master_has_failed(monkeypatch: pytest.Monkey
     master.interrupt()
 
 
-def test_a_master_for_which_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     master = pccl.MasterNode("127.0.0.1:0")
     start = threading.Thread.start
     with monkeypatch.context() as patched:
@@ -329,9 +327,7 @@ def test_a_master_for_which_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("where", ["pccl.runtime.waiter.socket.socketpair", "os.dup", "os.open"])
-def test_a_master_for_which_there_are_no_descriptors(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_master_without_descriptors(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -348,7 +344,7 @@ def test_a_master_for_which_there_are_no_descriptors(
     master.interrupt()
 
 
-def test_a_master_whose_sockets_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_without_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them in turn; what was opened before is closed, or the port would be taken."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -405,7 +401,7 @@ def test_a_forked_child_leaves_its_parents_master_alone() -> None:
         assert float(used_s) < 0.2, "it spins"
 
 
-def test_garbage_drops_that_connection_and_nobody_else() -> None:
+def test_garbage_ends_only_its_connection() -> None:
     with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
         host, port = master.address.split(":")
         with socket.create_connection((host, int(port))) as scanner:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import in_threads
-from processes import Master, Worker, agree
+from peers.cluster import in_threads
+from peers.processes import Master, Worker, agree
 
 import pccl
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scripts
-from cluster import grow, in_threads
+from peers import scripts
+from peers.cluster import grow, in_threads
 
 import pccl
 from pccl.protocol.master.status import PeerStatus
 
-WARNED = Path(__file__).resolve().parents[1] / "support" / "warned.py"
+WARNED = Path(__file__).resolve().parents[1] / "support" / "programs" / "warned.py"
 LOST = """
 import os, sys
 import numpy as np
@@ -44,7 +44,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_a_peer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PCCL_NAME", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pccl.MasterNode("127.0.0.1:0") as master:
@@ -64,7 +64,7 @@ def test_what_a_peer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
             pccl.Communicator("127.0.0.1:1", name=name)
 
 
-def test_a_mismatch_says_which_peer_reads_it() -> None:
+def test_a_mismatch_marks_the_reading_peer_with_you() -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         comms = [pccl.Communicator(master.address, name=name) for name in ("left", "right")]
         comms[0].connect()
@@ -82,7 +82,7 @@ def test_a_mismatch_says_which_peer_reads_it() -> None:
             comm.close()
 
 
-def test_who_is_lost_and_who_joins_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_losses_and_joins_are_logged_with_names(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pccl")
     with pccl.MasterNode("127.0.0.1:0") as master:
         here = pccl.Communicator(master.address, name="survivor")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 
-import namespaces
 import pytest
-from namespaces import join, run, space, spaces, started
+from peers import namespaces
+from peers.namespaces import join, run, space, spaces, started
 
 PUBLIC, HOMES = ("m", "a"), ("h", "k")
 RULE = "add table ip nat; add chain ip nat out { type nat hook postrouting priority 100; }; "
@@ -50,7 +50,7 @@ def master(network: None) -> Iterator[None]:
 
 
 def outcome(hosts: dict[str, dict[str, str]]) -> list[str]:
-    """What a peer on each host says."""
+    """The output of a peer on each host."""
     return namespaces.outcome("10.79.0.1:48148", hosts, "a")
 
 

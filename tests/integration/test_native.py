@@ -17,7 +17,7 @@ needs_tools = pytest.mark.skipif(
 
 
 def make(target: str, build: Path) -> str:
-    """What `make target` prints; fails with its output when it fails."""
+    """The output of `make target`, which must succeed."""
     done = subprocess.run(
         ["make", "-s", "-C", str(C), target, f"BUILD={build}"],
         stdout=subprocess.PIPE,

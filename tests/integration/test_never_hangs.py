@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from processes import Puppet, Start, gathered, together
+from peers.processes import Puppet, Start, gathered, together
 
 import pccl
 

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 import pytest
-from cluster import Cluster, in_threads
-from errors_page import listed
+from pages import listed
+from peers.cluster import Cluster, in_threads
 
 import pccl
 
@@ -51,7 +51,7 @@ def reduced(comm: pccl.Communicator, arrays: Arrays) -> float:
 
 
 def odd(comm: pccl.Communicator, call: Callable[[], object]) -> str:
-    """What one is told that stands alone, and afterwards."""
+    """The error of the odd one out, and its later calls."""
     with pytest.raises(pccl.MismatchError) as caught:
         call()
     with pytest.raises(pccl.KickedError, match="odd one out"):
@@ -109,7 +109,7 @@ def test_one_of_three_with_other_keys_of_the_shared_state_is_dropped(who: str) -
 
 
 @pytest.mark.parametrize("veterans", [1, 2, 3])
-def test_a_newcomer_that_makes_another_call_than_those_who_were_there_is_dropped(
+def test_a_newcomer_in_another_call_than_the_veterans_is_dropped(
     veterans: int,
 ) -> None:
     with Cluster(veterans) as cluster:

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from cluster import Cluster
 from oracles import collectives as oracle
 from oracles import quantized
 from oracles.quantized import FORMATS
+from peers.cluster import Cluster
 
 import pccl
 from pccl.protocol.strategy import Algorithm

@@ -8,9 +8,9 @@ import sys
 
 import numpy as np
 import pytest
-from cluster import Cluster
-from processes import Puppet, Start, gathered, together
-from waiting import entered, wait_until
+from peers.cluster import Cluster, client_of
+from peers.processes import Puppet, Start, gathered, together
+from peers.waiting import entered, machine_of, wait_until
 
 import pccl
 from pccl.protocol.peer import Peer
@@ -82,7 +82,7 @@ def test_several_rings_share_out_the_data(slow_pairs: set[frozenset[int]], size:
     rng = np.random.default_rng(size)
     with Cluster(size) as cluster:
         cluster.each(lambda _, comm: comm.optimize_topology())
-        clients = [comm._membership._client for comm in cluster.comms]
+        clients = [client_of(comm) for comm in cluster.comms]
         rings = {client.plan.rings for client in clients if client is not None}
         assert len(rings) == 1
         assert len(rings.pop()) == {3: 2, 4: 6}[size]
@@ -112,7 +112,7 @@ def test_several_rings_share_out_the_data(slow_pairs: set[frozenset[int]], size:
 
 
 def comm_sum(comm: pccl.Communicator) -> np.float32:
-    """An all-reduce of ones, again until nobody is lost in it."""
+    """An all-reduce of ones, repeated until no peer is lost in it."""
     while True:
         x = np.ones(50_000, np.float32)
         try:
@@ -164,7 +164,7 @@ def test_a_peer_is_lost_while_links_are_measured(
             gathered(one, [0, 0, 0])
             for puppet in puppets:
                 puppet.begin("optimize_topology")
-            machine = node._server._master  # type: ignore[union-attr]
+            machine = machine_of(node)
             wait_until(lambda: machine.run.optimizations.current is not None)
             os.kill(puppets[2].process.pid, getattr(signal, blow))
             assert [puppet.end() for puppet in puppets[:2]] == [{"value": None}] * 2
@@ -189,7 +189,7 @@ def test_a_newcomer_waits_until_it_is_over(start: Start) -> None:
     assert together([*puppets, newcomer], "all_reduce") == [3.0] * 3
 
 
-def test_who_waits_no_longer_ends_it_for_all(
+def test_a_timeout_ends_it_for_all(
     master: pccl.MasterNode,
     start: Start,
 ) -> None:
@@ -211,7 +211,7 @@ def test_who_waits_no_longer_ends_it_for_all(
     assert together(puppets, "all_reduce") == [3.0] * 3
 
 
-def test_others_stand_elsewhere(start: Start) -> None:
+def test_others_are_in_another_call(start: Start) -> None:
     puppets = gathered(start, [0, 0])
     puppets[0].begin("optimize_topology")
     puppets[1].begin("all_reduce")
@@ -233,7 +233,7 @@ def arrivals(rates: list[float], first: float) -> list[tuple[float, int]]:
     return found
 
 
-def test_the_rate_is_told_when_it_no_longer_grows() -> None:
+def test_the_rate_is_final_when_it_no_longer_grows() -> None:
     slow_start = [1e5 * 2**i for i in range(5)]
     growing = arrivals(slow_start, 0.5)
     assert all(rate_of(growing, 0.0, 0.5 + 0.01 * i) is None for i in range(50))
@@ -241,7 +241,7 @@ def test_the_rate_is_told_when_it_no_longer_grows() -> None:
     assert rate_of(steady, 0.0, 1.6) == pytest.approx(1.6e6, rel=0.1)
 
 
-def test_the_rate_is_told_in_the_end() -> None:
+def test_the_rate_is_final_at_the_end() -> None:
     endless = arrivals([1e5 * 1.3**i for i in range(25)], 0.5)
     assert rate_of(endless, 0.0, 2.4) is None
     assert rate_of(endless, 0.0, 2.6) is not None

@@ -1,4 +1,4 @@
-"""Peers to which nobody can connect take part in everything, by connecting themselves."""
+"""Peers that no other can connect to take part in all calls, by dialling out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, grow, in_threads
-from errors_page import listed
+from pages import listed
+from peers.cluster import Cluster, grow, in_threads
 
 import pccl
 from pccl.cli.main import main
@@ -16,7 +16,7 @@ NOWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): nobody can con
 
 
 class Mixed(Cluster):
-    """Peers of which the `outgoing` ones can be reached nowhere; none is near another one."""
+    """Peers on different machines; the `outgoing` ones cannot be reached."""
 
     def __init__(self, outgoing: list[bool]) -> None:
         self.master = pccl.MasterNode("127.0.0.1:0")

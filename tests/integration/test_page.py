@@ -70,7 +70,7 @@ def seen(address: str, home: Path) -> str:
     return ended.stdout.partition("<script>")[0]
 
 
-def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:
+def test_the_page_loads_nothing_from_other_hosts() -> None:
     body, policy = web.load()
     text = body.decode()
     assert policy.count("'sha256-") == 2 and "unsafe" not in policy
@@ -86,7 +86,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:
 
 @pytest.mark.slow
 @in_a_browser
-def test_it_says_why_a_run_stands_still(tmp_path: Path) -> None:
+def test_it_shows_why_a_run_waits(tmp_path: Path) -> None:
     with shown(a_run()) as address:
         text = seen(address, tmp_path)
     waits = text.split('id="waits"')[1].split("<h2>")[0]
@@ -111,7 +111,7 @@ def test_it_says_why_a_run_stands_still(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @in_a_browser
-def test_it_says_who_follows_the_weights(tmp_path: Path) -> None:
+def test_it_shows_the_followers_of_the_weights(tmp_path: Path) -> None:
     publisher = ClientStatus(1, "10.0.0.9", 41, 12, 12, None, None, False, None, (3,))
     subscriber = ClientStatus(3, "fd00::3", 41, 11, None, 12, 1, True, 12_300_000, ())
     weights = WeightsStatus(12, {11: 1, 12: 2}, (publisher, subscriber), 2)
@@ -145,7 +145,7 @@ def test_the_arrows_of_a_ring_lead_from_each_peer_to_the_next(peers: int, tmp_pa
 
 @pytest.mark.slow
 @in_a_browser
-def test_what_peers_say_is_text(tmp_path: Path) -> None:
+def test_texts_of_peers_are_escaped(tmp_path: Path) -> None:
     status = a_run()
     markup = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     waits = tuple(msgspec.structs.replace(w, why=markup, call=markup) for w in status.waits)
@@ -158,7 +158,9 @@ def test_what_peers_say_is_text(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @in_a_browser
-def test_it_says_when_no_master_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_shows_that_the_master_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "HTTP_ANSWER_S", 0.05)
     with shown(None) as address:
         text = seen(address, tmp_path)

@@ -24,7 +24,7 @@ MIB = 1 << 20
         (256, 1000, 100, 2.68),
     ],
 )
-def test_an_exchange_takes_about_what_was_measured(
+def test_estimates_are_close_to_measurements(
     mib: int, mbit: int, rtt_ms: int, measured_s: float
 ) -> None:
     cluster = Cluster(mib * MIB / 4, 2, mbit * 1e6, rtt_ms / 1e3)
@@ -43,7 +43,7 @@ def test_no_wire_costs_more_than_fp32(peers: int) -> None:
 
 @pytest.mark.parametrize("wire", ["fp32", "int8", "int4", "2bit", "sparse"])
 @pytest.mark.parametrize("peers", [2, 3, 4, 8, 13, 14, 26, 27, 31, 40, 300])
-def test_bytes_are_those_that_diloco_chooses_by(wire: str, peers: int) -> None:
+def test_bytes_equal_the_formula_of_the_documentation(wire: str, peers: int) -> None:
     """docs/howto/diloco.md: what each peer sends for a parameter."""
     size = Cluster(1, 2, 1e9).diloco(wire).sent
     ring, gather = 8 * (peers - 1) / peers, (peers - 1) * size
@@ -73,7 +73,7 @@ def test_advice(cluster: Cluster, call: str) -> None:
 @pytest.mark.parametrize("params", [1e5, 1e7, 1e9, 7e9, 7e10])
 @pytest.mark.parametrize("uplink", [1e7, 2e8, 1e9, 1e11])
 @pytest.mark.parametrize("peers", [2, 8, 40])
-def test_what_is_advised_fits(params: float, uplink: float, peers: int) -> None:
+def test_the_advice_fits_the_budget(params: float, uplink: float, peers: int) -> None:
     cluster = Cluster(params, peers, uplink)
     advice = advise(cluster)
     if advice is None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from peers.waiting import wait_until
 
 from pccl.cli.processes import Fleet, Output, Process, held, tail
 
@@ -49,7 +49,7 @@ def test_a_process_that_is_closed_was_killed() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_has_left_the_group_is_found() -> None:
+def test_a_process_that_left_the_group_is_found() -> None:
     program = FORKS.replace("signal.pause()", "os.setsid(); signal.pause()") + "signal.pause()"
     process = Process([*PYTHON, program], os.environ, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"child\n"
@@ -81,7 +81,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_fleet_is_told_and_heard(tmp_path: Path) -> None:
+def test_a_fleet_reads_and_writes_lines(tmp_path: Path) -> None:
     (tmp_path / "speaks_of_a_fleet.py").write_text(SPEAKS, encoding="utf-8")
     with Fleet("speaks_of_a_fleet", str(tmp_path)) as fleet:
         for number in range(3):

@@ -1,6 +1,6 @@
 """Scripts written for pypccl 1.0 run unchanged, while peers of theirs are killed and others join.
 
-They use the compatible names only, in the ways of pypccl's users: see tests/support/pypccl. Each
+They use the compatible names only, as users of pypccl do (tests/support/programs/pypccl). Each
 reports, for each step that it takes, the digest of its weights, which must be the same on all.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import Report, Reporter
+from peers.processes import Report, Reporter
 
 import pccl
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "support" / "pypccl"
+SCRIPTS = Path(__file__).resolve().parents[1] / "support" / "programs" / "pypccl"
 PATIENCE_S = 100.0
 Start = Callable[..., Reporter]
 
@@ -45,7 +45,7 @@ def learnt(script: Reporter) -> None:
 
 
 def agree(scripts: list[Reporter]) -> None:
-    """Whoever of a group has reported a step had the same weights then."""
+    """All peers of a group that report a step have the same weights."""
     digests: dict[tuple[int, int], str] = {}
     steps = 0
     for script in scripts:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
 from oracles import collectives as oracle
 from oracles import quantized
 from oracles.quantized import FORMATS
+from peers.cluster import Cluster
 
 import pccl
 from pccl.ext import lib
@@ -185,7 +185,7 @@ def test_torch_tensors() -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
-def test_what_travels_with_the_votes_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inline_collectives_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PCCL_INLINE_BYTES", "4000")
     with Cluster(2) as cluster:
 
@@ -199,7 +199,7 @@ def test_what_travels_with_the_votes_is_exact(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_reaches_everybody(bad: float) -> None:
+def test_non_finite_values_reach_all_peers(bad: float) -> None:
     with Cluster(3) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> np.ndarray[Any, Any]:
@@ -267,7 +267,7 @@ def test_another_quantization_is_an_error_on_both(second: dict[str, Any], words:
         cluster.each(job)
 
 
-def test_what_cannot_be_quantized() -> None:
+def test_unquantizable_arguments_are_refused() -> None:
     with Cluster(2) as cluster:
         comm = cluster.comms[0]
         floats, integers = np.ones(10, np.float32), np.ones(10, np.int32)

@@ -94,7 +94,7 @@ def test_the_example_of_the_quick_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["pccl demo", "pytest"])
-def test_each_of_the_two_commands_stands_on_one_line(command: str) -> None:
+def test_each_of_the_two_commands_is_one_line(command: str) -> None:
     """.ci/run takes them from there."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     pattern = rf"^python3 -m venv \.venv && .*{command}$"

@@ -69,7 +69,7 @@ def test_a_release_sets_version_and_date_and_tags(
         ("0.2.0", None, "## 0.2.0 (2026-01-31)\n", "not `## 0.2.0 (not released)`"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(
+def test_a_refused_release_changes_nothing(
     version: str,
     source: str | None,
     changelog: str | None,

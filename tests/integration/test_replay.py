@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from peers.waiting import wait_until
 
 from pccl.cli.main import main
 from pccl.protocol import messages as m
@@ -24,7 +24,7 @@ BEGAN = inputs.Began(7, None, None)
 CALL = "all_reduce(1000 elements of float32, sum) with tag 3"
 
 
-class Field:
+class LoggedRun:
     """A master that keeps an event log, and its peers by number."""
 
     def __init__(self, path: Path) -> None:
@@ -61,11 +61,11 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def field(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
+def logged(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoggedRun]:
     monkeypatch.setattr(limits, "EVENT_LOG_PAUSE_S", 0.0)
-    field = Field(path)
-    yield field
-    field.log.close()
+    logged = LoggedRun(path)
+    yield logged
+    logged.log.close()
 
 
 Replay = Callable[..., tuple[int, str, str]]
@@ -80,24 +80,24 @@ def replay(path: Path, capsys: pytest.CaptureFixture[str]) -> Replay:
     return run
 
 
-def play(field: Field) -> None:
+def play(logged: LoggedRun) -> None:
     """Three peers; peer 3 is late, then peer 2 is slow, then peer 3 dies while others wait."""
     for peer in (1, 2, 3):
-        field.joins(peer)
-    field.says(0.5, 1, m.TopologyVote(100))
+        logged.joins(peer)
+    logged.says(0.5, 1, m.TopologyVote(100))
     for at_s, peer in ((1.0, 1), (1.5, 2), (4.0, 3)):
-        field.starts(at_s, peer)
+        logged.starts(at_s, peer)
     for at_s, peer in ((5.0, 1), (5.0, 3), (7.25, 2)):
-        field.finishes(at_s, peer)
+        logged.finishes(at_s, peer)
     for at_s, peer in ((8.0, 1), (8.0, 2)):
-        field.starts(at_s, peer)
-    field.dies(20.0, 3)
-    field.says(21.0, 1, m.TopologyVote(101))
-    field.log.close()
+        logged.starts(at_s, peer)
+    logged.dies(20.0, 3)
+    logged.says(21.0, 1, m.TopologyVote(101))
+    logged.log.close()
 
 
-def test_it_tells_who_waited_for_whom(field: Field, replay: Replay) -> None:
-    play(field)
+def test_it_prints_the_waits(logged: LoggedRun, replay: Replay) -> None:
+    play(logged)
     status, out, err = replay()
     assert (status, err) == (0, "")
     lines = [line.partition("  ")[2] for line in out.splitlines()]
@@ -118,8 +118,10 @@ def test_it_tells_who_waited_for_whom(field: Field, replay: Replay) -> None:
     assert CALL not in replay("--longer-than", "100")[1]
 
 
-def test_its_state_machine_does_the_same_again(field: Field, replay: Replay, path: Path) -> None:
-    play(field)
+def test_its_state_machine_does_the_same_again(
+    logged: LoggedRun, replay: Replay, path: Path
+) -> None:
+    play(logged)
     status, out, err = replay("--check")
     assert (status, out, err) == (0, "15 inputs have the same effects again\n", "")
     text = path.read_text(encoding="utf-8")
@@ -131,8 +133,8 @@ def test_its_state_machine_does_the_same_again(field: Field, replay: Replay, pat
     assert "struck by lightning" in out
 
 
-def test_a_line_that_is_none_is_named(field: Field, replay: Replay, path: Path) -> None:
-    play(field)
+def test_a_line_that_is_none_is_named(logged: LoggedRun, replay: Replay, path: Path) -> None:
+    play(logged)
     data = path.read_bytes().splitlines(keepends=True)
     data[6] = data[6].replace(b":", b"", 1)
     path.write_bytes(b"".join(data))
@@ -149,9 +151,9 @@ def test_a_line_that_is_none_is_named(field: Field, replay: Replay, path: Path) 
 @pytest.mark.parametrize("number", ["1e300", "-1e300", "1e18", "-1"])
 @pytest.mark.parametrize("field_of", [b'"unix_s":', b'"at_s":'], ids=["the head", "a line"])
 def test_a_time_that_is_none_is_named(
-    field: Field, replay: Replay, path: Path, number: str, field_of: bytes
+    logged: LoggedRun, replay: Replay, path: Path, number: str, field_of: bytes
 ) -> None:
-    play(field)
+    play(logged)
     at = re.escape(field_of) + rb"[0-9.e+-]+"
     path.write_bytes(re.sub(at, field_of + number.encode(), path.read_bytes(), count=1))
     for options in ([], ["--trace", str(path.with_name("trace.json"))]):
@@ -173,25 +175,25 @@ def test_a_file_without_end_is_no_log(
     assert err.endswith("has more than 1048576 bytes: it is no event log\n")
 
 
-def test_a_torn_line_at_the_end_is_no_damage(field: Field, replay: Replay, path: Path) -> None:
-    play(field)
+def test_a_torn_line_at_the_end_is_no_damage(logged: LoggedRun, replay: Replay, path: Path) -> None:
+    play(logged)
     path.write_bytes(path.read_bytes()[:-9])
     status, _, err = replay("--check")
     assert status == 0
     assert err.endswith("the master has ended within this line\n")
 
 
-def test_what_was_removed_by_rotation_is_said(
-    field: Field, replay: Replay, path: Path, monkeypatch: pytest.MonkeyPatch
+def test_it_reports_lines_removed_by_rotation(
+    logged: LoggedRun, replay: Replay, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "EVENT_LOG_BYTES", 1000)
     monkeypatch.setattr(limits, "EVENT_LOG_FILES", 2)
     for peer in range(1, 5):
         for _ in range(3):
-            written = field.log._written
-            field.joins(peer)
-            wait_until(lambda was=written: field.log._written > was)  # type: ignore[misc]
-    field.log.close()
+            written = logged.log._written
+            logged.joins(peer)
+            wait_until(lambda was=written: logged.log._written > was)  # type: ignore[misc]
+    logged.log.close()
     _, head = next(read(path.with_name("events.1")))
     status, _, err = replay("--check")
     assert status == 1, "nothing could be fed"
@@ -201,7 +203,7 @@ def test_what_was_removed_by_rotation_is_said(
 
 
 def test_a_failure_becomes_a_test(
-    field: Field, replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    logged: LoggedRun, replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test = tmp_path / "test_made.py"
 
@@ -213,12 +215,12 @@ def test_a_failure_becomes_a_test(
         return feed(master, event)
 
     for peer in (1, 2):
-        field.joins(peer)
+        logged.joins(peer)
     with monkeypatch.context() as bug:
         bug.setattr(Master, "feed", fail)
         with pytest.raises(ZeroDivisionError):
-            field.dies(3.0, 2)
-        field.log.close()
+            logged.dies(3.0, 2)
+        logged.log.close()
         status, out, _ = replay("--check", "--to-test", str(test))
         assert status == 0
         assert "it fails again with ZeroDivisionError: a bug" in out
@@ -228,8 +230,10 @@ def test_a_failure_becomes_a_test(
     made()  # the bug is repaired
 
 
-def test_a_trace_has_each_call_and_each_wait(field: Field, replay: Replay, tmp_path: Path) -> None:
-    play(field)
+def test_a_trace_has_each_call_and_each_wait(
+    logged: LoggedRun, replay: Replay, tmp_path: Path
+) -> None:
+    play(logged)
     file = tmp_path / "trace.json"
     assert replay("--trace", str(file))[0] == 0
     events = json.loads(file.read_bytes())["traceEvents"]
@@ -252,7 +256,7 @@ def test_a_trace_has_each_call_and_each_wait(field: Field, replay: Replay, tmp_p
             assert inside or around or other["ts"] >= end or other["ts"] + other["dur"] <= begin
 
 
-def test_what_is_no_log_is_said(replay: Replay, path: Path) -> None:
+def test_other_files_are_refused(replay: Replay, path: Path) -> None:
     assert replay() == (1, "", f"pccl replay: there is no event log {path}\n")
     path.write_text("something else\n", encoding="utf-8")
     status, _, err = replay()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from peers.waiting import wait_until
 
 from pccl.cli import main as cli
 from pccl.cli import run
@@ -83,7 +83,7 @@ sys.exit(3)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_what_a_copy_leaves_behind_ends_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_children_of_a_copy_end_with_it(capfd: pytest.CaptureFixture[str]) -> None:
     status, _, err = copies(capfd, "--restarts", "1", program=[*PYTHON, ORPHANED])
     assert status == 3
     assert "ended with status 3; it is not started again" in err
@@ -104,7 +104,7 @@ def test_a_program_that_is_not_there_is_not_tried_again(capfd: pytest.CaptureFix
     assert "again in" not in err
 
 
-def test_without_a_program_it_says_what_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_program_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert copies(capfd, "-n", "2", program=[]) == (
         2,
         "",
@@ -216,7 +216,7 @@ def test_output_is_passed_on_as_bytes(what: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no FIFOs there")
-def test_what_is_no_line_yet_is_shown(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_shown(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     asks = "import os, sys\nos.write(1, b'sure? '); os.write(1, open(sys.argv[1], 'rb').read())"
@@ -265,7 +265,7 @@ def test_a_line_without_end_takes_no_memory() -> None:
     assert most < 150_000, "kB, of which half is pccl itself"
 
 
-def test_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+def test_copies_survive_a_closed_output(tmp_path: Path) -> None:
     """The copies go on to their end."""
     done = tmp_path / "done"
     program = "import os, pathlib, sys\nfor _ in range(99): os.write(1, b'x' * 9999 + b'\\n')\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, grow, in_threads
+from peers.cluster import Cluster, grow, in_threads
 
 import pccl
 from pccl.cli.main import main
@@ -93,7 +93,7 @@ def mean(*comms: pccl.Communicator) -> None:
     assert all((x == (len(comms) - 1) / 2).all() for x in inputs)
 
 
-def test_a_key_for_each_peer_and_one_more_later(tmp_path: Path) -> None:
+def test_a_key_for_each_peer_and_another_later(tmp_path: Path) -> None:
     assert main(["keys", str(tmp_path), "--peers", "1"]) == 0
     with pccl.MasterNode("127.0.0.1:0", security=tmp_path) as master:
         first = pccl.Communicator(master.address, security=tmp_path / "peer-1")
@@ -198,7 +198,7 @@ class Relay:
 
 
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_what_a_peer_says_cannot_be_read(keys: Path, encrypted: bool) -> None:
+def test_messages_of_a_peer_are_encrypted(keys: Path, encrypted: bool) -> None:
     security = keys if encrypted else None
     with pccl.MasterNode("127.0.0.1:0", security=security) as master:
         relay = Relay(master.address)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
-from errors_page import listed
+from pages import listed
+from peers.cluster import Cluster
 
 import pccl
 
@@ -64,7 +64,7 @@ def test_lists_tags_and_handles_beside_a_collective() -> None:
         cluster.each(job)
 
 
-def test_different_arrays_are_an_error_for_both_and_nobody_else() -> None:
+def test_different_arrays_are_an_error_on_the_two_peers_only() -> None:
     with Cluster(3) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:
@@ -79,7 +79,7 @@ def test_different_arrays_are_an_error_for_both_and_nobody_else() -> None:
         cluster.each(job)
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_impossible_arguments_are_refused() -> None:
     with Cluster(2) as cluster:
         comm = min(cluster.comms, key=lambda each: each.rank)
         x = np.ones(4)
@@ -109,7 +109,7 @@ def test_arguments_that_cannot_be() -> None:
         assert isinstance(handle.error, pccl.PCCLTimeoutError)
 
 
-def test_who_is_lost_ends_the_sends_of_its_partner_alone(backend: str) -> None:
+def test_a_lost_peer_ends_only_the_sends_of_its_partners(backend: str) -> None:
     """In the middle of the data too; and the streams of the others stay."""
     with Cluster(4) as cluster:
         a, b, c, gone = sorted(cluster.comms, key=lambda each: each.rank)
@@ -157,7 +157,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_programs_that_wait_for_each_other_are_told_who_stands_where(case: str) -> None:
+def test_a_deadlock_is_an_error_that_names_peers_and_calls(case: str) -> None:
     """Programs with one thread each, which make no other call before that one returns."""
     call, words = PROGRAMS[case]
     with pccl.MasterNode("127.0.0.1:0") as master:

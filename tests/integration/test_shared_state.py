@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, in_threads
-from waiting import entered
+from peers.cluster import Cluster, client_of, in_threads
+from peers.waiting import entered
 
 import pccl
 
@@ -38,7 +38,7 @@ def test_equal_content_moves_nothing(cluster: Cluster) -> None:
     cluster.each(job)
 
 
-def test_the_popular_content_wins_and_only_what_differs_moves(backend: str) -> None:
+def test_the_popular_content_wins_and_only_differences_move(backend: str) -> None:
     with Cluster(3) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:
@@ -110,7 +110,7 @@ def test_fp16_and_unaligned_entries(backend: str) -> None:
         cluster.each(job)
 
 
-def test_the_same_revision_twice_is_an_error_and_the_run_goes_on() -> None:
+def test_the_same_revision_twice_is_an_error_and_the_run_continues() -> None:
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:
@@ -186,7 +186,7 @@ def test_a_newcomer_receives_where_the_others_are(backend: str) -> None:
         assert (arrays[2] == 1).all()
 
 
-def test_nobody_has_anything_to_offer() -> None:
+def test_no_peer_offers_shared_state() -> None:
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:
@@ -241,14 +241,13 @@ def test_the_last_holder_is_gone_and_another_history_begins() -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_the_latest_checkpoint_wins_whoever_votes_first(order: tuple[int, ...]) -> None:
+def test_the_latest_checkpoint_wins_in_any_order_of_votes(order: tuple[int, ...]) -> None:
     with Cluster(3) as cluster:
         turns = [threading.Event() for _ in range(4)]
         turns[0].set()
 
         def job(index: int, comm: pccl.Communicator) -> None:
-            client = comm._membership._client
-            assert client is not None
+            client = client_of(comm)
             place = order.index(index)
             turns[place].wait()
             enter = client.sync
@@ -267,7 +266,7 @@ def test_the_latest_checkpoint_wins_whoever_votes_first(order: tuple[int, ...]) 
         cluster.each(job)
 
 
-def test_who_offers_too_high_a_revision_gets_an_error_alone() -> None:
+def test_only_the_peer_with_too_high_a_revision_gets_an_error() -> None:
     with Cluster(3) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from peers.cluster import Cluster
 
 import pccl
 from pccl.ext import tables
@@ -30,7 +30,7 @@ def test_no_answer_is_overlooked(quick: None) -> None:
         cluster.each(lambda _, comm: reduce_often(comm, 1500))
 
 
-def test_what_came_meanwhile_is_read(quick: None) -> None:
+def test_messages_that_arrive_during_a_send_are_read(quick: None) -> None:
     """Sends of one thread take in the notice of what comes for another."""
     with Cluster(2) as cluster:
 
@@ -46,7 +46,7 @@ def test_what_came_meanwhile_is_read(quick: None) -> None:
         cluster.each(both)
 
 
-def test_what_cannot_be_sent_here_is_left_to_the_control_thread(
+def test_unsent_messages_are_left_to_the_control_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Dealer, "send_now", lambda *arguments: False)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, grow
-from errors_page import listed
+from pages import listed
+from peers.cluster import Cluster, client_of, grow
 
 import pccl
 from pccl.runtime.client.call import Call
@@ -73,7 +73,13 @@ def test_a_holder_keeps_its_budget(backend: str, monkeypatch: pytest.MonkeyPatch
 def holders(
     address: str, number: int, peers: int, mib: int
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    program = [sys.executable, str(SUPPORT / "holder.py"), address, str(peers), str(mib)]
+    program = [
+        sys.executable,
+        str(SUPPORT / "programs" / "holder.py"),
+        address,
+        str(peers),
+        str(mib),
+    ]
     running = [
         subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(number)
@@ -158,7 +164,7 @@ RECEIVER = """
 import os, signal, sys
 import numpy as np
 import pccl
-from cluster import gather
+from peers.cluster import gather
 from pccl.runtime.client.sync import Staging
 
 verified = []
@@ -182,17 +188,19 @@ comm.sync_shared_state(shared)
 
 def spoil(monkeypatch: pytest.MonkeyPatch, liar: pccl.Communicator, array: np.ndarray) -> None:
     """The memory of a holder changes between its digest and its transfer."""
-    sync = PeerClient.sync
+    sync, client = PeerClient.sync, client_of(liar)
 
     def wrapper(self: PeerClient, *arguments: object) -> Call:
-        if self is liar._membership._client:
+        if self is client:
             array[7 * MIB :: 4 * MIB] ^= 1
         return sync(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PeerClient, "sync", wrapper)
 
 
-def test_a_holder_that_lies_is_asked_no_more(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_of_wrong_data_is_not_asked_again(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = 20 * MIB
     with Cluster(3) as cluster:
         arrays = [np.full(count, 5 * (index < 2), np.uint8) for index in range(3)]
@@ -207,10 +215,10 @@ def test_a_holder_that_lies_is_asked_no_more(backend: str, monkeypatch: pytest.M
         assert cluster.comms[2].world_size == 3
 
 
-def test_when_only_a_liar_holds_it_who_received_knows_that_its_own_is_torn(
+def test_a_receiver_of_wrong_data_alone_knows_that_its_state_is_torn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After three attempts one of the two has to go: nobody can know which of them is wrong."""
+    """After three attempts the master drops one of the two: it cannot know which one is wrong."""
     count = 20 * MIB
     with Cluster(2) as cluster:
         arrays = [np.full(count, 5 * (index < 1), np.uint8) for index in range(2)]
@@ -267,7 +275,7 @@ def diverged(index: int) -> dict[str, np.ndarray]:
     return {"same": np.ones(5), "weights": weights, "counter": counter}
 
 
-def test_divergence_is_told_to_all(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_divergence_is_logged_on_all_peers(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     with Cluster(3) as cluster:
         logging.getLogger("pccl").addHandler(caplog.handler)
         try:
@@ -328,7 +336,7 @@ def test_divergence_can_be_an_error(backend: str) -> None:
 # ---- progress ----
 
 
-def test_progress_is_told_to_the_receiver(
+def test_progress_is_reported_to_the_receiver(
     backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     count = 9 * MIB
@@ -364,7 +372,7 @@ def test_progress_is_told_to_the_receiver(
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_callback_that_fails_leaves_nothing_that_is_taken_for_whole(behind: bool) -> None:
-    """Who was behind has torn content, and knows it; of who had drifted nothing has changed."""
+    """A peer that was behind knows that its content is torn; a drifted peer keeps its content."""
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:
@@ -391,7 +399,7 @@ def test_a_callback_that_fails_leaves_nothing_that_is_taken_for_whole(behind: bo
         cluster.each(job)
 
 
-def test_a_callback_that_fails_too_late_is_told_after_the_fact(
+def test_the_error_of_a_late_callback_is_raised_after_the_sync(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All others have gone on with the elected content: so does this peer."""

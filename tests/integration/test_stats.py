@@ -6,13 +6,13 @@ import sys
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from peers.cluster import Cluster
 
 import pccl
 from pccl.insight import Cause
 
 
-def test_what_calls_have_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_count_calls_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PCCL_TRANSPORT", "tcp")  # TCP, of which the kernel tells
     fresh = pccl.Communicator("127.0.0.1:1")
     for ask in (fresh.stats, fresh.explain):

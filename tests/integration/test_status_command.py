@@ -76,7 +76,7 @@ def test_a_master_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
 CALL = "all_reduce(1000 elements of float32, sum) with tag 0"
 
 
-def test_what_is_printed() -> None:
+def test_the_printed_status() -> None:
     run = ManualRun(3)
     for conn, now_s in ((b"1", 1.0), (b"2", 2.0)):
         run.master.now_s = now_s
@@ -116,7 +116,7 @@ def test_what_is_printed() -> None:
         assert re.sub(r"^.* ago +", "", line) == f"{late}    {stands_in}".strip()
 
 
-def test_how_far_a_collective_is_and_what_failures_have_cost() -> None:
+def test_progress_of_collectives_and_cost_of_failures() -> None:
     run = ManualRun(2)
     run.master.now_s = 10.0
     run.everyone(m.FinishVote(run.start(), False, "a lane was cut"))
@@ -144,7 +144,7 @@ WEIGHTS = WeightsStatus(
 )
 
 
-def test_who_publishes_weights_and_who_follows() -> None:
+def test_publishers_and_followers_of_weights() -> None:
     status = msgspec.structs.replace(ManualRun(0).master.status(), weights=WEIGHTS)
     assert printed(status)[1:] == [
         "",
@@ -192,7 +192,7 @@ def test_a_master_with_very_much_or_nothing_to_show() -> None:
         (http(b'{"version": "\xff"}'), "is no master of this version of pccl"),
     ],
 )
-def test_who_answers_may_be_no_master(
+def test_another_service_answers(
     answer: bytes, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering(answer) as address:
@@ -202,9 +202,7 @@ def test_who_answers_may_be_no_master(
     assert err.startswith("pccl status: ") and address in err and why in err
 
 
-def test_nobody_answers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(command, "PATIENCE_S", 0.05)
@@ -215,7 +213,7 @@ def test_nobody_answers(
     assert why in capsys.readouterr().err
 
 
-def test_what_a_stranger_answers_cannot_steer_the_terminal(
+def test_control_characters_of_a_stranger_are_not_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     status = msgspec.structs.replace(ManualRun(0).master.status(), version="\x1b[2J\u202e")

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from cluster import Cluster, in_threads
-from errors_page import listed
 from msgspec.structs import replace
-from processes import Master
-from waiting import wait_until
+from pages import listed
+from peers.cluster import Cluster, client_of, in_threads
+from peers.processes import Master
+from peers.waiting import wait_until
 
 import pccl
 from pccl.ext import lib
@@ -118,7 +118,7 @@ class FakeRendezvous:
         return "ab" * 16, f"127.0.0.1:{self.port}" if self.port else ""
 
 
-class Desk:
+class StreamsHarness:
     """Streams over an engine that only notes, and the commands that wait for their thread."""
 
     def __init__(
@@ -164,16 +164,16 @@ def failed(stream: int) -> Event:
 
 
 def test_an_address_is_connected_at_once_and_given_up_when_no_lane_stands() -> None:
-    desk = Desk()
-    desk.streams.open(1, NUMBER, 5)
-    assert desk.engine.told == [("open", 1), ("connect", 1, "tcp://10.0.0.8:1234")]
-    assert desk.wait() == "no lane to tcp://10.0.0.8:1234 stood within 1.2 s"
-    assert desk.streams.lost(lost(1)) == (NUMBER, True)
-    assert desk.streams.why(failed(1)) == f"its connection to {NUMBER}: refused"
-    assert desk.streams.why(failed(0)) == "refused"
-    desk.streams.close(1)
-    assert desk.streams.lost(lost(1)) == (None, False)
-    assert desk.streams.why(failed(1)) == "its connection to a neighbour: refused"
+    harness = StreamsHarness()
+    harness.streams.open(1, NUMBER, 5)
+    assert harness.engine.told == [("open", 1), ("connect", 1, "tcp://10.0.0.8:1234")]
+    assert harness.wait() == "no lane to tcp://10.0.0.8:1234 stood within 1.2 s"
+    assert harness.streams.lost(lost(1)) == (NUMBER, True)
+    assert harness.streams.why(failed(1)) == f"its connection to {NUMBER}: refused"
+    assert harness.streams.why(failed(0)) == "refused"
+    harness.streams.close(1)
+    assert harness.streams.lost(lost(1)) == (None, False)
+    assert harness.streams.why(failed(1)) == "its connection to a neighbour: refused"
 
 
 class Listeners:
@@ -214,123 +214,127 @@ def several(port: int, *last: int) -> m.PeerInfo:
 
 def test_the_first_host_that_greets_is_taken_and_remembered() -> None:
     with Listeners(_2=b"", _3=b"SSH-2.0", _4=b"\xff\x00") as there:
-        desk = Desk(limit_s=20)
+        harness = StreamsHarness(limit_s=20)
         info = several(there.port, 2, 9, 3, 4)  # silent, refuses, is no peer
-        desk.streams.open(1, info, 5)
-        desk.streams.open(2, info, 5)
-        assert desk.engine.told == [("open", 1), ("open", 2)]
-        desk.work()
+        harness.streams.open(1, info, 5)
+        harness.streams.open(2, info, 5)
+        assert harness.engine.told == [("open", 1), ("open", 2)]
+        harness.work()
         found = f"tcp://127.0.0.4:{there.port}"
-        assert desk.engine.told[2:] == [("connect", 1, found), ("connect", 2, found)]
-        desk.streams.open(3, info, 5)
-        assert desk.engine.told[-1] == ("connect", 3, found), "without another attempt"
-        assert desk.streams.neighbours[0] == (info, ("127.0.0.4", there.port))
+        assert harness.engine.told[2:] == [("connect", 1, found), ("connect", 2, found)]
+        harness.streams.open(3, info, 5)
+        assert harness.engine.told[-1] == ("connect", 3, found), "without another attempt"
+        assert harness.streams.neighbours[0] == (info, ("127.0.0.4", there.port))
 
 
-def test_a_host_where_another_process_greets_costs_nobody_his_place() -> None:
+def test_a_foreign_greeting_costs_no_peer_its_membership() -> None:
     with Listeners(_2=b"\xff", _3=b"\xff") as there:
-        desk = Desk(limit_s=20)
+        harness = StreamsHarness(limit_s=20)
         info = several(there.port, 2, 3)
         for number, last in ((1, 2), (2, 3)):
-            desk.streams.open(number, info, 5)
-            desk.work()
-            assert desk.engine.told[-1] == ("connect", number, f"tcp://127.0.0.{last}:{there.port}")
+            harness.streams.open(number, info, 5)
+            harness.work()
+            assert harness.engine.told[-1] == (
+                "connect",
+                number,
+                f"tcp://127.0.0.{last}:{there.port}",
+            )
             if number == 1:
-                assert desk.streams.lost(lost(1, ANOTHER)) == (info, False)
-                assert desk.streams.text(lost(1)) == "refused"
-        desk.streams.up(2)
-        desk.streams.open(3, info, 5)
-        assert desk.engine.told[-1][2] == f"tcp://127.0.0.3:{there.port}"
-        assert desk.streams.lost(lost(3)) == (info, False)
-        assert desk.streams.text(lost(3)) == "refused; 127.0.0.2: refused"
+                assert harness.streams.lost(lost(1, ANOTHER)) == (info, False)
+                assert harness.streams.text(lost(1)) == "refused"
+        harness.streams.up(2)
+        harness.streams.open(3, info, 5)
+        assert harness.engine.told[-1][2] == f"tcp://127.0.0.3:{there.port}"
+        assert harness.streams.lost(lost(3)) == (info, False)
+        assert harness.streams.text(lost(3)) == "refused; 127.0.0.2: refused"
 
 
 def test_a_peer_that_answers_nowhere_is_given_up_with_all_that_was_tried() -> None:
     with Listeners(_2=b"") as there:
-        desk = Desk()
+        harness = StreamsHarness()
         info = several(there.port, 2, 3)
-        desk.streams.open(1, info, 5)
-        why = desk.wait()
+        harness.streams.open(1, info, 5)
+        why = harness.wait()
         assert re.search(r"127\.0\.0\.2: no answer within 0\.\d+ s", why)  # what is left of 0.2
         assert "127.0.0.3: Connection refused" in why
-        assert desk.streams.lost(lost(1)) == (info, False), "it may be a moment's trouble"
-        assert desk.streams.text(lost(1)) == why, "the engine repeats less of it"
-        desk.streams.open(2, info, 5)
-        desk.wait()
-        assert desk.streams.lost(lost(2)) == (info, True)
+        assert harness.streams.lost(lost(1)) == (info, False), "it may be a moment's trouble"
+        assert harness.streams.text(lost(1)) == why, "the engine repeats less of it"
+        harness.streams.open(2, info, 5)
+        harness.wait()
+        assert harness.streams.lost(lost(2)) == (info, True)
 
 
 def test_hosts_may_be_names(names: Names) -> None:
     with Listeners(_2=b"\xff") as there:
-        desk = Desk(limit_s=20)
+        harness = StreamsHarness(limit_s=20)
         names.addresses = ["::1", "127.0.0.3", "127.0.0.2"]
         info = replace(NAME, port=there.port, others=("other.example",))
-        desk.streams.open(1, info, 5)
-        desk.work()
-        assert desk.engine.told[-1] == ("connect", 1, f"tcp://127.0.0.2:{there.port}")
+        harness.streams.open(1, info, 5)
+        harness.work()
+        assert harness.engine.told[-1] == ("connect", 1, f"tcp://127.0.0.2:{there.port}")
 
 
-def test_what_is_up_is_not_given_up() -> None:
-    desk = Desk()
-    desk.streams.open(1, NUMBER, 5)
-    desk.streams.up(1)
-    assert desk.streams.due_s is None
-    assert desk.streams.lost(lost(1, lib.PCCL_ESTREAM)) == (NUMBER, False)
+def test_a_stream_that_is_up_has_no_time_limit() -> None:
+    harness = StreamsHarness()
+    harness.streams.open(1, NUMBER, 5)
+    harness.streams.up(1)
+    assert harness.streams.due_s is None
+    assert harness.streams.lost(lost(1, lib.PCCL_ESTREAM)) == (NUMBER, False)
 
 
-def test_a_process_without_sockets_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_sockets_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    desk = Desk()
-    desk.streams.open(1, NUMBER, 5)
+    harness = StreamsHarness()
+    harness.streams.open(1, NUMBER, 5)
     monkeypatch.setattr(socket, "socket", none)
-    assert "this process gets no socket (Too many open files)" in desk.wait()
+    assert "this process gets no socket (Too many open files)" in harness.wait()
 
 
 def test_a_process_without_sockets_blames_itself() -> None:
-    desk = Desk(shortage=lambda: ": this process gets no socket")
+    harness = StreamsHarness(shortage=lambda: ": this process gets no socket")
     for stream in range(1, 6):
-        desk.streams.open(stream, NUMBER, 5)
-    assert desk.streams.lost(lost(1, REFUSED)) == (NUMBER, False)
-    desk.streams.up(2)
-    desk.wait()
-    assert desk.streams.lost(lost(3)) == (NUMBER, False)
-    assert desk.streams.lost(lost(4)) == (NUMBER, False)
+        harness.streams.open(stream, NUMBER, 5)
+    assert harness.streams.lost(lost(1, REFUSED)) == (NUMBER, False)
+    harness.streams.up(2)
+    harness.wait()
+    assert harness.streams.lost(lost(3)) == (NUMBER, False)
+    assert harness.streams.lost(lost(4)) == (NUMBER, False)
     with pytest.raises(Refused, match="3 times in a row: refused"):
-        desk.streams.lost(lost(5, REFUSED))
+        harness.streams.lost(lost(5, REFUSED))
 
 
 def test_no_sockets_for_direct_streams_end_nothing_because_the_rings_carry_their_rows() -> None:
-    desk = Desk()
+    harness = StreamsHarness()
     for stream in range(1, 6):
-        desk.streams.open(stream, NUMBER, 5, shares=3)
-        assert desk.streams.lost(lost(stream, REFUSED)) == (NUMBER, False)
+        harness.streams.open(stream, NUMBER, 5, shares=3)
+        assert harness.streams.lost(lost(stream, REFUSED)) == (NUMBER, False)
 
 
 def test_streams_that_send_at_the_same_time_have_fewer_lanes_each() -> None:
     for lanes, shares, each in ((0, 1, 0), (0, 7, 0), (16, 1, 16), (16, 7, 3), (16, 63, 1)):
-        desk = Desk(lanes=lanes)
-        desk.streams.open(1, NUMBER, 5, shares)
-        assert desk.engine.lanes == [(each, shares)]
+        harness = StreamsHarness(lanes=lanes)
+        harness.streams.open(1, NUMBER, 5, shares)
+        assert harness.engine.lanes == [(each, shares)]
 
 
-def test_a_name_is_looked_up_elsewhere_and_kept(names: Names) -> None:
-    desk = Desk()
+def test_a_name_is_resolved_in_a_thread_and_cached(names: Names) -> None:
+    harness = StreamsHarness()
     names.addresses = ["::1", "127.0.0.3", "127.0.0.4"]
-    desk.streams.open(1, NAME, 5)
-    desk.streams.open(2, NAME, 5)
-    assert desk.engine.told == [("open", 1), ("open", 2)]
-    desk.work()
-    assert desk.engine.told[2:] == [
+    harness.streams.open(1, NAME, 5)
+    harness.streams.open(2, NAME, 5)
+    assert harness.engine.told == [("open", 1), ("open", 2)]
+    harness.work()
+    assert harness.engine.told[2:] == [
         ("connect", 1, "tcp://127.0.0.3:1234"),
         ("connect", 2, "tcp://127.0.0.3:1234"),
     ]
-    desk.streams.lost(lost(1))
-    desk.streams.open(3, NAME, 5)  # where nobody answered, another address comes next
-    desk.streams.lost(lost(3))
-    desk.streams.open(4, NAME, 5)
-    assert desk.engine.told[-1] == ("connect", 4, "tcp://[::1]:1234")
+    harness.streams.lost(lost(1))
+    harness.streams.open(3, NAME, 5)  # where nobody answered, another address comes next
+    harness.streams.lost(lost(3))
+    harness.streams.open(4, NAME, 5)
+    assert harness.engine.told[-1] == ("connect", 4, "tcp://[::1]:1234")
     assert names.asked == ["peer.example"]
 
 
@@ -338,39 +342,39 @@ def test_a_name_that_fails_for_a_moment_is_looked_up_again(
     names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "NAME_RETRY_S", 0.01)
-    desk = Desk(limit_s=60)
+    harness = StreamsHarness(limit_s=60)
     names.failures = 2
-    desk.streams.open(1, NAME, 5)
+    harness.streams.open(1, NAME, 5)
     for _ in range(2):
-        desk.work()
-        due_s = desk.streams.due_s
+        harness.work()
+        due_s = harness.streams.due_s
         assert due_s is not None
         wait_until(lambda: time.monotonic() > due_s)  # noqa: B023
-        desk.streams.tick()
-    desk.work()
-    assert desk.engine.told[-1] == ("connect", 1, "tcp://127.0.0.1:1234")
+        harness.streams.tick()
+    harness.work()
+    assert harness.engine.told[-1] == ("connect", 1, "tcp://127.0.0.1:1234")
 
 
 def test_a_name_that_never_resolves_is_given_up(names: Names) -> None:
-    desk = Desk()
+    harness = StreamsHarness()
     names.failures = 1000
-    desk.streams.open(1, NAME, 5)
-    desk.work()
-    why = desk.wait()
+    harness.streams.open(1, NAME, 5)
+    harness.work()
+    why = harness.wait()
     assert "the name peer.example does not resolve: Temporary failure in name resolution" in why
-    assert desk.streams.lost(lost(1)) == (NAME, True)
+    assert harness.streams.lost(lost(1)) == (NAME, True)
 
 
 def test_an_answer_that_is_late_is_for_the_next_attempt(names: Names) -> None:
-    desk = Desk()
+    harness = StreamsHarness()
     names.answer.clear()
-    desk.streams.open(1, NAME, 5)
-    assert desk.wait() == "the name peer.example did not resolve within 0.2 s"
+    harness.streams.open(1, NAME, 5)
+    assert harness.wait() == "the name peer.example did not resolve within 0.2 s"
     names.answer.set()
-    desk.work()
-    assert desk.engine.told[-1][0] == "lose"
-    desk.streams.open(2, NAME, 5)
-    assert desk.engine.told[-1] == ("connect", 2, "tcp://127.0.0.1:1234")
+    harness.work()
+    assert harness.engine.told[-1][0] == "lose"
+    harness.streams.open(2, NAME, 5)
+    assert harness.engine.told[-1] == ("connect", 2, "tcp://127.0.0.1:1234")
 
 
 def test_without_threads_no_name_resolves(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +389,7 @@ def test_without_threads_no_name_resolves(names: Names, monkeypatch: pytest.Monk
         resolve.addresses("peer.example", 1)
 
 
-def test_who_waits_for_a_name_gives_up_in_time(names: Names) -> None:
+def test_resolving_a_name_has_a_time_limit(names: Names) -> None:
     names.answer.clear()
     began = time.monotonic()
     with pytest.raises(OSError, match=r"the name master\.example did not resolve within 0\.2 s"):
@@ -440,16 +444,16 @@ def test_a_silent_address_does_not_delay_the_next(names: Names) -> None:
 
 
 @pytest.mark.parametrize("address", ["master.example", "fe80::1%\u00fc", "127.0.0.1.1", ""])
-def test_what_is_no_address_is_an_error_of_the_system(address: str) -> None:
+def test_an_invalid_address_is_an_error_of_the_system(address: str) -> None:
     with pytest.raises(socket.gaierror):
         resolve.destination(address, 1)
 
 
 def test_a_socket_file_that_is_gone_is_no_way(caplog: pytest.LogCaptureFixture) -> None:
-    desk = Desk()
-    desk.streams.open(1, HERE, 5)
-    assert desk.engine.told[-1] == ("connect", 1, "tcp://10.0.0.9:1234")
-    desk.streams.open(2, HERE, 5)
+    harness = StreamsHarness()
+    harness.streams.open(1, HERE, 5)
+    assert harness.engine.told[-1] == ("connect", 1, "tcp://10.0.0.9:1234")
+    harness.streams.open(2, HERE, 5)
     assert len(caplog.records) == 1
     assert "is not reached at /nowhere/e (No such file or directory)" in caplog.text
 
@@ -457,24 +461,24 @@ def test_a_socket_file_that_is_gone_is_no_way(caplog: pytest.LogCaptureFixture) 
 def test_an_ipc_connection_that_fails_is_made_by_tcp_next(
     caplog: pytest.LogCaptureFixture, tmp_path: Any
 ) -> None:
-    desk = Desk()
+    harness = StreamsHarness()
     path = str(tmp_path / "e")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         info = m.PeerInfo(9, 0, "10.0.0.9", 1234, path, "here")
-        desk.streams.open(1, info, 5)
-        assert desk.engine.told[-1] == ("connect", 1, f"ipc://{path}")
-        assert desk.streams.lost(lost(1)) == (info, False), "TCP is still to be tried"
+        harness.streams.open(1, info, 5)
+        assert harness.engine.told[-1] == ("connect", 1, f"ipc://{path}")
+        assert harness.streams.lost(lost(1)) == (info, False), "TCP is still to be tried"
         assert f"is not reached at {path} (refused)" in caplog.text
-        desk.streams.open(2, info, 5)
-        assert desk.engine.told[-1] == ("connect", 2, "tcp://10.0.0.9:1234")
-        assert desk.streams.lost(lost(2)) == (info, False), "it may be a moment's trouble"
-        desk.streams.open(3, info, 5)
-        assert desk.streams.lost(lost(3)) == (info, True)
-        desk.streams.open(4, info, 5)
-        desk.streams.up(4)
-        desk.streams.open(5, info, 5)
-        assert desk.streams.lost(lost(5)) == (info, False), "it was reached meanwhile"
+        harness.streams.open(2, info, 5)
+        assert harness.engine.told[-1] == ("connect", 2, "tcp://10.0.0.9:1234")
+        assert harness.streams.lost(lost(2)) == (info, False), "it may be a moment's trouble"
+        harness.streams.open(3, info, 5)
+        assert harness.streams.lost(lost(3)) == (info, True)
+        harness.streams.open(4, info, 5)
+        harness.streams.up(4)
+        harness.streams.open(5, info, 5)
+        assert harness.streams.lost(lost(5)) == (info, False), "it was reached meanwhile"
 
 
 # ---- whole peers ----
@@ -502,12 +506,12 @@ def test_a_name_server_that_fails_for_a_moment_costs_nothing(
         assert len(names.asked) > 2
 
 
-def test_sockets_that_were_cleaned_away_cost_nobody_his_place(
+def test_removed_socket_files_cost_no_peer_its_membership(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Cluster(2) as cluster:
         assert sums(cluster) == [2, 2]
-        paths = [comm._membership._client._engine.ipc for comm in cluster.comms]  # type: ignore[union-attr]
+        paths = [client_of(comm)._engine.ipc for comm in cluster.comms]
         for path in paths:
             os.unlink(path)
         cluster.join()
@@ -532,7 +536,7 @@ class BrokenLib:
         return errno.EMFILE
 
 
-def test_an_engine_that_stops_ends_the_membership_and_says_why(
+def test_a_stopped_engine_ends_the_membership_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = BrokenLib()
@@ -606,8 +610,7 @@ def test_whatever_ends_the_control_thread_ends_every_wait(
         raise error
 
     with Cluster(2) as cluster:
-        client = cluster.comms[0]._membership._client
-        assert client is not None
+        client = client_of(cluster.comms[0])
         monkeypatch.setattr(client._waiter, "wait", fail)
 
         first, second = cluster.comms

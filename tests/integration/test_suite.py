@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 LEAVING = """
 import pccl
-from cluster import Cluster
+from peers.cluster import Cluster
 
 def test_fails():
     Cluster(1)
@@ -58,7 +58,7 @@ def test_fails_in_time(hangs_at_its_end):
 
 
 def suite(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """What becomes of these tests."""
+    """The outcomes of these tests."""
     path = directory / "test_made.py"
     path.write_text(program)
     options = ["-p", "conftest", "-p", "no:cacheprovider", "-o", "addopts=", "-rA"]

@@ -1,4 +1,4 @@
-"""What the kernel says of a TCP connection."""
+"""Facts of the kernel about a TCP connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_fields_of_a_struct_tcp_info() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-def test_a_connection_and_what_is_none() -> None:
+def test_facts_of_a_connection_and_of_other_descriptors() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = socket.create_connection(server.getsockname())
         there, _ = server.accept()

@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster, in_threads
-from errors_page import listed
+from pages import listed
+from peers.cluster import Cluster, in_threads
+from peers.waiting import wait_until
 from torch.distributed import distributed_c10d as c10d
-from waiting import wait_until
 
 import pccl
 from pccl.torch import ProcessGroup, creation, hosted
@@ -77,7 +77,7 @@ def test_the_address_of_a_master_that_is_no_more_is_read_again(
     assert in_threads([lambda: member(0), lambda: member(1)]) == [(0, 2), (1, 2)]
 
 
-def test_a_group_is_made_anew_while_the_first_rank_has_not_left_the_one_before(
+def test_a_group_is_created_again_before_rank_0_has_left_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its master would take the others in; and its end waited for them to leave, 30 s long."""
@@ -278,7 +278,7 @@ def test_members_begin_together_and_one_that_comes_later_does_not_wait_for_as_ma
         assert in_threads([go_on, come]) == [2, 2]
 
 
-def test_a_group_that_is_not_complete_in_time_says_so() -> None:
+def test_an_incomplete_group_is_a_timeout() -> None:
     with (
         pccl.MasterNode("127.0.0.1:0") as master,
         pytest.raises(pccl.PCCLTimeoutError, match="1 of 2 members are there in time"),
@@ -286,10 +286,10 @@ def test_a_group_that_is_not_complete_in_time_says_so() -> None:
         creation.join(master.address, 2, timeout=timedelta(seconds=0.3))
 
 
-def test_who_comes_to_a_group_that_admits_nobody_is_told_why(
+def test_a_timeout_at_a_group_without_admission_explains_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a copy that was started again and whose others go on with torch's own classes."""
+    """So does a restarted copy when the others use torch's own classes."""
     monkeypatch.setattr(creation, "HINT_S", 0.1)
     with pccl.MasterNode("127.0.0.1:0") as master:
         group = creation.join(master.address, 1, timeout=timedelta(seconds=20))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from cluster import Cluster, in_threads
+from peers.cluster import Cluster, in_threads
+from peers.waiting import wait_until
 from torch import nn
-from waiting import wait_until
 
 import pccl
 from pccl.torch import DistributedDataParallel, ProcessGroup
@@ -153,7 +153,7 @@ def test_quantized_gradients_leave_replicas_equal_and_near(cluster: Cluster, wir
     assert (replicas[0].weights[until - 1] - wanted).norm() < 0.2 * moved
 
 
-def test_what_cannot_be_elastic_is_refused(cluster: Cluster) -> None:
+def test_unsuitable_groups_and_options_are_refused(cluster: Cluster) -> None:
     groups = cluster.each(lambda _, comm: ProcessGroup(comm))
     model = new_model(0)
     with pytest.raises(ValueError, match="the group is not one of pccl"):

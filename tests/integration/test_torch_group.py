@@ -14,13 +14,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster
+from peers.cluster import Cluster
+from peers.waiting import wait_until
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d_C
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.nn.parallel import DistributedDataParallel
-from torch_groups import Groups
-from waiting import wait_until
+from training.groups import Groups
 
 import pccl
 from pccl import extension, kernels
@@ -37,7 +37,7 @@ def reduced(group: ProcessGroup, op: object, *given: Tensor) -> list[Tensor]:
     return list(given)
 
 
-def test_ranks_are_those_that_peers_were_started_with(three: Groups) -> None:
+def test_ranks_are_those_of_the_launcher(three: Groups) -> None:
     assert [group.rank() for group in three.all] == [0, 1, 2]
     assert {group.size() for group in three.all} == {3}
     assert [group.communicator.rank for group in three.all] != [0, 1, 2]  # of the ring
@@ -259,7 +259,7 @@ def test_sparse_tensors_are_summed(three: Groups) -> None:
 
 
 def test_messages_between_two_members(three: Groups) -> None:
-    """Those with one tag keep their order; a receive from any sender takes the first that comes."""
+    """Messages of one tag keep their order; a receive from any source takes the first to arrive."""
 
     def job(group: ProcessGroup) -> list[float]:
         rank = group.rank()
@@ -294,7 +294,7 @@ def test_messages_between_two_members(three: Groups) -> None:
         three.all[0].send([torch.ones(1)], 0)
 
 
-def test_a_group_of_one_gives_what_it_is_given() -> None:
+def test_a_group_of_one_returns_its_input() -> None:
     with Cluster(1) as cluster:
         group = ProcessGroup(cluster.comms[0])
         mine = torch.tensor([1.0, 2.0])
@@ -343,7 +343,7 @@ def test_many_are_under_way_at_once_and_callbacks_may_wait_for_others(two: Group
     assert two.each(job) == [20 * 20000.0 + 40.0] * 2
 
 
-def test_one_thread_ends_a_collective_and_tells_its_future(
+def test_one_thread_ends_a_collective_and_completes_its_future(
     two: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each switch of threads costs a busy processor more than the rest of it."""
@@ -360,7 +360,7 @@ def test_one_thread_ends_a_collective_and_tells_its_future(
     assert len(jobs) == 2  # one on each peer
 
 
-def test_all_reduce_goes_on_without_the_lost_and_other_collectives_say_who(three: Groups) -> None:
+def test_all_reduce_survives_a_loss_and_other_collectives_name_the_lost_peer(three: Groups) -> None:
     three.all[1].communicator.close()
 
     def job(group: ProcessGroup) -> tuple[int, int, list[float]]:
@@ -397,7 +397,7 @@ def test_a_loss_during_all_reduce_costs_a_retry(three: Groups) -> None:
     assert first == last and set(first) <= {6.0, 4.0}
 
 
-def test_the_last_one_goes_on_alone(two: Groups) -> None:
+def test_the_last_member_continues_alone(two: Groups) -> None:
     two.all[0].communicator.close()
     group = two.all[1]
     wait_until(lambda: group.communicator.world_size == 1)
@@ -450,7 +450,7 @@ def gradients(ddp: DistributedDataParallel, rank: int) -> list[float]:
 def test_a_failure_in_a_backward_pass_is_an_error_and_the_next_one_is_right(
     two: Groups, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Work that raises in the call, or whose future is given an exception, ruins DDP's reducer.
+    """DDP's reducer is lost if a Work raises in the call, or if its future gets an exception.
 
     The first leaves it with an internal assertion in each later pass, the second ends the process.
     """
@@ -498,7 +498,7 @@ def test_a_backward_pass_survives_a_loss(three: Groups) -> None:
 
 
 class _Gathering:
-    """A group whose gather brings what this peer gives it, and the same again."""
+    """A group with a gather that returns this peer's contribution twice."""
 
     def __init__(self) -> None:
         self.payloads: list[torch.Tensor] = []
@@ -561,7 +561,7 @@ def test_reductions_that_a_type_cannot_hold_are_refused(two: Groups) -> None:
     assert all(torch.equal(found, torch.full((3,), 4.0).half()) for (found,) in results)
 
 
-def test_errors_stay_with_their_parameters_when_buckets_are_built_anew(
+def test_residuals_follow_their_parameters_when_buckets_are_rebuilt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = hooks.Quantized("int4")

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import Tensor
-from torch_groups import Groups
+from training.groups import Groups
 
 import pccl
 from pccl.torch import ProcessGroup
@@ -23,7 +23,7 @@ def received(group: ProcessGroup, source: int, tag: int = 0, size: int = 1) -> l
 
 
 @pytest.mark.parametrize("size", [1, 100_000])
-def test_two_receives_from_anyone_take_what_two_senders_send(three: Groups, size: int) -> None:
+def test_two_receives_from_any_source_match_two_senders(three: Groups, size: int) -> None:
     def job(group: ProcessGroup) -> dict[int, float]:
         if group.rank():
             group.send([torch.full((size,), float(group.rank()))], 0, 5).wait()

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from cluster import Cluster
+from peers.cluster import Cluster
 
 import pccl
 from pccl.torch import ProcessGroup

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceScatterOptions
-from torch_groups import Groups
+from training.groups import Groups
 
 from pccl.torch import ProcessGroup
 
@@ -187,7 +187,9 @@ def test_reductions(call: Callable[..., Tensor | None], length: int, three: Grou
 
 
 @pytest.mark.parametrize("length", [6, 60_000], ids=["with the votes", "around the ring"])
-def test_what_only_moves_is_right_for_every_type(length: int, three: Groups) -> None:
+def test_collectives_that_only_move_data_are_right_for_every_dtype(
+    length: int, three: Groups
+) -> None:
     def job(group: ProcessGroup) -> None:
         rank, others = group.rank(), range(SIZE)
         for dtype in DTYPES:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import Gate, wait_until
+from peers.waiting import Gate, wait_until
 
-PROGRAMS = Path(__file__).resolve().parents[1] / "support" / "programs_of_torch"
+PROGRAMS = Path(__file__).resolve().parents[1] / "support" / "programs" / "with_torch"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 PATIENCE_S = 110
 
@@ -167,7 +167,7 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_an_elastic_torchrun_goes_on_without_a_node_and_takes_another_one_in(
+def test_an_elastic_torchrun_survives_a_loss_and_takes_a_new_node(
     launch: Callable[..., Launched], gate: Callable[[str], Gate], tmp_path: Path
 ) -> None:
     """One is killed: the others go on in the same step. One joins: all begin from the snapshot."""
@@ -208,7 +208,7 @@ def test_an_elastic_torchrun_goes_on_without_a_node_and_takes_another_one_in(
     assert len(last) == 3 and len({report["digest"] for report in last}) == 1
 
 
-def test_pccl_run_goes_on_without_a_copy(
+def test_pccl_run_continues_without_a_copy(
     launch: Callable[..., Launched], gate: Callable[[str], Gate], tmp_path: Path
 ) -> None:
     """torch's own class admits no newcomers, so the copy is not started again."""
@@ -226,7 +226,7 @@ def test_pccl_run_goes_on_without_a_copy(
     assert doomed["pid"] not in {report["pid"] for report in last}
 
 
-def test_a_replica_of_hsdp_goes_on_without_the_other_one(
+def test_a_replica_of_hsdp_continues_without_the_other(
     launch: Callable[..., Launched], gate: Callable[[str], Gate], tmp_path: Path
 ) -> None:
     """A mesh of 2 x 2; no launcher, which would end the others. They wait for it in a step."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster, in_threads
+from peers.cluster import Cluster, in_threads
 
 import pccl
 from pccl.torch import ProcessGroup
@@ -36,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def test_members_and_ranks_can_be_given_anew(cluster: Cluster) -> None:
+def test_members_and_ranks_can_be_reconfigured(cluster: Cluster) -> None:
     """A failure leaves the group as it was."""
     groups = cluster.each(lambda i, comm: ProcessGroup(comm, rank=i))
     handles = [group.get_reconfigure_handle() for group in groups]
@@ -128,7 +128,7 @@ def test_a_run_can_begin_by_a_reconfiguration() -> None:
         assert sorted(found) == [(rank, [0.0, 1.0, 2.0]) for rank in range(3)]
 
 
-def test_a_newcomer_that_nobody_names_is_told_so(cluster: Cluster) -> None:
+def test_a_newcomer_without_an_invitation_times_out(cluster: Cluster) -> None:
     late = newcomer(cluster.master.address)
     with pytest.raises(pccl.PCCLTimeoutError, match="have not admitted this process in time"):
         late.reconfigure(options(1, late.get_reconfigure_handle(), seconds=0.2)).wait()

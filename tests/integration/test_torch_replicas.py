@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from grid import DEADLINE_S, Gone, Meeting
+from peers.waiting import wait_until
 from torch import nn
-from waiting import wait_until
+from training.replicas import DEADLINE_S, Gone, Meeting
 
 import pccl
 from pccl.torch import ProcessGroup
@@ -25,7 +25,7 @@ SHARDS = range(2)
 
 
 def gradient(replica: int, shard: int, step: int, layer: int) -> torch.Tensor:
-    """Eighths, whose sums are exact."""
+    """Eighths: their sums are exact."""
     seed = 1000 * replica + 100 * shard + 10 * step + layer
     return torch.randint(-8, 8, (3,), generator=torch.Generator().manual_seed(seed)) / 8
 
@@ -43,7 +43,7 @@ def reference(shard: int, first: float, of: Callable[[int], list[int]]) -> torch
 
 
 class Gate:
-    """Something whose state is asked for whenever the replicas synchronize."""
+    """Its state is read whenever the replicas synchronize."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -328,7 +328,7 @@ class Receiving(Replica):
             self._has_received.set()
 
 
-def test_a_replica_that_received_half_a_state_says_so(master: pccl.MasterNode) -> None:
+def test_half_a_received_state_is_an_error(master: pccl.MasterNode) -> None:
     """No other replica has the other half: it would train a model of two different halves."""
     first = Vanishing(master.address, 0)
     newcomer = Receiving(master.address, 1, first.has_given)

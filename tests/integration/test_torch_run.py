@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch_sharded
-from processes import Report, Reporter
+from peers.processes import Report, Reporter
+from programs.with_torch import sharded
 
 from pccl.torch.creation import is_possible
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-TOUR = SUPPORT / "torch_tour.py"
-FUNCTIONAL = SUPPORT / "torch_functional.py"
+PROGRAMS = Path(__file__).resolve().parents[1] / "support" / "programs" / "with_torch"
+TOUR = PROGRAMS / "tour.py"
+FUNCTIONAL = PROGRAMS / "functional.py"
 PATIENCE_S = 100
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S + 20)]
@@ -39,7 +39,7 @@ def check(found: list[dict[str, float]], size: int) -> None:
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[dict[str, float]]:
-    """The reports of the processes, all of which must succeed."""
+    """The reports of the processes, which must all succeed."""
     texts = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), texts
     return reports("".join(texts))
@@ -67,7 +67,7 @@ def test_under_torchrun(own_master: bool, address: str) -> None:
 
 def test_a_program_that_destroys_nothing_ends_all_the_same(tmp_path: Path) -> None:
     ending = str(tmp_path / "ending")
-    assert "have not left" not in by_torchrun(SUPPORT / "torch_careless.py", 2, ENDING=ending)
+    assert "have not left" not in by_torchrun(PROGRAMS / "careless.py", 2, ENDING=ending)
 
 
 def test_functional_collectives_dtensor_fsdp2_and_hsdp() -> None:
@@ -75,12 +75,12 @@ def test_functional_collectives_dtensor_fsdp2_and_hsdp() -> None:
 
 
 def test_compiled_functions_and_models() -> None:
-    by_torchrun(SUPPORT / "torch_compiled.py", 2, "pccl")
+    by_torchrun(PROGRAMS / "compiled.py", 2, "pccl")
 
 
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
 def test_calls_that_do_not_match_are_named_at_every_debug_level(debug: str) -> None:
-    by_torchrun(SUPPORT / "torch_mismatched.py", 2, TORCH_DISTRIBUTED_DEBUG=debug)
+    by_torchrun(PROGRAMS / "mismatched.py", 2, TORCH_DISTRIBUTED_DEBUG=debug)
 
 
 def test_a_run_gives_ranks_and_size(address: str) -> None:
@@ -95,7 +95,7 @@ def test_replicas_of_ddp_survive_a_kill_and_take_one_in(address: str) -> None:
     started: list[Reporter] = []
 
     def start(peer: int) -> Reporter:
-        words = SUPPORT / "torch_replica.py", address, 2, peer, steps
+        words = PROGRAMS / "replica.py", address, 2, peer, steps
         started.append(Reporter(*words, patience_s=PATIENCE_S))
         return started[-1]
 
@@ -123,10 +123,10 @@ def test_replicas_of_ddp_survive_a_kill_and_take_one_in(address: str) -> None:
             replica.kill()
 
 
-def test_a_program_of_torch_goes_on_without_a_peer_that_is_killed(address: str) -> None:
+def test_a_program_of_torch_continues_without_a_killed_peer(address: str) -> None:
     """With torch's own DistributedDataParallel: nothing in it knows of pccl but the backend."""
     steps = 60
-    words = SUPPORT / "torch_replica.py", address, 3
+    words = PROGRAMS / "replica.py", address, 3
     peers = [Reporter(*words, i, steps, "torch", patience_s=PATIENCE_S) for i in range(3)]
     try:
         peers[0].wait_for(lambda report: report.get("step", 0) > 5)
@@ -157,7 +157,7 @@ def test_replicas_of_fsdp2_survive_a_loss_and_take_one_in(how: str, address: str
     started: list[list[Reporter]] = []
 
     def start(replica: int) -> list[Reporter]:
-        words = SUPPORT / "torch_sharded.py", address, 2, replica, steps
+        words = PROGRAMS / "sharded.py", address, 2, replica, steps
         port = free_port()
         started.append(
             [Reporter(*words, rank, 2, port, patience_s=PATIENCE_S) for rank in range(2)]
@@ -198,7 +198,7 @@ def test_replicas_of_fsdp2_survive_a_loss_and_take_one_in(how: str, address: str
 
 
 def check_losses(reports: list[Report]) -> None:
-    """Those of one process that trains on the data of all replicas that were there."""
+    """The parameters of one process that trains on the data of all replicas."""
     reports = sorted(reports, key=lambda report: report["step"])
     errors = []
     for began_with in (0, 1):
@@ -216,7 +216,7 @@ def undisturbed(
     reports: list[Report], began_with: int, layers: int
 ) -> dict[tuple[int, int, int], float]:
     """The loss of each step, of the data of each process, in a training without shards."""
-    model = torch_sharded.new_model(began_with)
+    model = sharded.new_model(began_with)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     found: dict[tuple[int, int, int], float] = {}
     before: set[int] = set()
@@ -227,7 +227,7 @@ def undisturbed(
         optimizer.zero_grad()
         for replica in contributors[-1]:
             for rank in range(2):
-                loss = torch_sharded.loss_of(model, replica, rank, step)
+                loss = sharded.loss_of(model, replica, rank, step)
                 found[step, replica, rank] = loss.item()
                 for layer, of in zip(model[::2], contributors, strict=True):
                     if replica in of:
@@ -244,7 +244,7 @@ def undisturbed(
 
 @pytest.mark.skipif(not is_possible(), reason="torch before 2.14 has no backends in Python")
 def test_one_of_several_backends_of_a_group() -> None:
-    by_torchrun(SUPPORT / "torch_mixed.py", 2)
+    by_torchrun(PROGRAMS / "mixed.py", 2)
 
 
 @pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch before 2.14 does not have it")
@@ -252,7 +252,7 @@ def test_torch_s_own_reconfiguration_takes_a_newcomer_in(address: str, tmp_path:
     """A newcomer has its handle before anybody admits it."""
 
     def start(number: int, first: int) -> Reporter:
-        words = SUPPORT / "torch_reconfigured.py", address, tmp_path, number, first, 2
+        words = PROGRAMS / "reconfigured.py", address, tmp_path, number, first, 2
         return Reporter(*words, patience_s=PATIENCE_S)
 
     def ask(uuid: int, members: list[Reporter]) -> list[list[float]]:

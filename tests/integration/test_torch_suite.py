@@ -18,7 +18,7 @@ SUITE = Path(__file__).resolve().parents[2] / "stress" / "torch_suite.py"
 @pytest.mark.skipif(
     importlib.util.find_spec("expecttest") is None, reason="torch's tests need expecttest"
 )
-def test_what_passes_with_gloo_passes_with_pccl(tmp_path: Path) -> None:
+def test_tests_that_pass_with_gloo_pass_with_pccl(tmp_path: Path) -> None:
     words = [sys.executable, str(SUITE), "--out", str(tmp_path), "--sizes", "4", "--only"]
     some = ["test_all_to_all_single_unequal", "test_send_recv_any_source", "test_gather_object"]
     ended = subprocess.run(

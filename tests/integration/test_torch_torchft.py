@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import in_threads
+from peers.cluster import in_threads
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
 
 
-def test_a_group_of_torchft_is_configured_anew_after_a_loss() -> None:
+def test_a_group_of_torchft_is_reconfigured_after_a_loss() -> None:
     pytest.importorskip("torchft")
     from pccl.torch.torchft import ProcessGroupPCCL
 

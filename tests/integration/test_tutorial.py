@@ -1,4 +1,4 @@
-"""The tutorial's programs, in its order: one process, several of which one is killed, inference."""
+"""The tutorial's programs, in its order: one process, several with a loss, inference."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def copies_of(parent: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """What several processes print, one of which is killed after its first round; the model."""
+    """The output of several processes, one killed after its first round, and the model."""
     model = tmp_path_factory.mktemp("tutorial") / "tutorial.pt"
     program = python("tutorial_together", "--rounds", 5, "--min-peers", COPIES, "--output", model)
     run = subprocess.Popen(

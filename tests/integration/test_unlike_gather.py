@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from peers.cluster import Cluster
 
 import pccl
 from pccl import operands
@@ -79,7 +79,7 @@ def test_lengths_are_gathered_first_where_peers_do_not_know_them(three: Cluster)
     three.each(job)
 
 
-def test_peers_that_name_other_rows_are_told_so() -> None:
+def test_different_rows_are_an_error() -> None:
     def job(index: int, comm: pccl.Communicator) -> None:
         rank = comm.rank
         rows = [1, 1]
@@ -99,7 +99,7 @@ def test_peers_that_name_other_rows_are_told_so() -> None:
         cluster.each(job)
 
 
-def test_a_loss_leaves_what_is_sent_as_it_was_and_ranks_change() -> None:
+def test_a_loss_leaves_inputs_unchanged_and_changes_ranks() -> None:
     with Cluster(3) as cluster:
         rows = (3, 50_000, 10)
         comms = cluster.comms
@@ -147,7 +147,7 @@ def test_arguments_that_do_not_fit_are_refused(
         operands.all_gather(send, recv, HERE, rows)
 
 
-def test_what_is_sent_must_be_at_its_place_in_recv() -> None:
+def test_an_input_inside_recv_must_be_at_its_place() -> None:
     whole = np.zeros((4, 3))
     operands.all_gather(whole[1:3], whole, HERE, [1, 2, 1])
     with pytest.raises(ValueError, match="is not its part of rank 1, which begins with row 1"):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cluster import Cluster
-from waiting import wait_until
+from peers.cluster import Cluster
+from peers.waiting import wait_until
 
 import pccl
 from pccl.runtime import limits
@@ -57,7 +57,7 @@ def test_all_return_when_there_are_as_many_as_are_wanted() -> None:
     assert sizes == [3, 3, 3]
 
 
-def test_who_is_enough_does_not_wait() -> None:
+def test_enough_peers_do_not_wait() -> None:
     with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
         assert comm.wait_for_peers(1) == 1
         with pytest.raises(ValueError, match="n is 0"):
@@ -103,7 +103,7 @@ def test_a_loop_that_asks_again_and_again_is_slowed_down_and_a_yes_is_not() -> N
 
 
 @pytest.mark.usefixtures("impatient")
-def test_whoever_waits_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_names_the_missing_peers(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "pccl")
     with Cluster(2) as cluster:
         first, second = cluster.comms
@@ -119,7 +119,7 @@ def test_whoever_waits_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_newcomer_says_who_has_to_admit_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_waiting_newcomer_names_the_peers_that_admit_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "pccl")
     with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
         newcomer = pccl.Communicator(master.address)

@@ -19,7 +19,7 @@ def hosts(**programs: str) -> dict[str, subprocess.Popen[str]]:
     }
 
 
-def test_a_host_whose_process_fails_is_named() -> None:
+def test_the_error_names_the_failed_host() -> None:
     reports = runpy.run_path(str(NETWORK))["reports"]
     assert reports(hosts(a="print(7)", b="print([8])"), 30.0) == [7, [8]]
     with pytest.raises(SystemExit, match="host b: its process ended with status 3"):

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import gather, grow, in_threads
-from errors_page import listed
+from pages import listed
+from peers.cluster import gather, grow, in_threads
+from peers.waiting import wait_until
 from simulation.manual import ManualRun
-from waiting import wait_until
 
 import pccl
 from pccl.master_node import serve_until_signal
@@ -63,7 +63,7 @@ def shown(node: pccl.MasterNode) -> dict[str, list[dict[str, object]]]:
     return json.loads(body)
 
 
-def test_a_run_in_which_a_peer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_of_a_run_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HTTP_KEPT_S", 0.0)
     with (
         pccl.MasterNode("127.0.0.1:0", http="127.0.0.1:0") as master,
@@ -193,14 +193,14 @@ def test_every_request_is_answered(master: pccl.MasterNode, request_: bytes, sta
     assert get(master, "/healthz")[0] == 200
 
 
-def test_whom_it_answers_that_listens_everywhere() -> None:
+def test_only_a_loopback_server_checks_the_host() -> None:
     head = b"GET /metrics HTTP/1.1\r\nHost: master.example:8080\r\n\r\n"
     assert target(head, loopback=False) == ("/metrics", True)
     with pytest.raises(Unanswered, match="only this machine is served"):
         target(head, loopback=True)
 
 
-def test_clients_that_say_nothing_keep_nobody_away(
+def test_idle_clients_do_not_block_others(
     master: pccl.MasterNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HTTP_CONNECTIONS", 4)
@@ -237,7 +237,7 @@ def test_many_requests_are_one_question(
     assert {status for status, _, _ in found} == {200} and len(asked) == 1
 
 
-def test_a_master_that_stands_still_is_not_healthy(
+def test_a_blocked_master_is_not_healthy(
     master: pccl.MasterNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HTTP_ANSWER_S", 0.05)
@@ -268,7 +268,7 @@ def test_a_question_that_fails_ends_nothing(
     assert get(master, "/healthz")[0] == 200
 
 
-def test_the_port_is_free_at_the_end_whoever_is_connected() -> None:
+def test_the_port_is_free_at_the_end_despite_open_connections() -> None:
     node = pccl.MasterNode("127.0.0.1:0", http=0)
     assert node.http_address is None
     node.run()
@@ -286,7 +286,7 @@ def test_the_port_is_free_at_the_end_whoever_is_connected() -> None:
     assert not [t for t in threading.enumerate() if t.name == "pccl-http"]
 
 
-def test_the_command_says_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_logs_the_address_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     node = pccl.MasterNode("127.0.0.1:0", http=0)
     serving = threading.Thread(target=serve_until_signal, args=(node,))
     serving.start()

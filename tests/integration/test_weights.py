@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zmq
-from errors_page import listed
-from waiting import wait_until
+from pages import listed
+from peers.waiting import wait_until
 
 import pccl
 from pccl import weights
@@ -152,7 +152,7 @@ def test_after_many_differences_there_is_a_whole_version_which_relays_make_thems
     assert same(own, late_own)
 
 
-def test_a_publisher_that_is_gone_takes_nothing_along_and_another_one_goes_on(
+def test_another_publisher_continues_after_the_first_has_gone(
     publisher: Publish, follow: Follow
 ) -> None:
     source, own, late_own = parameters(), blank(), blank()
@@ -173,7 +173,7 @@ def test_a_publisher_that_is_gone_takes_nothing_along_and_another_one_goes_on(
     assert same(own, source) and same(late_own, source)
 
 
-def test_of_two_publishers_the_later_one_is_told_and_can_go_on(
+def test_the_later_of_two_publishers_gets_an_error_and_can_continue(
     publisher: Publish, follow: Follow
 ) -> None:
     source, own = parameters(), blank()
@@ -212,7 +212,7 @@ def test_a_holder_of_wrong_data_is_not_believed(publisher: Publish, follow: Foll
     assert same(own, source)
 
 
-def test_who_waits_for_holders_that_it_cannot_meet_says_so(
+def test_a_timeout_names_unreachable_holders(
     publisher: Publish,
     follow: Follow,
     monkeypatch: pytest.MonkeyPatch,
@@ -265,7 +265,7 @@ def test_parameters_that_do_not_fit_end_their_subscriber_and_no_other(
 def test_a_number_that_is_published_again_takes_nothing_away(
     address: str, publisher: Publish, follow: Follow
 ) -> None:
-    """After a call that has timed out, whose version arrives all the same."""
+    """After a call that timed out, though its version arrives."""
     source, own = parameters(), blank()
     trainer = publisher(source)
     goes_on = threading.Event()
@@ -302,7 +302,7 @@ def test_a_fetch_that_is_given_up_keeps_no_memory(
     wait_until(lambda: not (client._incoming or client._memory))
 
 
-def test_keys_are_those_of_the_run(tmp_path: Path) -> None:
+def test_subscribers_need_a_key_of_the_run(tmp_path: Path) -> None:
     for name in ("keys", "foreign"):
         assert main(["keys", str(tmp_path / name)]) == 0
     own_key = (tmp_path / "keys" / "master.key").read_bytes()
@@ -323,7 +323,7 @@ def test_keys_are_those_of_the_run(tmp_path: Path) -> None:
             one.close()
 
 
-def test_whoever_has_what_it_wanted_may_not_connect_any_more(
+def test_a_subscriber_may_not_connect_after_its_fetch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admitted: list[tuple[str, ...]] = []
@@ -346,14 +346,14 @@ def test_whoever_has_what_it_wanted_may_not_connect_any_more(
         trainer.close()
 
 
-def test_without_a_master_it_says_so() -> None:
+def test_no_master_is_an_error() -> None:
     with fails(pccl.MasterLostError, r"no pccl master answers at 127.0.0.1:1 "):
         weights.Subscriber("127.0.0.1:1", blank(), connect_timeout=0.1)
     with pytest.raises(ValueError, match="connect_timeout is 0"):
         weights.Subscriber("127.0.0.1:1", blank(), connect_timeout=0)
 
 
-def test_without_descriptors_it_says_so_and_leaves_nothing_behind(
+def test_no_descriptors_is_an_error_without_leaks(
     address: str, publisher: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -374,7 +374,7 @@ def test_another_version_of_pccl_is_refused(address: str, monkeypatch: pytest.Mo
         weights.Subscriber(address, blank())
 
 
-def test_when_the_master_is_stopped_what_is_staged_can_still_be_taken() -> None:
+def test_staged_weights_survive_the_end_of_the_master() -> None:
     source, own = parameters(), blank()
     with pccl.MasterNode("127.0.0.1:0") as master:
         trainer = weights.Publisher(master.address, source)
@@ -390,7 +390,7 @@ def test_when_the_master_is_stopped_what_is_staged_can_still_be_taken() -> None:
     trainer.close()
 
 
-def test_a_closed_one_says_so(publisher: Publish, follow: Follow) -> None:
+def test_a_closed_client_raises(publisher: Publish, follow: Follow) -> None:
     trainer, follower = publisher(parameters()), follow(blank())
     for one in (trainer, follower):
         one.close()

@@ -53,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_it_is_small_and_has_what_c_programs_need(wheel: Path) -> None:
+def test_it_is_small_and_has_the_files_for_c_programs(wheel: Path) -> None:
     assert "cp311-abi3" in wheel.name
     assert wheel.stat().st_size < MOST_BYTES
     with zipfile.ZipFile(wheel) as file:
@@ -130,7 +130,7 @@ def test_it_works_in_a_clean_environment(version: str, wheel: Path, tmp_path: Pa
         return
     flags = [run(own / "pccl", command, env=env).split() for command in ("cflags", "libs")]
     program = tmp_path / "program"
-    source = ROOT / "tests" / "support" / "capi" / "program.c"
+    source = ROOT / "tests" / "support" / "programs" / "capi" / "program.c"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -158,7 +158,7 @@ def test_type_checkers_see_the_types(checker: str, wheel: Path, tmp_path: Path) 
     programs = ["elastic.py", "all_reduce.py", "checkpoint.py"]
     for name in programs:
         shutil.copy(ROOT / "examples" / name, tmp_path)
-    shutil.copy(ROOT / "tests" / "support" / "typed_program.py", tmp_path)
+    shutil.copy(ROOT / "tests" / "support" / "programs" / "typed.py", tmp_path)
 
     def check(*programs: str) -> tuple[int, str]:
         words = [sys.executable, "-P", "-m", checker, *CHECKERS[checker], own / "python", *programs]

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from cluster import Cluster, in_threads
-from engines import AllReduce, Peer
-from waiting import wait_until
+from peers.cluster import Cluster, client_of, in_threads
+from peers.engines import AllReduce, Peer
+from peers.waiting import wait_until
 from zmq.utils.monitor import parse_monitor_message
 
 import pccl
@@ -43,7 +43,7 @@ def options(pair: KeyPair | None) -> EngineOptions:
 
 @pytest.fixture(params=["keys", "no keys"])
 def ring(backend: str, request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
-    """Peers 1 and 2, each other's only neighbours, of which none expects anybody yet."""
+    """Peers 1 and 2, each other's only neighbors; neither expects the other yet."""
     pairs = [PAIR, NEXT] if request.param == "keys" else [None, None]
     peers = [Peer(options(pair)) for pair in pairs]
     for number, peer in enumerate(peers, 1):
@@ -74,7 +74,7 @@ def test_neighbours_wait_until_they_are_known(ring: list[Peer], later: bool) -> 
     assert all((recv == job.expected).all() for recv in job.recv)
 
 
-def test_who_wants_another_peer_is_told_so_at_once(backend: str) -> None:
+def test_a_stream_to_the_wrong_peer_is_lost_at_once(backend: str) -> None:
     peers = [Peer(options(None)) for _ in range(2)]
     for transport, stream in (("tcp", 1), ("ipc", 2)):
         to = peers[1].endpoint(transport)
@@ -88,7 +88,7 @@ def test_who_wants_another_peer_is_told_so_at_once(backend: str) -> None:
         peer.engine.close()
 
 
-def test_who_wants_the_holder_of_another_key_loses_the_stream_at_once(backend: str) -> None:
+def test_a_stream_to_another_key_is_lost_at_once(backend: str) -> None:
     peers = [Peer(options(pair)) for pair in (PAIR, NEXT)]
     to = peers[1].endpoint("tcp")
     peers[0].engine.open_stream(1)
@@ -101,7 +101,7 @@ def test_who_wants_the_holder_of_another_key_loses_the_stream_at_once(backend: s
 
 
 def test_an_engine_for_everybody(backend: str) -> None:
-    """So the strangers below fail for want of a name, and not because nobody gets in."""
+    """A control: the strangers below fail for want of a name, and not for another reason."""
     peer = Peer(EngineOptions())
     stranger = Stranger(peer.endpoint("tcp"), lambda push: None)
     assert stranger.is_in()
@@ -164,15 +164,13 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def target(comm: pccl.Communicator, transport: str) -> str:
-    client = comm._membership._client
-    assert client is not None
+    client = client_of(comm)
     engine = client._engine
     return f"tcp://127.0.0.1:{engine.port}" if transport == "tcp" else f"ipc://{engine.ipc}"
 
 
 def dropped(comm: pccl.Communicator) -> int:
-    assert comm._membership._client is not None
-    return comm._membership._client._engine.dropped
+    return client_of(comm)._engine.dropped
 
 
 def reduce(run: Cluster, count: int = 100_000) -> None:
@@ -205,7 +203,7 @@ def test_strangers_get_nothing_in(backend: str, transport: str) -> None:
             stranger.close()
 
 
-def test_an_empty_password_is_none() -> None:
+def test_an_empty_password_admits_no_one() -> None:
     """The place of a password that there is not yet must not count as one that is empty."""
     with Cluster(1) as run:
         stranger = Stranger(target(run.comms[0], "tcp"), plain("1", "\0"))
@@ -220,8 +218,7 @@ def test_strangers_get_nothing_in_where_there_are_keys(
     monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
     with Cluster(2) as run:
         endpoint, insider = target(run.comms[0], transport), pccl.Security.from_dir(keys)
-        assert run.comms[0]._membership._client is not None
-        server = run.comms[0]._membership._client.plan.peers[0].curve
+        server = client_of(run.comms[0]).plan.peers[0].curve
         outside = [
             Stranger(endpoint, lambda push: None),
             Stranger(endpoint, plain("1", "0" * 16)),
@@ -243,7 +240,7 @@ def test_strangers_get_nothing_in_where_there_are_keys(
 
 
 def forged(run: int, seq: int, step: int, draw: random.Random) -> list[bytes]:
-    """What peer 1 of 2 receives at that step in an all-reduce of COUNT elements of FLOAT."""
+    """The chunk for peer 1 of 2 at that step in an all-reduce of COUNT elements of FLOAT."""
     half, segment, nonce = COUNT // 2, 1 - step, draw.getrandbits(64)
     numbers = (
         0x4C434350,
@@ -265,12 +262,11 @@ def forged(run: int, seq: int, step: int, draw: random.Random) -> list[bytes]:
     return [struct.pack("<IBBHQQQQHHHHQII", *numbers), draw.randbytes(4 * half)]
 
 
-def test_who_was_a_member_cannot_forge_what_others_reduce() -> None:
+def test_a_former_member_cannot_forge_chunks() -> None:
     """To know the run, the epoch and the sequence number does not suffice. (That it would without
     the nonce of the call is shown in c/test/test_faults.c.)"""
     with Cluster(2) as cluster, zmq.Context() as context, context.socket(zmq.PUSH) as push:
-        client = cluster.comms[0]._membership._client
-        assert client is not None
+        client = client_of(cluster.comms[0])
         draw = random.Random(1)
         push.linger = 0
         push.plain_username = str(client.number).encode()
@@ -308,8 +304,7 @@ def test_a_forwarding_that_leads_to_another_peer(
     if encrypted:
         monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
     with Cluster(2) as run:
-        assert run.comms[1]._membership._client is not None
-        port = run.comms[1]._membership._client.hello.port
+        port = client_of(run.comms[1]).hello.port
 
         join = PeerClient.join
 

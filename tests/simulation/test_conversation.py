@@ -44,7 +44,7 @@ def idle(peer: SimPeer) -> Thread:
 
 
 def founded() -> SimulatedRun:
-    """A run whose first peer does nothing."""
+    """A run with a first peer that does nothing."""
     run = SimulatedRun(0)
     founder = run.add(idle)
     while not founder.machine.accepted:
@@ -88,6 +88,22 @@ def arrivals() -> Iterator[SimPeer]:
         yield back
 
 
+def frozen_holder() -> Iterator[SimPeer]:
+    """Peers that receive shared state while its holder freezes, so they report their progress."""
+    for seed in range(4):
+        run = SimulatedRun(seed)
+        run.failure_rate = run.loss_rate = 0.0
+        holder = run.add(trainer(3))
+        holder.content = (1, "held")
+        receiver = run.add(trainer(3))
+        while not any(isinstance(m.decode_from_master(each), m.SyncPlan) for each in holder.down):
+            run.step()
+        run.freeze(holder)
+        for _ in range(300):
+            run.step()
+        yield receiver
+
+
 class Belonging:
     """A peer of a run of two, without a simulated master: it is told what the test says."""
 
@@ -111,7 +127,7 @@ class Belonging:
 
 
 def cut_off(script: str) -> set[conversation.Line]:
-    """The lines used by a peer whose collective runs while its master dies and comes back."""
+    """The lines used by a peer in a collective while its master dies and comes back."""
     one = Belonging()
     machine, perform, hear = one.machine, one.perform, one.hear
     perform(machine.collective(2, 0, m.Spec("all_reduce", 0, 10, 1)))
@@ -131,7 +147,7 @@ def cut_off(script: str) -> set[conversation.Line]:
 
 
 def failed_meanwhile(called: m.Called) -> set[conversation.Line]:
-    """The lines used by a peer whose call has failed under a master that died before it said so."""
+    """The lines used by a peer if the master fails its call and dies before it sends the error."""
     one = Belonging()
     if called == m.Called.SYNC:
         one.perform(one.machine.sync(2, 3, m.Manifest(0, 0, ())))
@@ -153,7 +169,7 @@ def used() -> Iterator[set[conversation.Line]]:
     yield cut_off("lost back held interrupt resumed")
     yield failed_meanwhile(m.Called.SYNC)
     yield failed_meanwhile(m.Called.OPTIMIZE)
-    for peer in arrivals():
+    for peer in (*arrivals(), *frozen_holder()):
         yield peer.conversation.used
     for run in runs():
         for peer in run.peers:
@@ -226,7 +242,7 @@ def member() -> Peer:
     return machine
 
 
-def test_an_op_that_fails_after_its_completion_is_told_of_once() -> None:
+def test_an_op_that_fails_after_its_completion_is_reported_once() -> None:
     machine = member()
     machine.collective(2, 0, m.Spec("all_reduce", 0, 10, 1))
     machine.received(m.Started(2, 9, 5))
@@ -240,7 +256,7 @@ def test_an_op_that_fails_after_its_completion_is_told_of_once() -> None:
     assert sent(machine.stream_lost(1, "of no interest any more")) == []
 
 
-def test_a_peer_that_cannot_serve_says_so_of_each_plan() -> None:
+def test_a_peer_that_cannot_serve_reports_it_for_each_plan() -> None:
     machine = member()
     machine.sync(2, 3, m.Manifest(1, 0, ()))
     assert sent(machine.engine_failed(3, "no memory for an op")) == []

@@ -14,7 +14,7 @@ from pccl.protocol.rounds import Grace
 from pccl.types import Result
 
 
-def hall_of(*groups: int) -> ManualRun:
+def run_of(*groups: int) -> ManualRun:
     """Accepted peers "1", "2", ... of these groups, at 100 s."""
     run = ManualRun(0)
     for i, group in enumerate(groups, 1):
@@ -38,7 +38,7 @@ def here(master: Master) -> list[int]:
 
 
 def test_a_peer_that_comes_after_the_grace_is_dropped() -> None:
-    run = hall_of(0, 0, 0, 0)
+    run = run_of(0, 0, 0, 0)
     arrive(run, b"1", b"3")
     pass_time(run, 101.0)
     assert run.master.patience_s == 1.0, "it begins when enough have come, and not before"
@@ -57,8 +57,8 @@ def test_a_peer_that_comes_after_the_grace_is_dropped() -> None:
         assert run.last(conn) == m.PendingResult(2, False, 1)
 
 
-def test_all_who_are_late_go_at_once_and_the_others_are_told_once() -> None:
-    run = hall_of(0, 0, 0, 0)
+def test_all_late_peers_are_dropped_at_once_in_one_plan() -> None:
+    run = run_of(0, 0, 0, 0)
     arrive(run, b"1", b"4", grace_ms=0)
     before = len(run.told[b"1"])
     pass_time(run, 101.0)
@@ -67,8 +67,8 @@ def test_all_who_are_late_go_at_once_and_the_others_are_told_once() -> None:
     assert told == [m.WorldSizes, m.Plan, m.PendingResult]
 
 
-def test_without_enough_nobody_is_late_and_a_vote_without_a_grace_does_not_count() -> None:
-    run = hall_of(0, 0, 0)
+def test_no_peer_is_late_before_enough_votes_with_a_grace() -> None:
+    run = run_of(0, 0, 0)
     arrive(run, b"1", grace_ms=0)
     run.say(b"2", m.PendingVote(2))
     for now_s in (101.0, 200.0):
@@ -77,7 +77,7 @@ def test_without_enough_nobody_is_late_and_a_vote_without_a_grace_does_not_count
 
 
 def test_no_peer_is_late_where_enough_exceeds_the_members() -> None:
-    run = hall_of(0, 0)
+    run = run_of(0, 0)
     arrive(run, b"1", enough=9, grace_ms=0)
     pass_time(run, 101.0)
     assert here(run.master) == [1, 2]
@@ -86,7 +86,7 @@ def test_no_peer_is_late_where_enough_exceeds_the_members() -> None:
 
 
 def test_the_most_patient_vote_counts() -> None:
-    run = hall_of(0, 0, 0, 0)
+    run = run_of(0, 0, 0, 0)
     arrive(run, b"1", enough=1, grace_ms=1000)
     pass_time(run, 101.0)
     arrive(run, b"2", enough=3, grace_ms=5000)
@@ -101,7 +101,7 @@ def test_the_most_patient_vote_counts() -> None:
 
 
 def test_a_grace_that_has_begun_ends_with_its_round_and_without_enough() -> None:
-    run = hall_of(0, 0, 0)
+    run = run_of(0, 0, 0)
     arrive(run, b"1", b"2")
     pass_time(run, 101.0)
     run.say(b"2", m.Withdraw(2))
@@ -119,7 +119,7 @@ def test_a_grace_that_has_begun_ends_with_its_round_and_without_enough() -> None
 
 
 def test_no_group_decides_about_the_members_of_another() -> None:
-    run = hall_of(0, 0, 7, 7, 7)
+    run = run_of(0, 0, 7, 7, 7)
     arrive(run, b"1", b"3", b"4", grace_ms=0)
     pass_time(run, 101.0)
     assert here(run.master) == [1, 2, 3, 4], "of group 7 enough have come, of group 0 not"
@@ -127,8 +127,8 @@ def test_no_group_decides_about_the_members_of_another() -> None:
     assert run.last(b"3") == m.PendingResult(2, False, 1)
 
 
-def test_a_collective_that_waited_for_who_was_late_starts_without_it() -> None:
-    run = hall_of(0, 0, 0)
+def test_a_collective_starts_without_the_late_peer() -> None:
+    run = run_of(0, 0, 0)
     work = m.Spec("all_reduce", 0, 10, 1000)
     for conn in (b"1", b"2"):
         run.say(conn, m.StartVote(3, 5, work))
@@ -147,8 +147,8 @@ def test_a_caller_in_a_hurry_keeps_its_grace_and_a_vote_is_repeated_with_it() ->
     assert said == [m.PendingVote(4, True, False, 2, 500)]
 
 
-def test_the_vote_says_the_grace_in_milliseconds() -> None:
-    run, peer = hall_of(0), Peer()
+def test_the_vote_has_the_grace_in_milliseconds() -> None:
+    run, peer = run_of(0), Peer()
     hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "x", b"")
     peer.join(1, hello)
     for told in run.told[b"1"]:
@@ -174,9 +174,9 @@ def test_ticks_are_recorded_from_the_first_grace_on() -> None:
     assert not recorder.matters(Tick(3.0), False, [])
 
 
-def test_the_master_watches_the_time_while_somebody_may_be_late() -> None:
+def test_the_master_watches_the_time_while_a_peer_may_be_late() -> None:
     """Then a tick follows each message; votes on collectives alone need none (server.py)."""
-    run = hall_of(0, 0, 0)
+    run = run_of(0, 0, 0)
     run.say(b"3", m.StartVote(2, 0, m.Spec("all_reduce", 0, 10, 1000)))
     assert not run.master.watches_time
     arrive(run, b"1", b"2")

@@ -112,7 +112,7 @@ def test_unequal_content_that_is_allowed_stays_in_the_first_synchronization() ->
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3))))
-def test_a_run_resumes_from_the_latest_checkpoint_whoever_has_it(order: tuple[int, ...]) -> None:
+def test_a_run_resumes_from_the_latest_checkpoint_of_any_peer(order: tuple[int, ...]) -> None:
     checkpoints = {1: manifest(40, "old"), 2: manifest(41, "new"), 3: manifest(0, "fresh")}
     manifests = {peer: checkpoints[peer] for peer in order}
     decision = elect(manifests, None, everybody(manifests))
@@ -135,7 +135,7 @@ def test_a_receiver_that_has_the_content_already_fetches_nothing() -> None:
     assert elect(manifests, 4, frozenset({2})).transfers == {}
 
 
-def test_the_revision_of_who_only_receives_cannot_break_the_rules() -> None:
+def test_the_revision_of_a_receiver_breaks_no_rule() -> None:
     manifests = {1: sends(5, "a"), 2: receives(17, "x")}
     assert elect(manifests, 4, NOBODY).revision == 5
 
@@ -179,7 +179,7 @@ def test_a_sender_keeps_content_that_may_differ() -> None:
 
 
 @pytest.mark.parametrize("other", [sends(0, "a"), receives(0, "a")])
-def test_enforce_popular_is_for_all_or_nobody(other: Manifest) -> None:
+def test_enforce_popular_is_for_all_or_none(other: Manifest) -> None:
     decision = elect({1: other, 2: manifest(0, "a"), 3: other}, None, frozenset({1, 2, 3}))
     assert list(decision.kicks) == [1, 3]
     assert all("peer 2 with ENFORCE_POPULAR" in why for why in decision.kicks.values())
@@ -207,7 +207,7 @@ def test_an_unknown_strategy_is_dropped() -> None:
         ),
     ],
 )
-def test_another_structure_is_kicked_and_told_why(other: Manifest, words: str) -> None:
+def test_another_structure_is_kicked_with_the_reason(other: Manifest, words: str) -> None:
     decision = elect({1: manifest(0, "a"), 2: other}, None, frozenset({1, 2}))
     assert list(decision.kicks) == [2]
     assert re.search(words, decision.kicks[2])
@@ -249,7 +249,7 @@ def test_revisions_that_break_the_rules(revision: int, last: int, words: str) ->
         elect(manifests, last, NOBODY)
 
 
-def test_newcomers_cannot_outvote_those_who_were_there() -> None:
+def test_newcomers_cannot_outvote_veterans() -> None:
     manifests = {1: manifest(5, "a"), 2: manifest(5, "x"), 3: manifest(5, "x")}
     decision = elect(manifests, 5, frozenset({2, 3}))
     assert {peer: t.digests for peer, t in decision.transfers.items()} == {2: (b"a",), 3: (b"a",)}
@@ -258,7 +258,7 @@ def test_newcomers_cannot_outvote_those_who_were_there() -> None:
 @pytest.mark.parametrize("strategy", [Strategy.ENFORCE_POPULAR, Strategy.SEND_ONLY])
 @pytest.mark.parametrize("theirs", [5, 6])  # whether they have advanced or not
 @pytest.mark.parametrize("revision", [6, 7, 1 << 63])
-def test_a_newcomer_is_never_elected_over_those_who_were_there(
+def test_a_newcomer_is_never_elected_over_veterans(
     strategy: Strategy, theirs: int, revision: int
 ) -> None:
     veteran = manifest(theirs, "a", strategy=strategy)
@@ -281,7 +281,7 @@ def test_only_the_peer_with_a_higher_revision_is_refused() -> None:
     assert {peer: t.holders for peer, t in decision.transfers.items()} == {4: (1, 3)}
 
 
-def test_newcomers_stand_where_nobody_does_who_was_there() -> None:
+def test_newcomers_are_elected_if_no_veteran_offers() -> None:
     manifests = {1: receives(5, "a"), 2: sends(6, "x"), 3: sends(9, "y")}
     decision = elect(manifests, 5, frozenset({2, 3}))
     assert (decision.revision, decision.refused, list(decision.transfers)) == (6, {3}, [1])
@@ -353,7 +353,7 @@ def test_the_same_revision_is_legal_for_the_sake_of_a_newcomer() -> None:
         (4, torn(9, "b"), False, True),
     ],
 )
-def test_a_peer_whose_content_is_outdated_receives_in_place(
+def test_a_peer_with_outdated_content_receives_in_place(
     last: int | None, late: Manifest, newcomer: bool, in_place: bool
 ) -> None:
     strategy = Strategy.ENFORCE_POPULAR if late.strategy == 0 else Strategy.SEND_ONLY

@@ -13,7 +13,7 @@ def plans(run: ManualRun, conn: bytes) -> list[int]:
     return [plan.epoch for plan in run.told[conn] if isinstance(plan, m.Plan)]
 
 
-def test_a_stall_interrupts_who_has_not_voted_and_begins_a_new_epoch() -> None:
+def test_a_stall_interrupts_peers_that_have_not_voted_and_begins_an_epoch() -> None:
     run = ManualRun(3)
     seq, epoch = run.start(), run.master.run.groups[0].epoch
     run.say(b"1", m.FinishVote(seq, True))
@@ -33,7 +33,7 @@ def test_a_stall_interrupts_who_has_not_voted_and_begins_a_new_epoch() -> None:
     assert sorted(run.master.peers) == [1, 2, 3]
 
 
-def test_a_death_ends_one_epoch_whoever_tells_of_it_first() -> None:
+def test_a_death_ends_one_epoch_in_any_order_of_reports() -> None:
     for lane_first in (True, False):
         run = ManualRun(3)
         seq, before = run.start(), len(plans(run, b"1"))

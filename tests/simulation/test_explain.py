@@ -51,7 +51,7 @@ def test_where_the_time_goes() -> None:
     assert late.endswith(" for it in each call, and 3 s in all")
 
 
-def test_the_slowest_link_and_what_there_would_be_without_it() -> None:
+def test_the_slowest_link_and_the_gain_without_it() -> None:
     rate = round(4e6 * 4 / 3 / 0.25)  # that each link has carried
     rates = {(1, 2): 2 * rate, (2, 3): rate, (3, 1): 4 * rate}
     line, fits = list(explanation(measured(a_run(0.0, 0.25), rates)))[3:]

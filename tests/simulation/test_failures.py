@@ -36,7 +36,7 @@ def told_of(run: RestartedRun, conn: bytes) -> list[int]:
     return seqs
 
 
-def test_only_the_peer_that_missed_a_failure_is_told_of_it() -> None:
+def test_only_the_peer_that_missed_a_failure_gets_it() -> None:
     run = RestartedRun(Journal(7, 1, 6, frozenset((1, 2, 3, 4, 5))))
     failed = failure(9), failure(10, pair=(2, 5)), failure(11, pair=(2, 3))
     for number in (1, 2, 3):
@@ -60,7 +60,7 @@ def test_only_the_peer_that_missed_a_failure_is_told_of_it() -> None:
     assert [one for one in run.told[b"1"] if isinstance(one, m.Failed)] == [m.Failed(failed[0])]
 
 
-def test_a_failure_of_the_whole_run_is_told_to_all_groups() -> None:
+def test_a_failure_of_the_whole_run_is_sent_to_all_groups() -> None:
     run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     failed = (failure(3, called=m.Called.OPTIMIZE, tag=0),)
     run.back(b"1", 1, 7, last_seq=3, failed=failed)
@@ -73,7 +73,7 @@ def test_a_failure_of_the_whole_run_is_told_to_all_groups() -> None:
     assert told_of(run, b"2") == [3]
 
 
-def test_missed_failures_are_told_in_order() -> None:
+def test_missed_failures_are_sent_in_order() -> None:
     """A peer that has the last failure has all: the next restart relies on that."""
     run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     small = m.Small(9, 1, (1, 2), b"data")
@@ -112,7 +112,7 @@ def test_a_failure_that_cannot_be_is_not_believed() -> None:
 # ---- the peer ----
 
 
-def test_a_peer_that_was_told_of_a_failure_tells_the_next_master() -> None:
+def test_a_peer_reports_a_failure_to_the_next_master() -> None:
     machine = Peer()
     machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
@@ -138,7 +138,7 @@ def test_a_peer_that_was_told_of_a_failure_tells_the_next_master() -> None:
     assert again.message.failed == (m.Failure(9, called, 0, (), lost, "first", 0), second)
 
 
-def test_a_newcomer_is_not_told_of_earlier_failures() -> None:
+def test_a_newcomer_gets_no_earlier_failure() -> None:
     run = ManualRun(2)
     for conn, tag in ((b"1", 7), (b"2", 7)):
         run.say(conn, m.StartVote(2, tag, msgspec.structs.replace(WORK, members=3)))
@@ -172,7 +172,7 @@ def member() -> Peer:
     return machine
 
 
-def test_a_failure_that_all_know_is_not_told_to_the_next_master() -> None:
+def test_a_failure_known_to_all_is_not_reported_to_the_next_master() -> None:
     """Some peers may have missed the start of a failed collective, and an earlier failure."""
     for ok, left in ((True, [3]), (False, [2, 3])):
         machine = member()
@@ -185,7 +185,7 @@ def test_a_failure_that_all_know_is_not_told_to_the_next_master() -> None:
         assert [one.seq for one in again.message.failed] == left
 
 
-def test_after_a_thousand_failures_who_comes_back_says_no_more_than_a_stranger_may() -> None:
+def test_resume_after_a_thousand_failures_is_small_enough() -> None:
     machine, why = member(), "\N{SNOWMAN}" * WHY_MAX
     for call in range(10, 1100):
         machine.received(m.CallError(call, 6, why, 0, call, m.Called.COLLECTIVE))
@@ -201,7 +201,7 @@ def test_after_a_thousand_failures_who_comes_back_says_no_more_than_a_stranger_m
     assert len(again.message.failed) == OUTCOMES_KEPT
 
 
-def test_calls_that_can_never_meet_are_known_to_all_who_were_in_them() -> None:
+def test_peers_in_conflicting_calls_all_keep_the_failure() -> None:
     """So each of them can tell the next master, which tells the others."""
     run = ManualRun(2)
     run.say(b"1", m.TopologyVote(5))
@@ -218,7 +218,7 @@ def test_calls_that_can_never_meet_are_known_to_all_who_were_in_them() -> None:
 
 
 @pytest.mark.parametrize("called", [m.Called.TOPOLOGY, m.Called.PENDING, m.Called.FINISH])
-def test_a_peer_that_missed_that_its_call_can_never_meet_others_is_told(called: m.Called) -> None:
+def test_a_peer_that_missed_the_failure_of_conflicting_calls_gets_it(called: m.Called) -> None:
     machine = Peer()
     machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     known = m.Plan(1, infos(1), (), 0)

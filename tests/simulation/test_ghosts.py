@@ -1,8 +1,8 @@
-"""Calls whose callers have left before the end: how a peer handles the messages that follow."""
+"""Abandoned calls: how a peer handles the messages that follow."""
 
 from __future__ import annotations
 
-from errors_page import listed
+from pages import listed
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
@@ -50,7 +50,7 @@ def test_a_limit_holds_while_the_master_is_away() -> None:
     assert said(peer.update_topology(4)) == [m.TopologyVote(4)]
 
 
-def test_a_peer_told_of_a_failure_that_was_a_success_leaves() -> None:
+def test_a_peer_that_hears_a_false_failure_leaves() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     peer.disconnected("the connection broke")

@@ -194,7 +194,7 @@ def test_a_peer_in_a_synchronization_enters_no_other() -> None:
     assert isinstance(run.last(b"1"), m.SyncResult)
 
 
-def test_a_holder_that_serves_nobody_has_to_go_before_those_it_does_not_serve() -> None:
+def test_a_holder_that_serves_no_peer_is_dropped_before_its_receivers() -> None:
     run = ManualRun(4)
     for conn in (b"1", b"2", b"3"):
         run.say(conn, m.SyncVote(2, m.Manifest(1, 0, (ENTRY,))))
@@ -208,7 +208,7 @@ def test_a_holder_that_serves_nobody_has_to_go_before_those_it_does_not_serve() 
     assert isinstance(run.last(b"1"), m.SyncResult)
 
 
-def test_many_who_differ_are_dropped_at_once() -> None:
+def test_many_different_peers_are_dropped_at_once() -> None:
     run = ManualRun(1000)
     for number, peer in list(run.master.peers.items()):
         entries = (ENTRY,) if number <= 501 else (ENTRY, OTHER)

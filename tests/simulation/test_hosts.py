@@ -91,7 +91,7 @@ def test_peers_behind_one_nat_may_reach_each_other_where_the_master_cannot() -> 
     assert matters(peer(SEEN), SEEN, [other])
 
 
-def test_peers_without_a_common_ip_version_are_told_so() -> None:
+def test_the_error_of_peers_without_a_common_ip_version() -> None:
     four, six, both = peer("10.0.0.1"), peer("fd00::1", "fe80::1%eth0"), peer("10.0.0.1", "fd00::1")
     assert foreign(four, six) and foreign(six, four)
     for other in (four, both, peer("a.name"), peer("10.0.0.2", "a.name")):

@@ -73,7 +73,7 @@ def test_a_dial_into_a_private_network_of_others_does_not_count() -> None:
     assert sorted(run.master.peers) == [1, 2]
 
 
-def test_a_synchronization_that_stalls_is_planned_anew_so_many_times() -> None:
+def test_a_stalled_synchronization_is_planned_again_a_few_times() -> None:
     run = ManualRun(3)
     for conn, content in ((b"1", b"old"), (b"2", b"new"), (b"3", b"new")):
         manifest = m.Manifest(int(content == b"new"), 0, (m.Entry("x", 10, 4, False, content),))
@@ -98,7 +98,7 @@ def test_a_synchronization_that_stalls_is_planned_anew_so_many_times() -> None:
     assert sorted(run.master.peers) == [1, 2, 3]
 
 
-def test_the_peer_that_reaches_no_other_is_dropped_and_not_those_it_accuses() -> None:
+def test_the_peer_that_reaches_no_other_is_dropped() -> None:
     run = ManualRun(3)
     commit(run)
     for accused in (2, 3):
@@ -137,7 +137,7 @@ def test_an_all_gather_of_two_members_rows_shows_that_a_ring_works() -> None:
     assert all(peer.proven for peer in run.master.peers.values())
 
 
-def test_members_that_differ_in_rows_are_told_whose() -> None:
+def test_an_error_names_the_peers_with_different_rows() -> None:
     run = ManualRun(2)
     rows = (*range(8), 1, 2, 3)  # more than a text shows
     for conn, last in ((b"1", 3), (b"2", 4)):
@@ -197,7 +197,7 @@ def test_a_peer_lost_again_during_recovery_may_come_back_once_more() -> None:
     assert {n: peer.conn for n, peer in run.master.peers.items()} == {1: b"b", 2: b"c"}
 
 
-def test_a_peer_that_comes_late_to_a_failed_call_is_told_once() -> None:
+def test_a_peer_late_to_a_failed_call_gets_one_error() -> None:
     run = ManualRun(2)
     commit(run)  # so the third one has no say
     run.join(b"3")
@@ -217,7 +217,7 @@ def test_a_peer_that_comes_late_to_a_failed_call_is_told_once() -> None:
     assert isinstance(run.last(b"3"), m.TopologyResult)
 
 
-def test_tensors_that_lie_in_different_orders_do_not_meet() -> None:
+def test_tensors_of_different_layouts_do_not_match() -> None:
     """They have as many elements, and would be reduced with those of other places."""
     for listed in (False, True):
         run = ManualRun()
@@ -232,7 +232,7 @@ def test_tensors_that_lie_in_different_orders_do_not_meet() -> None:
         assert "have all call it with c = x.contiguous()" in error.why
 
 
-def test_a_peer_given_up_before_the_restart_is_told_so() -> None:
+def test_a_peer_given_up_before_the_restart_is_refused() -> None:
     run = ManualRun(0)
     run.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1,))), secret=b"s")
     run.perform(run.master.feed(Resume(b"late", resume(2), "10.0.0.1")))
@@ -242,7 +242,7 @@ def test_a_peer_given_up_before_the_restart_is_told_so() -> None:
     assert "given up as lost" in refused.why
 
 
-def test_a_journal_that_could_not_be_written_knows_less_than_those_who_come_back() -> None:
+def test_returning_peers_know_more_than_an_incomplete_journal() -> None:
     infos = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for accepted in (frozenset((1,)), frozenset[int]()):
         run = ManualRun(0)
@@ -257,7 +257,7 @@ def test_a_journal_that_could_not_be_written_knows_less_than_those_who_come_back
         assert all(peer.accepted for peer in run.master.peers.values())
 
 
-def test_a_peer_that_comes_back_too_late_is_told_so() -> None:
+def test_a_peer_that_comes_back_too_late_is_refused() -> None:
     infos = [m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2)]
     run = ManualRun(0)
     run.master = Master(1, combine, secret=b"s")
@@ -280,7 +280,7 @@ def told_of_failure(run: ManualRun, conn: bytes) -> tuple[m.Cause, str]:
     return m.Cause(finished.cause), finished.why
 
 
-def test_all_hear_of_what_kind_the_failure_was() -> None:
+def test_all_peers_get_the_cause_of_a_failure() -> None:
     run = ManualRun(3)
     for cause in (*m.Cause, 99):
         seq = run.start()
@@ -294,7 +294,7 @@ def test_all_hear_of_what_kind_the_failure_was() -> None:
             assert "peer 2 (10.0.0.1:1) could not complete: it was like this" in why
 
 
-def test_all_hear_of_a_time_out_and_of_a_loss() -> None:
+def test_all_peers_get_the_causes_timeout_and_loss() -> None:
     run = ManualRun(3)
     seq = run.start()
     run.say(b"1", m.FinishVote(seq, True))
@@ -364,7 +364,7 @@ def test_a_peer_that_ran_out_of_memory_or_time_does_not_try_again() -> None:
     assert fail.fault is Fault.TIMEOUT and not fail.again
 
 
-def test_stragglers_are_those_that_others_wait_for() -> None:
+def test_stragglers_are_peers_that_others_wait_for() -> None:
     run = ManualRun(0)
     run.master = Master(1, combine, 5.0, secret=b"s")
     for conn in (b"1", b"2", b"3"):
@@ -395,7 +395,7 @@ def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
     assert reduce(second.seq, first.seq).stable == first.seq
 
 
-def test_why_an_engine_refused_a_collective_is_what_the_others_hear() -> None:
+def test_the_error_of_an_engine_reaches_the_other_peers() -> None:
     machine = Peer()
     machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     for told in (m.Welcome(1), m.Admitted(7, m.Done())):
@@ -409,7 +409,7 @@ def test_why_an_engine_refused_a_collective_is_what_the_others_hear() -> None:
 # ---- optimize_topology ----
 
 
-class Lab(ManualRun):
+class MeasuredRun(ManualRun):
     """Peers on different machines that measure links."""
 
     def __init__(self, groups: str) -> None:
@@ -462,100 +462,100 @@ class Lab(ManualRun):
         return ring.order
 
 
-def test_the_ring_goes_around_a_slow_link_and_stays_so_for_those_who_stay() -> None:
-    lab = Lab("0000")
-    lab.everyone(m.OptimizeVote(7))
-    assert lab.pairs() == {frozenset((1, 4)), frozenset((2, 3))}
-    assert lab.measure(2, 3) == 4
-    assert isinstance(lab.last(b"1"), m.OptimizeResult)
-    assert lab.order(b"1") == lab.order(b"4") == (1, 2, 4, 3)
-    lab.join(b"5", machine="m5")
-    lab.everyone(m.TopologyVote(8))
-    assert lab.order(b"5") == (1, 2, 4, 3, 5)
-    lab.perform(lab.master.feed(Disconnected((b"2",), "its connection broke")))
-    assert lab.order(b"5") == (1, 4, 3, 5)
+def test_the_ring_avoids_a_slow_link_also_after_a_loss() -> None:
+    run = MeasuredRun("0000")
+    run.everyone(m.OptimizeVote(7))
+    assert run.pairs() == {frozenset((1, 4)), frozenset((2, 3))}
+    assert run.measure(2, 3) == 4
+    assert isinstance(run.last(b"1"), m.OptimizeResult)
+    assert run.order(b"1") == run.order(b"4") == (1, 2, 4, 3)
+    run.join(b"5", machine="m5")
+    run.everyone(m.TopologyVote(8))
+    assert run.order(b"5") == (1, 2, 4, 3, 5)
+    run.perform(run.master.feed(Disconnected((b"2",), "its connection broke")))
+    assert run.order(b"5") == (1, 4, 3, 5)
 
 
 def test_links_that_carry_more_together_get_several_rings() -> None:
-    lab = Lab("0000")
-    lab.everyone(m.OptimizeVote(7))
-    assert lab.measure(together=3 * 10**8) == 4
-    rings = lab.rings(b"1")
+    run = MeasuredRun("0000")
+    run.everyone(m.OptimizeVote(7))
+    assert run.measure(together=3 * 10**8) == 4
+    rings = run.rings(b"1")
     assert len(rings) == 6
     assert {ring.weight for ring in rings} == {rings[0].weight}
-    lab.join(b"5", machine="m5")
-    lab.everyone(m.TopologyVote(8))
-    assert all(sorted(ring.order) == [1, 2, 3, 4, 5] for ring in lab.rings(b"5"))
-    lab.perform(lab.master.feed(Disconnected((b"2",), "its connection broke")))
-    assert len({ring.order for ring in lab.rings(b"1")}) == len(lab.rings(b"1")) > 1
+    run.join(b"5", machine="m5")
+    run.everyone(m.TopologyVote(8))
+    assert all(sorted(ring.order) == [1, 2, 3, 4, 5] for ring in run.rings(b"5"))
+    run.perform(run.master.feed(Disconnected((b"2",), "its connection broke")))
+    assert len({ring.order for ring in run.rings(b"1")}) == len(run.rings(b"1")) > 1
 
 
 def test_groups_are_measured_at_the_same_time_and_only_within() -> None:
-    lab = Lab("01010")
-    lab.everyone(m.OptimizeVote(7))
-    assert frozenset((2, 4)) in lab.pairs()
-    assert len(lab.pairs()) == 2
-    assert lab.measure(1, 3) == 4
+    run = MeasuredRun("01010")
+    run.everyone(m.OptimizeVote(7))
+    assert frozenset((2, 4)) in run.pairs()
+    assert len(run.pairs()) == 2
+    assert run.measure(1, 3) == 4
 
 
 def test_peers_of_one_machine_are_not_measured() -> None:
-    lab = Lab("0")
+    run = MeasuredRun("0")
     for conn in (b"2", b"3"):
-        lab.join(conn, machine="m1", ipc="/tmp/x")
-    lab.everyone(m.TopologyVote(1))
-    lab.everyone(m.OptimizeVote(7))
-    assert lab.pairs() in ({frozenset((1, 2))}, {frozenset((1, 3))})
-    assert lab.measure() == 3
+        run.join(conn, machine="m1", ipc="/tmp/x")
+    run.everyone(m.TopologyVote(1))
+    run.everyone(m.OptimizeVote(7))
+    assert run.pairs() in ({frozenset((1, 2))}, {frozenset((1, 3))})
+    assert run.measure() == 3
 
 
 def test_measurements_of_a_lost_peer_are_not_waited_for() -> None:
-    lab = Lab("0000")
-    lab.everyone(m.OptimizeVote(7))
-    probes = lab.probes()
-    lab.say(b"2", m.Measured(probes[2].seq, 1, 1))
-    lab.say(b"3", m.Measured(probes[3].seq, 1, 1))
-    assert lab.probes() == probes
-    lab.perform(lab.master.feed(Disconnected((b"4",), "its connection broke")))
-    after = lab.probes()
+    run = MeasuredRun("0000")
+    run.everyone(m.OptimizeVote(7))
+    probes = run.probes()
+    run.say(b"2", m.Measured(probes[2].seq, 1, 1))
+    run.say(b"3", m.Measured(probes[3].seq, 1, 1))
+    assert run.probes() == probes
+    run.perform(run.master.feed(Disconnected((b"4",), "its connection broke")))
+    after = run.probes()
     assert after[1].seq > probes[1].seq
-    lab.say(b"1", m.Measured(probes[1].seq, 1, 1))  # it was on its way
-    assert 1 in lab.master.run.optimizations.current.measuring  # type: ignore[union-attr]
-    assert lab.measure() >= 1
+    run.say(b"1", m.Measured(probes[1].seq, 1, 1))  # it was on its way
+    assert 1 in run.master.run.optimizations.current.measuring  # type: ignore[union-attr]
+    assert run.measure() >= 1
     for conn in (b"1", b"2", b"3"):
-        assert isinstance(lab.last(conn), m.OptimizeResult)
+        assert isinstance(run.last(conn), m.OptimizeResult)
 
 
 def test_the_last_vote_is_not_waited_for_when_its_peer_leaves() -> None:
-    lab = Lab("000")
-    lab.say(b"1", m.OptimizeVote(7))
-    lab.say(b"3", m.OptimizeVote(7))
-    lab.say(b"2", m.Leave())
-    assert lab.measure() == 1
-    assert isinstance(lab.last(b"3"), m.OptimizeResult)
+    run = MeasuredRun("000")
+    run.say(b"1", m.OptimizeVote(7))
+    run.say(b"3", m.OptimizeVote(7))
+    run.say(b"2", m.Leave())
+    assert run.measure() == 1
+    assert isinstance(run.last(b"3"), m.OptimizeResult)
 
 
 def test_an_optimization_that_one_gives_up_fails_for_all() -> None:
-    lab = Lab("000")
-    lab.everyone(m.OptimizeVote(7))
-    late = lab.probes()[2]
-    lab.say(b"2", m.Withdraw(7))
+    run = MeasuredRun("000")
+    run.everyone(m.OptimizeVote(7))
+    late = run.probes()[2]
+    run.say(b"2", m.Withdraw(7))
     for conn in (b"1", b"2", b"3"):
-        error = lab.last(conn)
+        error = run.last(conn)
         assert isinstance(error, m.CallError)
         assert Result(error.result) is Result.TIMEOUT
         assert "peer 2 (10.0.0.1:1) waited no longer" in error.why
-    lab.say(b"2", m.Measured(late.seq, 1, 1))  # it was on its way
-    assert sorted(lab.master.peers) == [1, 2, 3]
-    lab.everyone(m.OptimizeVote(8))
-    assert lab.measure() == 4
+    run.say(b"2", m.Measured(late.seq, 1, 1))  # it was on its way
+    assert sorted(run.master.peers) == [1, 2, 3]
+    run.everyone(m.OptimizeVote(8))
+    assert run.measure() == 4
 
 
 def test_a_peer_that_reports_an_unknown_measurement_is_dropped() -> None:
-    lab = Lab("000")
-    lab.everyone(m.OptimizeVote(7))
-    lab.say(b"1", m.Measured(10**6, 1, 1))
-    assert sorted(lab.master.peers) == [2, 3]
-    assert lab.measure() >= 1
+    run = MeasuredRun("000")
+    run.everyone(m.OptimizeVote(7))
+    run.say(b"1", m.Measured(10**6, 1, 1))
+    assert sorted(run.master.peers) == [2, 3]
+    assert run.measure() >= 1
 
 
 def test_a_restarted_master_keeps_the_ring() -> None:
@@ -584,7 +584,7 @@ def test_rings_that_no_message_could_carry_are_not_taken_up() -> None:
 # ---- what strangers cannot know ----
 
 
-def test_the_runs_number_is_told_on_admission_only() -> None:
+def test_the_number_of_the_run_is_sent_on_admission_only() -> None:
     run = ManualRun(2)
     run.join(b"stranger")
     commit(run)
@@ -681,7 +681,7 @@ def test_a_loss_does_not_end_patience() -> None:
     assert answers(run, b"1") == [True]
 
 
-def test_peers_that_know_another_order_of_the_ring_are_told_that_nobody_is_lost() -> None:
+def test_another_order_of_the_ring_is_an_error_without_a_loss() -> None:
     """Their rows would lie in another order than those of the others."""
     for rings, cause in (((5, 6), m.Cause.REORDERED), ((5, 5), m.Cause.REORDERED)):
         run = ManualRun()

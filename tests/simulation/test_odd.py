@@ -25,7 +25,7 @@ OTHERS = {
 ALIKE = pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 
 
-class Floor(ManualRun):
+class VeteransRun(ManualRun):
     """Peers, some of them veterans: these have reduced together before the others joined."""
 
     def __init__(self, veterans: int, newcomers: int = 0) -> None:
@@ -89,10 +89,10 @@ class Floor(ManualRun):
 def test_one_of_three_newcomers_that_differs_is_dropped(
     other: m.Spec, order: tuple[int, ...]
 ) -> None:
-    floor = Floor(0, 3)
-    floor.reduce(WORK, WORK, other, order=order)
-    assert floor.outcomes == ["started", "started", "dropped"]
-    kicked = floor.last(b"3")
+    run = VeteransRun(0, 3)
+    run.reduce(WORK, WORK, other, order=order)
+    assert run.outcomes == ["started", "started", "dropped"]
+    kicked = run.last(b"3")
     assert isinstance(kicked, m.Kicked) and kicked.result == Result.INVALID_ARGUMENT.value
     assert f"peer 3 (10.0.0.1:1) called {other} with tag 0" in kicked.why
     assert f"peer 1 (10.0.0.1:1) called {WORK} with tag 0" in kicked.why
@@ -100,10 +100,10 @@ def test_one_of_three_newcomers_that_differs_is_dropped(
 
 
 @ALIKE
-def test_a_veteran_of_three_that_stands_alone_goes(other: m.Spec) -> None:
-    floor = Floor(3)
-    floor.reduce(other, WORK, WORK)
-    assert floor.outcomes == ["dropped", "started", "started"]
+def test_the_odd_one_of_three_veterans_is_dropped(other: m.Spec) -> None:
+    run = VeteransRun(3)
+    run.reduce(other, WORK, WORK)
+    assert run.outcomes == ["dropped", "started", "started"]
 
 
 @ALIKE
@@ -112,71 +112,71 @@ def test_a_veteran_of_three_that_stands_alone_goes(other: m.Spec) -> None:
 def test_newcomers_that_differ_go_however_many_they_are(
     other: m.Spec, newcomers: int, first: bool
 ) -> None:
-    floor = Floor(2, newcomers)
+    run = VeteransRun(2, newcomers)
     size = 2 + newcomers
     order = (*range(2, size), 0, 1) if first else tuple(range(size))
-    floor.reduce(WORK, WORK, *[other] * newcomers, order=order)
-    assert floor.outcomes == ["started", "started", *["dropped"] * newcomers]
+    run.reduce(WORK, WORK, *[other] * newcomers, order=order)
+    assert run.outcomes == ["started", "started", *["dropped"] * newcomers]
 
 
-def test_a_newcomer_goes_and_the_only_veteran_is_told_that_it_is_alone() -> None:
-    floor = Floor(1, 1)
-    floor.reduce(WORK, OTHERS["another op"])
-    assert floor.outcome(b"2") == "dropped"
-    error = floor.last(b"1")
+def test_an_odd_newcomer_is_dropped_and_the_only_veteran_is_alone() -> None:
+    run = VeteransRun(1, 1)
+    run.reduce(WORK, OTHERS["another op"])
+    assert run.outcome(b"2") == "dropped"
+    error = run.last(b"1")
     assert isinstance(error, m.CallError) and error.result == Result.RANK_CONNECTION_LOST.value
     assert "alone in its group: peer 2" in error.why
 
 
 @pytest.mark.parametrize(("veterans", "newcomers"), [(0, 2), (2, 0), (2, 3)])
-def test_a_split_without_a_majority_fails_on_all_and_nobody_goes(
+def test_a_split_without_a_majority_fails_on_all_and_drops_no_peer(
     veterans: int, newcomers: int
 ) -> None:
     other = OTHERS["another dtype"]
-    floor = Floor(veterans, newcomers)
-    floor.reduce(WORK, other, *[other] * (veterans + newcomers - 2))
-    assert {*floor.outcomes} == {"failed"}
-    assert len(floor.master.peers) == veterans + newcomers
-    floor.reduce(*[WORK] * (veterans + newcomers))
-    assert {*floor.outcomes} == {"started"}
+    run = VeteransRun(veterans, newcomers)
+    run.reduce(WORK, other, *[other] * (veterans + newcomers - 2))
+    assert {*run.outcomes} == {"failed"}
+    assert len(run.master.peers) == veterans + newcomers
+    run.reduce(*[WORK] * (veterans + newcomers))
+    assert {*run.outcomes} == {"started"}
 
 
 def test_three_that_all_differ_all_fail_when_the_last_one_has_voted() -> None:
-    floor = Floor(3)
-    floor.reduce(WORK, OTHERS["another op"], None)
-    assert floor.outcomes == ["waits", "waits", "waits"]
-    floor.reduce(None, None, OTHERS["another dtype"])
-    assert floor.outcomes == ["failed", "failed", "failed"]
+    run = VeteransRun(3)
+    run.reduce(WORK, OTHERS["another op"], None)
+    assert run.outcomes == ["waits", "waits", "waits"]
+    run.reduce(None, None, OTHERS["another dtype"])
+    assert run.outcomes == ["failed", "failed", "failed"]
 
 
-def test_a_dispute_is_settled_without_who_is_lost() -> None:
+def test_a_dispute_is_settled_without_lost_peers() -> None:
     for lost, outcomes in ((b"3", ["failed", "failed"]), (b"2", ["started", "started"])):
-        floor = Floor(3)
-        floor.reduce(WORK, OTHERS["another op"], None)
-        floor.perform(floor.master.feed(Disconnected((lost,), "its connection broke")))
+        run = VeteransRun(3)
+        run.reduce(WORK, OTHERS["another op"], None)
+        run.perform(run.master.feed(Disconnected((lost,), "its connection broke")))
         if lost == b"2":
-            floor.reduce(None, WORK)
-            floor.call -= 1
-            assert isinstance(floor.last(b"1"), m.Started)
+            run.reduce(None, WORK)
+            run.call -= 1
+            assert isinstance(run.last(b"1"), m.Started)
         else:
-            assert [floor.outcome(conn) for conn in (b"1", b"2")] == outcomes
+            assert [run.outcome(conn) for conn in (b"1", b"2")] == outcomes
 
 
 def test_a_vote_that_is_taken_back_is_no_part_of_a_dispute() -> None:
-    floor = Floor(3)
-    floor.reduce(WORK, OTHERS["another op"], None)
-    floor.say(b"2", m.Withdraw(floor.call))
-    floor.say(b"2", m.StartVote(floor.call, 0, WORK))
-    floor.say(b"3", m.StartVote(floor.call, 0, WORK))
-    assert floor.outcomes == ["started"] * 3
+    run = VeteransRun(3)
+    run.reduce(WORK, OTHERS["another op"], None)
+    run.say(b"2", m.Withdraw(run.call))
+    run.say(b"2", m.StartVote(run.call, 0, WORK))
+    run.say(b"3", m.StartVote(run.call, 0, WORK))
+    assert run.outcomes == ["started"] * 3
 
 
 def test_peers_that_know_other_ranks_are_no_dispute_however_they_differ() -> None:
-    floor = Floor(3)
+    run = VeteransRun(3)
     ranked = m.Spec("broadcast", 0, 10, 1000, members=3)
-    floor.reduce(ranked, m.Spec("broadcast", 0, 10, 1000, members=4), None)
+    run.reduce(ranked, m.Spec("broadcast", 0, 10, 1000, members=4), None)
     for conn in (b"1", b"2"):
-        error = floor.last(conn)
+        error = run.last(conn)
         assert isinstance(error, m.CallError)
         assert error.result == Result.RANK_CONNECTION_LOST.value and "call again" in error.why
 
@@ -185,87 +185,87 @@ def test_peers_that_know_other_ranks_are_no_dispute_however_they_differ() -> Non
 
 
 def test_a_peer_in_another_call_than_most_is_dropped() -> None:
-    floor = Floor(3)
-    floor.say(b"3", m.TopologyVote(7))
-    floor.reduce(WORK, None, None)
-    assert floor.outcomes == ["waits"] * 3, "the second one decides"
-    floor.say(b"2", m.StartVote(floor.call, 0, WORK))
-    assert floor.outcomes == ["started", "started", "dropped"]
-    kicked = floor.last(b"3")
+    run = VeteransRun(3)
+    run.say(b"3", m.TopologyVote(7))
+    run.reduce(WORK, None, None)
+    assert run.outcomes == ["waits"] * 3, "the second one decides"
+    run.say(b"2", m.StartVote(run.call, 0, WORK))
+    assert run.outcomes == ["started", "started", "dropped"]
+    kicked = run.last(b"3")
     assert isinstance(kicked, m.Kicked) and kicked.result == Result.INVALID_USAGE.value
     assert "can never meet: peer 3 (10.0.0.1:1) called update_topology(); peer 1" in kicked.why
 
 
 @pytest.mark.parametrize("newcomers", [1, 3])
 def test_newcomers_in_another_call_than_veterans_go(newcomers: int) -> None:
-    floor = Floor(2, newcomers)
-    for conn in floor.conns[2:]:
-        floor.say(conn, m.SyncVote(7, m.Manifest(0, 0, (ENTRY,))))
-    floor.reduce(WORK, WORK, *[None] * newcomers)
-    assert floor.outcomes == ["started", "started", *["dropped"] * newcomers]
+    run = VeteransRun(2, newcomers)
+    for conn in run.conns[2:]:
+        run.say(conn, m.SyncVote(7, m.Manifest(0, 0, (ENTRY,))))
+    run.reduce(WORK, WORK, *[None] * newcomers)
+    assert run.outcomes == ["started", "started", *["dropped"] * newcomers]
 
 
-def test_the_call_of_most_goes_on_when_three_calls_exclude_each_other() -> None:
-    floor = Floor(5)
-    floor.say(b"1", m.TopologyVote(7))
-    floor.say(b"2", m.SyncVote(7, m.Manifest(0, 0, (ENTRY,))))
-    floor.reduce(None, None, WORK, WORK, WORK)
-    assert floor.outcomes == ["dropped", "dropped", "started", "started", "started"]
+def test_the_call_of_the_majority_continues_when_three_calls_exclude_each_other() -> None:
+    run = VeteransRun(5)
+    run.say(b"1", m.TopologyVote(7))
+    run.say(b"2", m.SyncVote(7, m.Manifest(0, 0, (ENTRY,))))
+    run.reduce(None, None, WORK, WORK, WORK)
+    assert run.outcomes == ["dropped", "dropped", "started", "started", "started"]
 
 
 def test_when_no_call_can_have_most_all_fail() -> None:
-    floor = Floor(4)
-    floor.say(b"1", m.TopologyVote(7))
-    floor.say(b"2", m.TopologyVote(7))
-    floor.reduce(None, None, WORK, None)
-    assert "failed" not in floor.outcomes
-    floor.say(b"4", m.StartVote(floor.call, 0, WORK))
-    assert floor.outcomes == ["failed"] * 4
-    assert len(floor.master.peers) == 4
+    run = VeteransRun(4)
+    run.say(b"1", m.TopologyVote(7))
+    run.say(b"2", m.TopologyVote(7))
+    run.reduce(None, None, WORK, None)
+    assert "failed" not in run.outcomes
+    run.say(b"4", m.StartVote(run.call, 0, WORK))
+    assert run.outcomes == ["failed"] * 4
+    assert len(run.master.peers) == 4
 
 
 def test_veterans_that_launch_several_collectives_are_waited_for() -> None:
-    floor = Floor(2, 1)
-    floor.say(b"3", m.TopologyVote(7))
-    floor.say(b"2", m.PendingVote(8, patient=True))  # in another thread
+    run = VeteransRun(2, 1)
+    run.say(b"3", m.TopologyVote(7))
+    run.say(b"2", m.PendingVote(8, patient=True))  # in another thread
     for tag in (1, 2):
-        floor.say(b"1", m.StartVote(200 + tag, tag, WORK))
-    assert {*floor.outcomes} == {"waits"}
-    floor.say(b"2", m.StartVote(201, 1, WORK))
-    assert floor.outcome(b"3") == "dropped"
-    assert isinstance(floor.last(b"2"), m.Started)
+        run.say(b"1", m.StartVote(200 + tag, tag, WORK))
+    assert {*run.outcomes} == {"waits"}
+    run.say(b"2", m.StartVote(201, 1, WORK))
+    assert run.outcome(b"3") == "dropped"
+    assert isinstance(run.last(b"2"), m.Started)
 
 
-def test_in_a_pipeline_those_who_are_behind_are_waited_for() -> None:
+def test_slower_peers_in_a_pipeline_are_waited_for() -> None:
     """Each launches the same collectives in the same order, and waits for none of them yet."""
-    floor = Floor(5, 1)
+    run = VeteransRun(5, 1)
     for conn, tags in ((b"1", (4, 5, 6)), (b"2", (4, 5)), (b"3", (4, 5)), (b"4", (4,))):
         for tag in tags:
-            floor.say(conn, m.StartVote(200 + tag, tag, WORK))
+            run.say(conn, m.StartVote(200 + tag, tag, WORK))
     for tag in (4, 5, 6):
         work = OTHERS["another op"] if tag == 6 else WORK
-        floor.say(b"6", m.StartVote(200 + tag, tag, work))
-    assert "failed" not in floor.outcomes
+        run.say(b"6", m.StartVote(200 + tag, tag, work))
+    assert "failed" not in run.outcomes
     for conn, first in ((b"5", 4), (b"4", 5), (b"3", 6)):
         for tag in range(first, 7):
-            floor.say(conn, m.StartVote(200 + tag, tag, WORK))
-    assert "failed" not in floor.outcomes
-    assert isinstance(floor.last(b"6"), m.Kicked)
+            run.say(conn, m.StartVote(200 + tag, tag, WORK))
+    assert "failed" not in run.outcomes
+    assert isinstance(run.last(b"6"), m.Kicked)
 
 
 def test_two_threads_stuck_in_two_calls_that_no_third_can_decide() -> None:
-    floor = Floor(3)
-    floor.say(b"1", m.StartVote(7, 1, WORK, stuck=True))
-    floor.say(b"2", m.StartVote(7, 2, WORK, stuck=True))
-    floor.say(b"3", m.StartVote(7, 3, WORK, stuck=True))
-    assert "failed" in floor.outcomes, "else all three would wait for ever"
+    run = VeteransRun(3)
+    run.say(b"1", m.StartVote(7, 1, WORK, stuck=True))
+    run.say(b"2", m.StartVote(7, 2, WORK, stuck=True))
+    run.say(b"3", m.StartVote(7, 3, WORK, stuck=True))
+    assert "failed" in run.outcomes, "else all three would wait for ever"
 
 
 # ---- a restarted master ----
 
 
 @pytest.mark.parametrize("knows", ["flag", "finished", "small", "sync"])
-def test_a_restarted_master_knows_who_is_a_veteran(knows: str) -> None:
+def test_a_restarted_master_knows_the_veterans(knows: str) -> None:
     """Also who has only missed the news of it."""
     run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
     small = m.Small(4, 0, (1, 2), b"abcd")

@@ -67,7 +67,7 @@ def test_two_meet_and_a_third_hears_nothing_of_it() -> None:
     assert not any(peer.proven for peer in run.master.peers.values())
 
 
-def test_sends_are_told_apart_by_who_sends_to_whom_and_by_tag() -> None:
+def test_sends_are_distinguished_by_sender_receiver_and_tag() -> None:
     run = ManualRun(3)
     vote(run, 1, (1, 2))
     vote(run, 2, (2, 1))
@@ -184,7 +184,7 @@ def test_a_caller_withdraws_before_and_after_the_start() -> None:
     assert "waited no longer for peer 1 (" in interrupt.why
 
 
-def test_a_send_is_told_what_it_waits_for() -> None:
+def test_a_waiting_send_gets_the_reason() -> None:
     run = ManualRun(3)
     vote(run, 2, (1, 2))
     run.say(b"2", m.Inquire(2))
@@ -242,7 +242,7 @@ def test_a_collective_and_a_send_wait_for_each_other() -> None:
         assert errors(run, 3)
 
 
-def test_an_exclusive_call_waits_for_who_waits_in_a_send() -> None:
+def test_an_exclusive_call_waits_for_a_peer_in_a_send() -> None:
     """One that was launched, and not awaited, keeps its peer from an exclusive call too."""
     for stuck in (False, True):
         for first in (1, 2):
@@ -262,7 +262,7 @@ def test_an_exclusive_call_waits_for_who_waits_in_a_send() -> None:
     assert isinstance(run.last(b"2"), m.Started)
 
 
-def test_a_third_is_not_told_of_a_failed_send() -> None:
+def test_a_third_peer_gets_no_error_of_a_failed_send() -> None:
     run = ManualRun(3)
     vote(run, 1, (1, 2), stuck=True)
     vote(run, 2, (2, 1), stuck=True)
@@ -282,7 +282,7 @@ def test_votes_that_cannot_be_cost_their_sender_the_membership() -> None:
         assert "out of turn" in run.dropped[b"1"]
 
 
-def test_a_restarted_master_goes_on_with_a_send() -> None:
+def test_a_restarted_master_continues_a_send() -> None:
     both = (m.PeerInfo(1, 0, "10.0.0.1", 1, "", "x"), m.PeerInfo(2, 0, "10.0.0.1", 1, "", "x"))
     third = m.PeerInfo(3, 0, "10.0.0.1", 1, "", "x")
     for unheard in (False, True):
@@ -307,7 +307,7 @@ def test_a_restarted_master_goes_on_with_a_send() -> None:
         assert isinstance(run.last(b"2"), m.Started)
 
 
-def test_a_restarted_master_commits_no_send_of_which_one_is_gone() -> None:
+def test_a_restarted_master_commits_no_send_with_a_lost_peer() -> None:
     run = ManualRun(0)
     run.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1, 2))), secret=b"s")
     infos = tuple(m.PeerInfo(n, 0, "10.0.0.1", 1, "", "x") for n in (1, 2))
@@ -367,7 +367,7 @@ def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
     ]
 
 
-def test_a_sender_that_loses_its_data_says_so_and_opens_another_stream() -> None:
+def test_a_sender_with_a_lost_stream_fails_and_opens_another() -> None:
     peer = accepted()
     send(peer, 2, 3)
     send(peer, 3, 1)

@@ -21,7 +21,7 @@ from pccl.types import Result
 # ---- which peers the master believes ----
 
 
-def test_without_a_journal_the_run_of_most_goes_on_whoever_came_first() -> None:
+def test_without_a_journal_the_run_of_the_majority_continues() -> None:
     run = RestartedRun()
     run.back(b"stranger", 1, 666, 1, 2, 3, 4, 5)
     for number in (1, 2):
@@ -61,7 +61,7 @@ def test_a_peer_that_is_lost_while_it_waits_does_not_count() -> None:
     assert run.master.run.number == 7
 
 
-def test_a_run_of_which_nobody_may_stay_does_not_go_on_and_its_number_is_not_used_again() -> None:
+def test_a_run_without_a_valid_member_ends_and_its_number_is_not_reused() -> None:
     """Its peers' and collectives' numbers would be given twice."""
     run = RestartedRun()
     own = run.master.run.number
@@ -103,7 +103,7 @@ def test_a_journal_that_lacks_something_knows_the_run_and_lets_peers_tell_the_re
     assert sorted(run.master.peers) == [1, 2, 3]
 
 
-def test_the_arithmetic_is_that_of_the_run_and_not_of_whoever_spoke_last() -> None:
+def test_a_stranger_does_not_change_the_arithmetic_of_the_run() -> None:
     run = RestartedRun()
     for number in (1, 2):
         run.back(b"%d" % number, number, 7, 1, 2, arithmetic=b"right")
@@ -143,7 +143,7 @@ def test_no_vote_is_kept_while_the_master_waits() -> None:
     assert sorted(run.master.peers) == [1]
 
 
-def test_all_who_come_back_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_returning_peers_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "ALL_HELD_MAX", 90_000)
     run = RestartedRun()
     for number in range(1, 20):
@@ -181,7 +181,7 @@ def test_a_dropped_peer_hears_why_from_the_same_master() -> None:
 
 
 @pytest.mark.parametrize("told", [m.Kicked, m.Refused])
-def test_the_calls_of_who_stands_alone_fail_alike_whoever_tells_it(
+def test_calls_of_a_lone_peer_fail_alike_from_any_source(
     told: type[m.Kicked] | type[m.Refused],
 ) -> None:
     machine = Peer()
@@ -247,7 +247,7 @@ def test_an_impossible_resume_is_not_believed(fields: dict[str, object]) -> None
 # ---- a master that was away ----
 
 
-def test_epochs_stay_within_what_can_be_written() -> None:
+def test_impossible_epochs_are_refused() -> None:
     run = RestartedRun()
     run.back(b"1", 1, 7, last_seq=1 << 49)
     assert "impossible numbers" in run.refused(b"1").why
@@ -294,7 +294,7 @@ def test_a_run_that_went_on_without_a_peer_does_not_take_it_back() -> None:
         assert first.master.deserted(resume(3, first.master.run.number))
 
 
-def test_an_optimization_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
+def test_an_optimization_ended_by_a_loss_continues_without_the_peer() -> None:
     first = ManualRun(2)
     first.everyone(m.OptimizeVote(9))
     for number in (2, 1):
@@ -303,7 +303,7 @@ def test_an_optimization_that_ends_for_want_of_a_peer_goes_on_without_it() -> No
     assert first.master.deserted(resume(1, first.master.run.number))
 
 
-def test_a_round_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
+def test_a_round_ended_by_a_loss_continues_without_the_peer() -> None:
     for vote in (m.PendingVote(9), m.OptimizeVote(9)):
         first = ManualRun(2)
         first.say(b"1", vote)
@@ -327,7 +327,7 @@ def test_a_group_that_is_lost_before_another_one_is_given_up() -> None:
         assert first.master.deserted(resume(number, first.master.run.number))
 
 
-def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
+def test_newcomers_to_an_empty_run_do_not_wait() -> None:
     first = ManualRun(2)
     first.perform(first.master.feed(Disconnected((b"1", b"2"), "its connection broke")))
     first.join(b"3")

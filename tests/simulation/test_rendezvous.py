@@ -53,13 +53,13 @@ def test_no_ring_has_more_of_them_side_by_side_than_it_must() -> None:
             assert ring.order[0] == 1 and sorted(ring.order) == [*range(1, size + 1)]
 
 
-def test_a_ring_in_which_none_are_side_by_side_stays_as_it_was() -> None:
+def test_a_ring_without_adjacent_outgoing_peers_is_unchanged() -> None:
     peers = [info(i, i % 2 == 0) for i in range(1, 7)]
     chosen = (m.Ring((3, 6, 1, 2, 5, 4), 1),)
     assert plan_rings(peers, chosen) == chosen
 
 
-def test_those_of_one_machine_stay_together() -> None:
+def test_peers_of_one_machine_stay_together() -> None:
     peers = [info(1, False), info(2, False), *(info(i, True, "a") for i in (3, 4, 5))]
     peers += [info(i, True, "b") for i in (6, 7, 8)]
     (ring,) = plan_rings(peers)
@@ -76,7 +76,7 @@ def test_a_link_that_is_blocked_is_avoided_too() -> None:
     assert not side_by_side(ring.order, {3, 4}) and (1, 4) not in hops(ring.order)
 
 
-def test_the_receiver_is_told_where_its_sender_waits() -> None:
+def test_the_receiver_gets_the_endpoint_of_its_sender() -> None:
     run = run_of("", "o")
     run.say(b"1", m.RendezvousRequest(2, TOKEN, 4001, 8))
     sender = run.master.peers[1].info
@@ -138,7 +138,7 @@ def test_a_send_that_cannot_be_fails() -> None:
         assert isinstance(told, m.CallError) and "peer 3" in told.why
 
 
-def test_shared_state_comes_from_those_that_can_send_it() -> None:
+def test_shared_state_comes_from_peers_that_can_send_it() -> None:
     run = run_of("o", "", "o", "")
     manifests = (ENTRY, ENTRY, OTHER, ENTRY)
     for i, entry in enumerate(manifests, 1):
@@ -154,7 +154,7 @@ def test_shared_state_comes_from_those_that_can_send_it() -> None:
     assert getattr(plans[b"3"], "holders", ()) == (2, 4)
 
 
-def test_shared_state_that_nobody_can_send_is_an_error() -> None:
+def test_shared_state_that_no_peer_can_send_is_an_error() -> None:
     run = run_of("o", "o")
     for i, entry in enumerate((ENTRY, OTHER), 1):
         run.say(b"%d" % i, m.SyncVote(2, m.Manifest(0, 0, (entry,))))
@@ -177,7 +177,7 @@ def test_a_peer_that_only_dials_out_cannot_relay() -> None:
     assert isinstance(refused, m.Refused) and "PCCL_RELAY" in refused.why
 
 
-def test_an_optimization_does_not_measure_what_cannot_be() -> None:
+def test_an_optimization_does_not_measure_impossible_links() -> None:
     run = run_of("o", "", "o")
     run.everyone(m.OptimizeVote(2))
     measured = set()
@@ -195,7 +195,7 @@ def test_an_optimization_does_not_measure_what_cannot_be() -> None:
     assert measured and not measured & {(1, 3), (3, 1)}
 
 
-def test_weights_come_only_from_those_that_can_send_them() -> None:
+def test_weights_come_only_from_holders_that_can_send_them() -> None:
     run = run_of("")
     package = m.Package(1, 0, b"c" * 16, 9, b"h" * 16, 1 << 30, b"b" * 16)
     for conn, outgoing in ((b"p", True), (b"f", True), (b"g", False)):

@@ -29,7 +29,7 @@ def test_rows_that_fit_start() -> None:
     assert all(isinstance(run.last(b"%d" % number), m.Started) for number in (1, 2, 3))
 
 
-def test_rows_that_do_not_fit_are_an_error_that_names_who() -> None:
+def test_rows_that_do_not_fit_are_an_error_that_names_the_peers() -> None:
     for rank, side, other in ((0, 0, 1), (2, 1, 0), (1, 0, 2)):
         run = ManualRun(3)
         for number, rows in enumerate(ROWS):

@@ -69,7 +69,7 @@ def test_every_run_ends_and_agrees(part: range) -> None:
 
 
 @parts(400, 250, 50)
-def test_newcomers_go_on_when_all_who_were_there_die(part: range) -> None:
+def test_newcomers_continue_when_all_veterans_die(part: range) -> None:
     ended = 0
     for seed in part:
         try:
@@ -82,7 +82,7 @@ def test_newcomers_go_on_when_all_who_were_there_die(part: range) -> None:
 
 
 @parts(400, 250, 50)
-def test_a_loop_that_starts_over_after_a_loss_goes_on(part: range) -> None:
+def test_a_loop_that_starts_over_after_a_loss_continues(part: range) -> None:
     for seed in part:
         try:
             simulate(seed, natural)

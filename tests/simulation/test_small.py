@@ -1,4 +1,4 @@
-"""The master's rules of small collectives, whose data travels with the votes of few members."""
+"""The master's rules of small collectives: data travels with the votes of few members."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_collective_that_has_started_and_its_outcome() -> None:
     assert not status(run).waits and status(run).counts.committed == 2
 
 
-def test_how_far_those_are_who_are_waited_for() -> None:
+def test_progress_of_the_missing_peers() -> None:
     run = ManualRun(4)
     seq = run.start()
     assert only_wait(run).done is None and only_wait(run).why.endswith(" must finish it")
@@ -140,7 +140,7 @@ def test_how_far_receivers_of_shared_state_are() -> None:
     assert only_wait(run).done is None, "the next plan begins anew"
 
 
-def test_a_newcomer_waits_for_those_who_must_let_it_in() -> None:
+def test_the_wait_of_a_newcomer_names_the_admitting_peers() -> None:
     run = ManualRun(3)
     run.master.now_s = 3.0
     run.join(b"4")
@@ -202,7 +202,7 @@ def test_links_that_are_measured() -> None:
     assert sorted(map(str, ring.rates)) == ["20000000", "None", "None"]  # 1 -> 2 -> 3 -> 1
 
 
-def test_counts_of_who_came_and_how_who_went() -> None:
+def test_counts_of_joins_and_losses() -> None:
     run = ManualRun(6)
     run.say(b"1", m.Leave())
     run.perform(run.master.feed(Disconnected((b"2", b"3"), "it broke")))
@@ -257,7 +257,7 @@ def test_secrets_are_not_shown_and_all_texts_can_be_printed() -> None:
     assert text.isprintable() and "\\u" not in text and len(text) < 12_000
 
 
-def test_a_restarted_master_says_for_whom_it_waits() -> None:
+def test_a_restarted_master_reports_the_peers_it_waits_for() -> None:
     run = ManualRun(0)
     run.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))

@@ -56,7 +56,7 @@ def test_peers_of_one_site_and_of_none() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_sites_are_found_whoever_is_where(seed: int) -> None:
+def test_sites_are_found_in_any_arrangement(seed: int) -> None:
     draw = random.Random(seed)
     sites = draw.randint(2, 12)
     numbers = draw.sample(range(1, 1000), draw.randint(18, 120))

@@ -60,7 +60,7 @@ def test_the_shared_state_does_not_begin_with_fewer_peers_than_one_wants() -> No
     assert told == [run.result(8, 3)] * 2, "a run that has begun goes on with any number"
 
 
-def test_a_newcomer_whose_shared_state_lies_in_another_order_is_dropped_alone() -> None:
+def test_only_a_newcomer_with_another_layout_is_dropped() -> None:
     """The bytes of the others would fit into its memory, and mean something else there."""
     run = Sync()
     run.sync(manifest(0), manifest(0))
@@ -97,7 +97,7 @@ def test_a_refused_peer_holds_nothing() -> None:
     assert told[0] == run.result(6, 3), "it cannot take the run over"
 
 
-def test_an_unchanged_revision_is_legal_once_when_somebody_has_joined() -> None:
+def test_an_unchanged_revision_is_legal_once_after_a_join() -> None:
     run = Sync()
     run.sync(manifest(5), manifest(5))
     run.admit(b"3")
@@ -155,7 +155,7 @@ def test_a_peer_that_went_back_receives_from_the_others() -> None:
     assert not told[0].diverged
 
 
-def test_a_group_that_begins_anew_repeats_no_number() -> None:
+def test_an_emptied_group_repeats_no_number() -> None:
     """So no peer of before, which may come back to the next master, takes its result as its own."""
     run = Sync(1)
     assert run.sync(manifest(5)) == [run.result(5, 1)]
@@ -192,7 +192,7 @@ def test_a_caller_that_left_before_the_result_receives_it() -> None:
 # ---- what a peer concludes ----
 
 
-def test_a_peer_whose_caller_left_says_that_it_holds_nothing() -> None:
+def test_a_peer_without_its_caller_reports_no_content() -> None:
     for leaves in (True, False):
         machine = standing(manifest(0))
         if leaves:
@@ -253,7 +253,7 @@ def test_a_receiver_is_never_refused() -> None:
     assert isinstance(end, Answer)
 
 
-def test_a_refused_peer_reports_what_it_holds() -> None:
+def test_a_refused_peer_reports_its_content() -> None:
     machine = standing(manifest(9))
     ends(machine, m.SyncResult(2, 6, 5, 0))
     machine.disconnected("a restart")
@@ -293,7 +293,7 @@ def receiving(revision: int) -> Peer:
     return machine
 
 
-def test_a_restarted_master_learns_what_may_be_overwritten() -> None:
+def test_a_restarted_master_learns_of_torn_content() -> None:
     machine = receiving(5)
     machine.disconnected("a restart")
     machine.reconnected()

@@ -172,7 +172,7 @@ def test_shared_state_that_newcomers_lack_and_that_others_have_lost() -> None:
     assert (found.synced_bytes, found.resynced_bytes, found.parity_failures) == (32, 16, 1)
 
 
-def test_sizes_that_nobody_has_break_nothing() -> None:
+def test_absurd_sizes_break_nothing() -> None:
     run = ManualRun(2)
     boast = m.Spec("all_reduce", 0, 7, (1 << 64) - 1)
     for _ in range(3):
@@ -206,7 +206,7 @@ def test_each_is_a_metric() -> None:
     assert [bound[1] for bound in bounds if bound] == [*map(str, BOUNDS_S), "+Inf"]
 
 
-def test_a_peer_says_how_far_it_is_while_its_data_is_under_way() -> None:
+def test_a_peer_reports_its_progress() -> None:
     run = SimulatedRun(3)
     peers = [run.add(trainers.trainer(3)) for _ in range(2)]
     said = 0

@@ -39,7 +39,7 @@ def test_a_team_is_admitted_when_all_of_it_are_there() -> None:
     assert accepted(run) == [1, 2, 3]
 
 
-def test_half_a_team_is_nobody_to_wait_for() -> None:
+def test_half_a_team_is_not_pending() -> None:
     run = ManualRun(1)
     run.say(b"1", m.PendingVote(2, patient=True))
     run.join(b"2", team=7, team_size=2)

@@ -67,7 +67,7 @@ def test_a_version_reaches_all_and_the_run_does_not_notice() -> None:
     assert not hub.master.peers and hub.master.status().peers == ()
 
 
-def test_few_fetch_from_one_holder_and_whoever_has_it_is_one() -> None:
+def test_few_fetch_from_one_holder_and_each_receiver_becomes_one() -> None:
     hub = WeightsRun(2)
     publisher = hub.add(follows=False)
     for _ in range(9):
@@ -116,7 +116,7 @@ def test_a_slow_client_gives_its_place_back() -> None:
     assert len(told(nodes[-1], m.Source)) == 1
 
 
-def test_for_what_is_small_there_are_more_places() -> None:
+def test_small_packages_have_more_places() -> None:
     hub = WeightsRun(19)
     publisher, nodes = waiting(hub, PLACES_SMALL + 1)
     hub.settle()
@@ -186,14 +186,14 @@ def with_a_liar(seed: int) -> tuple[WeightsRun, Node, Node]:
     return hub, publisher, liar
 
 
-def test_a_holder_that_lies_is_avoided_and_its_victim_goes_on() -> None:
+def test_a_holder_of_wrong_data_is_avoided_and_its_victim_recovers() -> None:
     hub, _, _ = with_a_liar(7)
     victims = [hub.add() for _ in range(4)]
     hub.settle()
     assert [node.machine.version for node in victims] == [1] * 4
 
 
-def test_when_all_that_is_left_lies_nothing_is_believed() -> None:
+def test_wrong_data_of_the_last_holder_is_not_accepted() -> None:
     hub, publisher, liar = with_a_liar(8)
     hub.kill(publisher)
     liar.machine._follows = False  # it keeps offering what it has
@@ -207,7 +207,7 @@ def test_when_all_that_is_left_lies_nothing_is_believed() -> None:
     assert victim.machine.version == 2, "it waits for nothing that it does not need any more"
 
 
-def test_the_second_publisher_is_refused_and_goes_on_with_a_whole_version() -> None:
+def test_the_second_publisher_is_refused_and_continues_with_a_whole_version() -> None:
     hub = WeightsRun(9)
     one, other = hub.add(follows=False), hub.add(follows=False)
     subscriber = hub.add()
@@ -253,7 +253,7 @@ def test_a_package_that_contradicts_others_is_not_offered() -> None:
     assert catalogue.packages == (package(1, 0),), "it would lead elsewhere"
 
 
-def test_a_holder_that_drops_a_package_has_its_receivers_sent_elsewhere() -> None:
+def test_receivers_of_a_dropped_package_get_another_holder() -> None:
     hub = WeightsRun(11)
     publisher, nodes = waiting(hub, PLACES + 1)
     desk = hub.master.run.clients
@@ -264,7 +264,7 @@ def test_a_holder_that_drops_a_package_has_its_receivers_sent_elsewhere() -> Non
     assert desk.all[nodes[0].number].holder == nodes[-1].number
 
 
-def test_clients_tell_another_master_what_they_hold() -> None:
+def test_clients_report_their_packages_to_another_master() -> None:
     hub = WeightsRun(12)
     publisher, _ = waiting(hub, 3)
     hub.settle()
@@ -278,7 +278,7 @@ def test_clients_tell_another_master_what_they_hold() -> None:
     assert publisher.answers[call] == "" and set(following(hub).values()) == {2}
 
 
-def test_a_publication_whose_answer_was_lost_is_not_made_twice() -> None:
+def test_a_publication_with_a_lost_answer_is_not_repeated() -> None:
     hub = WeightsRun(13)
     publisher, nodes = waiting(hub, 1)
     hub.settle()
@@ -298,7 +298,7 @@ def weights(hub: WeightsRun) -> WeightsStatus:
     return shown.weights
 
 
-def test_the_status_says_who_has_what_and_who_fetches_from_whom() -> None:
+def test_the_status_shows_versions_and_holders() -> None:
     hub = WeightsRun(20)
     assert hub.master.status().weights is None
     publisher, nodes = waiting(hub, PLACES + 1)
@@ -333,7 +333,7 @@ def test_the_status_says_who_has_what_and_who_fetches_from_whom() -> None:
     assert weights(hub) == WeightsStatus(2, {}, (), 0), "the version has been"
 
 
-def test_another_master_knows_what_they_have_and_not_who_has_published_it() -> None:
+def test_another_master_knows_versions_but_no_publisher() -> None:
     hub = WeightsRun(21)
     publisher, _ = waiting(hub, 2)
     hub.settle()
@@ -366,7 +366,7 @@ def test_a_client_that_votes_is_dropped() -> None:
         assert not hub.master.run.clients.all
 
 
-def test_the_master_that_misses_a_holder_sends_its_receivers_elsewhere() -> None:
+def test_receivers_of_a_lost_holder_get_another() -> None:
     """Before they notice: a frozen holder keeps its connections."""
     hub = WeightsRun(17)
     publisher, nodes = waiting(hub, PLACES)
@@ -376,7 +376,7 @@ def test_the_master_that_misses_a_holder_sends_its_receivers_elsewhere() -> None
     assert desk.all[nodes[1].number].holder == nodes[0].number
 
 
-def test_a_version_that_nobody_holds_any_more_is_not_published_again() -> None:
+def test_a_version_without_a_holder_is_not_published_again() -> None:
     hub = WeightsRun(18)
     publisher = hub.add(follows=False)
     node = hub.add(relays=False)

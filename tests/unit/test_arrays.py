@@ -61,7 +61,7 @@ def test_slices_of_any_alignment() -> None:
     ],
     ids=lambda array: repr(array).partition(" at 0x")[0],  # the same in every process
 )
-def test_what_is_no_array(array: Any) -> None:
+def test_unusable_arrays_are_refused(array: Any) -> None:
     with pytest.raises(ValueError, match=r"neither|dtype|byte order|dense"):
         Buffer.of(array)
 
@@ -74,7 +74,7 @@ def test_arrays_with_gaps(array: Any) -> None:
         Buffer.of(array)
 
 
-def test_memory_elsewhere() -> None:
+def test_other_devices_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"meta .*and tensor\.copy_\(c\) after it"):
         Buffer.of(torch.empty(3, device="meta"))
 

@@ -191,7 +191,7 @@ def test_constants_of_zeromq() -> None:
         assert getattr(zmq, pythonic) == int(value, 0), name
 
 
-def test_what_libzmq_refuses_is_said_with_its_reason() -> None:
+def test_an_error_of_libzmq_has_its_reason() -> None:
     """Without descriptors there is memory enough, and to say the contrary would mislead."""
     table = SimpleNamespace(
         ctx_new=lambda: 1,

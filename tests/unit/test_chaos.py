@@ -84,9 +84,7 @@ VOTE = m.PendingVote(1)
         (received(m.Leave()), set()),
     ],
 )
-def test_moments_are_known_by_what_the_master_has_heard_and_said(
-    line: Line, names: set[str]
-) -> None:
+def test_moments_are_found_from_the_event_log(line: Line, names: set[str]) -> None:
     assert moments(line) == names
     assert names <= watch.MOMENTS.keys()
 
@@ -132,7 +130,7 @@ def test_a_log_is_followed_over_its_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("needed", [{3}, {0, 19}, {4, 5, 6}, {1, 7, 11, 18}])
-def test_only_what_is_needed_stays(needed: set[int]) -> None:
+def test_shrinking_keeps_only_the_needed_faults(needed: set[int]) -> None:
     tried: list[list[int]] = []
 
     def fails(some: list[int]) -> bool:

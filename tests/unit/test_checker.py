@@ -79,7 +79,7 @@ def at(entries: list[Entry], kind: type, which: Callable[[Entry], bool] = lambda
 
 
 def reduced(entry: Entry) -> bool:
-    """The end of a reduction in which nobody was lost, and which others follow."""
+    """The end of a reduction without a loss, followed by others."""
     return isinstance(entry, End) and entry.outcome == "done" and bool(entry.sum)
 
 
@@ -223,7 +223,7 @@ def test_a_step_that_is_lost_or_done_twice_by_all_is_found() -> None:
     assert len(found) == 1 and "one was lost, done twice, or wrong" in found[0]
 
 
-def test_the_time_in_which_a_worker_is_frozen_does_not_count() -> None:
+def test_the_time_of_a_freeze_does_not_count() -> None:
     diaries, faults = good()
     takes_long(diaries, faults)
     at_s = diaries[0][at(diaries[0], Begin)].at_s
@@ -253,7 +253,7 @@ def test_diaries_are_read_from_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "12 steps; goodput 9" in checker.check(tmp_path, RULES).metrics.words()
 
 
-def test_a_worker_without_descriptors_may_fail_if_it_is_told_so() -> None:
+def test_a_worker_without_descriptors_may_fail_with_that_error() -> None:
     for why, found in (("INTERNAL_ERROR: too many open files", 0), ("AssertionError", 2)):
         diaries, faults = good()
         at_s = diaries[0][-1].at_s
@@ -307,7 +307,7 @@ def began_anew(diaries: Diaries, faults: list[Entry]) -> list[str]:
     return found
 
 
-def test_a_run_that_loses_all_who_hold_its_state_is_followed_by_another_one() -> None:
+def test_a_run_that_loses_all_holders_is_followed_by_another() -> None:
     """Whether they were killed, have left, or were dropped when they were cut off."""
     for ends in ("kill", "left", "dropped"):
         diaries: Diaries = {}
@@ -335,7 +335,7 @@ def test_a_worker_that_joins_again_may_hold_the_state_of_another_run() -> None:
     assert violations(diaries, faults) == []
 
 
-def test_a_run_of_one_revision_is_told_from_the_next_one() -> None:
+def test_a_run_of_one_revision_is_distinguished_from_the_next() -> None:
     diaries: Diaries = {}
     over_s = era([0, 1], 1.0, range(1), diaries)
     faults: list[Entry] = [Fault(over_s, "kill", 0), Fault(over_s, "kill", 1)]
@@ -344,7 +344,7 @@ def test_a_run_of_one_revision_is_told_from_the_next_one() -> None:
     assert report.violations == [] and report.metrics.steps == 1 + 2
 
 
-def test_a_run_that_begins_anew_while_others_hold_its_state_is_one_violation() -> None:
+def test_a_new_run_beside_holders_of_the_old_state_is_one_violation() -> None:
     for goes_on in (True, False):
         diaries: Diaries = {}
         over_s = era([0, 1], 1.0, range(3), diaries)
@@ -372,7 +372,7 @@ def test_a_newcomer_that_receives_an_old_state_is_found() -> None:
     assert any("nobody ever held the revisions [0, 1]" in text for text in found)
 
 
-def test_who_was_frozen_and_writes_late_is_of_the_run_that_it_was_in() -> None:
+def test_late_entries_of_a_frozen_worker_belong_to_its_run() -> None:
     diaries: Diaries = {}
     over_s = era([0, 1], 1.0, range(6), diaries)
     diaries[2] = [
@@ -386,7 +386,7 @@ def test_who_was_frozen_and_writes_late_is_of_the_run_that_it_was_in() -> None:
     assert violations(diaries, faults) == []
 
 
-def test_what_is_wrong_in_a_run_is_found_after_it_has_begun_anew_too() -> None:
+def test_violations_are_found_in_the_second_run_too() -> None:
     for mutate, said in (
         (changed(3, reduced, world=2), "in a world of 2"),
         (changed(3, lambda entry: not entry.sum, digest="another"), "different states of revision"),

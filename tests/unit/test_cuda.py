@@ -32,7 +32,7 @@ class Stream:
 
 
 class Driver:
-    """Torch, whose CUDA has one device."""
+    """A torch with one CUDA device."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -86,7 +86,7 @@ def piped() -> Piped:
     return Piped()
 
 
-def test_copies_begin_after_what_the_caller_has_queued(piped: Piped) -> None:
+def test_copies_begin_after_the_queued_work_of_the_caller(piped: Piped) -> None:
     """And on streams of their own, one for each direction."""
     waits = ["the caller's is at e", "stream 1 waits for e", "stream 2 waits for e"]
     assert piped.driver.log == waits

@@ -154,7 +154,7 @@ def test_where_no_thread_can_be_started_one_does_it_all(monkeypatch: pytest.Monk
     assert digests(memory, threads=4) == expected
 
 
-def test_whatever_fails_in_a_thread_is_raised() -> None:
+def test_an_error_in_a_thread_is_raised() -> None:
     def work(index: int, begin: int, end: int) -> None:
         if begin == SPAN_BYTES:
             raise MemoryError("of all times now")

@@ -32,7 +32,7 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_programs_in_pages_use_what_exists(page: Path) -> None:
+def test_programs_in_pages_use_existing_names(page: Path) -> None:
     """Each ```python block parses, and its names of pccl and of a communicator exist."""
     text = SIGNATURES.sub("", read(page))
     for program in re.findall(r"```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
@@ -59,11 +59,11 @@ def test_all_settings_are_listed() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_what_is_made_from_the_code_is_up_to_date(page: Path) -> None:
+def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert read(page) == generate.up_to_date(read(page)), "run `python docs/generate.py`"
 
 
-def test_what_cannot_be_made_is_an_error() -> None:
+def test_impossible_parts_are_errors() -> None:
     for order, why in {
         "sequence\npeer, master\npeer -> master: Plan": "peer never says 'Plan' to master",
         "sequence\npeer, master\npeer, master": "not `a -> b: what`",

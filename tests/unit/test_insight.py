@@ -75,7 +75,7 @@ def test_round_trips_among_many_that_are_far_apart() -> None:
         (None, None, Cause.ELSEWHERE),
     ],
 )
-def test_who_is_busy_is_what_limits(
+def test_the_busy_part_is_the_limit(
     engine_s: float | None, link: LinkFacts | None, cause: Cause
 ) -> None:
     limits = found(explain([sample(engine_s=engine_s)], link))
@@ -83,7 +83,7 @@ def test_who_is_busy_is_what_limits(
     assert ("is not known" in limits[cause].why) == (engine_s is None)
 
 
-def test_votes_and_those_who_come_late() -> None:
+def test_votes_and_late_peers() -> None:
     samples = [
         sample(0.2, 0.1, 0.2),
         sample(0.9, 0.1, 0.3),  # somebody was late
@@ -106,7 +106,7 @@ def test_small_ones_have_one_vote_and_no_data() -> None:
     assert limits[Cause.VOTES].seconds == pytest.approx(0.001)
 
 
-def test_it_is_about_what_takes_most_of_the_time() -> None:
+def test_it_explains_the_calls_that_take_most_of_the_time() -> None:
     small = sample(0.001, 0.0, 0.0, None, tx_bytes=100, small=True)
     shown = explain([*[small] * 50, sample(), sample(), sample(what="broadcast")], None)
     assert (shown.what, shown.count) == ("all_reduce", 2)

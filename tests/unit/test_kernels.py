@@ -133,7 +133,7 @@ def test_all_halves_by_many_partners(dtype: str, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "prod"])
-def test_halves_are_those_of_numpy_and_torch(op: str) -> None:
+def test_halves_equal_numpy_and_torch(op: str) -> None:
     a, b = samples("float16", 100_000, 5), samples("float16", 100_000, 6)
     out = reduce("float16", op, np.zeros_like(a), a, b)
     with np.errstate(all="ignore"):

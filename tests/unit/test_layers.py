@@ -1,4 +1,4 @@
-"""The C core lies in layers: who includes whom, and who declares what, read from the files."""
+"""Layers of the C core: includes and declarations, read from the files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_module_of_the_engine_is_listed_once() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_a_file_uses_only_what_is_below_it(path: Path) -> None:
+def test_a_file_uses_only_lower_modules(path: Path) -> None:
     found = INCLUDE.findall(read(path))
     for file in found:
         folder, _, module = file.rpartition("/")
@@ -84,7 +84,7 @@ def test_a_source_includes_its_own_header_first(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", headers(), ids=name)
-def test_a_header_declares_what_its_own_module_defines(path: Path) -> None:
+def test_a_header_declares_the_functions_of_its_module(path: Path) -> None:
     source = path.with_suffix(".c")
     declared = {*DECLARED.findall(code(path))}
     if not source.exists():
@@ -93,7 +93,7 @@ def test_a_header_declares_what_its_own_module_defines(path: Path) -> None:
     assert declared == {*DEFINED.findall(code(source))}, "all that is not static, and no more"
 
 
-def test_these_patterns_find_what_they_look_for() -> None:
+def test_the_patterns_find_declarations_and_definitions() -> None:
     stream = C / "engine" / "stream"
     assert {"stream_lose", "streams_find", "flow_request_turn"} < {
         *DECLARED.findall(code(stream.with_suffix(".h")))
@@ -103,7 +103,7 @@ def test_these_patterns_find_what_they_look_for() -> None:
     assert len(FILES) > 30
 
 
-def test_the_api_is_what_the_modules_without_a_header_define() -> None:
+def test_the_modules_without_a_header_define_the_api() -> None:
     public = [path for path in sources() if not path.with_suffix(".h").exists()]
     defined = {symbol for path in public for symbol in DEFINED.findall(code(path))}
     declared = {*DECLARED.findall(code(C / "pccl_core.h"))}

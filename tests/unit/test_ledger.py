@@ -77,7 +77,7 @@ class Group:
         self.agree()
 
     def launch(self) -> None:
-        """Averages the progress of living peers, some of which may be lost before it arrives."""
+        """Averages the progress of living peers; some may be lost before it arrives."""
         late = [self.counted and self.random.random() < 0.2 for _ in self.peers]
         votes = [
             peer.ledger.vote(counted=self.counted, late=is_late)
@@ -158,7 +158,7 @@ def test_each_sample_has_its_effect_once(delayed: bool, counted: bool) -> None:
         assert group.peers[0].ledger.consumed == len(group.effect)
 
 
-def test_a_run_goes_on_with_another_number_of_peers() -> None:
+def test_a_run_continues_with_another_number_of_peers() -> None:
     group = Group(3, delayed=False)
     group.samples, group.epochs = 50, 2
     group.effect = np.zeros(100, np.int64)
@@ -180,14 +180,14 @@ def test_a_run_goes_on_with_another_number_of_peers() -> None:
 # ---- rows ----
 
 
-def test_what_the_dead_have_claimed_is_given_out_first() -> None:
+def test_claims_of_lost_peers_are_given_out_first() -> None:
     content = Content(20, (Row(0, 5, 7, 0), Row(5, 9, 8, 0), Row(9, 12, 7, 1)))
     after = claimed(content, [Want(8, 3), Want(9, 4)], end=100, rows_max=10)
     rows = (Row(0, 3, 8, 0), Row(3, 5, 9, 0), Row(5, 9, 8, 0), Row(9, 12, 7, 1), Row(20, 22, 9, 0))
     assert after == Content(22, rows)
 
 
-def test_what_is_left_is_shared_out_in_proportion() -> None:
+def test_the_last_samples_are_shared_in_proportion() -> None:
     after = claimed(Content(90, ()), [Want(1, 20), Want(2, 10)], end=99, rows_max=10)
     assert after.rows == (Row(90, 96, 1, 0), Row(96, 99, 2, 0))
 
@@ -201,32 +201,32 @@ def test_rows_are_bounded() -> None:
     assert room.rows[:2] == (Row(0, 3, 1, 0), Row(3, 5, NOBODY, 0))
 
 
-def test_who_lives_keeps_what_no_collective_has_brought() -> None:
+def test_living_peers_keep_unsettled_samples() -> None:
     content = departed(Content(10, (Row(0, 5, 1, 0), Row(5, 10, 2, 0))), living={1, 2})
     assert content.rows == (Row(0, 5, 1, 1), Row(5, 10, 2, 1))
     assert settled(content, {}).rows == (Row(0, 5, 1, 0), Row(5, 10, 2, 0))
     assert settled(content, {2: None}).rows == (Row(0, 5, 1, 0),)
 
 
-def test_who_is_gone_is_not_counted_on() -> None:
+def test_claims_of_lost_peers_are_not_expected() -> None:
     content = departed(Content(10, (Row(0, 5, 1, 0), Row(5, 10, 2, 0))), living={2})
     assert content.rows == (Row(0, 5, 1, 0), Row(5, 10, 2, 1))
 
 
-def test_what_was_trained_on_is_consumed_and_the_rest_stays() -> None:
+def test_trained_samples_are_consumed_and_the_rest_stays() -> None:
     content = departed(Content(20, (Row(0, 5, 1, 0), Row(5, 9, 2, 0), Row(9, 20, 1, 0))), {1, 2})
     assert settled(content, {1: 7}).rows == (Row(5, 9, 2, 0), Row(11, 20, 1, 0))
     assert settled(content, {1: 5, 2: 3}).rows == (Row(8, 9, 2, 0), Row(9, 20, 1, 0))
 
 
-def test_who_has_samples_left_gets_none_that_come_before_them() -> None:
+def test_a_peer_with_samples_left_gets_only_later_ones() -> None:
     content = Content(20, (Row(0, 5, NOBODY, 0), Row(10, 12, 1, 0)))
     after = claimed(content, [Want(1, 3, first=12), Want(2, 2)], end=21, rows_max=10)
     rows = (Row(0, 2, 2, 0), Row(2, 5, NOBODY, 0), Row(10, 12, 1, 0), Row(20, 21, 1, 0))
     assert after == Content(21, rows)
 
 
-def test_nobody_trains_on_more_than_it_was_given() -> None:
+def test_a_peer_cannot_train_on_more_than_its_share() -> None:
     ledger = Ledger(10, share=4)
     ledger.claim(Gathered([Want(ledger._me, 4)]))  # type: ignore[arg-type]
     ledger.train(3)

@@ -49,7 +49,7 @@ def accepted(*groups: int) -> Membership:
     return membership
 
 
-class Table(Common):
+class AcceptedPeers(Common):
     """Some accepted peers of group 0.
 
     Attributes:
@@ -97,7 +97,7 @@ def test_the_outbox_keeps_effects_in_order_until_they_are_taken() -> None:
     assert outbox.take() == []
 
 
-def test_membership_counts_who_is_accepted() -> None:
+def test_membership_counts_accepted_peers() -> None:
     membership = registered(0, 7, 0)
     assert membership.pending == [1, 2, 3] and membership.any_pending
     assert membership.size() == 0 and membership.arithmetic == b"bits"
@@ -115,7 +115,7 @@ def test_membership_counts_who_is_accepted() -> None:
     assert membership.names([1, 3]) == "peer 1 (10.0.0.1:1), peer 3 (10.0.0.1:1)"
 
 
-def test_membership_knows_who_may_have_been_cut_off_with_all_others() -> None:
+def test_membership_knows_the_peers_of_the_last_cutoff() -> None:
     membership = accepted(0, 0)
     membership.lose([1])
     membership.remove(1)
@@ -152,7 +152,7 @@ def test_a_history_ends_with_its_last_holder() -> None:
     assert history.done(0) == m.Done()
 
 
-def test_the_table_counts_what_each_peer_stands_in() -> None:
+def test_the_table_counts_the_collectives_of_each_peer() -> None:
     table = CollectiveTable()
     one, other = Running(1, 0, {1, 2}), Running(2, 5, {3})
     table.add(one)
@@ -168,7 +168,7 @@ def test_the_table_counts_what_each_peer_stands_in() -> None:
 
 
 def test_voting_commits_when_all_have_voted() -> None:
-    table, committed = Table(2), list[Round]()
+    table, committed = AcceptedPeers(2), list[Round]()
     voting = table.voting(committed)
     voting.enter(1, START, Vote(10, WORK))
     assert not committed and voting.absent(next(iter(voting.open))) == [2]
@@ -177,8 +177,8 @@ def test_voting_commits_when_all_have_voted() -> None:
     assert not len(voting.open) and not table.said()
 
 
-def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
-    table, committed = Table(5), list[Round]()
+def test_voting_rejects_a_vote_for_a_failed_round() -> None:
+    table, committed = AcceptedPeers(5), list[Round]()
     voting = table.voting(committed)
     for number in (1, 2, 3, 4):  # no two agree, so the fifth makes no majority
         assert not table.said()
@@ -195,8 +195,8 @@ def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
     assert not table.said()
 
 
-def test_voting_sends_away_who_enters_twice() -> None:
-    table = Table(2)
+def test_voting_drops_a_peer_that_enters_twice() -> None:
+    table = AcceptedPeers(2)
     voting = table.voting([])
     voting.enter(1, START, Vote(10, WORK))
     voting.enter(1, START, Vote(11, WORK))
@@ -204,7 +204,7 @@ def test_voting_sends_away_who_enters_twice() -> None:
 
 
 def test_a_collective_has_one_outcome() -> None:
-    table = Table(2)
+    table = AcceptedPeers(2)
     collectives = table.collectives()
     collectives.start(Round(START, {1: Vote(10, WORK), 2: Vote(20, WORK)}))
     started = table.said()
@@ -219,7 +219,7 @@ def test_a_collective_has_one_outcome() -> None:
 
 
 def test_a_small_collective_is_final_at_once() -> None:
-    table = Table(2)
+    table = AcceptedPeers(2)
     collectives = table.collectives()
     votes: dict[int, Vote] = {1: Vote(10, WORK, b"a"), 2: Vote(20, WORK, b"b")}
     collectives.start(Round(START, votes))
@@ -230,7 +230,7 @@ def test_a_small_collective_is_final_at_once() -> None:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_synchronization_ends_when_all_have_fetched(ok: bool) -> None:
-    table = Table(2)
+    table = AcceptedPeers(2)
     syncs = Synchronizations(table)
     manifests = [m.Manifest(0, 0, (m.Entry("x", 10, 4, False, digest),)) for digest in (b"1", b"2")]
     round_ = Round(RoundId(Kind.SYNC, 0), {n + 1: Vote(n, o) for n, o in enumerate(manifests)})
@@ -245,7 +245,7 @@ def test_a_synchronization_ends_when_all_have_fetched(ok: bool) -> None:
 
 
 def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:
-    table = Table(3)
+    table = AcceptedPeers(3)
     collectives = table.collectives()
     accusations = Accusations(table, table.running, collectives, lambda group: False)
     epoch = table.groups[0].epoch
@@ -260,7 +260,7 @@ def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:
 
 
 def test_an_optimization_measures_links_and_installs_rings() -> None:
-    table = Table(2)
+    table = AcceptedPeers(2)
     optimizations = Optimizations(table)
     optimizations.begin(Round(RoundId(Kind.OPTIMIZE, None), {1: Vote(10, None), 2: Vote(20, None)}))
     probes = {number: told[0] for number, told in table.said().items()}

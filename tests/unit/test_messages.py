@@ -188,14 +188,14 @@ def test_a_frame_of_one_message_is_that_message() -> None:
     "rest",
     ["", "c0", "90", "9195", "dc0041" + 65 * "9108", "ddffffffff", "dc000191c1", "91910800"],
 )
-def test_what_is_no_frame_is_refused(rest: str) -> None:
+def test_malformed_frames_are_refused(rest: str) -> None:
     """Also one of no message, and one of more than 64, before any of them is looked at."""
     with pytest.raises(m.ProtocolError):
         for data in m.opened(bytes.fromhex("9200" + rest)):
             m.decode_from_peer(data)
 
 
-def test_no_frame_lies_in_another() -> None:
+def test_nested_frames_are_refused() -> None:
     inner = m.frames([m.encode(m.Leave())] * 2)
     outer = m.frames(inner * 2)[0]
     with pytest.raises(m.ProtocolError):

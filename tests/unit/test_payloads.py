@@ -55,7 +55,7 @@ def there_and_back(format: kernels.Format, values: Any) -> Array:
 
 
 @formats
-def test_bytes_and_numbers_are_those_of_numpy(format: kernels.Format) -> None:
+def test_bytes_and_numbers_equal_numpy(format: kernels.Format) -> None:
     for n in SIZES + LARGE:
         values = samples(n, n)
         wanted = payloads.ENCODINGS[format](values)
@@ -81,7 +81,7 @@ EXTREMES = {
 
 @formats
 @pytest.mark.parametrize("case", EXTREMES)
-def test_extremes_are_those_of_numpy(format: kernels.Format, case: str) -> None:
+def test_extremes_equal_numpy(format: kernels.Format, case: str) -> None:
     values = np.asarray(EXTREMES[case], np.float32)
     wanted = payloads.ENCODINGS[format](values)
     assert encode(format, values) == wanted
@@ -96,7 +96,7 @@ def test_extremes_are_those_of_numpy(format: kernels.Format, case: str) -> None:
 
 @formats
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_makes_its_block_nan(format: kernels.Format, value: float) -> None:
+def test_non_finite_values_make_their_block_nan(format: kernels.Format, value: float) -> None:
     run = payloads.BLOCKS[format]
     values = samples(2 * run + 100, 1)
     values[run + 5] = value
@@ -118,7 +118,7 @@ def test_four_bits_are_a_sign_and_a_power_of_two() -> None:
     assert there_and_back("e3m0", values)[:12].tolist() == wanted
 
 
-def test_two_bits_lose_what_four_levels_must_lose() -> None:
+def test_two_bits_have_the_least_error_of_four_levels() -> None:
     """The least mean square error of four levels for a normal distribution is 0.1175 of it."""
     values = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32)
     back = there_and_back("2bit", values)
@@ -215,7 +215,7 @@ def test_passes_that_are_one_have_the_bits_of_several(format: kernels.Format, n:
     assert mean.tobytes() == wanted.tobytes()
 
 
-def test_a_mean_and_a_feedback_refuse_what_does_not_fit() -> None:
+def test_a_mean_and_a_feedback_refuse_bad_arguments() -> None:
     values, error = np.zeros(64, np.float32), np.zeros(64, np.float32)
     data = np.zeros(kernels.quantized_size("sparse", 64), np.uint8)
     with pytest.raises(ValueError, match="divisor is 0"):

@@ -185,7 +185,7 @@ def test_near_zero_its_range_begins_there(name: str, dtype: str) -> None:
 @names
 @dtypes
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_shows(name: str, dtype: str, bad: float) -> None:
+def test_non_finite_values_make_their_block_nan(name: str, dtype: str, bad: float) -> None:
     format = FORMATS[name]
     values = np.linspace(-1, 1, 3 * format.block)
     values[format.block + 5] = bad
@@ -265,7 +265,7 @@ def test_any_bytes_can_be_read(name: str, dtype: str) -> None:
 @dtypes
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
 @pytest.mark.parametrize("members", [2, 5])
-def test_the_oracle_is_near_what_is_exact(name: str, dtype: str, op: str, members: int) -> None:
+def test_the_oracle_is_close_to_exact_results(name: str, dtype: str, op: str, members: int) -> None:
     """The oracle is right: its error is as small as the format allows."""
     rng = np.random.default_rng(5)
     real = quantized.real(dtype)

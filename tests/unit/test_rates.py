@@ -57,7 +57,7 @@ def test_momenta_out_of_range_are_refused(bad: Any) -> None:
         rates(None, bad, **USUAL)
 
 
-def test_a_step_takes_the_rates_of_its_number_and_says_when_they_change(
+def test_a_step_takes_its_rates_and_logs_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []

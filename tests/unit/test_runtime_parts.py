@@ -52,7 +52,7 @@ def test_no_call_is_left_without_an_answer() -> None:
     assert isinstance(late.end, Fail) and late.end.call == 3
 
 
-def test_what_interrupts_a_long_wait_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_of_a_long_wait_has_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as "during handling of the above exception, another exception occurred"."""
 
     class Interrupted:
@@ -67,7 +67,7 @@ def test_what_interrupts_a_long_wait_comes_alone(monkeypatch: pytest.MonkeyPatch
     assert caught.value.__context__ is None
 
 
-def test_a_pause_counts_against_nobody() -> None:
+def test_a_pause_counts_against_no_peer() -> None:
     now = 100.0
     pauses = Pauses(4.0, lambda: now, lambda: now)
     now += 1.0

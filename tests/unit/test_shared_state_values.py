@@ -92,7 +92,7 @@ def test_an_entry_may_be_empty() -> None:
     assert TensorInfo.from_torch(torch.zeros(0), "x").numel == 0
 
 
-def test_entries_elsewhere_than_in_host_memory() -> None:
+def test_entries_on_other_devices() -> None:
     assert info(device_type=DeviceType.CUDA).device_type is DeviceType.CUDA
     with pytest.raises(UnsupportedError, match="meta"):
         TensorInfo.from_torch(torch.empty(3, device="meta"), "x")

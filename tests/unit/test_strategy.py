@@ -103,7 +103,7 @@ def test_quantized_contributions_of_three_or_more_go_to_the_owners_of_segments()
         assert not choose(spec, 1 << 20, few).direct
 
 
-def test_two_on_one_machine_need_no_ring_for_what_fits_the_caches() -> None:
+def test_two_on_one_machine_need_no_ring_within_the_caches() -> None:
     for spec in (WORK, plain(ONE_SHOT_LOCAL_MAX)):
         assert choose(spec, 0, NEAR).algorithm is Algorithm.ONE_SHOT
     for spec in (
@@ -114,7 +114,7 @@ def test_two_on_one_machine_need_no_ring_for_what_fits_the_caches() -> None:
         assert choose(spec, 0, NEAR).algorithm is Algorithm.RING
 
 
-def test_what_may_be_sent_before_it_starts() -> None:
+def test_specs_that_may_start_eagerly() -> None:
     good = [WORK, plain(1000, members=3, ring=checksum((3, 1, 2)))]
     bad = [
         plain(1000, members=2),

@@ -44,7 +44,7 @@ def test_nothing_names_a_machine_or_is_left_for_later() -> None:
     assert not found
 
 
-def test_tests_import_what_they_share_from_support_and_not_from_each_other() -> None:
+def test_tests_share_code_in_support_only() -> None:
     shared = []
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(tree(path)):
@@ -63,7 +63,7 @@ def test_tests_import_what_they_share_from_support_and_not_from_each_other() -> 
 
 
 def test_examples_use_public_names_only() -> None:
-    """But the experiment, which nobody copies: it runs its peers as the demonstration does."""
+    """Except the experiment: it runs its peers as the demonstration does."""
     import pccl
 
     private = []

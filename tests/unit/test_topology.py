@@ -48,7 +48,7 @@ def pairs(order: tuple[int, ...]) -> set[frozenset[int]]:
 
 
 @pytest.mark.parametrize("size", range(2, 12))
-def test_a_tournament_has_every_pair_once_and_nobody_twice_in_a_slot(size: int) -> None:
+def test_a_tournament_has_every_pair_once_and_no_peer_twice_in_a_slot(size: int) -> None:
     slots = list(tournament(range(size)))
     assert len(slots) == size - 1 + size % 2
     for slot in slots:
@@ -121,7 +121,7 @@ def test_machines_stay_together_where_the_network_is_the_same_everywhere_else() 
     assert sum(links[hop] is not LOCAL for hop in hops(order)) == 2
 
 
-def test_what_was_not_measured_is_as_bad_as_the_worst_at_its_ends() -> None:
+def test_an_unmeasured_link_is_as_bad_as_the_worst_at_its_ends() -> None:
     links = Links({(1, 2): FAST, (2, 1): SLOW, (3, 4): Link(7_000_000, 9)}, apart, {})
     assert links[1, 3] == Link(6_000_000, 1000)
     assert links[4, 3] == Link(7_000_000, 9)

@@ -54,7 +54,7 @@ class Problem:
 
 
 def sync(problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]) -> list[Array]:
-    """theta after each round, of which `rounds` gives the contributors."""
+    """theta after each round; `rounds` gives the contributors."""
     thetas = []
     for peers in rounds:
         outer.step(problem.progress(outer.theta, peers))

@@ -190,7 +190,7 @@ def reduce_at_owner(inputs: list[Array], op: str, dtype: str, format: Format) ->
 
 
 def all_reduce(inputs: list[Array], op: str, dtype: str, format: Format) -> Array:
-    """What every member holds after a quantized all-reduce: as oracle.all_reduce.
+    """The result of a quantized all-reduce, as oracle.all_reduce.
 
     Two members form a ring; more reduce in two stages.
     """

@@ -237,7 +237,7 @@ class Conversation:
                 self._go(self.membership, f"> {name}")
 
     def heard(self, message: m.MasterMessage) -> None:
-        """The peer hears something. What comes after the end of its membership does not count."""
+        """The peer receives a message. Messages after the end of its membership do not count."""
         if self.membership.state == OVER:
             return
         name = type(message).__name__

@@ -65,7 +65,7 @@ class Watched(Master):
         return 2 * len(camp.intersection(deciding)) > len(deciding)
 
     def _camps(self) -> Iterator[tuple[Round, set[int]]]:
-        """Those that ask for the same in the same round, of all open rounds."""
+        """For all open rounds: the peers that ask for the same."""
         for round_ in self.run.voting.open:
             asks = {
                 number: (vote.payload, vote.data is None, vote.rows is None)

@@ -154,7 +154,7 @@ class SimPeer:
                 self.ready.append(self.waiters.pop(number))
 
     def wake(self) -> None:
-        """The control thread works, or somebody else is faster."""
+        """The control thread works, unless the draw lets another go first."""
         if self.waiter.pending and self.run.random.random() < 0.8:
             self.work()
 
@@ -234,7 +234,7 @@ class SimPeer:
         assert not alone or left or ending, "who gave up waits for the master"
 
     def hurry(self, step: float = math.inf) -> bool:
-        """Callers whose patience ends at that step want their answers; whether there are any."""
+        """Hurries the calls whose patience ends at that step; returns whether there are any."""
         hasty = [number for number, end in self.patient.items() if end <= step]
         for number in hasty:
             del self.patient[number]
@@ -393,7 +393,7 @@ class SimPeer:
         return self.ended((yield from self.follow(call, self._measure(call))))
 
     def _measure(self, call: Call) -> Steps[End]:
-        """A probe takes time, of which nothing is simulated but its end."""
+        """A probe takes time; only its end is simulated."""
         seq = 0
         while True:
             match (yield self.run.random.choice([0.1, 1.0]) if seq else math.inf):

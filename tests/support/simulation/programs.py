@@ -517,7 +517,7 @@ class ProgramRun(HostileRun):
         return super().unblock() or self._give_up([p for p in self.peers if p.present])
 
     def _give_up(self, peers: list[SimPeer], taken: bool = False) -> bool:
-        """A caller waits no longer, or is taken away, if there is one whose patience is limited."""
+        """A caller with limited patience, if there is one, times out or is interrupted."""
         calls = [
             (peer, call)
             for peer in peers

@@ -1,4 +1,4 @@
-"""Simulated runs whose masters' inputs are recorded, as an event log has them."""
+"""Simulated runs that record the inputs of their masters, as an event log does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS_MAX = 20_000
 
 
 class Recording:
-    """A master whose inputs are recorded; for all else it is that master."""
+    """A master that records its inputs."""
 
     def __init__(self, master: Master, play: RecordedRun) -> None:
         self.master, self.play = master, play

@@ -1,8 +1,8 @@
 """Whole runs of the real master and the real clients of its peers, from one seed, without I/O.
 
 Messages travel in queues, one for each direction of each connection, in order; connections are not
-ordered against each other. The lane engines are simulated (simengine.py), and so are clocks and
-sockets (simsystem.py). Each step draws one thing that can happen now.
+ordered against each other. The lane engines are simulated (engine.py), and so are clocks and
+sockets (system.py). Each step draws one thing that can happen now.
 
 A peer's program is one or more generators, its threads, which yield the call that they wait for.
 """
@@ -47,6 +47,7 @@ from simulation.unexpected import Eager
 EXCLUSIVE = {"update_topology", "finish", "optimize_topology", "sync_shared_state"}
 RUN_WIDE = {"update_topology", "finish", "are_peers_pending", "optimize_topology"}
 INVERTED = bytes(byte ^ 255 for byte in range(256))
+FREEZE_STEPS_MAX = 5000  # after which a frozen peer goes on
 IDLE_MAX = 3  # times that all clocks go on while nothing happens
 _ODD_ONE = re.compile(r"peer (\d+) \([^)]*\) is the odd one out")
 
@@ -282,16 +283,27 @@ class SimulatedRun:
     def lives(self, number: int) -> bool:
         return any(peer.alive and peer.machine.number == number for peer in self.peers)
 
+    def bearer(self, number: int, run: int) -> SimPeer | None:
+        """The peer of a run with a number.
+
+        If one died before it was accepted, a restarted master may give its number to another.
+        """
+        found = [peer for peer in self.peers if peer.machine.number == number]
+        return max(found, key=lambda p: (p.alive, p.machine.run == run), default=None)
+
     def blocked(self, peer: SimPeer, number: int) -> bool:
         """Whether a peer can open no stream to another one."""
-        return any(
-            peer.caged
-            or other.walled
-            or not other.alive
-            or other.name in peer.cut_from
-            or self.are_severed(peer, other)
-            for other in self.peers
-            if other.machine.number == number and other is not peer
+        other = self.bearer(number, peer.machine.run)
+        return (
+            other is not None
+            and other is not peer
+            and (
+                peer.caged
+                or other.walled
+                or not other.alive
+                or other.name in peer.cut_from
+                or self.are_severed(peer, other)
+            )
         )
 
     def are_severed(self, sender: SimPeer, receiver: SimPeer) -> bool:
@@ -382,7 +394,7 @@ class SimulatedRun:
         self.agree(("nonce of", of), nonce, peer)
 
     def check_over(self, peer: SimPeer, why: str) -> None:
-        """Why a peer may be out of the run. Who was dropped hears why, however it hears of it."""
+        """A peer is out of the run for a legal reason, and a dropped peer gets the reason."""
         number = peer.machine.number  # 0: it has none yet
         here = number and peer.machine.run == self.master.run.number
         told = self.refused.get(number) if here else None
@@ -407,7 +419,7 @@ class SimulatedRun:
         ), f"peer {peer.name} is out of the run: {why}"
 
     def check_verdict(self, end: Fail, over: Fail) -> None:
-        """The error of a call whose peer is dropped as the odd one out.
+        """The error of a call of the odd one out.
 
         A call may have failed before, because another peer was dropped as that.
         """
@@ -710,7 +722,7 @@ class SimulatedRun:
 
     def _answer_dial(self) -> None:
         number = self.dials.pop(self.random.randrange(len(self.dials)))
-        peer = next((p for p in self.peers if p.machine.number == number), None)
+        peer = self.bearer(number, self.master.run.number)
         why = "refused" if peer is None or not peer.alive else peer.dialled
         self.say(f"the master's dial of peer {number}:", {"": "reached"}.get(str(why), str(why)))
         self.perform(self.master.feed(Dialled(number, why)))
@@ -790,6 +802,8 @@ class SimulatedRun:
                 self.check_waiting()
                 if not self.unblock():
                     break
+            elif self.steps % FREEZE_STEPS_MAX == 0 and self.frozen:
+                self.unblock()  # who waits for its data reminds it of that, and never comes to rest
         else:
             raise AssertionError("the run does not come to rest")
         assert not (waiting := [p.name for p in self.peers if p.alive and p.threads]), waiting

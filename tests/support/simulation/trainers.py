@@ -23,7 +23,7 @@ def insist(call: Callable[[], Waits[End]]) -> Waits[effects.Answer]:
 
 
 def synchronize(peer: SimPeer) -> Waits[None]:
-    """Synchronizes; who was receiving from somebody who is gone begins with a checkpoint."""
+    """Synchronizes; after a loss of its source, a receiver loads a checkpoint."""
 
     def call() -> Waits[End]:
         while True:

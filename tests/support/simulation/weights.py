@@ -122,7 +122,7 @@ class WeightsRun:
 
     @property
     def living(self) -> list[Node]:
-        """Those that are not dead."""
+        """The living nodes."""
         return [node for node in self.nodes if node.alive]
 
     def add(self, follows: bool = True, relays: bool = True) -> Node:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from cluster import grow
 
 import pccl
 
@@ -20,7 +19,7 @@ def main() -> None:
     shared = pccl.SharedState.from_tensors({"x": np.ones(mib << 20, np.uint8)})
     shared.revision = 1
     with pccl.Communicator(address) as comm:
-        grow(comm, peers)
+        comm.wait_for_peers(peers)
         info = comm.sync_shared_state(shared)
         print(info.tx_bytes, flush=True)
 

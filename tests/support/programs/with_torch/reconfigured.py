@@ -1,4 +1,4 @@
-"""A process of torch's reconfiguration. torch_reconfigured.py ADDRESS FOLDER NUMBER FIRST LAST
+"""A process of torch's reconfiguration. reconfigured.py ADDRESS FOLDER NUMBER FIRST LAST
 
 It is in the reconfigurations FIRST to LAST; each is a file of the handles, which the test writes.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from waiting import wait_until
+from peers.waiting import wait_until
 
 import pccl.torch  # noqa: F401 - registers the backend
 

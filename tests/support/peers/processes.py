@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import scripts
+from peers import scripts
 
+PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 Report = dict[str, Any]
 
 
@@ -88,7 +89,7 @@ class Master:
         self.process.stdout.close()
 
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = PROGRAMS / "worker.py"
 PATIENCE_S = 40.0
 
 
@@ -116,7 +117,7 @@ def agree(workers: list[Worker]) -> None:
             assert report["value"] >> worker.slot & 1, "its own contribution is missing"
 
 
-PUPPET = Path(__file__).with_name("puppet.py")
+PUPPET = PROGRAMS / "puppet.py"
 Start = Callable[..., "Puppet"]
 Answer = dict[str, Any]
 

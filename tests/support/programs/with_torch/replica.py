@@ -1,6 +1,6 @@
 """A replica of elastic data-parallel training, which reports each step.
 
-torch_replica.py ADDRESS WORLD_SIZE PEER STEPS [WIRE]: with torch's own class, if WIRE is "torch"
+replica.py ADDRESS WORLD_SIZE PEER STEPS [WIRE]: with torch's own class, if WIRE is "torch"
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs of a master and three peers, each with one fault, one after the other.
 
-    LD_PRELOAD=fail.so python stage.py      reads faults as JSON, a line each; answers each likewise
+    LD_PRELOAD=fail.so python runs.py      reads faults as JSON, a line each; answers each likewise
 
 Each run forks its processes off this one, which has no threads: so they start at once. First three
 peers take steps together; then a newcomer joins, then a peer leaves, and then all end. All that are
@@ -27,7 +27,7 @@ from typing import Any
 import peer
 from faults import Fault
 
-LIMIT_S = float(os.environ.get("STAGE_LIMIT_S", "30"))
+LIMIT_S = float(os.environ.get("RUN_LIMIT_S", "30"))
 STACKS_S = 1.0  # for a process that hangs to say where
 INTERVAL_S = 0.01
 GRACE_S = 2.0  # for a process with a fault to take part, if it can
@@ -63,7 +63,7 @@ class Child:
 
 
 class Run:
-    """A master and its peers, one of which has a fault."""
+    """A master and its peers; one has a fault."""
 
     def __init__(self, fault: Fault, directory: Path) -> None:
         self._fault = fault

@@ -5,11 +5,15 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from waiting import wait_until
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from peers.waiting import wait_until
 
 import pccl.torch  # noqa: F401 - registers the backend
 

@@ -65,7 +65,7 @@ def join(one: str, other: str, name: str, address: str, at: str) -> None:
 
 @contextmanager
 def spaces(*hosts: str) -> Iterator[None]:
-    """Hosts, the first of which has a bridge `br0` for the cables of others."""
+    """Hosts; the first has a bridge `br0` for the cables of the others."""
     try:
         for host in hosts:
             run("ip", "netns", "add", space(host))
@@ -79,7 +79,7 @@ def spaces(*hosts: str) -> Iterator[None]:
 
 
 def started(host: str, *words: str, **settings: str) -> subprocess.Popen[str]:
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     return subprocess.Popen(
         ["ip", "netns", "exec", space(host), sys.executable, *words],
         env={**os.environ, "PYTHONPATH": root, **settings},

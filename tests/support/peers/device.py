@@ -84,7 +84,7 @@ class Gpu:
 
 
 class GpuPipe:
-    """Two streams, each of which makes its copies in their order."""
+    """Two streams; each makes its copies in order."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu

@@ -1,4 +1,4 @@
-"""A user's program that calls the whole API; type checkers read it, and nobody runs it."""
+"""A program that calls the whole API; type checkers read it, and no test runs it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from waiting import wait_until
+from peers.waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from waiting import wait_until
+from peers.waiting import wait_until
 
 import pccl
 from pccl.diloco import DiLoCo
@@ -129,7 +129,7 @@ class Hand:
         )
 
     def pass_until(self, free: threading.Event, diloco: DiLoCo) -> None:
-        """The peer stands still, and time passes. What it has under way comes to its end before."""
+        """The peer stops, and time passes, after its pending work has ended."""
         flight = getattr(diloco._schedule, "_running", None)
         handle = flight._handle if flight is not None else None
         wait_until(lambda: handle is None or handle.done())

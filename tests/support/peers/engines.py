@@ -52,7 +52,7 @@ class Peer:
 
 
 class AllReduce:
-    """One all-reduce: contributions of whole numbers, whose sum is exact in any order."""
+    """One all-reduce of whole numbers: the sum is exact in any order."""
 
     def __init__(self, peers: list[Peer], op: int, count: int, *, in_place: bool = False) -> None:
         rng = np.random.default_rng(op)

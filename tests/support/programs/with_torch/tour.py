@@ -1,6 +1,6 @@
 """A program of torch.distributed that knows nothing of pccl but the import and the backend's name.
 
-torch_tour.py [INIT_METHOD WORLD_SIZE]; without them, torchrun has set the environment.
+tour.py [INIT_METHOD WORLD_SIZE]; without them, torchrun has set the environment.
 """
 
 from __future__ import annotations

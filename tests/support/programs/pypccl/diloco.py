@@ -56,7 +56,7 @@ def restart_from_outer() -> None:
 
 
 def average(gradient: torch.Tensor, tag: int) -> int:
-    """Averages in place, and says over how many; 1 when nobody else is left."""
+    """Averages in place; returns the number of peers, 1 if no other is left."""
     while communicator.get_attribute(Attribute.LOCAL_WORLD_SIZE) > 1:
         try:
             info = communicator.all_reduce(

@@ -1,4 +1,4 @@
-"""One process of a replica that DiLoCo trains, and whose model FSDP2 has sharded; it reports.
+"""One process of a replica that DiLoCo trains, with a model sharded by FSDP2; it reports.
 
 fsdp_diloco.py ADDRESS REPLICA ROUNDS RANK SIZE PORT OPTIONS STOP: RANK to PORT are of the replica,
 OPTIONS are DiLoCo's, as JSON. After outer step STOP it waits until it is killed; 0: it goes on
@@ -35,7 +35,7 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Two layers, one of which has a parameter that is frozen."""
+    """Two layers; one has a frozen parameter."""
 
     def __init__(self, replica: int) -> None:
         super().__init__()

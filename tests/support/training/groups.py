@@ -1,11 +1,11 @@
-"""Process groups of torch over pccl whose peers are threads of this process."""
+"""Process groups of torch over pccl; their peers are threads of this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from cluster import Cluster
+from peers.cluster import Cluster
 
 import pccl
 from pccl.torch import ProcessGroup

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pccl
+from pccl.protocol.master import Master
 
 PATIENCE_S = 30.0
 PAUSE_S, PAUSE_MAX_S = 0.001, 0.02  # between two looks; longer each time, up to this
 
 
 def wait_until(true: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Returns when the condition, of which nothing else tells, holds."""
+    """Polls the condition until it holds; for conditions without an event."""
     deadline, pause_s = time.monotonic() + patience_s, PAUSE_S
     while not true():
         assert time.monotonic() < deadline, f"it did not happen within {patience_s:g} s"
@@ -24,11 +25,16 @@ def wait_until(true: Callable[[], object], patience_s: float = PATIENCE_S) -> No
         pause_s = min(1.2 * pause_s, PAUSE_MAX_S)
 
 
+def machine_of(master: pccl.MasterNode) -> Master:
+    """The state machine of a running master."""
+    assert master._server is not None
+    return master._server._master
+
+
 def entered(master: pccl.MasterNode, votes: int = 1) -> None:
     """Waits until so many peers stand in a round."""
-    assert master._server is not None
-    machine = master._server._master
-    wait_until(lambda: sum(len(round_.votes) for round_ in machine.run.voting.open) == votes)
+    rounds = machine_of(master).run.voting
+    wait_until(lambda: sum(len(round_.votes) for round_ in rounds.open) == votes)
 
 
 class Gate:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from cluster import gather
 
 import pccl
 
@@ -16,7 +15,8 @@ import pccl
 def main() -> None:
     address, world, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     comm = pccl.Communicator(address)
-    gather(comm, world)
+    comm.connect()
+    comm.wait_for_peers(world)
     comm.all_reduce(np.zeros(count, np.float32), op="sum")
     comm.all_reduce(np.full(count, 1000.0, np.float32), op="sum", tag=1)
 

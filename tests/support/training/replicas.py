@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from outer import DEADLINE_S, Model, make
 
 import pccl
 from pccl.diloco import DiLoCo
 from pccl.diloco.model import Replica
+from training.small import DEADLINE_S, Model, make
 
 
 class Gone(Exception):

@@ -1,6 +1,6 @@
-"""One process of a replica whose model FSDP2 has sharded; reports each step.
+"""One process of a replica with a model sharded by FSDP2; reports each step.
 
-torch_sharded.py ADDRESS BEGIN REPLICA STEPS RANK SIZE PORT: the last three are of the replica
+sharded.py ADDRESS BEGIN REPLICA STEPS RANK SIZE PORT: the last three are of the replica
 """
 
 from __future__ import annotations

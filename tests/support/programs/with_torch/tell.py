@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from waiting import pass_gate
+from peers.waiting import pass_gate
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pccl
+from pccl.runtime.client.client import PeerClient
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
@@ -52,6 +53,16 @@ def to(reader: str, message: str) -> str:
     """An error's message as it would be without a reader, who is a peer that it marks as such."""
     assert reader.replace("(", "(you, ", 1) in message, message
     return message.replace("(you, ", "(", 1)
+
+
+def client_of(comm: pccl.Communicator) -> PeerClient:
+    """The client of a connected communicator."""
+    return comm._membership.client("a test")
+
+
+def tags_of(comm: pccl.Communicator) -> list[int]:
+    """The tags that a communicator's collectives occupy."""
+    return list(comm._membership.calls._tags)
 
 
 class Cluster:

@@ -37,7 +37,7 @@ newcomer = communicator.get_attribute(Attribute.GLOBAL_WORLD_SIZE) > 1
 
 
 class Reduction(threading.Thread):
-    """Averages a pseudo-gradient, again and again until it commits or nobody else is left."""
+    """Averages a pseudo-gradient, again until it commits or no other peer is left."""
 
     def __init__(self, gradient: np.ndarray) -> None:
         super().__init__(daemon=True)
