@@ -14,6 +14,7 @@ import secrets
 import shutil
 import threading
 import zipfile
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import xxhash
 
 from pccl import Communicator, extension
 from pccl.diloco.exchange import Exchange, LedgerHooks
@@ -259,7 +261,9 @@ class _Writer(threading.Thread):
             self._directory.mkdir(parents=True, exist_ok=True)
             results = FileSystemWriter(self._directory).write_data(plan, planner).value()
             with replacing(self._directory / f"{self._prefix}part") as file:  # syncs all names
-                pickle.dump((replace(plan, storage_data=None), results), file)
+                infos = [each.storage_data for each in results]
+                digests = {_key(info): _digest(self._directory, info) for info in infos}
+                pickle.dump((replace(plan, storage_data=None), results, digests), file)
         except Exception as error:
             self.error = error
             self._unwanted.set()
@@ -333,6 +337,16 @@ class _Writes:
                 tensor = tensor[low:high]
             found.append((item, tensor.to("cpu", copy=True).contiguous()))
         return _Writes(found, {**self.places, **plan.planner_data})
+
+
+def _key(info: Any) -> str:
+    return f"{info.relative_path}:{info.offset}"
+
+
+def _digest(directory: Path, info: Any) -> str:
+    with (directory / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        return xxhash.xxh3_128_hexdigest(file.read(info.length))
 
 
 def _prefix(tag: int, shard: int, part: int) -> str:
@@ -497,15 +511,16 @@ class Saver:
             before.join()
         try:
             found = [pickle.loads((directory / name).read_bytes()) for name in names]
-            _, metadata = create_default_global_save_plan([plan for plan, _ in found])
-            metadata.planner_data = {
-                k: v for plan, _ in found for k, v in plan.planner_data.items()
-            }
-            FileSystemWriter(directory).finish(metadata, [results for _, results in found])
+            plans, results, digests = zip(*found, strict=True)
+            with replacing(directory / f"{tag:012x}.digests") as file:
+                file.write(json.dumps(dict(ChainMap(*digests))).encode())
+            _, metadata = create_default_global_save_plan([*plans])
+            metadata.planner_data = dict(ChainMap(*(plan.planner_data for plan in plans)))
+            FileSystemWriter(directory).finish(metadata, [*results])
             sync_directory(directory)
             self._tidy(step, tag)
         except OSError as error:
-            _log.error("checkpoint %d in %s cannot be completed: %s", step, directory, error)
+            _log.error("checkpoint %d in %s, or removing old ones: %s", step, directory, error)
         else:
             _log.info("checkpoint %d is complete, in %s", step, directory)
 
@@ -564,6 +579,9 @@ def _read_parts(
     metadata = FileSystemReader(directory).read_metadata()
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data
     about = metadata.state_dict_metadata
+    digests: dict[str, str] = {}
+    for path in directory.glob("*.digests"):
+        digests |= json.loads(path.read_bytes())
 
     def target(name: str) -> Any:
         of, path = about[name], paths[name]
@@ -578,6 +596,10 @@ def _read_parts(
 
     def read(wanted: Callable[[tuple[Any, ...]], bool]) -> dict[str, Any]:
         flat = {name: target(name) for name in about if wanted(paths[name])}
+        for index, info in metadata.storage_data.items():
+            known = digests.get(_key(info)) if index.fqn in flat else None
+            if known is not None and known != _digest(directory, info):
+                raise ValueError(f"{index.fqn!r} in {info.relative_path} is not what was saved")
         planner, reader = DefaultLoadPlanner(), FileSystemReader(directory)
         planner.set_up_planner(flat, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -178,7 +178,7 @@ def test_only_the_latest_are_kept(tmp_path: Path) -> None:
     assert checkpoints.latest() == tmp_path / "9"
     left = sorted(tmp_path.iterdir())
     assert len(left) == 2 and all((each / ".metadata").exists() for each in left)
-    assert len([*(tmp_path / "9").iterdir()]) == 3, "two parts, and the metadata"
+    assert len([*(tmp_path / "9").iterdir()]) == 4, "two parts, their digests, and the metadata"
 
 
 def fill(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -272,6 +272,23 @@ def test_a_directory_that_is_no_checkpoint_is_refused(address: str, tmp_path: Pa
         (tmp_path / ".metadata").write_bytes(b"nothing")
         with pytest.raises(ValueError, match="damaged, or no checkpoint of DiLoCo"):
             Peer(comm, 0, state=tmp_path)
+
+
+def test_a_part_that_is_damaged_is_named(address: str, tmp_path: Path) -> None:
+    with pccl.Communicator(address) as comm:
+        peer = Peer(comm, 0, checkpoints=Checkpoints(tmp_path, every=1))
+        peer.until(1)
+        peer.diloco.finish()
+        path = latest(tmp_path)
+        found = FileSystemReader(path).read_metadata().storage_data
+        info = next(info for index, info in found.items() if index.fqn == "theta.weight")
+        with (path / info.relative_path).open("r+b") as file:
+            file.seek(info.offset + info.length // 2)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+        with pytest.raises(ValueError, match=r"'theta.weight' in .* is not what was saved"):
+            Peer(comm, 0, state=path)
 
 
 def latest(directory: Path) -> Path:
