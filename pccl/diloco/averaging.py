@@ -32,10 +32,7 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class Selector:
-    """Chooses the algorithm by the bytes that a peer receives.
-
-    docs/howto/diloco.md has these, "Fewer bytes". Two stages quantize twice, so they must save a
-    fifth of a gather's bytes.
+    """Chooses the algorithm by the bytes that a peer receives: docs/howto/diloco.md, "Fewer bytes".
 
     All peers must choose the same. So the number of peers is that in the last applied mean, which
     all know; two peers may see different world sizes. A choice holds until the round has its mean.
@@ -53,6 +50,7 @@ class Selector:
         received = sizes.received(peers)
         chosen: Algorithm = "gather"
         two_stage = received.get("two-stage", 0)
+        # two stages quantize twice, so they must save a fifth
         if two_stage and 5 * two_stage <= 4 * received["gather"]:
             chosen = "two-stage"
         if received["ring"] < received[chosen]:

@@ -316,8 +316,11 @@ class _Writes:
         for item, tensor in tensors:
             shape = tensor.shape or torch.Size([1])
             row = tensor.nbytes // max(1, shape[0])
+            if not row:
+                found += [(item, tensor.cpu())] if part == 0 and tensor.numel() == 0 else []
+                continue
             low, high = (
-                min(shape[0], max(0, -((begin * parts - total * p) // (row * parts)))) if row else 0
+                min(shape[0], max(0, -((begin * parts - total * p) // (row * parts))))
                 for p in (part, part + 1)
             )
             begin += tensor.nbytes

@@ -425,10 +425,7 @@ class Exchange:
 
     def run(self) -> Average:
         self._load()
-        with self._meter.timed("reduce"):
-            average = self._check.verify(self._attempt(), self._attempt)
-        self._meter.last_reduce = average.info or self._meter.last_reduce
-        return self._counted(average)
+        return self._verified(self._attempt)
 
     def launch(self) -> AsyncAverage:
         """Starts to average the progress; raises TooFewPeersError if this peer is alone."""
@@ -458,8 +455,11 @@ class Exchange:
         return self.averager.launch(self._comm, self._averaged, TAG)
 
     def wait(self, running: AsyncAverage) -> Average:
+        return self._verified(lambda: self._store(running))
+
+    def _verified(self, attempt: Callable[[], Average]) -> Average:
         with self._meter.timed("reduce"):
-            average = self._check.verify(self._store(running), self._attempt)
+            average = self._check.verify(attempt(), self._attempt)
         self._meter.last_reduce = average.info or self._meter.last_reduce
         return self._counted(average)
 

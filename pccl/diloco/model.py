@@ -479,7 +479,9 @@ class InnerState:
             )
         if not isinstance(saved["state"], Mapping):
             raise ValueError(f"the state of the inner optimizer is invalid: {anew}")
-        state = _with_keys(copied(dict(saved["state"])), _number)
+        state = _with_keys(
+            copied(dict(saved["state"])), lambda key: int(key) if str(key).isdigit() else key
+        )
         if self.replica.is_sharded:
             self._check_kind(state)
             parameters = self.parameters
@@ -523,10 +525,6 @@ def copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: copied(value) for name, value in state.items()}
     return [copied(each) for each in state] if isinstance(state, list) else copy.deepcopy(state)
-
-
-def _number(name: Any) -> Any:
-    return int(name) if isinstance(name, str) and name.isdigit() else name
 
 
 def _complete(state: dict[Any, Any], like: Mapping[Any, Any]) -> None:

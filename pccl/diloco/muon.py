@@ -42,8 +42,7 @@ def muloco(peers: int, wire: Wire = "int4") -> Preset:
 def sparseloco() -> Preset:
     """SparseLoCo (arXiv 2508.15706): the mean itself is the outer step, without a momentum.
 
-    The error feedback does what a momentum would. Late in a run, when the loss has become flat, an
-    `outer_lr` of 0.65 was used for a model of 72B parameters (arXiv 2603.08163).
+    Late in a run, an `outer_lr` of 0.65 was used for 72B parameters (arXiv 2603.08163).
     """
     return {
         "inner_steps": 30,
@@ -61,9 +60,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
     nearest orthogonal one. So embeddings, the output layer, biases and scales go to AdamW. Both
     take one learning rate: Muon's updates are scaled to the size of AdamW's (torch's
     adjust_lr_fn="match_rms_adamw").
-
-        optimizer = MuonAndAdamW(model, lr=1e-3)
-        diloco = DiLoCo(comm, model, optimizer, **muloco(peers=4))
 
     A schedule may change "lr" in `param_groups`, whose first group is Muon's.
 

@@ -463,12 +463,8 @@ class DiLoCo:
     def progress(self, outer_steps: int) -> float:
         """How far a run of `outer_steps` outer steps has come, from 0 to 1, for use in schedules.
 
-        It never falls, and in every mode it is the same on all peers after the same inner step. A
-        round without an outer step moves it by at most one round. With inner_seconds or
-        mode="decoupled" it changes only between rounds.
-
-        Raises:
-            ValueError: `outer_steps` is not positive.
+        It never falls, and in every mode it is the same on all peers after the same inner step.
+        With inner_seconds or mode="decoupled" it changes only between rounds.
         """
         if outer_steps < 1:
             raise ValueError(f"outer_steps={outer_steps} must be at least 1")
@@ -495,10 +491,7 @@ class DiLoCo:
 
     @property
     def shared_state(self) -> SharedState:
-        """theta, v, k, the settings, and buffers unless they are local.
-
-        Its revision counts the synchronizations of the run.
-        """
+        """theta, v, k, the settings, and buffers unless local. Its revision counts rounds."""
         return self._group.shared
 
     @property
@@ -522,11 +515,8 @@ class DiLoCo:
         return self._outer.nbytes
 
     def state_digest(self) -> str:
-        """The XXH3-128, in hex, of everything that peers have in common between outer rounds.
-
-        It covers theta, v, k, the current frozen parameters, and the buffers as of the last round,
-        unless they are local.
-        """
+        """The XXH3-128, in hex, of all that peers have in common between outer rounds: theta, v, k,
+        the frozen parameters, and buffers unless they are local."""
         digest = xxhash.xxh3_128()
         with self._paused():
             for tensor in self._outer.tensors():
@@ -742,11 +732,6 @@ class DiLoCo:
 
         For a `ledger`, whose last rounds have fewer samples. With inner_seconds or deadline_peers a
         round may end before all batches; the next round begins with the remaining ones.
-
-            while not ledger.finished:
-                for batch in diloco.round_of(loader):
-                    loss_of(batch).backward()
-                    diloco.step(samples=len(batch))
 
         Raises:
             ValueError: there are more batches than inner steps in a round of a fixed number.
