@@ -198,7 +198,7 @@ class Buffer:
 
 
 def _strides(array: np.ndarray[Any, Any]) -> list[float]:
-    """In elements; fields of structured arrays take fractions of one."""
+    """Strides in elements; fields of structured arrays take fractions of one."""
     each = (divmod(stride, array.itemsize) for stride in array.strides)
     return [whole + more / array.itemsize if more else whole for whole, more in each]
 

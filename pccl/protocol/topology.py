@@ -113,7 +113,7 @@ def seconds(rings: Sequence[Ring], links: Links) -> float:
     """The expected time of an all-reduce in which each peer sends NOMINAL_BYTES."""
     total = sum(ring.weight for ring in rings)
     load: Counter[tuple[int, int]] = Counter()  # weights of the rings over a link
-    received: Counter[int] = Counter()  # of those over the network to a peer
+    received: Counter[int] = Counter()  # weights that reach a peer over the network
     around_s = 0.0
     for ring in rings:
         for hop in hops(ring.order):
@@ -230,7 +230,7 @@ def _search(current: Sequence[int], links: Links | Mapping[Hop, Link]) -> tuple[
 
 
 def _greedy(current: Sequence[int], links: Links | Mapping[Hop, Link]) -> list[int]:
-    """From each peer to the one with the best rate among those left."""
+    """An order that goes on from each peer to the remaining one with the best rate."""
     order, left = [current[0]], set(current[1:])
     while left:
         last = order[-1]

@@ -50,7 +50,7 @@ class CallMetrics:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # of the last collectives
         self._marks: dict[int, _Marks] = {}
         self._failed_s: float | None = None
-        self.moved_s = 0.0  # in which collectives moved data since the streams were opened
+        self.moved_s = 0.0  # how long collectives have moved data since the streams were opened
         self._moving: set[int] = set()
         self._moving_since_s = 0.0
 

@@ -345,7 +345,7 @@ class ControlThread:
 
     @property
     def _own_threads(self) -> Sequence[threading.Thread]:
-        """Those whose end `close` must not wait for."""
+        """Threads of this client: `close` does not wait for its end in one of them."""
         return (self._thread,)
 
     def begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:

@@ -285,7 +285,7 @@ class Rendezvous:
 
     @property
     def port(self) -> int:
-        """Of the rendezvous point; 0: there is none."""
+        """The port of the rendezvous point; 0: there is none."""
         return 0 if self._point is None else self._point.port
 
     @property
