@@ -98,3 +98,16 @@ def test_copies_begin_after_the_queued_work_of_the_caller(piped: Piped) -> None:
     piped.pipe.write(Stretch(recv, host, 0, 800))
     assert piped.recv.tolist() == [0] * 100 + [*range(100, 200)] + [0] * 800
     assert piped.driver.log[3:] == ["stream 1 has done it", "stream 2 has done it"]
+
+
+def test_a_drained_pipe_also_comes_after_what_other_threads_have_queued() -> None:
+    """Shared state is read after all work on the device, on whatever stream."""
+    driver, device = Driver(), cuda.Cuda()
+    driver.cuda.synchronize = lambda device: driver.log.append(f"all work on {device} is done")
+    device._torch = driver
+    buffer = Buffer.of(torch.arange(8.0))
+    device.pipe([buffer])
+    assert driver.log[0] == "the caller's is at e"
+    driver.log.clear()
+    device.pipe([buffer], drained=True)
+    assert driver.log[:2] == ["all work on cpu is done", "the caller's is at e"]
