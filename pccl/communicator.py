@@ -32,13 +32,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal, NoReturn, Self
 
 from pccl import collective, operands
 from pccl.collective import AsyncReduceHandle
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
-from pccl.errors import NotFiniteError, PeerLostError, TooFewPeersError, not_picklable
+from pccl.errors import (
+    NotFiniteError,
+    PCCLTimeoutError,
+    PeerLostError,
+    TooFewPeersError,
+    error_for,
+    not_picklable,
+)
 from pccl.insight import Explanation, LogMetrics, Stats
 from pccl.membership import Membership
 from pccl.operands import A, Arrays, Root
@@ -46,6 +54,7 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.connect import RetryPolicy
+from pccl.runtime.client.probe import optimize
 from pccl.runtime.config import RANGES, Config
 from pccl.security import Security
 from pccl.shared_state import SharedState, sync_shared_state
@@ -316,7 +325,19 @@ class Communicator(Closing):
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS, as for `update_topology`.
             ValueError: `n` is not positive.
         """
-        return self._membership.wait_for_peers(n, timeout)
+        if n < 1:
+            raise ValueError(f"n is {n}: it must be at least 1")
+        deadline, membership = Deadline(timeout), self._membership
+        client = membership.client("wait_for_peers")
+        size = client.world.local_size
+        try:
+            while size < n:
+                aim = f"wait_for_peers({n}): {size} of {n} are there"
+                size = membership.await_newcomers(deadline, limits.FOREVER_S, aim) or size
+        except PCCLTimeoutError as error:
+            why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
+            raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
+        return size
 
     def admit(
         self,
@@ -354,11 +375,17 @@ class Communicator(Closing):
     def _admit(
         self, state: SharedState | None, min_peers: int, timeout: float | None, patience_s: float
     ) -> bool:
-        def synchronize(deadline: Deadline) -> None:
-            if state is not None:
-                self.sync_shared_state(state, timeout=deadline.left_s, min_peers=min_peers)
-
-        return self._membership.admit(synchronize, Deadline(timeout), patience_s)
+        deadline, membership = Deadline(timeout), self._membership
+        fresh = membership.is_fresh
+        if not fresh and membership.ask(deadline, patience_s):
+            membership.update_topology(deadline)
+        elif not fresh:
+            return False
+        membership.client("admit")
+        if state is not None and not (fresh and membership.synced):
+            self.sync_shared_state(state, timeout=deadline.left_s, min_peers=min_peers)
+        membership.has_admitted = True
+        return True
 
     def run(
         self,
@@ -431,7 +458,8 @@ class Communicator(Closing):
             PCCLTimeoutError: the time limit has passed; the run is not finished.
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS, as for `update_topology`.
         """
-        self._membership.finish(Deadline(timeout))
+        client = self._membership.client("finish")
+        self._membership.round("finish", client, client.peer.finish, Deadline(timeout).next)
 
     def optimize_topology(self, *, timeout: float | None = None) -> None:
         """Measures the links between the peers, and chooses the fastest rings for each group.
@@ -454,7 +482,12 @@ class Communicator(Closing):
             PCCLError: INVALID_USAGE (not connected, fewer than two peers, or other peers are in
                 calls that exclude this one), PENDING_ASYNC_OPS.
         """
-        self._membership.optimize_topology(Deadline(timeout))
+        client = self._membership.client("optimize_topology")
+        if client.world.global_size < 2:
+            why = "this peer is alone in the run: there is no order to optimize"
+            raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
+        measure = partial(optimize, deadline=Deadline(timeout))
+        self._membership.round("optimize_topology", client, None, measure, ranks=True)
 
     # ---- shared state ----
 

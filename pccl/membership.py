@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 from pccl.errors import PCCLTimeoutError, TooFewPeersError, error_for
@@ -20,7 +19,6 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note, error_of
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.connect import RetryPolicy, connect
-from pccl.runtime.client.probe import optimize
 from pccl.runtime.config import Config
 from pccl.runtime.forks import FORKED
 from pccl.types import Result
@@ -182,7 +180,8 @@ class Membership:
     def is_fresh(self) -> bool:
         """True until this peer makes its first `admit` or collective.
 
-        The other peers, which are still in the call that admitted it, then expect this one there.
+        The others are still in the `admit` that has admitted it. So its own first one does not ask
+        for newcomers, but continues where the others are: with the synchronization.
         """
         return not (self.has_admitted or self.calls.any_collective)
 
@@ -257,15 +256,20 @@ class Membership:
 
     # ---- calls that are rounds ----
 
-    def _round(
+    def round(
         self,
         name: str,
         client: PeerClient,
         event: Callable[[int], list[effects.Effect]] | None,
         end_of: Callable[[PeerClient, Call], Note],
         aim: str = "",
+        ranks: bool = False,
     ) -> Any:
-        """Takes part in a round of the whole run until it ends, and returns its result."""
+        """Takes part in a round of the whole run until it ends, and returns its result.
+
+        `event` makes the call, unless `end_of`, which waits for the end, does. `ranks`: the program
+        expects that these change.
+        """
         call = client.call()
         try:
             self.calls.enter(name, call)
@@ -280,6 +284,8 @@ class Membership:
         if isinstance(end, effects.Fail):
             raise error_of(name, end, call.began_s)
         assert isinstance(end, effects.Answer)
+        if ranks:
+            self.ranks.tell(client.plan, client.number)
         return end.value
 
     def cancel(self, client: PeerClient, call: Call) -> None:
@@ -294,8 +300,7 @@ class Membership:
         """Admits pending peers. Returns the new size of the group, the same on all peers."""
         client = self.client("update_topology")
         enter = client.peer.update_topology
-        size: int = self._round("update_topology", client, enter, deadline.next)
-        self.ranks.tell(client.plan, client.number)
+        size: int = self.round("update_topology", client, enter, deadline.next, ranks=True)
         return size
 
     def are_peers_pending(self, deadline: Deadline) -> bool:
@@ -328,47 +333,9 @@ class Membership:
                 client.tell(lambda: client.peer.hurry(call.number))
             return deadline.next(client, call)
 
-        pending = bool(self._round("are_peers_pending", client, enter, end_of, aim))
+        pending = bool(self.round("are_peers_pending", client, enter, end_of, aim))
         self._asked_s = -math.inf if pending else time.monotonic()
         return pending
-
-    def wait_for_peers(self, n: int, timeout: float | None) -> int:
-        """Admits newcomers until this group has at least `n` members; returns its size."""
-        if n < 1:
-            raise ValueError(f"n is {n}: it must be at least 1")
-        deadline = Deadline(timeout)
-        client = self.client("wait_for_peers")
-        size = client.world.local_size
-        try:
-            while size < n:
-                aim = f"wait_for_peers({n}): {size} of {n} are there"
-                size = self.await_newcomers(deadline, limits.FOREVER_S, aim) or size
-        except PCCLTimeoutError as error:
-            why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
-            raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
-        return size
-
-    def admit(
-        self,
-        synchronize: Callable[[Deadline], object],
-        deadline: Deadline,
-        patience_s: float = 0.0,
-    ) -> bool:
-        """Admits newcomers, and synchronizes with them. Returns whether there are any.
-
-        A newcomer's `connect` returns while the others are in this call. So its first `admit` does
-        not ask for further newcomers, but continues where the others are: with the synchronization.
-        """
-        fresh = self.is_fresh
-        if not fresh and self.ask(deadline, patience_s):
-            self.update_topology(deadline)
-        elif not fresh:
-            return False
-        self.client("admit")
-        if not (fresh and self.synced):
-            synchronize(deadline)
-        self.has_admitted = True
-        return True
 
     def repeat_until_enough(self, round_: Callable[[], T], wanted: int, timeout: float | None) -> T:
         """Makes a call that begins a run; while peers are too few, admits newcomers and repeats it.
@@ -397,16 +364,3 @@ class Membership:
         Returns 0 if none have come before the `patience_s` of one of the peers is over.
         """
         return self.update_topology(deadline) if self.ask(deadline, patience_s, aim=aim) else 0
-
-    def finish(self, deadline: Deadline) -> None:
-        client = self.client("finish")
-        self._round("finish", client, client.peer.finish, deadline.next)
-
-    def optimize_topology(self, deadline: Deadline) -> None:
-        client = self.client("optimize_topology")
-        if client.world.global_size < 2:
-            why = "this peer is alone in the run: there is no order to optimize"
-            raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
-        measure = partial(optimize, deadline=deadline)
-        self._round("optimize_topology", client, None, measure)
-        self.ranks.tell(client.plan, client.number)
