@@ -224,7 +224,6 @@ class Membership:
         return client
 
     def known_ranks(self, name: str) -> Ranks:
-        """The ranks as this thread knows them, for a collective that depends on them."""
         return self.ranks.of(self.one_of_several(name).number)
 
     def pair(self, name: str, rank: int, sends: bool) -> tuple[int, int]:

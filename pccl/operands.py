@@ -120,7 +120,6 @@ def _by_pairs(send: Arrays, recv: Arrays | None) -> Described:
 def quantization_of(
     options: QuantizationOptions | None, name: QuantizationName | None
 ) -> QuantizationOptions | None:
-    """The quantization, from the options or from their short name."""
     if name is None:
         return options
     if options is not None:

@@ -39,7 +39,6 @@ def _check(error: int) -> None:
 
 
 def _memory() -> Any:
-    """Memory for received messages."""
     table = load().table
     return ffi.gc(ffi.new("pccl_mail *"), lambda mail: lib.pccl_mail_drop(table, mail))
 

@@ -32,8 +32,6 @@ COPY_MAX = 8192
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A table and its backend."""
-
     name: str  # `libzmq` or `pyzmq`
     reason: str  # why the backend is not libzmq; empty if it is
     table: Any  # the `pccl_zmq *`, which must outlive all engines that use it
@@ -138,7 +136,6 @@ lib.pccl_plain_fill(_plain)
 
 
 def _fill_from_pyzmq() -> Any:
-    """Fills a table with the callbacks below, and with plain messages."""
     table = ffi.new("pccl_zmq *")
     lib.pccl_plain_fill(table)
     for name in _CALLBACKS:

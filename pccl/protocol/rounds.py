@@ -149,8 +149,6 @@ def keeps(round_: Round, peer: int, other: Round) -> bool:
 
 @dataclass(slots=True)
 class _Voter:
-    """A waiting peer: its group, and its rounds."""
-
     group: int
     rounds: dict[RoundId, Round] = field(default_factory=dict)
     kinds: dict[Kind, int] = field(default_factory=dict)  # how many of them
@@ -196,7 +194,6 @@ class OpenRounds:
         return self._voters[peer].rounds if peer in self._voters else {}
 
     def held(self, peer: int) -> int:
-        """The approximate bytes that a peer's waiting votes take."""
         return self._voters[peer].held if peer in self._voters else 0
 
     def too_much(self, peer: int, vote: Vote, running: int) -> str:

@@ -93,8 +93,6 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How one collective travels."""
-
     spec: Spec  # the spec in the peer's vote
     nbytes: int  # bytes that are reduced, or gathered, as they go over the wire
     inline: bool  # whether the contribution travels with the vote; if so, the rest does not matter

@@ -145,7 +145,6 @@ def best_rings(
 
 
 def hops(order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The hops of a ring: senders and receivers."""
     return pairwise((*order, order[0]))
 
 

@@ -329,7 +329,6 @@ class WeightsMachine:
         return self._take()
 
     def disconnected(self, why: str) -> list[Effect]:
-        """The connection to the master broke; `reconnected` or `lost_master` follows."""
         self._connected = False
         if self.number == 0:
             self._end(Result.MASTER_CONNECTION_FAILED.value, why)
@@ -457,7 +456,6 @@ class WeightsMachine:
         return self._take()
 
     def retry(self) -> list[Effect]:
-        """The pause after `Backoff` is over."""
         fetch = self._fetch
         if fetch is not None and fetch.state is State.RESTING and self._connected:
             self._seek(fetch)

@@ -30,7 +30,6 @@ def contribution(buffer: Buffer) -> bytes:
 
 
 def store(buffer: Buffer, data: bytes) -> None:
-    """Overwrites the buffer, which is as long as the data."""
     assert len(data) == buffer.nbytes
     ffi.memmove(ffi.cast("char *", buffer.address), data, len(data))
 

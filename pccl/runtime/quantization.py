@@ -53,7 +53,6 @@ def wire_format(work: Spec) -> int:
 
 
 def wire_bytes(work: Spec, dtype: DataType, count: int) -> int:
-    """Bytes of `count` elements of a collective on the wire."""
     if not work.algorithm:
         return count * dtype.itemsize
     return int(lib.pccl_quantized_size(wire_format(work), dtype.value, count))

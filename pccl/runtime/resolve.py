@@ -54,8 +54,6 @@ def first_to_answer(
 
 
 class _Race:
-    """Attempts to connect, in progress."""
-
     def __init__(self, port: int, greets: bool, stagger_s: float) -> None:
         self._port, self._greets, self._stagger_s = port, greets, stagger_s
         self._selector = selectors.DefaultSelector()
@@ -79,7 +77,6 @@ class _Race:
         return ""
 
     def close(self, why: str) -> None:
-        """Ends all attempts, which have failed for this reason."""
         for key in [*self._selector.get_map().values()]:
             assert isinstance(key.fileobj, socket.socket)
             self._end(key.fileobj, key.data, why)

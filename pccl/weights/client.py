@@ -66,7 +66,6 @@ class Blob:
 
     @property
     def pool(self) -> Pool:
-        """The memory to serve."""
         pieces, tables = served(_buffers(self.package, self.head, self.body), self.found)
         return Pool(pieces, ENTRIES, (self, tables))
 
@@ -345,7 +344,6 @@ class WeightsClient(ControlThread):
 def client(
     options: Options, store: BlobStore, name: str, *, follows: bool, relays: bool
 ) -> WeightsClient:
-    """A registered client."""
     at, limit_s = (options.host, options.port), options.timeout_s
     policy = RetryPolicy(*at, 1, limit_s, None, name=name, waits_for_others=False)
     found: list[WeightsClient] = []

@@ -182,7 +182,6 @@ class Publisher(Closing):
 
     @property
     def _is_long(self) -> bool:
-        """True if there are many differences since the latest whole version."""
         enough = sum(self._deltas) > WHOLE_FROM * self._tensors.nbytes
         return enough or len(self._deltas) >= DELTAS_MAX
 

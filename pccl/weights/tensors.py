@@ -163,7 +163,6 @@ class Head(Struct, array_like=True, frozen=True):
 
     @property
     def content(self) -> bytes:
-        """The digest of all tensors."""
         return root_digest(b"".join(tensor.digest for tensor in self.tensors))
 
 
@@ -233,7 +232,6 @@ class Tensors:
         view.write_back(range(len(chosen)))
 
     def within(self, memory: Bytes) -> list[Bytes]:
-        """Each tensor's part of a stretch."""
         return [
             memory[start : start + buffer.nbytes]
             for start, buffer in zip(self._starts, self._buffers, strict=True)

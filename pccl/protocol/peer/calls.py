@@ -119,7 +119,6 @@ class Collective:
 
     @property
     def open(self) -> m.Open:
-        """Describes it to a master that does not know its outcome."""
         votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
         members = self.pair or self.members
         return m.Open(self.seq, members, votes[self.state], self.tag, bool(self.pair))
@@ -150,7 +149,6 @@ _FAULTS: dict[int, Fault] = {
 
 
 def refused(call: int, refusal: m.CallError | m.Failure) -> Fail:
-    """The failure of a call that the master refuses before anything has happened."""
     result = Result(refusal.result)
     lost = Fault.PEER_LOST if result is Result.RANK_CONNECTION_LOST else Fault.OTHER
     fault = _FAULTS.get(refusal.cause, lost)
@@ -265,7 +263,6 @@ class Votes(Part):
                 self._outbox.send(vote)
 
     def forget(self, call: int) -> None:
-        """The vote of an abandoned call is void."""
         self._waiting.pop(call, None)
 
     def end(self) -> list[int]:

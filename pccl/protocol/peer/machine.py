@@ -440,7 +440,6 @@ class Peer:
 
     @property
     def moves(self) -> bool:
-        """True if bulk data may be under way."""
         return len(self.collectives.started) > 0 or self.transfers.current is not None
 
     @property
@@ -450,7 +449,6 @@ class Peer:
         return [*self.collectives.moving, *([fetching] if fetching else [])]
 
     def engine_progress(self, op: int, done: int) -> list[Effect]:
-        """The progress of an op, in thousandths; the master shows it to people."""
         one = self.collectives.get(op)
         if one is not None:
             self.collectives.progress(one, done)

@@ -97,7 +97,6 @@ class Streams:
         return stream in self._direct.values()
 
     def unreached(self, peer: int) -> None:
-        """No direct stream can be connected to a peer: none is tried again."""
         self._unreached.add(peer)
 
     # ---- of sends ----
@@ -110,7 +109,6 @@ class Streams:
         return self._sends[peer]
 
     def keep(self, peers: Set[int]) -> None:
-        """Closes the streams of sends to all other peers, which have left the group."""
         self._clear()
         self._unreached.intersection_update(peers)
         gone = self._sends.keys() - peers

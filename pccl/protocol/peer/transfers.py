@@ -97,7 +97,6 @@ class Transfers(Part):
         return one if one is not None and one.outcome is None else None
 
     def of(self, call: int) -> Transfer | None:
-        """The transfer of a call, until its end is known."""
         one = self.open
         return one if one is not None and one.call == call else None
 
@@ -118,7 +117,6 @@ class Transfers(Part):
 
     @property
     def fetching(self) -> int:
-        """The op that fetches shared state; 0: there is none."""
         one = self.open
         return 0 if one is None or one.optimizes or one.fetched else one.fetch_op
 
@@ -181,12 +179,10 @@ class Transfers(Part):
             self._fetch(one)
 
     def fetched(self, seq: int, ok: bool, why: str, differences: m.Differences) -> None:
-        """The caller has fetched what a plan requires, or has failed."""
         if self._by(seq) is not None:
             self._outbox.send(m.FetchedVote(seq, ok, why[:WHY_MAX], differences))
 
     def measured(self, seq: int, rate: int, delay_us: int) -> None:
-        """The caller reports the result of a probe, which ends."""
         one = self._by(seq)
         if one is not None:
             self._void_fetch(one)
@@ -228,7 +224,6 @@ class Transfers(Part):
             self.settle(op, 0, rx)
 
     def progress(self, op: int, done: int) -> None:
-        """How much of its content a fetch has, in thousandths."""
         one = self.open
         if one is not None and op and op == self.fetching and one.planned:
             self._outbox.send(m.Progress(one.seq, done))

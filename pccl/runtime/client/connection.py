@@ -75,7 +75,6 @@ class Identity:
         )
 
     def secure(self, dealer: zmq.Socket[Any]) -> None:
-        """Sets the keys of a socket that will connect to the master."""
         if self.keys is not None:
             secure_client(dealer, self.keys, self.master_key)
 

@@ -227,11 +227,9 @@ class HostView:
             _wait([self._pipe.read(one) for i, one in self._copies.items() if i not in unread])
 
     def copied(self, index: int) -> bool:
-        """True if that buffer is a copy."""
         return index in self._copies
 
     def write_back(self, changed: Iterable[int]) -> None:
-        """Copies the buffers with these indices back to their devices."""
         _wait([self._pipe.write(self._copies[i]) for i in changed if i in self._copies])
 
 
@@ -302,7 +300,6 @@ class Copies:
         return self._settled.is_set()
 
     def written(self, step: int) -> None:
-        """The engine reports that a step of the result is on the host."""
         self._notes.put(step)
 
     def begin(self) -> None:

@@ -187,7 +187,6 @@ class RendezvousPoint:
             self._join(guest.place[0])
 
     def _join(self, token: str) -> None:
-        """Joins those that have come from both sides, if they are expected."""
         senders, takers = (self._waiting.get((token, side), []) for side in (SENDS, TAKES))
         while token in self._expected and senders and takers:
             pair = senders[0], takers[0]
@@ -290,7 +289,6 @@ class Rendezvous:
 
     @property
     def visited(self) -> set[tuple[str, int]]:
-        """The addresses of all rendezvous points to which this peer has connected."""
         return {*self._visited, ("127.0.0.1", self.port)} if self.port else {*self._visited}
 
     def ask(self, to: m.PeerInfo, lanes: int) -> tuple[str, str]:
@@ -325,7 +323,6 @@ class Rendezvous:
         self._resolver.reach(ways, self._config.handshake_timeout_s, found)
 
     def relay(self, relay: m.RendezvousRelay) -> None:
-        """The master says that two others meet here."""
         if self._point is None:
             return  # it was never offered
         pair = relay.sender.peer, relay.receiver.peer

@@ -91,7 +91,6 @@ class Streams:
 
     @property
     def due_s(self) -> float | None:
-        """When `tick` must be called next; None: it need not be."""
         if not self._waiting:
             return None
         times = [t for each in self._waiting.values() for t in (each.due_s, each.retry_s) if t]
@@ -116,7 +115,6 @@ class Streams:
         self._engine.close_stream(number)
 
     def up(self, number: int) -> None:
-        """The first lane of a stream is connected."""
         self._refused = 0
         self._waiting.pop(number, None)
         one = self._open.get(number)
@@ -125,7 +123,6 @@ class Streams:
             self._doubted.discard(one.to.peer)
 
     def was_up(self, number: int) -> bool:
-        """True if a stream that is not closed was ever connected."""
         one = self._open.get(number)
         return one is not None and one.up
 

@@ -69,8 +69,6 @@ def served(memory: Sequence[Buffer], digests: Sequence[Digest]) -> tuple[Pieces,
 
 @dataclass(slots=True)
 class _Entry:
-    """An entry that is being fetched."""
-
     user: Buffer  # the memory of the shared state
     nbytes: int
     elected: bytes
@@ -349,8 +347,6 @@ class Synchronization:
 
 
 class _Progress:
-    """Reports the progress of a transfer to the caller and the log."""
-
     def __init__(
         self, callback: Callable[[SharedStateProgress], None] | None, now: Callable[[], float]
     ) -> None:
