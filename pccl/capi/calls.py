@@ -89,7 +89,6 @@ def _fail(name: str, error: BaseException) -> Result:
 
 @ffi.def_extern(name="pccl_capi_last_error", error=ffi.NULL)
 def last_error() -> Any:
-    """The error of the last failed call of this thread."""
     return getattr(_failure, "text", _NONE)
 
 
@@ -123,7 +122,6 @@ def destroy_communicator(comm: Any) -> None:
 
 @implements("pcclGetAttribute")
 def get_attribute(comm: Any, attribute: int, value: Any) -> None:
-    """One of the world sizes."""
     peer = peers[comm]
     asked = values.member(Attribute, attribute, "attribute")
     given(value, "value_out")
@@ -184,7 +182,6 @@ def await_async_reduce(op: Any, info: Any) -> None:
 
 @implements("pcclAllReduceMultipleWithRetry")
 def all_reduce_multiple(ops: Any, count: int, comm: Any, info: Any, max_in_flight: int) -> None:
-    """Runs several all-reduces, and repeats each until it commits."""
     peer = peers[comm]
     if count:
         given(ops, "descriptors")
@@ -202,7 +199,6 @@ def all_reduce_multiple(ops: Any, count: int, comm: Any, info: Any, max_in_fligh
 
 @implements("pcclSynchronizeSharedState")
 def synchronize(comm: Any, state: Any, strategy: int, info: Any) -> None:
-    """Makes the shared state of all peers of the group bit-identical."""
     peer = peers[comm]
     asked = values.member(SharedStateSyncStrategy, strategy, "strategy")
     shared = peer.state.of(given(state, "shared_state"))

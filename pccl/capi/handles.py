@@ -30,7 +30,6 @@ class Handles(Generic[T]):
         self._lock = threading.Lock()
 
     def add(self, made: T) -> Any:
-        """The handle of a new object."""
         number = next(_numbers)
         with self._lock:
             self._objects[number] = made

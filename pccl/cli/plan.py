@@ -97,7 +97,6 @@ class Advice(NamedTuple):
 
     @property
     def call(self) -> str:
-        """The call in a program."""
         wire, steps = self.exchange.name, self.inner_steps
         if not steps:
             coded = f', quantization="{wire}"' if wire != "fp32" else ""

@@ -128,7 +128,7 @@ class Source:
                     number, whole = number + 1, True
 
     def _dated(self, unix_s: float, otherwise: float, where: str) -> float:
-        """`unix_s`, or `otherwise` if that is no time that can be."""
+        """`unix_s`, or `otherwise` if that is not a possible time."""
         if 0 <= unix_s < _LAST_UNIX_S:
             return unix_s
         if not self._undated:
@@ -287,8 +287,6 @@ class Happened:
 
 
 class Story:
-    """Follows the calls of all peers, line by line."""
-
     def __init__(self) -> None:
         self._calls: dict[tuple[int, int], Call] = {}  # open, by peer and call
         self._of: dict[tuple[int, int], Call] = {}  # started collectives, by peer and seq
@@ -449,8 +447,6 @@ SUMS_MAX = 20  # peers named at the end
 
 @dataclass
 class Waited:
-    """How long others waited for one peer."""
-
     times: int = 0
     total_s: float = 0.0
     longest_s: float = 0.0
@@ -540,7 +536,6 @@ def _peers(numbers: Iterable[int]) -> str:
 
 
 def trace(marks: Iterable[tuple[float, Mark]], calls: Iterable[Call]) -> bytes:
-    """The JSON of a trace."""
     events: list[dict[str, Any]] = []
     for unix_s, mark in marks:
         where = {"pid": mark.peer, "tid": 0, "ts": _us(unix_s)}

@@ -1,14 +1,9 @@
 """`pccl run`: several copies of a program on this machine, restarted when they die.
 
-Each copy is a peer of its own: it joins the run of the master that PCCL_MASTER names. A copy that
-dies is started again and joins again, while the others continue. No copy is started again once
-another one has ended with 0, because the training is over, or if all copies fail alike at once,
-because the program is wrong.
-
-Signals go to all copies: SIGINT, SIGTERM, SIGHUP and SIGQUIT end them, and a second one kills them.
-SIGUSR1 and SIGUSR2 are only passed on, for programs that save a checkpoint then. When a copy fails
-or is told to end, all that it has started is killed. A process that survives this and holds the
-copy's output delays nothing.
+Each copy is a peer of its own. No copy is started again once another one has ended with 0, because
+the training is over, or if all copies fail alike at once, because the program is wrong. When a copy
+fails or is told to end, all that it has started is killed; a process that survives this and holds
+the copy's output delays nothing.
 """
 
 from __future__ import annotations
@@ -129,8 +124,6 @@ class Printer:
 
 
 class Copy(threading.Thread):
-    """One copy of the program, and its restarts."""
-
     def __init__(
         self,
         number: int,  # among the copies
@@ -189,7 +182,6 @@ class Copy(threading.Thread):
                 output.flush()
 
     def kill(self) -> None:
-        """Kills the program and all that it has started."""
         with self._starting:
             if self._process is not None and self._process.status is None:
                 self._process.kill()

@@ -45,8 +45,6 @@ def scaled(number: float) -> str:
 
 
 class Styled(str):
-    """A line that is shown in one style."""
-
     style: Style
 
     def __new__(cls, text: str, style: Style) -> Styled:

@@ -245,7 +245,6 @@ def _here(job: Job) -> Iterator[list[Measured]]:
 
 
 def _between_machines(master: str, job: Job) -> Iterator[list[Measured]]:
-    """Yields the measurements of all peers, size by size."""
     place = trials.of_process(job.device, int(os.environ.get("LOCAL_RANK", "0")))
     with trials.join(master, job) as comm:
         for count in job.counts:
@@ -354,7 +353,6 @@ class Row:
 
 
 def _columns(other: str | None) -> list[tuple[str, str, int]]:
-    """The name, unit and width of each."""
     way = [("time", "(us)", 7), ("algbw", "(GB/s)", 6), ("busbw", "(GB/s)", 6), ("#wrong", "", 6)]
     size = [("size", "(B)", 12), ("count", "(elements)", 12), ("type", "", 8)]
     found = [*size, ("redop", "", 6), ("root", "", 6), *way, *way]

@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints."""
     if sys.platform != "linux":
         raise Refused("idle needs Linux: it reads /proc and TCP_INFO")
     os.environ.setdefault("PCCL_LOG_LEVEL", "ERR")
@@ -86,7 +85,6 @@ def _traffic() -> int:
 
 
 def _held(pid: int) -> tuple[int, int]:
-    """The threads and MiB of memory of a process."""
     found = held(pid)
     if found is None:
         raise WorkerError(f"process {pid} ended before it had been measured")
@@ -94,7 +92,6 @@ def _held(pid: int) -> tuple[int, int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """The processor time of a process until now."""
     with open(f"/proc/{pid}/stat", encoding="ascii") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -173,7 +173,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints."""
     if os.name != "posix":
         raise Refused("recovery needs POSIX: it sends SIGSTOP")
     os.environ.setdefault("PCCL_LOG_LEVEL", "ERR")

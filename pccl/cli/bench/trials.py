@@ -450,7 +450,7 @@ def join(address: str, job: Job) -> Iterator[pccl.Communicator]:
 
 
 def measure(comm: pccl.Communicator, job: Job, count: int, device: str) -> Measured:
-    """Measures one size, of `count` elements, with arrays on that device."""
+    """Measures one size."""
     trial = Trial(comm, job, count, device)
     found = trial.ways()
 

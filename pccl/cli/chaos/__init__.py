@@ -58,7 +58,6 @@ class Harness:
         self._network: Network | None = None
 
     def run(self) -> int:
-        """Makes the run and prints its outcome; the exit code."""
         args, program = self._args, self._program
         with ExitStack() as stack:
             if args.network:
@@ -112,7 +111,6 @@ class Harness:
     # ---- before ----
 
     def _table(self) -> dict[str, Kind]:
-        """The kinds of faults of this run, by name."""
         table, why = kinds.possible()
         if self._network is not None:
             more, lacking = self._network.kinds()

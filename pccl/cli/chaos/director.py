@@ -97,7 +97,6 @@ class Program:
         return 0
 
     def leave(self, copy: Copy) -> None:
-        """Asks a copy to end."""
         copy.process.signal(signal.SIGTERM)
 
     def judge(self, directory: Path, director: Director) -> tuple[list[str], Metrics]:
@@ -163,7 +162,6 @@ class Director:
             self._broken(f"copy {copy.number} did not end within {finish_s:g} s of being asked to")
 
     def close(self) -> None:
-        """Ends all processes."""
         self.stage.close()
         self._follower.close()
 

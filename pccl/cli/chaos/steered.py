@@ -21,7 +21,7 @@ if sys.platform != "win32":
 
 
 def obey() -> None:
-    """Sets limits as the lines on stdin say. When stdin ends, the parent has: ends, too."""
+    """Sets limits as the lines on stdin say. Ends when stdin does, because the parent has ended."""
     rest = b""
     while data := os.read(0, 4096):  # not sys.stdin, whose lock could block the exit
         *lines, rest = (rest + data).split(b"\n")

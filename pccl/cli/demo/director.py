@@ -114,8 +114,6 @@ class Peer:
 
 
 class Director:
-    """Follows the reports of all peers and gives the orders."""
-
     def __init__(
         self,
         *,
@@ -153,7 +151,6 @@ class Director:
         return self.reduce_bytes / min(last) if last else 0.0
 
     def heard(self, number: int, report: Report, now_s: float) -> None:
-        """Takes in a report, and does what it calls for."""
         peer = self.peers[number]
         if peer.state is State.KILLED:
             return  # last words, read after its end

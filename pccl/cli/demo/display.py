@@ -24,8 +24,6 @@ _STYLES: dict[State, Style] = {
 
 
 def picture(director: Director) -> Iterator[str]:
-    """The peers at this moment."""
-
     def row(peer: Peer) -> Sequence[str]:
         trains = peer.state is State.TRAINING and peer.training
         return (
