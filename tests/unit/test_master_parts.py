@@ -13,7 +13,7 @@ from pccl.protocol.master import Master
 from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Running
 from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Send
 from pccl.protocol.master.history import History, Numbers
-from pccl.protocol.master.membership import Membership
+from pccl.protocol.master.membership import Membership, PeerRecord
 from pccl.protocol.master.synchronizations import Synchronizations
 from pccl.protocol.master.topology import Common, Optimizations
 from pccl.protocol.master.voting import Voting
@@ -22,10 +22,6 @@ from pccl.types import Result
 
 WORK = m.Spec("all_reduce", 0, 10, 1000)
 START = RoundId(Kind.START, 0, 7)
-
-
-def hello(group: int) -> m.Hello:
-    return m.Hello(m.PROTOCOL_VERSION, "1", group, "", 1, "", "machine", b"bits")
 
 
 def info(group: int = 0) -> m.PeerInfo:
@@ -37,7 +33,7 @@ def registered(*groups: int) -> Membership:
     membership = Membership()
     for group in groups:
         conn = b"%d" % membership.next_number
-        membership.register(conn, info(group), "10.0.0.1", hello(group))
+        membership.register(PeerRecord(conn, info(group)), b"bits")
     return membership
 
 

@@ -27,8 +27,6 @@ Key = tuple[int, int]
 
 
 class Catalogue:
-    """The packages that clients hold."""
-
     def __init__(self) -> None:
         self._packages: dict[Key, m.Package] = {}
         self._holders: dict[Key, dict[int, None]] = {}
@@ -84,7 +82,6 @@ class Catalogue:
         return all(one.content == package.content for one in others)
 
     def add(self, number: int, packages: Iterable[m.Package]) -> None:
-        """Adds new packages to those of a client."""
         held = [self._packages[key] for key in self._held.get(number, {})]
         for _ in self.set(number, [*held, *packages]):
             raise AssertionError("a version is published once")
@@ -118,8 +115,6 @@ class Client:
 
 
 class Clients:
-    """All processes that publish or follow weights at one master."""
-
     def __init__(self, numbers: Numbers, rendezvous: Rendezvous, outbox: Outbox) -> None:
         self._numbers, self.rendezvous = numbers, rendezvous
         self._outbox, self.catalogue = outbox, Catalogue()
@@ -150,7 +145,6 @@ class Clients:
         self._outbox.note(f"{one} registered")
 
     def lose(self, conns: Iterable[bytes], why: str) -> None:
-        """Handles lost connections; some may belong to clients."""
         lost = [self.all[self._by_conn[conn]] for conn in conns if conn in self._by_conn]
         before = self.catalogue.packages if lost else ()
         for one in lost:
@@ -162,10 +156,6 @@ class Clients:
     def drop(self, conn: bytes, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
         self._outbox.do(Send(conn, m.Kicked(result.value, plain(why))), Drop(conn, plain(why)))
         self.lose([conn], why)
-
-    def farewell(self, result: Result, why: str) -> None:
-        for one in self.all.values():
-            self._send(one, m.Kicked(result.value, why))
 
     def _remove(self, one: Client, why: str) -> None:
         number = one.info.peer
@@ -298,7 +288,6 @@ class Clients:
             self._seeking[one.info.peer] = None
 
     def _assign(self) -> None:
-        """Sends waiting clients to holders with free places."""
         free: dict[tuple[int, int], list[Client]] = {}
         waiting = (self.all[number] for number in self._seeking)
         for one in sorted(waiting, key=lambda one: (one.slow, -one.rate)):
@@ -314,7 +303,6 @@ class Clients:
                 self._send_to(one, best, key)
 
     def _is_usable(self, one: Client, holder: Client) -> bool:
-        """True if the client can reach the holder, and does not avoid it."""
         assert one.seek is not None
         apart = reach.apart(one.info, holder.info) and not self.rendezvous.relays
         return not apart and holder.info.peer not in one.seek.avoid
@@ -343,7 +331,6 @@ class Clients:
     # ---- messages to clients ----
 
     def _notify_if_changed(self, before: tuple[m.Package, ...]) -> None:
-        """Sends all clients the available packages, if they have changed."""
         now = self.catalogue.packages
         if now != before:
             message = m.Available(now, self.catalogue.head)

@@ -137,7 +137,6 @@ class Running:
 
     @property
     def title(self) -> str:
-        """Its call, in words."""
         if self.began_as is None:
             return f"collective {self.seq}"
         giver, _ = self.began_as.pair or (0, 0)
@@ -174,7 +173,6 @@ class CollectiveTable:
         ]
 
     def running(self, number: int) -> int:
-        """How many running collectives a peer is a member of."""
         return self._counts.get(number, 0)
 
     def add(self, running: Running) -> None:
@@ -206,7 +204,6 @@ class CollectiveTable:
         return running
 
     def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
-        """Everything that peers wait for: its name, the missing peers, and a title."""
         for running in self._running.values():
             if running.votes:
                 yield running.seq, running.missing, running.title
@@ -397,7 +394,6 @@ class Collectives(Part):
         cause: m.Cause = m.Cause.OTHER,
         reason: Reason = Reason.LINK,
     ) -> None:
-        """Tells the members that have not voted on these to do so now."""
         why = plain(why)
         for running in collectives:
             if not running.why:
@@ -431,7 +427,6 @@ class Collectives(Part):
             self._outbox.send(number, finished)
 
     def _note_end(self, running: Running, ok: bool) -> None:
-        """For `status`."""
         group, since_s = running.group, running.since_s
         if not ok:
             self._tally.aborted(group, running.reason, since_s, running.interrupted_s)
@@ -503,7 +498,6 @@ class Accusations(Part):
         self._synchronizes = synchronizes
 
     def unreached(self, number: int, unreached: m.Unreached) -> None:
-        """Handles a peer's report that it could not open a stream to another one."""
         peers, accused = self._membership.peers, unreached.peer
         group_number = peers[number].info.group
         group = self._groups[group_number]

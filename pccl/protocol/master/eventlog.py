@@ -116,7 +116,6 @@ def _secrets(kind: type[Struct]) -> tuple[str, ...]:
 
 
 def _structures(hint: Any) -> Iterator[type[Struct]]:
-    """The structures in a type."""
     if isinstance(hint, type) and issubclass(hint, Struct):
         yield hint
     for inner in get_args(hint):
@@ -370,12 +369,10 @@ def lines(text: str) -> list[Line]:
 
 
 def exception_text(error: BaseException) -> str:
-    """An exception as an event log names it."""
     return "MemoryError" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
 
 
 def difference(line: Line, again: Line) -> str:
-    """The difference between two lines of one input, in words."""
     if line.failed != again.failed:
         return f"it failed with {line.failed or 'nothing'!r}, and now with {again.failed!r}"
     for what in ("notes", "told"):

@@ -137,7 +137,6 @@ class History:
         self._syncs = 0  # over all groups, so that a group that empties and returns repeats none
 
     def restore(self, before: History) -> None:
-        """Continues from the history before a restart."""
         self.topology, self.pending = before.topology, before.pending
         self.were_pending, self.optimized = before.were_pending, before.optimized
         self.finished |= before.finished

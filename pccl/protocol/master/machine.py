@@ -68,12 +68,8 @@ from pccl.protocol.rounds import FINISH, OPTIMIZE, PENDING, TOPOLOGY, Grace, Kin
 from pccl.types import Result
 from pccl.version import __version__
 
-GONE = Result.MASTER_CONNECTION_FAILED  # peers raise MasterLostError for it
-
 
 class Master:
-    """The master of one run."""
-
     def __init__(
         self,
         run: int,  # the run's number, which distinguishes its bulk data from that of other runs
@@ -92,8 +88,7 @@ class Master:
         self._deadlines = Deadlines(self._members)
         self._recovery: Recovery | None = None
         if journal is not None and (journal.accepted or not journal.complete):
-            known = journal.accepted, journal.complete, journal.refused
-            self._recovery = Recovery(journal.run, *known)
+            self._recovery = Recovery(journal)
         self._by_type: dict[type, Callable[[int, Any], None]] = {
             m.TopologyVote: self._vote_topology,
             m.PendingVote: self._vote_pending,
@@ -124,7 +119,6 @@ class Master:
 
     @classmethod
     def began(cls, began: inputs.Began, combine: Combine, secret: bytes) -> Self:
-        """The master that begins with this input."""
         master = cls(began.run, combine, began.straggler_s, began.journal, secret=secret)
         if began.small_max is not None:
             master.run.collectives.small_max = began.small_max
@@ -169,9 +163,9 @@ class Master:
         elif hello.client:
             self.run.clients.register(conn, info, warning)
         else:
-            self.run.register(conn, info, hello, host, warning)
-            peer = self.peers[self._members.next_number - 1]
+            peer = PeerRecord(conn, info, seen=host, dial=hello.dial)
             peer.since_s = peer.spoke_s = self.now_s
+            self.run.register(peer, hello.arithmetic, warning)
 
     def objection(self, hello: m.Hello, host: str) -> str:
         """Why a `hello` is refused whatever its dial says; empty if it is not."""
@@ -245,10 +239,10 @@ class Master:
 
     def _farewell(self, _: inputs.Farewell) -> None:
         """Tells the peers that the master ends for good, so that they do not wait for it."""
-        why = "the master was stopped"
-        for number in self.peers:
-            self._outbox.send(number, m.Kicked(GONE.value, why))
-        self.run.clients.farewell(GONE, why)
+        # peers raise MasterLostError for this result
+        kicked = m.Kicked(Result.MASTER_CONNECTION_FAILED.value, "the master was stopped")
+        for peer in (*self.peers.values(), *self.run.clients.all.values()):
+            self._outbox.do(Send(peer.conn, kicked))
 
     def _rejected(self, event: inputs.Rejected) -> None:
         if not self._postponed(event) and not self._known(event.conn, event.why):
@@ -373,7 +367,7 @@ class Master:
         if refused is not None or recovery is None:
             self._refuse(conn, *(refused or OTHER_RUN))
             return
-        recovery.add(conn, event.host, resume)
+        recovery.add(inputs.Resume(conn, resume, event.host))
         self._outbox.note(f"{info} is back")
         if recovery.certain:
             self._go_on(recovery)
@@ -387,15 +381,17 @@ class Master:
     def _go_on(self, recovery: Recovery) -> None:
         """Ends the recovery, and continues from what the returned peers have told."""
         self._recovery, back = None, recovery.back
-        for conn, _, resume in recovery.outnumbered:
-            self._outbox.note(f"{resume.info} comes back to another run than most")
-            self._refuse(conn, *OUTNUMBERED)
+        for one in recovery.outnumbered:
+            self._outbox.note(f"{one.message.info} comes back to another run than most")
+            self._refuse(one.conn, *OUTNUMBERED)
         for number in sorted(recovery.missing):
             self._outbox.do(Forget(number))
             self._outbox.note(f"peer {number} did not come back")
-        for number in outdated({number: one.resume for number, one in back.items()}):
+        for number in outdated({number: one.message for number, one in back.items()}):
             self._refuse(back.pop(number).conn, *GIVEN_UP)
-        for number in without_whole_team({number: one.resume.info for number, one in back.items()}):
+        for number in without_whole_team(
+            {number: one.message.info for number, one in back.items()}
+        ):
             self._outbox.do(Forget(number))
             self._refuse(back.pop(number).conn, *GIVEN_UP)
         if back:

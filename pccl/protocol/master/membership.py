@@ -179,7 +179,6 @@ class Membership:
 
     @property
     def any_pending(self) -> bool:
-        """True if a pending peer can be admitted."""
         return len(self._peers) > self.size() and bool(self.admissible)
 
     @property
@@ -225,25 +224,21 @@ class Membership:
 
     # ---- changes ----
 
-    def register(self, conn: bytes, info: m.PeerInfo, seen: str, hello: m.Hello) -> PeerRecord:
-        """Registers a newcomer as pending, and gives it a number."""
-        number = self.next_number
+    def register(self, peer: PeerRecord, arithmetic: bytes) -> None:
+        peer.info = msgspec.structs.replace(peer.info, peer=self.next_number)
         self.next_number += 1
-        info = msgspec.structs.replace(info, peer=number)
-        return self._add(PeerRecord(conn, info, seen=seen, dial=hello.dial), hello.arithmetic)
+        self._add(peer, arithmetic)
 
-    def bring_back(self, conn: bytes, info: m.PeerInfo, seen: str, resume: m.Resume) -> PeerRecord:
+    def bring_back(self, peer: PeerRecord, arithmetic: bytes) -> None:
         """Restores a peer that comes back after a restart; it is accepted, as before."""
-        peer = self._add(PeerRecord(conn, info, seen=seen, dial=resume.dial), resume.arithmetic)
+        self._add(peer, arithmetic)
         self._count_in(peer)
-        return peer
 
-    def accept(self, number: int, heard: int) -> PeerRecord:
+    def accept(self, number: int, heard: int) -> None:
         """Accepts a pending peer; it takes no part in collectives up to the seq `heard`."""
         peer = self._peers[number]
         peer.heard = heard
         self._count_in(peer)
-        return peer
 
     def remove(self, number: int) -> PeerRecord:
         peer = self._peers.pop(number)
@@ -256,12 +251,11 @@ class Membership:
                     del self._accepted[scope]
         return peer
 
-    def _add(self, peer: PeerRecord, arithmetic: bytes) -> PeerRecord:
+    def _add(self, peer: PeerRecord, arithmetic: bytes) -> None:
         self._peers[peer.info.peer] = peer
         self._numbers[peer.conn] = peer.info.peer
         self.teams.add(peer.info)
         self._arithmetic = arithmetic
-        return peer
 
     def _count_in(self, peer: PeerRecord) -> None:
         peer.accepted = True
@@ -338,7 +332,6 @@ class Deadlines:
         return whys
 
     def _graces(self, round_: Round) -> dict[int, list[Grace]]:
-        """The graces in the votes, by group."""
         found: dict[int, list[Grace]] = {}
         for number, vote in round_.votes.items():
             if vote.grace is not None:

@@ -7,11 +7,11 @@ cannot matter to a survivor. docs/internals/protocol.md ("A restarted master") h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-import msgspec
+from msgspec.structs import astuple, replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
@@ -26,7 +26,7 @@ from pccl.protocol.master.history import (
     History,
     Journal,
 )
-from pccl.protocol.master.membership import in_order
+from pccl.protocol.master.membership import PeerRecord, in_order
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.topology import Group
 from pccl.types import Result
@@ -47,8 +47,6 @@ Postponed: TypeAlias = inputs.Hello | inputs.Received | inputs.Rejected
 
 @dataclass(slots=True)
 class Unresolved:
-    """A collective from before the restart."""
-
     group: int
     tag: int
     pair: tuple[int, int] | None  # sender and receiver of a send
@@ -63,7 +61,7 @@ def plausible(resume: m.Resume) -> bool:
     """True if the numbers are consistent, and later numbers will still fit into messages."""
     known = {info.peer for info in resume.known}
     numbers = [
-        *msgspec.structs.astuple(msgspec.structs.replace(resume.done, revision=0)),
+        *astuple(replace(resume.done, revision=0)),
         resume.info.peer,
         *known,
         *(small.seq for small in resume.small),
@@ -94,14 +92,6 @@ def _is_failure(failure: m.Failure, last_seq: int) -> bool:
     )
 
 
-class Back(NamedTuple):
-    """A peer that has come back: its connection, its host, and its message."""
-
-    conn: bytes
-    host: str
-    resume: m.Resume
-
-
 class Recovery:
     """The time after a restart in which the master waits for its peers.
 
@@ -110,18 +100,13 @@ class Recovery:
     cannot take over. If only one peer comes back, it waits longer.
     """
 
-    def __init__(
-        self,
-        run: int | None,  # the journal's run; None: there is no journal
-        expected: Iterable[int] = (),  # the accepted peers in the journal
-        complete: bool = False,  # whether the journal is complete
-        refused: Mapping[int, Refusal] | None = None,  # peers that were dropped, and why
-    ) -> None:
-        self._run, self._expected, self._complete = run, frozenset(expected), complete
-        self._refused = refused or {}
+    def __init__(self, journal: Journal | None) -> None:
+        self._journal = journal
+        self._complete = journal is not None and journal.complete
+        self._expected: Set[int] = frozenset() if journal is None else journal.accepted
         # other events that arrive meanwhile, to be handled afterwards
         self.backlog: list[Postponed | inputs.Disconnected] = []
-        self._back: dict[int, dict[int, Back]] = {}  # by run and number, in order
+        self._back: dict[int, dict[int, inputs.Resume]] = {}  # by run and number, in order
         self._conns: dict[bytes, tuple[int, int]] = {}
         self._held: Counter[int] = Counter()  # bytes of messages, by run
         self._began_s: float | None = None
@@ -138,24 +123,22 @@ class Recovery:
         return self._said[event.conn] != BACKLOG_MAX + 1
 
     def conn_of(self, resume: m.Resume) -> bytes | None:
-        """The connection on which this peer has come back already, if it has."""
         found = self._back.get(resume.run, {}).get(resume.info.peer)
         return None if found is None else found.conn
 
     def again(self, incarnation: int, next_peer: int) -> Journal | None:
         """The journal for another restart; None if there is no journal."""
-        if self._run is None:
+        if self._journal is None:
             return None
-        known = self._expected, self._complete, self._refused
-        return Journal(self._run, incarnation, next_peer, *known)
+        return replace(self._journal, incarnation=incarnation, next_peer=next_peer)
 
     def refusal(self, conn: bytes, resume: m.Resume) -> Refusal | None:
-        """Why a peer cannot come back; None if it can."""
         number = resume.info.peer
-        if self._run not in (None, resume.run):
-            return OTHER_RUN
-        if number in self._refused:
-            return self._refused[number]
+        if self._journal is not None:
+            if self._journal.run != resume.run:
+                return OTHER_RUN
+            if number in self._journal.refused:
+                return self._journal.refused[number]
         if number in self._back.get(resume.run, ()) or conn in self._conns:
             return GIVEN_UP
         if self._complete and number not in self._expected:
@@ -165,18 +148,18 @@ class Recovery:
         full = self._held.total() + weight(resume) > ALL_HELD_MAX
         return CROWDED if crowded or full else None
 
-    def add(self, conn: bytes, host: str, resume: m.Resume) -> None:
-        number = resume.info.peer
+    def add(self, event: inputs.Resume) -> None:
+        resume, number = event.message, event.message.info.peer
         self._held[resume.run] += weight(resume)
-        self._conns[conn] = resume.run, number
-        self._back.setdefault(resume.run, {})[number] = Back(conn, host, resume)
+        self._conns[event.conn] = resume.run, number
+        self._back.setdefault(resume.run, {})[number] = event
 
     def gone(self, conns: Iterable[bytes]) -> None:
         """Removes peers whose connections are lost. They must come back again."""
         for conn in conns:
             if conn in self._conns:
                 run, number = self._conns.pop(conn)
-                self._held[run] -= weight(self._back[run].pop(number).resume)
+                self._held[run] -= weight(self._back[run].pop(number).message)
                 if not self._back[run]:
                     del self._back[run], self._held[run]
 
@@ -187,24 +170,25 @@ class Recovery:
         Among runs with equally many peers, it is the one named last, because an attacker that waits
         for a restart comes first.
         """
-        if self._run is not None or not self._back:
-            return self._run
+        if self._journal is not None:
+            return self._journal.run
+        if not self._back:
+            return None
         return max(reversed(self._back), key=lambda run: len(self._back[run]))
 
     @property
-    def back(self) -> dict[int, Back]:
+    def back(self) -> dict[int, inputs.Resume]:
         """The peers of the run to continue that have come back."""
         return self._back.get(self.run or 0, {})
 
     @property
-    def outnumbered(self) -> list[Back]:
+    def outnumbered(self) -> list[inputs.Resume]:
         """The peers of other runs that have come back."""
         return [one for run, back in self._back.items() if run != self.run for one in back.values()]
 
     @property
     def missing(self) -> set[int]:
-        """The peers that have not come back yet."""
-        named = {info.peer for one in self.back.values() for info in one.resume.known}
+        named = {info.peer for one in self.back.values() for info in one.message.known}
         expected = self._expected if self._complete else self._expected | named
         return {*expected} - self.back.keys()
 
@@ -218,7 +202,7 @@ class Recovery:
         waited_s = now_s - self._began_s
         if waited_s > WAIT_S or self.certain:
             return True
-        alone = self._run is None and len(self.back) < 2
+        alone = self._journal is None and len(self.back) < 2
         return waited_s > UNJOURNALED_WAIT_S and not self.missing and not alone
 
 
@@ -347,12 +331,12 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
     return found
 
 
-def restore(run: Run, back: Mapping[int, Back], now_s: float) -> None:
+def restore(run: Run, back: Mapping[int, inputs.Resume], now_s: float) -> None:
     """Restores the run from what the returned peers tell, and tells them what they lack.
 
     `now_s` is only for `status`.
     """
-    resumes = {number: one.resume for number, one in back.items()}
+    resumes = {number: one.message for number, one in back.items()}
     history, rings = _history(resumes)
     collectives, missed = _collectives(resumes), _missed(resumes)
     veterans = {number for number, resume in resumes.items() if resume.veteran}
@@ -370,9 +354,10 @@ def restore(run: Run, back: Mapping[int, Back], now_s: float) -> None:
     accepted = in_order({number: resume.info for number, resume in resumes.items()})
     for number, info in accepted.items():
         its = back[number]
-        peer = membership.bring_back(its.conn, info, its.host, its.resume)
+        peer = PeerRecord(its.conn, info, seen=its.host, dial=its.message.dial)
         peer.since_s = peer.spoke_s = now_s
         peer.veteran = number in veterans
+        membership.bring_back(peer, its.message.arithmetic)
         run.outbox.do(Remember(info))
     run.history.restore(history)
     if run.history.finished:

@@ -16,7 +16,7 @@ from pccl.protocol.master.history import (
     Numbers,
     keep_latest,
 )
-from pccl.protocol.master.membership import Membership
+from pccl.protocol.master.membership import Membership, PeerRecord
 from pccl.protocol.master.synchronizations import Synchronizations
 from pccl.protocol.master.tally import Loss
 from pccl.protocol.master.topology import Common, Optimizations
@@ -33,11 +33,12 @@ class Run:
     def __init__(
         self, number: int, combine: Combine, journal: Journal | None, secret: bytes
     ) -> None:
-        self.number = number if journal is None else journal.run
+        known = journal or Journal(number, 0, 1, frozenset())
+        self.number = known.run
         # why the latest peers were dropped. They may not have received the reason.
-        self.refused = {} if journal is None else dict(journal.refused)
-        self.membership = Membership(1 if journal is None else journal.next_peer)
-        self.numbers = Numbers(secret, 0 if journal is None else journal.incarnation)
+        self.refused = dict(known.refused)
+        self.membership = Membership(known.next_peer)
+        self.numbers = Numbers(secret, known.incarnation)
         self.history = History()
         self.history.finished = WHOLE_RUN in self.refused
         common = Common(self.membership, self.numbers, self.history, self.remove_all)
@@ -64,11 +65,10 @@ class Run:
 
     # ---- peers that join ----
 
-    def register(
-        self, conn: bytes, info: m.PeerInfo, hello: m.Hello, seen: str, warning: str
-    ) -> None:
+    def register(self, peer: PeerRecord, arithmetic: bytes, warning: str) -> None:
         """Registers a newcomer, pending until it is admitted; the first one is admitted at once."""
-        info = self.membership.register(conn, info, seen, hello).info
+        self.membership.register(peer, arithmetic)
+        info = peer.info
         self.outbox.send(info.peer, m.Welcome(info.peer, plain(warning)))
         self.outbox.note(f"{info} of group {info.group} registered")
         if not self.membership.size():
@@ -245,6 +245,5 @@ class Run:
             self.voting.withdraw(number, call)
 
     def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
-        """Everything that peers wait for: its name, the missing peers, and a title."""
         yield from self.voting.waits()
         yield from self.table.waits()

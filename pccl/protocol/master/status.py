@@ -306,7 +306,6 @@ def _status_of_wait(wait: Wait, now_s: float) -> WaitStatus:
 
 
 def _calls(waits: list[Wait], now_s: float) -> dict[int, list[CallStatus]]:
-    """The calls that each peer is in."""
     found: dict[int, list[CallStatus]] = {}
     for wait in waits:
         missing, call = set(wait.late), plain(wait.call)
@@ -321,7 +320,6 @@ def _calls(waits: list[Wait], now_s: float) -> dict[int, list[CallStatus]]:
 
 
 def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
-    """The status of a run."""
     waits = [*_waits(run)]
     return Status(
         version=__version__,

@@ -338,7 +338,6 @@ class Synchronizations(Part):
         return group in self._current
 
     def of(self, number: int) -> Sync | None:
-        """The synchronization that a peer takes part in, if there is one."""
         sync = self._current.get(self._membership.group_of(number))
         return sync if sync is not None and number in sync.members else None
 
@@ -360,7 +359,6 @@ class Synchronizations(Part):
         self._elect(sync)
 
     def _fall_short(self, sync: Sync, needed: int) -> None:
-        """Ends a synchronization for all members because more peers must join first."""
         state = self._history.count_sync(sync.group)
         state.last_plan, state.short = 0, needed
         for number, vote in sync.members.items():
@@ -368,7 +366,6 @@ class Synchronizations(Part):
             self._outbox.send(number, result)
 
     def _elect(self, sync: Sync) -> None:
-        """Elects among the remaining members, and sends them their plans."""
         if not sync.members:
             del self._current[sync.group]
             return

@@ -161,7 +161,6 @@ class Tally:
         self.courses: defaultdict[int, Course] = defaultdict(Course)  # by group
 
     def committed(self, round_: Round) -> None:
-        """Counts a round in which all have voted."""
         first, last = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
         self.counts.votes[round_.id.kind].add(last.since_s - first.since_s)
         if last.since_s <= first.since_s or (since_s := stuck_since_s(round_)) is None:

@@ -306,8 +306,6 @@ RemoveAll: TypeAlias = Callable[[Mapping[int, str], Result | None, m.Cause], Non
 
 
 class Dismissals:
-    """Drops peers."""
-
     def __init__(self, membership: Membership, groups: Groups, remove_all: RemoveAll) -> None:
         self._membership, self._groups = membership, groups
         self._remove_all = remove_all
@@ -364,8 +362,6 @@ class Optimization:
 
 
 class Optimizations(Part):
-    """Has links measured, and installs the best rings."""
-
     def __init__(self, common: Common) -> None:
         super().__init__(common)
         self.current: Optimization | None = None  # the optimization in progress, if any

@@ -211,7 +211,6 @@ class Voting(Part):
             self._commit(round_)
 
     def hurry(self, number: int, call: int) -> None:
-        """Handles a caller that is no longer patient."""
         self.evaluate(self.open.hurry(number, call))
 
     def newcomer(self) -> None:
@@ -271,7 +270,6 @@ class Voting(Part):
                 self.evaluate(round_)
 
     def _part(self, round_: Round, lost: Iterable[Mapping[int, str]]) -> None:
-        """Fails a PAIR if one of the two is lost."""
         titles = [all_[one] for all_ in lost for one in round_.id.pair or () if one in all_]
         if titles:
             self.open.close(round_)
@@ -374,7 +372,6 @@ class Voting(Part):
         return (one, other) if self._bound(one, other) and self._bound(other, one) else ()
 
     def _electors_between(self, one: Round, other: Round) -> Set[int]:
-        """The peers that decide between two rounds."""
         return self._membership.electors(self._membership.accepted(_scope(one, other)))
 
     def _is_open(self, one: Round, other: Round) -> bool:
@@ -387,7 +384,6 @@ class Voting(Part):
         return False
 
     def _coming(self, round_: Round, electors: Set[int]) -> int:
-        """How many electors may still enter a round."""
         beside = round_.id.kind in (Kind.START, Kind.PAIR)
         free = electors - round_.votes.keys() - are_held(self.open, self.absent)
         return sum(beside or PENDING not in self.open.of(number) for number in free)

@@ -107,7 +107,6 @@ class Guard:
         return len(self._lines) > self._lines_max
 
     def gone(self, descriptor: int) -> Line | None:
-        """Removes the closed connection with this descriptor."""
         return self._lines.pop(descriptor, None)
 
     def at(self, descriptor: int) -> Line | None:
@@ -149,7 +148,6 @@ class Guard:
         return cuts
 
     def _see(self, line: Line, now_s: float, limit_s: float) -> str:
-        """Why to cut a connection; empty if not."""
         if line.heard:
             line.heard, line.since_s = False, now_s
             line.counted = self._received(line.descriptor) or line.counted
@@ -321,16 +319,13 @@ class Connections:
         return True
 
     def heard(self, conn: bytes) -> None:
-        """Notes that a complete message of a connection was read."""
         if (line := self.senders.get(conn)) is not None:
             line.hear()
 
     def unreachable(self, conn: bytes) -> None:
-        """Notes that sending to a connection has failed."""
         self._unreachable.add(conn)
 
     def has_lost(self, conn: bytes) -> bool:
-        """True if a connection is lost, and not buried yet."""
         return conn in self._lost or conn in self._unreachable
 
     def take_lost(self, drained: bool) -> list[bytes]:
@@ -365,7 +360,6 @@ class Connections:
     # ---- ignored connections ----
 
     def is_buried(self, conn: bytes) -> bool:
-        """True if a connection is lost, and its loss was handled."""
         return conn in self._buried
 
     def is_heard(self, conn: bytes) -> bool:
@@ -402,7 +396,6 @@ class Connections:
 
     @property
     def crowded(self) -> bool:
-        """True if connections must be closed at once."""
         return bool(self._surplus)
 
     @property

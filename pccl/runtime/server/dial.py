@@ -87,7 +87,6 @@ class Dialler:
 
     @property
     def busy(self) -> bool:
-        """True if dials are in progress, so that `tick` must be called."""
         return bool(self._dials)
 
     def dial(self, target: Target, now_s: float, then: Then, asker: str | None = None) -> None:

@@ -140,12 +140,10 @@ class EventFile:
             self._head = head
 
     def close(self) -> None:
-        """Closes the file, and releases the lock."""
         self._shut()
         self._lock.close()
 
     def _open(self, number: int) -> None:
-        """Opens the file, and appends a head after the lines of earlier masters."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
         self._file = FileIO(descriptor, "r+")
         try:
@@ -284,7 +282,6 @@ class EventLog:
     # ---- the service ----
 
     def began(self, began: inputs.Began, at_s: float, effects: list[Effect]) -> None:
-        """Records the beginning of a master, and the last effects of the one before."""
         self._note(at_s, began, effects)
 
     def feed(self, master: Master, event: inputs.Event) -> list[Effect]:

@@ -68,8 +68,6 @@ class JournalError(Exception):
 
 @dataclass
 class State:
-    """The content of a journal."""
-
     run: int  # the run's number
     incarnation: int = -1  # how often its master was restarted
     next_peer: int = 1  # the number of the next peer
@@ -178,7 +176,6 @@ class JournalFile:
             self._mark(behind)
 
     def close(self) -> None:
-        """Closes the file, and releases the lock."""
         self._shut()
         self._lock.close()
 
@@ -303,7 +300,6 @@ class Scribe:
     # ---- the service ----
 
     def adopt(self, run: int, incarnation: int) -> None:
-        """Notes that the master continues a run, perhaps another one, in a new incarnation."""
         with self._news:
             if run != self._state.run:
                 self._state.refused.clear()  # these were peers of the other run
@@ -311,14 +307,12 @@ class Scribe:
             self._asked += 1
 
     def remember(self, info: m.PeerInfo) -> None:
-        """Notes that a peer was accepted."""
         with self._news:
             self._state.peers[info.peer] = msgspec.msgpack.encode(info)
             self._state.next_peer = max(self._state.next_peer, info.peer + 1)
             self._asked += 1
 
     def forget(self, number: int, why: Refusal | None = None) -> None:
-        """Notes that a peer is gone, and why if it was dropped."""
         with self._news:
             self._state.peers.pop(number, None)
             if why is not None:

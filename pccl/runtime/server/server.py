@@ -57,7 +57,6 @@ _ONLY_MESSAGES = [_nothing]
 def _router(
     context: zmq.Context[zmq.Socket[bytes]], config: Config, *, ipv6: bool
 ) -> zmq.Socket[bytes]:
-    """A socket that peers connect to, not yet bound."""
     router = context.socket(zmq.ROUTER)
     options = {
         zmq.LINGER: 0,
@@ -214,7 +213,6 @@ class Server:
         return self._over or os.getpid() != self._pid
 
     def wait(self) -> None:
-        """Waits for the end of the thread of `start`."""
         while not self.over:
             if self._serving.acquire(timeout=limits.SLICE_S):
                 self._serving.release()

@@ -263,7 +263,6 @@ def _is_local(host: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError if that is impossible."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=limits.HTTP_CONNECTIONS)
@@ -299,8 +298,7 @@ class Web:
         self.address = address_text(host, name[1])
         self._loopback = ipaddress.ip_address(name[0]).is_loopback
         self._ended = asyncio.Event()
-        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # of connections, the oldest first
         self._asking: asyncio.Future[Status] | None = None
         self._made: dict[str, Reply] = {}  # replies made from the last status, by path
         self._stale_s = 0.0  # when the last status expires
@@ -353,12 +351,10 @@ class Web:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        if len(self._open) >= limits.HTTP_CONNECTIONS:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
-        self._open[writer] = None
+        live = [one for one in self._tasks if not one.cancelling()]
+        if len(live) >= limits.HTTP_CONNECTIONS:
+            live[0].cancel()
+        self._tasks[task] = None
         try:
             async with asyncio.timeout(limits.HTTP_REQUEST_S):
                 await self._answer(reader, writer)
@@ -367,8 +363,7 @@ class Web:
         except Exception:
             log.exception("master: a request over HTTP made it fail")
         finally:
-            self._open.pop(writer, None)
-            self._tasks.discard(task)
+            del self._tasks[task]
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
