@@ -19,7 +19,7 @@ from peers.waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.protocol.master.effects import Refusal
+from pccl.protocol.master.effects import Adopt, Forget, Refusal, Remember
 from pccl.protocol.master.history import REFUSED_MAX
 from pccl.runtime import limits
 from pccl.runtime.filelock import FileLock, Taken
@@ -67,11 +67,11 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Lo
 def test_a_journal_is_read_back(path: Path) -> None:
     with opened(path) as scribe:
         assert scribe.remembered.run == RUN and scribe.remembered.incarnation == 0
-        scribe.remember(peer(1))
-        scribe.remember(peer(2))
+        scribe.record(Remember(peer(1)))
+        scribe.record(Remember(peer(2)))
         scribe.settle()
-        scribe.forget(1)
-        scribe.adopt(9, 4)
+        scribe.record(Forget(1))
+        scribe.record(Adopt(9, 4))
     with opened(path) as scribe:
         found = scribe.remembered
         assert (found.run, found.incarnation, found.next_peer) == (9, 5, 3)
@@ -82,23 +82,23 @@ def test_why_peers_were_dropped_is_read_again(path: Path) -> None:
     why = Refusal("it stood alone", Result.INVALID_ARGUMENT, m.Cause.MISMATCH)
     with opened(path) as scribe:
         for number in range(1, REFUSED_MAX + 4):
-            scribe.remember(peer(number))
-            scribe.forget(number, why if number > 1 else None)
+            scribe.record(Remember(peer(number)))
+            scribe.record(Forget(number, why if number > 1 else None))
         scribe.settle()
-        scribe.remember(peer(1000))
+        scribe.record(Remember(peer(1000)))
     with opened(path) as scribe:
         found = scribe.remembered.refused
         assert found == dict.fromkeys(range(4, REFUSED_MAX + 4), why), "the latest ones"
-        scribe.adopt(RUN, 3)
-        scribe.adopt(RUN + 1, 0)
-        scribe.forget(1000)
+        scribe.record(Adopt(RUN, 3))
+        scribe.record(Adopt(RUN + 1, 0))
+        scribe.record(Forget(1000))
     with opened(path) as scribe:
         assert not scribe.remembered.refused, "of another run"
 
 
 def test_a_journal_of_before_there_were_reasons_is_read(path: Path) -> None:
     with opened(path) as scribe:
-        scribe.remember(peer(1))
+        scribe.record(Remember(peer(1)))
     db = sqlite3.connect(path)
     db.execute("DROP TABLE refused")
     db.close()
@@ -184,7 +184,7 @@ def test_a_journal_of_another_version_is_refused(path: Path) -> None:
 def test_a_damaged_journal_is_refused(path: Path) -> None:
     with opened(path) as scribe:
         for number in range(1, 200):
-            scribe.remember(peer(number))
+            scribe.record(Remember(peer(number)))
     content = bytearray(path.read_bytes())
     for at in range(4096, len(content), 512):
         content[at : at + 40] = b"?" * 40
@@ -227,14 +227,14 @@ def test_the_run_survives_a_full_disk_and_its_facts_are_written_later(
     path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(path) as scribe:
-        scribe.remember(peer(1))
+        scribe.record(Remember(peer(1)))
         scribe.settle()
         disk = Full(monkeypatch)
         monkeypatch.setattr(limits, "LOG_REPEAT_S", 0.1)
-        scribe.remember(peer(2))
+        scribe.record(Remember(peer(2)))
         scribe.settle()
-        scribe.forget(1)
-        scribe.remember(peer(3))
+        scribe.record(Forget(1))
+        scribe.record(Remember(peer(3)))
         scribe.settle()
         wait_until(lambda: len(log.messages) >= 2)
         assert "cannot be written: database or disk is full; the run goes on" in log.messages[0]
@@ -248,16 +248,16 @@ def test_the_next_master_learns_that_the_journal_is_behind(
     path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(path) as scribe:
-        scribe.remember(peer(1))
+        scribe.record(Remember(peer(1)))
         scribe.settle()
         disk = Full(monkeypatch)
-        scribe.remember(peer(2))
+        scribe.record(Remember(peer(2)))
         scribe.settle()
     disk.full = False
     assert held(path) == ({1}, False)
     with opened(path) as scribe:  # until the peers have told what it lacks
         assert not scribe.remembered.complete
-        scribe.remember(peer(2))
+        scribe.record(Remember(peer(2)))
         scribe.recovered()
         scribe.settle()
     assert held(path) == ({1, 2}, True)
@@ -268,7 +268,7 @@ def test_an_operator_may_ask_for_an_end_instead(
 ) -> None:
     with opened(path, OnError.STOP) as scribe:
         Full(monkeypatch)
-        scribe.remember(peer(1))
+        scribe.record(Remember(peer(1)))
         with pytest.raises(JournalError, match="cannot be written: database or disk is full"):
             scribe.settle()
 
@@ -286,12 +286,12 @@ def test_a_disk_that_hangs_holds_the_service_up_once(
 
     with opened(path) as scribe:
         monkeypatch.setattr(JournalFile, "write", hang)
-        scribe.remember(peer(1))
+        scribe.record(Remember(peer(1)))
         scribe.settle()
         assert "takes longer than 0.01 s" in log.messages[0]
         monkeypatch.setattr(scribe, "_patience_s", 60.0)  # the test does not wait that long
         began_s = time.monotonic()
-        scribe.remember(peer(2))
+        scribe.record(Remember(peer(2)))
         scribe.settle()
         assert time.monotonic() - began_s < 30
         goes_on.set()
@@ -303,19 +303,19 @@ def test_a_file_that_is_locked_or_taken_away(path: Path, log: Log) -> None:
     with opened(path) as scribe:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as backup:
             backup.execute("BEGIN EXCLUSIVE")
-            scribe.remember(peer(1))
+            scribe.record(Remember(peer(1)))
             scribe.settle()
             wait_until(lambda: bool(log.messages))
             backup.execute("ROLLBACK")
         wait_until(lambda: "is written again" in log.messages[-1])
         if sys.platform != "win32":
             path.unlink()
-            scribe.remember(peer(2))
+            scribe.record(Remember(peer(2)))
             scribe.settle()
             wait_until(lambda: any("removed or replaced" in line for line in log.messages))
             wait_until(lambda: "is written again" in log.messages[-1])
         else:
-            scribe.remember(peer(2))
+            scribe.record(Remember(peer(2)))
     assert held(path) == ({1, 2}, True)
 
 

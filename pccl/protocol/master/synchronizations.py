@@ -68,6 +68,9 @@ class Transfer:
     in_place: bool = False
 
 
+NOTHING = Transfer((), (), ())
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The elected revision, what each receiver fetches, and which peers are dropped and why.
@@ -412,21 +415,12 @@ class Synchronizations(Part):
     def _send_plans(self, sync: Sync, decision: Decision) -> None:
         nonce = self._numbers.nonce("call", sync.seq)
         for number, vote in sync.members.items():
-            own = decision.transfers.get(number)
-            if own is not None and own.in_place:
+            own = decision.transfers.get(number, NOTHING)
+            if own.in_place:
                 sync.overwritten.setdefault(number, set()).update(own.entries)
             serve = tuple(p for p, t in decision.transfers.items() if number in t.holders)
-            plan = m.SyncPlan(
-                vote.call,
-                sync.seq,
-                serve,
-                own.holders if own else (),
-                own.entries if own else (),
-                own.digests if own else (),
-                own.diverged if own else False,
-                nonce,
-                own.in_place if own else False,
-            )
+            fetch = own.holders, own.entries, own.digests, own.diverged, nonce, own.in_place
+            plan = m.SyncPlan(vote.call, sync.seq, serve, *fetch)
             self._outbox.send(number, plan)
 
     def fetched(self, number: int, vote: m.FetchedVote) -> None:

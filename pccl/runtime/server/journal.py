@@ -31,9 +31,8 @@ from pathlib import Path
 
 import msgspec
 
-from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
-from pccl.protocol.master.effects import Refusal
+from pccl.protocol.master.effects import Adopt, Forget, Refusal, Remember
 from pccl.protocol.master.history import keep_latest
 from pccl.runtime import limits
 from pccl.runtime.filelock import FileLock, Taken, identity
@@ -299,26 +298,22 @@ class Scribe:
 
     # ---- the service ----
 
-    def adopt(self, run: int, incarnation: int) -> None:
+    def record(self, effect: Remember | Forget | Adopt) -> None:
         with self._news:
-            if run != self._state.run:
-                self._state.refused.clear()  # these were peers of the other run
-            self._state.run, self._state.incarnation = run, incarnation
-            self._asked += 1
-
-    def remember(self, info: m.PeerInfo) -> None:
-        with self._news:
-            self._state.peers[info.peer] = msgspec.msgpack.encode(info)
-            self._state.next_peer = max(self._state.next_peer, info.peer + 1)
-            self._asked += 1
-
-    def forget(self, number: int, why: Refusal | None = None) -> None:
-        with self._news:
-            self._state.peers.pop(number, None)
-            if why is not None:
-                refused = self._state.refused
-                refused[number] = msgspec.msgpack.encode(why)
-                keep_latest(refused)
+            state = self._state
+            match effect:
+                case Remember(info):
+                    state.peers[info.peer] = msgspec.msgpack.encode(info)
+                    state.next_peer = max(state.next_peer, info.peer + 1)
+                case Forget(number, why):
+                    state.peers.pop(number, None)
+                    if why is not None:
+                        state.refused[number] = msgspec.msgpack.encode(why)
+                        keep_latest(state.refused)
+                case Adopt(run, incarnation):
+                    if run != state.run:
+                        state.refused.clear()  # these were peers of the other run
+                    state.run, state.incarnation = run, incarnation
             self._asked += 1
 
     def recovered(self) -> None:

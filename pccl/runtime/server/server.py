@@ -538,15 +538,9 @@ class Server:
                     if message is not last:  # many peers get the same message
                         last, data = message, m.encode(message)
                     self._unsent.setdefault(conn, []).append(data)
-                case effects.Remember(info):
+                case effects.Remember() | effects.Forget() | effects.Adopt():
                     if self._journal is not None:
-                        self._journal.remember(info)
-                case effects.Forget(number, why):
-                    if self._journal is not None:
-                        self._journal.forget(number, why)
-                case effects.Adopt(run, incarnation):
-                    if self._journal is not None:
-                        self._journal.adopt(run, incarnation)
+                        self._journal.record(effect)
                 case effects.Dial():
                     dials.append(effect)
                 case effects.Note(text, warns):
