@@ -49,7 +49,7 @@ def opened(path: Path) -> Iterator[tuple[EventLog, Master]]:
     """A log, and a master that has begun in it."""
     log = EventLog(path)
     try:
-        log.began(BEGAN, 0.0, [])
+        log.note(0.0, BEGAN, [])
         yield log, Master.began(BEGAN, lambda work, parts: parts[0], b"secret")
     finally:
         log.close()

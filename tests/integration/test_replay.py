@@ -31,7 +31,7 @@ class LoggedRun:
         self.path = path
         self.log = EventLog(path)
         self.master: Master = Master.began(BEGAN, combine, b"secret")
-        self.log.began(BEGAN, 0.0, [])
+        self.log.note(0.0, BEGAN, [])
         self._calls = 0
 
     def joins(self, peer: int, group: int = 0) -> None:

@@ -318,38 +318,31 @@ class Connections:
         self.senders[conn] = line
         return True
 
-    def heard(self, conn: bytes) -> None:
-        if (line := self.senders.get(conn)) is not None:
-            line.hear()
-
     def unreachable(self, conn: bytes) -> None:
         self._unreachable.add(conn)
 
     def has_lost(self, conn: bytes) -> bool:
         return conn in self._lost or conn in self._unreachable
 
-    def take_lost(self, drained: bool) -> list[bytes]:
-        """The lost connections that are to be buried now.
+    def bury(self, now_s: float, drained: bool) -> list[bytes]:
+        """The lost connections whose loss is to be handled now. Later messages of them are ignored.
 
         Args:
+            now_s: the time by the monotonic clock.
             drained: whether all messages that have arrived have been read.
         """
         lost, self._lost = self._lost, []
         if drained:
             lost += self._unreachable & self.senders.keys() - set(lost)
             self._unreachable.clear()
-        return lost
-
-    def bury(self, lost: list[bytes], now_s: float) -> None:
-        """Ignores messages of these connections from now on."""
+            # no more messages of those that were buried long ago can arrive
+            recent = {c: at for c, at in self._buried.items() if now_s - at < limits.GRACE_S}
+            self._buried = recent
         for conn in lost:
             self.senders.pop(conn, None)
             self._dropped.pop(conn, None)
             self._buried[conn] = now_s
-
-    def forget_buried(self, now_s: float) -> None:
-        """Forgets connections buried so long ago that no more messages of them can arrive."""
-        self._buried = {c: at for c, at in self._buried.items() if now_s - at < limits.GRACE_S}
+        return lost
 
     def silent_s(self, conn: bytes) -> float | None:
         """How long nothing has come over a connection, not even a heartbeat; None: unknown."""

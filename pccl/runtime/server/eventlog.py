@@ -281,19 +281,16 @@ class EventLog:
 
     # ---- the service ----
 
-    def began(self, began: inputs.Began, at_s: float, effects: list[Effect]) -> None:
-        self._note(at_s, began, effects)
-
     def feed(self, master: Master, event: inputs.Event) -> list[Effect]:
         """Feeds an event to the master, and records it. Raises what the master raises."""
         recovering = master.recovering
         try:
             effects = master.feed(event)
         except BaseException as error:
-            self._note(master.now_s, event, [], exception_text(error))
+            self.note(master.now_s, event, [], exception_text(error))
             raise
         if self._recorder.matters(event, recovering, effects):
-            self._note(master.now_s, event, effects)
+            self.note(master.now_s, event, effects)
         return effects
 
     def close(self) -> None:
@@ -304,7 +301,7 @@ class EventLog:
         self._over.set()
         self._thread.join(limits.JOURNAL_CLOSE_S)
 
-    def _note(
+    def note(
         self, at_s: float, event: inputs.Input, effects: list[Effect], failed: str = ""
     ) -> None:
         """Hands a line to the thread. An error here must not stop the master."""

@@ -368,7 +368,7 @@ class Server:
         master = Master.began(began, combine, secrets.token_bytes(32))
         master.now_s = time.monotonic()
         if self._events is not None:
-            self._events.began(began, master.now_s, [*done])
+            self._events.note(master.now_s, began, [*done])
         return master
 
     def _feed(self, event: inputs.Event) -> list[effects.Effect]:
@@ -404,16 +404,13 @@ class Server:
             return False
 
     def _bury(self, now_s: float, drained: bool) -> None:
-        lost = self._connections.take_lost(drained)
+        lost = self._connections.bury(now_s, drained)
         if self._pauses.woke_lately and any(self._master.knows(conn) for conn in lost):
             self._begin_anew("connections broke while it did not run")
         for conn in lost:
             self._arriving.pop(conn, None)
-        self._connections.bury(lost, now_s)
         if lost:
             self._happen(inputs.Disconnected(tuple(lost), self._why_lost))
-        if drained:
-            self._connections.forget_buried(now_s)
 
     def _read_router(self) -> int:
         """Reads a frame and handles its messages. Returns their number; 0: there was no frame."""
@@ -431,7 +428,8 @@ class Server:
         if data is not None:
             with contextlib.suppress(m.ProtocolError):
                 messages = m.opened(data)
-        connections.heard(conn)
+        if (line := connections.senders.get(conn)) is not None:
+            line.hear()
         for message in messages:
             self._deliver(conn, message)
         return len(messages)
