@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -221,8 +221,6 @@ class Collectives(Part):
     def __init__(self, common: Common, table: CollectiveTable, combine: Combine) -> None:
         super().__init__(common)
         self._table, self._combine = table, combine
-        # by group: seqs and sizes of small results that some peer may lack
-        self._small: dict[int, deque[tuple[int, int]]] = {}
         # the most small results that peers may lack at a time. A small result is final when it is
         # sent: only the master's death can keep it from a living peer, and then another peer tells
         # the next master. All such results must fit into one message.
@@ -343,7 +341,7 @@ class Collectives(Part):
         """The seq up to which all peers have all small results; whether this result is final."""
         peers = self._membership.peers
         stable = min(peers[number].heard for number in round_.votes)
-        small = self._small.setdefault(group, deque())
+        small = self._groups[group].small
         while small and small[0][0] <= stable:
             small.popleft()
         held = sum(size for _, size in small)
@@ -476,9 +474,6 @@ class Collectives(Part):
         """Interrupts a collective from before a restart whose outcome no peer knows."""
         self._table.add(running)
         self.interrupt([running], why, reason=Reason.MASTER_LOST)
-
-    def forget(self, group: int) -> None:
-        self._small.pop(group, None)
 
 
 class Accusations(Part):

@@ -185,7 +185,6 @@ class Run:
         if not self.membership.size(group):
             self.groups.pop(group, None)
             self.history.forget(group)
-            self.collectives.forget(group)
             self.tally.courses.pop(group, None)
 
     def bereave(self, group: int, numbers: Set[int]) -> None:

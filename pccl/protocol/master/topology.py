@@ -18,7 +18,7 @@ links within groups and between machines are measured.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -224,6 +224,8 @@ class Group:
     broken: bool = False  # whether a collective has failed in this epoch, so that streams are void
     blame: Blame = field(default_factory=Blame)
     rates: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes/s, when last measured
+    # seqs and sizes of small results that some peer may lack
+    small: deque[tuple[int, int]] = field(default_factory=deque)
 
 
 class Groups(dict[int, Group]):
