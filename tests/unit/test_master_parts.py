@@ -231,11 +231,11 @@ def test_a_synchronization_ends_when_all_have_fetched(ok: bool) -> None:
     manifests = [m.Manifest(0, 0, (m.Entry("x", 10, 4, False, digest),)) for digest in (b"1", b"2")]
     round_ = Round(RoundId(Kind.SYNC, 0), {n + 1: Vote(n, o) for n, o in enumerate(manifests)})
     syncs.begin(round_)
-    assert syncs.under_way(0)
+    assert 0 in syncs.current
     plan = table.said()[2][0]
     assert isinstance(plan, m.SyncPlan) and plan.holders == (1,)
     syncs.fetched(2, m.FetchedVote(plan.seq, ok, "why"))
-    assert syncs.under_way(0) is not ok
+    assert (0 in syncs.current) is not ok
     assert [type(one) for one in table.said()[1]] == [m.SyncResult if ok else m.SyncPlan]
     assert syncs.withdraw(1, 0) is not ok
 
@@ -243,7 +243,7 @@ def test_a_synchronization_ends_when_all_have_fetched(ok: bool) -> None:
 def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:
     table = AcceptedPeers(3)
     collectives = table.collectives()
-    accusations = Accusations(table, table.running, collectives, lambda group: False)
+    accusations = Accusations(table, table.running, collectives, ())
     epoch = table.groups[0].epoch
     accusations.unreached(1, m.Unreached(2, epoch, "timed out"))
     dials = [effect for effect in table.outbox.take() if isinstance(effect, Dial)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -481,16 +481,15 @@ class Accusations(Part):
 
     def __init__(
         self,
-        common: Common,  # what all parts use
-        table: CollectiveTable,  # the running collectives
-        collectives: Collectives,  # interrupts them
-        # tells whether a group has a synchronization in progress, which belongs to the group's
-        # epoch but has its own streams
-        synchronizes: Callable[[int], bool],
+        common: Common,
+        table: CollectiveTable,
+        collectives: Collectives,
+        # groups with a synchronization, which belongs to the group's epoch but has its own streams
+        synchronizing: Container[int],
     ) -> None:
         super().__init__(common)
         self._table, self._collectives = table, collectives
-        self._synchronizes = synchronizes
+        self._synchronizing = synchronizing
 
     def unreached(self, number: int, unreached: m.Unreached) -> None:
         peers, accused = self._membership.peers, unreached.peer
@@ -545,7 +544,7 @@ class Accusations(Part):
             if uses(self._groups.plan(group_number), blame.blocked):
                 return False
         used = [link for link in blame.blocked if uses(group.planned, (link,))]
-        if used and not self._synchronizes(group_number):
+        if used and group_number not in self._synchronizing:
             a, b = used[0]
             why = f"{self._membership.info(a)} could not reach {self._membership.info(b)}"
             self._outbox.note(f"{why} ({blame.blocked[a, b]}): the rings go another way")

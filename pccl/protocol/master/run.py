@@ -49,7 +49,7 @@ class Run:
         self.synchronizations = Synchronizations(common)
         self.optimizations = Optimizations(common)
         self.accusations = Accusations(
-            common, self.table, self.collectives, self.synchronizations.under_way
+            common, self.table, self.collectives, self.synchronizations.current
         )
         self.clients = Clients(self.numbers, common.rendezvous, self.outbox)
         self.voting = Voting(common, self.table, self._commit)

@@ -282,7 +282,7 @@ def _waits(run: Run) -> Iterator[Wait]:
     for running in islice(run.table, WAITS_MAX):
         yield _finishing(run, running)
     for group in run.groups:
-        if (sync := run.synchronizations.of_group(group)) is not None:
+        if (sync := run.synchronizations.current.get(group)) is not None:
             yield _receiving(run, sync)
     if run.optimizations.current is not None:
         yield _measuring(run, run.optimizations.current)
@@ -373,7 +373,7 @@ def _groups(run: Run, now_s: float) -> Iterator[GroupStatus]:
             running[number],
             state.revision,
             len(state.holders),
-            run.synchronizations.under_way(number),
+            number in run.synchronizations.current,
             course.bus_rate,
             course.goodput(now_s, _stuck_since_s(run, number)),
         )

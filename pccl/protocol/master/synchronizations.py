@@ -335,17 +335,11 @@ class Synchronizations(Part):
 
     def __init__(self, common: Common) -> None:
         super().__init__(common)
-        self._current: dict[int, Sync] = {}  # by group
-
-    def under_way(self, group: int) -> bool:
-        return group in self._current
+        self.current: dict[int, Sync] = {}  # by group
 
     def of(self, number: int) -> Sync | None:
-        sync = self._current.get(self._membership.group_of(number))
+        sync = self.current.get(self._membership.group_of(number))
         return sync if sync is not None and number in sync.members else None
-
-    def of_group(self, group: int) -> Sync | None:
-        return self._current.get(group)
 
     def begin(self, round_: Round) -> None:
         """Begins a synchronization: all members of a group have sent their manifests."""
@@ -358,7 +352,7 @@ class Synchronizations(Part):
         if self._history.of(group).revision is None and len(members) < needed:
             self._fall_short(sync, needed)
             return
-        self._current[group] = sync
+        self.current[group] = sync
         self._elect(sync)
 
     def _fall_short(self, sync: Sync, needed: int) -> None:
@@ -370,7 +364,7 @@ class Synchronizations(Part):
 
     def _elect(self, sync: Sync) -> None:
         if not sync.members:
-            del self._current[sync.group]
+            del self.current[sync.group]
             return
         manifests = {
             number: vote.payload.overwritten(sync.overwritten.get(number, ()))
@@ -499,7 +493,7 @@ class Synchronizations(Part):
 
     def lose(self, group: int, lost: Iterable[int]) -> None:
         """After the loss of members of a group, elects among the others."""
-        sync = self._current.get(group)
+        sync = self.current.get(group)
         if sync is None:
             return
         gone = [number for number in lost if sync.members.pop(number, None) is not None]
@@ -510,7 +504,7 @@ class Synchronizations(Part):
 
     def _fail(self, sync: Sync, result: Result, why: str, cause: m.Cause = m.Cause.OTHER) -> None:
         """Fails a synchronization for all members. Only receivers in place have changed memory."""
-        del self._current[sync.group]
+        del self.current[sync.group]
         calls = {number: vote.call for number, vote in sync.members.items()}
         self._outbox.fail_all(calls, RoundId(Kind.SYNC, sync.group), result, why, cause)
 
@@ -531,7 +525,7 @@ class Synchronizations(Part):
             why = self._describe(sync, divergence) + f"; peer {strict} wants an error then"
             self._fail(sync, Result.INVALID_ARGUMENT, why, m.Cause.DIVERGENCE)
             return
-        del self._current[sync.group]
+        del self.current[sync.group]
         if sync.refused:
             names = self._membership.names(sorted(sync.refused))
             self._outbox.note(

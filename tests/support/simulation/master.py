@@ -40,8 +40,8 @@ class Watched(Master):
         voting._end, voting._drop = self._watch_end, self._watch_drop
 
     def _watch_convict(self, group: int, verdict: Verdict) -> None:
-        size, synchronizes = self.run.membership.size(group), self.run.synchronizations.under_way
-        self.convicted(verdict.guilty, (size, synchronizes(group)))
+        size, syncs = self.run.membership.size(group), self.run.synchronizations.current
+        self.convicted(verdict.guilty, (size, group in syncs))
         self._convict(group, verdict)
 
     def _watch_lose(self, group: int, numbers: Set[int]) -> bool:
