@@ -371,22 +371,18 @@ def restore(run: Run, back: Mapping[int, inputs.Resume], now_s: float) -> None:
         run.groups.renew(group)
     for number, info in accepted.items():
         run.outbox.send(number, m.Admitted(run.number, run.history.done(info.group)))
-    for seq in sorted(collectives):
-        _resolve(run, seq, collectives[seq], now_s)
+    for seq, was in sorted(collectives.items()):
+        if was.outcome is None:
+            paired = was.pair is not None
+            running = Running(seq, was.group, was.members, was.votes, since_s=now_s, paired=paired)
+            run.collectives.resolve(running, RESTARTED)
+            continue
+        for number in sorted(was.open):
+            why = "" if was.outcome else RESTARTED
+            run.outbox.send(number, m.Finished(seq, was.outcome, why))
     # by seq: the next restart relies on it that a peer that knows a seq knows all before it
     lacked = [*missed, *_failed(resumes), *_unheard(collectives)]
     for _, number, message in sorted(lacked, key=lambda one: one[:2]):
         run.outbox.send(number, message)
     for number, peer in membership.peers.items():
         run.outbox.send(number, m.Resumed(run.history.done(peer.info.group)))
-
-
-def _resolve(run: Run, seq: int, was: Unresolved, now_s: float) -> None:
-    if was.outcome is None:
-        running = Running(seq, was.group, was.members, was.votes)
-        running.since_s = now_s
-        running.paired = was.pair is not None
-        run.collectives.resolve(running, RESTARTED)
-        return
-    for number in sorted(was.open):
-        run.outbox.send(number, m.Finished(seq, was.outcome, "" if was.outcome else RESTARTED))
