@@ -92,7 +92,7 @@ def test_a_stalled_synchronization_is_planned_again_a_few_times() -> None:
     run.say(b"2", m.Stalled(1, plan.seq, "a lane was disconnected"))
     error = run.last(b"1")
     assert isinstance(error, m.CallError)
-    assert "8 times in one synchronization data was lost; the last time peer 2" in error.why
+    assert "data was lost 8 times in one synchronization; the last time peer 2" in error.why
     assert error.result == Result.RANK_CONNECTION_LOST.value
     assert error.cause == m.Cause.OTHER
     assert sorted(run.master.peers) == [1, 2, 3]

@@ -101,7 +101,7 @@ def test_the_loss_of_either_ends_it_for_the_other_with_its_name() -> None:
         vote(run, left, (1, 2), call=3)  # it is not there any more
         (error,) = errors(run, left)
         assert error.result == Result.RANK_CONNECTION_LOST.value
-        assert error.why == f"peer {lost} is not in this peer's group, or no more"
+        assert error.why == f"peer {lost} is not in this peer's group, or has left it"
 
 
 def test_the_loss_of_either_while_the_data_is_under_way_fails_it() -> None:

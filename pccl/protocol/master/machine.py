@@ -196,7 +196,7 @@ class Master:
             return
         if self._recovery is not None:
             left = isinstance(message, m.Leave)
-            why = "it spoke before it was welcome"  # no Welcome was sent
+            why = "it sent a message before the master had answered its first one"
             self._postponed(event if left else inputs.Rejected(conn, why))
             return
         number = self._members.at(conn)
@@ -277,7 +277,7 @@ class Master:
         if self._recovery is None:
             return False
         if not self._recovery.postpone(event):
-            why = "it said too much while the master waited for its earlier peers"
+            why = "it sent too many messages while the master waited for its earlier peers"
             self._outbox.do(Drop(event.conn, why))
             self._recovery.backlog.append(inputs.Rejected(event.conn, why))
         return True
@@ -382,7 +382,7 @@ class Master:
         """Ends the recovery, and continues from what the returned peers have told."""
         self._recovery, back = None, recovery.back
         for one in recovery.outnumbered:
-            self._outbox.note(f"{one.message.info} comes back to another run than most")
+            self._outbox.note(f"{one.message.info} comes back, but to another run than most peers")
             self._refuse(one.conn, *OUTNUMBERED)
         for number in sorted(recovery.missing):
             self._outbox.do(Forget(number))
@@ -399,7 +399,7 @@ class Master:
             self.run.number = recovery.run  # without them, it is a new run
             restore(self.run, back, self.now_s)
         else:
-            self._outbox.note("nobody came back: the last holder of any shared state is gone")
+            self._outbox.note("no peer came back, so all shared state is lost")
         for event in recovery.backlog:
             self._handlers[type(event)](event)
         if not self._members.size():

@@ -479,7 +479,7 @@ class Synchronizations(Part):
             self._outbox.note(why)
             self._elect(sync)
         else:
-            why = f"{sync.stalls} times in one synchronization data was lost; the last time {why}"
+            why = f"data was lost {sync.stalls} times in one synchronization; the last time {why}"
             self._fail(sync, Result.RANK_CONNECTION_LOST, why)
 
     def withdraw(self, number: int, call: int) -> bool:
@@ -522,7 +522,7 @@ class Synchronizations(Part):
         votes = [(n, vote) for n, vote in sync.members.items() if n not in sync.refused]
         strict = next((n for n, vote in votes if vote.payload.strict), None)
         if divergence and strict is not None:
-            why = self._describe(sync, divergence) + f"; peer {strict} wants an error then"
+            why = self._describe(sync, divergence) + f"; peer {strict} has asked for an error then"
             self._fail(sync, Result.INVALID_ARGUMENT, why, m.Cause.DIVERGENCE)
             return
         del self.current[sync.group]

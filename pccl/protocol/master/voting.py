@@ -186,7 +186,7 @@ class Voting(Part):
         if round_id.pair is not None:
             gone = [n for n in round_id.pair if not self._membership.has(n, round_id.group)]
             if gone:
-                why = f"peer {gone[0]} is not in this peer's group, or no more"
+                why = f"peer {gone[0]} is not in this peer's group, or has left it"
                 self._outbox.fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
                 return
         why = self.open.too_much(number, vote, self._table.running(number))

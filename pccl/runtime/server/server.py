@@ -448,7 +448,7 @@ class Server:
             held.append(data)
         else:
             del self._arriving[conn]
-            why = "it said too much before it was welcome"
+            why = "it sent too many messages before the master had answered its first one"
             self._happen(inputs.Rejected(conn, why))
 
     def _guarded(self, conn: bytes, make: Callable[[], inputs.Event | None]) -> None:
@@ -461,7 +461,7 @@ class Server:
             return
         except Exception:
             log.exception("master: a message of connection %s caused an internal error", conn.hex())
-            why = "an internal error of the master; its log has it"
+            why = "an internal error of the master: see the master's log"
             todo = self._feed(inputs.Rejected(conn, why))
         self._perform(todo)
 

@@ -413,7 +413,7 @@ class Web:
             why = f"the master has not answered for {limits.HTTP_ANSWER_S:g} s: it hangs"
             raise Unanswered(HTTPStatus.SERVICE_UNAVAILABLE, why)
         if asking.exception() is not None:
-            why = "the master could not make its status: its log says why"
+            why = "the master could not make its status: see its log"
             raise Unanswered(HTTPStatus.INTERNAL_SERVER_ERROR, why)
         return asking.result()
 
