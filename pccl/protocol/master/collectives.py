@@ -359,8 +359,7 @@ class Collectives(Part):
         if running is None and self._numbers.is_old(seq):
             return  # from before a restart, and resolved since
         if running is None or number not in running.members or number in running.votes:
-            why = f"it voted on collective {seq} out of turn"
-            self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
+            self._dismissals.out_of_turn(number, vote)
             return
         running.votes[number] = ok
         if ok or running.why:

@@ -219,7 +219,7 @@ class Master:
             why = "it voted while it was pending"
             self.run.dismissals.dismiss(number, why, Result.INVALID_USAGE)
         elif handler is None:
-            self._out_of_turn(number, message)
+            self.run.dismissals.out_of_turn(number, message)
         else:
             handler(number, message)
 
@@ -407,22 +407,24 @@ class Master:
 
     # ---- votes ----
 
+    def _enter(
+        self, number: int, round_id: RoundId, call: int, payload: object = None, **fields: Any
+    ) -> None:
+        vote = Vote(call, payload, since_s=self.now_s, **fields)
+        self.run.voting.enter(number, round_id, vote)
+
     def _vote_topology(self, number: int, vote: m.TopologyVote) -> None:
-        round_id = FINISH if vote.finish else TOPOLOGY
-        self.run.voting.enter(number, round_id, Vote(vote.call, None, since_s=self.now_s))
+        self._enter(number, FINISH if vote.finish else TOPOLOGY, vote.call)
 
     def _vote_pending(self, number: int, vote: m.PendingVote) -> None:
         grace = Grace(vote.enough, vote.grace_ms / 1000) if vote.enough else None
-        entered: Vote = Vote(
-            vote.call, vote.patient, None, vote.stuck, since_s=self.now_s, grace=grace
-        )
-        self.run.voting.enter(number, PENDING, entered)
+        self._enter(number, PENDING, vote.call, vote.patient, stuck=vote.stuck, grace=grace)
 
     def _vote_optimize(self, number: int, vote: m.OptimizeVote) -> None:
         if self.run.optimizations.has(number):
-            self._out_of_turn(number, vote)
+            self.run.dismissals.out_of_turn(number, vote)
         else:
-            self.run.voting.enter(number, OPTIMIZE, Vote(vote.call, None, since_s=self.now_s))
+            self._enter(number, OPTIMIZE, vote.call)
 
     def _vote_start(self, number: int, vote: m.StartVote) -> None:
         rows = (vote.gives, vote.takes) if vote.gives or vote.takes else None
@@ -431,7 +433,7 @@ class Master:
             or (rows is not None and not are_rows(vote.work, rows))
             or not is_pair(number, vote)
         ):
-            self._out_of_turn(number, vote)
+            self.run.dismissals.out_of_turn(number, vote)
             return
         peer = self.peers[number]
         peer.heard = max(peer.heard, vote.heard)
@@ -439,26 +441,19 @@ class Master:
         if vote.pair:
             pair = vote.pair[0], vote.pair[1]
             round_id = RoundId(Kind.PAIR, peer.info.group, vote.tag, pair)
-        entered: Vote = Vote(
-            vote.call,
-            vote.work,
-            vote.data,
-            vote.stuck,
-            rows,
-            held(vote.work, rows, vote.data),
-            self.now_s,
-        )
-        self.run.voting.enter(number, round_id, entered)
+        its = {"data": vote.data, "stuck": vote.stuck, "rows": rows}
+        nbytes = held(vote.work, rows, vote.data)
+        self._enter(number, round_id, vote.call, vote.work, held=nbytes, **its)
 
     def _vote_sync(self, number: int, vote: m.SyncVote) -> None:
         if self.run.synchronizations.of(number) is not None:
-            self._out_of_turn(number, vote)
+            self.run.dismissals.out_of_turn(number, vote)
             return
-        round_id = RoundId(Kind.SYNC, self._members.group_of(number))
-        entered: Vote = Vote(vote.call, vote.manifest, held=held(vote.manifest), since_s=self.now_s)
+        group = self._members.group_of(number)
         if not vote.holds:
-            self.run.bereave(self._members.group_of(number), {number})
-        self.run.voting.enter(number, round_id, entered)
+            self.run.bereave(group, {number})
+        round_id = RoundId(Kind.SYNC, group)
+        self._enter(number, round_id, vote.call, vote.manifest, held=held(vote.manifest))
 
     def _stalled(self, number: int, stalled: m.Stalled) -> None:
         if not self.run.collectives.stalled(number, stalled):
@@ -469,8 +464,4 @@ class Master:
         known = self.run.collectives.progress(number, progress)
         known = known or self.run.synchronizations.progress(number, progress)
         if not known and self.run.numbers.is_unknown(progress.seq):
-            self._out_of_turn(number, progress)
-
-    def _out_of_turn(self, number: int, message: m.PeerMessage) -> None:
-        why = f"it sent a {type(message).__name__} out of turn"
-        self.run.dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
+            self.run.dismissals.out_of_turn(number, progress)

@@ -422,8 +422,7 @@ class Synchronizations(Part):
         sync = self.of(number)
         if sync is None or sync.seq != seq or number not in sync.fetching:
             if self._numbers.is_unknown(seq):
-                why = f"it voted on transfer {seq} out of turn"
-                self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
+                self._dismissals.out_of_turn(number, vote)
             return  # a newer plan has replaced that transfer
         if vote.ok:
             sync.differences[number] = vote.differences

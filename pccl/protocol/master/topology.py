@@ -320,6 +320,10 @@ class Dismissals:
     def dismiss(self, number: int, why: str, result: Result) -> None:
         self.dismiss_all({number: why}, result)
 
+    def out_of_turn(self, number: int, message: m.PeerMessage) -> None:
+        why = f"it sent a {type(message).__name__} out of turn"
+        self.dismiss(number, why, Result.INTERNAL_ERROR)
+
     def convict(self, group: int, verdict: Verdict) -> None:
         """Drops a peer that cannot reach others, or cannot be reached; tells all peers why."""
         why = self._groups[group].blame.sentence(verdict, self._membership.info)
@@ -420,8 +424,7 @@ class Optimizations(Part):
             or number not in optimization.measuring
         ):
             if self._numbers.is_unknown(measured.seq):
-                why = f"it measured in probe {measured.seq} out of turn"
-                self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
+                self._dismissals.out_of_turn(number, measured)
             return  # that probe has ended meanwhile
         senders = optimization.measuring.pop(number)
         hop = senders[0], number
