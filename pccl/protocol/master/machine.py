@@ -241,8 +241,9 @@ class Master:
         """Tells the peers that the master ends for good, so that they do not wait for it."""
         # peers raise MasterLostError for this result
         kicked = m.Kicked(Result.MASTER_CONNECTION_FAILED.value, "the master was stopped")
-        for peer in (*self.peers.values(), *self.run.clients.all.values()):
-            self._outbox.do(Send(peer.conn, kicked))
+        conns = [peer.conn for peer in self.peers.values()]
+        conns += [client.conn for client in self.run.clients.all.values()]
+        self._outbox.do(*(Send(conn, kicked) for conn in conns))
 
     def _rejected(self, event: inputs.Rejected) -> None:
         if not self._postponed(event) and not self._known(event.conn, event.why):
