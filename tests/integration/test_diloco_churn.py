@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from training.small import DEADLINE_S, Deserter, Left, Model, make, together  # 
 from training.small import random as numbers  # noqa: E402
 
 import pccl  # noqa: E402
+from pccl.diloco import Checkpoints  # noqa: E402
 
 FOUNDERS = 4
 CALLS = [
@@ -75,13 +78,27 @@ class Schedule:
                 raise
 
     def run(self) -> None:
-        with pccl.MasterNode("127.0.0.1:0") as master:
+        with (
+            pccl.MasterNode("127.0.0.1:0") as master,
+            tempfile.TemporaryDirectory() as directory,
+        ):
+            if self.options.pop("saves", False):
+                self.options["checkpoints"] = Checkpoints(directory, every=1, keep=99)
             bodies = []
             for number in range(FOUNDERS + self.draw.randint(1, 3)):
                 may_leave = number >= 2 and self.draw.random() < 0.6
                 leaves = (self.draw.choice(CALLS), self.draw.randint(1, 4)) if may_leave else None
                 bodies.append(lambda n=number, who=leaves: self.peer(master.address, n, who))
             together(*bodies)
+            latest = Checkpoints(directory).latest()
+            if latest is not None:
+                self.resume(latest)
+
+    def resume(self, path: Path) -> None:
+        """What is in a checkpoint is what all have had when it began."""
+        options = {**self.options, "checkpoints": None}
+        with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
+            self.see(make(comm, Model(), alone="step", state=path, **options))
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -92,6 +109,13 @@ MODES: dict[str, dict[str, Any]] = {
     "weighted": {"mode": "sync", "inner_steps": 2, "weight": "samples"},
     "decoupled": {"inner_steps": 4, "fragments": 2},
     "quarantine": {"mode": "sync", "inner_steps": 2, "quarantine": 9},
+    "checkpoints": {"mode": "sync", "inner_steps": 2, "saves": True},
+    "checkpoints, decoupled": {
+        "mode": "decoupled",
+        "inner_steps": 4,
+        "fragments": 2,
+        "saves": True,
+    },
     "deadlines": {"mode": "sync", "inner_steps": 3, "deadline_peers": 1},
     "deadlines, delayed": {"mode": "delayed", "inner_steps": 3, "deadline_peers": 1},
     "deadlines, eager": {"mode": "eager", "inner_steps": 3, "deadline_peers": 1},
