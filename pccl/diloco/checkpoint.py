@@ -396,7 +396,7 @@ class Saver:
             self._begin(outer_step)
 
     def _begin(self, step: int) -> None:
-        only_looks = int(self._turn[0]) < 0 and step % self._checkpoints.every > 0
+        only_looks = step == 0 or (int(self._turn[0]) < 0 and step % self._checkpoints.every > 0)
         self._turn[0] = step
         token = self._replica.first(secrets.randbits(48))
         own = extension.member(self._comm).number
