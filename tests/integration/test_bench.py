@@ -387,7 +387,7 @@ def test_every_wrong_element_counts() -> None:
 
 def test_wrong_elements_of_any_peer_fail_the_table() -> None:
     times = {OUT_OF_PLACE: [2e-6, 4e-6], IN_PLACE: [4e-6, 8e-6]}
-    peers = [Measured(times, {OUT_OF_PLACE: wrong, IN_PLACE: 0}, {}) for wrong in (0, 7)]
+    peers = [Measured(times, {OUT_OF_PLACE: wrong, IN_PLACE: 0}, {}, {}) for wrong in (0, 7)]
     row = collectives.Row("all_reduce", 1000, 4, "float", "sum", peers)
     assert row.timings[OUT_OF_PLACE] == collectives.Timing(pytest.approx(3), pytest.approx(2), 7)
     assert row.algbw(IN_PLACE) == pytest.approx(4000 / 6e3)

@@ -4,7 +4,7 @@ Prints the table of nccl-tests. `time` is the median over the iterations of the 
 and `size` the bytes of the larger buffer. algbw is size / time. busbw is algbw * 2 (n-1) / n for
 all-reduce, algbw * (n-1) / n for all-gather, reduce-scatter and all-to-all, and algbw for
 broadcast. An all-to-all is never in place, a broadcast always. `wire` is the bytes that a peer
-sends.
+sends, and `switch` its voluntary context switches, in calls without pauses.
 
 `--against` measures something else in turns with it, iteration by iteration, in the same processes
 on the same memory, and prints the ratio of the speeds: torch.distributed over `gloo` or `nccl`;
@@ -254,13 +254,16 @@ def _between_machines(master: str, job: Job) -> Iterator[list[Measured]]:
 def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:
     """The measurements of all peers; numbers below 2**53 survive as float64."""
     names, checked = list(own.times_s), bool(own.wrong)
-    numbers = [*own.sent.values(), *own.wrong.values(), *np.ravel(list(own.times_s.values()))]
+    numbers = [*own.sent.values(), *own.switches.values(), *own.wrong.values()]
+    numbers += np.ravel(list(own.times_s.values())).tolist()
+    ends = np.cumsum([len(names), len(own.switches), len(names) * checked])
     found = []
     for values in comm.all_gather(np.array(numbers, np.float64)):
-        sent, wrong, times = np.split(values, np.cumsum([len(names), len(names) * checked]))
+        sent, switches, wrong, times = np.split(values, ends)
         by_name = zip(names, times.reshape(len(names), -1).tolist(), strict=True)
-        counts = (dict(zip(names, map(int, each), strict=False)) for each in (wrong, sent))
-        found.append(Measured(dict(by_name), *counts))
+        counts = [dict(zip(names, map(int, each), strict=False)) for each in (wrong, sent)]
+        switched = dict(zip(names, map(float, switches), strict=False))
+        found.append(Measured(dict(by_name), counts[0], counts[1], switched))
     return found
 
 
@@ -278,6 +281,7 @@ class Timing:
     min_us: float
     wrong: int | None  # wrong elements over all peers; None when not checked
     wire: int | None = None  # bytes that a peer sends in a call, at most; None when not known
+    switches: float | None = None  # voluntary context switches of a peer in a call, at most
 
     @classmethod
     def of(cls, way: str, all_measured: Sequence[Measured]) -> Timing:
@@ -285,8 +289,9 @@ class Timing:
         means_us = [fmean(times) * 1e6 for times in each]
         wrong = [measured.wrong[way] for measured in all_measured if way in measured.wrong]
         sent = [measured.sent[way] for measured in all_measured if way in measured.sent]
-        found = sum(wrong) if wrong else None
-        return cls(median(means_us), min(means_us), found, max(sent, default=None))
+        switches = [one.switches[way] for one in all_measured if way in one.switches]
+        found, most = sum(wrong) if wrong else None, max(switches, default=None)
+        return cls(median(means_us), min(means_us), found, max(sent, default=None), most)
 
 
 class Row:
@@ -332,7 +337,9 @@ class Row:
             other = self.timings[self.other]
             cells += [_number(other.median_us, 7), _number(other.min_us, 7)]
             cells += ["N/A" if t is None else f"{other.median_us / t.median_us:.2f}" for t in ours]
-        cells.append(str(self.timings[self.ways[0]].wire))
+        first = self.timings[self.ways[0]]
+        cells.append(str(first.wire))
+        cells.append("N/A" if first.switches is None else f"{first.switches:.1f}")
         widths = (width for _, _, width in _columns(self.other))
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
@@ -348,6 +355,7 @@ class Row:
                 "bus_bw": self.busbw(way),
                 "nwrong": timing.wrong,
                 "wire": timing.wire,
+                "switches": timing.switches,
             }
         return found
 
@@ -359,7 +367,7 @@ def _columns(other: str | None) -> list[tuple[str, str, int]]:
     found += [("out", "(us)", 7), ("in", "(us)", 7)]
     if other:
         found += [("time", "(us)", 7), ("min", "(us)", 7), ("out", "", 6), ("in", "", 6)]
-    return [*found, ("wire", "(B)", 12)]
+    return [*found, ("wire", "(B)", 12), ("switch", "(/call)", 7)]
 
 
 def head(other: str | None) -> str:

@@ -11,6 +11,7 @@ all start together and no way pays for the end of the one before it.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -419,6 +420,8 @@ class Measured:
     times_s: dict[str, list[float]]  # seconds of each timed iteration, by way
     wrong: dict[str, int]  # wrong elements by way; empty when not checked
     sent: dict[str, int]  # bytes that the peer sends in a call, by way; none of torch's
+    # voluntary context switches of the process in a call, by way; none of torch's, or on Windows
+    switches: dict[str, float]
 
 
 def serve(number: int, job: Job, address: str, store: str) -> Iterator[Measured]:
@@ -462,5 +465,19 @@ def measure(comm: pccl.Communicator, job: Job, count: int, device: str) -> Measu
     times_s = in_turns(turns, job.iterations, job.warmups)
     ours = {name: way for name, way in found.items() if name not in TORCH}
     sent = {name: way.sent() for name, way in ours.items()}
+    switches = {name: _switches(way, job.iterations) for name, way in ours.items()}
     wrong = {name: trial.check(way) for name, way in ours.items()} if job.check else {}
-    return Measured(times_s, wrong, sent)
+    return Measured(times_s, wrong, sent, {} if os.name == "nt" else switches)
+
+
+def _switches(way: Way, calls: int) -> float:
+    """How often the threads of this process have to wait in a call, one call after the other."""
+    if os.name == "nt":
+        return 0.0
+    import resource
+
+    way.meet()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    for _ in range(calls):
+        way.run()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before) / calls
