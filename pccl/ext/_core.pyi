@@ -86,6 +86,9 @@ class _Lib:
     def pccl_mail_send(
         self, zmq: CData, socket: CData, data: Any, size: int, sent: CData
     ) -> int: ...
+    def pccl_mail_ask(
+        self, zmq: CData, ask: CData, data: bytes, size: int, sent: CData
+    ) -> int: ...
     def pccl_mail_send_to(
         self, zmq: CData, router: CData, to: CData, to_size: int, data: CData, size: int
     ) -> int: ...

@@ -14,9 +14,7 @@ from pccl.protocol.messages import MESSAGE_BYTES_MAX
 # ---- calls, on a peer ----
 
 FOREVER_S = threading.TIMEOUT_MAX
-ASKED_BYTES = (
-    65536  # of a contribution whose caller reads the answer itself; larger ones fill caches
-)
+ASKED_BYTES = 65536  # of a contribution whose caller reads the answer itself
 UNREAD_S = 0.02  # until the control thread reads answers that callers have read,
 UNREAD_MAX = 16  # or so many of them
 ASIDE_MAX = 63  # calls in a row that leave their answers to that thread, after interrupted waits
