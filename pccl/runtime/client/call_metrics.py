@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 
 from pccl.insight import Sample, Stats
 from pccl.protocol.peer import effects
-from pccl.runtime.client.call import Call, End
 
 SAMPLES = 64
 NO_CPU = -1.0
@@ -87,8 +86,11 @@ class CallMetrics:
             marks.held_s, marks.held_cpu_s = time.monotonic(), self._engine_s()
             self._stopped(op, marks.held_s)
 
-    def ended(self, end: End, call: Call) -> None:
-        began_s, now_s = call.began_s, call.ended_s or time.monotonic()
+    def ended(
+        self, end: effects.Answer | effects.Fail, began_s: float, ended_s: float = 0.0
+    ) -> None:
+        """A call has ended that began at that time; `ended_s`: 0 if it has ended now."""
+        now_s = ended_s or time.monotonic()
         marks = self._marks.pop(end.call, None)
         self._stopped(end.call, now_s)
         if isinstance(end, effects.Fail):

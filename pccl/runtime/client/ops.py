@@ -71,10 +71,10 @@ class PendingCalls:
     """Calls by number, and memory by op.
 
     Args:
-        ended: called with the end of a call.
+        ended: called with the end of a call, and `began_s` and `ended_s` of the call.
     """
 
-    def __init__(self, ended: Callable[[End, Call], None] = lambda end, call: None) -> None:
+    def __init__(self, ended: Callable[[End, float, float], None] = lambda *_: None) -> None:
         self._ended = ended
         # op -> what the engine refers to, or is about to
         self.memory: dict[int, Operands | Pool] = {}
@@ -115,7 +115,7 @@ class PendingCalls:
         self.memory.pop(effect.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(effect.call, None)
         if call is not None:
-            self._ended(effect, call)
+            self._ended(effect, call.began_s, call.ended_s)
         if call is not None and self.closed:  # made after the end, in the caller's own thread
             call.put(effect)
         elif call is not None:
