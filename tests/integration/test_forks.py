@@ -24,7 +24,7 @@ USES = """
 import gc, os, signal, sys, threading, time
 import numpy as np
 import pccl
-from peers.cluster import Cluster, client_of
+from peers.cluster import Cluster
 
 def told(call, *arguments, **named):
     try:
@@ -93,7 +93,7 @@ with pccl.Communicator(sys.argv[1]) as comm:
     if child == 0:
         threading.Event().wait(60)  # until it is killed
         os._exit(0)
-    print(child, client_of(comm)._engine.port, flush=True)
+    print(child, comm._membership._client._engine.port, flush=True)
     threading.Event().wait(60)
 """
 
