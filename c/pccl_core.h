@@ -522,12 +522,19 @@ enum pccl_algorithm { PCCL_RING = 0, PCCL_ONE_SHOT = 1, PCCL_TWO_STAGE = 2 };
  *     ALL_GATHER           send is the slice of our rank in recv
  * and otherwise send and recv must not overlap. BROADCAST uses recv alone, and REDUCE writes only
  * to the recv of the root. In an EXCHANGE `count` is the number of elements in a row. There send
- * and recv may share the member's own rows if one of them holds no other rows. */
+ * and recv may share the member's own rows if one of them holds no other rows.
+ *
+ * `error` is NULL, or, for a quantized SUM or AVG of fp32 by ALL_REDUCE, `count` numbers, which get
+ * what this member's quantizing has taken from the sum: of its contribution, and of the results and
+ * partial results that it has quantized for all. So the sum of all contributions is the sum that
+ * the result stands for, plus the errors of all members. An error that is not finite becomes 0.
+ * Without success the content of `error` is unspecified. */
 typedef struct pccl_part {
     const void *send;
     void *recv;
     uint64_t count;
     uint32_t dtype;
+    float *error;
 } pccl_part;
 
 /* A block of memory that one side serves and the other fetches. */

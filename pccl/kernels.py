@@ -9,7 +9,7 @@ ValueError for arrays that are not like this.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,6 @@ Wire = Literal["fp32", Format]  # the formats in which DiLoCo and the hooks of D
 _BLOCKS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
 _PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # names in C
 
-_STRIP = 1 << 16  # numbers: whole blocks of every format, few enough for the cache of one core
 _SELF_TEST_BYTES = 1 << 22  # the results of the self-test take 2.3 MB
 
 
@@ -85,29 +84,6 @@ def quantize(out: Array, values: Array, format: Format) -> None:
     _writer(format)(_bytes(data), _pointer(numbers), numbers.count)
 
 
-def quantize_with_feedback(out: Array, error: Array, values: Array, format: Format) -> None:
-    """Quantizes numbers with error feedback.
-
-    It subtracts the error of the previous quantization first, and writes the error of this one:
-    out = Q(values - error), then error = out - (values - error). The results are the same as with
-    `subtract`, `quantize` and `dequantize`, in a single pass over memory.
-    """
-    kept, numbers = _floats(written=[error], read=[values])
-    data = Buffer.of(out, writable=True)
-    for each in (kept, numbers):
-        _check_quantized(data, each, format)
-    if kept.overlaps(numbers):
-        raise ValueError("the arrays overlap")
-    to, corrected, given = _bytes(data), _pointer(kept), _pointer(numbers)
-    read = ffi.new("float[]", min(_STRIP, numbers.count))
-    encode, decode = _writer(format), _reader(format, "decode")
-    for at, code, n in _strips(format, numbers.count):
-        lib.pccl_subtract_f32(corrected + at, given + at, corrected + at, n)
-        encode(to + code, corrected + at, n)
-        decode(read, to + code, n)
-        lib.pccl_subtract_f32(corrected + at, read, corrected + at, n)
-
-
 def dequantize(out: Array, data: Array, format: Format) -> None:
     """Reads what `quantize` has written: the same values on every machine.
 
@@ -130,24 +106,6 @@ def accumulate(out: Array, data: Array, format: Format) -> None:
     With "sparse", only the numbers that were sent are changed.
     """
     _read(out, data, format, "add")
-
-
-def mean(out: Array, payloads: Sequence[Array], format: Format) -> None:
-    """The mean of several quantized arrays (at least one), summed in their order.
-
-    The same as `dequantize` of the first, `accumulate` of the others, and `divide`, in a single
-    pass over memory.
-    """
-    numbers, rows = Buffer.of(out, writable=True), [Buffer.of(each) for each in payloads]
-    _check_divisor(len(rows))
-    for row in rows:
-        _check_quantized(row, numbers, format)
-    decode, add, to = _reader(format, "decode"), _reader(format, "add"), _pointer(numbers)
-    for at, code, n in _strips(format, numbers.count):
-        for read, row in zip((decode, *[add] * (len(rows) - 1)), rows, strict=True):
-            if read(to + at, _bytes(row) + code, n):
-                raise _malformed(row, format)
-        lib.pccl_divide_f32(to + at, n, len(rows))
 
 
 def divide(out: Array, divisor: int) -> None:
@@ -236,13 +194,6 @@ def _check_quantized(data: Buffer, numbers: Buffer, format: Format) -> None:
 
 def _malformed(data: Buffer, format: Format) -> ValueError:
     return ValueError(f"{data} are not bytes of numbers quantized as {format}")
-
-
-def _strips(format: Format, count: int) -> Iterator[tuple[int, int, int]]:
-    """Parts of an array: for each its first number, its first byte, and how many numbers it has."""
-    size = quantized_size(format, _STRIP)
-    for number, at in enumerate(range(0, count, _STRIP)):
-        yield at, number * size, min(_STRIP, count - at)
 
 
 def _writer(format: Format) -> Callable[[CData, CData, int], object]:

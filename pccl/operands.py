@@ -98,8 +98,19 @@ def all_reduce(
     op: ReduceOp | OpName,
     options: QuantizationOptions | None = None,
     descriptor: ReduceOperandDescriptor | None = None,
+    error: Array | None = None,
 ) -> Operands:
+    """The operands of an all-reduce; in place if `recv` is None.
+
+    `error`, for error feedback: for each element of a float32 array in host memory what quantizing
+    on this peer has taken from the sum: all contributions are together the sum of the result and of
+    the errors of all peers. It must be 0 before the call, which leaves it so for data that is sent
+    as it is; without success its content is unspecified.
+    """
     given, each, result = _by_pairs(send, recv)
+    if error is not None:
+        (one,) = each
+        each = [Operand(one.send, one.recv, one.count, Buffer.of(error, writable=True))]
     if descriptor is not None:
         wanted = descriptor.datatype
         for dtype in {operand.send.dtype for operand in each} - {wanted}:

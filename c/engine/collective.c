@@ -58,6 +58,33 @@ uint64_t collective_payload_bytes(const struct collective *collective, uint64_t 
                                     parts_elements(&collective->parts, offset, length));
 }
 
+/* ---- quantizing ---- */
+
+void collective_quantize(const struct collective *collective, const struct part *part,
+                         uint64_t offset, const void *values, uint64_t n, unsigned char *to,
+                         uint32_t times, bool added)
+{
+    const unsigned char *from = values;
+    float value[STRIP], read[STRIP], *error;
+    uint64_t at, i, m;
+    int status = pccl_quantize(collective->format, part->dtype, to, values, (size_t)n);
+    assert(status == PCCL_OK);
+    error = part->error == NULL ? NULL : part->error + (offset - part->begin);
+    for (at = 0; error != NULL && at < n; at += m) {
+        m = n - at < STRIP ? n - at : STRIP;
+        memcpy(value, from + at * sizeof *value, (size_t)m * sizeof *value);   /* not aligned */
+        status |= pccl_dequantize(collective->format, part->dtype, read, to, (size_t)m);
+        for (i = 0; i < m; i++) {
+            float lost = (float)times * (value[i] - read[i]);
+            lost += added ? error[at + i] : 0.0f;
+            error[at + i] = lost - lost == 0.0f ? lost : 0.0f;
+        }
+        to += pccl_quantized_size(collective->format, part->dtype, m);
+    }
+    assert(status == PCCL_OK);
+    (void)status;
+}
+
 /* ---- what is done ---- */
 
 void collective_count_given(struct collective *collective, uint64_t offset, uint64_t length)

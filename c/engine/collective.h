@@ -107,6 +107,8 @@ struct ring {
     struct packets finals;   /* two stages: results of our segment that are to be sent */
 };
 
+enum { STRIP = 1024 };       /* elements; a multiple of every format's block */
+
 static inline struct collective *collective_of(struct op *op)
 {
     return (struct collective *)op;
@@ -131,6 +133,12 @@ void collective_drop(struct op *op, struct flow *flow);
 void collective_lose(struct op *op, const struct stream *stream);
 void collective_end(struct op *op, bool keep);
 void collective_free(struct op *op);
+
+/* Quantizes `n` elements of a part, whose first one is at an offset. Their errors, `times` as large,
+ * become those of the part, or are added to them. */
+void collective_quantize(const struct collective *collective, const struct part *part,
+                         uint64_t offset, const void *values, uint64_t n, unsigned char *to,
+                         uint32_t times, bool added);
 
 /* The bytes that `n` elements of a part take in a message. */
 uint64_t collective_element_bytes(const struct collective *collective, const struct part *part,

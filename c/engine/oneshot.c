@@ -10,8 +10,6 @@
 
 #include "engine/bitmap.h"
 
-enum { STRIP = 1024 };               /* elements; a multiple of every format's block */
-
 static bool has_step(const struct collective *collective, uint32_t members, uint32_t step)
 {
     const struct shape *shape = &collective->shape;
@@ -90,19 +88,14 @@ static void write_own(const struct collective *collective, uint64_t offset, uint
         return;
     }
     if (!part->overwrites) {
-        int status = pccl_quantize(collective->format, part->dtype, to,
-                                   part_send(&collective->parts, part, offset), (size_t)length);
-        assert(status == PCCL_OK);
-        (void)status;
+        collective_quantize(collective, part, offset, part_send(&collective->parts, part, offset),
+                            length, to, 1, false);
         return;
     }
     for (; offset < end; offset += n) {
-        int status;
         n = end - offset < STRIP ? end - offset : STRIP;
         copy_own(collective, offset, n, (unsigned char *)own);
-        status = pccl_quantize(collective->format, part->dtype, to, own, (size_t)n);
-        assert(status == PCCL_OK);
-        (void)status;
+        collective_quantize(collective, part, offset, own, n, to, 1, false);
         to += pccl_quantized_size(collective->format, part->dtype, n);
     }
 }

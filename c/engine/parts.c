@@ -211,6 +211,10 @@ const char *parts_enter(struct parts *parts, const struct shape *shape, const pc
         if (command->format != PCCL_UNQUANTIZED
             && pccl_quantized_size((int)command->format, part->dtype, 1) == 0)
             return "only floats can be quantized";
+        if (given->error != NULL
+            && (command->format == PCCL_UNQUANTIZED || part->dtype != PCCL_F32
+                || command->redop > PCCL_AVG || !shape->reduces || slices > 1 || shape->rooted))
+            return "only a quantized sum or average of fp32 for all has errors";
         part->count = given->count;
         part->row = given->count;
         if ((parts->rows_at != NULL && !lengthen(parts, &part->count))
@@ -218,6 +222,7 @@ const char *parts_enter(struct parts *parts, const struct shape *shape, const pc
             return "too many elements";
         part->send = given->send;
         part->recv = given->recv;
+        part->error = given->error;
         if (shape->rooted && !shape->reduces)
             part->send = part->recv;
         part->begin = parts->span;

@@ -31,6 +31,7 @@ void undo_close(struct undo *undo, struct undo *spare);
 struct part {
     const unsigned char *send;
     unsigned char *recv;
+    float *error;            /* where the errors of quantizing go; NULL: nowhere */
     int dtype;
     size_t width;            /* bytes of an element in memory */
     uint64_t count;          /* elements of a slice; of the longest one if slices differ */

@@ -114,15 +114,11 @@ void ring_write_own(const struct collective *collective, uint64_t offset, uint64
                     unsigned char *to)
 {
     const struct part *part = part_at(&collective->parts, offset);
-    int status;
-    if (collective->format == PCCL_UNQUANTIZED) {
+    if (collective->format == PCCL_UNQUANTIZED)
         parts_gather(&collective->parts, offset, length, to);
-        return;
-    }
-    status = pccl_quantize(collective->format, part->dtype, to,
-                           part_send(&collective->parts, part, offset), (size_t)length);
-    assert(status == PCCL_OK);
-    (void)status;
+    else
+        collective_quantize(collective, part, offset, part_send(&collective->parts, part, offset),
+                            length, to, 1, false);
 }
 
 /* ---- checking a chunk ---- */
@@ -228,6 +224,27 @@ static int reduce_last(struct collective *collective, const struct wire_header *
     return packet_build(source, packet, &header, own.recv, bytes);
 }
 
+/* Does the same as pccl_quantized_reduce() where the errors are wanted. */
+static void reduce_with_errors(struct collective *collective, const struct part *part,
+                               uint64_t offset, uint64_t length, unsigned char *in,
+                               uint32_t divisor)
+{
+    float sum[STRIP];
+    uint32_t times = collective->redop == PCCL_AVG ? divisor : 1;
+    uint64_t end = offset + length, n;
+    for (; offset < end; offset += n) {
+        int status;
+        n = end - offset < STRIP ? end - offset : STRIP;
+        status = pccl_dequantize(collective->format, PCCL_F32, sum, in, (size_t)n);
+        status |= pccl_reduce(PCCL_F32, collective->redop, sum, sum,
+                              part_send(&collective->parts, part, offset), (size_t)n, divisor);
+        assert(status == PCCL_OK);
+        (void)status;
+        collective_quantize(collective, part, offset, sum, n, in, times, false);
+        in += pccl_quantized_size(collective->format, PCCL_F32, n);
+    }
+}
+
 /* Does the same as apply() for a quantized chunk: changes the payload in place, and stores a final
  * result. */
 static void apply_quantized(struct collective *collective, const struct wire_header *chunk,
@@ -237,7 +254,11 @@ static void apply_quantized(struct collective *collective, const struct wire_hea
     const struct part *part = part_at(&collective->parts, chunk->offset);
     unsigned char *in = packet_payload(zmq, packet);
     bool last = chunk->step + 2u == chunk->members, partial = chunk->step + 2u <= chunk->members;
-    if (partial) {
+    bool noted = partial && part->error != NULL;
+    if (noted)
+        reduce_with_errors(collective, part, chunk->offset, chunk->length, in,
+                           last ? chunk->members : 1);
+    else if (partial) {
         int status = pccl_quantized_reduce(
             collective->format, part->dtype, collective->redop, in,
             part_send(&collective->parts, part, chunk->offset), chunk->length,
@@ -246,7 +267,7 @@ static void apply_quantized(struct collective *collective, const struct wire_hea
         assert(status == PCCL_OK);
         (void)status;
     }
-    if (!partial) {
+    if (!partial || (noted && last)) {
         int status = pccl_dequantize(collective->format, part->dtype,
                                      part_recv(&collective->parts, part, chunk->offset), in,
                                      chunk->length);

@@ -16,8 +16,6 @@
 #include "engine/progressive.h"
 #include "engine/ring.h"
 
-enum { STRIP = 1024 };               /* elements; a multiple of every format's block */
-
 uint64_t twostage_unit(const struct collective *collective, const struct part *part)
 {
     uint64_t block = pccl_quantized_block(collective->format);
@@ -155,16 +153,16 @@ static void decode(const struct collective *collective, const struct part *part,
 {
     unsigned char own[STRIP * sizeof(double)];
     const unsigned char *in = own;
-    int status = PCCL_OK;
+    int status;
     if (packet != NULL) {
         in = packet_payload(collective->op.source.zmq, packet)
             + pccl_quantized_size(collective->format, part->dtype, at);
     } else {
         assert(pccl_quantized_size(collective->format, part->dtype, n) <= sizeof own);
-        status = pccl_quantize(collective->format, part->dtype, own,
-                               part_send(&collective->parts, part, offset + at), (size_t)n);
+        collective_quantize(collective, part, offset + at,
+                            part_send(&collective->parts, part, offset + at), n, own, 1, false);
     }
-    status |= pccl_dequantize(collective->format, dtype, out, in, (size_t)n);
+    status = pccl_dequantize(collective->format, dtype, out, in, (size_t)n);
     assert(status == PCCL_OK);
     (void)status;
 }
@@ -176,7 +174,7 @@ static void reduce(const struct collective *collective, const struct piece *piec
 {
     const struct part *part = part_at(&collective->parts, piece->offset);
     int dtype = part->dtype == PCCL_F64 ? PCCL_F64 : PCCL_F32;
-    uint32_t rank;
+    uint32_t rank, times = collective->redop == PCCL_AVG ? piece->members : 1;
     double sum[STRIP], next[STRIP];      /* elements of either type, aligned */
     uint64_t at, n;
     for (at = 0; at < length; at += n) {
@@ -189,9 +187,14 @@ static void reduce(const struct collective *collective, const struct piece *piec
                 status |= pccl_reduce(dtype, collective->redop, sum, sum, next, (size_t)n,
                                       rank + 1 == piece->members ? piece->members : 1);
         }
-        status |= pccl_quantize(collective->format, dtype, to, sum, (size_t)n);
         assert(status == PCCL_OK);
         (void)status;
+        if (part->error != NULL) {
+            collective_quantize(collective, part, piece->offset + at, sum, n, to, times, true);
+        } else {
+            status = pccl_quantize(collective->format, dtype, to, sum, (size_t)n);
+            assert(status == PCCL_OK);
+        }
         to += pccl_quantized_size(collective->format, dtype, n);
     }
 }

@@ -342,6 +342,12 @@ static bool is_apart(const struct job *job, int k)
     return (!job->in_place || (job->alternating && k % 2 == 0)) && job->what != PCCL_BROADCAST;
 }
 
+static bool has_errors(const struct job *job, int k)
+{
+    return job->what == PCCL_ALL_REDUCE && job->format != PCCL_UNQUANTIZED
+        && job->redop <= PCCL_AVG && job->part[k].dtype == PCCL_F32;
+}
+
 /* Allocates the buffers of one part of one peer. In place, the smaller one lies in the larger. */
 static void make_part(struct job *job, int who, int k)
 {
@@ -370,6 +376,8 @@ static void make_part(struct job *job, int who, int k)
     part->recv = recv;
     part->count = job->part[k].count;
     part->dtype = (uint32_t)job->part[k].dtype;
+    if (has_errors(job, k))
+        part->error = calloc((size_t)part->count + (part->count == 0), sizeof *part->error);
 }
 
 /* The reduction of one part over all peers. */
@@ -545,6 +553,7 @@ void job_free(struct job *job)
             unsigned char *recv = job->parts[i][k].recv;
             free(job->given[i][k] - 1);
             free(job->expected[i][k] - 1);
+            free(job->parts[i][k].error);
             if (is_apart(job, k) || job->what == PCCL_ALL_GATHER)
                 free(recv - 1);
             if (is_apart(job, k) || job->what != PCCL_ALL_GATHER)
@@ -717,6 +726,32 @@ bool job_has_result(const struct job *job, int who)
     return true;
 }
 
+/* Whether all contributions to an element are together the result and all errors. */
+static bool is_conserved(const struct job *job, int k, uint64_t at)
+{
+    double left = 0;
+    float each;
+    int i;
+    for (i = 0; i < job->n; i++) {
+        memcpy(&each, job->given[i][k] + at * sizeof each, sizeof each);
+        left += (double)each - (double)job->parts[i][k].error[at];
+    }
+    memcpy(&each, job->expected[0][k] + at * sizeof each, sizeof each);
+    left -= (double)each * (job->redop == PCCL_AVG ? job->n : 1);
+    return left < 1e-5 && left > -1e-5;
+}
+
+static bool has_right_errors(const struct job *job)
+{
+    uint64_t at;
+    int k;
+    for (k = 0; k < job->n_parts; k++)
+        for (at = 0; has_errors(job, k) && at < job->part[k].count; at++)
+            if (!is_conserved(job, k, at))
+                return false;
+    return true;
+}
+
 bool job_is_restored(const struct job *job, int who)
 {
     int k;
@@ -735,7 +770,7 @@ bool job_is_right(const struct peers *peers, const struct job *job)
             || (!job->in_place && job->what != PCCL_BROADCAST
                 && !job_is_restored(job, i)))
             return false;
-    return true;
+    return has_right_errors(job);
 }
 
 bool job_commit(struct peers *peers, const struct job *job)

@@ -157,7 +157,8 @@ void job_start_at(struct peers *peers, int who, const struct job *job, uint32_t 
 /* EAGER. */
 void job_eager(struct peers *peers, int who, const struct job *job);
 
-/* Whether every peer is complete and holds the result, and send is unchanged where it must be. */
+/* Whether every peer is complete and holds the result, send is unchanged where it must be, and the
+ * errors of quantizing are right. */
 bool job_is_right(const struct peers *peers, const struct job *job);
 
 /* Whether the peer's send has its initial content, as after an ABORT. */

@@ -48,6 +48,7 @@ static void make(pccl_part *given)
     for (i = 0; i < N_PARTS; i++) {
         given[i].send = sends[i];
         given[i].recv = recvs[i];
+        given[i].error = NULL;
         given[i].count = counts[i];
         given[i].dtype = PCCL_U8;
     }
@@ -140,6 +141,7 @@ static void test_stretches(void)
 
 static void test_places(void)
 {
+    float error;
     struct part room[N_PARTS];
     pccl_part given[N_PARTS];
     struct parts parts;
@@ -161,6 +163,9 @@ static void test_places(void)
     make(given);
     given[2].send = NULL;
     CHECK(enter(&parts, room, given, &rooted) == NULL && room[2].send == recvs[2]);
+    given[2].error = &error;         /* of an array that is not quantized */
+    CHECK(enter(&parts, room, given, &plain) != NULL);
+    given[2].error = NULL;
     given[2].dtype = 99;
     CHECK(enter(&parts, room, given, &plain) != NULL);
 }

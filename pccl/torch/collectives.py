@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,18 +33,14 @@ from pccl.torch import recorder
 from pccl.torch.members import Members
 from pccl.torch.p2p import BARRIER_TAG, Sends
 from pccl.torch.tensors import Reduction, flat, movable, moved_size, put, reducible
-from pccl.torch.work import CoalescedWork, Handle, Task, Work, eager, in_pool
+from pccl.torch.work import CoalescedWork, Handle, Task, Work, eager, in_pool, nothing
 
 _LEAST_S = 0.001  # the least time limit, for messages that have arrived already
 FIRST_TAG = 1 << 32  # lower ones are for the user and for this integration's own calls
 
 Tensors: TypeAlias = Sequence[Tensor]
 Order: TypeAlias = Sequence[int]  # torch's ranks, by the position in the ring
-# returns the flat tensors that are sent, and those that receive
-Arrange: TypeAlias = Callable[[Order], tuple[Tensors, Tensors]]
-# takes both, each as None, one tensor or a list
-Compose: TypeAlias = Callable[[Any, Any, Order, Ranks], Operands]
-Settle: TypeAlias = Callable[[Order, Tensors], None]
+NOTHING: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class Options(NamedTuple):
@@ -160,69 +158,121 @@ class Collectives:
 
     # ---- tasks ----
 
-    def _task(
+    def task(
         self,
         name: str,
         result: Any,
-        arrange: Arrange,
-        compose: Compose,
-        settle: Settle,
+        sent: Sequence[Tensor | Tensors],
+        received: Sequence[Tensor | Tensors],
+        make: Callable[..., Operands],
         *,
         again: bool = False,
-        prepare: Callable[[int], object] = lambda tag: None,
+        root: int | None = None,
+        by_rank: Mapping[str, Sequence[int]] = NOTHING,
+        then: Callable[[], object] = nothing,
+        prepare: Callable[[], object] = nothing,
+        **fixed: Any,
     ) -> Task:
         """The task of a collective.
 
         Args:
             name: for messages and profiles.
             result: what its future yields.
-            arrange: returns what is sent and received. A group of one copies the first to the
-                second.
-            compose: makes the operands.
-            settle: copies what was received to the caller's tensors.
+            sent: tensors; in place of a tensor also one for each rank, which are sent as one, in
+                the order of the ring.
+            received: the same of those that receive. A group of one copies the sent ones to them.
+            make: the function of `pccl.operands`; it gets these, its other arguments from `root`
+                and `by_rank` (torch's ranks) and from `fixed`, and the ranks, unless `again`.
             again: whether it is launched again if a peer is lost in it.
-            prepare: is called with the tag before each launch.
+            then: is called after success, when the tensors have received.
+            prepare: is called before each launch.
         """
+        givers, takers = [_moved(each) for each in sent], [_moved(each) for each in received]
+
+        def arrange(order: Order, tag: int | None) -> tuple[Tensors, Tensors]:
+            prepare()
+            taken = [_joined(each, order) for each in takers]
+            found = [_joined(each, order, taken) for each in givers]
+            given = [
+                torch.cat([each[rank] for rank in order]) if whole is None else whole
+                for each, whole in zip(givers, found, strict=True)
+            ]
+            fresh = [
+                each[0].new_empty(sum(one.numel() for one in each)) if whole is None else whole
+                for each, whole in zip(takers, taken, strict=True)
+            ]
+            return given, fresh
+
+        def compose(given: Any, taken: Any, order: Order, ranks: Ranks) -> Operands:
+            more: dict[str, Any] = {
+                key: [counts[rank] for rank in order] for key, counts in by_rank.items()
+            }
+            more |= {} if root is None else {"root": order.index(root)}
+            return make(given, taken, **more, **fixed, **({} if again else {"ranks": ranks}))
+
+        def settle(order: Order, wholes: Tensors) -> None:
+            for target, whole in zip(received, wholes, strict=True):
+                if isinstance(target, Tensor):
+                    put(target, whole)
+                else:
+                    ranked = [target[rank] for rank in order]
+                    _put_all(ranked, torch.split(whole, [moved_size(each) for each in ranked]))
+            then()
+
+        return self._task(name, result, arrange, compose, settle, again)
+
+    def gather_and_combine(
+        self,
+        name: str,
+        result: Any,
+        give: Callable[[int | None], Tensors],
+        combine: Callable[[Tensors], object],
+    ) -> Task:
+        """Gathers in any order what `give` returns for the tag of a launch; all combine it.
+
+        The tag is None if this member is alone.
+        """
+
+        def arrange(order: Order, tag: int | None) -> tuple[Tensors, Tensors]:
+            sent = give(tag)
+            return sent, [each.new_empty((len(order), *each.shape)) for each in sent]
+
+        return self._task(
+            name, result, arrange,
+            lambda sent, received, order, ranks: operands.all_gather(sent, received, ranks),
+            lambda order, received: combine(received), again=True,
+        )  # fmt: skip
+
+    def _task(
+        self,
+        name: str,
+        result: Any,
+        arrange: Callable[[Order, int | None], tuple[Tensors, Tensors]],
+        compose: Callable[[Any, Any, Order, Ranks], Operands],
+        settle: Callable[[Order, Tensors], object],
+        again: bool,
+    ) -> Task:
+        """`arrange` returns the flat tensors that are sent, and those that receive."""
         known = self.members.order
         moved: list[tuple[Order, Tensors]] = []
 
         def launch(tag: int) -> Handle:
-            prepare(tag)
             ring = self.members.ring() if again else self.members.known_ring()
             order = range(len(ring)) if again else [known.index(number) for number in ring]
-            sent, received = arrange(order)
+            sent, received = arrange(order, tag)
             moved[:] = [(order, received)]
             given = _none_one_or_list(sent), _none_one_or_list(received)
             work = compose(*given, order, self.members.ranks(ring))
             return extension.launch(self._comm, name, work, tag)
 
         def alone() -> None:
-            sent, received = arrange([0])
+            sent, received = arrange([0], None)
             for source, target in zip(sent, received, strict=True):
                 if source is not target:
                     target.view(-1).copy_(source.view(-1))
             moved[:] = [([0], received)]
 
         return Task(name, launch, result, alone, lambda: settle(*moved[0]), again=again)
-
-    def gather_and_combine(
-        self,
-        name: str,
-        result: Any,
-        give: Callable[[], Tensors],
-        combine: Callable[[Tensors], object],
-        prepare: Callable[[int], object] = lambda tag: None,
-    ) -> Task:
-        """Gathers the tensors of all members in any order, and combines them on each member."""
-
-        def arrange(order: Order) -> tuple[Tensors, Tensors]:
-            sent = give()
-            return sent, [each.new_empty((len(order), *each.shape)) for each in sent]
-
-        def settle(order: Order, received: Tensors) -> None:
-            combine(received)
-
-        return self._task(name, result, arrange, _all_gather, settle, again=True, prepare=prepare)
 
     def _check_root(self, root: int) -> bool:
         if not 0 <= root < self.members.size:
@@ -235,6 +285,22 @@ class Collectives:
                 f"{len(tensors)} {what} tensors: it must be one for each of the "
                 f"{self.members.size} members"
             )
+
+    def _parts_of(
+        self, what: str, wholes: Tensors, part: str, parts: Tensors
+    ) -> tuple[Tensors, list[Tensors]]:
+        """The flat forms of tensors with a part for each member, and those parts by rank."""
+        size = self.members.size
+        for whole, each in zip(wholes, parts, strict=True):
+            if whole.numel() != size * each.numel():
+                raise ValueError(
+                    f"the {what} has {whole.numel()} elements, the {part} {each.numel()}: it must "
+                    f"be {size} times as many, one part for each member"
+                )
+            if whole.dtype != each.dtype:
+                raise ValueError(f"the {what} is {whole.dtype}, the {part} {each.dtype}")
+        flats = [each.detach().reshape(-1) for each in wholes]
+        return flats, [list(each.view(size, -1).unbind()) for each in flats]
 
     # ---- torch's calls ----
 
@@ -249,16 +315,12 @@ class Collectives:
             def combine(gathered: Tensors) -> None:
                 _put_all(tensors, [reduction.combine(list(rows)) for rows in gathered])
 
-            return self.gather_and_combine("all_reduce", tensors, lambda: pieces, combine)
+            return self.gather_and_combine("all_reduce", tensors, lambda tag: pieces, combine)
         op, pieces = reduction.for_dtypes(tensors), [reduction.given(t) for t in tensors]
-        return self._task(
-            "all_reduce",
-            tensors,
-            lambda order: (pieces, pieces),
-            lambda sent, received, order, ranks: operands.all_reduce(sent, None, op),
-            lambda order, received: _put_all(tensors, received),
-            again=True,
-        )
+        return self.task(
+            "all_reduce", tensors, pieces, pieces, operands.all_reduce, op=op, again=True,
+            then=lambda: _put_all(tensors, pieces),
+        )  # fmt: skip
 
     def _sparse_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Task:
         """Gathers sparse tensors (COO) and sums them.
@@ -269,19 +331,21 @@ class Collectives:
             raise ValueError("sparse tensors can only be summed or averaged")
         mine = tensor.detach().coalesce()
         places, values = mine.indices().t().contiguous(), mine.values().contiguous()
-        values, room = reduction.scaled(values, values.dtype), len(values)
+        values = reduction.scaled(values, values.dtype)
 
-        def prepare(tag: int) -> None:
-            nonlocal room
-            largest = torch.tensor([len(values)])
-            handle = self._comm.all_reduce_async(largest, op="max", tag=tag)
-            if not handle.wait()[0]:
-                assert handle.error is not None
-                raise handle.error
-            room = int(largest)
+        def give(tag: int | None) -> Tensors:
+            room = torch.tensor([len(values)])
+            if tag is not None:
+                handle = self._comm.all_reduce_async(room, op="max", tag=tag)
+                if not handle.wait()[0]:
+                    assert handle.error is not None
+                    raise handle.error
 
-        def filled(piece: Tensor) -> Tensor:
-            return torch.cat([piece, piece.new_zeros((room - len(piece), *piece.shape[1:]))])
+            def filled(piece: Tensor) -> Tensor:
+                missing = int(room) - len(piece)
+                return torch.cat([piece, piece.new_zeros((missing, *piece.shape[1:]))])
+
+            return [torch.tensor([len(values)]), filled(places), filled(values)]
 
         def combine(gathered: Tensors) -> None:
             counts, all_places, all_values = gathered
@@ -294,87 +358,53 @@ class Collectives:
             total: Any = sum(parts[1:], parts[0]).coalesce()
             tensor.copy_(total / len(parts) if reduction.op is Op.AVG else total)
 
-        def give() -> Tensors:
-            return [torch.tensor([len(values)]), filled(places), filled(values)]
-
-        return self.gather_and_combine("all_reduce", [tensor], give, combine, prepare)
+        return self.gather_and_combine("all_reduce", [tensor], give, combine)
 
     @_collective
     def broadcast(self, tensors: Any, options: Options) -> Task:
-        tensors, root = _list(tensors), options.root
-        self._check_root(root)
-        pieces = [movable(tensor) for tensor in tensors]
-        return self._task(
-            "broadcast",
-            tensors,
-            lambda order: (pieces, pieces),
-            lambda sent, received, order, ranks: operands.broadcast(sent, order.index(root), ranks),
-            lambda order, received: _put_all(tensors, received),
-        )
+        tensors = _list(tensors)
+        self._check_root(options.root)
+        return self.task("broadcast", tensors, tensors, tensors, _broadcast, root=options.root)
 
     @_collective
     def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> Task:
         single = isinstance(input_tensors, Tensor)
-        return self._all_gather([output_tensors] if single else output_tensors, input_tensors)
+        outputs = [list(group) for group in ([output_tensors] if single else output_tensors)]
+        return self._all_gather(outputs, outputs, input_tensors)
 
     @_collective
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], options: Options
     ) -> Task:
         by_input = [list(group) for group in zip(*output_lists, strict=True)]
-        return self._all_gather(by_input, input_list)
-
-    def _all_gather(self, outputs: Sequence[Tensors], inputs: Any) -> Task:
-        """`outputs[i][r]` gets the i-th input of rank r; sizes may differ between ranks."""
-        for group in outputs:
-            self._one_each("output", group)
-        pieces = [movable(tensor) for tensor in _list(inputs)]
-        sizes = [[moved_size(output) for output in group] for group in outputs]
-        rows = sizes[0] if len(set(sizes[0])) > 1 else None  # by rank, if they differ
-        if rows is not None and any(each != rows for each in sizes):
-            raise ValueError("if sizes differ between ranks, each list must have the same sizes")
-
-        def compose(sent: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
-            counts = None if rows is None else [rows[rank] for rank in order]
-            return operands.all_gather(sent, received, ranks, counts)
-
-        def settle(order: Order, received: Tensors) -> None:
-            for group, whole in zip(outputs, received, strict=True):
-                _put_parts([group[rank] for rank in order], whole)
-
-        return self._task(
-            "all_gather",
-            [list(group) for group in outputs],
-            lambda order: (
-                pieces,
-                [p.new_empty(sum(s)) for p, s in zip(pieces, sizes, strict=True)],
-            ),
-            compose,
-            settle,
-        )
+        return self._all_gather(by_input, by_input, input_list)
 
     @_collective
     def all_gather_single(self, output: Any, input: Any, options: Options) -> Task:
         """Gathers into one tensor; of several inputs, each into one, by one collective."""
         outputs, inputs = _list(output), _list(input)
-        size = self.members.size
-        _check_parts("output", outputs, "input", inputs, size)
-        pieces, wholes = [movable(each) for each in inputs], [movable(each) for each in outputs]
+        wholes, parts = self._parts_of("output", outputs, "input", inputs)
+        return self._all_gather(outputs, parts, inputs, lambda: _put_all(outputs, wholes))
 
-        def arrange(order: Order) -> tuple[Tensors, Tensors]:
-            if list(order) == sorted(order):
-                return pieces, wholes
-            # an in-place input is at its rank's part of the output, not at its position's
-            return [piece.clone() for piece in pieces], wholes
+    def _all_gather(
+        self,
+        result: Any,
+        outputs: Sequence[Tensors],
+        inputs: Any,
+        then: Callable[[], object] = nothing,
+    ) -> Task:
+        """`outputs[i][r]` gets the i-th input of rank r; sizes may differ between ranks."""
+        for group in outputs:
+            self._one_each("output", group)
+        sizes = [[moved_size(output) for output in group] for group in outputs]
+        rows = sizes[0] if len(set(sizes[0])) > 1 else None  # by rank, if they differ
+        if rows is not None and any(each != rows for each in sizes):
+            raise ValueError("if sizes differ between ranks, each list must have the same sizes")
 
-        def settle(order: Order, received: Tensors) -> None:
-            for output, whole in zip(outputs, received, strict=True):
-                if list(order) != sorted(order):
-                    rows = whole.view(size, -1)
-                    rows.copy_(rows[[order.index(rank) for rank in range(size)]])
-                put(output, whole)
-
-        return self._task("all_gather", list(outputs), arrange, _all_gather, settle)
+        return self.task(
+            "all_gather", result, _list(inputs), outputs, operands.all_gather,
+            by_rank=NOTHING if rows is None else {"rows": rows}, then=then,
+        )  # fmt: skip
 
     @_collective
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> Task:
@@ -386,9 +416,7 @@ class Collectives:
     def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> Task:
         """Reduces and scatters one tensor; or several, by one collective."""
         outputs, inputs = _list(output), _list(input)
-        size = self.members.size
-        _check_parts("input", inputs, "output", outputs, size)
-        parts = [list(given.detach().reshape(-1).view(size, -1).unbind()) for given in inputs]
+        _, parts = self._parts_of("input", inputs, "output", outputs)
         return self._reduce_scatter(outputs, parts, options)
 
     def _reduce_scatter(
@@ -407,56 +435,38 @@ class Collectives:
                     f"part of the input {own.numel()} of {own.dtype}"
                 )
         reduction = Reduction.of(options.op)
-        if reduction.bitwise is not None:
-            return self._reduce_scatter_bitwise(outputs, inputs, reduction)
+        if reduction.bitwise is not None:  # an all-to-all, whose result each member combines
+            if len(outputs) != 1:
+                raise ValueError("a bitwise reduce_scatter has one output: make several calls")
+            _bits(outputs)
+            (output,), (group,) = outputs, inputs
+            given = [torch.empty_like(output) for _ in group]
+
+            def combine() -> None:
+                put(output, flat(reduction.combine(given)))
+
+            return self._all_to_all("reduce_scatter", [output], given, group, combine)
         op = reduction.for_dtypes(outputs)
         parts = [[reduction.given(tensor) for tensor in group] for group in inputs]
         room = [max(part.numel() for part in group) for group in parts]
-        targets = [reducible(output) for output in outputs]
+        targets = [
+            target if target.numel() == count else target.new_empty(count)
+            for target, count in zip(map(reducible, outputs), room, strict=True)
+        ]
 
         def filled(part: Tensor, count: int) -> Tensor:
             missing = count - part.numel()
             return torch.cat([part, part.new_zeros(missing)]) if missing else part
 
-        def arrange(order: Order) -> tuple[Tensors, Tensors]:
-            sent = [
-                torch.cat([filled(group[rank], count) for rank in order])
-                for group, count in zip(parts, room, strict=True)
-            ]
-            received = [
-                target if target.numel() == count else target.new_empty(count)
-                for target, count in zip(targets, room, strict=True)
-            ]
-            return sent, received
+        def then() -> None:
+            for output, target in zip(outputs, targets, strict=True):
+                put(output, target[: moved_size(output)])
 
-        def settle(order: Order, received: Tensors) -> None:
-            for output, target, whole in zip(outputs, targets, received, strict=True):
-                put(output, whole[: target.numel()])
-
-        return self._task(
-            "reduce_scatter",
-            list(outputs),
-            arrange,
-            lambda sent, received, order, ranks: operands.reduce_scatter(
-                sent, received, op, None, ranks
-            ),
-            settle,
-        )
-
-    def _reduce_scatter_bitwise(
-        self, outputs: Tensors, inputs: Sequence[Tensors], reduction: Reduction
-    ) -> Task:
-        """An all-to-all, whose result each member combines: pccl has no bitwise operations."""
-        if len(outputs) != 1:
-            raise ValueError("a bitwise reduce_scatter has one output: make several calls")
-        _bits(outputs)
-        (output,), (group,) = outputs, inputs
-        given = [torch.empty_like(output) for _ in group]
-
-        def combine() -> None:
-            put(output, flat(reduction.combine(given)))
-
-        return self._all_to_all("reduce_scatter", given, group, combine, [output])
+        sent = [[filled(each, n) for each in group] for group, n in zip(parts, room, strict=True)]
+        return self.task(
+            "reduce_scatter", list(outputs), sent, targets, operands.reduce_scatter,
+            op=op, options=None, then=then,
+        )  # fmt: skip
 
     @_collective
     def reduce(self, tensors: Any, options: Options) -> Task:
@@ -464,87 +474,50 @@ class Collectives:
         (tensor,), reduction = _list(tensors), Reduction.of(options.op)
         root, mine = options.root, self._check_root(options.root)
         if reduction.bitwise is not None:
-            (piece,) = _bits([tensor])
+            _bits([tensor])
+            rows = [torch.empty_like(tensor) for _ in self.members.order] if mine else []
+        else:
+            op, rows = reduction.for_dtypes([tensor]), [reduction.given(tensor, copied=True)]
 
-            def combine(rows: Tensors) -> None:
-                put(tensor, reduction.combine(rows))
-
-            return self._gather("reduce", [tensor], piece, root, combine)
-        op, piece = reduction.for_dtypes([tensor]), reduction.given(tensor, copied=True)
-
-        def settle(order: Order, received: Tensors) -> None:
+        def then() -> None:
             if mine:
-                put(tensor, piece)
+                put(tensor, flat(reduction.combine(rows)) if reduction.bitwise else rows[0])
 
-        return self._task(
-            "reduce",
-            [tensor],
-            lambda order: ([piece], [piece]),
-            lambda sent, received, order, ranks: operands.reduce(
-                sent, None, order.index(root), op, None, ranks
-            ),
-            settle,
-        )
+        if reduction.bitwise is not None:
+            return self._gather("reduce", [tensor], rows, tensor, root, then)
+        return self.task(
+            "reduce", [tensor], rows, rows, operands.reduce, root=root, op=op, options=None,
+            then=then,
+        )  # fmt: skip
 
     @_collective
     def gather(self, output_tensors: Any, input_tensors: Any, options: Options) -> Task:
-        (tensor,), outputs = _list(input_tensors), _inner(output_tensors)
-        if self._check_root(options.root):
+        (tensor,), root = _list(input_tensors), options.root
+        outputs = _inner(output_tensors) if self._check_root(root) else []
+        if self._check_root(root):
             self._one_each("output", outputs)
-        return self._gather(
-            "gather",
-            [list(outputs)],
-            movable(tensor),
-            options.root,
-            lambda rows: _put_all(outputs, rows),
-        )
+        return self._gather("gather", [list(outputs)], outputs, tensor, root)
 
     def _gather(
-        self, name: str, result: Any, piece: Tensor, root: int, take: Callable[[Tensors], None]
-    ) -> Task:
-        """Gathers one piece of each member on the root; `take` gets them by rank."""
-        mine = self._check_root(root)
-
-        def arrange(order: Order) -> tuple[Tensors, Tensors]:
-            return [piece], [piece.new_empty((len(order), piece.numel()))] if mine else []
-
-        def settle(order: Order, received: Tensors) -> None:
-            if mine:
-                take([received[0][order.index(rank)] for rank in range(len(order))])
-
-        return self._task(
-            name,
-            result,
-            arrange,
-            lambda sent, received, order, ranks: operands.gather(
-                sent, received, order.index(root), ranks
-            ),
-            settle,
-        )
+        self, name: str, result: Any, outputs: Tensors, tensor: Tensor, root: int,
+        then: Callable[[], object] = nothing,
+    ) -> Task:  # fmt: skip
+        taken = [outputs] if self._check_root(root) else []
+        return self.task(name, result, [tensor], taken, operands.gather, root=root, then=then)
 
     @_collective
     def scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> Task:
-        (output,), inputs = _list(output_tensors), _inner(input_tensors)
-        root, target = options.root, movable(output)
-        mine = self._check_root(root)
-        if mine:
-            self._one_each("input", inputs)
-        pieces = [movable(tensor) for tensor in inputs] if mine else []
-        return self._task(
-            "scatter",
-            [output],
-            lambda order: ([torch.cat([pieces[rank] for rank in order])] if mine else [], [target]),
-            lambda sent, received, order, ranks: operands.scatter(
-                sent, received, order.index(root), ranks
-            ),
-            lambda order, received: put(output, target),
-        )
+        outputs, root = _list(output_tensors), options.root
+        inputs = [_inner(input_tensors)] if self._check_root(root) else []
+        for each in inputs:
+            self._one_each("input", each)
+        return self.task("scatter", outputs, inputs, outputs, operands.scatter, root=root)
 
     @_collective
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], options: Options
     ) -> Task:
-        return self._all_to_all("all_to_all", output_tensors, input_tensors)
+        return self._all_to_all("all_to_all", list(output_tensors), output_tensors, input_tensors)
 
     @_collective
     def all_to_all_single(
@@ -557,15 +530,15 @@ class Collectives:
     ) -> Task:
         outputs = _parts(output, output_split_sizes, self.members.size)
         inputs = _parts(input, input_split_sizes, self.members.size)
-        return self._all_to_all("all_to_all", outputs, inputs)
+        return self._all_to_all("all_to_all", outputs, outputs, inputs)
 
     def _all_to_all(
         self,
         name: str,
+        result: Any,
         outputs: Tensors,
         inputs: Tensors,
-        then: Callable[[], object] = lambda: None,
-        result: Any = None,
+        then: Callable[[], object] = nothing,
     ) -> Task:
         """Sends one of `inputs` to each member, and receives one of `outputs`, by rank.
 
@@ -573,22 +546,14 @@ class Collectives:
         """
         self._one_each("output", outputs)
         self._one_each("input", inputs)
-        sent, targets = [movable(each) for each in inputs], [movable(each) for each in outputs]
 
-        def arrange(order: Order) -> tuple[Tensors, Tensors]:
-            whole = torch.cat([sent[rank] for rank in order])
-            return [whole], [whole.new_empty(sum(target.numel() for target in targets))]
-
-        def compose(given: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
-            gives = [sent[rank].numel() for rank in order]
-            takes = [targets[rank].numel() for rank in order]
-            return operands.all_to_all(given, received, gives, takes, ranks)
-
-        def settle(order: Order, received: Tensors) -> None:
-            _put_parts([outputs[rank] for rank in order], received[0])
-            then()
-
-        return self._task(name, result or list(outputs), arrange, compose, settle)
+        rows = {
+            "send_rows": [moved_size(each) for each in inputs],
+            "recv_rows": [moved_size(each) for each in outputs],
+        }
+        return self.task(
+            name, result, [inputs], [outputs], operands.all_to_all, by_rank=rows, then=then
+        )
 
     @_collective
     def barrier(self, options: Options) -> Task:
@@ -689,8 +654,32 @@ def _span(name: str, inputs: Tensors) -> Callable[[bool], None]:
     return lambda well: in_pool(lambda: _record_function_with_args_exit(span)).result()
 
 
-def _all_gather(sent: Any, received: Any, order: Order, ranks: Ranks) -> Operands:
-    return operands.all_gather(sent, received, ranks)
+def _broadcast(sent: Any, received: Any, **more: Any) -> Operands:
+    return operands.broadcast(received, **more)
+
+
+def _moved(given: Tensor | Tensors) -> Tensor | list[Tensor]:
+    return movable(given) if isinstance(given, Tensor) else [movable(each) for each in given]
+
+
+def _joined(
+    given: Tensor | list[Tensor], order: Order, others: Sequence[Tensor | None] = ()
+) -> Tensor | None:
+    """A flat tensor, or those of all ranks as one in the memory where they lie.
+
+    None: they do not lie in this order, one behind the other, or `others` lie there, too.
+    """
+    if isinstance(given, Tensor):
+        return given
+    rows = [given[rank] for rank in order]
+    places = {each.untyped_storage().data_ptr() for each in rows}
+    if len(places) > 1 or any(
+        each.untyped_storage().data_ptr() in places for each in others if each is not None
+    ):
+        return None
+    if any(one.data_ptr() + one.nbytes != two.data_ptr() for one, two in itertools.pairwise(rows)):
+        return None
+    return rows[0].as_strided((sum(each.numel() for each in rows),), (1,))
 
 
 def _list(tensors: Any) -> list[Tensor]:
@@ -718,25 +707,10 @@ def _put_all(tensors: Tensors, pieces: Tensors) -> None:
         put(tensor, piece)
 
 
-def _put_parts(tensors: Tensors, whole: Tensor) -> None:
-    _put_all(tensors, torch.split(whole, [moved_size(tensor) for tensor in tensors]))
-
-
 def _bits(tensors: Tensors) -> list[Tensor]:
     if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
         raise ValueError("bitwise operations are for integers and bools")
     return [movable(tensor) for tensor in tensors]
-
-
-def _check_parts(what: str, wholes: Tensors, part: str, parts: Tensors, size: int) -> None:
-    for whole, each in zip(wholes, parts, strict=True):
-        if whole.numel() != size * each.numel():
-            raise ValueError(
-                f"the {what} has {whole.numel()} elements, the {part} {each.numel()}: it must be "
-                f"{size} times as many, one part for each member"
-            )
-        if whole.dtype != each.dtype:
-            raise ValueError(f"the {what} is {whole.dtype}, the {part} {each.dtype}")
 
 
 def _parts(tensor: Tensor, sizes: list[int], members: int) -> list[Tensor]:

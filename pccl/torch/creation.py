@@ -90,16 +90,9 @@ def join(
 ) -> ProcessGroup:
     """Joins the run at a master; waits until `size` members are there, or the run has begun.
 
-    Args:
-        address: of the master.
-        size: the number of members that the group begins with.
-        timeout: of each step, and of the group's collectives.
-        patience_s: how long the master may take for its first answer; None: `timeout`.
-        hosted: whether the master runs in the process of the first rank, and ends with it.
-        more: arguments of the group.
-
-    Raises:
-        PCCLError: as `Communicator.connect`, `ProcessGroup`.
+    The master may take `patience_s` for its first answer; None: `timeout`, which holds for each
+    other step, and for the group's collectives. If it is `hosted`, it runs in the process of the
+    first rank, and ends with it. `more` are arguments of the group.
     """
     seconds = timeout.total_seconds()
     comm = Communicator(address, connect_timeout=seconds if patience_s is None else patience_s)
@@ -166,7 +159,7 @@ def by_store(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGro
     try:
         return join(master.address, size, timeout=timeout, rank=rank, store=store, master=master)
     except BaseException:
-        master.abort()
+        master.end(0.0)
         raise
 
 

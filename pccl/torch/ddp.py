@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Base
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pccl import PeerLostError, Result, SharedStateSyncStrategy, extension
 from pccl.kernels import Wire
@@ -50,48 +51,27 @@ def sharded_again(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> di
     def like(parameter: Tensor, part: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor) or part.shape != parameter.to_local().shape:
             return part
+        mesh, placements = parameter.device_mesh, parameter.placements
         return DTensor.from_local(
-            part,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+            part, mesh, placements, run_check=False,
+            shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
 
     each = {
-        index: mapped(values, partial(like, parameters[index]))
+        index: tree_map_only(Tensor, partial(like, parameters[index]), values)
         for index, values in state["state"].items()
     }
     return {**state, "state": each}
 
 
-def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Maps the tensors of a tree of dicts, lists and tuples."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: mapped(value, change) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)([mapped(value, change) for value in tree])
-    return tree
-
-
 def tensors_of(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(local(tensor))
-        return tensor
-
-    mapped(tree, note)
-    return found
+    return [local(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def packed(tree: Any) -> bytes:
     """The structure of a tree as bytes, without the content of its tensors."""
     file = io.BytesIO()
-    torch.save(mapped(tree, lambda tensor: local(tensor).to("meta")), file)
+    torch.save(tree_map_only(Tensor, lambda tensor: local(tensor).to("meta"), tree), file)
     return file.getvalue()
 
 
@@ -101,7 +81,7 @@ def unpacked(data: bytes) -> Any:
     The bytes come from another peer, so only plain values and tensors are read.
     """
     tree = torch.load(io.BytesIO(data), weights_only=True)
-    return mapped(tree, lambda tensor: torch.empty_like(tensor, device="cpu"))
+    return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), tree)
 
 
 class Staged:
@@ -134,6 +114,9 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
+_Entry = tuple[str, list[int], str]  # name, shape and type of a tensor
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     origin: int
@@ -141,7 +124,7 @@ class _Plan:
     revision: int
     steps: int
     states: dict[str, Any]
-    layout: list[tuple[str, list[int], str]]
+    layout: list[_Entry]
 
 
 class Phase:
@@ -149,19 +132,12 @@ class Phase:
 
     Attributes:
         steps: number of steps that the run has begun; the same on all replicas.
-
-    Args:
-        group: the replicas.
-        module: its parameters and persistent buffers are shared.
-        states: other states that a newcomer receives, by name.
     """
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        module: torch.nn.Module,
-        states: Mapping[str, Stateful],
+        self, group: ProcessGroup, module: torch.nn.Module, states: Mapping[str, Stateful]
     ) -> None:
+        """Newcomers receive the module's parameters and persistent buffers, and the states."""
         self.steps = 0
         self._group = group
         self._module = module
@@ -266,20 +242,21 @@ class Phase:
         group = self._group
         if group.getSize() == 1:
             return own
-        text = b""
+        data = torch.empty(0, dtype=torch.uint8)
         if group.getRank() == 0:
-            text = packed({name: getattr(own, name) for name in own.__dataclass_fields__})
-        size = torch.tensor([len(text)])
+            plan = {name: getattr(own, name) for name in own.__dataclass_fields__}
+            data = torch.frombuffer(bytearray(packed(plan)), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
         group.broadcast([size], 0).wait()
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        if text:
-            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        if group.getRank() == 0:
+            group.broadcast([data], 0).wait()
+            return own
+        data = torch.empty(int(size), dtype=torch.uint8)
         group.broadcast([data], 0).wait()
-        return own if text else _Plan(**unpacked(data.numpy().tobytes()))
+        return _Plan(**unpacked(data.numpy().tobytes()))
 
 
-def _check(run: list[tuple[str, list[int], str]], own: list[tuple[str, list[int], str]]) -> None:
-    """Raises ValueError if this process's model differs from the run's."""
+def _check(run: list[_Entry], own: list[_Entry]) -> None:
     for ours, theirs in zip(own, run, strict=False):
         if list(ours) != list(theirs):
             raise ValueError(f"the run trains another model: it has {theirs}, this process {ours}")
@@ -449,11 +426,9 @@ def average(group: ProcessGroup, gradient: torch.Tensor) -> None:
     the numbers of contributors, and if these differ, all are averaged again. Equal numbers mean the
     same replicas, because replicas are lost as a whole, and none joins within a step.
     """
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
     own = gradient.detach().clone()
     while True:
-        work = group.allreduce([gradient], options)
+        work = group.allreduce([gradient], dist.ReduceOp.AVG)
         work.wait()
         contributors = [work.contributors]
         if all(said == contributors for said in group.shards(contributors)):

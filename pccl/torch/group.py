@@ -90,8 +90,7 @@ class ProcessGroup(Collectives, BaseGroup):
         wants_store = store is None and not encrypted
         self._offer = Offer(rank=rank, size=size, wants_store=wants_store)
         self._no_store = _ENCRYPTED if encrypted else "the process that served it is lost"
-        self._own_store = RunStore() if store is None else None
-        self._store = store if self._own_store is None else self._own_store
+        self._store = RunStore() if store is None else store
         self._served: Store | None = None
         self._joining: Future[None] | None = None
         if waits:
@@ -116,9 +115,9 @@ class ProcessGroup(Collectives, BaseGroup):
             again = own.begun and first.wants_store and not first.store
             if again and first.number == own.number:
                 self._served, own.store = serve(extension.member(self._comm).host)
-        if self._own_store is not None:
+        if isinstance(self._store, RunStore):
             served = self._served if self.getRank() == 0 else None
-            self._own_store.use(first.store, served, self._no_store)
+            self._store.use(first.store, served, self._no_store)
         self._restart()
 
     def _begin(self, deadline: Deadline) -> None:
@@ -150,7 +149,6 @@ class ProcessGroup(Collectives, BaseGroup):
 
     @property
     def origin(self) -> int:
-        """The smallest peer number among the processes of this one's replica."""
         return self._offer.origin
 
     # ---- torch's ProcessGroup ----
@@ -170,13 +168,10 @@ class ProcessGroup(Collectives, BaseGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         """The devices of tensors that it takes; torch puts its own tensors on one of them."""
-        devices = [torch.device("cpu")]
-        return [*devices, torch.device("cuda")] if torch.cuda.is_available() else devices
+        return [torch.device(kind) for kind in ("cpu", *["cuda"] * torch.cuda.is_available())]
 
-    def _get_backend(  # type: ignore[override]
-        self, device: torch.device
-    ) -> ProcessGroup:
-        """The backend of a device: this group itself, which has torch's `supports_...`."""
+    def _get_backend(self, device: torch.device) -> ProcessGroup:  # type: ignore[override]
+        """The group itself, which has torch's `supports_...`."""
         if device.type not in {each.type for each in self._device_types}:
             raise RuntimeError(f"a group of pccl has no backend for {device}")
         return self
@@ -187,7 +182,6 @@ class ProcessGroup(Collectives, BaseGroup):
         self._name = name
 
     def getGroupName(self) -> str:
-        """torch's name for the group; empty until torch has set it."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
@@ -197,7 +191,6 @@ class ProcessGroup(Collectives, BaseGroup):
         return self._description
 
     def get_group_store(self) -> Store:
-        assert self._store is not None
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -207,18 +200,14 @@ class ProcessGroup(Collectives, BaseGroup):
 
     # ---- torch's Backend ----
 
-    supports_splitting = supports_shrinking = False
+    supports_splitting = supports_shrinking = supports_time_estimate = False
     supports_coalescing = True
-    supports_time_estimate = False
+    supports_reconfigure = property(lambda self: True)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
 
     # ---- torch's reconfiguration, as in its ProcessGroup since 2.14 ----
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        return True
 
     def get_reconfigure_handle(self) -> str:
         """The name of this member in the `handles` of `reconfigure`."""
@@ -269,7 +258,7 @@ class ProcessGroup(Collectives, BaseGroup):
     def abort(self) -> None:
         """Leaves the group; collectives under way fail. A master in this process ends, too."""
         if self._master is not None:
-            self._master.abort()
+            self._master.end(0.0)
         self._comm.close()
 
     def __hash__(self) -> int:
@@ -293,11 +282,9 @@ class DeviceBackend(Collectives, Backend):
     """
 
     # read-only properties of torch's class
-    supports_splitting = property(lambda self: False)
     supports_coalescing = property(lambda self: True)
-    supports_time_estimate = property(lambda self: False)
-    supports_shrinking = property(lambda self: False)
-    supports_reconfigure = property(lambda self: False)
+    supports_splitting = supports_shrinking = property(lambda self: False)
+    supports_time_estimate = supports_reconfigure = property(lambda self: False)
 
     def __init__(self, group: ProcessGroup) -> None:
         Backend.__init__(self, group.getRank(), group.getSize())

@@ -8,15 +8,17 @@ All of them divide by the number of contributors: a peer that is lost in the cal
 
 # no `from __future__ import annotations`: torch needs types in the annotations of a hook
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from pccl import kernels
+from pccl import QuantizationOptions, ReduceOp, kernels, operands
 from pccl.torch.collectives import Collectives
 from pccl.torch.tensors import flat, put
 from pccl.torch.work import Work
@@ -29,8 +31,8 @@ def _group(group: Any) -> Collectives:
     return found
 
 
-def _first(future: Future[Any]) -> torch.Tensor:
-    found: torch.Tensor = future.value()[0]
+def _first(future: Future[Any]) -> Tensor:
+    found: Tensor = future.value()[0]
     return found
 
 
@@ -40,12 +42,22 @@ def avg(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return work.get_future().then(_first)
 
 
+@dataclass(slots=True)
+class _Feedback:
+    """Memory for the error feedback of a bucket: fresh memory in each step would be slow."""
+
+    error: Tensor  # is added to the next gradient
+    sent: Tensor
+    lost: Tensor  # becomes the error if the call succeeds
+
+
 class Quantized:
     """The state of the hook `quantized`: how gradients are quantized, and the errors of that.
 
-    A contribution is quantized once, gathered, and summed in float32 in the same order on all
-    peers: their means have the same bits. The error of quantizing a gradient is added to the
-    gradient of the next step (error feedback).
+    "int8" and "int4" take the two stages of a quantized all-reduce, in which each of R peers sends
+    2 (R - 1) / R quantized buckets. The other formats gather, so each sends R - 1. All peers' means
+    have the same bits. What quantizing has taken from a sum is added to the next gradient of the
+    peer that quantized: a contribution, or a mean (error feedback).
 
     Args:
         format: "int8", "int4", "e3m0", "2bit" or "sparse"; see `pccl.kernels.quantize`.
@@ -59,56 +71,77 @@ class Quantized:
         kernels.quantized_size(format, 1)  # raises if there is no such format
         self.format: kernels.Format = format
         self._group = group
-        # by the parameters of a bucket: the quantized gradients minus the true ones.
-        # DistributedDataParallel builds new buckets after the first step.
-        self._errors: dict[tuple[torch.Tensor, ...], torch.Tensor] | None = None
-        if error_feedback:
-            self._errors = {}
+        # by the parameters of a bucket: DistributedDataParallel builds new ones after a step
+        self._kept: dict[tuple[Tensor, ...], _Feedback] | None = {} if error_feedback else None
 
     def launch(self, bucket: GradBucket) -> Work:
-        """Gathers the quantized bucket, and writes the mean over it."""
-        gradient = bucket.buffer()
-        given = gradient.detach().to("cpu", torch.float32)
-        payload = torch.empty(kernels.quantized_size(self.format, given.numel()), dtype=torch.uint8)
-        if self._errors is None:
-            kernels.quantize(payload, given, self.format)
-        else:
-            error = self._error(self._errors, tuple(bucket.parameters()), given)
-            kernels.quantize_with_feedback(payload, error, given, self.format)
+        """Writes the mean over the bucket."""
+        gradient, group = bucket.buffer(), _group(self._group)
+        given = flat(gradient).to("cpu", torch.float32)
+        kept, sent, lost = None, given, torch.empty(0)
+        if self._kept is not None:
+            kept = self._feedback(self._kept, tuple(bucket.parameters()), given)
+            torch.add(given, kept.error, out=kept.sent)
+            sent, lost = kept.sent, kept.lost
 
-        def combine(gathered: Sequence[torch.Tensor]) -> None:
-            whole = flat(gradient)
-            straight = whole.is_cpu and whole.dtype == torch.float32
-            straight &= self.format != "sparse"  # may be invalid, and must change nothing then
-            mean = whole if straight else torch.empty(whole.numel(), dtype=torch.float32)
-            kernels.mean(mean, list(gathered[0]), self.format)
-            put(gradient, mean if straight else mean.to(gradient.device, gradient.dtype))
+        def settle(mean: Tensor) -> None:
+            put(gradient, mean.to(gradient.device, gradient.dtype))
+            if kept is not None:
+                kept.error, kept.lost = kept.lost, kept.error
 
-        group = _group(self._group)
-        return group.run(
-            group.gather_and_combine("all_gather", [gradient], lambda: [payload], combine)
-        )
+        if self.format == "int8" or self.format == "int4":
+            task = group.task(
+                "all_reduce", [gradient], [sent], [sent], operands.all_reduce, op=ReduceOp.AVG,
+                options=QuantizationOptions.of(self.format), error=kept and lost, again=True,
+                prepare=lost.zero_, then=lambda: settle(sent),
+            )  # fmt: skip
+            return group.run(task)
+        return group.run(self._gather(group, gradient, sent, lost, settle))
+
+    def _gather(
+        self,
+        group: Collectives,
+        gradient: Tensor,
+        sent: Tensor,
+        lost: Tensor,
+        settle: Callable[[Tensor], None],
+    ) -> Any:
+        payload = torch.empty(kernels.quantized_size(self.format, sent.numel()), dtype=torch.uint8)
+        kernels.quantize(payload, sent, self.format)
+        if lost.numel():
+            kernels.dequantize(lost, payload, self.format)
+            kernels.subtract(lost, sent, lost)
+            lost.nan_to_num_(0.0, 0.0, 0.0)
+
+        def combine(gathered: Sequence[Tensor]) -> None:
+            mean = torch.empty(sent.numel())
+            for number, row in enumerate(gathered[0]):
+                (kernels.accumulate if number else kernels.dequantize)(mean, row, self.format)
+            kernels.divide(mean, len(gathered[0]))
+            settle(mean)
+
+        return group.gather_and_combine("all_gather", [gradient], lambda tag: [payload], combine)
 
     @staticmethod
-    def _error(
-        errors: dict[tuple[torch.Tensor, ...], torch.Tensor],
-        parameters: tuple[torch.Tensor, ...],
-        given: torch.Tensor,
-    ) -> torch.Tensor:
-        """The error of a bucket; a new bucket takes over those of its parameters."""
-        if parameters not in errors:
+    def _feedback(
+        kept: dict[tuple[Tensor, ...], _Feedback], parameters: tuple[Tensor, ...], given: Tensor
+    ) -> _Feedback:
+        """That of a bucket; a new bucket takes over the errors of its parameters."""
+        if parameters not in kept:
             error, at = torch.zeros_like(given), 0
-            known: dict[torch.Tensor, torch.Tensor] = {}
-            for bucket in [each for each in errors if not set(each).isdisjoint(parameters)]:
+            known: dict[Tensor, Tensor] = {}
+            for bucket in [each for each in kept if not set(each).isdisjoint(parameters)]:
                 sizes = [parameter.numel() for parameter in bucket]
-                known.update(zip(bucket, torch.split(errors.pop(bucket), sizes), strict=True))
+                parts = torch.split(kept.pop(bucket).error, sizes)
+                known.update(zip(bucket, parts, strict=True))
             for parameter in parameters:
                 if parameter in known:
                     error[at : at + parameter.numel()] = known.pop(parameter)
                 at += parameter.numel()
-            errors.update({(parameter,): part.clone() for parameter, part in known.items()})
-            errors[parameters] = error
-        return errors[parameters]
+            for parameter, part in known.items():
+                kept[(parameter,)] = _Feedback(part.clone(), *torch.empty(2, part.numel()))
+            kept[parameters] = _Feedback(error, *torch.empty(2, error.numel()))
+        return kept[parameters]
 
 
 def quantized(state: Quantized, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -46,21 +46,15 @@ class HostedMaster:
         self.address = f"{host}:{self._node.address.rpartition(':')[2]}"
         store.set(KEY, self.address)
 
-    def end(self) -> None:
-        """Stops it when all members have left. Idempotent."""
-        self._withdraw()
-        self.stop(time.monotonic() + FAREWELL_S)
+    def end(self, patience_s: float | None = None) -> None:
+        """Stops it when all members have left, or after that time. Idempotent.
 
-    def abort(self) -> None:
-        """Stops it at once. Idempotent."""
-        self._withdraw()
-        self.stop(0.0)
-
-    def _withdraw(self) -> None:
-        """Takes back the group's address, so that a remade group does not join this one."""
+        A group that is made anew with the same store does not find its address any more.
+        """
         if self in _hosted:
             with contextlib.suppress(RuntimeError):  # the store has ended, and the address with it
                 self._store.compare_set(KEY, self.address, "")
+        self.stop(time.monotonic() + (FAREWELL_S if patience_s is None else patience_s))
 
     def stop(self, until_s: float) -> None:
         """Stops it when all members have left, or at a time of `time.monotonic`. Idempotent."""

@@ -103,8 +103,7 @@ def _exchange(comm: Communicator, row: R, tag: int, timeout_s: float | None = No
     """
     text = msgspec.json.encode(row)
     assert len(text) <= ROW_BYTES
-    mine = np.zeros(ROW_BYTES, np.uint8)
-    mine[: len(text)] = np.frombuffer(text, np.uint8)
+    mine = np.frombuffer(text.ljust(ROW_BYTES, b"\0"), np.uint8)
     comm.world_size  # noqa: B018 - this thread has seen the present members
     try:
         rows = comm.all_gather(mine, tag=tag, timeout=timeout_s)
@@ -155,28 +154,22 @@ def agree(comm: Communicator, members: Members, own: Offer, shards: Shards) -> l
     in another group, all these groups have the same replicas in the same order.
 
     Returns:
-        What all members have said, in their order.
+        The offers of all members, in their order.
     """
     own.number = members.own
     own.rank = members.rank if own.begun else own.rank
     if not own.origin:
         own.origin = min(number for (number,) in shards([own.number]))
-    offers = _offers(comm, own)
-    # a replica may be lost when some groups have agreed, and others have not
-    while len({size for (size,) in shards([len(offers)])}) > 1:
-        offers = _offers(comm, own)
-    return offers
-
-
-def _offers(comm: Communicator, own: Offer) -> list[Offer]:
     while True:
         try:
-            found = _exchange(comm, own, AGREE_TAG)
+            offers = _exchange(comm, own, AGREE_TAG)
         except PeerLostError:
             continue
-        return sorted(
-            found, key=lambda each: (not each.begun, each.rank < 0, each.rank, each.origin)
-        )
+        # a replica may be lost when some groups have agreed, and others have not
+        if len({size for (size,) in shards([len(offers)])}) == 1:
+            return sorted(
+                offers, key=lambda one: (not one.begun, one.rank < 0, one.rank, one.origin)
+            )
 
 
 # ---- torch's reconfiguration ----
@@ -221,30 +214,38 @@ class Reconfigurer:
                 that the handles do not name is in the group instead of another one.
         """
         tokens = self._tokens(handles)
+        own = _Asked(self._token, self._members.own, uuid, zlib.crc32(" ".join(tokens).encode()))
         deadline = Deadline(timeout_s)
         while True:
             try:
                 if not self._are_as_many(len(tokens), deadline):
                     continue
-                rows = self._asked(uuid, tokens, deadline)
+                rows = _exchange(self._comm, own, RECONFIGURE_TAG, deadline.left_s)
             except PeerLostError:  # counts the members again
                 continue
             except PCCLTimeoutError as error:
                 found = f"{len(self._members.ring())} peers are in the group"
                 why = f"after {timeout_s:g} s {found}, not the {len(tokens)} that the handles name"
                 raise PCCLTimeoutError(error.result, "reconfigure", why) from None
-            return _order(rows, tokens, isinstance(handles, Sequence))
+            break
+        numbers = {row.token: row.number for row in rows}
+        if any((row.uuid, row.handles) != (uuid, own.handles) for row in rows):
+            why = "the members have given different uuids, or handles in different orders"
+        elif numbers.keys() != set(tokens):
+            why = "a process that the handles do not name is in the group instead of another one"
+        else:
+            order = [numbers[token] for token in tokens]
+            return order if isinstance(handles, Sequence) else sorted(order)
+        raise PCCLError(Result.INVALID_ARGUMENT, "reconfigure", why)
 
     def _tokens(self, handles: Collection[str]) -> list[str]:
-        tokens = []
+        where = self._comm.address
         for handle in handles:
-            token = handle.partition("@")[0]
-            if handle != f"{token}@{self._comm.address}":
-                where = self._comm.address
+            if handle != f"{handle.partition('@')[0]}@{where}":
                 raise ValueError(f"{handle!r} is not a handle of a process of the run at {where}")
-            tokens.append(token)
-        if len(set(tokens)) != len(tokens):
+        if len(set(handles)) != len(handles):
             raise ValueError(f"two of the handles are equal: {sorted(handles)}")
+        tokens = [handle.partition("@")[0] for handle in handles]
         return tokens if isinstance(handles, Sequence) else sorted(tokens)
 
     def _are_as_many(self, wanted: int, deadline: Deadline) -> bool:
@@ -259,25 +260,6 @@ class Reconfigurer:
         else:
             time.sleep(_INTERVAL_S)
         return False
-
-    def _asked(self, uuid: int, tokens: list[str], deadline: Deadline) -> list[_Asked]:
-        digest = zlib.crc32(" ".join(tokens).encode())
-        own = _Asked(self._token, self._members.own, uuid, digest)
-        found = _exchange(self._comm, own, RECONFIGURE_TAG, deadline.left_s)
-        if any((row.uuid, row.handles) != (uuid, digest) for row in found):
-            why = "the members have given different uuids, or handles in different orders"
-            raise PCCLError(Result.INVALID_ARGUMENT, "reconfigure", why)
-        return found
-
-
-def _order(rows: list[_Asked], tokens: list[str], by_rank: bool) -> list[int]:
-    """The numbers of the named processes, by rank; raises PCCLError if the rows are of others."""
-    numbers = {row.token: row.number for row in rows}
-    if numbers.keys() != set(tokens):
-        why = "a process that the handles do not name is in the group instead of another one"
-        raise PCCLError(Result.INVALID_ARGUMENT, "reconfigure", why)
-    order = [numbers[token] for token in tokens]
-    return order if by_rank else sorted(order)
 
 
 def communicator(

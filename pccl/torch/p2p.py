@@ -13,9 +13,8 @@ import contextlib
 import heapq
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,19 +48,12 @@ class _Numbers:
         self._next = 0
         self._free: list[int] = []
 
-    @contextlib.contextmanager
-    def take(self) -> Iterator[int]:
-        """Takes the next number; gives it back if the launch raises."""
+    def take(self) -> int:
         with self._lock:
             if self._free:
-                number = heapq.heappop(self._free)
-            else:
-                number, self._next = self._next, self._next + 1
-        try:
-            yield number
-        except BaseException:
-            self.give_back(number)
-            raise
+                return heapq.heappop(self._free)
+            self._next += 1
+            return self._next - 1
 
     def give_back(self, number: int) -> None:
         with self._lock:
@@ -77,7 +69,6 @@ class _Message:
 
     Attributes:
         piece: what is sent, or the memory that receives; after success, no more than was sent.
-        number: the number of the message.
         ended: for its user: whether it is known to have succeeded or failed.
     """
 
@@ -88,15 +79,24 @@ class _Message:
         pair: tuple[int, int],
         is_sent: bool,
         tag: int,
-        number: int,
+        numbers: _Numbers,
     ) -> None:
         """`pair` is the numbers of the sender and the receiver."""
-        self.piece, self.number, self.ended = piece, number, False
+        self.piece, self.ended = piece, False
         self._comm, self._pair, self._is_sent = comm, pair, is_sent
-        self._tag = tag << 32 | number % _GIVEN
+        self._numbers, self._number = numbers, numbers.take()
+        self._tag = tag << 32 | self._number % _GIVEN
         self._lock = threading.Lock()
         self._is_repeated = False
-        self._handle: Handle = self._begin()
+        try:
+            self._handle: Handle = self._begin()
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Frees its number, after a failure on both sides."""
+        self._numbers.give_back(self._number)
 
     def _begin(self) -> Handle:
         name, make = ("send", operands.send) if self._is_sent else ("recv", operands.recv)
@@ -127,25 +127,19 @@ class _Message:
         theirs, (me, other), tags = torch.empty_like(own), self._pair, (_GIVEN, _ROOM)
         if not self._is_sent:
             me, other, tags = other, me, (_ROOM, _GIVEN)
+        works = (
+            ("send", operands.send(own, (me, other))),
+            ("recv", operands.recv(theirs, (other, me))),
+        )
         sizes = [
-            extension.launch(
-                self._comm, "send", operands.send(own, (me, other)), self._tag | tags[0]
-            ),
-            extension.launch(
-                self._comm, "recv", operands.recv(theirs, (other, me)), self._tag | tags[1]
-            ),
+            extension.launch(self._comm, *work, self._tag | tag)
+            for work, tag in zip(works, tags, strict=True)
         ]
         if not all([each.wait(timeout=deadline.left_s)[0] for each in sizes]):
             return False
         sent, room = (own, theirs) if self._is_sent else (theirs, own)
         self.piece = self.piece[: int(sent[0])]
         return bool(sent[0] <= room[0] and sent[1] == room[1])
-
-
-@dataclass
-class _Source:
-    posted: deque[_Message] = field(default_factory=deque)  # receives that have been launched
-    arrived: deque[Tensor] = field(default_factory=deque)
 
 
 class _Request:
@@ -174,7 +168,8 @@ class _Request:
     def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]:
         """Waits for a message. After a time-out, the message is for the next request."""
         if not wait([self.message], timeout).done:
-            self._mailbox.forget(self, timeout or 0.0)
+            why = f"no message has come within {timeout or 0.0:g} s"
+            self._mailbox.end(self, PCCLTimeoutError(Result.TIMEOUT, "recv", why))
         well = self.error is None
         return well, (Result.SUCCESS if well else Result.RANK_CONNECTION_LOST).value, None
 
@@ -183,23 +178,20 @@ class _Mailbox:
     """All receives of one tag, since the first one from any sender.
 
     For each request, a receive is under way from each member whose message it would accept.
-    Requests are served in order; receives and messages that are left over are for later requests.
-
-    Attributes:
-        lock: held while any of it changes.
+    Requests are served in order; receives that are left over are for later requests.
     """
 
-    def __init__(self, post: Callable[[Tensor, int], _Message], free: Any) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, post: Callable[[Tensor, int], _Message]) -> None:
+        """`post` begins a receive from a member."""
         self._post = post
-        self._free = free  # gives back a member's number of a message
+        self._lock = threading.RLock()
         self._requests: list[_Request] = []
-        self._sources: defaultdict[int, _Source] = defaultdict(_Source)
+        # by their sender, the receives that no request has got
+        self._posted: defaultdict[int, deque[_Message]] = defaultdict(deque)
 
     def holds(self, other: int) -> bool:
         """True if a receive from that member must queue behind others here."""
-        source = self._sources.get(other)
-        return source is not None and bool(source.posted or source.arrived)
+        return bool(self._posted.get(other))
 
     def request(self, tensor: Tensor, others: list[int], other: int | None) -> _Request:
         """Requests a message of a tensor's size, from `other` or from the first of `others`.
@@ -208,94 +200,77 @@ class _Mailbox:
             TooFewPeersError: there is no other peer.
             PeerLostError: a member that is asked is lost.
         """
-        with self.lock:
+        with self._lock:
             request = _Request(self, other, tensor.nbytes)
             self._requests.append(request)
             try:
                 for each in others if other is None else [other]:
-                    source = self._sources[each]
                     wanted = sum(one.other in (None, each) for one in self._requests)
-                    while len(source.posted) + len(source.arrived) < wanted:
-                        self._ask(tensor, each, source)
+                    while len(self._posted[each]) < wanted:
+                        self._ask(tensor, each)
             except BaseException:
                 self._requests.remove(request)
                 raise
-            for each in list(self._sources):
-                self._serve(each)
+            self._serve()
         return request
 
-    def _ask(self, tensor: Tensor, other: int, source: _Source) -> None:
+    def _ask(self, tensor: Tensor, other: int) -> None:
         posted = self._post(movable(tensor).clone(), other)
-        source.posted.append(posted)
+        self._posted[other].append(posted)
 
         def ended() -> None:
             posted.wait()
-            with self.lock:
+            with self._lock:
                 posted.ended = True
-                self._settle(other)
+                self._serve()
 
         # not in the thread that calls back, which must not wait
         posted.add_done_callback(lambda: POOL.run(ended))
 
-    def _settle(self, other: int) -> None:
-        """Takes the ended receives from one member, in order."""
-        source = self._sources[other]
-        while source.posted and source.posted[0].ended:
-            posted = source.posted.popleft()
-            well, _, _ = posted.wait()
-            if well:
-                source.arrived.append(posted.piece)
-                continue
-            self._free(other, posted.number)
-            self._fail(other, posted.error)
-        self._serve(other)
-
-    def _serve(self, other: int) -> None:
-        arrived = self._sources[other].arrived
-        for request in [one for one in self._requests if one.other in (None, other)]:
-            if not arrived:
-                return
-            self._requests.remove(request)
-            if arrived[0].nbytes > request.nbytes:
-                why = (
-                    f"a receive of {request.nbytes} bytes: an earlier receive from any sender has "
-                )
-                why += f"asked the same member for {arrived[0].nbytes}"
-                request.message.set_exception(ValueError(why))
-            else:
-                request.other = other
-                request.message.set_result(arrived.popleft())
-
-    def _fail(self, other: int, error: Exception | None) -> None:
-        """A receive from that member has failed, and so has the request that it was for.
+    def _serve(self) -> None:
+        """Gives ended receives to requests: those of each sender in order.
 
         If a member is lost, a request to all goes on as long as another one may send.
         """
-        for request in list(self._requests):
-            if request.other not in (None, other):
-                continue
-            if request.other is None and isinstance(error, PeerLostError):
-                if any(source.posted for source in self._sources.values()):
+        for other, posted in self._posted.items():
+            while posted and posted[0].ended:
+                message, error = posted[0], posted[0].error
+                request = self._first(other, error)
+                if error is not None:
+                    message.give_back()
+                    if request is not None:
+                        self.end(request, error)
+                elif request is None:
+                    break
+                elif message.piece.nbytes > request.nbytes:
+                    why = f"a receive of {request.nbytes} bytes: an earlier receive from any sender"
+                    why += f" has asked the same member for {message.piece.nbytes}"
+                    self.end(request, ValueError(why))
                     continue
-            self._requests.remove(request)
-            request.message.set_exception(error)
-            return
+                else:
+                    self._requests.remove(request)
+                    request.other = other
+                    request.message.set_result(message.piece)
+                posted.popleft()
 
-    def forget(self, request: _Request, seconds: float) -> None:
-        """Ends a request whose caller has stopped waiting."""
-        with self.lock:
-            if request not in self._requests:
-                return
-            self._requests.remove(request)
-            why = f"no message has come within {seconds:g} s"
-            error = PCCLTimeoutError(Result.TIMEOUT, "recv", why)
-            request.message.set_exception(error)
+    def _first(self, other: int, error: Exception | None) -> _Request | None:
+        """The request that gets a message from that member, or the error of a receive."""
+        others_send = any(posted for each, posted in self._posted.items() if each != other)
+        survives = isinstance(error, PeerLostError) and others_send
+        accepted = (other,) if survives else (None, other)
+        return next((each for each in self._requests if each.other in accepted), None)
+
+    def end(self, request: _Request, error: Exception) -> None:
+        """Fails a request, unless it has its message."""
+        with self._lock:
+            if request in self._requests:
+                self._requests.remove(request)
+                request.message.set_exception(error)
 
     def give_up(self) -> None:
         """Ends the receives that no request is waiting for."""
-        for source in list(self._sources.values()):
-            for posted in list(source.posted):
-                posted.wait(timeout=0)
+        for posted in [each for queue in list(self._posted.values()) for each in queue]:
+            posted.wait(timeout=0)
 
 
 class Sends:
@@ -304,12 +279,35 @@ class Sends:
     def __init__(self, comm: Communicator, members: Members) -> None:
         self._comm = comm
         self._members = members
-        # by the other member and the tag
-        self._sent: defaultdict[tuple[int, int], _Numbers] = defaultdict(_Numbers)
-        self._received: defaultdict[tuple[int, int], _Numbers] = defaultdict(_Numbers)
+        # by the numbers of the sender and the receiver, and the tag
+        self._numbers: defaultdict[tuple[int, int, int], _Numbers] = defaultdict(_Numbers)
         self._mailboxes: dict[int, _Mailbox] = {}
 
-    def _other(self, rank: int) -> int:
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Task:
+        return self._task(tensor, self._members.own, self._other(rank, tag), tag)
+
+    def recv(self, tensor: Tensor, rank: int, tag: int) -> Task:
+        other = self._other(rank, tag)
+        mailbox = self._mailboxes.get(tag)
+        if mailbox is not None and mailbox.holds(other):
+            return self._requested(mailbox, tensor, other)
+        return self._task(tensor, other, self._members.own, tag)
+
+    def recv_any(self, tensor: Tensor, tag: int) -> Task:
+        """Receives a tensor from the first member that sends one.
+
+        It posts a receive from each member; messages of the others are for later receives.
+        """
+        _check(tag)
+        if tag not in self._mailboxes:
+            own = self._members.own
+            self._mailboxes[tag] = _Mailbox(
+                lambda piece, other: self._message(piece, other, own, tag)
+            )
+        return self._requested(self._mailboxes[tag], tensor, None)
+
+    def _other(self, rank: int, tag: int) -> int:
+        _check(tag)
         order = self._members.order
         if not 0 <= rank < len(order) or order[rank] == self._members.own:
             raise ValueError(
@@ -318,67 +316,28 @@ class Sends:
             )
         return order[rank]
 
-    @staticmethod
-    def _check(tag: int) -> None:
-        if not 0 <= tag <= TAG_MAX and tag != BARRIER_TAG:
-            raise ValueError(f"tag is {tag}: it must be in 0 to {TAG_MAX}")
+    def _message(self, piece: Tensor, sender: int, receiver: int, tag: int) -> _Message:
+        is_sent, numbers = sender == self._members.own, self._numbers[sender, receiver, tag]
+        return _Message(self._comm, piece, (sender, receiver), is_sent, tag, numbers)
 
-    def _message(
-        self, tensor: Tensor, pair: tuple[int, int], is_sent: bool, numbers: _Numbers, tag: int
-    ) -> Task:
+    def _task(self, tensor: Tensor, sender: int, receiver: int, tag: int) -> Task:
         """The task of a message with a fixed sender and receiver."""
-        piece, taken = movable(tensor), list[int]()
+        piece, launched = movable(tensor), list[_Message]()
 
         def launch(_: int) -> Handle:
-            with numbers.take() as number:
-                handle = _Message(self._comm, piece, pair, is_sent, tag, number)
-                taken.append(number)
-            return handle
+            launched.append(self._message(piece, sender, receiver, tag))
+            return launched[0]
 
         def failed() -> None:
-            while taken:
-                numbers.give_back(taken.pop())
+            for message in launched:
+                message.give_back()
 
-        def settle() -> None:
-            if not is_sent:
-                put(tensor, piece)
+        def received() -> None:
+            put(tensor, piece)
 
-        name = "send" if is_sent else "recv"
-        return Task(name, launch, [tensor], settle=settle, failed=failed, counts=False)
-
-    def send(self, tensor: Tensor, rank: int, tag: int) -> Task:
-        self._check(tag)
-        other = self._other(rank)
-        pair = self._members.own, other
-        return self._message(tensor, pair, True, self._sent[other, tag], tag)
-
-    def recv(self, tensor: Tensor, rank: int, tag: int) -> Task:
-        self._check(tag)
-        other = self._other(rank)
-        mailbox = self._mailboxes.get(tag)
-        if mailbox is not None and mailbox.holds(other):
-            return self._requested(mailbox, tensor, other)
-        pair = other, self._members.own
-        return self._message(tensor, pair, False, self._received[other, tag], tag)
-
-    def recv_any(self, tensor: Tensor, tag: int) -> Task:
-        """Receives a tensor from the first member that sends one.
-
-        It posts a receive from each member; messages of the others are for later receives.
-        """
-        self._check(tag)
-        mailbox = self._mailboxes.get(tag)
-        if mailbox is None:
-            mailbox = self._mailboxes[tag] = self._mailbox(tag)
-        return self._requested(mailbox, tensor, None)
-
-    def _mailbox(self, tag: int) -> _Mailbox:
-        def post(piece: Tensor, other: int) -> _Message:
-            pair = other, self._members.own
-            with self._received[other, tag].take() as number:
-                return _Message(self._comm, piece, pair, False, tag, number)
-
-        return _Mailbox(post, lambda other, number: self._received[other, tag].give_back(number))
+        if sender == self._members.own:
+            return Task("send", launch, [tensor], failed=failed, counts=False)
+        return Task("recv", launch, [tensor], settle=received, failed=failed, counts=False)
 
     def _requested(self, mailbox: _Mailbox, tensor: Tensor, other: int | None) -> Task:
         requests: list[_Request] = []
@@ -407,3 +366,8 @@ class Sends:
         for mailbox in self._mailboxes.values():
             with contextlib.suppress(PCCLError):
                 mailbox.give_up()
+
+
+def _check(tag: int) -> None:
+    if not 0 <= tag <= TAG_MAX and tag != BARRIER_TAG:
+        raise ValueError(f"tag is {tag}: it must be in 0 to {TAG_MAX}")

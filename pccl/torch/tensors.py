@@ -40,8 +40,12 @@ def moved_size(tensor: Tensor) -> int:
 
 
 def reducible(tensor: Tensor) -> Tensor:
-    """Like `flat`; bools become bytes."""
-    return movable(tensor) if tensor.dtype == torch.bool else flat(tensor)
+    """Like `flat`; bools become bytes. Raises ValueError: pccl cannot reduce the dtype."""
+    lying = flat(tensor)
+    if tensor.dtype == torch.bool:
+        return lying.view(torch.uint8)
+    DataType.from_torch_dtype(lying.dtype)
+    return lying
 
 
 def put(tensor: Tensor, piece: Tensor) -> None:
@@ -144,7 +148,6 @@ class Reduction:
         """
         if self.factor is None:
             return piece
-        DataType.from_torch_dtype(piece.dtype)  # raises if pccl cannot add it
         factor = torch.as_tensor(self.factor)
         whole = not dtype.is_floating_point and not dtype.is_complex
         if dtype == torch.bool or factor.is_complex() or (whole and factor.is_floating_point()):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pccl.errors import (
     RanksChangedError,
     TooFewPeersError,
 )
+from pccl.extension import Deadline
 from pccl.torch.members import Members
 from pccl.types import Result
 
@@ -57,12 +57,12 @@ class CallbackPool:
 
     A callback of a future may wait for another collective, whose end needs a thread here. So with a
     limit on the threads, or with callbacks in the thread that ends collectives, they could wait for
-    each other for ever. Idle threads end after a while.
+    each other for ever. Idle threads end after a while, and none delays the end of the process.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 
     def run(self, job: Callable[[], None]) -> None:
         """Runs a job soon; never waits."""
@@ -70,12 +70,12 @@ class CallbackPool:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
             inbox = queue.SimpleQueue()
-            threading.Thread(
-                target=self._work, args=(inbox,), name="pccl-torch", daemon=True
-            ).start()
+            work = threading.Thread(target=self._work, args=(inbox,), name="pccl-torch")
+            work.daemon = True
+            work.start()
         inbox.put(job)
 
-    def _work(self, inbox: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    def _work(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
         while True:
             try:
                 job = inbox.get(timeout=IDLE_S)
@@ -85,8 +85,6 @@ class CallbackPool:
                         self._idle.remove(inbox)
                         return
                 job = inbox.get()  # given to this thread just now
-            if job is None:
-                return
             try:
                 job()
             except Exception:  # of a callback; its future has it, too
@@ -124,7 +122,7 @@ class Handle(Protocol):
     def error(self) -> Exception | None: ...
 
 
-def _nothing() -> None:
+def nothing() -> None:
     pass
 
 
@@ -148,9 +146,9 @@ class Task:
     name: str
     launch: Callable[[int], Handle]
     result: Any
-    alone: Callable[[], None] = _nothing
-    settle: Callable[[], None] = _nothing
-    failed: Callable[[], None] = _nothing
+    alone: Callable[[], None] = nothing
+    settle: Callable[[], object] = nothing
+    failed: Callable[[], None] = nothing
     ended: Callable[[bool], object] = bool
     again: bool = False
     source: Callable[[], int] = lambda: -1
@@ -173,8 +171,7 @@ class Work(BaseWork):
         self.contributors = 1
         self._tag = tag
         self._members = members
-        self._timeout_s = timeout_s
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._timeout_s, self._deadline = timeout_s, Deadline(timeout_s)
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._handle: Handle | None = None
@@ -192,8 +189,7 @@ class Work(BaseWork):
         try:
             self._launch()
         except PCCLError as error:
-            self.error = _in_words_of_torch(error)
-            self._finish()
+            self._finish(error)
             return
         self._under_way = under_way
         under_way.add(self)
@@ -202,10 +198,9 @@ class Work(BaseWork):
 
     def follow(self) -> None:
         """Lets the pool end it once its collective has ended, even if nobody waits for it."""
-        handle = self._handle
-        if handle is not None and not self._is_followed:
+        if self._handle is not None and not self._is_followed:
             self._is_followed = True
-            handle.add_done_callback(lambda: POOL.run(self._drive_and_tell))
+            self._handle.add_done_callback(lambda: POOL.run(self._drive_and_tell))
 
     def _launch(self) -> None:
         """Launches it, or does its work alone in a group of one."""
@@ -218,16 +213,14 @@ class Work(BaseWork):
                 if not self.task.again:
                     raise
             except TooFewPeersError as error:
-                self._go_on_alone(error)
+                before = self._members.size
+                self._members.refresh()
+                if before > 1 and not self.task.again:
+                    why = f"all {before - 1} other members of the group are lost"
+                    lost = Result.RANK_CONNECTION_LOST
+                    raise PeerLostError(lost, self.task.name, why) from error
+                self.task.alone()
                 return
-
-    def _go_on_alone(self, error: TooFewPeersError) -> None:
-        before = self._members.size
-        self._members.refresh()
-        if before > 1 and not self.task.again:
-            why = f"all {before - 1} other members of the group are lost"
-            raise PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why) from error
-        self.task.alone()
 
     def drive(self, timeout_s: float | None = None) -> None:
         """Waits for its end and settles it; `error` is set afterwards if it has failed."""
@@ -251,32 +244,33 @@ class Work(BaseWork):
 
     def _end(self, timeout_s: float | None) -> None:
         """Waits for its end and settles it, unless another thread has."""
-        if self._ended.is_set():
-            return
         with self._lock:
             if self._ended.is_set():
                 return
+            failure: Exception | None = None
             try:
                 self._conclude(timeout_s)
             except Exception as error:
-                self.error = _in_words_of_torch(error)
+                failure = error
             except BaseException as error:  # raised into this thread, which abandons the collective
                 why = f"{type(error).__name__} in the thread that waited for it"
-                self.error = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
+                failure = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
                 raise
             finally:
-                self._finish()
+                self._finish(failure)
                 self._under_way.discard(self)
 
-    def _finish(self) -> None:
-        if self.error is not None:
+    def _finish(self, error: Exception | None) -> None:
+        if error is not None:
+            self.error = _in_words_of_torch(error)
             self.task.failed()
-        self.task.ended(self.error is None)
+        self.task.ended(error is None)
         self._ended.set()
 
     def _conclude(self, timeout_s: float | None) -> None:
         while self._handle is not None:
-            well, _, info = self._handle.wait(timeout=self._patience(timeout_s))
+            limits = [one for one in (timeout_s, self._deadline.left_s) if one is not None]
+            well, _, info = self._handle.wait(timeout=min(limits, default=None))
             if well:
                 if self.task.counts:
                     self.contributors = info.local_world_size
@@ -287,27 +281,16 @@ class Work(BaseWork):
             assert error is not None
             if isinstance(error, PeerLostError):
                 self._members.refresh()
-            if isinstance(error, PCCLTimeoutError) and self._is_over():
-                raise self._timed_out(error) from error
+            if isinstance(error, PCCLTimeoutError) and self._deadline.left_s == 0:
+                # the words that programs of torch look for
+                why = f"Timed out waiting {self._timeout_s:g} s, the limit of this call or of its "
+                why += f"group: {error.message}"
+                raise PCCLTimeoutError(error.result, self.task.name, why) from error
             reordered = isinstance(error, RanksChangedError) and self.task.counts
             if not (reordered or (self.task.again and isinstance(error, PeerLostError))):
                 raise error
             self._launch()
         self.task.settle()
-
-    def _is_over(self) -> bool:
-        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
-
-    def _timed_out(self, error: PCCLTimeoutError) -> PCCLTimeoutError:
-        """The error for torch's time limit, with the words that programs of torch look for."""
-        why = f"Timed out waiting {self._timeout_s:g} s, the limit of this call or of its group"
-        return PCCLTimeoutError(error.result, self.task.name, f"{why}: {error.message}")
-
-    def _patience(self, timeout_s: float | None) -> float | None:
-        left = [] if timeout_s is None else [timeout_s]
-        if self._deadline_s is not None:
-            left.append(max(0.0, self._deadline_s - time.monotonic()))
-        return min(left) if left else None
 
     # ---- torch's Work ----
 
@@ -388,10 +371,9 @@ class CoalescedWork(BaseWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for all within `timeout`; zero is no limit. Raises the first error."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        deadline_s = time.monotonic() + seconds if seconds > 0 else None
+        deadline = Deadline(seconds if seconds > 0 else None)
         for work in self.works:
-            left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
-            work.drive(left_s)
+            work.drive(deadline.left_s)
         error = self.exception()
         if error is not None:
             raise error

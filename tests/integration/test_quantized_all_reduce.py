@@ -13,6 +13,7 @@ from oracles.quantized import FORMATS
 from peers.cluster import Cluster
 
 import pccl
+from pccl import extension, operands
 from pccl.ext import lib
 
 DTYPES = dict(zip(oracle.DTYPES, pccl.DataType, strict=True))
@@ -168,6 +169,37 @@ def test_eight_peers_round_no_more_often_than_three_and_send_two_bytes_for_an_el
     assert np.linalg.norm(out - exact) < 0.01 * np.linalg.norm(exact)
     size = lib.pccl_quantized_size(lib.PCCL_BLOCK_8, 10, count)
     assert sum(sent for _, sent in results) == 2 * 7 * size
+
+
+@pytest.mark.parametrize("size", [2, 3])  # around the ring, and in two stages
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_all_contributions_are_the_results_and_the_errors_of_all(
+    name: pccl.QuantizationName, size: int
+) -> None:
+    """With error feedback, over several rounds, to the rounding of float32."""
+    count, options = 12_345, pccl.QuantizationOptions.of(name)
+    format = lib.PCCL_BLOCK_8 if name == "int8" else lib.PCCL_BLOCK_4
+
+    def job(index: int, comm: pccl.Communicator) -> tuple[Array, Array, Array, int]:
+        given, applied, sent = np.zeros(count), np.zeros(count), 0
+        error = np.zeros(count, np.float32)
+        for i in range(4):
+            each = make("float32", count, 10 * i + index)
+            lost, out = np.zeros_like(error), np.empty_like(error)
+            work = operands.all_reduce(each + error, out, "avg", options, error=lost)
+            sent = extension.run(comm, "all_reduce", work, 0).tx_bytes
+            given, applied, error = given + each, applied + size * out.astype(float), lost
+        return given, applied, error, sent
+
+    with Cluster(size) as cluster:
+        results = cluster.each(job)
+    applied = results[0][1]
+    assert all(np.array_equal(each, applied) for _, each, _, _ in results)
+    errors = [error for _, _, error, _ in results]
+    missing = sum(given for given, _, _, _ in results) - applied
+    assert errors[0].any() and np.allclose(missing, sum(errors), atol=1e-4)
+    wanted = 2 * (size - 1) * lib.pccl_quantized_size(format, 10, count)
+    assert wanted <= sum(sent for _, _, _, sent in results) <= 1.02 * wanted
 
 
 def test_torch_tensors() -> None:

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, TypeVar
-from unittest.mock import MagicMock
+from typing import TypeVar
 
 import pytest
 import torch
@@ -497,19 +496,6 @@ def test_a_backward_pass_survives_a_loss(three: Groups) -> None:
     assert found[0] == found[1]
 
 
-class _Gathering:
-    """A group with a gather that returns this peer's contribution twice."""
-
-    def __init__(self) -> None:
-        self.payloads: list[torch.Tensor] = []
-
-    def gather_and_combine(self, name: str, result: object, give: Any, combine: object) -> Any:
-        return give()[0]
-
-    def run(self, payload: torch.Tensor) -> None:
-        self.payloads.append(payload.clone())
-
-
 class _Bucket:
     """A bucket of these parameters, as torch passes it to a hook."""
 
@@ -518,29 +504,48 @@ class _Bucket:
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "e3m0", "2bit", "sparse"])
-def test_the_error_of_a_step_is_made_up_for_in_the_next(
-    wire: kernels.Format, monkeypatch: pytest.MonkeyPatch
+def test_what_quantizing_takes_from_gradients_comes_with_later_ones(
+    three: Groups, wire: kernels.Format
 ) -> None:
-    """Whose memory is that of all steps: fresh memory is slow."""
-    group, generator = _Gathering(), torch.Generator().manual_seed(3)
-    monkeypatch.setattr(hooks, "_group", lambda _: group)
-    state = hooks.Quantized(wire)
-    missing, places = torch.zeros(5000), set()
-    parameters = [torch.nn.Parameter(torch.zeros(5000))]
-    for step in range(4):
-        gradient = torch.randn(5000, generator=generator)
-        given, before = gradient + missing, gradient.clone()
-        state.launch(_Bucket(parameters, gradient))
-        wanted = torch.empty(kernels.quantized_size(wire, 5000), dtype=torch.uint8)
-        kernels.quantize(wanted, given, wire)
-        assert torch.equal(group.payloads[step], wanted)
-        assert torch.equal(gradient, before)
-        decoded = torch.empty(5000)
-        kernels.dequantize(decoded, wanted, wire)
-        missing = given - decoded
-        assert state._errors is not None
-        places.add(state._errors[tuple(parameters)].data_ptr())
-    assert len(places) == 1
+    """One of three members leaves after half of the steps, and takes its errors with it."""
+    count = 20_000  # more than travel with the votes
+    states = {id(group): hooks.Quantized(wire, group) for group in three.all}
+    parameters = [torch.nn.Parameter(torch.zeros(count))]
+
+    def step(group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
+        gradient, state = torch.randn(count) + 0.1, states[id(group)]
+        given = gradient.double()
+        work = state.launch(_Bucket(parameters, gradient))
+        work.wait()
+        return given, gradient, work.contributors
+
+    missing = torch.zeros(count, dtype=torch.float64)
+    for number in range(6):
+        left = (1,) if number > 2 else ()
+        if number == 3:
+            three.all[1].communicator.close()
+        found = three.each(step, *left)
+        mean, members = found[0][1], found[0][2]
+        assert members == len(found) == 3 - len(left)
+        assert all(torch.equal(each, mean) for _, each, _ in found)
+        missing += sum(given for given, _, _ in found) - members * mean.double()
+    errors = [kept.error for state in states.values() for kept in (state._kept or {}).values()]
+    assert len(errors) == 3 and errors[0].any()
+    assert torch.allclose(missing, sum(errors).double(), atol=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_error_behind(two: Groups) -> None:
+    states = {id(group): hooks.Quantized("int8", group) for group in two.all}
+    parameters = [torch.nn.Parameter(torch.zeros(20_000))]
+
+    def job(group: ProcessGroup) -> None:
+        for bad in (float("inf"), 0.0):
+            gradient = torch.ones(20_000)
+            gradient[:10] += bad
+            states[id(group)].launch(_Bucket(parameters, gradient)).wait()
+        assert torch.allclose(gradient, torch.ones(20_000), atol=0.02)
+
+    two.each(job)
 
 
 def test_reductions_that_a_type_cannot_hold_are_refused(two: Groups) -> None:
@@ -561,21 +566,24 @@ def test_reductions_that_a_type_cannot_hold_are_refused(two: Groups) -> None:
     assert all(torch.equal(found, torch.full((3,), 4.0).half()) for (found,) in results)
 
 
-def test_residuals_follow_their_parameters_when_buckets_are_rebuilt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    state = hooks.Quantized("int4")
-    monkeypatch.setattr(hooks, "_group", lambda _: MagicMock())
-    one, two = torch.nn.Parameter(torch.zeros(8)), torch.nn.Parameter(torch.zeros(8))
-    gradient = torch.linspace(-1, 1, 16)
-    state.launch(_Bucket([one, two], gradient))
-    assert state._errors is not None
-    (error,) = state._errors.values()
-    of_one, of_two = error[:8].clone(), error[8:].clone()
-    assert of_one.any() and of_two.any()
-    payload = torch.empty(kernels.quantized_size("int4", 8), dtype=torch.uint8)
-    kernels.quantize_with_feedback(payload, of_two, torch.zeros(8), "int4")
-    state.launch(_Bucket([two], torch.zeros(8)))  # it has what was left of the second one alone
-    assert torch.equal(state._errors[two,], of_two) and torch.equal(state._errors[one,], of_one)
-    state.launch(_Bucket([two, one], torch.zeros(16)))
-    assert list(state._errors) == [(two, one)]
+def test_errors_stay_with_their_parameters_when_buckets_are_built_anew(two: Groups) -> None:
+    one, other = (torch.nn.Parameter(torch.zeros(8)) for _ in range(2))
+
+    def job(group: ProcessGroup) -> None:
+        state = hooks.Quantized("e3m0", group)
+        state.launch(_Bucket([one, other], torch.linspace(-1, 1, 16))).wait()
+        assert state._kept is not None
+        (kept,) = state._kept.values()
+        of_one, of_other = kept.error[:8].clone(), kept.error[8:].clone()
+        assert of_one.any() and of_other.any()
+        sent = torch.empty(8)  # what is left of the second one alone
+        payload = torch.empty(kernels.quantized_size("e3m0", 8), dtype=torch.uint8)
+        kernels.quantize(payload, of_other, "e3m0")
+        kernels.dequantize(sent, payload, "e3m0")
+        state.launch(_Bucket([other], torch.zeros(8))).wait()
+        assert torch.equal(state._kept[other,].error, of_other - sent)
+        assert torch.equal(state._kept[one,].error, of_one)
+        state.launch(_Bucket([other, one], torch.zeros(16))).wait()
+        assert list(state._kept) == [(other, one)]
+
+    two.each(job)

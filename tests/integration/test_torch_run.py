@@ -74,6 +74,10 @@ def test_functional_collectives_dtensor_fsdp2_and_hsdp() -> None:
     by_torchrun(FUNCTIONAL, 4)
 
 
+def test_pipelines_zero_join_and_checkpoints_as_over_gloo(tmp_path: Path) -> None:
+    by_torchrun(PROGRAMS / "libraries.py", 2, str(tmp_path))
+
+
 def test_compiled_functions_and_models() -> None:
     by_torchrun(PROGRAMS / "compiled.py", 2, "pccl")
 

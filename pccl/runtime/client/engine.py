@@ -94,7 +94,7 @@ class EngineOptions:
     dialler: bytes = field(default=b"", repr=False)
 
 
-PART = struct.Struct("@PPQI0Q")  # a pccl_part
+PART = struct.Struct("@PPQIP")  # a pccl_part
 
 
 class Part(Struct, frozen=True):
@@ -104,6 +104,7 @@ class Part(Struct, frozen=True):
     recv: int  # address of the result
     count: int  # elements of a slice
     dtype: int  # a pccl.DataType value
+    error: int = 0  # address of numbers for the errors of quantizing; 0: none
 
 
 class Ids(TypedDict):
@@ -613,7 +614,7 @@ class Engine:
 def _parts(parts: Sequence[Part]) -> Any:
     array = ffi.new("pccl_part[]", len(parts))
     ffi.buffer(array)[:] = b"".join(
-        [PART.pack(part.send, part.recv, part.count, part.dtype) for part in parts]
+        [PART.pack(part.send, part.recv, part.count, part.dtype, part.error) for part in parts]
     )
     return array
 

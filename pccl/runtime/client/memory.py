@@ -46,11 +46,15 @@ Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
 
 class Operand(Struct, frozen=True):
-    """One array of a collective: its input, its output, and the elements of one slice or row."""
+    """One array of a collective: its input, its output, and the elements of one slice or row.
+
+    `error` gets what quantizing has taken from the sum.
+    """
 
     send: Buffer
     recv: Buffer
     count: int
+    error: Buffer | None = None
 
 
 class Wide:
@@ -442,7 +446,8 @@ class _Twins:
         for found, where in zip(twins, (self.read, self.written), strict=True):
             if found is not None:
                 where.append(found)
-        return Operand(_moved(send, twins[0]), _moved(recv, twins[1]), operand.count)
+        sent, received = _moved(send, twins[0]), _moved(recv, twins[1])
+        return Operand(sent, received, operand.count, operand.error)
 
     def _twin(self, buffer: Buffer) -> Stretch | None:
         return _twin(buffer, self._device) if _is_away(buffer) else None

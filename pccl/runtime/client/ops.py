@@ -57,6 +57,7 @@ def _parts(memory: Operands) -> list[Part]:
             each.recv.address or (each.send.address if unused else 0),
             each.count,
             each.send.dtype.value,
+            0 if each.error is None else each.error.address,
         )
         if copied is None
         else Part(*copied)
