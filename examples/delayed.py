@@ -4,8 +4,8 @@
     python examples/delayed.py --seed 1 &
     python examples/delayed.py --seed 2 &
 
-Kill any of them, start more of them. A mean is applied one round late, so there is no outer
-momentum, unlike in examples/diloco.py.
+Kill any of them, start more of them. A mean is applied one round late. Meanwhile each peer trains
+from a guess of it, so their models differ; the outer parameters do not.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     python examples/streaming.py --seed 2 &
 
 Every inner_steps / fragments steps, one fragment is sent in 4 bits a number. Its mean is applied
-`overlap` steps later, which is the time that the exchange may take (arXiv 2501.18512).
+`overlap` steps later, which is the time that the exchange may take (arXiv 2501.18512). What a peer
+has learnt meanwhile stays.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ def main(words: list[str] | None = None) -> None:
             mode="streaming",
             fragments=3,
             overlap=args.overlap,
-            alpha=0.5,  # of what a peer has learnt since the launch, this part stays
             wire="e3m0",
             outer_lr=0.4,
             min_peers=args.min_peers,

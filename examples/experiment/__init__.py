@@ -1,142 +1,213 @@
 """Measures the loss that training with little communication costs, and the bytes that it saves.
 
-A byte-level GPT learns a text in many ways: with all gradients averaged in each step, and with the
-modes, wires and numbers of peers of DiLoCo. Every run has the same seed and the same samples. The
-peers are processes of this machine that exchange over real sockets, as anywhere.
+A byte-level GPT learns the source code of Python's standard library: 20 bytes for each of its
+parameters, in 160 rounds of 30 steps. It does so with the gradients of all peers averaged in each
+step, and in the ways of DiLoCo. All runs of a size and a seed have the same initial weights, and
+the same samples in each step: with M peers, each takes one M-th.
+
+A sweep at the smallest size chooses the learning rates of each arm, with as many runs for each.
+Every run adds a line to the file of results, and what is there is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
+import os
 import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from experiment.runner import Failed, Pool
-from experiment.runner import run as run_one
-from experiment.runs import VARIANTS, Point, Settings, Variant, load, save
-from experiment.table import render
+from experiment import tables
+from experiment.runs import (
+    ARMS,
+    BASELINE,
+    SIZES,
+    SWEEP_SEED,
+    Arm,
+    Results,
+    Run,
+    Size,
+)
 from pccl.cli.arguments import whole_number
-from pccl.runtime.signals import ended_by, interrupt
+from pccl.cli.processes import follow_parent
 
+_FOLDER = Path(__file__).parent
 _REQUIRED = ("torch", "matplotlib")
-_DEFAULTS = Settings()
+_COMMANDS = {
+    "sweep": "the table of the sweep, which chooses the learning rates",
+    "sizes": "the figure of the gap against the number of parameters",
+    "arms": "the table of all arms, and the figure of the gap against the bytes saved",
+}
+_BY_SIZE = (BASELINE, "sync-1", "sync-2", "sync-4", "sync-8", "sync-4-int4")
+_SMALLEST = next(iter(SIZES.values()))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser("examples/experiment", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    lines = [f"{name}: {text}" for name, text in _COMMANDS.items()]
+    parser.add_argument("what", choices=_COMMANDS, help="; ".join(lines))
     parser.add_argument(
-        "--text", nargs="+", default=[], metavar="FILE",
-        help="text to learn (default: the source code of Python's standard library)",
+        "--sizes", nargs="+", choices=SIZES, default=[*SIZES], metavar="N",
+        help="of the model, in parameters (default: all)",
     )  # fmt: skip
-    for name, help in (
-        ("width", "of the model"),
-        ("layers", "of the model"),
-        ("heads", "of its attention"),
-        ("context", "bytes that it sees at once"),
-        ("batch", "samples of a step, of all peers together: a multiple of 8"),
-        ("steps", "inner steps: with the batch, how much is learnt"),
-        ("inner-steps", "between two outer steps"),
-        ("seed", "of weights and samples"),
-    ):
-        default = getattr(_DEFAULTS, name.replace("-", "_"))
-        parser.add_argument(
-            f"--{name}", type=whole_number(int(name != "seed")), default=default, metavar="N",
-            help=f"{help} (default: {default})",
-        )  # fmt: skip
     parser.add_argument(
-        "--lr", type=float, default=_DEFAULTS.lr,
-        help="highest learning rate of the inner optimizer (default: %(default)s)",
+        "--arms", nargs="+", choices=ARMS, default=None, metavar="ARM",
+        help=f"only these, of {', '.join(ARMS)}",
     )  # fmt: skip
-    names = ", ".join(variant.name for variant in VARIANTS)
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="RUN", help=f"make only these runs, of {names}"
+        "--seeds", type=whole_number(1), default=3, metavar="N", help="of each arm (default: 3)"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("experiment-results"), metavar="DIR",
-        help="results, table and plots; a run whose result is there is not made again "
-        "(default: %(default)s)",
+        "--jobs", type=whole_number(1), default=os.cpu_count(), metavar="N",
+        help="runs at a time, each of which keeps about one processor busy (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument("--draw", action="store_true", help="make no runs: use the results so far")
+    parser.add_argument(
+        "--results", type=Path, default=_FOLDER / "results.jsonl", metavar="FILE",
+        help="(default: results.jsonl beside this script)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, default=Path(), metavar="DIR", help="for figures (default: here)"
+    )
+    return parser
 
 
 def main(words: list[str] | None = None) -> int:
-    """Reads the options, and runs."""
-    parser = argparse.ArgumentParser("examples/experiment", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(words))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Makes the runs that have no result yet, then the table and the plots of all that have.
+    """Makes the runs that have no result yet, then the table and the figure.
 
     Returns:
         The exit status: 0 if every run has a result; 1 if one failed; 2 if none could start.
     """
-    settings = Settings(
-        text=tuple(str(Path(file).resolve()) for file in args.text),
-        **{name: getattr(args, name) for name in Settings.__struct_fields__ if name != "text"},
-    )
-    problem = _problem(args, settings)
-    if problem:
-        print(f"experiment: {problem}", file=sys.stderr)
+    options = parser().parse_args(words)
+    missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"experiment: {' and '.join(missing)} not found: in the clone of pccl, "
+            """pip install -e ".[experiment]" brings what is needed""",
+            file=sys.stderr,
+        )
         return 2
-    args.output.mkdir(parents=True, exist_ok=True)
-    wanted = [v for v in VARIANTS if not args.only or v.name in args.only]
-    try:
-        with Pool() as pool, ended_by(interrupt):
-            _make(pool, wanted, settings, args.output)
-    except Failed as error:
-        print(f"experiment: {error}", file=sys.stderr)
-        return 1
-    results = [found for v in VARIANTS if (found := load(args.output, v, settings))]
-    text = render(results)
-    (args.output / "table.md").write_text(text, encoding="utf-8")
-    print(text)
-    from experiment import plots
-
-    for path in plots.save(results, args.output):
-        print(path)
+    results = Results(options.results)
+    names = options.arms or (_BY_SIZE if options.what == "sizes" else ARMS)
+    arms = [ARMS[name] for name in dict.fromkeys([BASELINE, *names])]
+    sizes = [] if options.what == "sweep" else [SIZES[name] for name in options.sizes]
+    if not options.draw:
+        try:
+            _make(results, _sweep(arms), options.jobs)
+            _make(results, _runs(results, arms, sizes, options.seeds), options.jobs)
+        except Failed as error:
+            print(f"experiment: {error}", file=sys.stderr)
+            return 1
+    _show(options, results, arms, sizes)
     return 0
 
 
-def _problem(args: argparse.Namespace, settings: Settings) -> str | None:
-    missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
-    if missing:
-        return (
-            f"{' and '.join(missing)} not found: in the clone of pccl, "
-            """pip install -e ".[experiment]" brings what is needed"""
-        )
-    unknown = {*args.only} - {variant.name for variant in VARIANTS}
-    if unknown:
-        return f"there is no run named {min(unknown)}: see --help"
-    if settings.batch % max(variant.peers for variant in VARIANTS):
-        return f"--batch {settings.batch} cannot be dealt to up to 8 peers: it takes a multiple"
-    if settings.width % settings.heads:
-        return f"--width {settings.width} is no multiple of --heads {settings.heads}"
-    if settings.steps % settings.inner_steps:
-        return f"--steps {settings.steps} is no multiple of --inner-steps {settings.inner_steps}"
-    unreadable = [file for file in settings.text if not Path(file).is_file()]
-    if unreadable:
-        return f"there is no file {unreadable[0]}"
-    return None
+def _sweep(arms: Sequence[Arm]) -> list[Run]:
+    sources = dict.fromkeys(arm.like or arm.name for arm in arms)
+    return [
+        Run(_SMALLEST, ARMS[name], rates, SWEEP_SEED)
+        for name in sources
+        for rates in ARMS[name].grid
+    ]
 
 
-def _make(pool: Pool, wanted: list[Variant], settings: Settings, folder: Path) -> None:
-    for number, variant in enumerate(wanted, 1):
-        label = f"[{number}/{len(wanted)}] {variant.name}"
-        result = load(folder, variant, settings)
-        if result is None:
-            result = run_one(pool, settings, variant, _Progress(label, settings))
-            save(folder, result)
-        print(f"{label}: {result.validation:.4f} nats per byte", file=sys.stderr, flush=True)
+def _runs(results: Results, arms: Sequence[Arm], sizes: Sequence[Size], seeds: int) -> list[Run]:
+    """All arms with the rates that the sweep has chosen."""
+    chosen = [(arm, results.rates(arm, _SMALLEST)) for arm in arms]
+    return [
+        Run(size, arm, rates, seed)
+        for size in sizes
+        for seed in range(1, seeds + 1)
+        for arm, rates in chosen
+        if rates is not None
+    ]
 
 
-class _Progress:
-    """A line for each point of a curve."""
+def _show(
+    options: argparse.Namespace, results: Results, arms: Sequence[Arm], sizes: Sequence[Size]
+) -> None:
+    if options.what == "sweep":
+        print(tables.sweep(results, arms, _SMALLEST))
+        return
+    places = [(size, arm) for size in sizes for arm in arms]
+    found = [tables.row_of(results, arm, size, _SMALLEST, options.seeds) for size, arm in places]
+    rows = [row for row in found if row is not None]
+    print(tables.arms(rows, [place for place, row in zip(places, found, strict=True) if not row]))
+    from experiment import figures
 
-    def __init__(self, label: str, settings: Settings) -> None:
-        self._label, self._tokens = label, settings.tokens
+    options.output.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in rows if row.arm.name != BASELINE]
+    if options.what == "sizes":
+        figures.sizes(rows, options.output / "experiment-sizes.svg")
+    else:
+        print(tables.bars(rows))
+        figures.savings(rows, options.output / "experiment-bytes.svg")
 
-    def __call__(self, point: Point) -> None:
-        share = point.tokens / self._tokens
-        print(f"{self._label}: {share:4.0%}, {point.validation:.4f}", file=sys.stderr, flush=True)
+
+# ---- the runs ----
+
+
+class Failed(Exception):
+    """A run has ended without a result."""
+
+
+def _make(results: Results, wanted: Sequence[Run], jobs: int) -> None:
+    """Makes the runs that have no result, each in a process, several at a time."""
+    left = [run for run in wanted if results.get(run) is None]
+    waiting, running = left[::-1], dict[Connection, tuple[BaseProcess, Run]]()
+    began_s, made, done, work = time.monotonic(), 0, 0.0, sum(map(_work, left))
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                process, connection = _start(waiting[-1])
+                running[connection] = process, waiting.pop()
+            for connection in wait(running):
+                process, run = running.pop(connection)
+                try:
+                    result = connection.recv()
+                except EOFError:
+                    raise Failed(f"{run.label} has failed: see above") from None
+                results.add(result)
+                made, done = made + 1, done + _work(run)
+                left_s = (time.monotonic() - began_s) * (work / done - 1)
+                print(
+                    f"[{made}/{len(left)}] {run.label}: {result.loss:.4f} nats per byte, "
+                    f"{result.seconds:.0f} s; {left_s / 60:.0f} min left",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    finally:
+        for process, _ in running.values():
+            process.kill()
+
+
+def _start(run: Run) -> tuple[BaseProcess, Connection]:
+    # processes that are forked from one that has loaded torch start at once
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    multiprocessing.set_forkserver_preload(["pccl.diloco"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_train, args=(run, sender))
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _train(run: Run, sender: Connection) -> None:
+    follow_parent()
+    from experiment import churn, training
+
+    sender.send(churn.train(run) if run.arm.kill_every else training.train(run))
+
+
+def _work(run: Run) -> float:
+    """An estimate of its time, in units of no matter: what grows with the model, and what not."""
+    grows = run.size.parameters * run.size.tokens / 1e10
+    return grows + 5 + run.arm.peers * (10 if run.arm.kill_every else 1)

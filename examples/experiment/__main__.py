@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+    from experiment import main
 
-from experiment import main  # noqa: E402
-
-sys.exit(main())
+    sys.exit(main())

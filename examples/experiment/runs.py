@@ -1,279 +1,219 @@
-"""The runs of the experiment: their settings, how they differ, the reports of their peers, and
-results on disk.
-"""
+"""What the experiment runs: sizes of the model, arms, rates, and the results of runs on disk."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+
+TOKENS_PER_PARAMETER = 20
+INNER_STEPS = 30
+PEERS_MAX = 8
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults take a machine of two cores about a minute a run.
+class Size(msgspec.Struct, frozen=True):
+    """A model, and how many samples it takes for 20 tokens a parameter in rounds of 30 steps."""
 
-    They are of a small model that learns from 200 times as many bytes as it has parameters. How far
-    DiLoCo is behind depends on that: a model that still improves fast loses more.
-
-    Attributes:
-        text: files to learn from; none: the source code of Python's standard library.
-        width: of the model.
-        layers: of the model.
-        heads: of the model's attention.
-        context: bytes that the model sees at once.
-        batch: samples of a step, on all peers together: the same for any number of peers.
-        steps: inner steps of each peer, so all runs train on batch * steps samples.
-        inner_steps: H, between two outer steps.
-        lr: highest learning rate of the inner optimizer.
-        seed: of weights and samples.
-    """
-
-    text: tuple[str, ...] = ()
-    width: int = 32
-    layers: int = 1
+    name: str
+    width: int
+    layers: int
     heads: int = 4
-    context: int = 64
-    batch: int = 16
-    steps: int = 4800
-    inner_steps: int = 30
-    lr: float = 4e-3
-    seed: int = 0
+    context: int = 32
+    rounds: int = 160
 
     @property
-    def rounds(self) -> int:
-        """Outer steps."""
-        return self.steps // self.inner_steps
+    def steps(self) -> int:
+        """Inner steps of each peer."""
+        return self.rounds * INNER_STEPS
+
+    @property
+    def parameters(self) -> int:
+        """Of the GPT of `pccl demo`, whose output layer is its embedding."""
+        block = 12 * self.width**2 + 9 * self.width
+        return (256 + self.context + 2) * self.width + self.layers * block
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step, of all peers together: a multiple of the largest number of peers."""
+        wanted = TOKENS_PER_PARAMETER * self.parameters / (self.steps * self.context)
+        return PEERS_MAX * max(1, round(wanted / PEERS_MAX))
 
     @property
     def tokens(self) -> int:
-        """Bytes of text that a run trains on."""
+        """Bytes of text in a run."""
         return self.steps * self.batch * self.context
 
 
-class Churn(msgspec.Struct, frozen=True):
-    """Kills of peers; another peer takes the place of each at once.
+SIZES = {
+    size.name: size
+    for size in (
+        Size("60k", width=44, layers=2),
+        Size("200k", width=68, layers=3),
+        Size("600k", width=108, layers=4),
+    )
+}
+
+
+class Rates(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The highest inner learning rate, eta and mu; None: there is no outer step."""
+
+    lr: float
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+
+
+class Arm(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One way to train.
 
     Attributes:
-        every_rounds: outer rounds from one kill to the next; 0: no kills.
-        every_s: seconds from one kill to the next; 0: no kills.
-    """
-
-    every_rounds: int = 0
-    every_s: float = 0.0
-
-
-class Variant(msgspec.Struct, frozen=True):
-    """One run.
-
-    Attributes:
-        name: of the row in the table, and of the file.
+        name: of its row.
+        grid: rates among which the sweep chooses.
         peers: M.
-        options: of `DiLoCo`; None: data parallel, an all-reduce of the gradients in each step.
-        muon: whether the inner optimizer is Muon, for the matrices inside the model.
-        churn: which peers are lost.
-        pace_s: seconds that each inner step takes at least, as on separate machines: so peers that
-            share a processor do not get faster when one of them is lost.
-        rounds: outer steps, if not as many as the settings say.
+        options: of `DiLoCo`, beside the rates; None: data parallel.
+        like: the arm whose chosen rates it takes; it has no sweep of its own.
+        eta: in place of that arm's; the best by the number of peers (arXiv 2503.09799, figure 7).
+        inner_steps: H.
+        muon: whether the inner optimizer is Muon.
+        kill_every: outer rounds from one kill of a peer to the next; 0: no kills.
     """
 
     name: str
-    peers: int
-    options: dict[str, Any] | None
+    grid: tuple[Rates, ...] = ()
+    peers: int = 4
+    options: dict[str, Any] | None = msgspec.field(default_factory=dict)
+    like: str = ""
+    eta: float | None = None
+    inner_steps: int = INNER_STEPS
     muon: bool = False
-    churn: Churn = Churn()
-    pace_s: float = 0.0
-    rounds: int | None = None
-
-    @property
-    def is_accounted(self) -> bool:
-        """Whether a ledger of samples makes up for what is lost with a peer."""
-        return self.churn.every_rounds > 0
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether this run measures time, and not the loss."""
-        return self.pace_s > 0
+    kill_every: int = 0
 
 
-# Best eta for Nesterov's momentum of 0.9 at H = 30, by the number of peers (arXiv 2503.09799).
-ETA = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
+def _grid(lrs: Iterable[float], etas: Iterable[float], mus: Iterable[float]) -> tuple[Rates, ...]:
+    return tuple(Rates(*each) for each in product(lrs, etas, mus))
+
 
 BASELINE = "data-parallel"
-
-
-def _diloco(name: str, peers: int, eta: float | None = None, **options: Any) -> Variant:
-    chosen = {"outer_lr": eta or ETA[peers], "outer_momentum": 0.9, **options}
-    return Variant(name, peers, chosen)
-
-
-def _streaming(wire: str) -> Variant:
-    """Two fragments, overlap and mixing as in arXiv 2501.18512."""
-    options = {"mode": "streaming", "fragments": 2, "overlap": 5, "alpha": 0.5, "wire": wire}
-    return _diloco(f"streaming-4-{wire}", 4, eta=0.4, **options)
-
-
-# as `pccl.diloco.sparseloco()` and `muloco(4)`, without importing torch here
-_SPARSELOCO = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "wire": "sparse"}
-_MULOCO = {"outer_lr": 0.833, "outer_momentum": 0.733, "nesterov": True, "wire": "int4"}
-
-VARIANTS = (
-    Variant(BASELINE, 2, None),  # their number makes no difference to the loss
-    *(_diloco(f"sync-{peers}", peers) for peers in ETA),
-    _diloco("sync-4-int8", 4, wire="int8"),
-    _diloco("sync-4-int4", 4, wire="int4"),
-    _diloco("sync-4-e3m0", 4, wire="e3m0"),
-    _diloco("delayed-4", 4, mode="delayed", eta=0.7, outer_momentum=0.0),
-    _diloco("eager-4", 4, mode="eager", eta=1.0, outer_momentum=0.0),
-    _streaming("int4"),
-    _streaming("e3m0"),
-    Variant("sparseloco-4", 4, _SPARSELOCO),
-    Variant("muloco-4", 4, _MULOCO, muon=True),
-    replace(_diloco("sync-4-churn", 4), churn=Churn(every_rounds=5)),
-    replace(_diloco("calm", 4), pace_s=0.05, rounds=40),
-    replace(_diloco("failures", 4), pace_s=0.05, rounds=40, churn=Churn(every_s=15.0)),
+_LRS = (4e-3, 8e-3)
+_SPARSE = _grid((8e-3, 16e-3), (1.0, 1.4), (0.0,))
+_STREAMING = {"mode": "streaming", "fragments": 2, "overlap": 5, "wire": "int4"}
+_DECOUPLED = {"mode": "decoupled", "fragments": 2, "wire": "int4"}
+_ARMS = (
+    Arm(BASELINE, tuple(map(Rates, (4e-3, 8e-3, 12e-3, 16e-3))), peers=1, options=None),
+    Arm("sync-1", peers=1, like="sync-4", eta=0.4),
+    Arm("sync-2", peers=2, like="sync-4", eta=0.6),
+    Arm("sync-4", _grid(_LRS, (0.4, 0.6), (0.9,))),
+    Arm("sync-8", peers=8, like="sync-4", eta=0.8),
+    Arm("sync-4-int4", options={"wire": "int4"}, like="sync-4"),
+    Arm("sync-4-2bit", options={"wire": "2bit"}, like="sync-4"),
+    Arm("sync-8-int4", peers=8, options={"wire": "int4"}, like="sync-4", eta=0.8),
+    Arm(
+        "delayed-4-int4",
+        _grid(_LRS, (0.8, 1.0), (0.8,)),
+        options={"mode": "delayed", "wire": "int4"},
+    ),
+    Arm("eager-4-int4", _grid(_LRS, (0.5, 1.0), (0.0,)), options={"mode": "eager", "wire": "int4"}),
+    Arm("streaming-4-int4", _grid(_LRS, (0.4, 0.6), (0.9,)), options=_STREAMING),
+    Arm("decoupled-4-int4", _grid(_LRS, (0.4, 0.6), (0.9,)), options=_DECOUPLED),
+    Arm("sparse-4", _SPARSE, options={"wire": "sparse"}, inner_steps=15),  # twice as many rounds
+    Arm("muon-4-int4", _grid(_LRS, (0.6, 0.8), (0.8,)), options={"wire": "int4"}, muon=True),
+    Arm("churn-4", like="sync-4", kill_every=5),
 )
+ARMS = {arm.name: arm for arm in _ARMS}
 
 
-class Task(msgspec.Struct, frozen=True):
-    """The task of a peer.
+class Run(msgspec.Struct, frozen=True):
+    """One run; its result holds for exactly these settings."""
 
-    Attributes:
-        number: of the peer; its remainder by the number of peers is its part of each batch.
-    """
+    size: Size
+    arm: Arm
+    rates: Rates
+    seed: int
 
-    master: str
-    settings: Settings
-    variant: Variant
-    number: int = 0
+    @property
+    def label(self) -> str:
+        """For people."""
+        rates = ", ".join(f"{n} {v:g}" for n, v in msgspec.structs.asdict(self.rates).items() if v)
+        return f"{self.size.name} {self.arm.name} seed {self.seed} ({rates})"
 
-
-class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """Model and text are in memory; nothing is connected yet."""
-
-    parameters: int
-
-
-class Point(msgspec.Struct, frozen=True, tag=True):
-    """A point of the curves. `tokens` are of all peers, `tx_bytes` of this one."""
-
-    tokens: int
-    tx_bytes: int
-    validation: float
+    @property
+    def key(self) -> bytes:
+        """What a result depends on."""
+        arm = msgspec.structs.replace(self.arm, grid=(), like="", eta=None)
+        return msgspec.json.encode((self.size, arm, self.rates, self.seed), order="sorted")
 
 
-class Averaged(msgspec.Struct, frozen=True, tag=True):
-    """An outer round has ended; `seconds` since this peer began to train."""
-
-    outer_step: int
-    contributors: int
-    tx_bytes: int
-    seconds: float
-
-
-class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The training is over; the digest is of what all peers share."""
-
-    tx_bytes: int
-    validation: float
-    digest: str
-
-
-Report = Loaded | Point | Averaged | Finished
-
-_decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
-
-
-def encode(report: Report | Task) -> str:
-    """One line of JSON, without its end."""
-    return msgspec.json.encode(report).decode()
-
-
-def decode(line: str) -> Report:
-    """The report in a line.
-
-    Raises:
-        msgspec.DecodeError: the line is not a report.
-    """
-    return _decoder.decode(line)
-
-
-def task(line: str) -> Task:
-    """The task in a line."""
-    return msgspec.json.decode(line, type=Task)
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
+class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The result of a run.
 
     Attributes:
-        parameters: of the model.
-        validation: loss at the end, in nats per byte.
+        loss: on what is held out, in nats per byte.
         tx_bytes: payload bytes that a peer has sent, with churn all processes in its place.
-        curve: loss against tokens and bytes, as peer 0 has seen it.
-        rounds: outer rounds of peer 0.
         kills: peers that were killed.
-        seconds: from the first round to the last, for a timed run.
-        load: of the machine at the end, processes that want to run (the mean of a minute).
+        seconds: that the run took, on a machine that may have had other work.
     """
 
-    settings: Settings
-    variant: Variant
-    parameters: int
-    validation: float
+    size: Size
+    arm: Arm
+    rates: Rates
+    seed: int
+    loss: float
     tx_bytes: float
-    curve: tuple[Point, ...]
-    rounds: tuple[Averaged, ...]
-    kills: int
-    load: float
+    kills: int = 0
+    seconds: float = 0.0
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all peers that the result has learnt from."""
-        settings, peers = self.settings, self.variant.peers
-        if not self.variant.is_timed:
-            return settings.tokens  # a ledger has others learn what is lost with a peer
-        own = settings.inner_steps * (settings.batch // peers) * settings.context
-        return own * sum(one.contributors for one in self.rounds)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all peers in a second, from the end of the first round to the last."""
-        own = self.tokens / sum(one.contributors for one in self.rounds)
-        learnt = own * sum(one.contributors for one in self.rounds[1:])
-        return learnt / (self.rounds[-1].seconds - self.rounds[0].seconds)
-
-    @property
-    def data_parallel_bytes(self) -> float:
-        """Bytes that each peer would send for an fp32 ring all-reduce in each step."""
-        peers = self.variant.peers
-        steps = self.tokens / (self.settings.batch * self.settings.context)
-        return steps * 2 * (peers - 1) / peers * 4 * self.parameters
+    def run(self) -> Run:
+        """That it is the result of."""
+        return Run(self.size, self.arm, self.rates, self.seed)
 
 
-def place(folder: Path, variant: Variant) -> Path:
-    """The file of a run."""
-    return folder / f"{variant.name}.json"
+class Results:
+    """All results, in a file of one JSON object a line, to which each run adds its own."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError or msgspec.DecodeError: the file cannot be read, or is of another kind."""
+        self._path = path
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        found = (msgspec.json.decode(line, type=Result) for line in lines)
+        self._results = {result.run.key: result for result in found}
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self._results.values())
+
+    def get(self, run: Run) -> Result | None:
+        """The result of a run; None if it was not made yet."""
+        return self._results.get(run.key)
+
+    def add(self, result: Result) -> None:
+        """Writes one more.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        arm = msgspec.structs.replace(result.arm, grid=(), like="", eta=None)
+        short = self._results[result.run.key] = msgspec.structs.replace(result, arm=arm)
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(short) + b"\n")
+            os.fsync(file.fileno())
+
+    def swept(self, arm: Arm, size: Size) -> list[Result]:
+        """The sweep of an arm, as far as it was made."""
+        source = ARMS[arm.like] if arm.like else arm
+        runs = (Run(size, source, rates, SWEEP_SEED) for rates in source.grid)
+        return [result for run in runs if (result := self.get(run)) is not None]
+
+    def rates(self, arm: Arm, size: Size) -> Rates | None:
+        """The best rates of a sweep; None: it is not complete."""
+        source = ARMS[arm.like] if arm.like else arm
+        found = self.swept(arm, size)
+        if len(found) < len(source.grid):
+            return None
+        best = min(found, key=lambda result: result.loss).rates
+        return msgspec.structs.replace(best, outer_lr=arm.eta) if arm.eta else best
 
 
-def save(folder: Path, result: Result) -> None:
-    """Writes the file of a run, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path = place(folder, result.variant)
-    beside = path.with_suffix(".part")
-    beside.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-    os.replace(beside, path)
-
-
-def load(folder: Path, variant: Variant, settings: Settings) -> Result | None:
-    """The result of a run that need not be made again; None if there is none of these settings."""
-    try:
-        result = msgspec.json.decode(place(folder, variant).read_bytes(), type=Result)
-    except (FileNotFoundError, msgspec.ValidationError, msgspec.DecodeError):
-        return None
-    return result if (result.variant, result.settings) == (variant, settings) else None
+SWEEP_SEED = 0  # no other run has it

@@ -28,8 +28,8 @@ class Text:
         ValueError: the text is too short.
     """
 
-    def __init__(self, files: Sequence[str], *, context: int, samples: int, seed: int) -> None:
-        text = _read([Path(file) for file in files] or source_files())
+    def __init__(self, files: Sequence[Path], *, context: int, samples: int, seed: int) -> None:
+        text = _read(files or source_files())
         block = min(_BLOCK_BYTES, len(text) // (2 * _HELD_OUT_EVERY))
         if block <= context:
             raise ValueError(

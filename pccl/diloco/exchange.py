@@ -401,13 +401,13 @@ class Exchange:
         self._buffers.adopt()
         self.measured = self.sent = False
 
-    def rebase(self, counted: bool) -> None:
-        """Moves the model as theta has moved since it was the base.
+    def rebase(self, counted: bool, keep: float = 0.0) -> None:
+        """Moves the model as theta has moved since it was the base; it keeps `keep` of its own.
 
         `counted`: theta has d, too, so the model no longer has it.
         """
         self._replica.reshard()
-        self._state.rebase(counted)
+        self._state.rebase(counted, keep)
         self._buffers.adopt()
 
     # ---- the peers ----

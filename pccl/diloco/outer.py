@@ -113,10 +113,10 @@ class OuterState:
             else:
                 parameter.copy_(base)
 
-    def rebase(self, counted: bool = False) -> None:
-        """w = w + (theta - base), or w + (theta - base) + d; then the base is theta."""
+    def rebase(self, counted: bool = False, keep: float = 0.0) -> None:
+        """w = w + (1 - keep) (theta - base), or of (theta - base + d); then the base is theta."""
         by = self.theta - self.base
-        self.move(by + self.delta if counted else by)
+        self.move((1 - keep) * (by + self.delta if counted else by))
         self.base.copy_(self.theta)
 
     def reclaim(self, keep: float = 1.0) -> None:
@@ -168,6 +168,24 @@ class Apart(View):
 
     def reset(self) -> None:
         self._state.base.copy_(self._state.theta)
+
+
+class Ahead(Apart):
+    """The base is a guess of the next theta: see docs/internals/diloco.md, "Delayed"."""
+
+    OWN = 0.75
+
+    @torch.no_grad()
+    def look_ahead(self, applied: bool, peers: int, own: float) -> None:
+        state = self._state
+        state.base.copy_(state.theta)
+        if own:
+            state.base.sub_(self.OWN * state.delta)
+        if applied:
+            state.base.sub_((1 - self.OWN) * state.mean)
+
+    def rebase(self) -> None:
+        self._state.rebase()
 
 
 class Eager(Apart):

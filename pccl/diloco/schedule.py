@@ -121,7 +121,7 @@ class Schedule:
         if mean.suffices:
             exchange.step(mean.average.contributors)
             self._unchecked = self._current
-            self._adopt(self._current)
+            self._follow(self._current)
         else:
             exchange.keep()
             self._short = mean.short
@@ -284,9 +284,20 @@ class Schedule:
     def _adopt(self, fragment: Fragment) -> None:
         """The model takes over theta; that of a late peer also keeps its progress."""
         weight = fragment.exchange.weight
+        if not self._restarts:
+            fragment.view.reset()
         fragment.exchange.adopt(0.0 if weight.excluded else self._alpha)
         if weight.late:
             fragment.exchange.reclaim((1 - self._alpha) * self._late_decay)
+
+    def _follow(self, fragment: Fragment) -> None:
+        """The same some inner steps after a launch; what was learnt meanwhile stays."""
+        exchange = fragment.exchange
+        if exchange.weight.excluded or exchange.weight.late:
+            self._adopt(fragment)
+        else:
+            exchange.rebase(counted=True, keep=self._alpha)
+            exchange.measured = exchange.sent = False
 
     def _give_back(self) -> None:
         """Gives the progress of a failed mean back to the model."""

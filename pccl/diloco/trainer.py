@@ -47,7 +47,7 @@ from pccl.diloco.model import (
     replica_of,
 )
 from pccl.diloco.muon import is_muon
-from pccl.diloco.outer import Apart, Eager, Outer, OuterOptimizer, View, split
+from pccl.diloco.outer import Ahead, Apart, Eager, Outer, OuterOptimizer, View, split
 from pccl.diloco.pace import Forecast, pace_of
 from pccl.diloco.quarantine import Quarantine
 from pccl.diloco.radial import Radial
@@ -121,10 +121,11 @@ class DiLoCo:
             also `quadratic_steps`.
         inner_seconds: instead of `inner_steps`, the seconds between outer steps.
         outer_lr: eta, a number or points. None: by the number of contributors, 0.4 for 1, 0.6 for 2
-            to 4, up to 0.8 for 8 or more; without momentum 0.7 with mode="delayed", 1 with "eager";
-            1 with wire="sparse".
+            to 4, up to 0.8 for 8 or more; with its default momentum 0.8 with mode="delayed", 1 with
+            "eager"; 1 with wire="sparse".
         outer_momentum: mu, a number or points. None: 0.9; 0.5 with fewer than 20 inner steps, else
-            0.6 if the inner optimizer is Muon; 0 with mode="delayed", "eager" or wire="sparse".
+            0.6 if the inner optimizer is Muon; at most 0.8 with mode="delayed"; 0 with "eager" or
+            wire="sparse".
         nesterov: whether the outer momentum is Nesterov's.
         min_peers: peers that a run needs to start, or to resume; the constructor waits for them. A
             started run continues with any number, unless `alone` is "wait".
@@ -140,7 +141,8 @@ class DiLoCo:
             until another peer joins. "step": take the outer step. "wait": admit others until there
             are `min_peers`, at least 2.
         mode: when a mean is applied. "sync": at once. "delayed": while the next round trains, and
-            at its end. "eager": the same, but a peer's own part at once. "streaming": one fragment
+            at its end; until then peers train from a guess of it. "eager": the same, but a peer's
+            own part at once. "streaming": one fragment
             of the model after the other, some inner steps later. "decoupled": the same in a thread
             beside the training, which waits for no other peer.
         wire: how pseudo-gradients are sent: "fp32"; or quantized by each peer, with error feedback,
@@ -149,7 +151,7 @@ class DiLoCo:
         pattern: "strided": layer i is in fragment i mod P. "sequential": fragments are runs of
             layers.
         overlap: tau, with mode="streaming": inner steps from the launch of a mean to its
-            application, less than floor(H / P).
+            application, less than floor(H / P). A peer keeps what it has learnt meanwhile.
         alpha: with mode="streaming", the part that a peer keeps of its own parameters when it takes
             over theta, in [0, 1).
         weight: of a pseudo-gradient. "peers": all the same. "samples": as passed to `step`.
@@ -382,7 +384,9 @@ class DiLoCo:
         settings, entries = self._settings, self._outer.entries()
         if settings.buffers != "local":
             entries[-1].extend(self._buffers.entries())
-        views = {"eager": Eager, "decoupled": Apart}
+        views = {"delayed": Ahead, "eager": Eager, "decoupled": Apart}
+        if settings.overlap:
+            views["streaming"] = Apart
         view = views.get(settings.mode, lambda state: View())
         fragments = [
             Fragment(

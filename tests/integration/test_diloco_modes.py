@@ -121,8 +121,9 @@ def test_a_lone_survivor_has_its_progress_and_no_estimate(address: str, mode: st
             diloco = make(comm, model, mode=mode, min_peers=2, outer_lr=0.5, outer_momentum=0.0)
             model.move(8.0)
             diloco.step()
-            # From a half of what it has moved, by a rate of one half; or from theta.
-            assert torch.equal(model.flat(), torch.full((1000,), -2.0 if mode == "eager" else 0.0))
+            # from a half of what it has moved, by a rate of one half; or from three quarters of it
+            begins = {"eager": -2.0, "delayed": -6.0}[mode]
+            assert torch.equal(model.flat(), torch.full((1000,), begins))
             launched.set()
             assert left.wait(DEADLINE_S)
             for moved in (9.0, 10.0):

@@ -240,7 +240,7 @@ def test_a_lone_peer_with_alone_step_applies_its_progress(address: str) -> None:
             outer = diloco.step()
             flat = model.flat().tolist()
             seen.append((flat[0], flat[-1], outer.fragment if outer else None))
-        expected = [(-1, -1, None), (-2, -2, None), (-1, -3, 0), (-2, -4, None), (-3, -2, 1)]
+        expected = [(-1, -1, None), (-2, -2, None), (-2, -3, 0), (-3, -4, None), (-4, -3, 1)]
         assert seen == expected and diloco.outer_step == 1
 
 

@@ -27,7 +27,7 @@ VALIDATION_BATCH = 64
 LEARNING_RATE = 2e-3
 OUTER_MOMENTUM = 0.5  # the usual 0.9 pays off in runs of hundreds of outer steps, not of sixteen
 REPORTS_PER_ROUND = 5
-_FRAGMENTS, _OVERLAP, _ALPHA = 3, 2, 0.5  # with mode="streaming"
+_FRAGMENTS, _OVERLAP = 3, 2  # with mode="streaming"
 
 
 def main() -> int:
@@ -99,7 +99,7 @@ def _streaming(inner_steps: int) -> dict[str, Any]:
     """Fragments, as far as there are inner steps for them."""
     fragments = min(_FRAGMENTS, inner_steps)
     overlap = min(_OVERLAP, inner_steps // fragments - 1)
-    return {"fragments": fragments, "overlap": overlap, "alpha": _ALPHA}
+    return {"fragments": fragments, "overlap": overlap}
 
 
 class _Meter:

@@ -62,17 +62,24 @@ def sync(problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]) -> lis
     return thetas
 
 
-def delayed(problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]) -> list[Array]:
-    """Trajectories where a mean is applied one round later."""
-    thetas = []
+def delayed(
+    problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]
+) -> list[dict[str, Array]]:
+    """Where each peer starts after each round, if a mean is applied one round later."""
+    starts: list[dict[str, Array]] = []
+    own: dict[str, Array] = {}
     previous: Array | None = None
     for peers in rounds:
-        progress = problem.progress(outer.theta, peers)
+        progress = {
+            p: own.get(p, outer.theta) - problem.train(own.get(p, outer.theta), p) for p in peers
+        }
         if previous is not None:
             outer.step(previous)
-        previous = progress
-        thetas.append(outer.theta)
-    return thetas
+        last = 0.0 if previous is None else previous
+        own = {p: outer.theta - 0.75 * progress[p] - 0.25 * last for p in peers}
+        previous = np.mean([*progress.values()], axis=0)
+        starts.append(own)
+    return starts
 
 
 def eager(
@@ -131,10 +138,11 @@ class Streaming:
             self._train((fragment + 1) * steps // count - began)
             self._own = {peer: self._own[peer] for peer in peers}
             at = self.places[fragment]
-            mean = np.mean([self.outers[fragment].theta - w[at] for w in self._own.values()], 0)
+            theta = self.outers[fragment].theta
+            progress = {peer: theta - w[at] for peer, w in self._own.items()}
             if not joining:
                 self._train(self.overlap)
-            self._apply(fragment, mean)
+            self._apply(fragment, progress)
             for peer in joining:
                 self._own[peer] = self.whole()
             self.weights.append({peer: w.copy() for peer, w in self._own.items()})
@@ -152,11 +160,13 @@ class Streaming:
         for _ in range(steps):
             self._own = {peer: one.train(w, peer) for peer, w in self._own.items()}
 
-    def _apply(self, fragment: int, mean: Array) -> None:
+    def _apply(self, fragment: int, progress: Mapping[str, Array]) -> None:
+        """The mean takes the place of a peer's own progress; what was learnt since then stays."""
         at, outer = self.places[fragment], self.outers[fragment]
-        outer.step(mean)
-        for w in self._own.values():
-            w[at] = self.alpha * w[at] + (1 - self.alpha) * outer.theta
+        before = outer.theta
+        outer.step(np.mean([*progress.values()], axis=0))
+        for peer, w in self._own.items():
+            w[at] += (1 - self.alpha) * (outer.theta - before + progress[peer])
 
 
 @dataclass(frozen=True)
@@ -194,6 +204,7 @@ class Quantizing:
 
     Attributes:
         thetas: after each round.
+        begins: where each peer begins the next one: with a lag, at a guess of the next theta.
         residuals: of each peer, after each round.
     """
 
@@ -202,23 +213,34 @@ class Quantizing:
     lr: float = 0.7
     momentum: float = 0.9
     thetas: list[Any] = field(default_factory=list)
+    begins: list[dict[int, Any]] = field(default_factory=list)
     residuals: list[dict[int, Any]] = field(default_factory=list)
 
-    def run(self, theta: Any, moves: Sequence[Mapping[int, Any]]) -> Quantizing:
-        """`moves` has one array for each round and peer, in the order of the ranks."""
+    def run(
+        self, theta: Any, moves: Sequence[Mapping[int, Any]], resumes: int | None = None
+    ) -> Quantizing:
+        """`moves` has one array for each round and peer, in the order of the ranks.
+
+        In round `resumes` all peers begin at theta, as they do with a checkpoint.
+        """
         codec = CODECS[self.wire]
         lr, momentum, decay = (np.float32(x) for x in (self.lr, self.momentum, codec.decay))
         v = np.zeros_like(theta)
         residuals: dict[int, Any] = {}
         means: list[Any] = [None] * self.lag
         before = 0  # peers in the round before
-        for of_peers in moves:
-            total = None
+        begins: dict[int, Any] = {}
+        for k, of_peers in enumerate(moves):
+            if k == resumes:
+                begins = {}
+            total, progress = None, {}
             two_stage = before >= 3 and decay == 1
             before = len(of_peers)
             for peer, move in of_peers.items():
                 residual = residuals.get(peer, np.zeros_like(theta))
-                given = decay * residual + (theta - (theta - move))
+                begin = begins.get(peer, theta)
+                progress[peer] = begin - (begin - move)
+                given = decay * residual + progress[peer]
                 decoded = codec.decode(codec.encode(given), given.size)
                 residuals[peer] = given - decoded
                 total = decoded if total is None else total + decoded
@@ -236,7 +258,13 @@ class Quantizing:
             if mean is not None:
                 v = momentum * v + mean
                 theta = theta - lr * (mean + momentum * v)
+            begins = {}
+            for peer, own in progress.items():
+                begins[peer] = theta - np.float32(0.75) * own if self.lag else theta
+                if self.lag and mean is not None:
+                    begins[peer] = begins[peer] - np.float32(0.25) * mean
             self.thetas.append(theta)
+            self.begins.append(begins)
             self.residuals.append(dict(residuals))
         return self
 

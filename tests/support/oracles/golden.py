@@ -57,7 +57,7 @@ def trajectory(mode: str) -> dict[str, Any]:
         after = getattr(diloco_oracle, mode)(problem, outer, peers)
         theta = outer.theta
         models = [
-            {p: of_round[p] if mode == "eager" else of_round for p in who}
+            {p: of_round if mode == "sync" else of_round[p] for p in who}
             for of_round, who in zip(after, peers, strict=True)
         ]
     return {
