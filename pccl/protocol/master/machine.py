@@ -442,9 +442,9 @@ class Master:
         if vote.pair:
             pair = vote.pair[0], vote.pair[1]
             round_id = RoundId(Kind.PAIR, peer.info.group, vote.tag, pair)
-        its = {"data": vote.data, "stuck": vote.stuck, "rows": rows}
-        nbytes = held(vote.work, rows, vote.data)
-        self._enter(number, round_id, vote.call, vote.work, held=nbytes, **its)
+        # positional, because this is most of a master's work
+        its = vote.data, vote.stuck, rows, held(vote.work, rows, vote.data), self.now_s
+        self.run.voting.enter(number, round_id, Vote(vote.call, vote.work, *its))
 
     def _vote_sync(self, number: int, vote: m.SyncVote) -> None:
         if self.run.synchronizations.of(number) is not None:
