@@ -208,6 +208,7 @@ class PeerClient(ControlThread):
         alarm = self._alarm
         if asker != self._asker:
             alarm.ring()
+            self._aside = limits.ASIDE_MAX
         elif alarm.selector is not None and patience_s > 0 and self._unread < limits.UNREAD_MAX:
             if not self._aside:
                 return alarm.selector, alarm.descriptor, int(1000 * patience_s)
