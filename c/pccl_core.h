@@ -478,24 +478,7 @@ void pccl_mail_drop(const pccl_zmq *zmq, pccl_mail *mail);
 int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size,
                    int32_t *sent);
 
-/* How to ask. While it waits, `selector`, an epoll that another thread waits for, does not watch the
- * socket, so that a message wakes only the asking thread. */
-typedef struct pccl_ask {
-    void *socket;
-    pccl_mail *mail;         /* messages are added behind those that are there */
-    int selector;            /* it watches the descriptor of the socket for input */
-    int alarm;               /* an eventfd that ends the wait */
-    int patience_ms;         /* 0: it does not wait */
-    int32_t rung;            /* out: whether the alarm ended the wait */
-} pccl_ask;
-
-/* Sends these bytes as pccl_mail_send(), and waits for messages. Returns how many it has received;
- * 0: none, and the socket has none; or a negative errno: nothing was sent, or, if *sent is set, the
- * socket may have messages. It may return 0 early; where there is no epoll, it always does. */
-int pccl_mail_ask(const pccl_zmq *zmq, pccl_ask *ask, const void *data, size_t size,
-                  int32_t *sent);
-
-/* Sends bytes to one of the connections of a ROUTER. Returns 0 or a negative errno. */
+/* Sends them to one of the connections of a ROUTER. Returns 0 or a negative errno. */
 int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,
                       const void *data, size_t size);
 

@@ -19,7 +19,6 @@ from pccl.protocol.strategy import choose
 from pccl.runtime.client.call import Deadline, End, error_of
 from pccl.runtime.client.memory import Copies, Operands, Wide, nothing, on_host
 from pccl.runtime.forks import FORKED
-from pccl.runtime.limits import SLICE_S
 from pccl.runtime.uninterrupted import aside
 from pccl.support.text import require
 from pccl.types import ReduceInfo, Result
@@ -55,11 +54,8 @@ class Launch:
         self._wide: Wide | None = None
         self._lock = threading.Lock()
 
-    def begin(self, work: Operands, stuck: bool = False, deadline: Deadline | None = None) -> None:
-        """Launches it. `stuck`: the caller makes no other call before the answer.
-
-        `deadline`: the caller waits at once for so long, so this may wait already.
-        """
+    def begin(self, work: Operands, stuck: bool = False) -> None:
+        """Launches it. `stuck`: the caller makes no other call before the answer."""
         self._calls.enter(self._name, self.call, *map(work.place, self._tags))
         conditions = self._client.conditions
         strategy = choose(work.work, work.nbytes, conditions)
@@ -73,11 +69,7 @@ class Launch:
                 self._copies.wide = wide
             else:
                 self._wide = wide
-        patience_s = 0.0
-        if deadline is not None and self._copies is None:
-            left_s = deadline.left_s
-            patience_s = SLICE_S if left_s is None else min(SLICE_S, left_s)
-        self._client.collective(self.call, self._tags[0], work, strategy, stuck, patience_s)
+        self._client.collective(self.call, self._tags[0], work, strategy, stuck)
         if self._copies is not None:
             self._copies.go_on(self._client, self.call)
 
@@ -282,8 +274,7 @@ def run(
     deadline = Deadline(timeout)
     one = Launch(membership, name, tag)
     try:
-        stuck = timeout is None and membership.calls.single_threaded()
-        one.begin(work, stuck, deadline)
+        one.begin(work, stuck=timeout is None and membership.calls.single_threaded())
         end = one.finish(deadline)
     except BaseException:
         one.cancel()

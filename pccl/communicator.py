@@ -267,7 +267,7 @@ class Communicator(Closing):
         Raises:
             PCCLError: INVALID_USAGE before `connect`.
         """
-        return self._membership.last("stats").stats()
+        return self._membership.last("stats").metrics.stats()
 
     def explain(self) -> Explanation:
         """Explains what limits the last collectives of this peer, from measurements.

@@ -11,7 +11,6 @@ int main(void)
     const char *endpoint = "tcp://mail:1";
     const pccl_zmq *zmq = fake_table();
     pccl_mail mail = {0};
-    pccl_ask ask = {0};
     char text[8] = "message";
     void *ctx, *pull, *push;
     int32_t sent;
@@ -53,12 +52,6 @@ int main(void)
     while (pccl_mail_take(zmq, pull, &mail, PCCL_MAIL_MAX) == 0)
         CHECK(fake_tick());
     CHECK(mail.size[0] == sizeof text && memcmp(mail.data[0], text, sizeof text) == 0);
-    pccl_mail_drop(zmq, &mail);
-    ask.socket = push;           /* without patience it only sends */
-    CHECK(pccl_mail_ask(zmq, &ask, text, sizeof text, &sent) == 0);
-    CHECK(sent && !ask.rung && mail.n == 0);
-    while (pccl_mail_take(zmq, pull, &mail, PCCL_MAIL_MAX) == 0)
-        CHECK(fake_tick());
     pccl_mail_drop(zmq, &mail);
     zmq->close(push);
     zmq->close(pull);

@@ -56,11 +56,6 @@ class Mail:
         self._receive = partial(take, _address(self._mail), lib.PCCL_MAIL_MAX)
         bytes_ = (ctypes.c_char_p, ctypes.c_size_t)
         self._send = _locked("pccl_mail_send", socket, *bytes_, ctypes.c_void_p)
-        self._asked = _memory()  # what `ask` has received, until `take`
-        self._ask = ffi.new("pccl_ask *", {"socket": ffi.cast("void *", socket.underlying)})
-        self._ask.mail = self._asked
-        self._taken = 0  # how many of them,
-        self._before = 0  # and of all before them
 
     def _check_open(self) -> None:
         """Checks that the socket is open: C has only its address, which may be reused."""
@@ -80,60 +75,6 @@ class Mail:
         _check(waiting)
         return waiting > 0
 
-    def take_asked(self) -> bytes | None:
-        """The first message that `ask` has received and that was not taken, if there is one."""
-        if self._taken == self._asked.n:
-            return None
-        data = bytes(self._of_asked(self._taken))
-        self.drop_asked(self._before + self._taken)
-        return data
-
-    @property
-    def last_asked(self) -> int:
-        """The number of the last message that `ask` has received."""
-        return self._before + int(self._asked.n) - 1
-
-    def drop_asked(self, number: int) -> bool:
-        """Takes the first message that was not taken if it has this number; returns whether."""
-        if self._before + self._taken != number:
-            return False
-        self._taken += 1
-        if self._taken == self._asked.n:
-            lib.pccl_mail_drop(self._table, self._asked)
-            self._before, self._taken = self._before + self._taken, 0
-        return True
-
-    @property
-    def was_interrupted(self) -> bool:
-        """True if the alarm ended the wait of the last `ask`."""
-        return bool(self._ask.rung)
-
-    def ask(
-        self,
-        data: bytes,
-        sent: Any,  # an `int32_t *`, which becomes 1 when it is sent, whatever happens then
-        wait: tuple[int, int, int],  # selector, alarm and patience as in pccl_ask
-    ) -> tuple[bool, memoryview | None]:
-        """Sends a message and waits for an answer, in a single C call without the GIL.
-
-        Returns:
-            (settled, answer): the bytes of the answer, until it is taken (`take_asked`, `take`);
-            None if not exactly one message has come. If not `settled`, there may be messages to
-            take.
-        """
-        if self._by_python:
-            return False, None
-        self._check_open()
-        ask = self._ask
-        ask.selector, ask.alarm, ask.patience_ms = wait
-        got = lib.pccl_mail_ask(self._table, ask, data, len(data), sent)
-        if got != 1:
-            return got == 0, None
-        return True, self._of_asked(self._asked.n - 1)
-
-    def _of_asked(self, at: int) -> memoryview:
-        return memoryview(ffi.buffer(self._asked.data[at], self._asked.size[at]))
-
     def take(self) -> list[bytes]:
         """Receives all waiting messages, until the socket is empty."""
         taken: list[bytes] = []
@@ -142,8 +83,6 @@ class Mail:
                 taken.append(self._socket.recv(zmq.DONTWAIT))
             return taken
         self._check_open()
-        while (asked := self.take_asked()) is not None:
-            taken.append(asked)
         n = self._receive()
         while n > 0:
             data, size = self._mail.data, self._mail.size

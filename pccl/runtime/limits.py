@@ -14,10 +14,6 @@ from pccl.protocol.messages import MESSAGE_BYTES_MAX
 # ---- calls, on a peer ----
 
 FOREVER_S = threading.TIMEOUT_MAX
-ASKED_BYTES = 65536  # of a contribution whose caller reads the answer itself
-UNREAD_S = 0.02  # until the control thread reads answers that callers have read,
-UNREAD_MAX = 16  # or so many of them
-ASIDE_MAX = 63  # calls in a row that leave their answers to that thread, after interrupted waits
 SLICE_S = 0.5  # a wait is cut into slices: Windows handles signals only between them
 QUIET_S = 5.0  # until the log says for whom a call waits; then twice as long, and so on,
 QUIET_MAX_S = 60.0  # up to this

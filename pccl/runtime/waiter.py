@@ -10,10 +10,8 @@ sender reads again before it waits, and a new source is read before the first wa
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
@@ -63,35 +61,5 @@ class Waiter:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
 
-    @property
-    def selector(self) -> int | None:
-        """The descriptor of the epoll in which `wait` waits; None on other systems."""
-        if sys.platform == "linux" and isinstance(self._selector, selectors.EpollSelector):
-            return self._selector.fileno()
-        return None
-
     def close(self) -> None:
         self._opened.close()
-
-
-class Alarm:
-    """Ends the wait of a thread in C, now or the next time; from any thread.
-
-    Attributes:
-        selector: that of a Waiter; None: no thread waits in C.
-        descriptor: an eventfd; -1 if no thread waits in C.
-    """
-
-    def __init__(self, selector: int | None) -> None:
-        self.selector, self.descriptor = selector, -1
-        if selector is not None and sys.platform == "linux":
-            self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def ring(self) -> None:
-        if self.selector is not None and sys.platform == "linux":
-            os.eventfd_write(self.descriptor, 1)
-
-    def close(self) -> None:
-        if self.selector is not None:
-            self.selector = None
-            os.close(self.descriptor)

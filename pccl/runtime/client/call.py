@@ -93,7 +93,6 @@ class Call:
         self.quiet = Quiet()  # over when a log line is due about the peers it waits for
         # the last note, when it has come. Nothing refers to the caller's memory then.
         self.end: End | None = None
-        self.ended_s = 0.0  # when, if the caller has read it itself
         # called with the end; only the control thread adds to them
         self.callbacks: list[Callable[[End], None]] = []
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()

@@ -75,8 +75,9 @@ class CallMetrics:
         self._marks[call] = _Marks(what, False, now_s, self._engine_s())
         self._recovered(now_s)
 
-    def stored(self, call: int, what: str, now_s: float) -> None:
+    def stored(self, call: int, what: str) -> None:
         """The result of a small collective came with the votes."""
+        now_s = time.monotonic()
         self._marks[call] = _Marks(what, True, now_s, held_s=now_s)
         self._recovered(now_s)
 
@@ -86,12 +87,9 @@ class CallMetrics:
             marks.held_s, marks.held_cpu_s = time.monotonic(), self._engine_s()
             self._stopped(op, marks.held_s)
 
-    def ended(
-        self, end: effects.Answer | effects.Fail, began_s: float, ended_s: float = 0.0
-    ) -> None:
-        """A call has ended that began at that time; `ended_s`: 0 if it has ended now."""
-        now_s = ended_s or time.monotonic()
-        marks = self._marks.pop(end.call, None)
+    def ended(self, end: effects.Answer | effects.Fail, began_s: float) -> None:
+        """A call has ended that began at that time."""
+        now_s, marks = time.monotonic(), self._marks.pop(end.call, None)
         self._stopped(end.call, now_s)
         if isinstance(end, effects.Fail):
             self.failures[end.fault.name.lower()] += 1

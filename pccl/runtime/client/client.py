@@ -1,23 +1,19 @@
 """The control thread of a peer, and the methods by which user threads give it commands.
 
-User threads do only one thing themselves: they send the vote of a small collective and wait for the
-answer, which saves three thread switches (`collective`). No exception can interrupt that halfway.
-The command that enters the call is queued first, where nothing overtakes it; then a single C call
-sends the vote, records that it was sent, and waits. Whatever happens next (the answer, a broken
-connection, an exception that ends the call), the control thread first enters the call, and knows
-whether the vote was sent. If the answer is the result, the caller stores it and goes on. The
-message is still there for the control thread, which soon reads it, together with others; until
-then nothing that the control thread does depends on it, as if it were still on its way.
+User threads do only one thing themselves: they send the vote of a small collective, which saves one
+thread switch (`collective`). No exception can interrupt that halfway. The command that enters the
+call is queued first, where nothing overtakes it; then a single C call sends the vote and records
+that it was sent. Whatever happens next (the answer, a broken connection, an exception that ends the
+call), the control thread first enters the call, and knows whether the vote was sent.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from pccl.ext import ffi
-from pccl.insight import Explanation, LinkFacts, Stats, explain
+from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.strategy import Conditions, Settings, Strategy
@@ -29,7 +25,6 @@ from pccl.runtime.client.engine import Engine
 from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.ops import PeerDriver, PendingCalls
 from pccl.runtime.config import Config
-from pccl.runtime.inline_collectives import store
 from pccl.runtime.resources import streams_max
 from pccl.runtime.uninterrupted import insist
 from pccl.security import Security
@@ -78,10 +73,6 @@ class PeerClient(ControlThread):
             system=system,
         )
         self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
-        self._heard = 0  # the seq of the last result that a caller has read
-        self._asker = 0  # the last thread that has voted
-        self._aside = 0  # how many calls leave their answers to the control thread,
-        self._aside_next = 1  # and how many would, if another wait were interrupted
         self.metrics = metrics = CallMetrics(lambda: self._engine.cpu_s)
         self._pending = PendingCalls(metrics.ended)
         self._driver = PeerDriver(
@@ -105,22 +96,9 @@ class PeerClient(ControlThread):
     def number(self) -> int:
         return self.peer.number
 
-    def _catch_up(self) -> None:
-        """Has the control thread read the answers that callers have read."""
-        done = threading.Event()
-        if self._unread and not self._forked:
-            self._inbox.post(done.set)
-            done.wait(limits.SLICE_S)
-
-    def stats(self) -> Stats:
-        """The cost of its calls; from any thread."""
-        self._catch_up()
-        return self.metrics.stats()
-
     def explain(self) -> Explanation:
         """The limits of the last collectives, from the metrics and the kernel's facts about the
         connections; from any thread."""
-        self._catch_up()
         metrics, number, plan = self.metrics, self.number, self.plan
         order = plan.rings[0].order if plan.rings else ()
         after = order[(order.index(number) + 1) % len(order)] if number in order else 0
@@ -154,18 +132,9 @@ class PeerClient(ControlThread):
         return self.peer.knowledge.conditions
 
     def collective(
-        self,
-        call: Call,
-        tag: int,
-        operands: Operands,
-        strategy: Strategy,
-        stuck: bool = False,
-        patience_s: float = 0.0,
+        self, call: Call, tag: int, operands: Operands, strategy: Strategy, stuck: bool = False
     ) -> None:
-        """Enters a collective. `stuck`: the caller makes no other call before the answer.
-
-        `patience_s`: the caller may wait for the answer here for about so long.
-        """
+        """Enters a collective. `stuck`: the caller makes no other call before the answer."""
         work, data = strategy.spec, operands.contribution() if strategy.inline else None
         sent, entered = ffi.new("int32_t *"), False
 
@@ -180,60 +149,17 @@ class PeerClient(ControlThread):
 
         self._leave_to_begin(call, begin)
         if data is not None:
-            wait = self._wait(patience_s if len(data) <= limits.ASKED_BYTES else 0.0)
             with self._working:
                 if entered:
                     return
                 heard = None if self._pending.closed else self.peer.heard_if_free
                 if heard is not None:
-                    heard = max(heard, self._heard)
                     vote = m.StartVote(call.number, tag, work, data, heard, stuck)
-                    self._driver.mail_waits = True
-                    settled, answer = self._master.dealer.ask(m.encode(vote), sent, wait)
-                    if self._master.dealer.was_interrupted:
-                        self._aside = self._aside_next
-                        self._aside_next = min(2 * self._aside_next + 1, limits.ASIDE_MAX)
-                    if answer is not None:
-                        settled = self._take_result(call, operands, answer)
-                    if settled:
+                    before, self._driver.mail_waits = self._driver.mail_waits, True
+                    if self._master.dealer.send_now(m.encode(vote), sent):
+                        self._driver.mail_waits = before  # unless an exception comes in between
                         return
         self._inbox.signal()
-
-    def _wait(self, patience_s: float) -> tuple[int, int, int]:
-        """How a caller waits for its answer, as `Mail.ask` takes it.
-
-        Threads that call by turns do not wait, and interrupt a thread that does.
-        """
-        asker, self._asker = self._asker, threading.get_ident()
-        alarm = self._alarm
-        if asker != self._asker:
-            alarm.ring()
-            self._aside = limits.ASIDE_MAX
-        elif alarm.selector is not None and patience_s > 0 and self._unread < limits.UNREAD_MAX:
-            if not self._aside:
-                return alarm.selector, alarm.descriptor, int(1000 * patience_s)
-            self._aside -= 1
-        return -1, -1, 0
-
-    def _take_result(self, call: Call, operands: Operands, answer: m.MasterMessage) -> bool:
-        """Ends a call if this is its result. Returns whether the control thread may sleep."""
-        if not isinstance(answer, m.Started) or answer.call != call.number or not answer.final:
-            return False
-        assert answer.data is not None
-        nbytes = len(answer.data)
-        reduced = effects.Reduced(self.conditions.members, nbytes, nbytes)
-        self._heard = answer.seq
-        self._unread += 1
-        self._aside_next = 1 + self._aside_next // 2
-        number = self._master.dealer.last_asked
-        self._inbox.leave(lambda: self._read_asked(number, answer))
-        end = effects.Answer(call.number, reduced)
-        call.ended_s = time.monotonic()
-        call.end = end  # from here on, the control thread leaves the memory alone
-        for operand in operands.each:
-            store(operand.recv, answer.data)
-        call.put(end)
-        return self._alert
 
     def ready(self, call: Call, offset: int, length: int) -> None:
         """Says that a progressive collective's input is in its memory between these offsets."""

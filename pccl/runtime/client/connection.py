@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
+from pccl.ext import ffi, lib, tables
 from pccl.ext.mail import Mail
 from pccl.protocol import messages as m
 from pccl.runtime import limits
@@ -158,44 +159,27 @@ class Dealer:
             return True  # the connection broke; its monitor knows why, and is read next
         return waiting
 
-    def ask(
-        self, vote: bytes, sent: Any, wait: tuple[int, int, int]
-    ) -> tuple[bool, m.MasterMessage | None]:
-        """Sends the vote of a small collective from its caller's thread, and waits for an answer.
+    def send_now(self, vote: bytes, sent: Any) -> bool:
+        """Sends the vote of a small collective from its caller's thread, in a single C call.
 
-        The arguments are those of `Mail.ask`.
+        Args:
+            vote: the encoded message.
+            sent: an `int32_t *`, which becomes 1 when it is sent, whatever happens then.
 
         Returns:
-            (settled, answer): the answer, if one message has come, which must be received, too. If
-            not `settled`, the control thread must be woken: the vote was not sent, or the socket
-            has messages to read that would otherwise go unnoticed.
+            True on success. False if the control thread must be woken: the vote was not sent, or
+            the socket has messages to read that would otherwise go unnoticed.
         """
-        settled, frame = self._mail.ask(vote, sent, wait)
-        if frame is None:
-            return settled, None
-        try:
-            return True, m.decode_from_master(frame)
-        except m.ProtocolError:  # several messages in a frame, or none
-            return False, None
-
-    @property
-    def was_interrupted(self) -> bool:
-        """True if the alarm ended the wait of the last `ask`."""
-        return self._mail.was_interrupted
+        backend = tables.load()
+        if backend.name != "libzmq":  # the other backend calls back into Python
+            return False
+        socket = ffi.cast("void *", self.socket.underlying)
+        return bool(lib.pccl_mail_send(backend.table, socket, vote, len(vote), sent) == 0)
 
     def receive(self) -> Iterator[m.MasterMessage]:
         """All messages so far. Raises ProtocolError: the master has sent something else."""
         for frame in self._mail.take():
             yield from map(m.decode_from_master, m.opened(frame))
-
-    @property
-    def last_asked(self) -> int:
-        """The number of the last answer."""
-        return self._mail.last_asked
-
-    def receive_asked(self, number: int, answer: m.MasterMessage) -> list[m.MasterMessage]:
-        """Receives an answer, if no earlier message waits to be received."""
-        return [answer] if self._mail.drop_asked(number) else []
 
     def events(self) -> Iterator[DealerEvent]:
         while True:

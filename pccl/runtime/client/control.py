@@ -5,7 +5,7 @@ main thread, by `PyThreadState_SetAsyncExc` in any thread. During protocol work 
 change of state from the messages and commands that belong to it, which leaves no consistent state.
 So user threads do a single atomic thing: they append a command to the inbox, and wait on a `Call`.
 The work is done by the control thread, which runs no signal handlers and is unknown to the program.
-It never blocks, and handles no bulk data. (Votes of small collectives are an exception: client.py.)
+It never blocks, and handles no bulk data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -28,7 +28,7 @@ from pccl.kernels import arithmetic_digest
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.peer import effects
-from pccl.runtime import forks, limits
+from pccl.runtime import forks
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.connection import Dealer, Identity, Machine, MasterConnection
 from pccl.runtime.client.engine import Engine, EngineOptions
@@ -38,7 +38,7 @@ from pccl.runtime.client.streams import Refused, Streams, shortage
 from pccl.runtime.config import Config, default_name, machine_id
 from pccl.runtime.resolve import Resolver, everywhere, further_hosts
 from pccl.runtime.uninterrupted import aside, insist
-from pccl.runtime.waiter import Alarm, Waiter
+from pccl.runtime.waiter import Waiter
 from pccl.security import Security
 from pccl.version import __version__
 
@@ -54,16 +54,13 @@ class Inbox:
     after that. So a command wakes it only if it waits. A command that comes while it works is
     carried out with those before it, and their messages are sent together.
 
-    Attributes:
-        is_due: whether there are commands that cannot wait.
-
     Args:
         wake: wakes the control thread.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._commands: deque[Command] = deque()
-        self._ended = self._forked = self._waits = self.is_due = False
+        self._ended = self._forked = self._waits = False
         self._wake = wake
 
     def post(self, command: Command) -> None:
@@ -78,16 +75,15 @@ class Inbox:
 
     def signal(self) -> None:
         """Wakes the control thread; after its end, runs the commands in this thread."""
-        self.is_due = True
         if self._waits and not (self._ended or self._forked):
             self._wake()
         if self._ended:
             self.carry_out()
 
     def may_wait(self) -> bool:
-        """The control thread may wait until `works`. Returns True if no commands are due."""
+        """The control thread may wait until `works`. Returns True if there are no commands."""
         self._waits = True
-        return not self.is_due
+        return not self._commands
 
     def works(self) -> None:
         """The control thread waits no more."""
@@ -99,7 +95,6 @@ class Inbox:
         self._commands.clear()
 
     def carry_out(self) -> None:
-        self.is_due = False
         while self._commands:
             try:
                 command = self._commands.popleft()
@@ -210,8 +205,6 @@ class ControlThread:
         self._ended = threading.Event()
         self._leaving = self._forked = False
         self._working = threading.RLock()  # its holder uses the connection to the master
-        self._unread = 0  # answers that callers have read, and the control thread not yet
-        self._alert = False  # whether the control thread soon reads such answers unasked
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
@@ -219,9 +212,6 @@ class ControlThread:
             opened.callback(system.close)
             self._waiter = system.waiter()
             opened.callback(self._waiter.close)
-            # rings for a caller that uses that connection and waits for an answer
-            self._alarm = Alarm(self._waiter.selector)
-            opened.callback(self._alarm.close)
             self._inbox = Inbox(self._waiter.wake)
             opened.callback(self._inbox.end)
             self._engine = system.engine(
@@ -396,8 +386,6 @@ class ControlThread:
         if self._machine.over is not None:
             return None
         due = [each for timer in self._timers if (each := timer.due_s) is not None]
-        if self._alert:
-            due.append(self.now() + limits.UNREAD_S)
         return max(0.0, min(due) - self.now()) if due else None
 
     def turn(self, ready: Sequence[Callable[[], object]]) -> bool:
@@ -407,22 +395,10 @@ class ControlThread:
             ready: reads what has arrived.
         """
         self._inbox.works()
-        if not self._working.acquire(blocking=False):
-            if not (ready or self._inbox.is_due or self.pause() == 0):
-                return True  # a caller waits for its answer, and earlier ones can wait, too
-            self._take_over()
-        try:
-            self._alert, self._unread = self._unread > 0, 0
+        with self._working:
             self._work(ready)
-        finally:
-            self._working.release()
         self._worked()
         return not (self.failure or self._done)
-
-    def _take_over(self) -> None:
-        """Takes the connection to the master, also from a caller that waits for an answer."""
-        self._alarm.ring()
-        self._working.acquire()
 
     def _worked(self) -> None:
         """Wakes threads that wait for what was done."""
@@ -476,14 +452,7 @@ class ControlThread:
         return f"peer {self._machine.number}"
 
     def _read_master(self) -> None:
-        self._received(self._master.dealer.receive())
-
-    def _read_asked(self, number: int, answer: m.MasterMessage) -> None:
-        """Reads an answer that a caller has read already."""
-        self._received(self._master.dealer.receive_asked(number, answer))
-
-    def _received(self, messages: Iterable[m.MasterMessage]) -> None:
-        for message in messages:
+        for message in self._master.dealer.receive():
             todo = self._machine.received(message)
             if isinstance(message, m.Resumed | m.Welcome):
                 self._master.answered()
@@ -501,16 +470,14 @@ class ControlThread:
     def end(self) -> None:
         """Releases everything and answers all waiting calls, whatever fails on the way."""
         pending = self._driver.pending
-        self._take_over()
-        pending.closed = True
-        self._working.release()
+        with self._working:
+            pending.closed = True
         with contextlib.ExitStack() as last:  # runs in reverse order
             last.callback(self._ended.set)
             last.callback(lambda: pending.fail_all(self._machine.over))
             last.callback(self._worked)
             last.callback(self._inbox.end)
             last.callback(pending.memory.clear)
-            last.callback(self._alarm.close)
             last.callback(self._waiter.close)
             last.callback(self._system.close)
             last.callback(self._rendezvous.close)

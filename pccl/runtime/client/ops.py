@@ -72,10 +72,10 @@ class PendingCalls:
     """Calls by number, and memory by op.
 
     Args:
-        ended: called with the end of a call, and `began_s` and `ended_s` of the call.
+        ended: called with the end of a call, and the time at which the call began.
     """
 
-    def __init__(self, ended: Callable[[End, float, float], None] = lambda *_: None) -> None:
+    def __init__(self, ended: Callable[[End, float], None] = lambda end, began_s: None) -> None:
         self._ended = ended
         # op -> what the engine refers to, or is about to
         self.memory: dict[int, Operands | Pool] = {}
@@ -86,10 +86,6 @@ class PendingCalls:
 
     def __contains__(self, number: int) -> bool:
         return number in self._calls
-
-    def ended_s(self, number: int) -> float:
-        """When its caller has read the end of a call itself, and stored the result; else 0."""
-        return self._calls[number].ended_s if number in self._calls else 0.0
 
     def add(self, call: Call) -> None:
         self._calls[call.number] = call
@@ -116,7 +112,7 @@ class PendingCalls:
         self.memory.pop(effect.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(effect.call, None)
         if call is not None:
-            self._ended(effect, call.began_s, call.ended_s)
+            self._ended(effect, call.began_s)
         if call is not None and self.closed:  # made after the end, in the caller's own thread
             call.put(effect)
         elif call is not None:
@@ -371,7 +367,6 @@ class PeerDriver(Driver):
     def _store(self, effect: effects.Store) -> None:
         memory = self.pending.memory[effect.call]
         assert isinstance(memory, Operands)
-        ended_s = self.pending.ended_s(effect.call)
-        self._metrics.stored(effect.call, memory.work.what, ended_s or time.monotonic())
-        for operand in () if ended_s else memory.each:
+        self._metrics.stored(effect.call, memory.work.what)
+        for operand in memory.each:
             store(operand.recv, effect.data)

@@ -23,8 +23,6 @@ RELAY_PORT = 7
 class SimWaiter:
     """A `Waiter` that never waits."""
 
-    selector = None
-
     def __init__(self, peer: SimPeer) -> None:
         self._peer = peer
         self._reads: dict[object, Callable[[], object]] = {}
@@ -67,19 +65,19 @@ class SimDealer:
         self._peer, self.socket, self.monitor = peer, object(), object()
         self.unsent: list[m.PeerMessage] = []
         self._events: list[DealerEvent] = []
-        self.broken = self.was_interrupted = False
+        self.broken = False
         peer.dealer = self
 
     def send(self, message: m.PeerMessage) -> None:
         self._peer.conversation.said(message)  # others may be heard before it is sent
         self.unsent.append(message)
 
-    def ask(self, vote: bytes, sent: Any, wait: object) -> tuple[bool, None]:
+    def send_now(self, vote: bytes, sent: Any) -> bool:
         sent[0] = 1
         message = m.decode_from_peer(vote)
         self._peer.conversation.said(message)
         self._peer.send(message)
-        return not self._peer.arrived, None
+        return not self._peer.arrived
 
     def flush(self) -> bool:
         unsent, self.unsent = self.unsent, []
