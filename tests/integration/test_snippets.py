@@ -68,7 +68,7 @@ def blocks(page: Path, *, made: bool = True) -> list[Block]:
         line = text[: block.start()].count("\n") + 2
         # a process has one default group: tests/integration/test_torch_*.py have such programs
         backend = any(words in block[3] for words in ("pccl.torch", 'init_process_group("pccl"'))
-        # what several machines share: tests/integration/test_diloco_checkpoints.py has such programs
+        # several machines share it: tests/integration/test_diloco_checkpoints.py has such programs
         shared = '"/shared/' in block[3]
         elsewhere = above[-1:] == ["Before"] or backend or shared
         found.append(Block(page, line, block[2], dedent(block[3]), elsewhere))
