@@ -27,7 +27,7 @@ from experiment.text import Text  # noqa: E402
 
 from pccl.cli.demo.model import GPT, Shape  # noqa: E402
 
-TINY = Size("tiny", width=8, layers=1, heads=2, context=8, rounds=8)
+TINY = Size("tiny", width=8, layers=1, heads=2, context=8, rounds=10)
 
 
 def made(run: Run, loss: float, tx_bytes: float = 0.0) -> Result:
@@ -94,7 +94,7 @@ def test_gaps_are_of_the_same_seed_and_what_was_not_run_is_named(tmp_path: Path)
         "| +2.50 % ± 0.71 | 2 |" in text and "Not run with tiny parameters: eager-4-int4." in text
     )
     bars = tables.bars([row])
-    assert "| +2.50 % at 1/427 of the bytes | yes |" in bars and "| not run |  |" in bars
+    assert "| +2.50 % at 1/534 of the bytes | yes |" in bars and "| not run |  |" in bars
     figures.sizes([row], tmp_path / "sizes.svg")
     figures.savings([row], tmp_path / "savings.svg")
     assert all(b"<svg" in path.read_bytes() for path in tmp_path.glob("*.svg"))
