@@ -14,6 +14,8 @@ from pccl.protocol.ring import checksum, places, plan_rings
 from pccl.protocol.strategy import (
     DEFAULTS,
     DIRECT_MAX,
+    KIB,
+    MIB,
     ONE_SHOT_LOCAL_MAX,
     STEP,
     Algorithm,
@@ -21,6 +23,7 @@ from pccl.protocol.strategy import (
     Settings,
     Strategy,
     choose,
+    chunk_bytes,
 )
 from pccl.types import DataType, ReduceOp
 
@@ -144,6 +147,54 @@ def test_users_have_the_last_word_on_lanes() -> None:
         (NEAR, Settings(pool_size=2, lanes=4), 2),
     ):
         assert choose(WORK, 0, dataclasses.replace(known, settings=settings)).lanes == lanes
+
+
+@pytest.mark.parametrize(
+    ("machines", "hosts", "ipc", "together", "local"),
+    [
+        ("aaa", "111", "yyy", True, True),
+        ("aaa", "112", "yyy", False, True),
+        ("aba", "111", "yyy", False, False),
+        ("abc", "123", "yyy", False, False),
+        ("aaa", "111", "yny", True, False),
+    ],
+)
+def test_a_member_knows_whether_its_group_is_on_one_machine(
+    machines: str, hosts: str, ipc: str, together: bool, local: bool
+) -> None:
+    infos = tuple(
+        m.PeerInfo(number, 0, f"10.0.0.{host}", number, "ipc" if has == "y" else "", machine)
+        for number, (machine, host, has) in enumerate(zip(machines, hosts, ipc, strict=True), 1)
+    )
+    rings = plan_rings(infos)
+    known = Conditions.of(m.Plan(1, infos, rings, 0), 1, DEFAULTS)
+    assert (known.members, known.rings) == (3, rings)
+    assert (known.together, known.local) == (together, local)
+
+
+@pytest.mark.parametrize(
+    ("total", "members", "near", "far", "quantized"),
+    [
+        (0, 0, 256, 32, 32),
+        (MIB, 2, 256, 128, 32),
+        (4 * MIB, 2, 512, 256, 128),
+        (8 * MIB, 1, 1024, 256, 256),
+        (1 << 40, 4, 1024, 256, 256),
+    ],
+)
+def test_a_segment_has_several_chunks_within_the_limits(
+    total: int, members: int, near: int, far: int, quantized: int
+) -> None:
+    assert chunk_bytes(total, members, True, False) == near * KIB
+    assert chunk_bytes(total, members, False, False) == far * KIB
+    for local in (True, False):
+        assert chunk_bytes(total, members, local, True) == quantized * KIB
+
+
+def test_a_choice_in_words_has_the_size_of_chunks_in_its_unit() -> None:
+    assert str(choose(WORK, 4000, NEAR)) == "inline"
+    for known, chunk in ((NEAR, "1 MiB"), (FAR, "256 KiB")):
+        assert f"chunks of {chunk}," in str(choose(plain(1 << 22), 16 * MIB, known))
 
 
 SPECS = st.builds(

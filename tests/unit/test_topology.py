@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccl.protocol import messages as m
-from pccl.protocol.ring import plan_rings, shares, span
+from pccl.protocol.ring import BARRED, plan_rings, shares, span
 from pccl.protocol.topology import (
     EXACT_MAX,
     GAIN,
@@ -204,6 +204,27 @@ def test_rings_that_have_become_one_are_one() -> None:
     chosen = [m.Ring((1, 2, 3, 4), 2), m.Ring((1, 2, 4, 3), 1), m.Ring((2, 1, 3, 4), 5)]
     left = infos("a", "b", "c")
     assert plan_rings(left, chosen) == (m.Ring((1, 2, 3), 3), m.Ring((2, 1, 3), 5))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_among_many_no_swap_at_the_costliest_hop_makes_the_plan_cheaper(seed: int) -> None:
+    draw, size = random.Random(seed), EXACT_MAX + 4
+    start = tuple(range(1, size + 1))
+    costs = {hop: draw.choice([0, 0, 0, 1, 5, BARRED]) for hop in permutations(start, 2)}
+    costs[start[:2]] = BARRED
+
+    def total(order: tuple[int, ...]) -> int:
+        return sum(costs[hop] for hop in hops(order))
+
+    (found,) = plan_rings(infos(*"abcdefghijkl"), (), costs.__getitem__)
+    order = found.order
+    assert order[0] == 1 and sorted(order) == list(start) and total(order) < total(start)
+    at = max(range(size), key=lambda i: (costs[order[i], order[(i + 1) % size]], -i))
+    for i in {at, (at + 1) % size} - {0}:
+        for j in range(1, size):
+            swapped = [*order]
+            swapped[i], swapped[j] = order[j], order[i]
+            assert total(tuple(swapped)) >= total(order)
 
 
 def test_rings_share_out_the_offsets_of_the_longest_slice() -> None:
