@@ -138,6 +138,17 @@ def test_devices_are_copied_in_steps_where_the_result_needs_no_second_look() -> 
         assert choose(spec, 0, FAR).step == 0
 
 
+def test_only_averages_of_integers_need_a_wider_type() -> None:
+    whole, real = DataType.INT32.value, DataType.FLOAT.value
+    for op in ReduceOp:
+        for what in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE, CollectiveKind.BROADCAST):
+            averages = op is ReduceOp.AVG and what is not CollectiveKind.BROADCAST
+            assert choose(m.Spec(what, op.value, whole, 9), 36, FAR).wide is averages
+            assert not choose(m.Spec(what, op.value, real, 9), 36, FAR).wide
+    parts = (m.Part(real, 2), m.Part(whole, 2))
+    assert choose(m.Spec("all_reduce", ReduceOp.AVG.value, 0, 0, parts=parts), 16, FAR).wide
+
+
 def test_users_have_the_last_word_on_lanes() -> None:
     for known, settings, lanes in (
         (NEAR, DEFAULTS, 1),
@@ -222,6 +233,7 @@ def test_all_members_choose_alike(spec: m.Spec, hosts: list[tuple[str, str]], we
         settings = Settings(lanes=number)
         strategy = choose(spec, 1000, Conditions.of(plan, number, settings))
         seats = places(spec, rings, number, (1,) * len(rings))
+        assert [one.position for one in seats] == [ring.order.index(number) for ring in rings]
         shares = tuple((one.members, one.begin, one.count) for one in seats)
         cut = strategy.chunk_bytes if strategy.algorithm is Algorithm.TWO_STAGE else 0
         found.add((strategy.spec, strategy.inline, strategy.algorithm, strategy.eager, shares, cut))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccl.protocol import messages as m
-from pccl.protocol.ring import BARRED, plan_rings, shares, span
+from pccl.protocol.ring import BARRED, plan_rings, receivers, shares, span, successors
 from pccl.protocol.topology import (
     EXACT_MAX,
     GAIN,
@@ -206,11 +206,11 @@ def test_rings_that_have_become_one_are_one() -> None:
     assert plan_rings(left, chosen) == (m.Ring((1, 2, 3), 3), m.Ring((2, 1, 3), 5))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_among_many_no_swap_at_the_costliest_hop_makes_the_plan_cheaper(seed: int) -> None:
     draw, size = random.Random(seed), EXACT_MAX + 4
     start = tuple(range(1, size + 1))
-    costs = {hop: draw.choice([0, 0, 0, 1, 5, BARRED]) for hop in permutations(start, 2)}
+    costs = {hop: draw.choice([*range(10), BARRED]) for hop in permutations(start, 2)}
     costs[start[:2]] = BARRED
 
     def total(order: tuple[int, ...]) -> int:
@@ -227,6 +227,29 @@ def test_among_many_no_swap_at_the_costliest_hop_makes_the_plan_cheaper(seed: in
             assert total(tuple(swapped)) >= total(order)
 
 
+def test_one_peer_needs_no_ring() -> None:
+    assert plan_rings([]) == plan_rings(infos("a")) == ()
+
+
+def test_each_ring_has_a_successor() -> None:
+    rings = [m.Ring((3, 1, 2), 1), m.Ring((2, 1, 3), 1)]
+    assert [successors(rings, number) for number in (1, 2, 3)] == [(2, 3), (3, 1), (1, 2)]
+
+
+def test_rows_have_receivers_that_are_not_their_sender() -> None:
+    for what, gives, of_3, of_1 in (
+        ("gather", (), {1}, set()),
+        ("scatter", (), {1, 2}, set()),
+        ("scatter", (1, 0, 1), {2}, set()),
+        ("all_to_all", (), {1, 2}, {2, 3}),
+        ("all_to_all", (1, 0, 1), {2}, {2, 3}),
+    ):
+        work = m.Spec(what, 0, 10, 9, root=int(what == "gather"))  # type: ignore[arg-type]
+        rings = [m.Ring((3, 1, 2), 1)]
+        assert receivers(work, gives, rings, 3) == of_3
+        assert receivers(work, gives, rings, 1) == of_1
+
+
 def test_rings_share_out_the_offsets_of_the_longest_slice() -> None:
     rows = (1, 30, 0)
     one = m.Spec("all_gather", 0, 10, 5, members=3, rows=rows)
@@ -234,4 +257,6 @@ def test_rings_share_out_the_offsets_of_the_longest_slice() -> None:
     two = m.Spec("all_gather", 0, 0, 0, members=3, parts=parts, rows=rows)
     assert (span(one), span(two)) == (192, 192 + 64)
     assert span(m.Spec("all_gather", 0, 10, 5, members=3, rows=(0, 0, 0))) == 0
+    for count, offsets in ((0, 0), (1, 64), (64, 64), (65, 128)):
+        assert span(m.Spec("all_reduce", 0, 10, count)) == offsets
     assert shares(span(two), [m.Ring((1, 2, 3), 1)] * 2) == [(0, 128), (128, 128)]
