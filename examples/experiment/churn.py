@@ -67,7 +67,7 @@ def train(run: Run) -> Result:
                 if (
                     peer is peers[0]
                     and len(news) == 2
-                    and news[0] % (run.size.rounds // SHOWN) == 0
+                    and news[0] % max(1, run.size.rounds // SHOWN) == 0
                 ):
                     show(run, news[0] / run.size.rounds)
                 due = run.arm.kill_every * (kills + 1)
