@@ -204,6 +204,7 @@ class SimulatedRun:
         """SIGCONT."""
         self.say(f"peer {peer.name} thaws")
         peer.frozen = False
+        self._idle = 0  # its time stood still
 
     def sever(self, peer: SimPeer) -> None:
         """Its heartbeats end, for it is frozen or its cable is cut: the master drops it."""
