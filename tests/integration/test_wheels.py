@@ -165,7 +165,7 @@ def test_type_checkers_see_the_types(checker: str, wheel: Path, tmp_path: Path) 
         ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
         return ended.returncode, ended.stdout
 
-    right = check("typed_program.py", *programs)
+    right = check("typed.py", *programs)
     assert right[0] == 0, right[1]
     status, said = check("wrong.py")
     assert status == 1 and len(re.findall(r"arg-type|reportArgumentType", said)) == 2, said
