@@ -369,8 +369,10 @@ def test_a_real_master_and_a_limit_on_the_size_of_files(
                         comm.update_topology()
             if on_error is OnError.STOP:
                 assert master.process.wait(20) == 1
-                return
             joining.join()
+            if on_error is OnError.STOP:
+                second.close()
+                return
             lock = path.with_name("master.db.lock")
             wait_until(lambda: "behind" in lock.read_text())
             resource.prlimit(master.process.pid, resource.RLIMIT_FSIZE, limits)
