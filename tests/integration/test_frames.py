@@ -184,3 +184,33 @@ def test_the_master_does_its_chores_now_and_then_and_not_for_each_vote(
             assert isinstance(welcome(peer), m.CallError)
         assert len(waits) <= 110
         assert len(chores) - before <= 10
+
+
+def test_a_command_without_memory_is_repeated_at_the_end() -> None:
+    """Its call is then known, and answered like the others; those behind it get their turn."""
+    inbox, done = Inbox(lambda: None), list[str]()
+
+    def fails_at_first() -> None:
+        done.append("first")
+        if len(done) == 1:
+            raise MemoryError
+
+    inbox.leave(fails_at_first)
+    inbox.leave(lambda: done.append("second"))
+    with pytest.raises(MemoryError):
+        inbox.carry_out()
+    inbox.end()
+    assert done == ["first", "first", "second"]
+
+
+def test_a_command_that_fails_at_the_end_is_dropped() -> None:
+    inbox, done = Inbox(lambda: None), list[str]()
+
+    def fails() -> None:
+        done.append("first")
+        raise MemoryError
+
+    inbox.leave(fails)
+    inbox.leave(lambda: done.append("second"))
+    inbox.end()
+    assert done == ["first", "second"]

@@ -100,12 +100,21 @@ class Inbox:
                 command = self._commands.popleft()
             except IndexError:  # after the end, another thread may have come first
                 return
-            command()
+            try:
+                command()
+            except BaseException:
+                if not self._ended:  # `end` repeats it: its call may not be known yet
+                    self._commands.appendleft(command)
+                raise
 
     def end(self) -> None:
         """The control thread ends. Later commands run in the thread that posts them."""
         self._ended = True
-        self.carry_out()
+        while self._commands:
+            try:
+                self.carry_out()
+            except Exception:  # the others still get their turn
+                log.debug("a command failed after the end", exc_info=True)
 
 
 class Timer(Protocol):
@@ -359,8 +368,9 @@ class ControlThread:
 
     def _leave_to_begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
         def begin() -> None:
-            self._driver.pending.add(call)
-            self._perform(event(call.number))
+            if call.end is None:  # else it is repeated, and its call was answered
+                self._driver.pending.add(call)
+                self._perform(event(call.number))
 
         self._inbox.leave(begin)
 
