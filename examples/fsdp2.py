@@ -1,4 +1,4 @@
-"""DiLoCo between machines, within each of which FSDP2 shards the model over processes.
+"""DiLoCo between machines. Within each machine, FSDP2 shards the model over processes.
 
     pccl master &
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --seed 1 --checkpoints one &

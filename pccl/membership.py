@@ -78,7 +78,7 @@ class CallsInFlight:
                 del self._tags[tag]
 
     def single_threaded(self) -> bool:
-        """True if this thread is the only live one that has ever made a call.
+        """True if no other live thread has ever made a call.
 
         If so, it makes no other call while it waits in this one, and its vote says so. Then the
         master can tell it when no other peer will ever enter that call.

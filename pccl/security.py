@@ -1,4 +1,4 @@
-"""The keys of a run, by which it admits peers and peers recognize their master: text files.
+"""The keys of a run, in text files: its master admits peers by them, and peers verify their master.
 
     master.secret   the master's key pair; only on its machine
     master.key      the master's public key; every peer needs it

@@ -171,8 +171,8 @@ struct flow *op_add_flow(struct op *op, struct stream *stream);
  * if the former is not open. On failure the op fails, and this returns NULL. */
 struct flow *op_add_direct(struct op *op, uint32_t stream, struct flow *around);
 
-/* Handles the messages that have waited for START, which fixed our place; those of another call are
- * dropped. */
+/* START has fixed our place: handles the messages that have waited for it, and drops messages of
+ * other calls. */
 void op_take_early(struct op *op, struct packets *early);
 
 /* Adds the flow of a ring, to the stream of our place in it or to none. On failure the op fails,

@@ -319,7 +319,7 @@ class Story:
         self._happened.marks.append(Mark(text, peer, noted))
 
     def end(self, unix_s: float) -> Happened:
-        """The calls that were open when the log ended, and those of them that waited for others."""
+        """The calls that were open when the log ended, and the rounds in which they waited."""
         happened = Happened(ended=[*self._calls.values()])
         rounds: defaultdict[tuple[str, int | None, bool], list[Call]] = defaultdict(list)
         for call in happened.ended:

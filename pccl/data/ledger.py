@@ -7,8 +7,8 @@ docs/howto/data.md says how. A sample is
     under way   a collective with this peer's progress has started
     consumed    that collective has committed, and its result is applied
 
-The ledger has a row for each range of samples that are claimed or returned, and none for what is
-consumed or fresh. If the rows do not suffice, peers get fewer samples in a round.
+The ledger has a row for each range of claimed or returned samples, and no rows for consumed or
+fresh ones. If the rows do not suffice, peers get fewer samples in a round.
 """
 
 from __future__ import annotations

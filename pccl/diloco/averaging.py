@@ -124,7 +124,7 @@ class Total:
 
     @property
     def received(self) -> Tensors:
-        """The buffers into which an all-reduce sums what is sent."""
+        """The buffers for the sums of an all-reduce."""
         return [*self._votes.received, *([] if self.own is None else [self._sum])]
 
     def add_up(self, rows: Sequence[torch.Tensor]) -> None:

@@ -240,7 +240,7 @@ def _complete(directory: Path) -> list[Path]:
 
 
 class _Writer(threading.Thread):
-    """Writes one file, and says what is in it in another one, in the background."""
+    """Writes a file of data, and a file that describes it, in the background."""
 
     def __init__(self, step: int, directory: Path, prefix: str, writes: _Writes) -> None:
         super().__init__(name="pccl-checkpoint", daemon=True)
@@ -276,7 +276,7 @@ class _Writer(threading.Thread):
             self._remove()
 
     def drop(self) -> None:
-        """Removes what is written, now or when that has ended."""
+        """Removes the files, once they are no longer being written."""
         self._unwanted.set()
         if not self.is_alive():
             self._remove()

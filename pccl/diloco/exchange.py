@@ -248,9 +248,9 @@ class Weight:
         self.late = self.excluded = False
         self._by = by
         self._always = always
-        self._trained = Work()  # that no applied mean has
-        self._measured = Work()  # of this, what is in the pseudo-gradient
-        self._weight = 0  # of that, over the replica's processes
+        self._trained = Work()  # is in no applied mean yet
+        self._measured = Work()  # the part of it that the pseudo-gradient holds
+        self._weight = 0  # of the measured work, over the replica's processes
         self._replica = replica
 
     def count(self, samples: int) -> None:

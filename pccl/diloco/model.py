@@ -66,7 +66,7 @@ class Replica:
         return part.detach().cpu()
 
     def joint(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """A tensor that is sharded `like` this one, and of which this process has the `part`."""
+        """A tensor sharded `like` this one; `part` is the part of this process."""
         return part.detach()
 
     def part(self, like: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:

@@ -301,7 +301,7 @@ class DiLoCo:
     # ---- its parts ----
 
     def _build(self, model: torch.nn.Module, checkpoints: Checkpoints | None) -> None:
-        """Makes the parts, each of which uses those before it."""
+        """Makes the parts in order: each uses earlier ones."""
         settings, replica = self._settings, self._replica
         named = _trained_parameters(model)
         self._parameters = dict(model.named_parameters())

@@ -24,8 +24,10 @@ def replace_work(**changes: object) -> m.Spec:
 
 
 def reducer(size: int, slips: float) -> Program:
-    """Meets `size` peers, and reduces in a thread for each tag, each time until it succeeds. Now
-    and then it slips: its first try is another call than that of the others."""
+    """Meets `size` peers, and reduces in a thread for each tag, each time until it succeeds.
+
+    With probability `slips`, its first attempt is a call that differs from the others'.
+    """
 
     def thread(peer: SimPeer, tag: int) -> Thread:
         for _ in range(STEPS):

@@ -11,7 +11,7 @@ memory  the first touch of as much memory, before the newcomer receives. The ope
         this work, which is slow on a virtual machine whose host has reclaimed the memory. Without
         the memory from this touch, a newcomer would wait for the sum of the two.
 
-Times are medians: those of the newcomer, and for `equal` those of the slowest peer. GB/s count the
+Times are medians, of the newcomer, and for `equal` of the slowest peer. GB/s count the
 bytes of the state.
 """
 

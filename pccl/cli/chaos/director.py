@@ -49,8 +49,7 @@ class Chronicle:
 
 
 class Program:
-    """A program of which copies run under faults. All that is known of this one is what the event
-    log of their master says."""
+    """A program whose copies run under faults. This one is known only by its master's event log."""
 
     steered = False  # whether copies read orders from their stdin
     settings: Mapping[str, str] = {}  # of the program, saved in the schedule

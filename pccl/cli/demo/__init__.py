@@ -1,4 +1,4 @@
-"""`pccl demo`: DiLoCo with real processes, one of which is killed and one of which joins later.
+"""`pccl demo`: DiLoCo with real processes. One is killed, and one joins later.
 
 Three peers train a small language model on the source code of Python's standard library for about a
 minute on this machine. The resulting chart shows that the training was not disturbed.

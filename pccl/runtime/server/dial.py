@@ -180,7 +180,7 @@ class Dialler:
     # ---- limits ----
 
     def _provable(self, target: Target) -> bool:
-        """True if it has a key or password by which it can prove itself."""
+        """True if the target has a key or a password to prove its identity with."""
         if self._keys is not None:
             return KEY.fullmatch(target.curve) is not None
         return TOKEN.fullmatch(target.token) is not None

@@ -1,4 +1,4 @@
-"""For tests that start no process and open no socket: what sees to that."""
+"""A fixture that forbids processes and sockets, for tests that need neither."""
 
 from __future__ import annotations
 
