@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,8 +230,8 @@ class Overlap(Loop):
         return True
 
 
-class Training:
-    """Trains a model; each peer has data of its own. A subclass says how."""
+class Training(ABC):
+    """Trains a model; each peer has data of its own."""
 
     def __init__(self, membership: Membership) -> None:
         import torch
@@ -258,19 +259,19 @@ class Training:
             if revision != before and revision % SIZES_EVERY == 0:
                 member.notes.size()
 
+    @abstractmethod
     def _join(self) -> None:
         """Makes the model and its trainer."""
-        raise NotImplementedError
 
-    def _revision(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _revision(self) -> int: ...
 
-    def _step(self, given: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _step(self, given: Any) -> None: ...
 
+    @abstractmethod
     def _digest(self) -> str:
         """The digest of the shared state."""
-        raise NotImplementedError
 
 
 class DiLoCo(Training):

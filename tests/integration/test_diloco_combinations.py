@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from combinations import FEATURES, MODES, SHARDED, WHY_NOT
 torch = pytest.importorskip("torch")
 
 from training.replicas import Meeting, Part, Team, in_parts  # noqa: E402, F401
-from training.small import Model, make, random, together  # noqa: E402
+from training.small import Model, compute, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.data import Ledger  # noqa: E402
@@ -45,7 +44,7 @@ def trained(address: str, mode: str, options: dict[str, Any], tmp_path: Path) ->
                     model.move(random(1000 * number + diloco.outer_step))
                     model.seen += number
                     if mode == "decoupled":
-                        time.sleep(0.002)  # a step takes a while, in which other threads run
+                        compute()
                     diloco.step(samples=1 + number)
                 diloco.finish()
                 if "checkpoints" in given:

@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 from peers import scripts
 from peers.cluster import grow, in_threads
+from peers.waiting import wait_until
 
 import pccl
 from pccl.protocol.master.status import PeerStatus
@@ -35,13 +34,6 @@ os._exit(7)
 
 def said(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == level]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 def test_names_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:

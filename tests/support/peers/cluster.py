@@ -30,6 +30,8 @@ def in_threads(jobs: list[Callable[[], T]], patience_s: float = PATIENCE_S) -> l
         thread.start()
     for thread in threads:
         thread.join(patience_s)
+        if thread.is_alive():
+            break
     for failure in [*failures, *results]:
         if isinstance(failure, BaseException):
             raise failure

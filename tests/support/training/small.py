@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peers.cluster import in_threads
 from peers.waiting import wait_until
 
 import pccl
@@ -48,24 +49,13 @@ def make(comm: pccl.Communicator, model: Model, **options: Any) -> DiLoCo:
 
 def together(*bodies: Callable[[], Any]) -> list[Any]:
     """Runs each body in a thread. Returns their results, or raises the first error of any."""
-    results: list[Any] = [None] * len(bodies)
-    errors: list[BaseException] = []
+    return in_threads(list(bodies), DEADLINE_S)
 
-    def call(i: int) -> None:
-        try:
-            results[i] = bodies[i]()
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-        if errors:
-            raise errors[0]
-        assert not thread.is_alive(), "a peer hangs"
-    return results
+def compute() -> None:
+    """What an inner step computes, without the global lock, while other threads run."""
+    matrix = torch.ones(200, 200)
+    torch.mm(matrix, matrix)
 
 
 def refuse(
