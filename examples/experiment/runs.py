@@ -32,7 +32,7 @@ class Size(msgspec.Struct, frozen=True):
 
     @property
     def parameters(self) -> int:
-        """Of the GPT of `pccl demo`, whose output layer is its embedding."""
+        """The parameters of the GPT of `pccl demo`, whose output layer is its embedding."""
         block = 12 * self.width**2 + 9 * self.width
         return (256 + self.context + 2) * self.width + self.layers * block
 
@@ -141,7 +141,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> bytes:
-        """What a result depends on."""
+        """The settings that a result depends on."""
         arm = msgspec.structs.replace(self.arm, grid=(), like="", eta=None)
         return msgspec.json.encode((self.size, arm, self.rates, self.seed), order="sorted")
 
@@ -167,7 +167,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def run(self) -> Run:
-        """That it is the result of."""
+        """The run that it is the result of."""
         return Run(self.size, self.arm, self.rates, self.seed)
 
 

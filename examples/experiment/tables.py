@@ -67,7 +67,7 @@ class Row:
 
 
 def row_of(results: Results, arm: Arm, size: Size, smallest: Size, seeds: int) -> Row | None:
-    """What was measured of an arm; None: nothing."""
+    """The measurements of an arm; None if there are none."""
     rates, base = results.rates(arm, smallest), ARMS[BASELINE]
     baseline_rates = results.rates(base, smallest)
     if rates is None or baseline_rates is None:
@@ -148,7 +148,7 @@ _LATE = ("delayed-4-int4", "eager-4-int4", "streaming-4-int4", "decoupled-4-int4
 
 
 def bars(rows: Sequence[Row]) -> str:
-    """What was to be reached, and whether it was."""
+    """The bars, and whether each was reached."""
     found = {(row.size, row.arm.name): row for row in rows}
     lines = []
     for size in dict.fromkeys(row.size for row in rows):

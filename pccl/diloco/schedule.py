@@ -282,7 +282,7 @@ class Schedule:
     # ---- the model ----
 
     def _adopt(self, fragment: Fragment) -> None:
-        """The model takes over theta; that of a late peer also keeps its progress."""
+        """The model takes over theta. A late peer also keeps its own progress."""
         weight = fragment.exchange.weight
         if not self._restarts:
             fragment.view.reset()
@@ -291,7 +291,7 @@ class Schedule:
             fragment.exchange.reclaim((1 - self._alpha) * self._late_decay)
 
     def _follow(self, fragment: Fragment) -> None:
-        """The same some inner steps after a launch; what was learnt meanwhile stays."""
+        """Applies a mean some inner steps after its launch; the progress since then stays."""
         exchange = fragment.exchange
         if exchange.weight.excluded or exchange.weight.late:
             self._adopt(fragment)

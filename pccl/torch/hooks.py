@@ -126,7 +126,7 @@ class Quantized:
     def _feedback(
         kept: dict[tuple[Tensor, ...], _Feedback], parameters: tuple[Tensor, ...], given: Tensor
     ) -> _Feedback:
-        """That of a bucket; a new bucket takes over the errors of its parameters."""
+        """The memory of a bucket. A new bucket takes over the errors of its parameters."""
         if parameters not in kept:
             error, at = torch.zeros_like(given), 0
             known: dict[Tensor, Tensor] = {}

@@ -76,7 +76,7 @@ def fresh() -> Iterator[str]:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to be written in the background is written when a round ends."""
+    """Makes background writes happen at the end of a round."""
 
     def write(writer: threading.Thread) -> None:
         threading.Thread.start(writer)

@@ -94,7 +94,7 @@ class Schedule:
                 self.resume(latest)
 
     def resume(self, path: Path) -> None:
-        """What is in a checkpoint is what all have had when it began."""
+        """A checkpoint holds the state that all peers had when it began."""
         options = {**self.options, "checkpoints": None}
         with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
             self.see(make(comm, Model(), alone="step", state=path, **options))

@@ -28,7 +28,7 @@ class Buffered(Model):
 
 
 def trained(address: str, mode: str, options: dict[str, Any], tmp_path: Path) -> list[Any]:
-    """What two peers hold after some rounds."""
+    """The state of two peers after some rounds."""
 
     def body(number: int) -> Callable[[], Any]:
         def run() -> Any:

@@ -217,7 +217,7 @@ class Returned(Notes):
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "e3m0"])
 def test_residuals_hold_the_rest_of_quantized_means(address: str, wire: str) -> None:
-    """Also if a learner stands still, and takes part with weight 0."""
+    """It holds even if a learner stands still and takes part with weight 0."""
     notes, still = Returned(), threading.Event()
 
     def train(peer: Peer) -> None:

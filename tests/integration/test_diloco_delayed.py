@@ -475,7 +475,7 @@ def test_a_peer_that_could_not_launch_waits_in_its_next_round(address: str) -> N
 
 @pytest.mark.parametrize("peers", [2, 3])
 def test_a_delayed_run_resumes_from_its_checkpoint(address: str, peers: int) -> None:
-    """As if never interrupted, but for rounding, if as many resume; the mean under way is in it."""
+    """As many peers go on as if never interrupted, but for rounding. It has the mean under way."""
 
     def body(address: str, first: int, last: int, state: Any, among: int) -> Callable[[], Any]:
         def run() -> Any:

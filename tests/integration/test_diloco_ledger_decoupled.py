@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Means:
-    """What all means have of each fragment, as their peers have given it."""
+    """The contributions of peers to the means of each fragment."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[int, int], dict[int, Any]] = defaultdict(dict)
@@ -82,7 +82,7 @@ class Run:
 
 @pytest.mark.parametrize(("weight", "wire"), [("rate", "fp32"), ("samples", "int8")])
 def test_each_sample_is_in_one_mean(address: str, weight: str, wire: str) -> None:
-    """Also of learners that have nothing left to train on, while others have."""
+    """This includes learners that have nothing left to train on while others have."""
     run = Run(address, weight=weight, wire=wire)
     ends = together(*(lambda n=n: run.peer(n) for n in range(3)))  # type: ignore[misc]
     assert len({*ends}) == 1

@@ -187,7 +187,7 @@ def test_the_master_does_its_chores_now_and_then_and_not_for_each_vote(
 
 
 def test_a_command_without_memory_is_repeated_at_the_end() -> None:
-    """Its call is then known, and answered like the others; those behind it get their turn."""
+    """Then its call is known and answered, and the commands behind it get their turn."""
     inbox, done = Inbox(lambda: None), list[str]()
 
     def fails_at_first() -> None:

@@ -1,4 +1,4 @@
-"""What a receiver of shared state does while nothing comes, without peers or an engine."""
+"""A receiver of shared state while no data arrives, without peers or an engine."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class Director:
         self.failure = f"no report for {seconds:.0f} s: {states}"
 
     def verdict(self) -> str | None:
-        """What went wrong; None if nothing did. To be asked when it is over."""
+        """The failure of a run that is over; None if there was none."""
         if self.failure:
             return self.failure
         finished = [peer for peer in self.peers if peer.state is State.FINISHED]

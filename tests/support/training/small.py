@@ -53,7 +53,7 @@ def together(*bodies: Callable[[], Any]) -> list[Any]:
 
 
 def compute() -> None:
-    """What an inner step computes, without the global lock, while other threads run."""
+    """Computes for a moment without the global lock, as an inner step does: other threads run."""
     matrix = torch.ones(200, 200)
     torch.mm(matrix, matrix)
 
