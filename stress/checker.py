@@ -53,6 +53,8 @@ CUTS = {"cut", "cut-out", "cut-in", "reset"}
 STOPPING = KILLS | CUTS | {"freeze", "restart-master", "reset-link"}  # faults that make all wait
 DROPPING = CUTS | {"freeze", "no-descriptors"}  # faults after which a worker may be dropped
 ENDING = {"reset-link"}  # faults after which a worker may join again
+BEFORE_S = 5.0  # two ends of memberships that may have to do with each other
+DROPPED_S = 45.0  # after such a fault has ended, at most
 SLEEPS = {"freeze": "end of freeze"}  # a worker's time stands still, until
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
 SIZES_MIN = 8  # of a worker, to be compared
@@ -306,9 +308,24 @@ class Checker:
             self._broken(f"worker {worker} was not killed, and did not leave: it wrote {last}")
         for out in outs:
             if out.how == "failed":
-                self._broken(f"worker {worker} has failed: {out.why}")
-            if out.how == "dropped" and not self._befell(worker, *DROPPING):
-                self._broken(f"worker {worker} was dropped, and never cut off: {out.why}")
+                self._broken(f"worker {worker} has failed: {out.why}{self._before(out)}")
+            faults = self._befell(worker, *DROPPING, *SLEEPS.values())
+            late = [fault for fault in faults if 0 <= out.at_s - fault.at_s <= DROPPED_S]
+            if out.how == "dropped" and not late:
+                last = ", ".join(f"{fault.what} at {fault.at_s:.1f} s" for fault in faults[-1:])
+                self._broken(
+                    f"worker {worker} was dropped at {out.at_s:.1f} s, and not cut off before "
+                    f"({last or 'no fault'}): {out.why}"
+                )
+
+    def _before(self, out: Out) -> str:
+        """Other memberships that ended shortly before, in words."""
+        return "".join(
+            f"; worker {worker} was {other.how} {out.at_s - other.at_s:.2f} s before: {other.why}"
+            for worker, life in self._lives.items()
+            for other in life.outs
+            if other.how != "left" and 0 < out.at_s - other.at_s < BEFORE_S
+        )
 
     def _check_times(self, worker: int, life: Life) -> None:
         kinds = {*SLEEPS, *SLEEPS.values()}

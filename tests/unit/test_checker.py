@@ -107,6 +107,12 @@ def is_dropped(diaries: Diaries, faults: list[Entry]) -> None:
     diaries[0].insert(-1, Out(diaries[0][-1].at_s, "dropped", "why not"))
 
 
+def is_dropped_long_after_a_fault(diaries: Diaries, faults: list[Entry]) -> None:
+    at_s = diaries[0][-1].at_s
+    faults.append(Fault(at_s - 100.0, "no-descriptors", 0))
+    diaries[0].insert(-1, Out(at_s, "dropped", "why not"))
+
+
 def fails(diaries: Diaries, faults: list[Entry]) -> None:
     diaries[0].insert(-1, Out(diaries[0][-1].at_s, "failed", "AssertionError"))
 
@@ -176,7 +182,8 @@ def is_not_killed(diaries: Diaries, faults: list[Entry]) -> None:
 MUTATIONS = {
     "was not killed, and did not leave: it wrote nothing": forgets_to_leave,
     "worker 2 was not killed, and did not leave": is_not_killed,
-    "was dropped, and never cut off: why not": is_dropped,
+    "and not cut off before (no fault): why not": is_dropped,
+    "and not cut off before (no-descriptors at": is_dropped_long_after_a_fault,
     "has failed: AssertionError": fails,
     "worker 1 has grown from": grows,
     "revision 3 follows revision 4": goes_back,
