@@ -15,7 +15,7 @@ from pccl.descriptors import ReduceOpDescriptor
 from pccl.errors import AGAIN, PCCLError, error_for, not_picklable
 from pccl.membership import Membership
 from pccl.protocol.peer import effects
-from pccl.protocol.strategy import choose
+from pccl.protocol.tuning import choose
 from pccl.runtime.client.call import Deadline, End, error_of
 from pccl.runtime.client.memory import Copies, Operands, Wide, nothing, on_host
 from pccl.runtime.forks import FORKED
@@ -58,18 +58,18 @@ class Launch:
         """Launches it. `stuck`: the caller makes no other call before the answer."""
         self._calls.enter(self._name, self.call, *map(work.place, self._tags))
         conditions = self._client.conditions
-        strategy = choose(work.work, work.nbytes, conditions)
-        work, self._copies = on_host(work, strategy, conditions)
+        tuning = choose(work.work, work.nbytes, conditions)
+        work, self._copies = on_host(work, tuning, conditions)
         if self._copies is not None:
             self._copies.begin()
-        if strategy.wide:
+        if tuning.wide:
             wide = Wide(work.each)
             work = replace(work, wide=wide)
             if self._copies is not None:
                 self._copies.wide = wide
             else:
                 self._wide = wide
-        self._client.collective(self.call, self._tags[0], work, strategy, stuck)
+        self._client.collective(self.call, self._tags[0], work, tuning, stuck)
         if self._copies is not None:
             self._copies.go_on(self._client, self.call)
 

@@ -24,7 +24,7 @@ from pccl.collective import AsyncReduceHandle
 from pccl.communicator import Communicator
 from pccl.operands import Ranks
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
-from pccl.protocol.strategy import DIRECT_MAX
+from pccl.protocol.tuning import DIRECT_MAX
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.memory import Operands
 from pccl.runtime.config import Config

@@ -17,7 +17,7 @@ from pccl.cli.arguments import http_port, option, whole_number
 from pccl.cli.status import ask
 from pccl.cli.terminal import scaled
 from pccl.protocol.master import Status
-from pccl.protocol.strategy import DIRECT_MAX
+from pccl.protocol.tuning import DIRECT_MAX
 
 RTT_S, STEP_S = 0.05, 1.0  # assumed, unless --rtt and --step are given
 LINK_SHARE: Final = 0.9  # the payload of an all-reduce gets this share of a link's rate

@@ -282,7 +282,7 @@ class Spec(Value):
     leaves a choice. `count` is the number of elements that each member gives; in a reduce_scatter
     or scatter, that it receives; in an all_to_all, of a row. `root` is a rank. `members` is the
     group's size as the caller knows it, if ranks matter or if the size decides how the data travels
-    (protocol/strategy.py); else 0. `parts` describe a list or dict of tensors; then `count` and
+    (protocol/tuning.py); else 0. `parts` describe a list or dict of tensors; then `count` and
     `dtype` are 0. `layout`: as in Part. `rows`: the numbers of rows by rank in an all_gather where
     they differ; counts are then for one row. `ring`: if ranks matter, the checksum of the order
     that the caller took them from; 0: unknown.

@@ -93,7 +93,7 @@ class Config:
     relay: bool = False
     dial_back: bool = True  # whether the master checks that it can reach a peer, by dialling it
     # the largest all-reduce whose data travels with the votes and is reduced by the master; None:
-    # as `pccl.protocol.strategy` says. It takes one round trip to the master, and none around the
+    # as `pccl.protocol.tuning` says. It takes one round trip to the master, and none around the
     # ring.
     inline_bytes: int | None = None
 

@@ -19,7 +19,7 @@ from peers.waiting import wait_until
 
 import pccl
 from pccl import operands
-from pccl.protocol.strategy import choose
+from pccl.protocol.tuning import choose
 from pccl.runtime.client.sync import Staging
 
 PATIENCE_S = 30.0

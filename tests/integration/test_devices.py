@@ -16,7 +16,7 @@ import pccl
 from pccl import cuda, extension, operands
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
-from pccl.protocol import strategy
+from pccl.protocol import tuning
 from pccl.protocol.peer import effects
 from pccl.runtime.client import memory
 from pccl.runtime.client.call import Call, End
@@ -71,13 +71,13 @@ def test_a_view_copies_device_memory_in_and_changes_out(gpu: Gpu) -> None:
     assert list(gpu.content(there[1])) == [9] * 4
 
 
-def alone(settings: strategy.Settings = strategy.DEFAULTS) -> strategy.Conditions:
-    return strategy.Conditions(1, 0, (), True, True, settings)
+def alone(settings: tuning.Settings = tuning.DEFAULTS) -> tuning.Conditions:
+    return tuning.Conditions(1, 0, (), True, True, settings)
 
 
 def staged(work: Operands) -> tuple[Operands, Copies | None]:
     known = alone()
-    return on_host(work, strategy.choose(work.work, work.nbytes, known), known)
+    return on_host(work, tuning.choose(work.work, work.nbytes, known), known)
 
 
 class Ended:
@@ -296,7 +296,7 @@ class Pair:
 def both(
     gpu: Gpu, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Pair]:
-    monkeypatch.setattr(strategy, "STEP", SMALL)
+    monkeypatch.setattr(tuning, "STEP", SMALL)
     sends = [gpu.hold(np.ones(STEPS * SMALL, np.float32)) for _ in range(2)]
     in_place = getattr(request, "param", True)
     recvs = sends if in_place else [gpu.hold(np.zeros(STEPS * SMALL, np.float32)) for _ in "ab"]
@@ -391,7 +391,7 @@ def test_an_exception_before_the_launch(both: Pair, monkeypatch: pytest.MonkeyPa
 def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several, one of them twice, one on the host, one empty: each byte is read once, and written
     once, in the step in which its offset is."""
-    monkeypatch.setattr(strategy, "STEP", 128)
+    monkeypatch.setattr(tuning, "STEP", 128)
     dtypes = [pccl.DataType.DOUBLE, FLOAT, pccl.DataType.UINT8, FLOAT, pccl.DataType.DOUBLE]
     counts, ours = [300, 5, 1000, 0, 300], np.zeros(5, np.float32)
     there = [gpu.hold(np.zeros(8 * max(n, 1), np.uint8)) for n in counts]
@@ -426,7 +426,7 @@ def test_progressive_input_never_travels_with_its_vote(
 ) -> None:
     """Which is sent before all of it is on the host, whatever PCCL_INLINE_BYTES says."""
     small, there = pccl.DataType.UINT8, pccl.DeviceType.CUDA
-    least = strategy.STEP + 1  # elements of the fewest bytes
+    least = tuning.STEP + 1  # elements of the fewest bytes
     monkeypatch.setenv("PCCL_INLINE_BYTES", str(least))
     with pytest.raises(ValueError, match="PCCL_INLINE_BYTES"):
         Config.from_env()
@@ -438,13 +438,13 @@ def test_progressive_input_never_travels_with_its_vote(
         work = m.Spec("all_reduce", 0, small.value, 0 if parts else counts[0], parts=parts)
         each = tuple(Operand(end, end, end.count) for end in ends)
         moved, _ = staged(Operands(work, each))
-        most = alone(strategy.Settings(m.INLINE_BYTES_MAX))
-        return bool(moved.step), strategy.choose(work, 0, most).inline
+        most = alone(tuning.Settings(m.INLINE_BYTES_MAX))
+        return bool(moved.step), tuning.choose(work, 0, most).inline
 
     assert voted([least]) == (True, False)
     assert voted([m.INLINE_BYTES_MAX]) == (False, True)
     # of tiny arrays there may be many offsets in few bytes
-    monkeypatch.setattr(strategy, "STEP", 64)
+    monkeypatch.setattr(tuning, "STEP", 64)
     assert voted([1, 1]) == (True, False)
 
 
@@ -452,10 +452,10 @@ def test_progressive_input_never_travels_with_its_vote(
 def test_steps_are_read_in_the_order_of_sending(
     position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategy, "STEP", 64)
-    known = strategy.Conditions(5 + position, 3, (m.Ring((5, 6, 7), 1),), True, True)
+    monkeypatch.setattr(tuning, "STEP", 64)
+    known = tuning.Conditions(5 + position, 3, (m.Ring((5, 6, 7), 1),), True, True)
     work = m.Spec("all_reduce", 0, 10, 64 * 9)
-    found = [*memory._order(strategy.choose(work, 0, known), known)]
+    found = [*memory._order(tuning.choose(work, 0, known), known)]
     segments = [(position - i) % 3 for i in range(3)]
     assert found == [3 * segment + i for segment in segments for i in range(3)]
 

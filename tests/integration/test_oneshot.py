@@ -12,7 +12,7 @@ from oracles.quantized import FORMATS
 from peers.cluster import Cluster
 
 import pccl
-from pccl.protocol.strategy import Algorithm
+from pccl.protocol.tuning import Algorithm
 from pccl.runtime.client.engine import Engine
 
 

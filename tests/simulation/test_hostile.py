@@ -16,7 +16,7 @@ from simulation.seeds import parts
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.inputs import Disconnected, Resume
-from pccl.protocol.master.recovery import BACKLOG_MAX
+from pccl.protocol.master.restart import BACKLOG_MAX
 from pccl.protocol.master.voting import held
 from pccl.protocol.rounds import HELD_MAX, OPEN_MAX
 from pccl.runtime.inline_collectives import combine

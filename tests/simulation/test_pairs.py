@@ -10,7 +10,7 @@ from pccl.protocol.master.inputs import Resume, Tick
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.collectives import tag_of_send
 from pccl.protocol.ring import RingPlace
-from pccl.protocol.strategy import Strategy, choose
+from pccl.protocol.tuning import Tuning, choose
 from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
@@ -337,7 +337,7 @@ def accepted() -> Peer:
     return made
 
 
-def sent(peer: Peer) -> Strategy:
+def sent(peer: Peer) -> Tuning:
     """How a send travels."""
     return choose(SEND, 0, peer.knowledge.conditions)
 

@@ -6,7 +6,7 @@ from simulation.manual import ManualRun
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.inputs import Disconnected
-from pccl.protocol.strategy import Conditions, Strategy, choose
+from pccl.protocol.tuning import Conditions, Tuning, choose
 from pccl.types import Result
 
 BETWEEN = 50_000  # elements of fp32, which travel with the votes of two members and not of three
@@ -14,7 +14,7 @@ DATA = bytes(4 * BETWEEN)
 WORK = m.Spec("all_reduce", 0, 10, BETWEEN)
 
 
-def known_to(members: int) -> Strategy:
+def known_to(members: int) -> Tuning:
     """The effects of a call by a peer that knows this number of members."""
     return choose(WORK, len(DATA), Conditions(1, members, (), True, True))
 
@@ -41,10 +41,10 @@ def test_a_peer_that_knows_other_members_may_try_again() -> None:
 def test_a_vote_for_more_members_than_there_are_may_be_repeated() -> None:
     """All have voted so, and then one was lost."""
     run = ManualRun(3)
-    strategy = known_to(3)
-    assert not strategy.inline
+    tuning = known_to(3)
+    assert not tuning.inline
     for conn in (b"1", b"2"):
-        run.say(conn, m.StartVote(9, 0, strategy.spec))
+        run.say(conn, m.StartVote(9, 0, tuning.spec))
     run.perform(run.master.feed(Disconnected((b"3",), "it is gone")))
     for conn in (b"1", b"2"):
         error = run.last(conn)

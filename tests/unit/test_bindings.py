@@ -17,7 +17,7 @@ import zmq
 from oracles import collectives as oracle
 
 from pccl.ext import build, ffi, lib, tables
-from pccl.protocol import messages, ring, strategy
+from pccl.protocol import messages, ring, tuning
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
 from pccl.runtime import digest, quantization
@@ -108,7 +108,7 @@ def test_limits() -> None:
     assert messages.RINGS_MAX == lib.PCCL_RINGS_MAX
     assert messages.MEMBERS_MAX == lib.PCCL_PEERS_MAX
     assert ring.ALIGNMENT == oracle.ALIGNMENT == lib.PCCL_ALIGNMENT
-    assert strategy.chunk_bytes(1 << 40, 2, True, False) == lib.PCCL_CHUNK_MAX
+    assert tuning.chunk_bytes(1 << 40, 2, True, False) == lib.PCCL_CHUNK_MAX
     assert digest.LEAF_BYTES % lib.PCCL_CHUNK_MAX == 0, "a leaf is whole messages"
 
 

@@ -39,7 +39,7 @@ from pccl.protocol.peer.effects import (
 from pccl.protocol.peer.state import Knowledge
 from pccl.protocol.peer.streams import Common
 from pccl.protocol.peer.transfers import Transfer, Transfers
-from pccl.protocol.strategy import DIRECT_MAX, Settings
+from pccl.protocol.tuning import DIRECT_MAX, Settings
 from pccl.protocol.weights import WeightsMachine
 from pccl.types import Result
 

@@ -41,7 +41,7 @@ from pccl.cli.bench.trials import GLOO, IN_PLACE, NCCL, OUT_OF_PLACE, Job, Measu
 from pccl.cli.processes import collect, workers
 from pccl.cli.terminal import Refused
 from pccl.protocol.messages import CollectiveKind, Ring, Spec
-from pccl.protocol.strategy import Conditions, Settings, Strategy, choose
+from pccl.protocol.tuning import Conditions, Settings, Tuning, choose
 from pccl.runtime.config import Config
 from pccl.runtime.quantization import fingerprint, wire_bytes
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
@@ -138,7 +138,7 @@ def chosen(
     op: ReduceOp = ReduceOp.SUM,
     quantization: QuantizationName | None = None,
     settings: Settings | None = None,
-) -> Strategy:
+) -> Tuning:
     """How a collective of `nbytes` travels among peers on one machine, or on several."""
     options = QuantizationOptions.of(quantization) if quantization else None
     count = nbytes // dtype.itemsize // blocks(what, peers)

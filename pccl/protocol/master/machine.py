@@ -25,7 +25,7 @@ longer than one vote:
 
 A restarted master knows only its journal: the accepted peers. It waits until they have come back
 and told what they know, or until a time limit. Then it continues from the conclusions of
-recovery.py. Other messages that arrive meanwhile are kept for later. A master without a journal
+restart.py. Other messages that arrive meanwhile are kept for later. A master without a journal
 does the same for the run that most of the returning peers name.
 
 `Master` checks whether an event is legal now, and hands each message to its part. `Run` makes the
@@ -59,7 +59,7 @@ from pccl.protocol.master.membership import (
     refusal,
     without_whole_team,
 )
-from pccl.protocol.master.recovery import Postponed, Recovery, outdated, plausible, restore
+from pccl.protocol.master.restart import Postponed, Recovery, outdated, plausible, restore
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.status import Status, explain, snapshot
 from pccl.protocol.master.tally import Loss

@@ -41,7 +41,7 @@ from pccl.protocol.peer.effects import (
 from pccl.protocol.peer.state import OUTCOMES_KEPT
 from pccl.protocol.peer.streams import Common, Part
 from pccl.protocol.ring import RingPlace, places, receivers
-from pccl.protocol.strategy import Strategy, choose
+from pccl.protocol.tuning import Tuning, choose
 
 OTHER = m.Cause.OTHER
 Outcomes: TypeAlias = tuple[tuple[int, bool], ...]  # of collectives, by seq
@@ -103,11 +103,11 @@ class Collectives(Part):
     def _start_eagerly(self, one: Collective) -> None:
         """Lets the engine send on the current rings: the collective probably starts on them."""
         if self._streams.ready:
-            strategy = self._strategy(one)
-            if strategy.eager:
-                self._outbox.do(EagerOp(one.call, self._places(one), strategy))
+            tuning = self._tuning(one)
+            if tuning.eager:
+                self._outbox.do(EagerOp(one.call, self._places(one), tuning))
 
-    def _strategy(self, one: Collective) -> Strategy:
+    def _tuning(self, one: Collective) -> Tuning:
         return choose(one.work, one.nbytes, self._knowledge.conditions)
 
     def _places(self, one: Collective) -> tuple[RingPlace, ...]:
@@ -147,15 +147,15 @@ class Collectives(Part):
             return
         one.epoch = started.epoch
         self._streams.renew(started.epoch)
-        places, strategy = self._places(one), self._strategy(one)
+        places, tuning = self._places(one), self._tuning(one)
         direct: tuple[int, ...] = ()
-        if strategy.direct:
+        if tuning.direct:
             plan = self._knowledge.plan
             direct = self._streams.direct(
                 receivers(one.work, one.rows[0], plan.rings, self._knowledge.number)
             )
         self._outbox.do(
-            StartOp(one.call, seq, started.nonce, places, strategy, started.calls, direct)
+            StartOp(one.call, seq, started.nonce, places, tuning, started.calls, direct)
         )
 
     def _start_send(self, one: Collective, started: m.Started) -> None:
@@ -165,7 +165,7 @@ class Collectives(Part):
         if gives:
             one.stream = self._streams.of_send(taker)
         place = RingPlace(one.stream, members=2, position=int(not gives))
-        self._outbox.do(StartOp(one.call, one.seq, started.nonce, (place,), self._strategy(one)))
+        self._outbox.do(StartOp(one.call, one.seq, started.nonce, (place,), self._tuning(one)))
 
     def _vote_on(self, one: Collective, data: bytes) -> None:
         """A small collective has its result, which is not final."""

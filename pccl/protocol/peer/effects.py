@@ -10,7 +10,7 @@ from msgspec import Struct
 from pccl import errors
 from pccl.protocol import messages as m
 from pccl.protocol.ring import RingPlace
-from pccl.protocol.strategy import Strategy
+from pccl.protocol.tuning import Tuning
 from pccl.types import Result
 
 
@@ -60,7 +60,7 @@ class StartOp(Effect):
     seq: int
     nonce: int
     rings: tuple[RingPlace, ...]
-    strategy: Strategy
+    tuning: Tuning
     calls: tuple[int, ...] = ()
     direct: tuple[int, ...] = ()
 
@@ -73,7 +73,7 @@ class EagerOp(Effect):
 
     op: int
     rings: tuple[RingPlace, ...]
-    strategy: Strategy
+    tuning: Tuning
 
 
 class End(Struct, frozen=True):

@@ -60,7 +60,7 @@ from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, Knowledge
 from pccl.protocol.peer.streams import Common
 from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
-from pccl.protocol.strategy import DEFAULTS, Settings
+from pccl.protocol.tuning import DEFAULTS, Settings
 from pccl.types import Result
 
 LOST = Result.RANK_CONNECTION_LOST
@@ -208,7 +208,7 @@ class Peer:
         With `data`, the contribution, the master reduces and the engine has no part in it.
         `said`: its vote was already sent (`heard_if_free`). `rows`: how many rows are for each
         rank, and from each, unless it is one each. `pair`: the sender and the receiver of a send.
-        `nbytes`: as in `strategy.choose`.
+        `nbytes`: as in `tuning.choose`.
         """
         one = Collective(call, tag, work, data, stuck, rows, pair, nbytes, settled=data is not None)
         return self._enter(call, one.place, lambda: self.collectives.enter(one, said))

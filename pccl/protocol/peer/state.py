@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 from pccl.protocol.rounds import Kind
-from pccl.protocol.strategy import DEFAULTS, Conditions, Settings
+from pccl.protocol.tuning import DEFAULTS, Conditions, Settings
 
 NO_PLAN = m.Plan(0, (), (), 0)
 NO_WORLD = m.World(0, 0, 0, 0)

@@ -16,7 +16,7 @@ from pccl.ext import ffi
 from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
-from pccl.protocol.strategy import Conditions, Settings, Strategy
+from pccl.protocol.tuning import Conditions, Settings, Tuning
 from pccl.runtime import limits, tcp
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.call_metrics import CallMetrics
@@ -128,21 +128,21 @@ class PeerClient(ControlThread):
 
     @property
     def conditions(self) -> Conditions:
-        """The conditions for the strategy of a collective, as of the last answer."""
+        """The conditions for the tuning of a collective, as of the last answer."""
         return self.peer.knowledge.conditions
 
     def collective(
-        self, call: Call, tag: int, operands: Operands, strategy: Strategy, stuck: bool = False
+        self, call: Call, tag: int, operands: Operands, tuning: Tuning, stuck: bool = False
     ) -> None:
         """Enters a collective. `stuck`: the caller makes no other call before the answer."""
-        work, data = strategy.spec, operands.contribution() if strategy.inline else None
+        work, data = tuning.spec, operands.contribution() if tuning.inline else None
         sent, entered = ffi.new("int32_t *"), False
 
         def begin(number: int) -> list[effects.Effect]:
             nonlocal entered
             entered = True
             self._pending.memory[number] = operands
-            rows, pair, nbytes = operands.rows, operands.pair, strategy.nbytes
+            rows, pair, nbytes = operands.rows, operands.pair, tuning.nbytes
             return self.peer.collective(
                 number, tag, work, data, stuck, bool(sent[0]), rows, pair, nbytes
             )

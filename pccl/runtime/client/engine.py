@@ -32,7 +32,7 @@ from pccl.ext.mail import Mail
 from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
-from pccl.protocol.strategy import Algorithm
+from pccl.protocol.tuning import Algorithm
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.resources import out_of_resources
 

@@ -30,7 +30,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.protocol.peer.calls import NO_ROWS, Rows
 from pccl.protocol.ring import ALIGNMENT, span
-from pccl.protocol.strategy import Algorithm, Conditions, Strategy
+from pccl.protocol.tuning import Algorithm, Conditions, Tuning
 from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.inline_collectives import contribution
 from pccl.runtime.quantization import wire_bytes
@@ -398,12 +398,12 @@ class Copies:
 
 
 def on_host(
-    work: Operands, strategy: Strategy, conditions: Conditions
+    work: Operands, tuning: Tuning, conditions: Conditions
 ) -> tuple[Operands, Copies | None]:
     """Moves a collective's operands to host memory, and returns them with the copies to make.
 
     The copies are None if all arrays are in host memory already. The order in which the chunks are
-    needed follows from the strategy. Raises UnsupportedError: an array is on a device that does not
+    needed follows from the tuning. Raises UnsupportedError: an array is on a device that does not
     exist.
     """
     for operand in work.each:
@@ -416,12 +416,12 @@ def on_host(
     each = tuple(map(twins.of, work.each))
     in_place = any(operand.send.address == operand.recv.address for operand in each)
     pipe = device.pipe([one.buffer for one in (*twins.read, *twins.written)])
-    if not strategy.step:
+    if not tuning.step:
         whole = Step(0, 0, twins.read, twins.written)
         return replace(work, each=each), Copies(pipe, [whole], [0], False, in_place)
-    steps = _steps(work, strategy.step, twins.pairs)
-    copies = Copies(pipe, steps, _order(strategy, conditions), True, in_place)
-    return replace(work, each=each, step=strategy.step, written=copies.written), copies
+    steps = _steps(work, tuning.step, twins.pairs)
+    copies = Copies(pipe, steps, _order(tuning, conditions), True, in_place)
+    return replace(work, each=each, step=tuning.step, written=copies.written), copies
 
 
 class _Twins:
@@ -480,7 +480,7 @@ def _steps(
     return steps
 
 
-def _order(strategy: Strategy, conditions: Conditions) -> Iterable[int]:
+def _order(tuning: Tuning, conditions: Conditions) -> Iterable[int]:
     """The steps in the order in which this peer is likely to need them.
 
     The first segment is the one that it sends; then come the others, in the order in which they
@@ -488,9 +488,9 @@ def _order(strategy: Strategy, conditions: Conditions) -> Iterable[int]:
     """
     order = conditions.rings[0].order if conditions.rings else ()
     members, position = 1, 0
-    if conditions.number in order and strategy.algorithm is not Algorithm.ONE_SHOT:
+    if conditions.number in order and tuning.algorithm is not Algorithm.ONE_SHOT:
         members, position = len(order), order.index(conditions.number)
-    end, size, steps = span(strategy.spec), strategy.step, dict[int, None]()
+    end, size, steps = span(tuning.spec), tuning.step, dict[int, None]()
     for segment in (each % members for each in range(position, position - members, -1)):
         first, last = end * segment // members, end * (segment + 1) // members
         steps |= dict.fromkeys(range(first // size, -(-last // size)))

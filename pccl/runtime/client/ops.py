@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from pccl.protocol import messages as m
 from pccl.protocol.messages import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import Peer, effects
-from pccl.protocol.strategy import TRANSFER_BYTES, chunk_bytes
+from pccl.protocol.tuning import TRANSFER_BYTES, chunk_bytes
 from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.client.call_metrics import CallMetrics
 from pccl.runtime.client.connection import Machine, MasterConnection
@@ -346,9 +346,9 @@ class PeerDriver(Driver):
     def _start_eagerly(self, effect: effects.EagerOp) -> None:
         self._engine.start_eagerly(
             effect.op,
-            chunk_bytes=effect.strategy.chunk_bytes,
+            chunk_bytes=effect.tuning.chunk_bytes,
             rings=effect.rings,
-            algorithm=effect.strategy.algorithm,
+            algorithm=effect.tuning.algorithm,
         )
 
     def _start(self, effect: effects.StartOp) -> None:
@@ -356,13 +356,13 @@ class PeerDriver(Driver):
             effect.op,
             seq=effect.seq,
             nonce=effect.nonce,
-            chunk_bytes=effect.strategy.chunk_bytes,
+            chunk_bytes=effect.tuning.chunk_bytes,
             rings=effect.rings,
-            algorithm=effect.strategy.algorithm,
+            algorithm=effect.tuning.algorithm,
             calls=effect.calls,
             direct=effect.direct,
         )
-        self._metrics.started(effect.op, effect.strategy.spec.what)
+        self._metrics.started(effect.op, effect.tuning.spec.what)
 
     def _store(self, effect: effects.Store) -> None:
         memory = self.pending.memory[effect.call]

@@ -17,7 +17,7 @@ from functools import partial
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.strategy import Settings, high_water_mark, lanes
+from pccl.protocol.tuning import Settings, high_water_mark, lanes
 from pccl.runtime import limits
 from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
 from pccl.runtime.client.rendezvous import SENDS, Rendezvous, destination

@@ -12,7 +12,7 @@ before the messages that depend on them are sent: the service waits for the thre
 `JOURNAL_PATIENCE_S`. If that time passes, or writing fails, the master continues without the
 journal. The journal is *behind* then, the master logs that, and the thread retries until it has
 written the whole current state. A master that is restarted before that relies on the returning
-peers, as one without a journal does (protocol/master/recovery.py). With `OnError.STOP` the master
+peers, as one without a journal does (protocol/master/restart.py). With `OnError.STOP` the master
 ends instead.
 """
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pccl.ext import ffi, lib
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
-from pccl.protocol.strategy import Algorithm, choose
+from pccl.protocol.tuning import Algorithm, choose
 from pccl.runtime.client.engine import (
     COMPLETE,
     FAILED,
@@ -211,7 +211,7 @@ class SimEngine:
     ) -> None:
         one = self.ops[op]
         one.direct = tuple(stream for stream in direct if stream)
-        self._check_strategy(op, seq, rings, algorithm)
+        self._check_tuning(op, seq, rings, algorithm)
         streams = [ring.stream for ring in rings if ring.stream]  # 0: it sends nothing
         key = self._start(one, seq, [*streams, *one.direct])
         one.members = rings[0].members
@@ -279,7 +279,7 @@ class SimEngine:
         op.streams, op.deaf = tuple(streams), set()
         return key
 
-    def _check_strategy(
+    def _check_tuning(
         self, op: int, seq: int, rings: Sequence[RingPlace], algorithm: Algorithm
     ) -> None:
         """The members' data travels in the same way."""
@@ -288,7 +288,7 @@ class SimEngine:
         assert spec is not None
         eager = choose(spec, 0, self.peer.client.conditions).eager
         self.run.agree(
-            ("the strategy", self.peer.machine.run, seq), (algorithm, eager, alike), self.peer
+            ("the tuning", self.peer.machine.run, seq), (algorithm, eager, alike), self.peer
         )
 
     def _end(self, number: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pccl.protocol.master import Master
 from pccl.protocol.master.history import History
-from pccl.protocol.master.recovery import Recovery
+from pccl.protocol.master.restart import Recovery
 from pccl.protocol.master.topology import Verdict
 from pccl.protocol.rounds import Kind, Round, RoundId
 from pccl.types import Result

@@ -17,7 +17,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Answer, Fail, Measure, Reduced, Synced
 from pccl.protocol.rounds import Grace
-from pccl.protocol.strategy import choose
+from pccl.protocol.tuning import choose
 from pccl.runtime.client.call import Call, Steps
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import Operand, Operands
@@ -333,13 +333,13 @@ class SimPeer:
         self, tag: int, work: m.Spec, stuck: bool, each: tuple[Operand, ...], pair: Any = ()
     ) -> Call:
         nbytes = each[0].send.nbytes if each else 0
-        strategy = choose(work, nbytes, self.client.conditions)
+        tuning = choose(work, nbytes, self.client.conditions)
         if not each:
-            strategy = dataclasses.replace(strategy, spec=work, inline=False)
+            tuning = dataclasses.replace(tuning, spec=work, inline=False)
         place = (*pair, tag) if pair else tag
-        call = self.enter("send" if pair else work.what, place, strategy.spec, stuck)
-        operands = Operands(strategy.spec, each, pair=pair)
-        self.client.collective(call, tag, operands, strategy, stuck)
+        call = self.enter("send" if pair else work.what, place, tuning.spec, stuck)
+        operands = Operands(tuning.spec, each, pair=pair)
+        self.client.collective(call, tag, operands, tuning, stuck)
         return call
 
     def awaits(self, call: Call, tag: Tag) -> Waits[End]:

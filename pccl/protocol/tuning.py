@@ -55,7 +55,7 @@ class Algorithm(StrEnum):
     RING = "ring"
     RINGS = "rings"  # several rings, each with a share of the data
     TWO_STAGE = "two-stage"  # quantized contributions to the owners of segments, results around
-    EXCHANGE = "exchange"  # rows, directly to their receivers where `Strategy.direct`
+    EXCHANGE = "exchange"  # rows, directly to their receivers where `Tuning.direct`
     PAIR = "pair"  # from one member to another one, on a separate stream
 
 
@@ -92,7 +92,7 @@ class Conditions:
 
 
 @dataclass(frozen=True, slots=True)
-class Strategy:
+class Tuning:
     spec: Spec  # the spec in the peer's vote
     nbytes: int  # bytes that are reduced, or gathered, as they go over the wire
     inline: bool  # whether the contribution travels with the vote; if so, the rest does not matter
@@ -122,13 +122,13 @@ class Strategy:
 
 
 @functools.lru_cache(maxsize=256)  # the same work comes again and again under a plan
-def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Strategy:
+def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Tuning:
     voted, inline = _inline(spec, conditions)
     algorithm = _algorithm(spec, conditions)
     members = 2 if algorithm is Algorithm.PAIR else max(1, conditions.members)
     wide = _sums_wide(spec)
     in_steps = spec.what == CollectiveKind.ALL_REDUCE and span(spec) > STEP and not wide
-    return Strategy(
+    return Tuning(
         voted,
         nbytes,
         inline,

@@ -12,7 +12,7 @@ from pccl.protocol.master import Journal, recovery
 from pccl.protocol.master.collectives import SMALL_BYTES_MAX
 from pccl.protocol.master.effects import Adopt, Refusal, Remember
 from pccl.protocol.master.inputs import Disconnected, Rejected, Resume
-from pccl.protocol.master.recovery import UNJOURNALED_WAIT_S, WAIT_S
+from pccl.protocol.master.restart import UNJOURNALED_WAIT_S, WAIT_S
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault
 from pccl.runtime.limits import STRANGER_BYTES

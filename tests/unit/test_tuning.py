@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.ring import checksum, places, plan_rings
-from pccl.protocol.strategy import (
+from pccl.protocol.tuning import (
     DEFAULTS,
     DIRECT_MAX,
     KIB,
@@ -21,7 +21,7 @@ from pccl.protocol.strategy import (
     Algorithm,
     Conditions,
     Settings,
-    Strategy,
+    Tuning,
     choose,
     chunk_bytes,
 )
@@ -38,7 +38,7 @@ def plain(count: int, **changes: object) -> m.Spec:
     return m.Spec("all_reduce", 0, 10, count, **changes)  # type: ignore[arg-type]
 
 
-def inline(nbytes: int, members: int, most: int | None = None) -> Strategy:
+def inline(nbytes: int, members: int, most: int | None = None) -> Tuning:
     known = dataclasses.replace(NEAR, members=members, settings=Settings(most))
     return choose(m.Spec("all_reduce", 0, DataType.UINT8.value, nbytes), nbytes, known)
 
@@ -221,7 +221,7 @@ HOSTS = st.tuples(st.sampled_from(["10.0.0.1", "10.0.0.2"]), st.sampled_from("ab
 
 @given(SPECS, st.lists(HOSTS, min_size=2, max_size=6), st.integers(1, 3))
 def test_all_members_choose_alike(spec: m.Spec, hosts: list[tuple[str, str]], weight: int) -> None:
-    """The strategy does not depend on settings, except inline_bytes, where the votes differ."""
+    """The tuning does not depend on settings, except inline_bytes, where the votes differ."""
     infos = tuple(
         m.PeerInfo(10 + i, 0, host, 1, f"ipc{i}", machine)
         for i, (host, machine) in enumerate(hosts)
@@ -231,10 +231,10 @@ def test_all_members_choose_alike(spec: m.Spec, hosts: list[tuple[str, str]], we
     plan, found = m.Plan(1, infos, rings, 0), set()
     for number in order:
         settings = Settings(lanes=number)
-        strategy = choose(spec, 1000, Conditions.of(plan, number, settings))
+        tuning = choose(spec, 1000, Conditions.of(plan, number, settings))
         seats = places(spec, rings, number, (1,) * len(rings))
         assert [one.position for one in seats] == [ring.order.index(number) for ring in rings]
         shares = tuple((one.members, one.begin, one.count) for one in seats)
-        cut = strategy.chunk_bytes if strategy.algorithm is Algorithm.TWO_STAGE else 0
-        found.add((strategy.spec, strategy.inline, strategy.algorithm, strategy.eager, shares, cut))
+        cut = tuning.chunk_bytes if tuning.algorithm is Algorithm.TWO_STAGE else 0
+        found.add((tuning.spec, tuning.inline, tuning.algorithm, tuning.eager, shares, cut))
     assert len(found) == 1
