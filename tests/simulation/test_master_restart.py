@@ -8,7 +8,7 @@ import pytest
 from simulation.manual import WORK, ManualRun, RestartedRun, infos, resume
 
 from pccl.protocol import messages as m
-from pccl.protocol.master import Journal, recovery
+from pccl.protocol.master import Journal, restart
 from pccl.protocol.master.collectives import SMALL_BYTES_MAX
 from pccl.protocol.master.effects import Adopt, Refusal, Remember
 from pccl.protocol.master.inputs import Disconnected, Rejected, Resume
@@ -116,7 +116,7 @@ def test_a_stranger_does_not_change_the_arithmetic_of_the_run() -> None:
 def test_messages_of_strangers_take_bounded_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "HELD_MAX", 10_000)
+    monkeypatch.setattr(restart, "HELD_MAX", 10_000)
     run = RestartedRun()
     for number in (1, 2):
         run.back(b"%d" % number, number, 7, 1, 2)
@@ -144,7 +144,7 @@ def test_no_vote_is_kept_while_the_master_waits() -> None:
 
 
 def test_returning_peers_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "ALL_HELD_MAX", 90_000)
+    monkeypatch.setattr(restart, "ALL_HELD_MAX", 90_000)
     run = RestartedRun()
     for number in range(1, 20):
         run.back(b"%d" % number, number, 7, *range(1, 20))
@@ -220,7 +220,7 @@ def test_messages_that_follow_from_any_resume_can_be_decoded(fields: dict[str, o
     back = resume(
         1, 7, epoch=run.master.run.numbers.epoch, last_seq=run.master.run.numbers.next_seq
     )
-    assert recovery.plausible(back) or fields.keys() == {"last_seq", "epoch"}
+    assert restart.plausible(back) or fields.keys() == {"last_seq", "epoch"}
 
 
 @pytest.mark.parametrize(
