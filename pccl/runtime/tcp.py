@@ -105,22 +105,24 @@ class Shutter:
         self._blank = os.open(os.devnull, os.O_RDONLY)
         self._twin = os.dup(self._blank)
 
-    def shut(self, descriptor: int, still: Callable[[], bool]) -> None:
-        """Shuts a connection down, unless its descriptor was reused meanwhile.
+    def shut(self, descriptor: int, still: Callable[[], bool]) -> bool:
+        """Shuts a connection down, unless its descriptor may have been reused meanwhile.
 
         `still` is called after the duplication, and says whether the descriptor is still that of
-        the connection. Raises OSError: the connection has just been closed.
+        the connection; its answer is returned. Raises OSError: the connection has just been
+        closed, or the system allows no duplicate.
         """
         if sys.platform == "win32":
             with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as twin:
-                if still():
+                if is_that_one := still():
                     twin.shutdown(socket.SHUT_RDWR)
-            return
+            return is_that_one
         os.dup2(descriptor, self._twin, inheritable=False)
         try:
-            if still():
+            if is_that_one := still():
                 with borrowed(self._twin, socket.AF_INET, socket.SOCK_STREAM) as twin:
                     twin.shutdown(socket.SHUT_RDWR)
+            return is_that_one
         finally:
             os.dup2(self._blank, self._twin, inheritable=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -18,7 +19,8 @@ from peers.processes import Master, Puppet, gathered, together
 from peers.waiting import machine_of, wait_until
 
 import pccl
-from pccl.protocol.master import inputs, recovery
+from pccl.protocol.master import inputs, restart
+from pccl.protocol.master.restart import WAIT_S
 from pccl.runtime.config import Config
 from pccl.runtime.server import server as server_module
 from pccl.runtime.server.pauses import Pauses
@@ -78,7 +80,7 @@ def test_a_step_of_the_wall_clock_delays_nothing(
         began_s = server._awake_s()
         wait_until(lambda: server._awake_s() > began_s + 0.2)
         assert server._pauses.total_s == 0.0
-        monkeypatch.setattr(recovery, "WAIT_S", 0.5)
+        monkeypatch.setattr(restart, "WAIT_S", 0.5)
         server._faltered = "a test"  # as after a restart: it waits for peers, one never comes
         comms[2]._membership.seen("a test")._resolver.find = lambda *_: None
         server._waiter.wake()
@@ -146,6 +148,64 @@ def test_a_stopped_master_resumes_with_all_its_peers(
             assert together(puppets, "insist", value=1.0) == [3.0] * 3
     finally:
         os.kill(master.process.pid, signal.SIGCONT)
+        for puppet in puppets:
+            puppet.kill()
+        master.kill()
+
+
+def test_a_connection_that_cannot_be_closed_yet_is_closed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A master that goes on as after a restart does not count the time until then."""
+    monkeypatch.setattr(restart, "WAIT_S", 0.3)
+    tried = threading.Semaphore(0)
+
+    def refuses(*_: object) -> bool:
+        tried.release()
+        raise OSError(errno.EMFILE, "no descriptors")
+
+    with pccl.MasterNode("127.0.0.1:0") as master, contextlib.ExitStack() as opened:
+        comms = [pccl.Communicator(master.address) for _ in range(2)]
+        for one in comms:
+            opened.callback(one.close)
+        in_threads([lambda one=one: gather(one, 2) for one in comms])
+        server = master._server
+        assert server is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(server._connections._shutter, "shut", refuses)
+            server._faltered = "a test"  # as after a restart
+            server._waiter.wake()
+            for _ in range(12):  # two connections, 0.1 s apart: longer than WAIT_S
+                assert tried.acquire(timeout=20)
+        wait_until(lambda: not server._master.recovering)
+        in_threads([one.update_topology for one in comms])
+        assert [one.world_size for one in comms] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits another process")
+def test_a_master_that_wakes_without_descriptors_loses_no_peer() -> None:
+    """It goes on as after a restart when a peer dies then, and cannot accept those who return."""
+    import resource
+
+    master, puppets = Master(**BEATS), list[Puppet]()
+    pid = master.process.pid
+    try:
+        puppets += gathered(lambda group: Puppet(master.address, group, **BEATS), [0, 0, 0])
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        master.process.send_signal(signal.SIGSTOP)
+        threading.Event().wait(0.7)  # a pause, in which no connection breaks
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (2, hard))
+        master.process.send_signal(signal.SIGCONT)
+        puppets.pop().kill()
+        for puppet in puppets:
+            puppet.begin("insist", value=2.0)
+        threading.Event().wait(WAIT_S + 1.0)  # longer than a restarted master waits for peers
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert [puppet.value() for puppet in puppets] == [4.0] * 2
+        assert together(puppets, "world") == [[2, 2, 1, 2]] * 2
+    finally:
+        os.kill(pid, signal.SIGCONT)
         for puppet in puppets:
             puppet.kill()
         master.kill()
@@ -232,7 +292,7 @@ class Nap:
 )
 def test_a_pause_at_any_moment_costs_no_peer(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second pause comes while the master waits for the third peer, which never comes back."""
-    monkeypatch.setattr(recovery, "WAIT_S", 60.0)
+    monkeypatch.setattr(restart, "WAIT_S", 60.0)
     with pccl.MasterNode("127.0.0.1:0") as master, contextlib.ExitStack() as opened:
         *comms, gone = [pccl.Communicator(master.address) for _ in range(3)]
         for one in [*comms, gone]:
@@ -244,7 +304,7 @@ def test_a_pause_at_any_moment_costs_no_peer(moment: str, monkeypatch: pytest.Mo
         nap = Nap(master._server, moment)
         nap.plan([numbers[0], gone._membership.seen("a test").number], [numbers[0]])
         wait_until(lambda: nap.over(numbers))
-        monkeypatch.setattr(recovery, "WAIT_S", float("-inf"))
+        monkeypatch.setattr(restart, "WAIT_S", float("-inf"))
         wait_until(lambda: not machine_of(master).recovering)
         assert [peer.peer for peer in master.status().peers] == numbers
         in_threads([one.update_topology for one in comms])

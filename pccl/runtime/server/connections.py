@@ -252,6 +252,7 @@ class Connections:
         self._buried: dict[bytes, float] = {}  # by connection, when; late messages are ignored
         self._dropped: dict[bytes, float] = {}  # by connection, when; open, but ignored
         self._surplus: list[Line] = []  # connections that there is no room for
+        self._stuck = False  # whether a connection could not be closed
         lines_max = max(limits.CONNECTIONS_MIN, descriptor_limit() - limits.DESCRIPTORS_SPARE)
         self._guard = Guard(received, lines_max)
         self._shutter = Shutter()
@@ -381,11 +382,20 @@ class Connections:
         self._shed()
         self._reserve.tick(now_s)
         for line, why in self._guard.look(now_s, drained):
-            log.info("master: a connection is closed: %s", why)
-            self._shut(line)
+            line.cut = self._shut(line)
+            if line.cut:
+                log.info("master: a connection is closed: %s", why)
+        self._stuck = False
         for conn in [conn for conn, at in self._dropped.items() if now_s - at >= limits.GRACE_S]:
-            self._dropped[conn] = math.inf  # until the monitor reports the loss
-            self._shut(self.senders[conn])
+            if self._shut(self.senders[conn]):
+                self._dropped[conn] = math.inf  # until the monitor reports the loss
+            else:
+                self._stuck = True
+
+    @property
+    def impaired(self) -> bool:
+        """True while connections cannot be accepted or closed: there are no descriptors."""
+        return self._reserve.spent or self._stuck
 
     @property
     def crowded(self) -> bool:
@@ -413,12 +423,16 @@ class Connections:
             with contextlib.suppress(OSError):
                 self._shutter.shut(line.descriptor, partial(self._guard.holds, line))
 
-    def _shut(self, line: Line) -> None:
+    def _shut(self, line: Line) -> bool:
+        """Shuts a connection down. Returns False if that must be tried again: it may be open."""
+
         def is_that_one() -> bool:
             self.read_monitor()
             return self._guard.holds(line) and not self.flooded
 
         try:
-            self._shutter.shut(line.descriptor, is_that_one)
-        except OSError as error:  # it has just been closed
+            if self._shutter.shut(line.descriptor, is_that_one):
+                return True
+        except OSError as error:  # it has just been closed, or there are no descriptors
             log.debug("master: descriptor %d: %s", line.descriptor, error)
+        return not self._guard.holds(line)

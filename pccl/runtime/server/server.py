@@ -132,6 +132,7 @@ class Server:
         self._over = self._stop = False
         self._serving = threading.Lock()
         self._chores_due_s = 0.0
+        self._ticked_s = 0.0  # the time of the latest tick, without pauses
         self._asked: deque[Future[Status]] = deque()  # requests of other threads
         self._noted: deque[tuple[float, str]] = deque(maxlen=limits.HTTP_EVENTS)  # times and texts
         self._sent = False  # since the router was last found empty
@@ -310,6 +311,10 @@ class Server:
             self._begin_anew(why)
         now_s, awake_s = time.monotonic(), self._awake_s()
         self._chores_due_s = now_s + limits.MASTER_CHORES_S
+        if self._master.recovering and self._connections.impaired:  # nobody can come back now
+            self._pauses.total_s += awake_s - self._ticked_s
+            awake_s = self._ticked_s
+        self._ticked_s = awake_s
         self._bury(now_s, drained)
         self._connections.cut(now_s, drained)
         self._dialler.tick(awake_s)
