@@ -53,8 +53,8 @@ CUTS = {"cut", "cut-out", "cut-in", "reset"}
 STOPPING = KILLS | CUTS | {"freeze", "restart-master", "reset-link"}  # faults that make all wait
 DROPPING = CUTS | {"freeze", "no-descriptors"}  # faults after which a worker may be dropped
 ENDING = {"reset-link"}  # faults after which a worker may join again
-BEFORE_S = 5.0  # two ends of memberships that may have to do with each other
-DROPPED_S = 45.0  # after such a fault has ended, at most
+DROPPED_S = 45.0  # so long after such a fault; a later drop has another reason
+BEFORE_S = 5.0  # memberships that end so soon one after the other may have the same reason
 SLEEPS = {"freeze": "end of freeze"}  # a worker's time stands still, until
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
 SIZES_MIN = 8  # of a worker, to be compared
@@ -310,12 +310,12 @@ class Checker:
             if out.how == "failed":
                 self._broken(f"worker {worker} has failed: {out.why}{self._before(out)}")
             faults = self._befell(worker, *DROPPING, *SLEEPS.values())
-            late = [fault for fault in faults if 0 <= out.at_s - fault.at_s <= DROPPED_S]
-            if out.how == "dropped" and not late:
-                last = ", ".join(f"{fault.what} at {fault.at_s:.1f} s" for fault in faults[-1:])
+            excused = any(0 <= out.at_s - fault.at_s <= DROPPED_S for fault in faults)
+            if out.how == "dropped" and not excused:
+                last = f"{faults[-1].what} at {faults[-1].at_s:.1f} s" if faults else "no fault"
                 self._broken(
                     f"worker {worker} was dropped at {out.at_s:.1f} s, and not cut off before "
-                    f"({last or 'no fault'}): {out.why}"
+                    f"({last}): {out.why}"
                 )
 
     def _before(self, out: Out) -> str:

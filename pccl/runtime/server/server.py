@@ -132,7 +132,7 @@ class Server:
         self._over = self._stop = False
         self._serving = threading.Lock()
         self._chores_due_s = 0.0
-        self._ticked_s = 0.0  # the time of the latest tick, without pauses
+        self._ticked_s = self._awake_s()  # the time of the latest tick, without pauses
         self._asked: deque[Future[Status]] = deque()  # requests of other threads
         self._noted: deque[tuple[float, str]] = deque(maxlen=limits.HTTP_EVENTS)  # times and texts
         self._sent = False  # since the router was last found empty
