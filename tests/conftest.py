@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key as stderr_key
 from hypothesis import settings
+from peers import ports
 from peers.cluster import Cluster
 
 import pccl
@@ -101,6 +102,12 @@ def settings_are_restored() -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("PCCL_")]:
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def ports_are_released() -> Iterator[None]:
+    yield
+    ports.release()
 
 
 @contextlib.contextmanager

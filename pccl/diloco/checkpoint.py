@@ -370,8 +370,8 @@ class Saver:
     _checkpoint: Checkpoint
     _inner: InnerState
     _beside: Callable[[Callable[[], object]], object]  # in the thread that the model belongs to
-    # The outer step of the last checkpoint, or of its end; and while it is written, its parts in
-    # this group. It is an entry of the shared state.
+    # The outer step of the last checkpoint, or of its end; while it is written, its parts in this
+    # group; and 1 while it is completed. It is an entry of the shared state.
     _turn: torch.Tensor
     _tag: int = 0
     _probed: Path | None = None
@@ -386,13 +386,18 @@ class Saver:
 
     def is_due(self, outer_step: int) -> bool:
         """True if all peers must call `meet`. In the first round, it finds wrong directories."""
-        every, (last, parts) = self._checkpoints.every, self._turn.tolist()
-        return bool(parts > 0 or last < 0 or outer_step // every > last // every)
+        _, parts, completing = self._turn.tolist()
+        return bool(parts or completing) or self._begins(outer_step)
+
+    def _begins(self, outer_step: int) -> bool:
+        every, last = self._checkpoints.every, int(self._turn[0])
+        return last < 0 or outer_step // every > last // every
 
     def meet(self, outer_step: int) -> None:
+        self._learn_of_completion()
         if self._turn[1]:
             self._vote(outer_step)
-        if not self._turn[1] and self.is_due(outer_step):
+        if not self._turn[1] and self._begins(outer_step):
             self._begin(outer_step)
 
     def _begin(self, step: int) -> None:
@@ -463,7 +468,7 @@ class Saver:
 
     def _vote(self, outer_step: int) -> None:
         """All peers learn how far each one is, and decide."""
-        step, parts = self._turn.tolist()
+        step, parts, _ = self._turn.tolist()
         rows = gather_row(self._comm, [self._state(step)])
         said = [int(state) for (state,) in rows]
         verdict = _WAIT
@@ -475,7 +480,7 @@ class Saver:
         verdict = min(one for one, _ in each)
         if verdict == _WAIT:
             return
-        self._turn[:] = torch.tensor([max(step, outer_step - 1), 0])
+        self._turn[:] = torch.tensor([max(step, outer_step - 1), 0, verdict == _COMMIT])
         self._forget_probe()
         if verdict == _GIVE_UP:
             _log.error("checkpoint %d is given up: not all peers have written their parts", step)
@@ -493,6 +498,13 @@ class Saver:
                 daemon=True,
             )
             self._committer.start()
+
+    def _learn_of_completion(self) -> None:
+        """All peers learn whether the one that completes the last checkpoint is still at it."""
+        if self._turn[2]:
+            busy = self._committer is not None and self._committer.is_alive()
+            rows = gather_row(self._comm, [busy])
+            self._turn[2] = int(not self._replica.all(not any(row[0] for row in rows)))
 
     def _state(self, step: int) -> int:
         if self._mine != step:
@@ -550,6 +562,7 @@ class Saver:
             self._vote(outer_step)
         if self._committer is not None:
             self._committer.join()
+        self._learn_of_completion()
 
 
 def read_parts(

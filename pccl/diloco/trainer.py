@@ -345,7 +345,7 @@ class DiLoCo:
             self._exchanges,
             self._schedule,
         )
-        self._saver, self._turn = None, torch.tensor([-1, 0])
+        self._saver, self._turn = None, torch.tensor([-1, 0, 0])
         if checkpoints is not None:
             beside = self._learner.leave if self._learner is not None else lambda action: action()
             self._saver = Saver(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from peers.ports import unused_port
 from peers.waiting import wait_until
 
 import pccl
@@ -84,12 +84,6 @@ def port_of(address: str) -> str:
     return address.rpartition(":")[2]
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def share(comm: pccl.Communicator) -> None:
     """The part of the other peer in `program peer`."""
     comm.wait_for_peers(2, timeout=30)
@@ -138,9 +132,9 @@ def test_a_c_program_and_a_python_peer_do_all_calls_together(
 
 def test_every_misuse_gets_its_code(build: Build) -> None:
     program = build("c99", PROGRAM)
-    with start(program, "misuse", free_port(), PCCL_CONNECT_TIMEOUT_S="1") as process:
+    with start(program, "misuse", str(unused_port()), PCCL_CONNECT_TIMEOUT_S="1") as process:
         ends(process)
-    with start(program, "master", free_port()) as process:
+    with start(program, "master", str(unused_port())) as process:
         ends(process)
 
 

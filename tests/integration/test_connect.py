@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from peers.cluster import in_threads
+from peers.ports import unused_port
 from peers.waiting import wait_until
 
 import pccl
@@ -29,16 +30,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "ATTEMPT_INTERVAL_S", 0.05)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def absent() -> Iterator[str]:
     """No process listens."""
-    yield f"127.0.0.1:{free_port()}"
+    yield f"127.0.0.1:{unused_port()}"
 
 
 @contextlib.contextmanager
@@ -140,7 +135,7 @@ def test_a_master_that_comes_later_is_waited_for(
     caplog.set_level(logging.INFO, "pccl")
     if how == "variable":
         monkeypatch.setenv("PCCL_CONNECT_TIMEOUT_S", "60")
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{unused_port()}"
     comm = pccl.Communicator(address, connect_timeout=60 if how == "argument" else None)
 
     def join() -> int:

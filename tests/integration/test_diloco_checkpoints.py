@@ -181,6 +181,31 @@ def test_only_the_latest_are_kept(tmp_path: Path) -> None:
     assert len([*(tmp_path / "9").iterdir()]) == 4, "two parts, their digests, and the metadata"
 
 
+@pytest.mark.parametrize("last", [4, 5])
+def test_no_peer_ends_before_the_checkpoint_is_complete(
+    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One peer completes it, while the other one waits, whether it was written in the last round
+    or in the one before."""
+    ended, complete = threading.Event(), FileSystemWriter.finish
+
+    def slowly(writer: Any, *results: Any) -> None:
+        assert not ended.wait(0.3)
+        complete(writer, *results)
+
+    monkeypatch.setattr(FileSystemWriter, "finish", slowly)
+    checkpoints = Checkpoints(tmp_path, every=4)
+
+    def train(peer: Peer) -> Any:
+        peer.until(last)
+        peer.diloco.finish()
+        ended.set()
+        return checkpoints.latest()
+
+    with fresh() as address:
+        assert run(address, 2, train, checkpoints=checkpoints) == [tmp_path / "4"] * 2
+
+
 def fill(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The disk of the second peer is full while it writes this checkpoint."""
     write = FileSystemWriter.write_data

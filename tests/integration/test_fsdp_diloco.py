@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from peers.ports import unused_port
 from peers.processes import Reporter
 
 torch = pytest.importorskip("torch")
@@ -24,12 +24,6 @@ ROUNDS, INNER_STEPS, STOP = 12, 2, 4
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S + 20)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Grid:
     """Replicas of two processes."""
 
@@ -39,7 +33,7 @@ class Grid:
 
     def start(self, stops: Sequence[int] = (), **more: Any) -> list[Reporter]:
         """One more; these ranks of it stop after STOP outer steps, until they are killed."""
-        options, port = json.dumps({**self._options, **more}), free_port()
+        options, port = json.dumps({**self._options, **more}), unused_port()
         words = self._address, len(self.replicas), self._rounds
         self.replicas.append(
             [

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from peers.ports import unused_port
 from peers.waiting import wait_until
 
 import pccl
@@ -281,10 +282,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         pytest.skip("Slurm's daemons run as root")
     for name in ("state", "spool"):
         (tmp_path / name).mkdir()
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in (one, other)]
+    ports = [unused_port(), unused_port()]
     conf = tmp_path / "slurm.conf"
     host = socket.gethostname().partition(".")[0]
     conf.write_text(SLURM.format(host=host, home=tmp_path, ports=ports))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from pages import listed
 from peers.cluster import Cluster, in_threads
+from peers.ports import unused_port
 from peers.waiting import wait_until
 from torch.distributed import distributed_c10d as c10d
 
@@ -30,9 +30,7 @@ from pccl.torch.hosted import KEY, HostedMaster
 
 def nobody() -> str:
     """An address where nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{unused_port()}"
 
 
 def begin(store: dist.Store, rank: int, size: int = 2) -> ProcessGroup:

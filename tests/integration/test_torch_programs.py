@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peers.ports import unused_port
 from peers.waiting import Gate, wait_until
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "support" / "programs" / "with_torch"
@@ -156,12 +157,6 @@ def test_torchrun_starts_all_again_from_the_snapshot(
     assert {report["size"] for report in ends[-2:]} == {2}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -171,7 +166,7 @@ def test_an_elastic_torchrun_survives_a_loss_and_takes_a_new_node(
     launch: Callable[..., Launched], gate: Callable[[str], Gate], tmp_path: Path
 ) -> None:
     """One is killed: the others go on in the same step. One joins: all begin from the snapshot."""
-    epochs, save, reports, port = 30, 5, queue.Queue[Report](), free_port()
+    epochs, save, reports, port = 30, 5, queue.Queue[Report](), unused_port()
     one_is_lost, one_has_joined = gate("one is lost"), gate("one has joined")
     waits = after({save + 1: one_is_lost, 4 * save: one_has_joined})
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
@@ -230,7 +225,7 @@ def test_a_replica_of_hsdp_continues_without_the_other(
     launch: Callable[..., Launched], gate: Callable[[str], Gate], tmp_path: Path
 ) -> None:
     """A mesh of 2 x 2; no launcher, which would end the others. They wait for it in a step."""
-    steps, reports, port = 20, queue.Queue[Report](), free_port()
+    steps, reports, port = 20, queue.Queue[Report](), unused_port()
     where = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = [sys.executable, PROGRAMS / "fsdp2.py", steps, steps + 1, tmp_path / "saved", "gloo"]
     never = after({6: gate("until they are killed")})

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from peers.ports import unused_port
 from peers.processes import Report, Reporter
 from programs.with_torch import sharded
 
@@ -145,12 +145,6 @@ def test_a_program_of_torch_continues_without_a_killed_peer(address: str) -> Non
             peer.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("how", ["killed", "half killed", "half frozen"])
 def test_replicas_of_fsdp2_survive_a_loss_and_take_one_in(how: str, address: str) -> None:
     """A replica has two processes, by gloo; when one of them is lost, the other is of no use.
@@ -162,7 +156,7 @@ def test_replicas_of_fsdp2_survive_a_loss_and_take_one_in(how: str, address: str
 
     def start(replica: int) -> list[Reporter]:
         words = PROGRAMS / "sharded.py", address, 2, replica, steps
-        port = free_port()
+        port = unused_port()
         started.append(
             [Reporter(*words, rank, 2, port, patience_s=PATIENCE_S) for rank in range(2)]
         )

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from peers.ports import unused_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "c", "pccl"]
@@ -131,11 +131,8 @@ def test_it_works_in_a_clean_environment(version: str, wheel: Path, tmp_path: Pa
     flags = [run(own / "pccl", command, env=env).split() for command in ("cflags", "libs")]
     program = tmp_path / "program"
     source = ROOT / "tests" / "support" / "programs" / "capi" / "program.c"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     run("cc", "-std=c99", *flags[0], source, *flags[1], "-pthread", "-o", program)
-    run(program, "master", str(port), env={})
+    run(program, "master", str(unused_port()), env={})
 
 
 CHECKERS = {
