@@ -1,4 +1,4 @@
-"""One collective from its caller's side: launch it, wait for it, hold its handle, abandon it."""
+"""One collective from its caller's side: its handle, and the functions that launch and await it."""
 
 from __future__ import annotations
 
@@ -26,116 +26,6 @@ from pccl.types import ReduceInfo, Result
 log = logging.getLogger("pccl")
 
 
-class Launch:
-    """One collective; `begin` launches it.
-
-    Attributes:
-        call: the call in progress.
-        end: the answer, once a thread has awaited it.
-        over: whether no thread needs to await it.
-
-    Args:
-        membership: the membership of the peer that makes it.
-        name: name of the API call.
-        tags: the tags that it occupies; the first one is the tag of the collective.
-    """
-
-    def __init__(self, membership: Membership, name: str, *tags: int) -> None:
-        for tag in tags:
-            if not 0 <= tag < 1 << 64:
-                raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
-        self._client = membership.one_of_several(name)
-        self._name, self._tags = name, tags
-        self._calls, self._ranks = membership.calls, membership.ranks
-        self.call = self._client.call()
-        self.end: End | None = None
-        self.over = False
-        self._copies: Copies | None = None
-        self._wide: Wide | None = None
-        self._lock = threading.Lock()
-
-    def begin(self, work: Operands, stuck: bool = False) -> None:
-        """Launches it. `stuck`: the caller makes no other call before the answer."""
-        self._calls.enter(self._name, self.call, *map(work.place, self._tags))
-        conditions = self._client.conditions
-        tuning = choose(work.work, work.nbytes, conditions)
-        work, self._copies = on_host(work, tuning, conditions)
-        if self._copies is not None:
-            self._copies.begin()
-        if tuning.wide:
-            wide = Wide(work.each)
-            work = replace(work, wide=wide)
-            if self._copies is not None:
-                self._copies.wide = wide
-            else:
-                self._wide = wide
-        self._client.collective(self.call, self._tags[0], work, tuning, stuck)
-        if self._copies is not None:
-            self._copies.go_on(self._client, self.call)
-
-    def finish(self, deadline: Deadline) -> End:
-        """Waits for the answer. Several threads may."""
-        if self.end is None and self._client.over is FORKED:  # its locks may be locked for ever
-            self.end, self.over = FORKED, True
-        if self.end is None:
-            note = deadline.next(self._client, self.call)
-            assert isinstance(note, effects.Answer | effects.Fail)
-            with self._lock:
-                if self.end is None:
-                    self._conclude(note)
-                    self.end = note
-        assert self.end is not None
-        return self.end
-
-    @property
-    def ended(self) -> bool:
-        """True if `finish` would return without waiting."""
-        return self.end is not None or self.call.end is not None or self._client.over is FORKED
-
-    @property
-    def finishes_slowly(self) -> bool:
-        """True if `finish` must still wait for copies to a device."""
-        return self.end is None and self._copies is not None and not self._copies.are_settled
-
-    def on_end(self, ended: Callable[[], None]) -> None:
-        """Calls `ended`, in a thread of pccl, when `finish` would return without waiting."""
-        self._client.on_end(self.call, lambda _: ended())
-
-    def _conclude(self, end: End) -> None:
-        self.over = True
-        self._calls.leave(self.call)
-        if isinstance(end, effects.Fail):
-            if end.result in AGAIN:
-                self._ranks.lose(self._client.plan, self._client.number)
-        elif self._wide is not None:
-            self._wide.narrow(info(end).world_size)
-        if self._copies is not None:
-            self._copies.settle()
-
-    def cancel(self) -> None:
-        """Ends the collective after an exception in its caller, and frees its tag. Idempotent."""
-        try:
-            self.over = True
-            self._client.cancel(self.call)
-            if self._copies is not None and self._client.over is not FORKED:
-                aside(self._copies.cancel)
-        finally:
-            self._calls.leave(self.call)
-
-    def detach(self) -> None:
-        """The handle was garbage-collected: the collective continues, and then frees its tag."""
-
-        def told(end: End) -> None:
-            self._calls.leave(self.call)
-            if isinstance(end, effects.Fail):
-                log.warning("a collective whose handle was dropped has failed: %s", self.error(end))
-
-        self._client.on_end(self.call, told)
-
-    def error(self, end: effects.Fail) -> PCCLError:
-        return error_of(self._name, end, self.call.began_s)
-
-
 def info(end: effects.Answer) -> ReduceInfo:
     reduced = end.value
     assert isinstance(reduced, effects.Reduced)
@@ -149,10 +39,28 @@ class AsyncReduceHandle:
     free when it has ended; if it fails, the log has a warning.
     """
 
-    def __init__(self, launch: Launch | None, made: Callable[[], Any] = nothing) -> None:
-        """`launch` is None if there is nothing to wait for; `made` returns the result."""
-        self._launch = launch
-        self._made = made
+    _over = True  # no thread needs to await it
+
+    def __init__(self, membership: Membership | None, name: str = "", *tags: int) -> None:
+        """`_begin` launches it. The first of its tags is the tag of the collective.
+
+        Without a membership it has ended already.
+        """
+        self._made: Callable[[], Any] = nothing  # returns the result
+        self._end: End | None = None  # the answer, once a thread has awaited it
+        if membership is None:
+            self._end = effects.Answer(0, effects.Reduced(1, 0, 0))
+            return
+        for tag in tags:
+            if not 0 <= tag < 1 << 64:
+                raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
+        self._client = membership.one_of_several(name)
+        self._name, self._tags = name, tags
+        self._calls, self._ranks = membership.calls, membership.ranks
+        self._call = self._client.call()
+        self._copies: Copies | None = None
+        self._wide: Wide | None = None
+        self._lock = threading.Lock()
 
     @property
     def result(self) -> Any:
@@ -183,13 +91,10 @@ class AsyncReduceHandle:
             ValueError: `timeout` is not a valid time.
         """
         deadline = Deadline(timeout)
-        launch = self._launch
-        if launch is None:
-            return True, Result.SUCCESS.value, ReduceInfo(1, 0, 0)
         try:
-            end = launch.finish(deadline)
+            end = self._finish(deadline)
         except BaseException:
-            launch.cancel()
+            self._cancel()
             raise
         if isinstance(end, effects.Fail):
             return False, end.result.value, ReduceInfo(0, 0, 0)
@@ -200,7 +105,9 @@ class AsyncReduceHandle:
 
         `result` is valid, and the tag is free, only after `wait()` has returned.
         """
-        return self._launch is None or self._launch.ended
+        if self._end is not None:
+            return True
+        return self._call.end is not None or self._client.over is FORKED
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once `wait()` would return at once; now, if it would already.
@@ -208,10 +115,10 @@ class AsyncReduceHandle:
         It is called in a thread of pccl and must return soon: it may set an event, for example. The
         caller keeps the handle, and calls `wait()`.
         """
-        if self._launch is None:
+        if self._end is not None:
             callback()
         else:
-            self._launch.on_end(callback)
+            self._client.on_end(self._call, lambda _: callback())
 
     def __await__(self) -> Generator[Any, None, tuple[bool, int, ReduceInfo]]:
         """`await handle`, in asyncio: returns what `wait()` returns, without blocking the loop.
@@ -225,17 +132,16 @@ class AsyncReduceHandle:
     async def _outcome(self) -> tuple[bool, int, ReduceInfo]:
         import asyncio  # here, so that importing pccl does not import it
 
-        launch = self._launch
-        if launch is not None and not launch.ended:
+        if not self.done():
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
             def tell() -> None:
                 with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                     loop.call_soon_threadsafe(ended.set)
 
-            launch.on_end(tell)
+            self.add_done_callback(tell)
             await ended.wait()
-        if launch is not None and launch.finishes_slowly:
+        if self._end is None and self._copies is not None and not self._copies.are_settled:
             return await asyncio.to_thread(self.wait)
         return self.wait()
 
@@ -245,25 +151,93 @@ class AsyncReduceHandle:
 
         None before `wait()` has returned, and if the collective has succeeded.
         """
-        launch = self._launch
-        return launch.error(launch.end) if launch and isinstance(launch.end, effects.Fail) else None
+        end = self._end
+        if isinstance(end, effects.Fail):
+            return error_of(self._name, end, self._call.began_s)
+        return None
 
     def __del__(self) -> None:
-        launch = getattr(self, "_launch", None)
-        if launch is not None and not launch.over and not sys.is_finalizing():
-            launch.detach()
+        if not self._over and not sys.is_finalizing():
+            calls, call, name = self._calls, self._call, self._name
+
+            def told(end: End) -> None:
+                calls.leave(call)
+                if isinstance(end, effects.Fail):
+                    why = error_of(name, end, call.began_s)
+                    log.warning("a collective whose handle was dropped has failed: %s", why)
+
+            self._client.on_end(call, told)
+
+    # ---- its steps ----
+
+    def _begin(self, work: Operands, stuck: bool = False) -> None:
+        """Launches it. `stuck`: the caller makes no other call before the answer."""
+        self._over, self._made = False, work.result
+        self._calls.enter(self._name, self._call, *map(work.place, self._tags))
+        conditions = self._client.conditions
+        tuning = choose(work.work, work.nbytes, conditions)
+        work, self._copies = on_host(work, tuning, conditions)
+        if self._copies is not None:
+            self._copies.begin()
+        if tuning.wide:
+            wide = Wide(work.each)
+            work = replace(work, wide=wide)
+            if self._copies is not None:
+                self._copies.wide = wide
+            else:
+                self._wide = wide
+        self._client.collective(self._call, self._tags[0], work, tuning, stuck)
+        if self._copies is not None:
+            self._copies.go_on(self._client, self._call)
+
+    def _finish(self, deadline: Deadline) -> End:
+        """Waits for the answer. Several threads may."""
+        if self._end is None and self._client.over is FORKED:  # its locks may be locked for ever
+            self._end, self._over = FORKED, True
+        if self._end is None:
+            note = deadline.next(self._client, self._call)
+            assert isinstance(note, effects.Answer | effects.Fail)
+            with self._lock:
+                if self._end is None:
+                    self._conclude(note)
+                    self._end = note
+        assert self._end is not None
+        return self._end
+
+    def _conclude(self, end: End) -> None:
+        self._over = True
+        self._calls.leave(self._call)
+        if isinstance(end, effects.Fail):
+            if end.result in AGAIN:
+                self._ranks.lose(self._client.plan, self._client.number)
+        elif self._wide is not None:
+            self._wide.narrow(info(end).world_size)
+        if self._copies is not None:
+            self._copies.settle()
+
+    def _cancel(self) -> None:
+        """Ends the collective after an exception in its caller, and frees its tag. Idempotent."""
+        if self._end is not None:
+            return
+        try:
+            self._over = True
+            self._client.cancel(self._call)
+            if self._copies is not None and self._client.over is not FORKED:
+                aside(self._copies.cancel)
+        finally:
+            self._calls.leave(self._call)
 
 
 # ---- launching, and waiting ----
 
 
 def launch(membership: Membership, name: str, work: Operands, tag: int) -> AsyncReduceHandle:
-    one = Launch(membership, name, tag)
+    handle = AsyncReduceHandle(membership, name, tag)
     try:
-        one.begin(work)
-        return AsyncReduceHandle(one, work.result)
+        handle._begin(work)
+        return handle
     except BaseException:
-        one.cancel()
+        handle._cancel()
         raise
 
 
@@ -272,15 +246,15 @@ def run(
 ) -> ReduceInfo:
     """Launches a collective and waits for it; raises an exception if it fails."""
     deadline = Deadline(timeout)
-    one = Launch(membership, name, tag)
+    one = AsyncReduceHandle(membership, name, tag)
     try:
-        one.begin(work, stuck=timeout is None and membership.calls.single_threaded())
-        end = one.finish(deadline)
+        one._begin(work, stuck=timeout is None and membership.calls.single_threaded())
+        end = one._finish(deadline)
     except BaseException:
-        one.cancel()
+        one._cancel()
         raise
     if isinstance(end, effects.Fail):
-        raise one.error(end)
+        raise error_of(name, end, one._call.began_s)
     found = info(end)
     object.__setattr__(found, "result", work.result())  # pypccl's constructor does not take it
     return found
@@ -291,19 +265,19 @@ def run_all(
 ) -> None:
     """Launches several collectives, waits for all, and raises the first failure."""
     deadline = Deadline(timeout)
-    launches: list[Launch] = []
+    launches: list[AsyncReduceHandle] = []
     try:
         for work in works:
-            launches.append(Launch(membership, name, tag))
-            launches[-1].begin(work)
-        ends = [(one, one.finish(deadline)) for one in launches]
+            launches.append(AsyncReduceHandle(membership, name, tag))
+            launches[-1]._begin(work)
+        ends = [(one, one._finish(deadline)) for one in launches]
     except BaseException:
         for one in launches:
-            one.cancel()
+            one._cancel()
         raise
     for one, end in ends:
         if isinstance(end, effects.Fail):
-            raise one.error(end)
+            raise error_of(name, end, one._call.began_s)
 
 
 def run_with_retry(
@@ -324,18 +298,18 @@ def run_with_retry(
         raise error_for(Result.INVALID_ARGUMENT, name, why)
     parts = operands.bundles(descriptors)
     waiting = list(range(len(parts)))
-    in_flight: list[tuple[int, Launch]] = []
+    in_flight: list[tuple[int, AsyncReduceHandle]] = []
     world_size = tx_bytes = rx_bytes = 0
     try:
         while waiting or in_flight:
             while waiting and len(in_flight) < max_in_flight:
                 index = waiting.pop(0)
                 tags = [each.reduce_descriptor.tag for each in parts[index]]
-                one = Launch(membership, name, *tags)
+                one = AsyncReduceHandle(membership, name, *tags)
                 in_flight.append((index, one))
-                one.begin(operands.of_descriptors(parts[index]))
+                one._begin(operands.of_descriptors(parts[index]))
             index, one = in_flight[0]
-            end = one.finish(deadline)
+            end = one._finish(deadline)
             del in_flight[0]
             if isinstance(end, effects.Answer):
                 found = info(end)
@@ -347,10 +321,10 @@ def run_with_retry(
                 waiting = sorted([*waiting, index])
             else:
                 for _, other in in_flight:
-                    other.finish(Deadline(0.0))
-                raise one.error(end)
+                    other._finish(Deadline(0.0))
+                raise error_of(name, end, one._call.began_s)
     except BaseException:
         for _, one in in_flight:
-            one.cancel()
+            one._cancel()
         raise
     return ReduceInfo(world_size, tx_bytes, rx_bytes)

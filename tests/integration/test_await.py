@@ -113,8 +113,7 @@ def test_a_copy_to_a_device_does_not_hold_up_the_loop(pair: list[pccl.Communicat
 
     async def work() -> None:
         ours = launch(pair[0], 1)
-        assert ours._launch is not None
-        ours._launch._copies = Slow()  # type: ignore[assignment]
+        ours._copies = Slow()  # type: ignore[assignment]
         theirs = launch(pair[1], 2)
         task = asyncio.ensure_future(ours)
         assert await asyncio.to_thread(copying.wait, PATIENCE_S)

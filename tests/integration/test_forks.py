@@ -56,7 +56,7 @@ with Cluster(2) as cluster:
     comm, other = cluster.comms
     handle = comm.all_reduce_async(np.ones(50_000), op="sum", tag=5)
     for name, use in USES.items():
-        with comm._membership.calls._lock, handle._launch._lock:
+        with comm._membership.calls._lock, handle._lock:
             pid = os.fork()
             if pid == 0:
                 signal.alarm(10)
