@@ -19,8 +19,8 @@ from pccl.protocol.tuning import choose
 from pccl.runtime.client.call import Deadline, End, error_of
 from pccl.runtime.client.memory import Copies, Operands, Wide, nothing, on_host
 from pccl.runtime.forks import FORKED
-from pccl.runtime.uninterrupted import aside
-from pccl.support.text import require
+from pccl.runtime.signals import aside
+from pccl.support import require
 from pccl.types import ReduceInfo, Result
 
 log = logging.getLogger("pccl")

@@ -58,8 +58,8 @@ from pccl.runtime.client.probe import optimize
 from pccl.runtime.config import RANGES, Config
 from pccl.security import Security
 from pccl.shared_state import SharedState, sync_shared_state
-from pccl.support.closing import Closing
-from pccl.support.text import (
+from pccl.support import (
+    Closing,
     address_text,
     parse_address,
     parse_advertised,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
-from pccl.support.text import duration_text
+from pccl.support import duration_text
 
 BUSY = 0.8  # of the time: a link or a processor that is busy for longer is the limit
 NEGLIGIBLE = 0.03  # of the time: not worth a line

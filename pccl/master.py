@@ -9,10 +9,10 @@ import sys
 
 from pccl.errors import PCCLError
 from pccl.master_node import MasterNode, serve_until_signal
+from pccl.runtime.config import configure_logging
 from pccl.runtime.resources import raise_descriptor_limit
 from pccl.runtime.server.journal import OnError
-from pccl.support.logs import configure_logging
-from pccl.support.text import DEFAULT_PORT
+from pccl.support import DEFAULT_PORT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from pccl.runtime.server.journal import JournalError, OnError
 from pccl.runtime.server.server import Server
 from pccl.runtime.signals import ENDING, Stopping, ended_by
 from pccl.security import Security
-from pccl.support.text import address_text, parse_address, parse_listening
+from pccl.support import address_text, parse_address, parse_listening
 from pccl.types import Result
 
 _running: set[MasterNode] = set()  # a running master outlives every other reference to it

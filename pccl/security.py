@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pccl.errors import PCCLError, error_for
-from pccl.support.text import KEY
+from pccl.support import KEY
 from pccl.types import Result
 
 MASTER_SECRET = "master.secret"

@@ -23,7 +23,7 @@ from pccl.runtime.client.call import Deadline, error_of
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import Synchronization
-from pccl.support.text import require
+from pccl.support import require
 from pccl.tensors import (
     Array,
     Buffer,

@@ -44,7 +44,7 @@ from typing import Any
 
 import pccl
 from pccl.cli.processes import Fleet
-from pccl.support.closing import Closing
+from pccl.support import Closing
 
 BATCH = 8  # tokens of a step
 MODES: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from peers.cluster import Cluster
 import pccl
 from pccl import master_node
 from pccl.ext import tables
-from pccl.support.logs import configure_logging
+from pccl.runtime.config import configure_logging
 
 settings.register_profile("pccl", deadline=None)  # speed is not what is tested
 settings.load_profile("pccl")

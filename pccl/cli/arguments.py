@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pccl.cli.terminal import Refused
-from pccl.support.text import address_text, parse_address, parse_listening
+from pccl.support import address_text, parse_address, parse_listening
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from pccl.protocol.rounds import Kind
 from pccl.protocol.topology import hops
 from pccl.runtime.client.checkup import Examination, examine
 from pccl.runtime.config import Config
-from pccl.support.text import duration_text, parse_address
+from pccl.support import duration_text, parse_address
 
 PACKAGES = ("pyzmq", "numpy", "cffi", "msgspec", "xxhash", "torch")
 CLOCK_MAX_S = 1.0  # with more, the logs of several machines cannot be read together

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 from pccl.errors import PCCLError
-from pccl.support.closing import Closing
+from pccl.support import Closing
 
 QUIET_S = 0.5  # without output: then part of a line is shown, and the end is not awaited
 OUTPUT_BYTES = 1 << 16  # read at once; also the longest line

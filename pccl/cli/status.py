@@ -20,7 +20,7 @@ from pccl.cli.arguments import http_port, option, whole_number
 from pccl.cli.terminal import Screen, Styled, printable, shown, table
 from pccl.protocol.master import Status
 from pccl.protocol.master import status as values
-from pccl.support.text import address_text, duration_text
+from pccl.support import address_text, duration_text
 
 PATIENCE_S = 10.0
 EVENTS_MAX = 5

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TextIO, TypeAlias
 
-from pccl.support.closing import Closing
+from pccl.support import Closing
 
 Style: TypeAlias = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
 _CODES: dict[Style, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}

@@ -25,7 +25,7 @@ from pccl.communicator import Communicator
 from pccl.data import rows
 from pccl.errors import AGAIN, PCCLError
 from pccl.shared_state import TensorInfo
-from pccl.support.text import require
+from pccl.support import require
 from pccl.types import Result
 
 _HEAD = 4  # samples, end, fresh, rows

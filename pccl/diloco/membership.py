@@ -17,10 +17,9 @@ from pccl import (
 )
 from pccl.diloco.exchange import Average, LedgerHooks
 from pccl.diloco.model import Buffers, Frozen, Replica
-from pccl.diloco.pace import Pace
+from pccl.diloco.pace import Pace, Reminder
 from pccl.diloco.settings import Settings, describe_mismatch
 from pccl.diloco.stats import Meter
-from pccl.support.logs import Reminder
 
 _log = logging.getLogger("pccl.diloco")
 

@@ -12,13 +12,13 @@ from pccl import TensorInfo
 from pccl.diloco.model import Replica
 from pccl.diloco.settings import Settings
 from pccl.extension import Grace
-from pccl.support.logs import Reminder
 
 _REMEMBERED = 8  # rounds whose times are known
 _LEAST_DROP_S = 2.0  # in mode "decoupled"
 _LEAST_PATIENCE_S = 0.2
 _LEAST_PART = 0.1  # of the last of these times, as a measured grace
 
+REMINDER_S = 5.0  # to the second warning of the same kind; each further gap is twice as long
 _log = logging.getLogger("pccl.diloco")
 
 
@@ -251,3 +251,24 @@ def pace_of(settings: Settings, replica: Replica) -> Pace:
     if settings.deadline_peers is not None:
         return Deadline(settings.deadline_peers, settings.grace, settings.fragments)
     return Pace()
+
+
+class Reminder:
+    """Says the same thing seldom: at once, and then after gaps that grow."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes the next message new."""
+        self._next_s, self._gap_s = 0.0, REMINDER_S
+
+    def warn(self, text: str) -> None:
+        """Says it, if it is time."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._log.warning(text)
+            if self._next_s:
+                self._gap_s *= 2
+            self._next_s = now_s + self._gap_s

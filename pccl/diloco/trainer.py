@@ -33,7 +33,7 @@ from pccl.data import Ledger
 from pccl.diloco.averaging import Selector, averager_of
 from pccl.diloco.checkpoint import Checkpoint, Checkpoints, Saver, read_parts, read_state
 from pccl.diloco.decoupled import Decoupled, Learner, start
-from pccl.diloco.exchange import Exchange, LedgerHooks, Weight
+from pccl.diloco.exchange import Exchange, LedgerHooks, Quarantine, Weight
 from pccl.diloco.membership import Group
 from pccl.diloco.misuse import Misuse, warn_unfinished
 from pccl.diloco.model import (
@@ -47,10 +47,8 @@ from pccl.diloco.model import (
     replica_of,
 )
 from pccl.diloco.muon import is_muon
-from pccl.diloco.outer import Ahead, Apart, Eager, Outer, OuterOptimizer, View, split
+from pccl.diloco.outer import Ahead, Apart, Eager, Outer, OuterOptimizer, Radial, View, split
 from pccl.diloco.pace import Forecast, pace_of
-from pccl.diloco.quarantine import Quarantine
-from pccl.diloco.radial import Radial
 from pccl.diloco.schedule import Fragment, Schedule
 from pccl.diloco.settings import (
     AlonePolicy,
@@ -72,7 +70,7 @@ from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Stopwatch, 
 from pccl.insight import LogMetrics
 from pccl.kernels import Wire
 from pccl.runtime.checkpoint import replacing
-from pccl.support.text import require
+from pccl.support import require
 
 _REJOINS_MAX = 3  # without a round between them
 _log = logging.getLogger("pccl.diloco")

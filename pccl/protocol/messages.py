@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from pccl.support.text import ADVERTISED_MAX, address_text
+from pccl.support import ADVERTISED_MAX, address_text
 from pccl.tensors import described
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 

@@ -18,7 +18,7 @@ import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 
 from pccl.protocol import messages as m
-from pccl.support.text import address_text
+from pccl.support import address_text
 
 
 def local(one: m.PeerInfo | m.Hello, other: m.PeerInfo) -> bool:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from pccl.protocol.messages import INLINE_BYTES_MAX, PEER_NAME_CHARS_MAX
-from pccl.support.logs import configure_logging
-from pccl.support.text import parse_advertised, parse_ports, require
+from pccl.support import parse_advertised, parse_ports, require
 
 log = logging.getLogger("pccl")
 
@@ -197,3 +196,38 @@ def machine_id() -> str:
         if path.exists():
             parts.append(str(path.stat().st_ino))
     return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
+
+
+# ---- the log ----
+
+TRACE = 5
+LEVELS = {
+    "TRACE": TRACE,
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARN": logging.WARNING,
+    "WARNING": logging.WARNING,
+    "ERR": logging.ERROR,
+    "ERROR": logging.ERROR,
+    "CRITICAL": logging.CRITICAL,
+    "FATAL": logging.CRITICAL,
+    "NONE": logging.CRITICAL + 10,
+}
+
+
+def configure_logging() -> None:
+    """Sets the level of the `pccl` logger from PCCL_LOG_LEVEL and sends it to stderr, once.
+
+    An unknown level is reported and otherwise ignored: nothing is fatal because of a log level.
+    """
+    logger = logging.getLogger("pccl")
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s pccl %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    name = os.environ.get("PCCL_LOG_LEVEL", "WARN")
+    logger.setLevel(LEVELS.get(name.upper(), logging.WARNING))
+    if name.upper() not in LEVELS:
+        logger.warning("PCCL_LOG_LEVEL is %r: it may be %s", name, ", ".join(LEVELS))

@@ -20,7 +20,7 @@ import xxhash
 
 from pccl.ext import ffi
 from pccl.runtime import limits
-from pccl.runtime.uninterrupted import aside
+from pccl.runtime.signals import aside
 
 LEAF_BYTES = 4 << 20
 DIGEST_BYTES = 16

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from pccl import Communicator, MasterLostError, PCCLTimeoutError, extension
 from pccl.runtime.config import Config
-from pccl.support.text import address_text, parse_address
+from pccl.support import address_text, parse_address
 from pccl.torch.group import TIMEOUT, DeviceBackend, ProcessGroup
 from pccl.torch.hosted import KEY, HostedMaster
 

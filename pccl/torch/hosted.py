@@ -13,7 +13,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store, TCPStore
 
 from pccl import Communicator, MasterNode, PCCLError
-from pccl.support.text import address_text, parse_address
+from pccl.support import address_text, parse_address
 
 KEY = "pccl/master"  # in the store of a group: the address of its master; empty: it has ended
 FAREWELL_S = 30.0  # how long the other members may take to leave

@@ -30,7 +30,7 @@ from pccl.runtime.client.sync import Staging, served
 from pccl.runtime.config import Config
 from pccl.runtime.digest import Digest, digests
 from pccl.security import Security
-from pccl.support.text import parse_address, parse_advertised, parse_ports
+from pccl.support import parse_address, parse_advertised, parse_ports
 from pccl.tensors import Buffer
 from pccl.types import DataType, Result
 

@@ -14,7 +14,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 from pccl.runtime.client.call import error_of
 from pccl.security import Security
-from pccl.support.closing import Closing
+from pccl.support import Closing
 from pccl.tensors import Array
 from pccl.types import Result
 from pccl.weights.client import Blob, BlobStore, Options, client, timed_out

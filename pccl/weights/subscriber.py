@@ -15,7 +15,7 @@ from pccl.protocol.peer.effects import Fail
 from pccl.runtime import limits
 from pccl.runtime.client.call import Quiet, error_of
 from pccl.security import Security
-from pccl.support.closing import Closing
+from pccl.support import Closing
 from pccl.tensors import Array
 from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
 from pccl.weights.tensors import (

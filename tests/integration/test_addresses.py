@@ -12,7 +12,7 @@ import pccl
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import further_hosts
-from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
+from pccl.support import address_text, parse_address, parse_advertised, parse_ports
 
 
 @pytest.mark.parametrize(

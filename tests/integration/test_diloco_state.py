@@ -20,9 +20,9 @@ from training.small import DEADLINE_S, Deserter, Left, Model, make, together  # 
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
+from pccl.diloco.pace import Reminder  # noqa: E402
 from pccl.protocol.peer import Peer  # noqa: E402
 from pccl.protocol.peer.effects import Effect  # noqa: E402
-from pccl.support.logs import Reminder  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -431,7 +431,7 @@ def test_waiting_for_the_first_peers_is_logged(
 
 def test_reminders_come_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("pccl.support.logs.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pccl.diloco.pace.time.monotonic", lambda: now[0])
     said = []
     log = logging.Logger("test")
     log.addFilter(lambda record: said.append(now[0]) is None)

@@ -30,7 +30,7 @@ def test_is_well():
 HANGING = """
 import threading
 import conftest, pytest
-from pccl.runtime.uninterrupted import aside
+from pccl.runtime.signals import aside
 
 conftest.GRACE_S = 0.2
 
@@ -42,7 +42,7 @@ def test_hangs():
 HANGING_LATER = """
 import threading
 import conftest, pytest
-from pccl.runtime.uninterrupted import aside
+from pccl.runtime.signals import aside
 
 conftest.GRACE_S = 0.2
 

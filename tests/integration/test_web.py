@@ -26,7 +26,7 @@ from pccl.protocol.master import Status
 from pccl.protocol.master.status import snapshot
 from pccl.runtime import limits
 from pccl.runtime.server.web import Unanswered, Web, exposition, target
-from pccl.support.text import parse_address
+from pccl.support import parse_address
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = "all_reduce(1000 elements of float32, sum) with tag 7"
@@ -347,7 +347,7 @@ def test_no_memory_for_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import os, socket, sys
 import pccl
-from pccl.support.text import parse_address
+from pccl.support import parse_address
 node = pccl.MasterNode("127.0.0.1:0", http=0)
 node.run()
 (wait, end), (ready, begin) = os.pipe(), os.pipe()

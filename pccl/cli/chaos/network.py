@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from pccl.cli.chaos import kinds
-from pccl.support.closing import Closing
+from pccl.support import Closing
 
 NOBODY = "02:00:00:00:00:ff"
 DEVICE = "wan0"

@@ -25,7 +25,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import effects, inputs
 from pccl.protocol.master.effects import Drop, Effect, Note, Send
 from pccl.protocol.master.machine import Master
-from pccl.support.text import KEY
+from pccl.support import KEY
 
 T = TypeVar("T")
 RUN_BYTES = 7  # any number of a run has 62 bits

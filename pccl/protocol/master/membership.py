@@ -10,7 +10,7 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.rounds import Grace, Round
-from pccl.support.text import KEY
+from pccl.support import KEY
 from pccl.version import __version__
 
 

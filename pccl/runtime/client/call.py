@@ -3,7 +3,7 @@
 An exception may be raised in the waiting thread at any moment. However a call ends, it must first
 release everything: nothing refers to the caller's memory, and no peer waits for the call. So a
 caller makes the whole call, from before the first command to the end, in one `try`, and its handler
-calls `PeerClient.cancel`. Work that must not stop halfway is finished first (uninterrupted.py), and
+calls `PeerClient.cancel`. Work that must not stop halfway is finished first (signals.py), and
 the exception is raised afterwards.
 """
 

@@ -15,7 +15,7 @@ from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import everywhere, further_hosts, reachable
 from pccl.security import Security
-from pccl.support.text import address_text
+from pccl.support import address_text
 from pccl.types import Result
 from pccl.version import __version__
 

@@ -26,9 +26,9 @@ from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.ops import PeerDriver, PendingCalls
 from pccl.runtime.config import Config
 from pccl.runtime.resources import streams_max
-from pccl.runtime.uninterrupted import insist
+from pccl.runtime.signals import insist
 from pccl.security import Security
-from pccl.support.text import address_text
+from pccl.support import address_text
 from pccl.types import Result
 
 

@@ -16,8 +16,8 @@ from pccl.runtime.client.call import Call, Caller, Deadline, Note, Quiet, error_
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import AnotherServiceError, reachable
 from pccl.runtime.resources import OutOfResourcesError, out_of_resources, require_resources
-from pccl.runtime.uninterrupted import aside
-from pccl.support.text import address_text
+from pccl.runtime.signals import aside
+from pccl.support import address_text
 from pccl.types import Result
 
 log = logging.getLogger("pccl")

@@ -26,7 +26,7 @@ from pccl.runtime.encryption import new_keys, require_curve, secure_client
 from pccl.runtime.resolve import Found, Resolver
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
-from pccl.support.text import address_text
+from pccl.support import address_text
 from pccl.types import Result
 
 if TYPE_CHECKING:

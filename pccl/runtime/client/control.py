@@ -37,7 +37,7 @@ from pccl.runtime.client.rendezvous import Rendezvous, RendezvousPoint
 from pccl.runtime.client.streams import Refused, Streams, shortage
 from pccl.runtime.config import Config, default_name, machine_id
 from pccl.runtime.resolve import Resolver, everywhere, further_hosts
-from pccl.runtime.uninterrupted import aside, insist
+from pccl.runtime.signals import aside, insist
 from pccl.runtime.waiter import Waiter
 from pccl.security import Security
 from pccl.version import __version__

@@ -34,7 +34,7 @@ from pccl.protocol.tuning import Algorithm, Conditions, Tuning
 from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.inline_collectives import contribution
 from pccl.runtime.quantization import wire_bytes
-from pccl.runtime.uninterrupted import insist
+from pccl.runtime.signals import insist
 from pccl.tensors import Buffer
 from pccl.types import DeviceType
 

@@ -24,7 +24,7 @@ from pccl.runtime.client.rendezvous import SENDS, Rendezvous, destination
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.forks import Address
 from pccl.runtime.resolve import Found, Resolver, Ways, is_address
-from pccl.support.text import address_text
+from pccl.support import address_text
 
 log = logging.getLogger("pccl")
 

@@ -29,7 +29,7 @@ from pccl.runtime.encryption import secure_client
 from pccl.runtime.resolve import GREETING, asked, is_address
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair
-from pccl.support.text import KEY, address_text
+from pccl.support import KEY, address_text
 
 NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)
 ANOTHER = "another process answers there: check the port forwarding"

@@ -35,7 +35,7 @@ from pccl.protocol.master.tally import BOUNDS_S, Histogram
 from pccl.protocol.rounds import Kind
 from pccl.protocol.topology import hops
 from pccl.runtime import forks, limits
-from pccl.support.text import address_text
+from pccl.support import address_text
 
 log = logging.getLogger("pccl")
 

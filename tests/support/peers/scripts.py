@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from pccl.support.logs import configure_logging
+from pccl.runtime.config import configure_logging
 
 # Whichever are installed. The optimizers of torch import torch._dynamo.
 SLOW = ["numpy", "torch", "torch._dynamo", "pccl", "pccl.diloco", "pytest"]

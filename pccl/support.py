@@ -1,9 +1,12 @@
-"""Arguments as users write them: their types, addresses and ports."""
+"""Helpers of all layers: arguments as users write them, their types, addresses and ports."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
 
 DEFAULT_PORT = 48148  # of a master
 ADVERTISED_MAX = 8  # hosts at which a peer says that it may be reached
@@ -97,3 +100,22 @@ def parse_ports(text: str, what: str) -> range:
     if not ports or not 0 < ports[0] <= ports[-1] < 1 << 16:
         raise ValueError(f"{what} is {text!r}: ports are 1 to 65535, the lower one first")
     return ports
+
+
+class Closing(ABC):
+    """Has a `close`, which `with` calls at its end, whatever ends it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it, and returns when nothing of it is left."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

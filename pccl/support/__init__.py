@@ -1,1 +1,0 @@
-"""Helpers of all layers: texts, addresses, and the log."""
