@@ -551,7 +551,7 @@ def make(
 
 
 def _part(operand: Operand, name: str) -> m.Part:
-    """What peers must agree on about one array, or about one of its slices."""
+    """The facts about one array, or one of its slices, on which peers must agree."""
     send, recv = operand.send, operand.recv
     block = recv if 0 < recv.count < send.count or not send.count else send
     layout = "" if block.layout is None else str(block.layout)

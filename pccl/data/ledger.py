@@ -134,7 +134,7 @@ class Ledger:
             return rows.Want(self._me, max(0, wanted - left), held[-1].stop)
 
     def train(self, samples: int) -> None:
-        """This peer has trained on the next `samples` samples of its share, in order.
+        """Records that this peer has trained on the next `samples` samples of its share, in order.
 
         For rounds in which peers may not reach the end of their share: see `vote`.
 
@@ -151,7 +151,7 @@ class Ledger:
             self._counted = True
 
     def mark(self) -> None:
-        """This peer's progress until here is what it gives next: see `vote`."""
+        """Marks this peer's progress, which `vote(marked=True)` reports."""
         self._marked = self._trained
 
     def vote(self, *, counted: bool = False, late: bool = False, marked: bool = False) -> Vote:
@@ -200,7 +200,7 @@ class Ledger:
             self._sent = 0
 
     def renew(self) -> None:
-        """This peer joins the run again, without its progress; others get its samples."""
+        """Joins the run again without the progress of this peer, whose samples go to others."""
         with self._lock:
             self._me = secrets.randbits(62) | 1
             self._trained = self._sent = self._marked = 0

@@ -18,7 +18,7 @@ Action = Callable[[], object]
 
 
 class Learner:
-    """What a learner and its syncer tell each other; a syncer that fails ends the learner, too.
+    """Connects a learner and its syncer; a syncer that fails ends the learner, too.
 
     Only the learner's thread touches the model. So the syncer leaves actions here, which the
     learner carries out, in their order, at the end of an inner step.
@@ -136,7 +136,7 @@ class Learner:
             self.lock.notify_all()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """There is no syncer any more, because of an error or since all have ended."""
+        """Records that the syncer has ended: by an error, or because all peers have finished."""
         with self.lock:
             self._meeting, self._stopped, self._error = False, True, error
             self.lock.notify_all()
@@ -165,7 +165,7 @@ class Decoupled(Schedule):
         self._pace.late = exchange.weight.late = not measured
 
     def _on_time(self) -> None:
-        """What was not measured cannot be in a mean."""
+        """Does nothing: without a measurement, this peer cannot contribute to a mean."""
 
     def _adopt(self, fragment: Fragment) -> None:
         exchange, weight = fragment.exchange, fragment.exchange.weight

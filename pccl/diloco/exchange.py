@@ -214,8 +214,10 @@ class LedgerHooks:
             self._ledger.claim(comm, wanted)
 
     def rejoin(self) -> bool:
-        """Whether a peer that was left behind may keep its progress: not if others train on its
-        samples."""
+        """True if a peer that was left behind may keep its progress.
+
+        With a ledger it may not, because others train on its samples.
+        """
         if self._ledger is not None:
             self._ledger.renew()
             self.stale = True
@@ -552,7 +554,7 @@ class Quarantine:
     _why: str = ""  # this peer was left out
 
     def factor(self, delta: torch.Tensor) -> float:
-        """What this peer's pseudo-gradient is multiplied by: 0 if it is left out."""
+        """The factor of this peer's pseudo-gradient: 0 if it is left out."""
         number = extension.member(self._comm).number
         rows = gather_row(self._comm, [number, self._norm(delta)])
         norms = {int(peer): norm for peer, norm in rows}

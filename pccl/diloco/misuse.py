@@ -89,7 +89,7 @@ class Misuse:
 
 
 def warn_unfinished(misuse: Misuse) -> None:
-    """Is called when the DiLoCo has been collected as garbage, or the program ends."""
+    """Warns of a lost mean when the DiLoCo is garbage-collected, or the program ends."""
     if misuse.unfinished:
         _log.warning(
             "the training has ended without diloco.finish(), so the model lacks the mean that was "

@@ -425,7 +425,7 @@ class InnerState:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """By their numbers in a state."""
+        """The parameters, by their numbers in a state."""
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def fill(self) -> None:

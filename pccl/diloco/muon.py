@@ -117,7 +117,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(  # type: ignore[override]  # torch has an overload for each of the two
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """One step of both; the loss, if `closure` computes it."""
+        """Steps both optimizers; returns the loss, if `closure` computes it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -23,9 +23,9 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class Pace:
-    """Is asked after each inner step whether an outer round is due: here, after a number of them.
+    """Decides after each inner step whether an outer round is due: here, after a fixed number.
 
-    It is known when the round begins, and does not change if a mean is applied in its course.
+    The number is known when the round begins, and does not change if a mean is applied meanwhile.
     """
 
     def __init__(self, waits_for_all: bool = True) -> None:
@@ -90,7 +90,7 @@ class _Clock:
 
 
 class Seconds(Pace):
-    """A round is due after a number of seconds, in which each peer takes the steps that it can.
+    """A round is due after a number of seconds; until then each peer takes as many steps as it can.
 
     The processes of a replica ask the first of them.
     """

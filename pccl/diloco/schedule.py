@@ -222,7 +222,7 @@ class Schedule:
     # ---- means ----
 
     def _on_time(self) -> None:
-        """This peer is not late after all: no peer has waited for it."""
+        """Counts this peer as on time after all, because no peer has waited for it."""
         self._pace.late = self._current.exchange.weight.late = False
 
     def _run(self, group: Group) -> _Mean:

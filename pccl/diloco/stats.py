@@ -158,7 +158,7 @@ class OuterRound:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a mode reports of a round: see `OuterRound`."""
+    """A mode's report on a round: see `OuterRound`."""
 
     contributors: int
     retries: int

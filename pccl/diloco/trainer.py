@@ -352,7 +352,7 @@ class DiLoCo:
         self._group = self._checkpoint.group = self._group_of()
 
     def _exchanges_of(self, model: torch.nn.Module, named: Named) -> list[Exchange]:
-        """One for each fragment; the buffers are averaged with the last one."""
+        """The exchanges, one for each fragment; the buffers are averaged with the last one."""
         modules = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
         plain = {id(each.weight) for each in modules}
         settings = self._settings
@@ -600,7 +600,7 @@ class DiLoCo:
         return self._after_inner_step(samples)
 
     def _count(self, samples: int | None) -> None:
-        """This peer has trained on `samples` more; None: unknown, which counts as one."""
+        """Adds `samples` to those of this peer; None: unknown, which counts as one."""
         if samples is None and self._ledger.counted:
             raise ValueError(
                 "a ledger whose rounds may end early must know how many samples a step has trained "

@@ -1,4 +1,4 @@
-"""Which links are measured, and what follows where not all are. Pure functions and data.
+"""Chooses which links to measure, and estimates the others. Pure functions and data.
 
 In a group of n peers there are n (n - 1) links. Up to ALL_MAX peers all of them are measured, each
 peer with one other at a time. In larger groups that would take too long, and nobody needs it: what

@@ -70,6 +70,6 @@ def average(parts: Sequence[bytes], dtype: DataType) -> bytes:
 
 
 def array_of(buffer: Buffer) -> np.ndarray:
-    """The elements of a buffer in host memory, in the order in which they lie."""
+    """The elements of a buffer in host memory, in memory order."""
     memory = ffi.buffer(ffi.cast("char *", buffer.address), buffer.nbytes)
     return np.frombuffer(memory, buffer.dtype.to_numpy_dtype())

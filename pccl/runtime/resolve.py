@@ -232,7 +232,7 @@ def reachable(host: str, port: int, limit_s: float) -> str:
 
 
 class AnotherServiceError(OSError):
-    """What listens at the master's address is not a master."""
+    """The service at the master's address is not a master."""
 
 
 def _try_connecting(address: str, port: int, limit_s: float) -> None:
@@ -406,5 +406,5 @@ class Resolver:
         addresses[:] = [*addresses[1:], *addresses[:1]]
 
     def forget(self) -> None:
-        """Calls nobody any more who has asked so far."""
+        """Drops the callbacks of all questions so far."""
         self._asked.clear()

@@ -124,7 +124,7 @@ def no_shards(numbers: list[int]) -> list[list[int]]:
 
 
 class Offer(msgspec.Struct):
-    """What a peer tells the others in an agreement.
+    """A peer's message to the others in an agreement.
 
     Attributes:
         number: its own.

@@ -59,7 +59,7 @@ class Blob:
 
     @classmethod
     def received(cls, package: m.Package, staging: Staging) -> Blob:
-        """The package, all of which was verified."""
+        """Takes a package that was verified completely."""
         head, body = (memoryview(staging.content(i)) for i in range(ENTRIES))
         found = digests([(_address(part), part.nbytes) for part in (head, body)])
         return cls(package, head, body, tuple(found))
@@ -87,7 +87,7 @@ RUN = 1  # the run number of all transfers: this engine makes no others
 
 
 class BlobStore:
-    """What the caller does with packages; this one fetches none.
+    """Stores and serves packages for a client; this one fetches none.
 
     `work_in` is called in the thread that verifies, the others in the control thread.
     """

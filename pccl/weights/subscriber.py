@@ -151,7 +151,7 @@ class Subscriber(Closing):
 
 
 class _Stage(BlobStore):
-    """Where versions are put together.
+    """Puts versions together.
 
     Attributes:
         changed: held while any attribute changes.
@@ -173,7 +173,7 @@ class _Stage(BlobStore):
 
     @property
     def lacks(self) -> str:
-        """What `wait` waits for, as text."""
+        """Says what `wait` waits for."""
         newer = f" ({self.latest} was published)" if self.latest > self.version else ""
         return f"version {self.version} is staged, and no newer one has come{newer}"
 

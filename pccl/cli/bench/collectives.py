@@ -295,7 +295,7 @@ class Timing:
 
 
 class Row:
-    """One size, as all peers have measured it."""
+    """All peers' measurements of one size."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What measurements share: options, as in nccl-tests; calls in turns; the title; the results."""
+"""Shared by all measurements: options as in nccl-tests, alternating calls, title and results."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ GLOO, PCCL = "gloo", "pccl"
 
 
 class Measured(NamedTuple):
-    """One way, by one peer."""
+    """One peer's measurement of one backend."""
 
     times_s: list[float]  # of each timed step
     loss: float  # of the last step

@@ -42,7 +42,7 @@ _RATIOS = {"new/lanes": ("lanes", "newcomer"), "hash/copy": ("copy", "hash")}
 
 
 class Measured:
-    """One size by one peer."""
+    """One peer's measurement of one size."""
 
     def __init__(self) -> None:
         self.times_s: defaultdict[str, list[float]] = defaultdict(list)  # of each call, by way

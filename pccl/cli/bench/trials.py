@@ -1,4 +1,4 @@
-"""What one process does to measure a collective: data, arrays, and the ways that take turns.
+"""Measures a collective in one process: data, arrays, and the variants that take turns.
 
 Each peer's contribution repeats a table of small whole numbers, so every partial result is exact in
 every element type. The length of the table is a prime, so a chunk in the wrong place is detected.
@@ -415,7 +415,7 @@ _TORCH_TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One size by one peer."""
+    """One peer's measurement of one size."""
 
     times_s: dict[str, list[float]]  # seconds of each timed iteration, by way
     wrong: dict[str, int]  # wrong elements by way; empty when not checked

@@ -146,7 +146,10 @@ class Director:
 
     @property
     def algbw_bytes_s(self) -> float:
-        """Of the last outer round, by its shortest time: the slowest peer waits for no other."""
+        """The algorithm bandwidth of the last outer round.
+
+        It follows from the shortest time, because the slowest peer waits for no other.
+        """
         last = self._reduce_s.get(self.outer_step)
         return self.reduce_bytes / min(last) if last else 0.0
 

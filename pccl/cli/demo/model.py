@@ -71,7 +71,7 @@ CONTEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a GPT; `width` is a multiple of `heads`."""
+    """The shape of a GPT; `width` is a multiple of `heads`."""
 
     width: int = 96
     layers: int = 3

@@ -321,7 +321,7 @@ class Collectives(Part):
         self._outbox.fail_all(round_.calls, round_.id, result, why, cause)
 
     def _mismatch(self, round_: Round, rings: tuple[m.Ring, ...]) -> str:
-        """Where members give more or fewer rows than others take, in words; empty: nowhere."""
+        """Says which members give other numbers of rows than others take; empty: none do."""
         votes = round_.votes
         order = [number for number in rings[0].order if votes[number].rows is not None]
         if not order:

@@ -40,8 +40,8 @@ def keep_latest(refused: MutableMapping[int, Any]) -> None:
 
 
 class Journal(Struct, frozen=True):
-    """What a restarted master knows: the run, the number of restarts, the accepted peers, and why
-    others were dropped.
+    """The knowledge of a restarted master: its run, how often it was restarted, the accepted peers,
+    and why others were dropped.
 
     It is incomplete if the last writes failed; returning peers know the rest.
     """

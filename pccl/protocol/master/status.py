@@ -276,7 +276,7 @@ def explain(run: Run, number: int, call: int, seq: int) -> str:
 
 
 def _waits(run: Run) -> Iterator[Wait]:
-    """All that peers wait for; of many rounds and collectives, the oldest."""
+    """Everything that peers wait for; of many rounds and collectives, the oldest."""
     for round_ in islice(run.voting.open, WAITS_MAX):
         yield _entering(run, round_)
     for running in islice(run.table, WAITS_MAX):

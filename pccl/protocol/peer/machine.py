@@ -516,7 +516,7 @@ class Peer:
         return self._outbox.take()
 
     def reconnected(self) -> list[Effect]:
-        """There is a new connection: tells the master everything that it may need."""
+        """Tells the master, over a new connection, everything that it may need."""
         hello, known = self._hello, self.knowledge
         if self.over is not None or hello is None:
             return self._outbox.take()

@@ -39,7 +39,7 @@ _EVENT = struct.Struct("=hi")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One peer's credentials, which do not change during its life."""
+    """A peer's credentials, which do not change during its life."""
 
     token: str  # the password with which the master may dial it
     # the key pair that the master allows, if encrypted; several peers may share it

@@ -129,7 +129,7 @@ class Timer(Protocol):
 
 
 class System:
-    """What a client uses of the operating system. A simulation passes another one.
+    """The parts of the operating system that a client uses. A simulation passes another one.
 
     Attributes:
         now: the clock of all that has a time limit, in seconds.

@@ -84,7 +84,7 @@ class Streams:
 
     @property
     def neighbours(self) -> list[tuple[m.PeerInfo, tuple[str, int]]]:
-        """The peers to which streams lead by TCP, and where; from any thread."""
+        """The peers that streams reach by TCP, and their addresses; from any thread."""
         direct = [one for one in [*self._open.values()] if not one.via]
         open_ = [(one.to, one.endpoint.partition("tcp://")[2]) for one in direct]
         return [(to, _host_and_port(rest)) for to, rest in open_ if rest]

@@ -356,7 +356,7 @@ class Server:
     # ---- pauses ----
 
     def _awake_s(self) -> float:
-        """The time for which this process has run, without its pauses."""
+        """How long this process has run, without its pauses."""
         now_s = time.monotonic()
         self._pauses.check()
         return now_s - self._pauses.total_s
