@@ -2,7 +2,8 @@
 
 It fetches one package after the other, along the way to the newest version that takes the fewest
 bytes. It asks the master for a holder and fetches from that. When the caller has worked the package
-in, it serves the package to others. When the holder is lost, or sends other data than what was
+in, it serves the package to others. Both sides keep the stream to each other for the next package:
+over a long link, opening streams would take most of the time of a small one. When the holder is lost, or sends other data than what was
 published, it asks for another holder and keeps what it has fetched. Nothing that other clients do
 can end it; if no client has what it needs, it waits.
 
@@ -50,6 +51,13 @@ class RegisterFetch(Effect):
 
     op: int
     package: m.Package
+
+
+class Allow(Effect):
+    """Whose connections are accepted while a stream is in use; with an empty key, nobody's."""
+
+    stream: int
+    curve: str
 
 
 class Arrived(Effect):
@@ -118,13 +126,15 @@ def stale(packages: Sequence[m.Package], held: Sequence[m.Package]) -> list[m.Pa
 
 
 SEQ = 1  # the sequence number of all transfers: an op has a single package
+STREAMS_KEPT = 8  # to receivers that fetch nothing at present
 
 
 @dataclass(slots=True)
 class Held:
     package: m.Package
     op: int
-    receivers: dict[int, int] = field(default_factory=dict)  # receiver -> stream to it
+    receivers: set[int] = field(default_factory=set)  # that fetch it now
+    served: set[int] = field(default_factory=set)  # these, and others whose streams are open still
 
 
 class BlobCache:
@@ -133,6 +143,7 @@ class BlobCache:
     def __init__(self, number: Callable[[], int], do: Callable[[Effect], None]) -> None:
         self._number, self._do = number, do
         self._held: dict[tuple[int, int], Held] = {}
+        self._ends: dict[int, End] = {}  # by receiver; those used last are at the end
 
     @property
     def packages(self) -> Sequence[m.Package]:
@@ -147,8 +158,8 @@ class BlobCache:
         held = self._held.pop(package.key, None)
         if held is None:
             return
-        for stream in held.receivers.values():
-            self._do(CloseStream(stream))
+        for receiver in held.receivers:
+            self._close(receiver)
         self._do(AbortOp(held.op))
         self._do(Forgotten(package))
 
@@ -170,30 +181,44 @@ class BlobCache:
         held = self._held.get((serve.version, serve.base))
         if held is None:
             return  # it was dropped, and the master has been told
-        stream = held.receivers[serve.receiver.peer] = self._number()
-        self._do(OpenStream(stream, serve.receiver, serve.nonce))
-        ends = (End(stream, serve.slot),)
-        self._do(StartTransfer(held.op, SEQ, nonce_of(held.package), ends))
+        receiver, slot = serve.receiver.peer, serve.slot
+        for other, end in list(self._ends.items()):
+            # Whoever had this slot has gone. By its stream this receiver did not get the package.
+            if receiver in held.served if other == receiver else end.slot == slot:
+                self._close(other)
+        end = self._ends.pop(receiver, End(0, slot))
+        if not end.stream:
+            end = End(self._number(), slot)
+            self._do(OpenStream(end.stream, serve.receiver, serve.nonce))
+        self._do(Allow(end.stream, serve.receiver.curve))
+        self._ends[receiver] = end
+        held.receivers.add(receiver)
+        held.served.add(receiver)
+        self._do(StartTransfer(held.op, SEQ, nonce_of(held.package), (end,)))
 
     def served(self, receiver: int) -> None:
         for held in self._held.values():
-            stream = held.receivers.pop(receiver, 0)
-            if stream:
-                self._do(CloseStream(stream))
+            held.receivers.discard(receiver)
+        if receiver in self._ends:
+            self._do(Allow(self._ends[receiver].stream, ""))
+        busy = set[int]().union(*(held.receivers for held in self._held.values()))
+        for idle in [each for each in self._ends if each not in busy][:-STREAMS_KEPT]:
+            self._close(idle)
 
     def lose(self, stream: int) -> None:
-        """A stream is lost; if it led to a receiver, that one tells the master."""
-        for held in self._held.values():
-            for receiver, own in list(held.receivers.items()):
-                if own == stream:
-                    del held.receivers[receiver]
-                    self._do(CloseStream(stream))
+        """A stream is lost; if a receiver fetches by it, that one tells the master."""
+        for receiver in [each for each, end in self._ends.items() if end.stream == stream]:
+            self._close(receiver)
 
     def forget_receivers(self) -> None:
+        for receiver in list(self._ends):
+            self._close(receiver)
+
+    def _close(self, receiver: int) -> None:
         for held in self._held.values():
-            for stream in held.receivers.values():
-                self._do(CloseStream(stream))
-            held.receivers.clear()
+            held.receivers.discard(receiver)
+            held.served.discard(receiver)
+        self._do(CloseStream(self._ends.pop(receiver).stream))
 
 
 def nonce_of(package: m.Package) -> int:
@@ -213,8 +238,6 @@ class Fetch:
     package: m.Package
     state: State = State.SEEKING
     op: int = 0  # 0: no memory yet
-    holder: int = 0
-    stream: int = 0
     liars: dict[int, None] = field(default_factory=dict)  # holders that sent other data
 
     @property
@@ -247,6 +270,7 @@ class WeightsMachine:
         self._effects: list[Effect] = []
         self._cache = BlobCache(self._number, self._do)
         self._fetch: Fetch | None = None
+        self._holder = self._stream = 0  # from which it fetches, or did; 0: no stream is open
         self._publishing: dict[int, tuple[m.Package, ...]] = {}
         self._by_type: dict[type, Callable[[Any], None]] = {
             m.Welcome: self._welcomed,
@@ -353,8 +377,8 @@ class WeightsMachine:
         for call, packages in self._publishing.items():
             self._do(Send(m.Publish(call, packages)))
         fetch = self._fetch
+        self._part()
         if fetch is not None and fetch.state is not State.TAKING:
-            self._part(fetch)
             fetch.liars.clear()  # its holders have other numbers now
             self._seek(fetch)
 
@@ -426,24 +450,27 @@ class WeightsMachine:
             return
         if fetch.state not in (State.SEEKING, State.FETCHING, State.RESTING):
             return
-        self._part(fetch)
-        fetch.state, fetch.holder = State.FETCHING, source.holder.peer
-        fetch.stream = self._number()
-        self._do(OpenStream(fetch.stream, source.holder, source.nonce))
+        again = fetch.state is State.FETCHING or source.holder.peer != self._holder
+        fetch.state = State.FETCHING
+        if again:
+            self._part()
+        if not self._stream:
+            self._holder, self._stream = source.holder.peer, self._number()
+            self._do(OpenStream(self._stream, source.holder, source.nonce))
+        self._do(Allow(self._stream, source.holder.curve))
         if not fetch.op:
             fetch.op = self._number()
             self._do(RegisterFetch(fetch.op, fetch.package))
-        ends = (End(fetch.stream, source.slot),)
+        ends = (End(self._stream, source.slot),)
         self._do(StartTransfer(fetch.op, SEQ, nonce_of(fetch.package), ends))
 
-    def _part(self, fetch: Fetch) -> None:
-        """Ends the fetch from its holder."""
-        if fetch.stream:
-            self._do(CloseStream(fetch.stream))
-        fetch.stream = fetch.holder = 0
+    def _part(self) -> None:
+        """Closes the stream to its holder."""
+        if self._stream:
+            self._do(CloseStream(self._stream))
+        self._stream = self._holder = 0
 
     def _drop(self, fetch: Fetch) -> None:
-        self._part(fetch)
         self._fetch = None
         if fetch.op:
             self._do(AbortOp(fetch.op))
@@ -459,6 +486,7 @@ class WeightsMachine:
         fetch = self._fetch
         if fetch is not None and fetch.state is State.RESTING and self._connected:
             self._seek(fetch)
+            self._aim()  # elsewhere, if the holder has lied and another package will do
         return self._take()
 
     # ---- the engine ----
@@ -467,8 +495,8 @@ class WeightsMachine:
         """A fetch has everything, and all is verified. `settled`: no op uses its memory."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
-            self._part(fetch)
             fetch.state = State.TAKING
+            self._do(Allow(self._stream, ""))
             self._do(Arrived(fetch.package) if settled else CommitOp(op))
         return self._take()
 
@@ -485,7 +513,7 @@ class WeightsMachine:
         """An op has failed. `starved`: it only lacks a stream, and can be started again."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
-            self._part(fetch)
+            self._part()
             if not starved:
                 self._do(AbortOp(op))
                 fetch.op = 0
@@ -504,9 +532,11 @@ class WeightsMachine:
     def stream_lost(self, stream: int, lied: bool) -> list[Effect]:
         """A stream is lost. `lied`: because other data came than what was published."""
         fetch = self._fetch
-        if fetch is not None and fetch.stream == stream:
-            if lied:
-                fetch.liars[fetch.holder] = None
+        if stream == self._stream:
+            if lied and fetch is not None:
+                fetch.liars[self._holder] = None
+            if fetch is None or fetch.state is not State.FETCHING:  # else its op fails now
+                self._part()
         else:
             self._cache.lose(stream)
         return self._take()

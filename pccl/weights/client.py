@@ -178,7 +178,8 @@ class WeightsClient(ControlThread):
         )
         driver.effects |= {
             effects.Expect: self._expected,
-            effects.OpenStream: self._open_stream,
+            weights.Allow: self._allow,
+            effects.OpenStream: lambda one: self._streams.open(one.stream, one.to, one.nonce),
             effects.CloseStream: self._close_stream,
             effects.StartTransfer: self._start_transfer,
             effects.AbortOp: self._abort,
@@ -277,20 +278,21 @@ class WeightsClient(ControlThread):
     # ---- effects ----
 
     def _expected(self, effect: effects.Expect) -> None:
-        """From now on only the clients that streams lead to may connect."""
+        """From now on only the clients of transfers under way may connect."""
         self._expect = effect
         self._engine.expect(effect.number, effect.nonce, sorted({*self._keys.values()}))
 
-    def _open_stream(self, effect: effects.OpenStream) -> None:
-        if effect.to.curve:
-            self._keys[effect.stream] = effect.to.curve
-            self._engine.admit(effect.to.curve)
-        self._streams.open(effect.stream, effect.to, effect.nonce)
+    def _allow(self, effect: weights.Allow) -> None:
+        before = self._keys.pop(effect.stream, "")
+        if effect.curve:
+            self._keys[effect.stream] = effect.curve
+            self._engine.admit(effect.curve)
+        elif before not in ("", *self._keys.values()):
+            self._expected(self._expect)
 
     def _close_stream(self, effect: effects.CloseStream) -> None:
         self._streams.close(effect.stream)
-        if self._keys.pop(effect.stream, "") not in ("", *self._keys.values()):
-            self._expected(self._expect)
+        self._allow(weights.Allow(effect.stream, ""))
 
     def _register_fetch(self, effect: weights.RegisterFetch) -> None:
         package = effect.package

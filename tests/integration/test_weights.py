@@ -121,6 +121,26 @@ def test_subscribers_follow_bit_by_bit_and_change_at_their_own_word(
     assert same(copies[2], source)
 
 
+def test_later_versions_open_no_streams(
+    publisher: Publish, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    open_stream = Engine.open_stream
+
+    def spy(its: Engine, number: int) -> None:
+        opened.append(number)
+        open_stream(its, number)
+
+    monkeypatch.setattr(Engine, "open_stream", spy)
+    source, own = parameters(), blank()
+    trainer, follower = publisher(source), follow(own)
+    for version in range(1, 5):
+        trainer.publish()
+        swapped(follower, version)
+        assert same(own, source) and len(opened) == 2  # one in each direction
+        train(source)
+
+
 def test_a_run_of_peers_does_not_notice(address: str, publisher: Publish, follow: Follow) -> None:
     source = parameters()
     trainer = publisher(source)

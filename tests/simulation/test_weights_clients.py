@@ -13,7 +13,7 @@ from pccl.protocol.master import Status, status
 from pccl.protocol.master.clients import FIRST, PLACES, PLACES_SMALL
 from pccl.protocol.master.inputs import Disconnected, Hello, Received
 from pccl.protocol.master.status import ClientStatus, WeightsStatus
-from pccl.protocol.weights import KEPT_MAX, stale, way
+from pccl.protocol.weights import KEPT_MAX, STREAMS_KEPT, stale, way
 from pccl.types import Result
 
 
@@ -155,6 +155,37 @@ def test_the_fastest_of_the_free_holders_is_taken() -> None:
     hub.perform(hub.master.feed(Received(nodes[2].conn, m.Seek(1, 0, (nodes[1].number,)))))
     assert late.holder == nodes[0].number
     assert message.version == 1
+
+
+def test_the_next_package_comes_over_the_same_streams_and_a_lost_one_is_replaced() -> None:
+    hub = WeightsRun(17)
+    publisher, follower, leaver = hub.add(follows=False), hub.add(relays=False), hub.add()
+    hub.publish(publisher, 1, 0)
+    hub.settle()
+    hub.kill(leaver)
+    nodes = publisher, follower
+    before = [{*node.streams} for node in nodes]
+    hub.publish(publisher, 2, 1)
+    hub.settle()
+    assert [{*node.streams} for node in nodes] == before
+    hub.cut(follower, *follower.streams)
+    hub.publish(publisher, 3, 2)
+    hub.settle()
+    assert follower.machine.version == 3 and len(follower.streams) == 1
+    other = hub.add()  # with the slot of the one that has left
+    hub.settle()
+    assert other.machine.version == 3 and len(publisher.streams) <= 3
+
+
+def test_a_holder_keeps_few_streams_to_clients_that_fetch_nothing() -> None:
+    hub = WeightsRun(18)
+    publisher = hub.add(follows=False)
+    for _ in range(STREAMS_KEPT + 3):
+        hub.add(relays=False)
+    for version in range(1, 4):
+        hub.publish(publisher, version, version - 1)
+        hub.settle()
+        assert len(publisher.streams) == STREAMS_KEPT
 
 
 def test_a_lost_relay_costs_its_receivers_only_time() -> None:
@@ -433,6 +464,10 @@ def story(seed: int) -> None:
             hub.settle()
             version = max(version, hub.master.run.clients.catalogue.head)
         elif deed < 0.9:
+            node = draw.choice(hub.living)
+            if node.streams:
+                hub.cut(node, draw.choice([*node.streams]))
+        elif deed < 0.95:
             while any(not node.number for node in hub.living):  # they would have to begin anew
                 hub.step()
             hub.begin()

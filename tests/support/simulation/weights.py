@@ -80,6 +80,7 @@ class Node:
                     for end in ends:
                         slots = self.ops[op].ends.values() if self.ops[op].serves else ()
                         assert end.slot not in slots, "a slot is taken"
+                        assert end.stream in self.streams, "its stream is closed"
                         self.ops[op].ends[end.stream] = end.slot
                 case common.CommitOp(op):
                     del self.ops[op]
@@ -140,6 +141,15 @@ class WeightsRun:
         node.alive = False
         node.out.clear()
         self.perform(self.master.feed(Disconnected((node.conn,), "it died")))
+
+    def cut(self, node: Node, stream: int) -> None:
+        """A stream of a node breaks."""
+        fetches = [op for op, one in node.ops.items() if stream in one.ends and not one.serves]
+        for one in node.ops.values():
+            one.ends.pop(stream, None)
+        node.perform(node.machine.stream_lost(stream, False))
+        for op in fetches:
+            node.perform(node.machine.engine_failed(op, "its stream is lost", True))
 
     def publish(self, node: Node, version: int, base: int, whole: bool = False) -> int:
         """Publishes differences, a whole version, or both. Returns the number of the call."""
