@@ -3,9 +3,9 @@
 It fetches one package after the other, along the way to the newest version that takes the fewest
 bytes. It asks the master for a holder and fetches from that. When the caller has worked the package
 in, it serves the package to others. Both sides keep the stream to each other for the next package:
-over a long link, opening streams would take most of the time of a small one. When the holder is lost, or sends other data than what was
-published, it asks for another holder and keeps what it has fetched. Nothing that other clients do
-can end it; if no client has what it needs, it waits.
+over a long link, opening streams would take most of the time of a small one. When the holder is
+lost, or sends other data than what was published, it asks for another holder and keeps what it has
+fetched. Nothing that other clients do can end it; if no client has what it needs, it waits.
 
 When the connection to the master breaks, transfers continue. To the next master it is a newcomer,
 and reports what it holds.
