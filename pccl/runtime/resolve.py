@@ -209,16 +209,15 @@ def addresses(host: str, limit_s: float) -> list[str]:
 def reachable(host: str, port: int, limit_s: float) -> str:
     """The first address of a host at which a master answers at a port.
 
-    Of several addresses, the first one that greets as ZeroMQ does is taken. If none does at once,
-    all are tried in turn, each for an equal share of the time that is left, to find out why. Raises
+    Of several addresses, the first one that greets as ZeroMQ does is taken. If none does, all are
+    tried in turn, each for an equal share of the time that is left, to find out why. Raises
     OSError: there is none, or it was not found in about that time; the text says why.
     """
     until_s = time.monotonic() + limit_s
     problem = OSError(f"the name {host} has no address")
     found = addresses(host, limit_s)
     if len(found) > 1:
-        at_once_s = min(limit_s / 4, limits.STAGGER_S * (len(found) + 1))
-        address, _ = first_to_answer(found, port, at_once_s, greets=True)
+        address, _ = first_to_answer(found, port, limit_s / 2, greets=True)
         if address:
             return address
     for untried, address in zip(range(len(found), 0, -1), found, strict=True):

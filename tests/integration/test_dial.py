@@ -243,6 +243,17 @@ def test_a_peer_with_several_hosts_is_reached_at_any(caller: Caller) -> None:
     both = f"127.0.0.9: {refused}; 127.0.0.8: {refused}"
     assert answer("127.0.0.9", "127.0.0.8") == both
     assert answer("127.0.0.9") == refused
+    with socket.create_server(("127.0.0.9", engine.port)):  # says nothing
+        begun.clear()
+        began_s = time.monotonic()
+        said: list[str | None] = []
+        target = Target("", engine.port, token=TOKEN)
+        hosts = ("127.0.0.9", LOCAL, "127.0.0.8")
+        dial_hosts(caller.dialler, hosts, target, time.monotonic, said.append, LOCAL)
+        wait_until(lambda: caller.step() or bool(said))
+        assert said == [""] and begun == [*hosts]
+        assert time.monotonic() - began_s < limits.DIAL_S / 2
+        caller.dialler.close()
     engine.close()
 
 

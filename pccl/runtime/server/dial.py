@@ -55,8 +55,10 @@ class Target(NamedTuple):
 class _Dial:
     """A dial in progress: first a plain connection, then a handshake."""
 
-    def __init__(self, target: Target, then: Then, until_s: float, told: bool) -> None:
-        self.target, self.then, self.until_s = target, then, until_s
+    def __init__(self, target: Target, then: Then, now_s: float, told: bool) -> None:
+        self.target, self.then, self.until_s = target, then, now_s + limits.DIAL_S
+        self.slow_s = now_s + limits.STAGGER_S  # when it counts as slow
+        self.slow: Callable[[], None] | None = None  # called then
         self.told = told  # whether `then` learns why it fails
         self.failed = ""  # why it has failed, reported only when its time is up
         self.found: queue.SimpleQueue[list[str] | OSError] | None = None  # addresses of a name
@@ -89,7 +91,14 @@ class Dialler:
     def busy(self) -> bool:
         return bool(self._dials)
 
-    def dial(self, target: Target, now_s: float, then: Then, asker: str | None = None) -> None:
+    def dial(
+        self,
+        target: Target,
+        now_s: float,
+        then: Then,
+        asker: str | None = None,
+        slow: Callable[[], None] | None = None,
+    ) -> None:
         """Begins a dial. If it cannot be made, or a limit is reached, calls `then` at once.
 
         Args:
@@ -97,6 +106,7 @@ class Dialler:
             now_s: the time by the monotonic clock.
             then: called with the result.
             asker: the host that requests the dial; None: the master itself.
+            slow: called if there is no result after `limits.STAGGER_S`.
         """
         told = asker in (None, target.host)
         if (
@@ -108,7 +118,8 @@ class Dialler:
         ):
             then(None)
             return
-        dial = _Dial(target, then, now_s + limits.DIAL_S, told)
+        dial = _Dial(target, then, now_s, told)
+        dial.slow = slow
         self._dials.add(dial)
         if is_address(target.host):
             self._connect(dial)
@@ -141,6 +152,10 @@ class Dialler:
 
     def tick(self, now_s: float) -> None:
         """Continues with names that were resolved, and ends dials whose time is up."""
+        for dial in [dial for dial in self._dials if dial.slow_s <= now_s]:
+            slow, dial.slow = dial.slow, None
+            if slow is not None:
+                slow()
         for dial in [dial for dial in self._dials if dial.found is not None]:
             self._resolved(dial)
         for dial in [dial for dial in self._dials if dial.until_s <= now_s]:
@@ -290,9 +305,10 @@ def dial_hosts(
     then: Then,  # as in `Dialler.dial`
     asker: str | None = None,  # as in `Dialler.dial`
 ) -> None:
-    """Dials a peer at its first host; if that fails, at all others. Calls `then` once."""
+    """Dials a peer at its first host; if that fails or is slow, at all. Calls `then` once."""
     answers: dict[str, str | None] = dict.fromkeys(hosts)
     left = [*answers]
+    others = left[1:]
 
     def answered(host: str, why: str | None) -> None:
         if not left:
@@ -304,13 +320,16 @@ def dial_hosts(
         if not left:
             then(reach.concluded(answers))
         elif host == hosts[0]:
-            for other in [*left]:
-                begin(other)
+            begin_others()
 
-    def begin(host: str) -> None:
-        dialler.dial(target._replace(host=host), clock(), partial(answered, host), asker)
+    def begin_others() -> None:
+        while others:
+            begin(others.pop(0))
 
-    begin(hosts[0])
+    def begin(host: str, slow: Callable[[], None] | None = None) -> None:
+        dialler.dial(target._replace(host=host), clock(), partial(answered, host), asker, slow)
+
+    begin(hosts[0], begin_others)
 
 
 def _text(number: int) -> str:
