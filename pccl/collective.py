@@ -135,11 +135,11 @@ class AsyncReduceHandle:
         if not self.done():
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
-            def tell() -> None:
+            def notify() -> None:
                 with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                     loop.call_soon_threadsafe(ended.set)
 
-            self.add_done_callback(tell)
+            self.add_done_callback(notify)
             await ended.wait()
         if self._end is None and self._copies is not None and not self._copies.are_settled:
             return await asyncio.to_thread(self.wait)
@@ -160,13 +160,13 @@ class AsyncReduceHandle:
         if not self._over and not sys.is_finalizing():
             calls, call, name = self._calls, self._call, self._name
 
-            def told(end: End) -> None:
+            def ended(end: End) -> None:
                 calls.leave(call)
                 if isinstance(end, effects.Fail):
                     why = error_of(name, end, call.began_s)
                     log.warning("a collective whose handle was dropped has failed: %s", why)
 
-            self._client.on_end(call, told)
+            self._client.on_end(call, ended)
 
     # ---- its steps ----
 

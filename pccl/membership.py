@@ -100,17 +100,17 @@ class KnownRanks:
 
     def __init__(self) -> None:
         self._order: tuple[int, ...] = ()
-        self._told = 0  # how often the ranks of all threads were updated
+        self._updates = 0  # how often the ranks of all threads were updated
         self._own = threading.local()
 
-    def tell(self, plan: m.Plan, number: int) -> None:
+    def update(self, plan: m.Plan, number: int) -> None:
         """Updates the ranks of all threads."""
         self._order = plan.by_rank(number)
-        self._told += 1
+        self._updates += 1
 
     def see(self, plan: m.Plan, number: int) -> None:
         """Updates the ranks of this thread."""
-        self._own.order, self._own.told = plan.by_rank(number), self._told
+        self._own.order, self._own.updates = plan.by_rank(number), self._updates
 
     def lose(self, plan: m.Plan, number: int) -> None:
         """A call of this thread has failed because a peer was lost."""
@@ -120,7 +120,7 @@ class KnownRanks:
     @property
     def order(self) -> tuple[int, ...]:
         mine: tuple[int, ...] = getattr(self._own, "order", ())
-        return mine if mine and self._own.told == self._told else self._order
+        return mine if mine and self._own.updates == self._updates else self._order
 
     def of(self, number: int) -> Ranks:
         """The ranks of a peer, as this thread knows them."""
@@ -162,7 +162,7 @@ class Membership:
         self.end()  # the previous membership is over, but its threads may remain
 
         def joined(client: PeerClient) -> None:
-            self.ranks.tell(client.plan, client.number)
+            self.ranks.update(client.plan, client.number)
             self.synced = self.has_admitted = self.calls.any_collective = False
             why = "the communicator was deleted"
             self._finalizer = weakref.finalize(owner, client.close, why)
@@ -284,7 +284,7 @@ class Membership:
             raise error_of(name, end, call.began_s)
         assert isinstance(end, effects.Answer)
         if ranks:
-            self.ranks.tell(client.plan, client.number)
+            self.ranks.update(client.plan, client.number)
         return end.value
 
     def cancel(self, client: PeerClient, call: Call) -> None:
@@ -329,7 +329,7 @@ class Membership:
                 note = deadline.next_within(client, call, patience_s)
                 if note is not None:
                     return note
-                client.tell(lambda: client.peer.hurry(call.number))
+                client.post(lambda: client.peer.hurry(call.number))
             return deadline.next(client, call)
 
         pending = bool(self.round("are_peers_pending", client, enter, end_of, aim))

@@ -353,7 +353,7 @@ class Worker:
         self._ending = threading.Event()
         port = int(os.environ["PCCL_MASTER"].rpartition(":")[2])
         self._mischief = mischief.Mischief(port, self._fail)
-        threading.Thread(target=self._obey, daemon=True).start()
+        threading.Thread(target=self._follow_commands, daemon=True).start()
 
     def live(self) -> int:
         """Runs until it is told to leave, or is dropped; the exit code."""
@@ -368,7 +368,7 @@ class Worker:
     def _fail(self, why: str) -> None:
         self._notes.write(diary.Out(diary.now(), "failed", why))
 
-    def _obey(self) -> None:
+    def _follow_commands(self) -> None:
         rest = b""
         while data := os.read(0, 4096):  # not sys.stdin, whose lock could block the exit
             *lines, rest = (rest + data).split(b"\n")

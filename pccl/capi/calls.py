@@ -153,7 +153,7 @@ def all_reduce(send: Any, recv: Any, work: Any, comm: Any, info: Any) -> None:
     described = values.all_reduce(send, recv, given(work, "descriptor"))
     tag = described.reduce_descriptor.tag
     work = operands.of_descriptors([described])
-    values.tell(info, extension.run(peer.comm, "all_reduce", work, tag))
+    values.fill(info, extension.run(peer.comm, "all_reduce", work, tag))
 
 
 @implements("pcclAllReduceAsync")
@@ -176,7 +176,7 @@ def await_async_reduce(op: Any, info: Any) -> None:
     _, _, found = handle.wait()
     if handle.error is not None:
         raise handle.error
-    values.tell(info, found)
+    values.fill(info, found)
 
 
 @implements("pcclAllReduceMultipleWithRetry")
@@ -190,7 +190,7 @@ def all_reduce_multiple(ops: Any, count: int, comm: Any, info: Any, max_in_fligh
     found: ReduceInfo = peer.comm.all_reduce_multiple_with_retry(
         several, max_in_flight=max_in_flight
     )
-    values.tell(info, found)
+    values.fill(info, found)
 
 
 # ---- shared state ----

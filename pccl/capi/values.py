@@ -87,7 +87,7 @@ def _place(pointer: Any) -> int:
     return int(ffi.cast("uintptr_t", pointer))
 
 
-def tell(info: Any, found: ReduceInfo) -> None:
+def fill(info: Any, found: ReduceInfo) -> None:
     """Fills a pcclReduceInfo_t, unless it is NULL."""
     if info != ffi.NULL:
         info.local_world_size = found.local_world_size

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Makes the keys that do not exist yet, and says what to do with them."""
     require_curve()
     master: Path = args.dir
-    _tell("the master's key pair", int(_make_pair(master, MASTER_SECRET)), 1)
+    _report("the master's key pair", int(_make_pair(master, MASTER_SECRET)), 1)
     public = Security(master).master_keys().public
     (master / ALLOWED).touch()
     homes = {f"peer-{i}": master / f"peer-{i}" for i in range(1, (args.peers or 0) + 1)}
@@ -37,14 +37,14 @@ def run(args: argparse.Namespace) -> int:
             with (master / ALLOWED).open("a", encoding="ascii") as allowed:
                 allowed.write(f"{Security(home).peer_keys().public} {name}\n")
         _write(home / MASTER_KEY, f"{public} master\n")
-    _tell(f"a key pair for {'each peer' if homes else 'all peers'}", made, len(homes) or 1)
+    _report(f"a key pair for {'each peer' if homes else 'all peers'}", made, len(homes) or 1)
     what = f"one of {master}{os.sep}peer-*" if homes else f"{master} without {MASTER_SECRET}"
     print(f"on the master's machine: pccl master --curve-dir {master}")
     print(f"on each peer's: PCCL_CURVE_DIR=..., a copy of {what}")
     return 0
 
 
-def _tell(what: str, made: int, wanted: int) -> None:
+def _report(what: str, made: int, wanted: int) -> None:
     if made and made < wanted:
         print(f"{what}: {made} made; {wanted - made} were there, and are kept")
     else:

@@ -346,20 +346,20 @@ class Story:
             text = "asks to be admitted" if isinstance(hello, m.Hello) else "is back"
             self._mark(text, peer, noted=True)
         elif isinstance(event, inputs.Received) and peer:
-            self._said(event.message, peer)
+            self._received(event.message, peer)
 
-    def _said(self, said: m.PeerMessage, peer: int) -> None:
-        match said:
+    def _received(self, message: m.PeerMessage, peer: int) -> None:
+        match message:
             case m.TopologyVote(call):
-                self._begin(peer, call, "update_topology()", said)
+                self._begin(peer, call, "update_topology()", message)
             case m.PendingVote(call):
-                self._begin(peer, call, "are_peers_pending()", said)
+                self._begin(peer, call, "are_peers_pending()", message)
             case m.OptimizeVote(call):
-                self._begin(peer, call, "optimize_topology()", said)
+                self._begin(peer, call, "optimize_topology()", message)
             case m.StartVote(call, tag, work):
-                self._begin(peer, call, f"{work} with tag {tag}", said)
+                self._begin(peer, call, f"{work} with tag {tag}", message)
             case m.SyncVote(call):
-                self._begin(peer, call, "sync_shared_state()", said)
+                self._begin(peer, call, "sync_shared_state()", message)
             case m.FinishVote(seq, ok, why):
                 if (found := self._of.get((peer, seq))) is not None:
                     found.done_s = self._now_s
@@ -378,8 +378,8 @@ class Story:
             case m.Leave():
                 self._mark("leaves", peer)
 
-    def _begin(self, peer: int, call: int, what: str, said: m.PeerMessage) -> None:
-        group = None if type(said) in RUN_WIDE else self._groups.get(peer)
+    def _begin(self, peer: int, call: int, what: str, message: m.PeerMessage) -> None:
+        group = None if type(message) in RUN_WIDE else self._groups.get(peer)
         self._calls[peer, call] = Call(peer, call, what, group, self._now_s)
 
     # ---- what the master tells them ----

@@ -408,7 +408,7 @@ class Saver:
         rows = gather_row(self._comm, [own, token if self._probe(token) else -1])
         place = [int(number) for number, _ in rows].index(own)
         oldest = int(min(rows)[1])  # the token of the peer that joined first
-        works = self._replica.all(all(said >= 0 for _, said in rows))
+        works = self._replica.all(all(state >= 0 for _, state in rows))
         seen = self._checkpoints.whole or not works or self._path(oldest).exists()
         if not self._replica.all(seen):
             self._path(token).unlink(missing_ok=True)
@@ -470,11 +470,11 @@ class Saver:
         """All peers learn how far each one is, and decide."""
         step, parts, _ = self._turn.tolist()
         rows = gather_row(self._comm, [self._state(step)])
-        said = [int(state) for (state,) in rows]
+        states = [int(state) for (state,) in rows]
         verdict = _WAIT
-        if _FAILED in said or len(said) - said.count(_NOTHING) < parts:
+        if _FAILED in states or len(states) - states.count(_NOTHING) < parts:
             verdict = _GIVE_UP
-        elif said.count(_DONE) == parts:
+        elif states.count(_DONE) == parts:
             verdict = _COMMIT
         each = self._replica.exchange([verdict, parts])
         verdict = min(one for one, _ in each)

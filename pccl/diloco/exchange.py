@@ -141,10 +141,10 @@ class ConsistencyCheck:
         retries = average.retries
         while True:
             own = [average.peers, *self.received[0].tolist()]
-            said = self._replica.exchange(own if average.info is not None else [1, 0, 0])
-            if any(row[0] == 1 for row in said):
+            states = self._replica.exchange(own if average.info is not None else [1, 0, 0])
+            if any(row[0] == 1 for row in states):
                 return Average(None, retries)
-            if all(row == own for row in said):
+            if all(row == own for row in states):
                 return replace(average, retries=retries)
             _log.warning("a replica was lost, and is in the means of some shards only: retrying")
             average = again()
@@ -270,7 +270,7 @@ class Weight:
     def measure(self) -> None:
         self._measured = self._trained
         if self._by != "peers":
-            samples = sum(said for (said,) in self._replica.exchange([self._measured.samples]))
+            samples = sum(count for (count,) in self._replica.exchange([self._measured.samples]))
             self._weight = samples
             if self._by == "rate" and samples:
                 self._weight = max(1, samples * samples // self._measured.steps)
@@ -576,8 +576,8 @@ class Quarantine:
         """The norm over all shards; infinity if it is not finite."""
         square = float(delta.double().square().sum())
         (bits,) = struct.unpack("<q", struct.pack("<d", square))
-        said = [struct.pack("<q", row[0]) for row in self._replica.exchange([bits])]
-        whole: float = sum(struct.unpack("<d", each)[0] for each in said)
+        squares = [struct.pack("<q", row[0]) for row in self._replica.exchange([bits])]
+        whole: float = sum(struct.unpack("<d", each)[0] for each in squares)
         return math.sqrt(whole) if math.isfinite(whole) else math.inf
 
     def _named(self, bad: dict[int, float], usual: float) -> tuple[str, ...]:

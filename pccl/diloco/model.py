@@ -53,7 +53,7 @@ class Replica:
         return [list(numbers)]
 
     def all(self, mine: bool) -> bool:
-        return all(said for (said,) in self.exchange([int(mine)]))
+        return all(answer for (answer,) in self.exchange([int(mine)]))
 
     def first(self, number: int) -> int:
         return self.exchange([number])[0][0]
@@ -107,9 +107,9 @@ class Sharded(Replica):
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._mesh.device_type)
-        said = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(said, mine, group=self._group)
-        return [row.tolist() for row in said]
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=self._group)
+        return [row.tolist() for row in gathered]
 
     def reshard(self) -> None:
         """Frees gathered parameters, which an evaluation leaves behind and which are outdated."""
@@ -159,9 +159,9 @@ def check_team(comm: Communicator, replica: Replica) -> None:
     own = extension.member(comm)
     # a process that is in no team raises at once: the others may be waiting for it to be admitted
     in_team = own.team_size == replica.size
-    said = replica.exchange([own.team, own.group]) if in_team else []
-    groups = {group for _, group in said}
-    if len({team for team, _ in said}) != 1 or len(groups) < replica.size:
+    gathered = replica.exchange([own.team, own.group]) if in_team else []
+    groups = {group for _, group in gathered}
+    if len({team for team, _ in gathered}) != 1 or len(groups) < replica.size:
         raise ValueError(
             f"the model is sharded over {replica.size} processes, whose communicators must be one "
             "team of as many peer groups: make them by pccl.torch.communicator(address)"

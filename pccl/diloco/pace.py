@@ -56,7 +56,7 @@ class Pace:
     def rejoin(self) -> None:
         """A round has ended without this peer, whose progress goes into the next one."""
 
-    def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
+    def set_speeds(self, speeds: Sequence[tuple[float, int]]) -> None:
         """Takes the training seconds and inner steps of all peers in the last round."""
 
 
@@ -174,7 +174,7 @@ class Deadline(Pace):
         self.late = self._may_be_late and not self._owes
         return True
 
-    def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
+    def set_speeds(self, speeds: Sequence[tuple[float, int]]) -> None:
         needed = sorted(seconds / steps * self._inner_steps for seconds, steps in speeds if steps)
         if needed:
             self._times_s[:-1] = self._times_s[1:]

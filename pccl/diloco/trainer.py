@@ -711,7 +711,7 @@ class DiLoCo:
             with self._stopwatch.round():
                 self._shares, all_end = gather_shares(self._comm, own, ends)
             self._ended = self._ended + 1 if all_end else 0
-            self._pace.heard([(share.compute_s, share.inner_steps) for share in self._shares])
+            self._pace.set_speeds([(share.compute_s, share.inner_steps) for share in self._shares])
 
     def _report(self, outcome: Outcome | None) -> OuterRound | None:
         if outcome is None:

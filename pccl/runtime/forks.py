@@ -43,13 +43,13 @@ def watch(one: Forkable) -> None:
     _watched.add(one)
 
 
-def _tell() -> None:
+def _notify() -> None:
     for one in list(_watched):
         one.forked()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_tell)
+    os.register_at_fork(after_in_child=_notify)
 
 
 def close_inherited(ports: Collection[int], path: str, others: Collection[Address]) -> None:

@@ -107,14 +107,14 @@ class _Race:
             return True
         self._selector.modify(attempt, selectors.EVENT_READ, address)
         try:
-            said = attempt.recv(len(GREETING))
+            received = attempt.recv(len(GREETING))
         except OSError as error:
             if error.errno not in NOT_YET:
                 self._end(attempt, address, error.strerror or str(error))
             return False
-        if said != GREETING:
+        if received != GREETING:
             self._end(attempt, address, "something else than a pccl peer answers")
-        return said == GREETING
+        return received == GREETING
 
     def _end(self, attempt: socket.socket, address: str, why: str) -> None:
         self._selector.unregister(attempt)
@@ -244,9 +244,9 @@ def _try_connecting(address: str, port: int, limit_s: float) -> None:
     with socket.socket(family, kind) as connection:
         connection.settimeout(limit_s)
         connection.connect(where)
-        said = _greeting(connection, limit_s - (time.monotonic() - began_s))
-    if said and said[0] != _SIGNATURE[0]:
-        raise AnotherServiceError(f"another service answers there: it says {said!r}")
+        greeting = _greeting(connection, limit_s - (time.monotonic() - began_s))
+    if greeting and greeting[0] != _SIGNATURE[0]:
+        raise AnotherServiceError(f"another service answers there: it says {greeting!r}")
 
 
 def _greeting(connection: socket.socket, limit_s: float) -> bytes:
@@ -356,18 +356,18 @@ class Resolver:
         if len(waiting) > 1:
             return
 
-        def tell(found: Found) -> None:
+        def notify(found: Found) -> None:
             for each in self._asked.pop(key, []):
                 each(found)
 
         def run() -> None:
             result = work()
-            self._post(lambda: tell(learn(result)))
+            self._post(lambda: notify(learn(result)))
 
         try:
             _in_thread(run)
         except OSError as error:
-            tell(Found("", str(error)))
+            notify(Found("", str(error)))
 
     def _looked_up(self, host: str, result: list[str] | OSError) -> Found:
         if isinstance(result, OSError):

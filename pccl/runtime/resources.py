@@ -67,8 +67,8 @@ def out_of_resources(error: OSError) -> OutOfResourcesError | None:
     """The error to raise instead if `error` says that descriptors, threads or memory ran out."""
     if error.errno not in _LACKING:
         return None
-    said = error.strerror or str(error)
-    return OutOfResourcesError(f"{said}: raise this process's limits (ulimit -n), or close files")
+    text = error.strerror or str(error)
+    return OutOfResourcesError(f"{text}: raise this process's limits (ulimit -n), or close files")
 
 
 def require_resources() -> None:

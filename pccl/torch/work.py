@@ -228,14 +228,14 @@ class Work(BaseWork):
             self._end(timeout_s)
         finally:  # in the pool, because callbacks of the future may wait, and the caller must not
             if self._ended.is_set() and self._untold is not None:
-                POOL.run(self._tell)
+                POOL.run(self._notify)
 
     def _drive_and_tell(self) -> None:
         """Like `drive`, in a thread of the pool, which callbacks may occupy."""
         self._end(None)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Completes the future, if there is one that is not complete."""
         with self._lock:
             future, self._untold = self._untold, None
@@ -315,7 +315,7 @@ class Work(BaseWork):
                 self._untold = Future()
                 self._future = self._untold.then(self._outcome)
         if self._ended.is_set():
-            self._tell()
+            self._notify()
         self.follow()
         return self._future
 

@@ -251,7 +251,7 @@ class WeightsClient(ControlThread):
                 self._fail(f"an internal error of pccl, {error!r}; the log has it")
 
     def _fail(self, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
-        self.tell(lambda: self._weights.broken(why, result))
+        self.post(lambda: self._weights.broken(why, result))
 
     def _verify(self, staging: Staging, leaf: Leaf) -> None:
         results = staging.verify(leaf.piece, leaf.leaf)

@@ -175,11 +175,11 @@ SCENARIOS = {
 
 def clean(peer: Peer) -> None:
     """Nothing is left of any call."""
-    client, standing = peer.comm._membership._client, peer.comm._membership.calls
+    client, calls = peer.comm._membership._client, peer.comm._membership.calls
     assert client is not None
     memory = client._pending.memory
     assert not memory, "the engine still refers to the memory of a call that has ended"
-    assert not standing._tags and not standing._rounds
+    assert not calls._tags and not calls._rounds
     assert client._thread.is_alive()
 
 

@@ -445,7 +445,7 @@ def test_the_first_may_have_any_rank() -> None:
     known = KnownRanks()
     infos = tuple(m.PeerInfo(number, 0, "", 1, "", "") for number in (7, 3, 9))
     plan = m.Plan(1, infos, (m.Ring((7, 3, 9), 1),), 0)
-    known.tell(plan, 9)
+    known.update(plan, 9)
     assert known.of(9) == Ranks(rank=2, members=3, first=1)
     assert operands.broadcast(np.zeros(3), "first", known.of(9)).work.root == 1
     assert operands.broadcast(np.zeros(3), np.int64(2), known.of(9)).work.root == 2

@@ -57,7 +57,7 @@ def test_a_connection_closed_before_its_first_message_is_read_is_lost(master: So
     wait_until(lambda: is_empty(connections))
     conn, origin = heard(router)
     assert connections.learn(conn, origin)
-    assert connections.bury(0.0, drained=False) == [conn]
+    assert connections.take_lost(0.0, drained=False) == [conn]
 
 
 def test_an_unreachable_connection_is_lost_after_its_messages_are_read(master: Sockets) -> None:
@@ -66,5 +66,5 @@ def test_an_unreachable_connection_is_lost_after_its_messages_are_read(master: S
     conn, origin = heard(router)
     assert connections.learn(conn, origin)
     connections.unreachable(conn)
-    lost = [*connections.bury(0.0, drained=False), *connections.bury(0.0, drained=True)]
+    lost = [*connections.take_lost(0.0, drained=False), *connections.take_lost(0.0, drained=True)]
     assert conn in lost

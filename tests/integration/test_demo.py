@@ -52,7 +52,7 @@ class DirectorHarness:
 
     def hear(self, number: int, report: Report) -> None:
         self.now_s += 1.0
-        self.director.heard(number, report, self.now_s)
+        self.director.receive(number, report, self.now_s)
 
     def begin(self) -> None:
         for peer in self.director.peers:

@@ -469,10 +469,10 @@ def test_a_grace_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError
 
     assert steps_until_due(9.0) == 10, "no deadline in the first round"
-    pace.heard([(10.0, 10), (20.0, 10), (90.0, 10)])
+    pace.set_speeds([(10.0, 10), (20.0, 10), (90.0, 10)])
     assert steps_until_due(2.125) == 10 and not pace.late  # within a tenth, which is a step
     assert steps_until_due(2.25) == 9 and pace.late
-    pace.heard([(10.0, 10), (24.0, 10), (9.0, 1)])
+    pace.set_speeds([(10.0, 10), (24.0, 10), (9.0, 1)])
     assert steps_until_due(2.75) == 10  # the second has varied by 4 s
     assert steps_until_due(2.875) == 9
 

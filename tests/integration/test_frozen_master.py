@@ -284,7 +284,7 @@ class Nap:
     "moment",
     [
         "_read_router",
-        "_bury",
+        "_handle_losses",
         pytest.param("_converse", marks=pytest.mark.slow),
         pytest.param("_flush", marks=pytest.mark.slow),
         pytest.param("_do_chores", marks=pytest.mark.slow),

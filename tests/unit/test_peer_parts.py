@@ -122,7 +122,7 @@ def test_a_collective_is_answered_when_its_outcome_is_known_and_the_engine_settl
     parts: PeerParts,
 ) -> None:
     one = Collective(1, 4, WORK)
-    parts.collectives.enter(one, said=False)
+    parts.collectives.enter(one, sent=False)
     assert parts.done == [RegisterOp(1, 7, 4, 0), Send(m.StartVote(1, 4, WORK))]
     parts.collectives.start(m.Started(1, 9, 5, nonce=3))
     opened, started = parts.done
@@ -137,7 +137,7 @@ def test_a_collective_is_answered_when_its_outcome_is_known_and_the_engine_settl
 
 def test_a_collective_that_breaks_is_voted_on_and_restored(parts: PeerParts) -> None:
     one = Collective(1, 4, WORK)
-    parts.collectives.enter(one, said=True)
+    parts.collectives.enter(one, sent=True)
     parts.collectives.start(m.Started(1, 9, 5))
     assert len(parts.done) == 3
     parts.collectives.fail(one, "a stream was lost", m.Cause.OTHER)
@@ -253,7 +253,7 @@ def steps_to_start(size: int, rings: int) -> int:
     before = sys.getprofile()
     for call in (1, 2):
         calls.clear()
-        part.enter(Collective(call, call, WORK), said=False)
+        part.enter(Collective(call, call, WORK), sent=False)
         gc.collect()  # or finalizers of other tests' objects would be counted
         gc.disable()
         sys.setprofile(count)
@@ -301,7 +301,7 @@ def start(
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     """Starts a collective. Returns its direct streams; and the peers to which streams were opened,
     with the shares of these."""
-    parts.collectives.enter(Collective(call, call, work, rows=(gives, gives)), said=False)
+    parts.collectives.enter(Collective(call, call, work, rows=(gives, gives)), sent=False)
     parts.collectives.start(m.Started(call, call, 5))
     done = parts.done
     direct = next(one.direct for one in done if isinstance(one, StartOp))

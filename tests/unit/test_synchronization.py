@@ -32,7 +32,7 @@ class Client:
     def remind(self, *_: object) -> None:
         """It repeats requests."""
 
-    def tell(self, event: object) -> None:
+    def post(self, event: object) -> None:
         self.reports += 1
 
 

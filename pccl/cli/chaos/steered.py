@@ -20,7 +20,7 @@ if sys.platform != "win32":
     LIMITS = {"fsize": resource.RLIMIT_FSIZE, "nofile": resource.RLIMIT_NOFILE}
 
 
-def obey() -> None:
+def apply_limits() -> None:
     """Sets limits as the lines on stdin say. Ends when stdin does, because the parent has ended."""
     rest = b""
     while data := os.read(0, 4096):  # not sys.stdin, whose lock could block the exit
@@ -34,5 +34,5 @@ def obey() -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=obey, daemon=True).start()
+    threading.Thread(target=apply_limits, daemon=True).start()
     sys.exit(main())

@@ -147,7 +147,7 @@ def _follow(fleet: Fleet, director: Director, progress: Progress, began_s: float
             if isinstance(news, int):
                 director.exited(number, news)
             else:
-                director.heard(number, decode(news), last_s - began_s)
+                director.receive(number, decode(news), last_s - began_s)
         progress.refresh()
 
 

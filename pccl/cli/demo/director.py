@@ -153,7 +153,7 @@ class Director:
         last = self._reduce_s.get(self.outer_step)
         return self.reduce_bytes / min(last) if last else 0.0
 
-    def heard(self, number: int, report: Report, now_s: float) -> None:
+    def receive(self, number: int, report: Report, now_s: float) -> None:
         peer = self.peers[number]
         if peer.state is State.KILLED:
             return  # last words, read after its end

@@ -35,7 +35,7 @@ def main() -> int:
     args = argparse.Namespace(**json.loads(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to handle
     go = threading.Event()
-    threading.Thread(target=_obey, args=(go,), daemon=True).start()
+    threading.Thread(target=_follow_commands, args=(go,), daemon=True).start()
     torch.set_num_threads(1)
     # Different weights on every peer, on purpose: the first synchronization makes them equal.
     torch.manual_seed(args.seed + args.number)
@@ -129,7 +129,7 @@ def _evaluate(model: GPT, held_out: torch.Tensor) -> float:
     return float(model(held_out))
 
 
-def _obey(go: threading.Event) -> None:
+def _follow_commands(go: threading.Event) -> None:
     for line in sys.stdin:
         if line.strip() == "go":
             go.set()

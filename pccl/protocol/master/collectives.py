@@ -504,7 +504,7 @@ class Accusations(Part):
                 group.blame.dialled(accused, None)
             else:
                 self._outbox.do(Dial(other.info, other.dial))
-        self._judge(group_number)
+        self._act_on_blame(group_number)
 
     def dialled(self, number: int, why: str | None) -> None:
         """Handles the end of a dial: "" if it reached the peer, else why not; None: not made."""
@@ -516,9 +516,9 @@ class Accusations(Part):
         if why and not reach.matters(peer.info, peer.seen, accusers):
             why = None
         blame.dialled(number, plain(why) if why else why)
-        self._judge(peer.info.group)
+        self._act_on_blame(peer.info.group)
 
-    def _judge(self, group_number: int) -> None:
+    def _act_on_blame(self, group_number: int) -> None:
         """Drops the peer that is at fault, or plans rings that avoid the link."""
         while group_number in self._groups:
             group = self._groups[group_number]
@@ -529,7 +529,7 @@ class Accusations(Part):
                 verdict = group.blame.last_resort(self._groups.proven(group_number))
             if verdict is None:
                 return
-            self._dismissals.convict(group_number, verdict)
+            self._dismissals.drop_for(group_number, verdict)
 
     def _go_around(self, group_number: int, group: Group) -> bool:
         """Plans rings that avoid the blocked links.

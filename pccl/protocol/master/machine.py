@@ -452,7 +452,7 @@ class Master:
             return
         group = self._members.group_of(number)
         if not vote.holds:
-            self.run.bereave(group, {number})
+            self.run.note_loss_of_state(group, {number})
         round_id = RoundId(Kind.SYNC, group)
         self._enter(number, round_id, vote.call, vote.manifest, held=held(vote.manifest))
 

@@ -87,19 +87,20 @@ def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
     return m.PeerInfo(0, hello.group, *address, *rest, others=tuple(others), name=hello.name)
 
 
-def hosts(said: m.Hello | m.Examine, seen: str) -> tuple[str, ...]:
+def hosts(hello: m.Hello | m.Examine, seen: str) -> tuple[str, ...]:
     """The hosts of a peer; the first is the address that the master sees, unless it names one."""
-    return tuple(dict.fromkeys((said.host or seen, *said.others)))
+    return tuple(dict.fromkeys((hello.host or seen, *hello.others)))
 
 
-def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:
+def refusal(hello: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:
     """Why a newcomer is refused, by its first message; empty if it is not."""
-    if said.protocol != m.PROTOCOL_VERSION:
+    if hello.protocol != m.PROTOCOL_VERSION:
         return (
-            f"this peer (pccl {said.version}) speaks protocol version {said.protocol}, the master "
-            f"(pccl {__version__}) version {m.PROTOCOL_VERSION}: install the same version of pccl"
+            f"this peer (pccl {hello.version}) speaks protocol version {hello.protocol}, the "
+            f"master (pccl {__version__}) version {m.PROTOCOL_VERSION}: install the same version "
+            "of pccl"
         )
-    if arithmetic not in (None, said.arithmetic):
+    if arithmetic not in (None, hello.arithmetic):
         return (
             "this machine's arithmetic differs from that of the peers in the run (the kernel "
             "self-test gave other bits), so results could not be bit-identical: rebuild pccl, "

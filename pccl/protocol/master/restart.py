@@ -110,17 +110,17 @@ class Recovery:
         self._conns: dict[bytes, tuple[int, int]] = {}
         self._held: Counter[int] = Counter()  # bytes of messages, by run
         self._began_s: float | None = None
-        self._said: Counter[bytes] = Counter()  # messages in the backlog, by connection
+        self._counts: Counter[bytes] = Counter()  # messages in the backlog, by connection
 
     def has_heard(self, conn: bytes) -> bool:
-        return conn in self._said or conn in self._conns
+        return conn in self._counts or conn in self._conns
 
     def postpone(self, event: Postponed) -> bool:
         """Keeps a message for later. Returns False, once, if its connection has sent too many."""
-        self._said[event.conn] += 1
-        if self._said[event.conn] <= BACKLOG_MAX:
+        self._counts[event.conn] += 1
+        if self._counts[event.conn] <= BACKLOG_MAX:
             self.backlog.append(event)
-        return self._said[event.conn] != BACKLOG_MAX + 1
+        return self._counts[event.conn] != BACKLOG_MAX + 1
 
     def conn_of(self, resume: m.Resume) -> bytes | None:
         found = self._back.get(resume.run, {}).get(resume.info.peer)

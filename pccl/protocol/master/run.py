@@ -177,7 +177,7 @@ class Run:
         blame = self.groups[group].blame
         for number in lost:
             blame.forget(number)
-        self.bereave(group, lost.keys())
+        self.note_loss_of_state(group, lost.keys())
         self.history.of(group).repeatable = True
         self.groups.renew(group, gone)
         self.collectives.lose(group, lost)
@@ -187,7 +187,7 @@ class Run:
             self.history.forget(group)
             self.tally.courses.pop(group, None)
 
-    def bereave(self, group: int, numbers: Set[int]) -> None:
+    def note_loss_of_state(self, group: int, numbers: Set[int]) -> None:
         """Notes that peers do not hold their group's shared state, which may begin anew then."""
         if self.history.lose(group, numbers):
             self.outbox.note(f"the last holder of group {group}'s shared state is gone")

@@ -238,8 +238,8 @@ def _measuring(run: Run, optimization: Optimization) -> Wait:
 
 def _done(late: list[int], progress: Mapping[int, int]) -> str:
     """The progress of the slowest awaited peers, in words; empty if no peer has reported any."""
-    told = sorted((progress[number], number) for number in late if number in progress)
-    return "".join(f"; peer {number} has {done / 10:g} % of it" for done, number in told[:3])
+    shares = sorted((progress[number], number) for number in late if number in progress)
+    return "".join(f"; peer {number} has {done / 10:g} % of it" for done, number in shares[:3])
 
 
 def _elsewhere(run: Run, late: list[int]) -> str:
@@ -291,7 +291,7 @@ def _waits(run: Run) -> Iterator[Wait]:
 
 
 def _status_of_wait(wait: Wait, now_s: float) -> WaitStatus:
-    told = [wait.progress[number] for number in wait.late if number in wait.progress]
+    shares = [wait.progress[number] for number in wait.late if number in wait.progress]
     return WaitStatus(
         plain(wait.call),
         wait.group,
@@ -301,7 +301,7 @@ def _status_of_wait(wait: Wait, now_s: float) -> WaitStatus:
         missing=tuple(wait.late[:MISSING_MAX]),
         missing_count=len(wait.late),
         why=plain(wait.why),
-        done=min(told) / 1000 if told else None,
+        done=min(shares) / 1000 if shares else None,
     )
 
 
@@ -312,9 +312,9 @@ def _calls(waits: list[Wait], now_s: float) -> dict[int, list[CallStatus]]:
         for number, since_s in wait.since_s.items():
             calls = found.setdefault(number, [])
             if len(calls) < CALLS_MAX:
-                told = wait.progress.get(number) if number in missing else None
+                share = wait.progress.get(number) if number in missing else None
                 its_call = plain(wait.others[number]) if number in wait.others else call
-                done = None if told is None else told / 1000
+                done = None if share is None else share / 1000
                 calls.append(CallStatus(its_call, wait.phase, now_s - since_s, done))
     return found
 

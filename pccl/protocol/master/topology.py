@@ -175,12 +175,12 @@ class Blame:
             theirs = all(self.dials.get(other) == "" for _, other in links)
             others = ", whom the master reaches" if theirs else ""
             return f"{guilty} could not reach {whom}{others}: {cure}"
-        told = [
+        facts = [
             f"{info(link[0])} could not reach {guilty} ({self.blocked[link]})" for link in links
         ]
         if (dial := self.dials.get(verdict.guilty)) is not None:
-            told.append(f"the master could not ({dial})" if dial else "the master could")
-        return f"{', '.join(told)}: {reach.BRIDGE if foreign else reach.cure(guilty)}"
+            facts.append(f"the master could not ({dial})" if dial else "the master could")
+        return f"{', '.join(facts)}: {reach.BRIDGE if foreign else reach.cure(guilty)}"
 
     def _worst(self, links: Set[Hop], proven: Collection[int]) -> Verdict | None:
         of, by = self._accusations()
@@ -324,7 +324,7 @@ class Dismissals:
         why = f"it sent a {type(message).__name__} out of turn"
         self.dismiss(number, why, Result.INTERNAL_ERROR)
 
-    def convict(self, group: int, verdict: Verdict) -> None:
+    def drop_for(self, group: int, verdict: Verdict) -> None:
         """Drops a peer that cannot reach others, or cannot be reached; tells all peers why."""
         why = self._groups[group].blame.sentence(verdict, self._membership.info)
         self.dismiss(verdict.guilty, why, Result.RANK_CONNECTION_FAILED)

@@ -82,7 +82,7 @@ class Collective:
     outcome: Fail | bool | None = None
     impatient: bool = False  # the caller has withdrawn
     parting: Fail | None = None  # the answer to a caller that does not wait for the outcome
-    told: bool = False  # whether that answer was given
+    answered: bool = False  # whether that answer was given
     cause: m.Cause = m.Cause.OTHER  # why it could not complete here
     whole: bool = False  # this peer holds, or held, the whole result
     broken: str = ""  # why it could not start here
@@ -157,13 +157,13 @@ def refused(call: int, refusal: m.CallError | m.Failure) -> Fail:
     )
 
 
-def failed(collective: Collective, told: m.Finished) -> Fail:
+def failed(collective: Collective, finished: m.Finished) -> Fail:
     """The failure of a collective that had started."""
     own = collective.impatient or collective.cause is not m.Cause.OTHER
-    cause = m.Cause.TIMEOUT if collective.impatient else told.cause
+    cause = m.Cause.TIMEOUT if collective.impatient else finished.cause
     fault = _FAULTS.get(cause, Fault.PEER_LOST)
     result = Result.TIMEOUT if fault is Fault.TIMEOUT else Result.RANK_CONNECTION_LOST
-    return Fail(collective.call, result, told.why, fault, collective.phase, again=not own)
+    return Fail(collective.call, result, finished.why, fault, collective.phase, again=not own)
 
 
 def timed_out(call: int, why: str) -> Fail:

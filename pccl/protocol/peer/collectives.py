@@ -88,8 +88,8 @@ class Collectives(Part):
 
     # ---- the start ----
 
-    def enter(self, one: Collective, said: bool) -> None:
-        """A caller enters a collective; `said`: its vote was already sent."""
+    def enter(self, one: Collective, sent: bool) -> None:
+        """A caller enters a collective; `sent`: its vote was already sent."""
         self._by_call[one.call] = one
         if not one.settled:
             run, tag = self._knowledge.run, one.tag
@@ -97,7 +97,7 @@ class Collectives(Part):
                 tag = tag_of_send(tag, one.pair)
             self._outbox.do(RegisterOp(one.call, run, tag, self._knowledge.last_seq))
             self._start_eagerly(one)
-        if not said:
+        if not sent:
             self._outbox.send(one.vote(self._knowledge.last_seq))
 
     def _start_eagerly(self, one: Collective) -> None:
@@ -182,7 +182,7 @@ class Collectives(Part):
             same = one.tag == small.tag and len(one.data or b"") == len(small.data)
             if same and one.unstarted and one.data is not None:
                 one.seq = small.seq
-                self._knowledge.heard(small.seq)
+                self._knowledge.saw(small.seq)
                 one.members = small.members
                 self._keep(one, small)
 
@@ -268,7 +268,7 @@ class Collectives(Part):
             self._streams.proven = one.epoch if finished.ok else 0
         if finished.ok:
             if not one.pair:  # all members have voted that they have it
-                self._knowledge.all_heard(finished.seq)
+                self._knowledge.all_saw(finished.seq)
             one.outcome = self._knowledge.veteran = True
             if one.parting is not None:
                 self._succeeded_without(one.call, one.title)
@@ -299,14 +299,14 @@ class Collectives(Part):
 
     def _conclude(self, one: Collective) -> None:
         """Answers the call when the outcome is known and the engine settled."""
-        if one.parting is not None and one.settled and not one.told:
-            one.told = True
+        if one.parting is not None and one.settled and not one.answered:
+            one.answered = True
             self._outbox.do(one.parting)
         if one.outcome is None or not one.settled:
             return
         del self._by_call[one.call]
         self._withdrawals.pop(one.call, None)
-        if one.told:
+        if one.answered:
             self._abandoned.resolve(one.call)
         elif isinstance(one.outcome, Fail):
             self._outbox.do(one.outcome)

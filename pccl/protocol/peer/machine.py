@@ -198,7 +198,7 @@ class Peer:
         work: m.Spec,
         data: bytes | None = None,
         stuck: bool = False,
-        said: bool = False,
+        sent: bool = False,
         rows: Rows = NO_ROWS,
         pair: tuple[int, ...] = (),
         nbytes: int = 0,
@@ -206,12 +206,12 @@ class Peer:
         """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
-        `said`: its vote was already sent (`heard_if_free`). `rows`: how many rows are for each
+        `sent`: its vote was already sent (`heard_if_free`). `rows`: how many rows are for each
         rank, and from each, unless it is one each. `pair`: the sender and the receiver of a send.
         `nbytes`: as in `tuning.choose`.
         """
         one = Collective(call, tag, work, data, stuck, rows, pair, nbytes, settled=data is not None)
-        return self._enter(call, one.place, lambda: self.collectives.enter(one, said))
+        return self._enter(call, one.place, lambda: self.collectives.enter(one, sent))
 
     def sync(self, call: int, serve_op: int, manifest: m.Manifest) -> list[Effect]:
         """Answered with a `Synced`; zero or more `Follow` effects come before.
@@ -350,7 +350,7 @@ class Peer:
         known = self.knowledge
         if not known.accepted:
             known.done = admitted.done
-            known.heard(admitted.heard)
+            known.saw(admitted.heard)
         known.run, known.accepted = admitted.run, True
         if self._joining is not None:
             self._outbox.do(Answer(self._joining, None))
@@ -368,11 +368,11 @@ class Peer:
         """Tells the log who has joined the group, and who is gone."""
         was, now = ({info.peer: info for info in each.peers} for each in (before, plan))
         joined = tuple(str(info) for number, info in now.items() if number not in was)
-        told = {one.peer: one for one in plan.gone}
+        reasons = {one.peer: one for one in plan.gone}
         lost: list[str] = []
         left: list[str] = []
         for number in sorted(was.keys() - now.keys()):
-            one = told.get(number) or m.Gone(number, "the run goes on without it", False)
+            one = reasons.get(number) or m.Gone(number, "the run goes on without it", False)
             (left if one.left else lost).append(f"{was[number]}: {one.why}")
         if joined or lost or left:
             begun = self.knowledge.veteran

@@ -69,16 +69,16 @@ class Knowledge:
             self._conditions = now, found
         return found
 
-    def heard(self, seq: int) -> None:
+    def saw(self, seq: int) -> None:
         self.last_seq = max(self.last_seq, seq)
 
     def fails(self, failure: m.Failure) -> None:
-        self.heard(failure.seq)
+        self.saw(failure.seq)
         self.failures.append(failure)
         while sum(len(one.why) for one in self.failures) > FAILURE_CHARS_KEPT:
             self.failures.popleft()
 
-    def all_heard(self, seq: int) -> None:
+    def all_saw(self, seq: int) -> None:
         """All members of the group have heard of a seq, and so of all before it."""
         if self.failures and self.failures[0].seq < seq:
             left = [one for one in self.failures if one.seq > seq or one.is_run_wide]

@@ -167,7 +167,7 @@ class Transfers(Part):
         if resumed:
             self._fetch(one)
         self._streams.close(earlier.values())
-        self._knowledge.heard(plan.seq)
+        self._knowledge.saw(plan.seq)
 
     def fetch(self, op: int, seq: int) -> None:
         """The caller has memory for a plan; ignored if the plan is not the current one."""

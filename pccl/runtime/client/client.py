@@ -124,7 +124,7 @@ class PeerClient(ControlThread):
 
     def inquire(self, call: Call) -> None:
         """Logs which peers a call waits for."""
-        self.tell(lambda: self.peer.inquire(call.number))
+        self.post(lambda: self.peer.inquire(call.number))
 
     @property
     def conditions(self) -> Conditions:
@@ -222,7 +222,7 @@ class PeerClient(ControlThread):
 
     def time_out(self, call: Call, why: str) -> None:
         """Withdraws a call, which is then answered soon, with its result or a failure."""
-        self.tell(lambda: self.peer.time_out(call.number, why))
+        self.post(lambda: self.peer.time_out(call.number, why))
 
     def abandon(self, call: Call) -> None:
         """The caller leaves by an exception: the call, if it has begun, is answered soon."""
@@ -251,25 +251,25 @@ class PeerClient(ControlThread):
 
         def watch() -> None:
             self._withdrawing[call.number] = withdrawn
-            self._tell_withdrawn()
+            self._notify_withdrawn()
 
         if not self._forked:
             insist(settle)
             self._inbox.post(watch)
             withdrawn.wait(limits.WITHDRAWAL_S)
 
-    def on_end(self, call: Call, told: Callable[[End], None]) -> None:
-        """Calls `told`, in a thread of pccl, when a call has ended."""
+    def on_end(self, call: Call, callback: Callable[[End], None]) -> None:
+        """Calls `callback`, in a thread of pccl, when a call has ended."""
 
         def note() -> None:
             if call.end is None:
-                call.callbacks.append(told)
+                call.callbacks.append(callback)
             else:
-                told(call.end)
+                callback(call.end)
 
         self._inbox.post(note)
 
-    def _tell_withdrawn(self) -> None:
+    def _notify_withdrawn(self) -> None:
         """Tells waiting callers that the master has taken back the vote of their call."""
         for number in [n for n in self._withdrawing if not self.peer.awaits_withdrawal(n)]:
             self._withdrawing.pop(number).set()
@@ -277,7 +277,7 @@ class PeerClient(ControlThread):
     def _worked(self) -> None:
         super()._worked()
         if self._withdrawing:
-            self._tell_withdrawn()
+            self._notify_withdrawn()
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         super()._welcomed(welcome)

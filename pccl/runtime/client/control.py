@@ -362,7 +362,7 @@ class ControlThread:
         self._leave_to_begin(call, event)
         self._inbox.signal()
 
-    def tell(self, event: Callable[[], list[Any]]) -> None:
+    def post(self, event: Callable[[], list[Any]]) -> None:
         """Has the control thread carry out an event of the state machine."""
         self._inbox.post(lambda: self._perform(event()))
 

@@ -260,8 +260,8 @@ class CopyingClient(Protocol):
     def time_out(self, call: Call, why: str) -> None:
         """Withdraws a call."""
 
-    def on_end(self, call: Call, told: Callable[[End], None]) -> None:
-        """Calls `told` when a call has ended."""
+    def on_end(self, call: Call, callback: Callable[[End], None]) -> None:
+        """Calls `callback` when a call has ended."""
 
 
 @dataclass(slots=True)

@@ -120,8 +120,8 @@ class PendingCalls:
 
     def notify(self) -> None:
         """Delivers the answers. This comes last, because woken callers compete for the GIL."""
-        told, self._answered = self._answered, []
-        for call, end in told:
+        answered, self._answered = self._answered, []
+        for call, end in answered:
             call.put(end)
 
     def fail_all(self, over: effects.Fail | None) -> None:

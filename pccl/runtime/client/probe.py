@@ -114,7 +114,7 @@ class _Prober:
         first_s = self._arrivals[0][0] - self._began if self._arrivals else 0.0
         log.info("from peers %s: %.1f Mbit/s, %.3f s", self._senders, rate * 8e-6, first_s)
         seq, peer = self.seq, self._client.peer
-        self._client.tell(lambda: peer.measured(seq, int(rate), int(first_s * 1e6)))
+        self._client.post(lambda: peer.measured(seq, int(rate), int(first_s * 1e6)))
         self.end()
 
     def end(self) -> None:

@@ -48,7 +48,7 @@ class _Invalid(Exception):
 class _Guest:
     def __init__(self, connection: socket.socket, until_s: float) -> None:
         self.connection, self.until_s = connection, until_s
-        self.said = b""
+        self.received = b""
         self.greeted = False
         self.place: tuple[str, int] | None = None  # the token and the side
 
@@ -61,25 +61,25 @@ class _Guest:
             data = self.connection.recv(limits.GUEST_BYTES)
         except BlockingIOError:
             return False
-        self.said += data
-        if not data or self.place is not None or len(self.said) > limits.GUEST_BYTES:
+        self.received += data
+        if not data or self.place is not None or len(self.received) > limits.GUEST_BYTES:
             raise _Invalid
         if not self.greeted:
-            if self.said[0] != VERSION:
+            if self.received[0] != VERSION:
                 raise _Invalid
-            end = 2 + self.said[1] if len(self.said) > 1 else 2
-            if len(self.said) < end:
+            end = 2 + self.received[1] if len(self.received) > 1 else 2
+            if len(self.received) < end:
                 return False
-            self.greeted, self.said = True, self.said[end:]
+            self.greeted, self.received = True, self.received[end:]
             self.connection.sendall(WELCOME)
-        said = self.said
-        if len(said) < REQUEST_BYTES:
+        received = self.received
+        if len(received) < REQUEST_BYTES:
             return False
-        side = int.from_bytes(said[-2:], "big")
-        valid = said[:4] == bytes((VERSION, CONNECT, 0, IPV6)) and side in (SENDS, TAKES)
-        if not valid or len(said) > REQUEST_BYTES:
+        side = int.from_bytes(received[-2:], "big")
+        valid = received[:4] == bytes((VERSION, CONNECT, 0, IPV6)) and side in (SENDS, TAKES)
+        if not valid or len(received) > REQUEST_BYTES:
             raise _Invalid
-        self.place = said[4:-2].hex(), side
+        self.place = received[4:-2].hex(), side
         return True
 
 
@@ -93,7 +93,7 @@ class RendezvousPoint:
 
     def __init__(self, host: str, ports: Sequence[int], limit_s: float) -> None:
         self._limit_s = limit_s
-        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()  # tokens, by other threads
+        self._awaited: queue.SimpleQueue[str] = queue.SimpleQueue()  # tokens, by other threads
         self._expected: dict[str, float] = {}  # until when
         self._guests: dict[socket.socket, _Guest] = {}
         self._waiting: dict[tuple[str, int], list[_Guest]] = {}
@@ -120,7 +120,7 @@ class RendezvousPoint:
 
     def expect(self, token: str) -> None:
         """Joins, for a while from now on, connections that name this token; from any thread."""
-        self._told.put(token)
+        self._awaited.put(token)
         self._waiter.wake()
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class RendezvousPoint:
                 wait_s = None if due_s is None else max(0.0, due_s - now_s)
                 for read in self._waiter.wait(wait_s):
                     read()
-                self._expect_told()
+                self._expect_awaited()
                 self._expire(time.monotonic())
         except Exception:
             log.exception("the rendezvous point at port %d failed", self.port)
@@ -155,9 +155,9 @@ class RendezvousPoint:
                 self._send_away(guest)
             self._control.close()  # which ends the pump
 
-    def _expect_told(self) -> None:
-        while not self._told.empty():
-            token = self._told.get()
+    def _expect_awaited(self) -> None:
+        while not self._awaited.empty():
+            token = self._awaited.get()
             self._expected[token] = time.monotonic() + self._limit_s + limits.STREAM_LATE_S
             self._join(token)
 
@@ -271,10 +271,10 @@ class Rendezvous:
         # makes a rendezvous point that listens on one of these ports, with a time limit
         point: Callable[[Sequence[int], float], RendezvousPoint],
         token: Callable[[], str],  # makes a secret
-        say: Callable[[m.RendezvousRequest], None],  # sends a message to the master
+        send: Callable[[m.RendezvousRequest], None],  # sends a message to the master
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
-        self._make_point, self._token, self._say = point, token, say
+        self._make_point, self._token, self._send = point, token, send
         self._point: RendezvousPoint | None = None
         self._visited: set[tuple[str, int]] = set()
         self._relayed: set[tuple[int, int]] = set()
@@ -299,11 +299,11 @@ class Rendezvous:
         """
         token = self._token()
         if self._config.outgoing:
-            self._say(m.RendezvousRequest(to.peer, token, 0, lanes))
+            self._send(m.RendezvousRequest(to.peer, token, 0, lanes))
             return token, ""
         point = self._open()
         point.expect(token)
-        self._say(m.RendezvousRequest(to.peer, token, point.port, lanes))
+        self._send(m.RendezvousRequest(to.peer, token, point.port, lanes))
         return token, f"127.0.0.1:{point.port}"
 
     def join(self, join: m.RendezvousJoin) -> None:

@@ -41,7 +41,7 @@ class _Stream:
     token: str = ""  # of the rendezvous, if the peer is met
     via: str = ""  # where, once it is known
     ways: Ways | None = None  # among which the resolver chooses
-    said: str = ""  # why it was lost, if that is longer than what the engine repeats
+    why_lost: str = ""  # why it was lost, if that is longer than what the engine repeats
     shares: int = 1  # streams that send at the same time as this one
     up: bool = False  # whether it was ever connected
 
@@ -150,7 +150,7 @@ class Streams:
             self._do_without_ipc(one.to, event.text)
             return one.to, False  # the next stream shows whether it can be reached
         if one.ways is not None:
-            one.said = self._resolver.useless(one.ways, self.text(event))
+            one.why_lost = self._resolver.useless(one.ways, self.text(event))
         if self._now() < one.due_s and one.to.peer not in self._doubted:
             self._doubted.add(one.to.peer)
             return one.to, False
@@ -158,7 +158,7 @@ class Streams:
 
     def text(self, event: Event) -> str:
         one = self._open.get(event.stream)
-        return (one and one.said) or event.text
+        return (one and one.why_lost) or event.text
 
     def why(self, event: Event) -> str:
         """Why an op has failed; if a stream is the reason, the peer at its other end is named."""
@@ -211,8 +211,8 @@ class Streams:
             one.retry_s = self._now() + limits.NAME_RETRY_S
         else:
             del self._waiting[number]
-            one.said = f"no address of it answers at port {one.to.port} ({found.why})"
-            self._engine.lose_stream(number, one.said)
+            one.why_lost = f"no address of it answers at port {one.to.port} ({found.why})"
+            self._engine.lose_stream(number, one.why_lost)
 
     # ---- peers to which nobody can connect ----
 

@@ -343,7 +343,7 @@ class Synchronization:
 
     def _fetched(self, ok: bool, why: str, differences: m.Differences = ()) -> None:
         seq, peer = self._plan.seq, self._client.peer
-        self._client.tell(lambda: peer.fetched(seq, ok, why, differences))
+        self._client.post(lambda: peer.fetched(seq, ok, why, differences))
 
 
 class _Progress:
@@ -353,11 +353,11 @@ class _Progress:
         self._callback, self._now = callback, now
         self._staging: Staging | None = None
         self._began = self._reported = self._logged = 0.0
-        self._told = -1  # bytes proven, as of the last call of the callback
+        self._shown = -1  # bytes proven, as of the last call of the callback
         self.error: Exception | None = None
 
     def begin(self, staging: Staging) -> None:
-        self._staging, self._told = staging, -1
+        self._staging, self._shown = staging, -1
         self._began = self._logged = self._now()
         self._reported = self._began - limits.PROGRESS_S
 
@@ -378,8 +378,8 @@ class _Progress:
             self._logged = now
             log.info("shared state: %s", progress)
         due = now - self._reported >= limits.PROGRESS_S or done
-        if due and self._callback is not None and self._told != staging.bytes_proven:
-            self._reported, self._told = now, staging.bytes_proven
+        if due and self._callback is not None and self._shown != staging.bytes_proven:
+            self._reported, self._shown = now, staging.bytes_proven
             try:
                 self._callback(progress)
             except Exception as error:  # raised at the end: others wait for this peer

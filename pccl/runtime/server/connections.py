@@ -65,14 +65,14 @@ class Line:
     since_s: float  # when it was accepted, or its latest message was read
     counted: int = 0  # bytes received until then
     stranger: bool = True  # none of its messages has been read
-    heard: bool = False  # a message was read since the last look
+    active: bool = False  # a message was read since the last look
     cut: bool = False
     conn: bytes = b""  # its name, known from its first message on
     host: str = ""  # at its other end
 
     def hear(self) -> None:
         """Notes that a complete message was read."""
-        self.heard, self.stranger = True, False
+        self.active, self.stranger = True, False
 
 
 class Guard:
@@ -148,8 +148,8 @@ class Guard:
         return cuts
 
     def _see(self, line: Line, now_s: float, limit_s: float) -> str:
-        if line.heard:
-            line.heard, line.since_s = False, now_s
+        if line.active:
+            line.active, line.since_s = False, now_s
             line.counted = self._received(line.descriptor) or line.counted
             return ""
         waited_s = now_s - line.since_s
@@ -249,7 +249,7 @@ class Connections:
         self.flooded = False  # whether the monitor may have more events and must be read again
         self._lost: list[bytes] = []  # lost connections, to be buried
         self._unreachable: set[bytes] = set()  # sending to them failed, so they are lost too
-        self._buried: dict[bytes, float] = {}  # by connection, when; late messages are ignored
+        self._dead: dict[bytes, float] = {}  # by connection, when; late messages are ignored
         self._dropped: dict[bytes, float] = {}  # by connection, when; open, but ignored
         self._surplus: list[Line] = []  # connections that there is no room for
         self._stuck = False  # whether a connection could not be closed
@@ -325,7 +325,7 @@ class Connections:
     def has_lost(self, conn: bytes) -> bool:
         return conn in self._lost or conn in self._unreachable
 
-    def bury(self, now_s: float, drained: bool) -> list[bytes]:
+    def take_lost(self, now_s: float, drained: bool) -> list[bytes]:
         """The lost connections whose loss is to be handled now. Later messages of them are ignored.
 
         Args:
@@ -336,13 +336,13 @@ class Connections:
         if drained:
             lost += self._unreachable & self.senders.keys() - set(lost)
             self._unreachable.clear()
-            # no more messages of those that were buried long ago can arrive
-            recent = {c: at for c, at in self._buried.items() if now_s - at < limits.GRACE_S}
-            self._buried = recent
+            # no more messages of those that ended long ago can arrive
+            recent = {c: at for c, at in self._dead.items() if now_s - at < limits.GRACE_S}
+            self._dead = recent
         for conn in lost:
             self.senders.pop(conn, None)
             self._dropped.pop(conn, None)
-            self._buried[conn] = now_s
+            self._dead[conn] = now_s
         return lost
 
     def silent_s(self, conn: bytes) -> float | None:
@@ -353,12 +353,12 @@ class Connections:
 
     # ---- ignored connections ----
 
-    def is_buried(self, conn: bytes) -> bool:
-        return conn in self._buried
+    def has_ended(self, conn: bytes) -> bool:
+        return conn in self._dead
 
     def is_heard(self, conn: bytes) -> bool:
         """True if the messages of a connection count."""
-        return conn not in self._buried and conn not in self._dropped
+        return conn not in self._dead and conn not in self._dropped
 
     def drop(self, conn: bytes) -> None:
         """Ignores messages of a connection, and closes it when it has had time to read the
@@ -403,8 +403,8 @@ class Connections:
 
     @property
     def busy(self) -> bool:
-        """True if there are lost connections to bury, or a time limit ends soon."""
-        waiting = self._lost or self._unreachable or self._dropped or self._buried
+        """True if there are lost connections to handle, or a time limit ends soon."""
+        waiting = self._lost or self._unreachable or self._dropped or self._dead
         return bool(waiting or self._reserve.spent)
 
     @property

@@ -55,11 +55,11 @@ class Target(NamedTuple):
 class _Dial:
     """A dial in progress: first a plain connection, then a handshake."""
 
-    def __init__(self, target: Target, then: Then, now_s: float, told: bool) -> None:
+    def __init__(self, target: Target, then: Then, now_s: float, explains: bool) -> None:
         self.target, self.then, self.until_s = target, then, now_s + limits.DIAL_S
         self.slow_s = now_s + limits.STAGGER_S  # when it counts as slow
         self.slow: Callable[[], None] | None = None  # called then
-        self.told = told  # whether `then` learns why it fails
+        self.explains = explains  # whether `then` learns why it fails
         self.failed = ""  # why it has failed, reported only when its time is up
         self.found: queue.SimpleQueue[list[str] | OSError] | None = None  # addresses of a name
         self.certain = True  # whether a failure is evidence against the peer
@@ -108,17 +108,17 @@ class Dialler:
             asker: the host that requests the dial; None: the master itself.
             slow: called if there is no result after `limits.STAGGER_S`.
         """
-        told = asker in (None, target.host)
+        explains = asker in (None, target.host)
         if (
             not self._allowed
             or not (asker is None or is_address(target.host))
             or not self._provable(target)
             or len(self._dials) >= limits.DIALS_MAX
-            or not self._afford(asker, OWN_COST if told else OTHER_COST, now_s)
+            or not self._afford(asker, OWN_COST if explains else OTHER_COST, now_s)
         ):
             then(None)
             return
-        dial = _Dial(target, then, now_s, told)
+        dial = _Dial(target, then, now_s, explains)
         dial.slow = slow
         self._dials.add(dial)
         if is_address(target.host):
@@ -159,7 +159,7 @@ class Dialler:
         for dial in [dial for dial in self._dials if dial.found is not None]:
             self._resolved(dial)
         for dial in [dial for dial in self._dials if dial.until_s <= now_s]:
-            why = f"no answer within {limits.DIAL_S:g} s" if dial.told else UNTOLD
+            why = f"no answer within {limits.DIAL_S:g} s" if dial.explains else UNTOLD
             self._forget(dial)
             dial.then((dial.failed or why) if dial.certain else None)
 
@@ -273,7 +273,7 @@ class Dialler:
 
     def _end(self, dial: _Dial, why: str) -> None:
         self._hang_up(dial)
-        if why and not dial.told:
+        if why and not dial.explains:
             dial.failed = UNTOLD  # reported when the time is up, which does not reveal why
             return
         self._dials.remove(dial)

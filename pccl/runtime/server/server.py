@@ -315,7 +315,7 @@ class Server:
             self._pauses.total_s += awake_s - self._ticked_s
             awake_s = self._ticked_s
         self._ticked_s = awake_s
-        self._bury(now_s, drained)
+        self._handle_losses(now_s, drained)
         self._connections.cut(now_s, drained)
         self._dialler.tick(awake_s)
         self._happen(inputs.Tick(awake_s))
@@ -408,8 +408,8 @@ class Server:
             log.warning("master: nobody can join: %s", error)
             return False
 
-    def _bury(self, now_s: float, drained: bool) -> None:
-        lost = self._connections.bury(now_s, drained)
+    def _handle_losses(self, now_s: float, drained: bool) -> None:
+        lost = self._connections.take_lost(now_s, drained)
         if self._pauses.woke_lately and any(self._master.knows(conn) for conn in lost):
             self._begin_anew("connections broke while it did not run")
         for conn in lost:
@@ -427,7 +427,7 @@ class Server:
         connections = self._connections
         if conn not in connections.senders:
             self._chores_due_s = 0.0
-            if not connections.is_buried(conn) and not connections.learn(conn, self._mail.origin()):
+            if not connections.has_ended(conn) and not connections.learn(conn, self._mail.origin()):
                 return 1
         messages: Sequence[bytes | None] = (None,)
         if data is not None:
@@ -473,7 +473,7 @@ class Server:
     def _dial(
         self,
         conn: bytes,
-        said: m.Hello | m.Examine,
+        hello: m.Hello | m.Examine,
         make: Callable[[str | None], inputs.Event],
     ) -> None:
         """Dials a connection's peer back, then handles the event that follows."""
@@ -488,8 +488,8 @@ class Server:
                 self._deliver(conn, data)
 
         seen = self._connections.senders[conn].host
-        target = Target("", said.port, said.curve, said.dial)
-        dial_hosts(self._dialler, hosts(said, seen), target, self._awake_s, then, seen)
+        target = Target("", hello.port, hello.curve, hello.dial)
+        dial_hosts(self._dialler, hosts(hello, seen), target, self._awake_s, then, seen)
 
     def _receive(self, conn: bytes, data: bytes | None) -> inputs.Event | None:
         """The event that a message is; None if its sender is dialled first."""

@@ -284,7 +284,7 @@ class SimEngine:
     ) -> None:
         """The members' data travels in the same way."""
         alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in rings]
-        spec = self.peer.standing[op].spec
+        spec = self.peer.calls_open[op].spec
         assert spec is not None
         eager = choose(spec, 0, self.peer.client.conditions).eager
         self.run.agree(

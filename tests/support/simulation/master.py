@@ -17,13 +17,13 @@ class Watched(Master):
     """A master that lets itself be watched when it judges, and when shared state is gone.
 
     Attributes:
-        convicted: told of a peer that has to go, its group's size, and whether that synchronizes.
+        blamed: told of a peer that has to go, its group's size, and whether that synchronizes.
         bereft: told of a group whose shared state is gone; None: all groups have lost theirs.
         odd: told of a peer that is dropped because it stands alone.
         parted: told that nobody has a majority in a dispute: whose calls fail, and why.
     """
 
-    convicted: Callable[[int, tuple[int, bool]], None]
+    blamed: Callable[[int, tuple[int, bool]], None]
     bereft: Callable[[int | None], None]
     odd: Callable[[int], None]
     parted: Callable[[list[tuple[int, int, RoundId]], str], None]
@@ -31,18 +31,22 @@ class Watched(Master):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         dismissals, history = self.run.dismissals, self.run.history
-        self._convict, self._lose, self._restore = dismissals.convict, history.lose, history.restore
-        dismissals.convict = self._watch_convict
+        self._drop_for, self._lose, self._restore = (
+            dismissals.drop_for,
+            history.lose,
+            history.restore,
+        )
+        dismissals.drop_for = self._watch_drops
         history.lose, history.restore = self._watch_lose, self._watch_restore
         self._restored = False
         voting = self.run.voting
         self._fail, self._drop_odd = voting._end, voting._drop
         voting._end, voting._drop = self._watch_end, self._watch_drop
 
-    def _watch_convict(self, group: int, verdict: Verdict) -> None:
+    def _watch_drops(self, group: int, verdict: Verdict) -> None:
         size, syncs = self.run.membership.size(group), self.run.synchronizations.current
-        self.convicted(verdict.guilty, (size, group in syncs))
-        self._convict(group, verdict)
+        self.blamed(verdict.guilty, (size, group in syncs))
+        self._drop_for(group, verdict)
 
     def _watch_lose(self, group: int, numbers: Set[int]) -> bool:
         gone = self._lose(group, numbers)

@@ -50,7 +50,7 @@ class Ended(Exception):
 
 
 @dataclass
-class Standing:
+class OpenCall:
     """A call that a thread waits for."""
 
     call: Call
@@ -88,7 +88,7 @@ class SimPeer:
     ready: deque[Thread] = field(default_factory=deque)
     waiters: dict[int, Thread] = field(default_factory=dict)  # by call
     alarms: dict[int, float] = field(default_factory=dict)  # call -> when its caller goes on
-    standing: dict[int, Standing] = field(default_factory=dict)
+    calls_open: dict[int, OpenCall] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)  # calls besides which it makes no other
     tags: set[Tag] = field(default_factory=set)  # launched and not awaited
     deadlines: dict[int, int] = field(default_factory=dict)  # call -> step at which it is withdrawn
@@ -149,7 +149,7 @@ class SimPeer:
                 assert not any(left), f"peer {self.name} has left, and its engine has {left}"
                 self.closed, self.pause_s = True, None
                 self.client.end()
-        for number, one in self.standing.items():
+        for number, one in self.calls_open.items():
             if number in self.waiters and one.call.has_notes:
                 self.ready.append(self.waiters.pop(number))
 
@@ -190,8 +190,8 @@ class SimPeer:
         for call in late:
             self.time_out(call)
         hurried = bool(self.patient) and self.hurry(self.run.steps)
-        if self.standing and self.run.random.random() < 0.005:
-            one = self.standing[self.run.random.choice(list(self.standing))]
+        if self.calls_open and self.run.random.random() < 0.005:
+            one = self.calls_open[self.run.random.choice(list(self.calls_open))]
             self.client.inquire(one.call)
         if not self.ready:
             return bool(late) or hurried
@@ -209,7 +209,7 @@ class SimPeer:
 
     def time_out(self, number: int) -> None:
         """The caller gives up."""
-        one = self.standing[number]
+        one = self.calls_open[number]
         self.run.say(f"peer {self.name} gives up", one.what)
         self.deadlines.pop(number, None)
         self.given_up.add(number)
@@ -222,13 +222,13 @@ class SimPeer:
         self.run.say(f"an exception takes the caller of peer {self.name} out of", number)
         self.deadlines.pop(number, None)
         self.given_up.add(number)
-        self.client.abandon(self.standing[number].call)
+        self.client.abandon(self.calls_open[number].call)
         self.work()
         self.check_ends(number, True)
 
     def check_ends(self, number: int, alone: bool) -> None:
         """`alone`: whatever the master does, a call that was given up ends with its ops."""
-        one = self.standing.get(number)  # that of connect is ended by the facade, which leaves
+        one = self.calls_open.get(number)  # that of connect is ended by the facade, which leaves
         ending = any(op.ending for op in self.engine.ops.values())
         left = one is None or one.what == "connect"
         assert not alone or left or ending, "who gave up waits for the master"
@@ -238,7 +238,7 @@ class SimPeer:
         hasty = [number for number, end in self.patient.items() if end <= step]
         for number in hasty:
             del self.patient[number]
-            self.client.tell(partial(self.machine.hurry, number))
+            self.client.post(partial(self.machine.hurry, number))
             self.wake()
         return bool(hasty)
 
@@ -256,7 +256,7 @@ class SimPeer:
         self.run.say(f"peer {self.name} calls {what}", f"tag {tag}" if spec else "")
         call = self.client.call()
         call.callbacks.append(self.answered)
-        self.standing[call.number] = Standing(call, what, tag, spec)
+        self.calls_open[call.number] = OpenCall(call, what, tag, spec)
         self.stuck |= {call.number} if stuck else set()
         if self.machine.over is not None:
             self.posthumous.add(call.number)
@@ -268,7 +268,7 @@ class SimPeer:
     def answered(self, end: End) -> None:
         """A call has ended."""
         assert end.call not in self.engine.ops, "answered while the engine refers to its memory"
-        one = self.standing.pop(end.call)
+        one = self.calls_open.pop(end.call)
         self.run.check_condemned(self, end.call, end)
         self.run.say(f"peer {self.name} returns from {one.what} (tag {one.tag}):", end)
         self.deadlines.pop(end.call, None)
@@ -405,7 +405,7 @@ class SimPeer:
                     return end
                 case _ if seq:  # time is up, all data is here, or no peer sends
                     rate = self.run.random.choice([0, 1, 10, 100]) * 1000
-                    self.client.tell(partial(self.machine.measured, seq, rate, rate))
+                    self.client.post(partial(self.machine.measured, seq, rate, rate))
                     seq = 0
 
     def sync(self, entry: str = "x", strategy: int = 0, min_peers: int = 0) -> Waits[End]:
@@ -489,12 +489,12 @@ class SimPeer:
     @property
     def stuck_in(self) -> set[tuple[str, Tag]]:
         """Where it has said that it makes no other call."""
-        return {self.standing[call].place for call in self.stuck & self.standing.keys()}
+        return {self.calls_open[call].place for call in self.stuck & self.calls_open.keys()}
 
     @property
     def stands_in(self) -> set[tuple[str, Tag]]:
         """The rounds that it has entered and that have not ended."""
-        return {one.place for one in self.standing.values()}
+        return {one.place for one in self.calls_open.values()}
 
     def waits(self) -> list[tuple[str, Tag, bool]]:
         """Its waiting calls: the call, its tag, and whether its round is over but not the call."""
@@ -502,7 +502,7 @@ class SimPeer:
         started = {c.call for c in self.machine.collectives.started.values()}
         if transfer is not None and transfer.planned:
             started.add(transfer.call)
-        return [(*one.place, number in started) for number, one in self.standing.items()]
+        return [(*one.place, number in started) for number, one in self.calls_open.items()]
 
     def check_empty(self) -> None:
         """Its threads have ended, so nothing may be left of any call."""
@@ -516,7 +516,7 @@ class SimPeer:
             if isinstance(table, dict | list | set) and table
         }
         assert not left, f"peer {self.name} still has {left}"
-        assert not self.standing, f"peer {self.name} still stands in {self.stands_in}"
+        assert not self.calls_open, f"peer {self.name} still stands in {self.stands_in}"
 
 
 def brief(value: object) -> str:

@@ -524,7 +524,7 @@ class ProgramRun(HostileRun):
             for call in peer.waiters
             if not peer.frozen and call not in peer.given_up | (set() if taken else peer.stuck)
         ]
-        calls = [(peer, call) for peer, call in calls if peer.standing[call].what != "connect"]
+        calls = [(peer, call) for peer, call in calls if peer.calls_open[call].what != "connect"]
         if calls:
             self.given_up = True
             peer, call = self.random.choice(calls)

@@ -71,7 +71,7 @@ class SimulatedRun:
         self.combined: set[bytes] = set()  # results of small collectives
         self.small_max = self.random.choice([0, 1, 128])
         # peers dropped because of their links: the group's size then, and whether it synchronized
-        self.convictions: dict[int, tuple[int, bool]] = {}
+        self.blamed: dict[int, tuple[int, bool]] = {}
         self.odd: set[int] = set()  # peers dropped as the odd one out
         self.splits = 0  # disputes without a majority
         # calls that failed for that, by peer and call; and the peers that were told, by failure
@@ -112,7 +112,7 @@ class SimulatedRun:
     def _new_master(self, number: int, journal: Journal | None = None) -> Master:
         secret = self.random.randbytes(32)
         master = Watched(number, self.combine, self.straggler_s, journal, secret=secret)
-        master.convicted = self.convictions.__setitem__
+        master.blamed = self.blamed.__setitem__
         master.bereft = self._begin_history
         master.odd, master.parted = self.odd.add, self._note_split
         master.run.collectives.small_max = self.small_max
@@ -368,8 +368,8 @@ class SimulatedRun:
                 # one whose membership has ended takes no more plans
                 known = peer.machine.over is not None or peer.machine.plan.epoch == epoch
                 assert known, "a start in another epoch than the plan's"
-                if call in peer.standing:  # else its caller has gone
-                    one = peer.standing[call]
+                if call in peer.calls_open:  # else its caller has gone
+                    one = peer.calls_open[call]
                     self.agree(("start", run, seq), (group, epoch, *one.place, one.spec), peer)
                 self.eager.epochs[run, seq] = epoch
                 if message.data is None:
@@ -411,7 +411,7 @@ class SimulatedRun:
             or (self.incarnation and not self.journaled and "started another run" in why)
             or (self.incarnation and self.overrun and "this is another one" in why)
             or (self.straggler_s is not None and "others waited for it" in why)
-            or ("of its team, is gone" in why and self.bereaved(peer))
+            or ("of its team, is gone" in why and self.lost_its_team(peer))
             or (self.graces != [None] and "it was late" in why)
             or ((self.was_finished or self.master.run.history.finished) and FINISHED.why in why)
             or (self.incarnation and peer.given_up and "out of step" in why)
@@ -428,7 +428,7 @@ class SimulatedRun:
         if of_one and "of its team" not in end.why:
             assert end.fault is Fault.MISMATCH and over.fault is Fault.KICKED, end
 
-    def bereaved(self, peer: SimPeer) -> bool:
+    def lost_its_team(self, peer: SimPeer) -> bool:
         """Whether one of a peer's team is out of the run, or has been."""
         others = [p for p in self.peers if p.team == peer.team and p is not peer]
         gone = any(not self.master.knows(p.conn) or p.connections > 1 for p in others)
@@ -470,9 +470,9 @@ class SimulatedRun:
         faulty = [p for p in group if p.walled or p.caged or not p.alive]
         undecided = any(p.dialled is None for p in (peer, *faulty))
         misled = any(p.walled and p.dialled == "" for p in faulty)
-        if peer.machine.number not in self.convictions:
+        if peer.machine.number not in self.blamed:
             return False  # it goes with another one of its team
-        size, synchronized = self.convictions[peer.machine.number]
+        size, synchronized = self.blamed[peer.machine.number]
         return bool(faulty) and (undecided or misled) and (size < 3 or synchronized)
 
     def check_content(self, peer: SimPeer) -> None:
@@ -686,7 +686,7 @@ class SimulatedRun:
         peer.up.clear()
         peer.dealer.happens(DealerEvent.BROKEN)
         peer.work()
-        for call in peer.given_up & peer.standing.keys():
+        for call in peer.given_up & peer.calls_open.keys():
             peer.check_ends(call, True)
 
     def _new_connection(self, peer: SimPeer) -> None:
