@@ -140,18 +140,18 @@ def test_one_is_spared_that_could_go_on_alone(
     killed: list[Copy] = []
     monkeypatch.setattr(director.stage, "kill", killed.append)
     kill = Done(kinds.Fault(1.0, "kill"), 1.0)
-    assert not director._can_spare([first]) and director._can_spare([last])
-    director._perform(kill)
+    assert not director.can_spare([first]) and director.can_spare([last])
+    director.perform(kill)
     assert kill.copy == 2 and killed == [last], "the only one that is no loss"
     last.settled = True
-    assert director._can_spare([first]) and director._can_spare([last])
+    assert director.can_spare([first]) and director.can_spare([last])
     killed.clear()
     frozen.stopped = False
-    director._perform(Done(kinds.Fault(1.0, "kill-all-but-one"), 1.0))
+    director.perform(Done(kinds.Fault(1.0, "kill-all-but-one"), 1.0))
     assert killed == [frozen, last]
     first.settled = last.settled = False
     nobody = Done(kinds.Fault(1.0, "kill-all-but-one"), 1.0)
-    director._perform(nobody)
+    director.perform(nobody)
     assert nobody.skipped and len(killed) == 2
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from peers.cluster import gather, in_threads
+from peers.cluster import client_of, gather, in_threads
 from peers.processes import Master, Puppet, gathered, together
 from peers.waiting import machine_of, wait_until
 
 import pccl
+from pccl import extension
 from pccl.protocol.master import inputs, restart
 from pccl.protocol.master.restart import WAIT_S
 from pccl.runtime.config import Config
@@ -82,7 +83,7 @@ def test_a_step_of_the_wall_clock_delays_nothing(
         assert server._pauses.total_s == 0.0
         monkeypatch.setattr(restart, "WAIT_S", 0.5)
         server._faltered = "a test"  # as after a restart: it waits for peers, one never comes
-        comms[2]._membership.seen("a test")._resolver.find = lambda *_: None
+        client_of(comms[2])._resolver.find = lambda *_: None
         server._waiter.wake()
         wait_until(lambda: not server._faltered and not server._master.recovering)
         in_threads([one.update_topology for one in comms[:2]])
@@ -298,11 +299,11 @@ def test_a_pause_at_any_moment_costs_no_peer(moment: str, monkeypatch: pytest.Mo
         for one in [*comms, gone]:
             opened.callback(one.close)
         in_threads([lambda one=one: gather(one, 3) for one in [*comms, gone]])
-        numbers = sorted(one._membership.seen("a test").number for one in comms)
-        gone._membership.seen("a test")._resolver.find = lambda *_: None
+        numbers = sorted(extension.member(one).number for one in comms)
+        client_of(gone)._resolver.find = lambda *_: None
         assert master._server is not None
         nap = Nap(master._server, moment)
-        nap.plan([numbers[0], gone._membership.seen("a test").number], [numbers[0]])
+        nap.plan([numbers[0], extension.member(gone).number], [numbers[0]])
         wait_until(lambda: nap.over(numbers))
         monkeypatch.setattr(restart, "WAIT_S", float("-inf"))
         wait_until(lambda: not machine_of(master).recovering)

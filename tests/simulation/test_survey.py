@@ -9,8 +9,16 @@ from itertools import pairwise
 import pytest
 from simulation.manual import NEAR, SitesRun
 
-from pccl.protocol.survey import ALL_MAX, SITE_US, SLOTS_MAX, Everything, Survey, tour
-from pccl.protocol.topology import Link, Links
+from pccl.protocol.topology import (
+    ALL_MAX,
+    SITE_US,
+    SLOTS_MAX,
+    Everything,
+    Link,
+    Links,
+    Survey,
+    tour,
+)
 
 FAR = Link(50_000_000, 500_000)
 

@@ -86,12 +86,12 @@ def test_few_fetch_from_one_holder_and_each_receiver_becomes_one() -> None:
 def seek(hub: WeightsRun, publisher: Node, nodes: list[Node]) -> None:
     """A version that was published is announced, and the nodes ask for it."""
     while publisher.out:
-        hub._say(publisher)
+        hub.send(publisher)
     for node in nodes:
         while node.into:
-            hub._hear(node)
+            hub.receive(node)
         while node.out:
-            hub._say(node)
+            hub.send(node)
 
 
 def waiting(hub: WeightsRun, count: int) -> tuple[Node, list[Node]]:
@@ -110,9 +110,9 @@ def test_a_slow_client_gives_its_place_back() -> None:
     assert [len(told(node, m.Source)) for node in nodes] == [1] * PLACES + [0]
     for node in nodes[:PLACES]:
         while node.into:
-            hub._hear(node)
+            hub.receive(node)
     nodes[0].perform(nodes[0].machine.slow())
-    hub._say(nodes[0])
+    hub.send(nodes[0])
     assert len(told(nodes[-1], m.Source)) == 1
 
 
@@ -315,7 +315,7 @@ def test_a_publication_with_a_lost_answer_is_not_repeated() -> None:
     hub.settle()
     call = hub.publish(publisher, 2, 1)
     while publisher.out:
-        hub._say(publisher)
+        hub.send(publisher)
     hub.begin()
     hub.settle()
     assert publisher.answers[call] == "" and nodes[0].machine.version == 2

@@ -221,7 +221,7 @@ class Director:
             return False
         done = Done(fault, time.monotonic(), moment=fault.moment if came else "")
         self.chronicle.done.append(done)
-        self._perform(done)
+        self.perform(done)
         self._told(done)
         return True
 
@@ -240,7 +240,7 @@ class Director:
 
     # ---- faults ----
 
-    def _perform(self, done: Done) -> None:
+    def perform(self, done: Done) -> None:
         kind = self._table[done.fault.what]
         undo = None
         if kind.target is Target.COPY:
@@ -257,7 +257,7 @@ class Director:
             self._undos.append((done.at_s + done.fault.lasts_s, done, undo))
 
     def _harm(self, done: Done, kind: Kind) -> Undo | None:
-        victims = [copy for copy in self._awake() if not kind.fatal or self._can_spare([copy])]
+        victims = [copy for copy in self._awake() if not kind.fatal or self.can_spare([copy])]
         if not victims:
             done.skipped = NOBODY
             return None
@@ -310,7 +310,7 @@ class Director:
     def _awake(self) -> list[Copy]:
         return [copy for copy in self.stage.alive() if not copy.stopped]
 
-    def _can_spare(self, victims: Sequence[Copy]) -> bool:
+    def can_spare(self, victims: Sequence[Copy]) -> bool:
         """True if another copy of each group could go on without the victims."""
         group = self._program.group
         staying = {group(one) for one in self._awake() if one.settled and one not in victims}

@@ -33,8 +33,21 @@ from pccl.protocol.master.tally import Tally
 from pccl.protocol.messages import PeerInfo, Ring
 from pccl.protocol.ring import BARRED, plan_rings
 from pccl.protocol.rounds import OPTIMIZE, Round
-from pccl.protocol.survey import ALL_MAX, Everything, Schedule, Slot, Survey, tour
-from pccl.protocol.topology import Hop, Link, Links, best_rings, hops, seconds, slowest
+from pccl.protocol.topology import (
+    ALL_MAX,
+    Everything,
+    Hop,
+    Link,
+    Links,
+    Schedule,
+    Slot,
+    Survey,
+    best_rings,
+    hops,
+    seconds,
+    slowest,
+    tour,
+)
 from pccl.types import Result
 
 ATTEMPTS = 3  # to open a stream to a peer that was reached before, if all rings need it

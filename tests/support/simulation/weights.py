@@ -170,8 +170,8 @@ class WeightsRun:
 
     def step(self) -> bool:
         """One thing happens, of those that may. Returns whether there was any."""
-        ways = [(self._say, node) for node in self.living if node.out]
-        ways += [(self._hear, node) for node in self.living if node.into]
+        ways = [(self.send, node) for node in self.living if node.out]
+        ways += [(self.receive, node) for node in self.living if node.into]
         ways += [(self._take, node) for node in self.living if node.arrived]
         ways += [(self._move, node) for node in self.living if self._moving(node)]
         if not ways:
@@ -187,14 +187,14 @@ class WeightsRun:
             most -= 1
         assert most > 0, "it never rests"
 
-    def _say(self, node: Node) -> None:
+    def send(self, node: Node) -> None:
         message = node.out.popleft()
         if isinstance(message, m.Hello):
             self.perform(self.master.feed(Hello(node.conn, message, "10.0.0.1")))
         else:
             self.perform(self.master.feed(Received(node.conn, message)))
 
-    def _hear(self, node: Node) -> None:
+    def receive(self, node: Node) -> None:
         node.perform(node.machine.received(node.into.popleft()))
 
     def _take(self, node: Node) -> None:
