@@ -29,6 +29,7 @@ the exception is raised, no buffer is in use any more. The other peers may still
 
 from __future__ import annotations
 
+import array
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,7 @@ from pccl import collective, operands
 from pccl.collective import AsyncReduceHandle
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import (
+    DivergenceError,
     NotFiniteError,
     PCCLTimeoutError,
     PeerLostError,
@@ -359,12 +361,13 @@ class Communicator(Closing):
         `sync_shared_state` do.
 
         Args:
-            shared_state: what to synchronize when a peer, or this one, has joined. None: nothing.
+            shared_state: what to synchronize in the first call, and when a peer has joined. None:
+                nothing.
             timeout: seconds to wait for the others.
             min_peers: the number of peers with which the run begins, as in `sync_shared_state`.
 
         Returns:
-            Whether a peer has joined; this peer's own joining counts.
+            Whether a peer has joined, or this is the first call.
 
         Raises:
             PCCLTimeoutError, PCCLError: as `are_peers_pending`, `update_topology` and
@@ -379,7 +382,7 @@ class Communicator(Closing):
         fresh = membership.is_fresh
         if not fresh and membership.ask(deadline, patience_s):
             membership.update_topology(deadline)
-        elif not fresh:
+        elif not fresh and (state is None or membership.synced):
             return False
         membership.client("admit")
         if state is not None and not (fresh and membership.synced):
@@ -407,9 +410,9 @@ class Communicator(Closing):
 
         Calls `step(k)` for each k from `shared_state.revision` up to `steps - 1`, and increments
         the revision after each. Between steps it admits newcomers, which receive the shared state
-        and continue at the same step. At the end it finishes the run. When a peer is lost, it calls
-        the same step again; so a step must change the shared state only when its last collective
-        has succeeded.
+        and continue at the same step. When a peer is lost, it calls the same step again; so a step
+        must change the shared state only when its last collective has succeeded. At the end it
+        compares the shared state of all peers, and finishes the run.
 
         Args:
             step: makes one step; it is called with the number of the step.
@@ -423,6 +426,8 @@ class Communicator(Closing):
                 `wandb.log` is. If it raises, so does `run`.
 
         Raises:
+            DivergenceError: at the end, most peers have another shared state than this one; or as
+                many, and one of them a lower rank. They finish the run without this peer.
             PCCLError: a call has failed for another reason than a lost peer.
         """
         self.admit(shared_state, min_peers=min_peers)
@@ -442,7 +447,29 @@ class Communicator(Closing):
                 if log_metrics is not None:
                     log_metrics(self.stats().flat(), number)
             self.admit(shared_state, min_peers=min_peers)
+        self._compare(shared_state)
         self.finish()
+
+    def _compare(self, state: SharedState) -> None:
+        """Raises DivergenceError unless most peers have this content."""
+        own: Any = array.array("B", state._digest())
+        gathered = None
+        while gathered is None:
+            rank = self.rank
+            try:
+                gathered = self.all_gather(own)
+            except PeerLostError:
+                pass
+            except TooFewPeersError:
+                return
+        found = [bytes(row) for row in memoryview(gathered).tolist()]
+        elected = max(found, key=found.count)  # of equals, the first
+        if found[rank] != elected:
+            why = "most peers, or those of lower ranks, ended the run with another shared state"
+            raise DivergenceError(Result.INVALID_ARGUMENT, "run", why)
+        for other, digest in enumerate(found):
+            if digest != elected:
+                collective.log.warning("rank %d ended the run with another shared state", other)
 
     def finish(self, *, timeout: float | None = None) -> None:
         """Finishes the run: all accepted peers must call it when they have made their last step.

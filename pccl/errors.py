@@ -191,10 +191,10 @@ class DivergenceError(PCCLError):
 
     The message names the peers and the entries. All peers of the group get this error, the
     communicator is usable, and no memory has changed. Without `raise_on_divergence`, the same call
-    repairs the difference.
+    repairs the difference. `Communicator.run` raises this error at its end, on the minority.
     """
 
-    remedy = "call again without raise_on_divergence, which repairs it"
+    remedy = "sync_shared_state without raise_on_divergence repairs it"
 
 
 class UnsupportedError(PCCLError):

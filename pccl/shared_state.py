@@ -23,6 +23,7 @@ from pccl.runtime.client.call import Deadline, error_of
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import Synchronization
+from pccl.runtime.digest import digests, root_digest
 from pccl.support import require
 from pccl.tensors import (
     Array,
@@ -253,6 +254,13 @@ class SharedState:
     def push_revision(self) -> None:
         """Adds 1 to the revision: the content has advanced."""
         self.revision += 1
+
+    def _digest(self) -> bytes:
+        """Of the content that must be equal on all peers."""
+        like = [info for info in self.tensor_infos if not info.allow_content_inequality]
+        memory = HostView([info._buffer for info in like]).buffers
+        found = digests([(one.address, one.nbytes) for one in memory])
+        return root_digest(b"".join(one.root for one in found))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes entries and revision to a file in the safetensors format, atomically.

@@ -147,6 +147,76 @@ def test_the_last_peer_waits_for_others(address: str) -> None:
     assert peers.steps["a"] == [*range(200)]
 
 
+def test_what_happens_before_a_run_does_not_keep_it_from_synchronizing(address: str) -> None:
+    def peer(number: int) -> np.ndarray:
+        weights, state = state_of(100)
+        weights += number
+        with pccl.Communicator(address) as comm:
+            comm.wait_for_peers(3)
+            comm.barrier()
+            comm.run(lambda _: comm.all_reduce(weights), state, steps=3)
+            return weights
+
+    with ThreadPoolExecutor(3) as pool:
+        one, *others = pool.map(peer, range(3))
+    for other in others:
+        np.testing.assert_array_equal(one, other)
+
+
+# ---- one peer is wrong, and the others go on ----
+
+
+def test_whoever_miscounts_is_refused_at_the_next_admission(address: str) -> None:
+    peers = Peers(address)
+    wait = threading.Event()
+
+    def miscounts() -> None:
+        weights, state = state_of(peers.elements)
+        with pccl.Communicator(address) as comm:
+
+            def step(number: int) -> None:
+                comm.all_reduce(np.full_like(weights, number))
+                peers.made("c", number)
+                if number == 20:
+                    state.push_revision()
+                    wait.set()
+
+            comm.run(step, state, steps=200, min_peers=3)
+
+    wrong = peers.pool.submit(miscounts)
+    right = [peers.begin("helped", name, 200, wait_for=3) for name in "ab"]
+    assert wait.wait(30)
+    right.append(peers.begin("helped", "d", 200))
+    with pytest.raises(pccl.PCCLError, match="revision"):
+        wrong.result(50)
+    found = [future.result(50) for future in right]
+    for one in found[1:]:
+        np.testing.assert_array_equal(one, found[0])
+
+
+def test_other_content_is_found_at_the_end(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    peers = Peers(address)
+
+    def drifts() -> None:
+        weights, state = state_of(peers.elements)
+        with pccl.Communicator(address) as comm:
+
+            def step(number: int) -> None:
+                comm.all_reduce(progress := np.full_like(weights, number))
+                weights[:] += progress
+                weights[7] += number == 3
+
+            comm.run(step, state, steps=9, min_peers=3)
+
+    wrong = peers.pool.submit(drifts)
+    right = [peers.begin("helped", name, 9, wait_for=3) for name in "ab"]
+    with pytest.raises(pccl.DivergenceError, match=r"run: .* ended the run with another shared"):
+        wrong.result(50)
+    for future in right:
+        np.testing.assert_array_equal(future.result(50), np.full(1000, sum(range(9)), np.float32))
+    assert caplog.text.count("ended the run with another shared state") == 2
+
+
 # ---- the end of a run ----
 
 

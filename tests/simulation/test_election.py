@@ -249,6 +249,16 @@ def test_revisions_that_break_the_rules(revision: int, last: int, words: str) ->
         elect(manifests, last, NOBODY)
 
 
+@pytest.mark.parametrize("miscounted", [1, 22, 24, 1 << 63])
+def test_a_peer_that_has_miscounted_does_not_end_the_run_of_the_others(miscounted: int) -> None:
+    manifests = {peer: manifest(23, "a") for peer in (1, 2)}
+    manifests |= {3: manifest(miscounted, "b"), 4: manifest(0, "c")}
+    decision = elect(manifests, 0, frozenset({4}))
+    assert decision.revision == 23 and not decision.kicks
+    refused, behind = ({3}, {4}) if miscounted > 23 else (set(), {3, 4})
+    assert decision.refused == refused and {*decision.transfers} == behind
+
+
 def test_newcomers_cannot_outvote_veterans() -> None:
     manifests = {1: manifest(5, "a"), 2: manifest(5, "x"), 3: manifest(5, "x")}
     decision = elect(manifests, 5, frozenset({2, 3}))

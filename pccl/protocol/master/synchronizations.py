@@ -206,19 +206,20 @@ def _of_common_form(standing: Mapping[int, Manifest]) -> dict[int, Manifest]:
 def _revision(electors: Mapping[int, Manifest], last: int | None, again: bool, ahead: bool) -> int:
     """The elected revision.
 
-    If `again`, it may equal the group's last one. If `ahead`, it may be any later one that all
-    agree on.
+    If `again`, it may equal the group's last one. If `ahead`, it may be any later one that more
+    than half of the electors offer: whoever has miscounted does not end the run of the others.
     """
-    offered = {manifest.revision for manifest in electors.values()}
+    offered = Counter(manifest.revision for manifest in electors.values())
     top_peer = max(electors, key=lambda peer: electors[peer].revision)
     top = electors[top_peer].revision
     if last is None:
         return top
+    popular, votes = offered.most_common(1)[0]
+    if ahead and popular > last and 2 * votes > len(electors):
+        return popular
     for legal in (last + 1, last) if again else (last + 1,):
         if legal in offered:
             return legal
-    if ahead and offered == {top} and top > last:
-        return top
     if top > last:
         raise Rejection(
             f"peer {top_peer} offers revision {top}, but the group is at {last}: "
