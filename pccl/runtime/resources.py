@@ -56,7 +56,8 @@ _MEMORY = (
     "of address space (ulimit -v), or that of the container"
 )
 
-_LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # of `accept`
+_LACKING = {*EXHAUSTED, errno.EAGAIN}
 
 
 class OutOfResourcesError(Exception):

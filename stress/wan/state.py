@@ -2,6 +2,7 @@
 
     python stress/wan/state.py [--bytes 268435456] [--iterations 3] [--cases 0 1 2]
 
+The shares of holders exceed 1 where a late answer was requested again from another one.
 The links of the holders limit the rate; the newcomer's own link is faster. The minimum is the bytes
 over the sum of the holders' rates. Each iteration is a new run with new processes, so connections
 are as cold as a newcomer's. The time is that of `sync_shared_state` on the newcomer, including the
@@ -58,7 +59,8 @@ def measure(case: Case, nbytes: int, timeout: float) -> tuple[float, list[int]]:
     with network(link, ["master", *hosts], slow) as net:
         jobs = {host: {"peers": len(hosts), "bytes": nbytes, "host": host} for host in hosts}
         *given, came = net.play(__file__, jobs, timeout, wait=False)
-    assert came["rx"] == nbytes == sum(one["tx"] for one in given)
+    assert came["rx"] == nbytes  # holders may have given more: late requests are repeated
+    assert sum(one["tx"] for one in given) >= nbytes
     return came["s"], [one["tx"] for one in given]
 
 

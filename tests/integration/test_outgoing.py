@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pages import listed
 from peers.cluster import Cluster, grow, in_threads
+from peers.waiting import wait_until
 
 import pccl
 from pccl.cli.main import main
+from pccl.runtime import limits
+from pccl.runtime.client.rendezvous import VERSION, WELCOME, RendezvousPoint
 
 NOWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): nobody can connect to it
 
@@ -117,6 +124,28 @@ def test_a_master_that_does_not_dial_lets_everybody_in(caplog: pytest.LogCapture
         with pccl.Communicator(master.address, advertise="8.8.8.8") as comm:
             assert comm.world_size == 1
         assert "cannot be reached" not in caplog.text
+
+
+def test_a_rendezvous_point_without_descriptors_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, times = socket.socket.accept, list[float]()
+    exhausted = threading.Event()
+
+    def failing(its: socket.socket) -> tuple[socket.socket, object]:
+        if exhausted.is_set():
+            times.append(time.monotonic())
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(its)
+
+    point = RendezvousPoint("127.0.0.1", (), 5.0)
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    exhausted.set()
+    with socket.create_connection(("127.0.0.1", point.port), 5.0) as guest:
+        wait_until(lambda: len(times) == 3)
+        assert times[-1] - times[0] > limits.DESCRIPTORS_REST_S
+        exhausted.clear()
+        guest.sendall(bytes((VERSION, 1, 0)))
+        assert guest.recv(len(WELCOME)) == WELCOME
+    point.close()
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from pccl.runtime import limits
 from pccl.runtime.client.engine import Engine
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import Found, Resolver, Ways
+from pccl.runtime.resources import EXHAUSTED
 from pccl.runtime.waiter import Waiter
 from pccl.support import address_text
 
@@ -98,6 +99,8 @@ class RendezvousPoint:
         self._guests: dict[socket.socket, _Guest] = {}
         self._waiting: dict[tuple[str, int], list[_Guest]] = {}
         self._closed = False
+        self._resumes_s: float | None = None  # when it accepts connections again; None: it does
+        self._said_s = -limits.LOG_REPEAT_S  # when it last said why it does not
         with contextlib.ExitStack() as made:
             self._listener = made.enter_context(_listen(host, ports))
             self.port = int(self._listener.getsockname()[1])  # where it listens
@@ -141,7 +144,8 @@ class RendezvousPoint:
     def _serve(self) -> None:
         try:
             while not self._closed:
-                due_s = min((guest.until_s for guest in self._guests.values()), default=None)
+                dues_s = [guest.until_s for guest in self._guests.values()]
+                due_s = min([*dues_s, *filter(None, [self._resumes_s])], default=None)
                 now_s = time.monotonic()
                 wait_s = None if due_s is None else max(0.0, due_s - now_s)
                 for read in self._waiter.wait(wait_s):
@@ -164,8 +168,16 @@ class RendezvousPoint:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone already, or there are no descriptors
-            return
+        except OSError as error:
+            if error.errno in EXHAUSTED:  # the connection waits; to look at it again would spin
+                now_s = time.monotonic()
+                self._waiter.remove(self._listener)
+                self._resumes_s = now_s + limits.DESCRIPTORS_REST_S
+                if now_s - self._said_s >= limits.LOG_REPEAT_S:
+                    self._said_s = now_s
+                    why = error.strerror
+                    log.warning("peers cannot meet this one at port %d: %s", self.port, why)
+            return  # else it has gone already
         connection.setblocking(False)
         if len(self._guests) >= limits.GUESTS_MAX:
             self._send_away(min(self._guests.values(), key=lambda guest: guest.until_s))
@@ -215,6 +227,9 @@ class RendezvousPoint:
         guest.connection.close()
 
     def _expire(self, now_s: float) -> None:
+        if self._resumes_s is not None and self._resumes_s <= now_s:
+            self._resumes_s = None
+            self._waiter.add(self._listener, self._accept)
         for guest in [guest for guest in self._guests.values() if guest.until_s <= now_s]:
             self._send_away(guest)
         while self._expected and self._expected[next(iter(self._expected))] <= now_s:

@@ -37,7 +37,6 @@ reason.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -50,7 +49,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pccl.runtime import limits, tcp
-from pccl.runtime.resources import descriptor_limit
+from pccl.runtime.resources import EXHAUSTED, descriptor_limit
 from pccl.runtime.tcp import Shutter, received
 
 log = logging.getLogger("pccl")
@@ -181,7 +180,6 @@ class Guard:
 
 
 KEPT = 8  # descriptors in reserve
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Reserve:
