@@ -296,11 +296,11 @@ class Weight:
     @property
     def value(self) -> int | None:
         """The weight of the pseudo-gradient; None: all peers weigh the same."""
+        if self._by == "peers" and not self._always:
+            return None
         if self.late or self.excluded:
             return 0
-        if self._by != "peers":
-            return self._weight
-        return 1 if self._always else None
+        return self._weight if self._by != "peers" else 1
 
 
 # the distance of a pseudo-gradient from the mean, relative to its norm; of independent ones: >= 0.7
@@ -422,10 +422,19 @@ class Exchange:
     # ---- the peers ----
 
     def vet(self) -> None:
-        """Leaves the progress out of the next mean if it would spoil that: its weight is 0 then."""
-        if self._quarantine is None:
-            return
-        factor = self._quarantine.factor(self._state.delta)
+        """Leaves the progress out of the next mean if it would spoil that.
+
+        Its weight is 0 then; if all peers weigh the same, zeros are averaged in its place.
+        """
+        if self._quarantine is not None:
+            factor = self._quarantine.factor(self._state.delta)
+        else:
+            sums = [float(each.sum()) for each in (self._state.delta, *self._moves)]
+            factor = float(self._replica.all(all(map(math.isfinite, sums))))
+            if not factor:
+                _log.error(
+                    "the pseudo-gradient of this peer is not finite: it is left out of this mean"
+                )
         self.weight.excluded = factor == 0
         if factor == 1:
             return

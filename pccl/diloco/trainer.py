@@ -163,7 +163,7 @@ class DiLoCo:
         merge: "mean"; or "radial": norms and directions of each parameter are averaged separately.
         quarantine: leave out pseudo-gradients that are not finite, or more than ten times the
             median norm of three or more; after so many rounds in a row the peer gets a
-            `KickedError`. None: average all.
+            `KickedError`. None: one that is not finite counts as zero, and all others are averaged.
         outliers: with quarantine: "exclude"; or "clip": norms above the median are clipped to it.
         ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`.
         checkpoints: what all peers write together. If `state` is None, a new run begins with the

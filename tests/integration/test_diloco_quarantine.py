@@ -69,6 +69,22 @@ def test_non_finite_progress_is_in_no_mean(address: str, mode: str, wire: str, b
         assert sum(outer.contributors == 2 for outer in outers) == 1
 
 
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("mode", [*MODES, "decoupled"])
+def test_without_quarantine_a_nan_costs_its_peer_alone(
+    address: str, mode: str, wire: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def moves(number: int, k: int) -> float:
+        return math.nan if number == 1 and k == 1 else 1.0
+
+    options = MODES.get(mode, {"mode": mode})
+    ends = train(address, moves, 4, wire=wire, quarantine=None, **options)
+    assert len({digest for *_, digest in ends}) == 1
+    for number, (_, flat, _) in enumerate(ends):
+        assert torch.isfinite(flat).all() or (mode == "decoupled" and number == 1)
+    assert "the pseudo-gradient of this peer is not finite" in caplog.text
+
+
 def test_outliers_are_left_out_or_clipped(address: str) -> None:
     def moves(number: int, k: int) -> float:
         return 100.0 if number == 1 else 1.0 + number
