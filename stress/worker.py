@@ -37,7 +37,6 @@ FIRST_TAG = 10
 MODES: dict[str, dict[str, Any]] = {  # of DiLoCo
     "sync": {"inner_steps": 2},
     "delayed": {"inner_steps": 2},
-    "eager": {"inner_steps": 2},
     "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
 }
 

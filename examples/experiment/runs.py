@@ -112,10 +112,9 @@ _ARMS = (
     Arm("sync-8-int4", peers=8, options={"wire": "int4"}, like="sync-4", eta=0.8),
     Arm(
         "delayed-4-int4",
-        _grid(_LRS, (0.8, 1.0), (0.8,)),
+        _grid(_LRS, (0.4, 0.6), (0.85,)),
         options={"mode": "delayed", "wire": "int4"},
     ),
-    Arm("eager-4-int4", _grid(_LRS, (0.5, 1.0), (0.0,)), options={"mode": "eager", "wire": "int4"}),
     Arm("streaming-4-int4", _grid(_LRS, (0.4, 0.6), (0.9,)), options=_STREAMING),
     Arm("decoupled-4-int4", _grid(_LRS, (0.4, 0.6), (0.9,)), options=_DECOUPLED),
     Arm("sparse-4", _SPARSE, options={"wire": "sparse"}, inner_steps=15),  # twice as many rounds

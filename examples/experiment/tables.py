@@ -144,7 +144,7 @@ def words(rates: Rates) -> str:
     return text
 
 
-_LATE = ("delayed-4-int4", "eager-4-int4", "streaming-4-int4", "decoupled-4-int4")
+_LATE = ("delayed-4-int4", "streaming-4-int4", "decoupled-4-int4")
 
 
 def bars(rows: Sequence[Row]) -> str:

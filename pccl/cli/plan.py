@@ -86,12 +86,12 @@ class Advice(NamedTuple):
 
     exchange: Exchange
     inner_steps: int = 0  # 0: gradients
-    mode: Literal["sync", "eager"] = "sync"
+    mode: Literal["sync", "decoupled"] = "sync"
 
     def round_s(self, cluster: Cluster) -> float:
         """From one exchange to the next."""
         training_s = max(1, self.inner_steps) * cluster.step_s
-        if self.mode == "eager":
+        if self.mode == "decoupled":
             return max(training_s, self.exchange.seconds)
         return training_s + self.exchange.seconds
 
@@ -121,7 +121,7 @@ def advise(cluster: Cluster) -> Advice | None:
         exchange = cluster.diloco(wire)
         steps = math.ceil(exchange.seconds / (BUSY * cluster.step_s))
         if steps <= MOST_STEPS:
-            return Advice(exchange, max(MANY_STEPS, steps), "eager")
+            return Advice(exchange, max(MANY_STEPS, steps), "decoupled")
     smallest = cluster.diloco("sparse")
     if smallest.seconds <= MOST_STEPS * cluster.step_s:  # it takes at most half of the time
         return Advice(smallest, min(MOST_STEPS, cluster.steps(smallest)))
@@ -200,7 +200,7 @@ def lines(cluster: Cluster, advice: Advice | None, assumed: Sequence[str] = ()) 
         return
     round_s = advice.round_s(cluster)
     share = f"{advice.exchange.seconds / round_s:.0%}"
-    hidden = " beside training" if advice.mode == "eager" else ""
+    hidden = " beside training" if advice.mode == "decoupled" else ""
     yield f"recommended: {advice.call}"
     yield (
         f"  an exchange every {_time(round_s)}, which takes {share} of that{hidden}; "

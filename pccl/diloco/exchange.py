@@ -385,13 +385,6 @@ class Exchange:
         self.measured = self.sent = False
         self.ledger.settle(applied=False)
 
-    def own_part(self, peers: int) -> float:
-        """The part of this peer's progress in a mean of `peers`; with weights, as in the last."""
-        weight, total = self.weight.value, self.averager.total.weights
-        if weight is None or (weight and not total):
-            return 1 / peers
-        return min(1.0, weight / max(1, total))
-
     def step(self, contributors: int) -> None:
         with self._lock:
             self._state.step(contributors)

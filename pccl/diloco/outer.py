@@ -22,7 +22,7 @@ class OuterOptimizer:
     """SGD with learning rate eta and momentum mu, plain or Nesterov's; mu = 0 only averages."""
 
     def __init__(self, rates: Rates, nesterov: bool) -> None:
-        self._rates = rates
+        self.rates = rates
         self._nesterov = nesterov
         self._logged: tuple[float, float] | None = None
 
@@ -36,13 +36,13 @@ class OuterOptimizer:
         peers: int,
     ) -> None:
         """Updates theta and the velocity by a mean of `peers`, to the same bits everywhere."""
-        lr, momentum = self._rates.at(outer_step, peers)
+        lr, momentum = self.rates.at(outer_step, peers)
         kernels.outer_sgd(
             theta, velocity, gradient, lr=lr, momentum=momentum, nesterov=self._nesterov
         )
 
     def log(self, outer_step: int, peers: int) -> None:
-        lr, momentum = rates = self._rates.at(outer_step, peers)
+        lr, momentum = rates = self.rates.at(outer_step, peers)
         if rates != self._logged:
             self._logged = rates
             _log.info(
@@ -152,11 +152,11 @@ class View:
     def rebase(self) -> None:
         """Sets the base to theta; the model keeps its progress since the old base."""
 
-    def look_ahead(self, applied: bool, peers: int, own: float) -> None:
+    def look_ahead(self, applied: bool, own: bool) -> None:
         """Moves the base, after the progress of a round was measured.
 
-        `applied`: theta has just taken an outer step. `own`: the part of this peer's progress in
-        the mean that is launched next.
+        `applied`: theta has just taken an outer step. `own`: the next mean has this peer's
+        progress.
         """
 
 
@@ -174,51 +174,22 @@ class Apart(View):
 class Ahead(Apart):
     """The base is a guess of the next theta: see docs/internals/diloco.md, "Delayed"."""
 
-    OWN = 0.75
+    OWN, LAST, MOMENTUM = 0.75, 0.25, 0.25
 
     @torch.no_grad()
-    def look_ahead(self, applied: bool, peers: int, own: float) -> None:
+    def look_ahead(self, applied: bool, own: bool) -> None:
         state = self._state
-        state.base.copy_(state.theta)
-        if own:
-            state.base.sub_(self.OWN * state.delta)
-        if applied:
-            state.base.sub_((1 - self.OWN) * state.mean)
-
-    def rebase(self) -> None:
-        self._state.rebase()
-
-
-class Eager(Apart):
-    """The base is theta_m: see docs/internals/diloco.md, "Eager".
-
-    `_share` is the part of d(k-1) that this peer applied a round ago. It is taken back when the
-    mean with it arrives, so in the long run it does not matter how large that part is.
-    """
-
-    def __init__(self, state: OuterState) -> None:
-        super().__init__(state)
-        self._velocity = state.velocity.clone()
-        self._share = torch.zeros_like(state.delta)
-
-    def reset(self) -> None:
-        super().reset()
-        self._velocity.copy_(self._state.velocity)
-        self._share.zero_()
-
-    def rebase(self) -> None:
-        self._state.rebase()
+        progress = (state.theta - state.base) / 2 + state.delta  # from halfway to theta
         self.reset()
-
-    @torch.no_grad()
-    def look_ahead(self, applied: bool, peers: int, own: float) -> None:
-        state = self._state
-        guess = self._share.neg_().add_(state.delta, alpha=own)
+        if own:
+            state.base.sub_(self.OWN * progress)
         if applied:
-            guess.add_(state.mean)
-        outer_step = int(state.steps)
-        state.optimizer.step(state.base, self._velocity, guess, outer_step=outer_step, peers=peers)
-        torch.mul(state.delta, own, out=self._share)
+            _, momentum = state.optimizer.rates.at(int(state.steps), 1)
+            state.base.sub_(self.LAST * state.mean)
+            state.base.sub_((self.MOMENTUM * momentum) * state.velocity)
+
+    def rebase(self) -> None:
+        self._state.rebase()
 
 
 def split(named: Named, count: int, pattern: Pattern) -> list[list[int]]:

@@ -201,8 +201,7 @@ class Schedule:
         if applied:
             current.exchange.step(contributors)
             self._unchecked = current
-        peers = contributors or group.size
-        current.view.look_ahead(applied, peers, current.exchange.own_part(peers))
+        current.view.look_ahead(applied, own=current.exchange.weight.value != 0)
         retries = mean.average.retries if mean is not None else 0
         return Outcome(contributors, retries, admitted=False)
 

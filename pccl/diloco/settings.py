@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -35,8 +35,8 @@ _LR_OF_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 _MOMENTUM = 0.9
 _MOMENTUM_OF_FEW_STEPS, _FEW_STEPS = 0.5, 20
 _MOMENTUM_WITH_MUON = 0.6  # arXiv 2505.23725, at one peer
-# eta and mu for means that are a round old, as measured (docs/internals/experiment.md)
-_LATE: Mapping[Mode, tuple[float, float]] = {"delayed": (0.8, 0.8), "eager": (1.0, 0.0)}
+# for means that are a round old, as measured (docs/internals/experiment.md)
+_LATE_LR, _LATE_MOMENTUM = 0.6, 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ def rates(
     muon: bool,
 ) -> Rates:
     """The given rates, or the defaults, which docs/howto/diloco.md has in a table."""
-    late = _LATE.get(mode)
+    late = mode == "delayed"
     if momentum is None:
         few = inner_steps is not None and min(_values(inner_steps)) < _FEW_STEPS
         usual = _MOMENTUM_OF_FEW_STEPS if few else _MOMENTUM_WITH_MUON if muon else _MOMENTUM
-        momentum = 0.0 if sparse else min(usual, late[1]) if late else usual
+        momentum = 0.0 if sparse else min(usual, _LATE_MOMENTUM) if late else usual
     if lr is None and sparse:
         lr = 1.0
-    elif lr is None and late and momentum == late[1]:
-        lr = late[0]
+    elif lr is None and late and momentum == _LATE_MOMENTUM:
+        lr = _LATE_LR
     checked = _checked("outer_momentum", momentum)
     if any(not 0 <= value < 1 for value in _values(checked)):
         raise ValueError(f"outer_momentum={momentum} must be in [0, 1)")

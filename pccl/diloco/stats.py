@@ -98,7 +98,7 @@ class OuterRound:
     Attributes:
         outer_step: k after the round.
         contributors: peers whose pseudo-gradients were averaged. 1: this peer was alone. 0, with
-            mode="delayed" or "eager": there was no mean to apply.
+            mode="delayed": there was no mean to apply.
         retries: attempts of that all-reduce that failed because a peer was lost.
         admitted: whether newcomers were admitted.
         rejoined: whether the run went on without this peer, because it was late or silent, and it

@@ -47,7 +47,7 @@ from pccl.diloco.model import (
     replica_of,
 )
 from pccl.diloco.muon import is_muon
-from pccl.diloco.outer import Ahead, Apart, Eager, Outer, OuterOptimizer, Radial, View, split
+from pccl.diloco.outer import Ahead, Apart, Outer, OuterOptimizer, Radial, View, split
 from pccl.diloco.pace import Forecast, pace_of
 from pccl.diloco.schedule import Fragment, Schedule
 from pccl.diloco.settings import (
@@ -94,8 +94,8 @@ class DiLoCo:
     After each round all peers hold the same bits of theta, the outer parameters (fp32 on the CPU,
     whatever the model's dtype and device), of v, their momentum, and of the count of outer steps.
     docs/howto/diloco.md explains the settings, and docs/internals/diloco.md has the equations.
-    Memory: four fp32 copies of the trained parameters; five with mode="decoupled", and three more
-    with mode="eager" and with a quantized wire, for each.
+    Memory: four fp32 copies of the trained parameters; five with mode="decoupled" and "delayed";
+    three more with a quantized wire.
 
     Build the model and the optimizer first and connect last: as soon as `connect` has returned, the
     others wait for this constructor. Clip and accumulate gradients before `step`, as with any
@@ -119,10 +119,10 @@ class DiLoCo:
             also `quadratic_steps`.
         inner_seconds: instead of `inner_steps`, the seconds between outer steps.
         outer_lr: eta, a number or points. None: by the number of contributors, 0.4 for 1, 0.6 for 2
-            to 4, up to 0.8 for 8 or more; with its default momentum 0.8 with mode="delayed", 1 with
-            "eager"; 1 with wire="sparse".
+            to 4, up to 0.8 for 8 or more; with its default momentum 0.6 with mode="delayed"; 1 with
+            wire="sparse".
         outer_momentum: mu, a number or points. None: 0.9; 0.5 with fewer than 20 inner steps, else
-            0.6 if the inner optimizer is Muon; at most 0.8 with mode="delayed"; 0 with "eager" or
+            0.6 if the inner optimizer is Muon; at most 0.85 with mode="delayed"; 0 with
             wire="sparse".
         nesterov: whether the outer momentum is Nesterov's.
         min_peers: peers that a run needs to start, or to resume; the constructor waits for them. A
@@ -139,10 +139,9 @@ class DiLoCo:
             until another peer joins. "step": take the outer step. "wait": admit others until there
             are `min_peers`, at least 2.
         mode: when a mean is applied. "sync": at once. "delayed": while the next round trains, and
-            at its end; until then peers train from a guess of it. "eager": the same, but a peer's
-            own part at once. "streaming": one fragment
-            of the model after the other, some inner steps later. "decoupled": the same in a thread
-            beside the training, which waits for no other peer.
+            and at its end; until then peers train from a guess of it. "eager" is another name of
+            it. "streaming": one fragment of the model after the other, some inner steps later.
+            "decoupled": the same in a thread beside the training, which waits for no other peer.
         wire: how pseudo-gradients are sent: "fp32"; or quantized by each peer, with error feedback,
             as "int8", "int4", "e3m0", "2bit" or "sparse". See `OuterRound.algorithm`.
         fragments: P, with mode="streaming" or "decoupled": the parts of the model, at most H.
@@ -214,6 +213,7 @@ class DiLoCo:
         log_metrics: LogMetrics | None = None,
     ) -> None:
         given = dict(locals())
+        given["mode"] = mode = "delayed" if mode == "eager" else mode
         if mode == "decoupled" and deadline_peers is None:
             given["deadline_peers"] = 1
         given["weight"] = weight or ("rate" if mode == "decoupled" else "peers")
@@ -382,7 +382,7 @@ class DiLoCo:
         settings, entries = self._settings, self._outer.entries()
         if settings.buffers != "local":
             entries[-1].extend(self._buffers.entries())
-        views = {"delayed": Ahead, "eager": Eager, "decoupled": Apart}
+        views = {"delayed": Ahead, "decoupled": Apart}
         if settings.overlap:
             views["streaming"] = Apart
         view = views.get(settings.mode, lambda state: View())
@@ -399,8 +399,7 @@ class DiLoCo:
         ]
         if self._learner is not None and isinstance(self._pace, Forecast):
             return Decoupled(fragments, self._pace, self._learner)
-        late = settings.mode in ("delayed", "eager")
-        overlap = None if late else settings.overlap
+        overlap = None if settings.mode == "delayed" else settings.overlap
         return Schedule(fragments, self._pace, overlap, settings.alpha, settings.late_decay)
 
     def _common_entries(self) -> list[TensorInfo]:
@@ -539,8 +538,8 @@ class DiLoCo:
         It holds theta and v as flat fp32 tensors on the CPU, k, the settings, frozen parameters,
         buffers, and the states of this peer's inner optimizer and of its wire. Inner steps since
         the last outer round are not in it, so the place to take it is right after one. Without
-        "optimizer" in it, the next inner optimizer begins anew. With mode="delayed" and "eager",
-        this call waits for the mean under way, and has it; with "streaming" it is not in it.
+        "optimizer" in it, the next inner optimizer begins anew. With mode="delayed" this call
+        waits for the mean under way, and has it; with "streaming" it is not in it.
 
         If the model is sharded, all processes of the replica make this call, and each gets the
         whole state. With `sharded`, theta and v are by the names of the parameters, as DTensors for

@@ -472,7 +472,6 @@ def watch() -> Iterator[Callable[..., Process]]:
     [
         [],
         pytest.param(["--mode", "delayed", "--wire", "int8"], marks=pytest.mark.slow),
-        pytest.param(["--mode", "eager", "--wire", "int4"], marks=pytest.mark.slow),
     ],
 )
 def test_the_example_has_the_same_bits_for_any_number_of_threads(

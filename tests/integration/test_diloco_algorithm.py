@@ -118,7 +118,7 @@ def test_a_peer_explains_its_algorithm(address: str) -> None:
         assert "took" in second
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "eager", "streaming"])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
 def test_peers_that_learn_of_a_loss_at_different_times_take_the_same_algorithm(
     address: str, mode: str
 ) -> None:

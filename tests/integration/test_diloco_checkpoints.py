@@ -88,7 +88,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "delayed": {"mode": "delayed"},
-    "eager": {"mode": "eager"},
     "streaming": {"mode": "streaming", "fragments": 2, "inner_steps": 4, "overlap": 1},
     "decoupled": {"mode": "decoupled", "fragments": 2, "ledger": None},
 }

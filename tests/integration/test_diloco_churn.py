@@ -103,7 +103,6 @@ class Schedule:
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"inner_steps": 2},
     "delayed": {"inner_steps": 2},
-    "eager": {"inner_steps": 2},
     "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
     "weighted": {"mode": "sync", "inner_steps": 2, "weight": "samples"},
     "decoupled": {"inner_steps": 4, "fragments": 2},
@@ -117,7 +116,6 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "deadlines": {"mode": "sync", "inner_steps": 3, "deadline_peers": 1},
     "deadlines, delayed": {"mode": "delayed", "inner_steps": 3, "deadline_peers": 1},
-    "deadlines, eager": {"mode": "eager", "inner_steps": 3, "deadline_peers": 1},
     "deadlines, streaming": {
         "mode": "streaming",
         "inner_steps": 6,

@@ -38,10 +38,8 @@ SLOW = pytest.mark.slow
     [
         ("sync", 1.0, 60.0),
         pytest.param("delayed", 1.0, 60.0, marks=SLOW),
-        pytest.param("eager", 1.0, 60.0, marks=SLOW),
         pytest.param("sync", 60.0, 2.5, marks=SLOW),
         pytest.param("delayed", 60.0, 2.5, marks=SLOW),
-        pytest.param("eager", 60.0, 2.5, marks=SLOW),
     ],
 )
 def test_the_others_do_not_wait_for_it_and_it_comes_back(

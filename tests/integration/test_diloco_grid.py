@@ -137,8 +137,7 @@ def test_a_replica_that_dies_half_is_in_the_mean_of_no_shard(address: str) -> No
 
 MODES = {
     "int8": {"wire": "int8"},
-    "delayed": {"mode": "delayed"},
-    "eager": {"mode": "eager", "wire": "sparse"},
+    "delayed": {"mode": "delayed", "wire": "sparse"},
     "streaming": {"mode": "streaming", "inner_steps": 4, "fragments": 2, "overlap": 1},
 }
 

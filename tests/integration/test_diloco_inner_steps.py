@@ -45,7 +45,7 @@ def train(
     return digests
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "eager", "streaming"])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
 def test_rounds_have_the_steps_of_their_number(address: str, mode: str) -> None:
     """Two peers, a newcomer, and a run that resumes from their checkpoint."""
     begun = threading.Event()

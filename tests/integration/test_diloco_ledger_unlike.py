@@ -112,7 +112,7 @@ def test_nor_is_any_lost_with_a_peer(address: str, clock: Clock) -> None:
     run.check([one, two])
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
 def test_samples_of_a_late_peer_are_consumed_with_the_next_round(
     address: str, clock: Clock, mode: str
 ) -> None:
@@ -123,7 +123,7 @@ def test_samples_of_a_late_peer_are_consumed_with_the_next_round(
     once(ends[0][0], {2, 3})
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
 def test_samples_of_a_late_and_then_lone_peer_are_consumed_once(
     address: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

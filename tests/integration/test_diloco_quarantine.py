@@ -20,7 +20,6 @@ PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "min_peers": 3, "quarantine": 2
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "delayed": {"mode": "delayed"},
-    "eager": {"mode": "eager"},
     "streaming": {"mode": "streaming", "inner_steps": 2, "overlap": 1, "alpha": 0.5},
 }
 

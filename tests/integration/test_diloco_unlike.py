@@ -77,7 +77,7 @@ def expected(rounds: int) -> list[Any]:
     return thetas
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
 def test_a_mean_is_weighted_by_samples_to_the_bit(address: str, mode: str) -> None:
     ours, theirs = together(*(weighted_peer(address, n, 4, mode=mode) for n in (0, 1)))
     assert ours[1] == theirs[1]
@@ -98,34 +98,6 @@ def test_weights_apply_to_quantized_fragments(address: str) -> None:
     np.testing.assert_allclose(
         ours[0][-1][N // 4 * 3 :], -(3 * moves[0] + moves[1])[N // 4 * 3 :] / 4, rtol=0, atol=0.2
     )
-
-
-def test_the_guess_of_an_eager_peer_has_its_weight(address: str) -> None:
-    """Before the first mean it knows of no other weights, and takes all for the same."""
-    steps = [3, 1]
-
-    def body(number: int) -> Callable[[], Any]:
-        def run() -> Any:
-            model, guesses = Model(), []
-            with pccl.Communicator(address) as comm:
-                options = {"mode": "eager", "weight": "samples", "min_peers": 2}
-                diloco = make(comm, model, **PLAIN, **options)
-                for _ in range(3):
-                    model.move(1.0 + number)
-                    diloco.step(samples=steps[number])
-                    guesses.append(-model.flat()[0].item())
-                diloco.finish()
-                return guesses, -model.flat()[0].item(), diloco.state_digest()
-
-        return run
-
-    ours, theirs = together(body(0), body(1))
-    mean = (3 * 1 + 1 * 2) / 4
-    for (guesses, end, _), move, part in ((ours, 1.0, 3 / 4), (theirs, 2.0, 1 / 4)):
-        wanted = [move / 2, mean + move * part, 2 * mean + move * part]
-        assert guesses == pytest.approx(wanted)
-        assert end == pytest.approx(3 * mean)
-    assert ours[2] == theirs[2]
 
 
 def test_buffers_are_weighted_too(address: str) -> None:
@@ -322,7 +294,7 @@ def test_a_mean_without_samples_is_no_step_and_no_peer_waits(address: str, mode:
     assert ours[0] == ([(0, 0), (0, 0), (2, 1)] if late else [(0, 0), (2, 1), (2, 2)])
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
 def test_no_mean_is_of_fewer_than_were_wanted_because_others_are_late(
     address: str, clock: Clock, mode: str
 ) -> None:
@@ -346,7 +318,7 @@ def test_no_mean_is_of_fewer_than_were_wanted_because_others_are_late(
         return body
 
     ends = together(peer(False), peer(True), peer(True))
-    wanted = {"sync": [3, 3, 3, 3, 3], "delayed": [0, 3, 0, 3, 3], "eager": [0, 3, 0, 3, 3]}
+    wanted = {"sync": [3, 3, 3, 3, 3], "delayed": [0, 3, 0, 3, 3]}
     assert [end[0] for end in ends] == [wanted[mode]] * 3
     assert len({end[1] for end in ends}) == 1
 

@@ -226,7 +226,7 @@ def test_theta_is_that_of_the_oracle_while_one_is_lost_and_one_joins(
         assert own.tobytes() == oracle.residuals[k - 1][founders].tobytes()
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
 def test_peers_that_quantize_are_equal_while_one_is_lost_and_one_joins(
     address: str, mode: str
 ) -> None:

@@ -88,11 +88,9 @@ def test_gaps_are_of_the_same_seed_and_what_was_not_run_is_named(tmp_path: Path)
     assert row is not None and row.saving is not None
     assert row.gaps == pytest.approx((0.02, 0.03)) and row.gap == pytest.approx(0.025)
     assert row.saving == pytest.approx(TINY.steps * 6 * TINY.parameters / 1e4)
-    assert tables.row_of(results, ARMS["eager-4-int4"], TINY, TINY, seeds=3) is None
-    text = tables.arms([row], [(TINY, ARMS["eager-4-int4"])])
-    assert (
-        "| +2.50 % ± 0.71 | 2 |" in text and "Not run with tiny parameters: eager-4-int4." in text
-    )
+    assert tables.row_of(results, ARMS["muon-4-int4"], TINY, TINY, seeds=3) is None
+    text = tables.arms([row], [(TINY, ARMS["muon-4-int4"])])
+    assert "| +2.50 % ± 0.71 | 2 |" in text and "Not run with tiny parameters: muon-4-int4." in text
     bars = tables.bars([row])
     assert "| +2.50 % at 1/534 of the bytes | yes |" in bars and "| not run |  |" in bars
     figures.sizes([row], tmp_path / "sizes.svg")

@@ -80,7 +80,7 @@ def test_the_advice_fits_the_budget(params: float, uplink: float, peers: int) ->
         assert cluster.diloco("sparse").seconds > 500
         return
     taken = advice.exchange.seconds / advice.round_s(cluster)
-    assert taken <= (0.8 if advice.mode == "eager" else 0.5)
+    assert taken <= (0.8 if advice.mode == "decoupled" else 0.5)
     if advice.inner_steps:
         assert 30 <= advice.inner_steps <= 500
 

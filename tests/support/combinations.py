@@ -12,7 +12,6 @@ from pccl.kernels import Wire
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"inner_steps": 4},
     "delayed": {"inner_steps": 4},
-    "eager": {"inner_steps": 4},
     "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
     "decoupled": {"inner_steps": 4, "fragments": 2},
 }

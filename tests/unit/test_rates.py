@@ -35,13 +35,12 @@ def test_defaults_go_by_the_peers_of_a_mean_and_the_inner_steps() -> None:
 
 
 def test_a_mean_that_is_a_round_old_has_less_momentum_unless_it_is_given() -> None:
-    for mode, lr, momentum, few in (("delayed", 0.8, 0.8, 0.5), ("eager", 1.0, 0.0, 0.0)):
-        late = {**USUAL, "mode": mode}
-        assert rates(None, None, **late) == rates(None, momentum, **late) == Rates(lr, momentum)
-        assert rates(None, None, **{**late, "inner_steps": 5}).momentum == few
-        assert rates(0.3, None, **late) == Rates(0.3, momentum)
-        assert rates(None, 0.6, **late) == Rates(None, 0.6)
-        assert rates(None, None, **{**late, "sparse": True}) == Rates(1.0, 0.0)
+    late = {**USUAL, "mode": "delayed"}
+    assert rates(None, None, **late) == rates(None, 0.85, **late) == Rates(0.6, 0.85)
+    assert rates(None, None, **{**late, "inner_steps": 5}).momentum == 0.5
+    assert rates(0.3, None, **late) == Rates(0.3, 0.85)
+    assert rates(None, 0.6, **late) == Rates(None, 0.6)
+    assert rates(None, None, **{**late, "sparse": True}) == Rates(1.0, 0.0)
     assert rates(None, None, **{**USUAL, "mode": "streaming"}) == Rates(None, 0.9)
 
 

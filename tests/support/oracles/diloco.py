@@ -6,7 +6,6 @@ on rate / 2 * (w - target)^2.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,8 @@ import numpy as np
 from oracles import payloads, quantized
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+# in a peer's guess of a late mean: of its own progress, of the last mean, and of mu v
+OWN, LAST, MOMENTUM = 0.75, 0.25, 0.25
 
 
 @dataclass
@@ -70,41 +71,18 @@ def delayed(
     own: dict[str, Array] = {}
     previous: Array | None = None
     for peers in rounds:
-        progress = {
-            p: own.get(p, outer.theta) - problem.train(own.get(p, outer.theta), p) for p in peers
-        }
+        begins = {p: own.get(p, outer.theta) for p in peers}
+        ends = {p: problem.train(begins[p], p) for p in peers}
+        progress = {p: begins[p] - ends[p] for p in peers}
+        ahead = np.zeros_like(outer.theta)
         if previous is not None:
             outer.step(previous)
-        last = 0.0 if previous is None else previous
-        own = {p: outer.theta - 0.75 * progress[p] - 0.25 * last for p in peers}
+            ahead = LAST * previous + MOMENTUM * outer.momentum * outer.velocity
+        halfway = {p: (outer.theta + begins[p]) / 2 for p in peers}
+        own = {p: outer.theta - OWN * (halfway[p] - ends[p]) - ahead for p in peers}
         previous = np.mean([*progress.values()], axis=0)
         starts.append(own)
     return starts
-
-
-def eager(
-    problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]
-) -> list[dict[str, Array]]:
-    """The same, where each peer trains from a guess of its own: those after each round.
-
-    `outer` has the common parameters at the end.
-    """
-    guesses: list[dict[str, Array]] = []
-    own: dict[str, Outer] = {}
-    shares: dict[str, Array] = {}
-    previous, members = np.zeros_like(outer.theta), len(rounds[0])
-    for k, peers in enumerate(rounds):
-        for peer in set(peers) - own.keys():
-            own[peer], shares[peer] = copy.deepcopy(outer), np.zeros_like(outer.theta)
-        progress = {p: own[p].theta - problem.train(own[p].theta, p) for p in peers}
-        if k > 0:
-            outer.step(previous)
-        for peer in peers:
-            own[peer].step(progress[peer] / members + (previous - shares[peer]))
-            shares[peer] = progress[peer] / members
-        previous, members = np.mean([*progress.values()], axis=0), len(peers)
-        guesses.append({peer: own[peer].theta for peer in peers})
-    return guesses
 
 
 @dataclass
@@ -255,14 +233,20 @@ class Quantizing:
                     mean[part] = decoded
             means.append(mean)
             mean = means.pop(0)
+            before_step = theta
             if mean is not None:
                 v = momentum * v + mean
                 theta = theta - lr * (mean + momentum * v)
-            begins = {}
+            last, begins = begins, {}
             for peer, own in progress.items():
-                begins[peer] = theta - np.float32(0.75) * own if self.lag else theta
-                if self.lag and mean is not None:
-                    begins[peer] = begins[peer] - np.float32(0.25) * mean
+                begins[peer] = theta
+                if not self.lag:
+                    continue
+                away = (theta - last.get(peer, before_step)) / np.float32(2) + own
+                begins[peer] = theta - np.float32(OWN) * away
+                if mean is not None:
+                    begins[peer] = begins[peer] - np.float32(LAST) * mean
+                    begins[peer] = begins[peer] - np.float32(MOMENTUM * self.momentum) * v
             self.thetas.append(theta)
             self.begins.append(begins)
             self.residuals.append(dict(residuals))

@@ -25,7 +25,6 @@ LOST_IN, JOINS_IN, ROUNDS = 2, 5, 9
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"inner_steps": 2},
     "delayed": {"inner_steps": 2},
-    "eager": {"inner_steps": 2},
     "streaming": {"inner_steps": 5, "fragments": 2, "overlap": 1, "alpha": 0.5},
 }
 
