@@ -182,6 +182,21 @@ def test_a_script_in_the_style_of_nanogpt(start: Start, tmp_path: Path) -> None:
     )
 
 
+@needs("torchtitan")
+def test_torchtitan(start: Start, tmp_path: Path) -> None:
+    words = ["--training.seq_len", 64, "--training.steps", 10, "--job.dump_folder", tmp_path]
+    said = start(*TORCHRUN, EXAMPLES / "torchtitan_cpu.py", *words).ended()
+    weights = re.findall(r"by pccl, step 10, weights (\S+)", said)
+    assert len(weights) == 2 and len(set(weights)) == 1
+    record(
+        "torchtitan",
+        "[its Trainer](../../examples/integrations/torchtitan_cpu.py) on CPUs, with FSDP2, "
+        "2 processes by torchrun",
+        "trains; same weights on both",
+        '`default_device_backend_map["cpu"] = "pccl"`; what the example adds to torch.cpu',
+    )
+
+
 @needs("ray")
 def test_ray_train(start: Start, tmp_path: Path) -> None:
     run = start(EXAMPLES / "ray_train.py", tmp_path, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
