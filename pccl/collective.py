@@ -248,7 +248,7 @@ def run(
     deadline = Deadline(timeout)
     one = AsyncReduceHandle(membership, name, tag)
     try:
-        one._begin(work, stuck=timeout is None and membership.calls.single_threaded())
+        one._begin(work, stuck=timeout is None and not membership.calls.several_threads)
         end = one._finish(deadline)
     except BaseException:
         one._cancel()

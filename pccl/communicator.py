@@ -633,12 +633,13 @@ class Communicator(Closing):
         """
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.all_reduce(send, recv, op, options, operand_descriptor)
-        deadline = Deadline(timeout)
         if check is not None:
-            self._check(check, send, tag, deadline.left_s)
-        return collective.run(self._membership, "all_reduce", work, tag, deadline.left_s)
+            timeout = self._check(check, send, tag, timeout)
+        return collective.run(self._membership, "all_reduce", work, tag, timeout)
 
-    def _check(self, check: str, send: Arrays, tag: int, timeout: float | None) -> None:
+    def _check(self, check: str, send: Arrays, tag: int, timeout: float | None) -> float | None:
+        """Returns the time that is left."""
+        deadline = Deadline(timeout)
         if check != "finite":
             raise ValueError(f'check is {check!r}: it may be "finite"')
         client = self._membership.client("all_reduce")
@@ -648,6 +649,7 @@ class Communicator(Closing):
             who = client.plan.names.get(accused[0], f"peer {accused[0]}")
             why = f"{who} has sent numbers that are not finite"
             raise NotFiniteError(Result.INVALID_ARGUMENT, "all_reduce", why)
+        return deadline.left_s
 
     def all_reduce_async(
         self,

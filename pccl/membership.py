@@ -37,7 +37,10 @@ class CallsInFlight:
         self._rounds: dict[str, Call] = {}
         self._tags: dict[int | str, Call] = {}
         self._user: threading.Thread | None = None  # the thread that made the latest call
-        self._shared = False  # whether several threads have made calls while both were alive
+        # whether several threads have made calls while both were alive. If not, a thread makes no
+        # other call while it waits in one, and its vote says so. Then the master can tell it when
+        # no other peer will ever enter that call.
+        self.several_threads = False
         self.any_collective = False  # whether a collective has been launched since it was reset
 
     def enter(self, name: str, call: Call, *tags: int | str) -> None:
@@ -77,16 +80,11 @@ class CallsInFlight:
             for tag in [tag for tag, other in self._tags.items() if other is call]:
                 del self._tags[tag]
 
-    def single_threaded(self) -> bool:
-        """True if no other live thread has ever made a call.
-
-        If so, it makes no other call while it waits in this one, and its vote says so. Then the
-        master can tell it when no other peer will ever enter that call.
-        """
+    def note_thread(self) -> None:
+        """This thread makes a call."""
         with self._lock:
             user, self._user = self._user, threading.current_thread()
-            self._shared |= user is not None and user is not self._user and user.is_alive()
-            return not self._shared
+            self.several_threads |= user not in (None, self._user) and user.is_alive()
 
 
 class KnownRanks:
@@ -158,7 +156,7 @@ class Membership:
         if self._client is not None and self._client.over is None:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
-        self.calls.single_threaded()
+        self.calls.note_thread()
         self.end()  # the previous membership is over, but its threads may remain
 
         def joined(client: PeerClient) -> None:
@@ -198,7 +196,7 @@ class Membership:
             raise error_for(Result.INVALID_USAGE, name, why)
         if client.over is not None:
             raise error_of(name, client.over)  # before locks, which a forked child cannot take
-        self.calls.single_threaded()
+        self.calls.note_thread()
         return client
 
     def last(self, name: str) -> PeerClient:
@@ -319,7 +317,7 @@ class Membership:
         peer waits for all, and does not count among the `enough` of the others' grace.
         """
         client = self.client("are_peers_pending")
-        stuck = self.calls.single_threaded() and deadline.left_s is None
+        stuck = not self.calls.several_threads and deadline.left_s is None
 
         def enter(number: int) -> list[effects.Effect]:
             return client.peer.are_peers_pending(number, stuck, patience_s > 0, grace)

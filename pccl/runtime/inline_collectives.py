@@ -1,4 +1,4 @@
-"""Small collectives, whose data travels with the votes: reading, reducing and storing it."""
+"""Reduces the data of small collectives, which travels with the votes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
-from pccl.tensors import Buffer
 from pccl.types import DataType, ReduceOp
 
 KEPT_BYTES = 4 << 20  # the allocator keeps at most twice as much
@@ -23,15 +22,6 @@ def keep_memory() -> None:
     """
     with contextlib.suppress(MemoryError):
         bytearray(KEPT_BYTES)
-
-
-def contribution(buffer: Buffer) -> bytes:
-    return bytes(ffi.buffer(ffi.cast("char *", buffer.address), buffer.nbytes))
-
-
-def store(buffer: Buffer, data: bytes) -> None:
-    assert len(data) == buffer.nbytes
-    ffi.memmove(ffi.cast("char *", buffer.address), data, len(data))
 
 
 def combine(work: m.Spec, parts: Sequence[bytes]) -> bytes:

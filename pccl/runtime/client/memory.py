@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import Struct
 
 from pccl import cuda
+from pccl.ext import ffi
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.protocol.peer.calls import NO_ROWS, Rows
 from pccl.protocol.ring import ALIGNMENT, span
 from pccl.protocol.tuning import Algorithm, Conditions, Tuning
 from pccl.runtime.client.call import Call, End, Leaf
-from pccl.runtime.inline_collectives import contribution
 from pccl.runtime.quantization import wire_bytes
 from pccl.runtime.signals import insist
 from pccl.tensors import Buffer
@@ -145,7 +145,16 @@ class Operands:
 
     def contribution(self) -> bytes:
         """The bytes of this peer's array (there is at most one), to be sent with its vote."""
-        return contribution(self.each[0].send) if self.each else b""
+        if not self.each:
+            return b""
+        send = self.each[0].send
+        return bytes(ffi.buffer(ffi.cast("char *", send.address), send.nbytes))
+
+    def store(self, data: bytes) -> None:
+        """Stores a result that came with the votes."""
+        for operand in self.each:
+            assert len(data) == operand.recv.nbytes
+            ffi.memmove(ffi.cast("char *", operand.recv.address), data, len(data))
 
 
 @dataclass(frozen=True, slots=True)

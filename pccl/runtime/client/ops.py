@@ -38,7 +38,6 @@ from pccl.runtime.client.engine import (
 from pccl.runtime.client.memory import Operands, Pool
 from pccl.runtime.client.streams import Streams
 from pccl.runtime.digest import LEAF_BYTES
-from pccl.runtime.inline_collectives import store
 from pccl.runtime.quantization import wire_format
 from pccl.types import Result
 
@@ -368,5 +367,4 @@ class PeerDriver(Driver):
         memory = self.pending.memory[effect.call]
         assert isinstance(memory, Operands)
         self._metrics.stored(effect.call, memory.work.what)
-        for operand in memory.each:
-            store(operand.recv, effect.data)
+        memory.store(effect.data)
