@@ -140,8 +140,8 @@ def test_a_rendezvous_point_without_descriptors_pauses(monkeypatch: pytest.Monke
     monkeypatch.setattr(socket.socket, "accept", failing)
     exhausted.set()
     with socket.create_connection(("127.0.0.1", point.port), 5.0) as guest:
-        wait_until(lambda: len(times) == 3)
-        assert times[-1] - times[0] > limits.DESCRIPTORS_REST_S
+        wait_until(lambda: len(times) >= 3)
+        assert times[2] - times[0] > limits.DESCRIPTORS_REST_S
         exhausted.clear()
         guest.sendall(bytes((VERSION, 1, 0)))
         assert guest.recv(len(WELCOME)) == WELCOME
