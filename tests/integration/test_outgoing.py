@@ -136,9 +136,9 @@ def test_a_rendezvous_point_without_descriptors_pauses(monkeypatch: pytest.Monke
             raise OSError(errno.EMFILE, "Too many open files")
         return accept(its)
 
-    point = RendezvousPoint("127.0.0.1", (), 5.0)
     monkeypatch.setattr(socket.socket, "accept", failing)
     exhausted.set()
+    point = RendezvousPoint("127.0.0.1", (), 5.0)  # its first look would accept the guest else
     with socket.create_connection(("127.0.0.1", point.port), 5.0) as guest:
         wait_until(lambda: len(times) >= 3)
         assert times[2] - times[0] > limits.DESCRIPTORS_REST_S
