@@ -25,21 +25,30 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size)
-        self._said: list[list[int]] = [[] for _ in range(size)]
+        self._changed = threading.Condition()
+        self._rounds: list[dict[int, list[int]]] = []  # what each process has told
+        self._next = [0] * size
+        self._ended = False
 
     def exchange(self, index: int, numbers: Sequence[int]) -> list[list[int]]:
-        try:
-            self._said[index] = list(numbers)
-            self._barrier.wait(DEADLINE_S)
-            said = list(self._said)
-            self._barrier.wait(DEADLINE_S)
-            return said
-        except threading.BrokenBarrierError:
-            raise Gone from None
+        """What all have told in this round; raises Gone if one ends before it has."""
+        with self._changed:
+            at = self._next[index]
+            self._next[index] += 1
+            if at == len(self._rounds):
+                self._rounds.append({})
+            told = self._rounds[at]
+            told[index] = list(numbers)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(told) == self.size or self._ended, DEADLINE_S)
+            if len(told) < self.size:
+                raise Gone
+            return [told[process] for process in range(self.size)]
 
     def end(self) -> None:
-        self._barrier.abort()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
 
 class Part(Replica):
