@@ -105,7 +105,8 @@ def join(
         try:
             comm.connect(timeout=seconds)
         except PCCLTimeoutError as error:
-            why = f"{error.message}; {_HINT}"
+            gloo = f"timeout after {1000 * seconds:.0f}ms"  # torchft's tests look for its words
+            why = f"{error.message}: {gloo}; {_HINT}"
             raise PCCLTimeoutError(error.result, "init_process_group", why) from None
         finally:
             reminder.cancel()
