@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 import threading
 import time
@@ -338,6 +339,33 @@ def test_a_newcomer_learns_that_another_peer_answers_at_its_address(backend: str
         told = asked(server, m.Hello(**{**fields(HELLO), **known}))  # type: ignore[arg-type]
         assert isinstance(told, m.Welcome)
         assert ANOTHER in told.warning
+    other.close()
+
+
+def test_a_dial_that_fails_with_an_error_of_the_master_has_no_result_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that was dropped meanwhile would become a peer, and be lost at once."""
+    caplog.set_level(logging.INFO, "pccl")
+    server, look_up = Server("127.0.0.1", 0, Config()), socket.getaddrinfo
+    fails = iter([True])
+
+    def failing(*asked: Any, **more: Any) -> Any:
+        if next(fails, False):
+            raise RuntimeError("can't allocate lock")
+        return look_up(*asked, **more)
+
+    other = Engine(EngineOptions(dialler=TOKEN.encode()), host=LOCAL)
+    known = {"port": other.port, "dial": TOKEN, "host": "127.0.0.2", "others": (LOCAL,)}
+    hello = m.Hello(**{**fields(HELLO), **known})  # type: ignore[arg-type]
+    with serving(server), speaker(zmq.DEALER, server.port) as newcomer:
+        monkeypatch.setattr(socket, "getaddrinfo", failing)
+        newcomer.send(m.encode(hello))
+        wait_until(lambda: "caused an internal error" in caplog.text)
+        wait_until(lambda: not server._dialler.busy)
+        assert "joined" not in caplog.text
+        assert isinstance(asked(server, hello), m.Welcome)
+        assert "joined" in caplog.text
     other.close()
 
 

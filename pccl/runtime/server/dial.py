@@ -12,6 +12,7 @@ limits. Names are resolved, in a thread, only for dials that the master itself m
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - socket.getaddrinfo would import it, when memory may be short
 import errno
 import queue
 import re
@@ -122,7 +123,11 @@ class Dialler:
         dial.slow = slow
         self._dials.add(dial)
         if is_address(target.host):
-            self._connect(dial)
+            try:
+                self._connect(dial)
+            except Exception:
+                self._forget(dial)
+                raise
             return
         try:
             dial.found = asked(target.host)

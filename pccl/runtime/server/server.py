@@ -467,6 +467,7 @@ class Server:
         except Exception:
             log.exception("master: a message of connection %s caused an internal error", conn.hex())
             why = "an internal error of the master: see the master's log"
+            self._arriving.pop(conn, None)  # what its dial finds no longer counts
             todo = self._feed(inputs.Rejected(conn, why))
         self._perform(todo)
 
