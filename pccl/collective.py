@@ -156,18 +156,6 @@ class AsyncReduceHandle:
             return error_of(self._name, end, self._call.began_s)
         return None
 
-    def __del__(self) -> None:
-        if not self._over and not sys.is_finalizing():
-            calls, call, name = self._calls, self._call, self._name
-
-            def ended(end: End) -> None:
-                calls.leave(call)
-                if isinstance(end, effects.Fail):
-                    why = error_of(name, end, call.began_s)
-                    log.warning("a collective whose handle was dropped has failed: %s", why)
-
-            self._client.on_end(call, ended)
-
     # ---- its steps ----
 
     def _begin(self, work: Operands, stuck: bool = False) -> None:
@@ -231,8 +219,24 @@ class AsyncReduceHandle:
 # ---- launching, and waiting ----
 
 
+class _Held(AsyncReduceHandle):
+    """One that its caller may drop. Others have no `__del__`, where an exception would be lost."""
+
+    def __del__(self) -> None:
+        if not self._over and not sys.is_finalizing():
+            calls, call, name = self._calls, self._call, self._name
+
+            def ended(end: End) -> None:
+                calls.leave(call)
+                if isinstance(end, effects.Fail):
+                    why = error_of(name, end, call.began_s)
+                    log.warning("a collective whose handle was dropped has failed: %s", why)
+
+            self._client.on_end(call, ended)
+
+
 def launch(membership: Membership, name: str, work: Operands, tag: int) -> AsyncReduceHandle:
-    handle = AsyncReduceHandle(membership, name, tag)
+    handle = _Held(membership, name, tag)
     try:
         handle._begin(work)
         return handle

@@ -102,6 +102,7 @@ def test_outliers_are_left_out_or_clipped(address: str) -> None:
 @pytest.mark.parametrize("mode", ["sync", "decoupled"])
 def test_a_peer_that_is_left_out_again_and_again_is_dropped(address: str, mode: str) -> None:
     dropped = threading.Event()
+    ends: list[int] = []  # one of the two may see it a round later
 
     def good() -> Any:
         model = Model()
@@ -110,8 +111,8 @@ def test_a_peer_that_is_left_out_again_and_again_is_dropped(address: str, mode: 
             while not (dropped.is_set() and diloco.world_size == 2):
                 model.move(1.0)
                 diloco.step()
-            begin = diloco.outer_step
-            while diloco.outer_step < begin + 2:
+            ends.append(diloco.outer_step + 2)
+            while diloco.outer_step < max(ends):
                 model.move(1.0)
                 diloco.step()
             diloco.finish()
