@@ -220,7 +220,7 @@ class AsyncReduceHandle:
 
 
 class _Held(AsyncReduceHandle):
-    """One that its caller may drop. Others have no `__del__`, where an exception would be lost."""
+    """A handle that its caller may drop. An exception in `__del__` is lost, so others have none."""
 
     def __del__(self) -> None:
         if not self._over and not sys.is_finalizing():

@@ -256,7 +256,7 @@ class SharedState:
         self.revision += 1
 
     def _digest(self) -> bytes:
-        """Of the content that must be equal on all peers."""
+        """The digest of the content that must be equal on all peers."""
         like = [info for info in self.tensor_infos if not info.allow_content_inequality]
         memory = HostView([info._buffer for info in like]).buffers
         found = digests([(one.address, one.nbytes) for one in memory])
