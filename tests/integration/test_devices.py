@@ -358,7 +358,8 @@ def test_a_device_that_fails_ends_the_call(both: Pair) -> None:
     """Not when the first step cannot be read: then it does not begin."""
     bad = both.sends[1]
     both.gpu.fails = lambda copy: copy.stretch.buffer.address == bad and copy.number == STEPS
-    both.hold_the_last_read(until=both.writes)  # it fails when both have started
+    # it fails when both have started; its writes fail, too, and are all waited for
+    both.hold_the_last_read(until=lambda index: min(map(both.writes, range(2))))
 
     def job(index: int, comm: pccl.Communicator) -> None:
         with pytest.raises(RuntimeError if index else pccl.PCCLError) as caught:

@@ -256,8 +256,15 @@ def _twin(buffer: Buffer, device: Device) -> Stretch:
 
 
 def _wait(marks: Iterable[Mark]) -> None:
+    """Waits for all copies, even if one fails; then raises the first error."""
+    failed: Exception | None = None
     for mark in marks:
-        mark.synchronize()
+        try:
+            mark.synchronize()
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 class CopyingClient(Protocol):
