@@ -291,6 +291,10 @@ def _look_up(host: str) -> list[str] | OSError:
     return list(dict.fromkeys(str(each[4][0]) for each in by_family))
 
 
+def _whys(failed: dict[str, str]) -> str:
+    return "; ".join(f"{address}: {why}" for address, why in failed.items())
+
+
 class Ways(NamedTuple):
     """Hosts of a peer, its port at all of them, and whether it sends a greeting there."""
 
@@ -337,6 +341,23 @@ class Resolver:
         else:
             self._ask(host, lambda: _look_up(host), partial(self._looked_up, host), then)
 
+    def answering(self, host: str, port: int, limit_s: float, then: Then) -> None:
+        """As `find`; if a host has several addresses, the one that answers first at a port."""
+
+        def found(first: Found) -> None:
+            addresses = [*self._known.get(host, ([], 0.0))[0]]
+            if not first.address or len(addresses) < 2:
+                then(first)
+                return
+            self._ask(
+                (host, port),
+                lambda: first_to_answer(addresses, port, limit_s, greets=True),
+                lambda result: Found(result[0], _whys(result[1])),
+                then,
+            )
+
+        self.find(host, found)
+
     def reach(self, ways: Ways, limit_s: float, then: Then) -> None:
         """Calls `then` with an address at which a peer answers: at once if it has only one."""
         if len(ways.hosts) == 1:
@@ -379,7 +400,7 @@ class Resolver:
         address, whys = result
         self._useless[ways] = whys if address else {}  # next time all have another chance
         if not address:
-            return Found("", "; ".join(f"{at}: {said}" for at, said in whys.items()))
+            return Found("", _whys(whys))
         self._useless[ways].pop(address, None)
         self._working[ways] = address
         log.info("of %s, %s answers first (%s)", ways.hosts, address, whys)
@@ -397,7 +418,7 @@ class Resolver:
             return why
         others = {at: said for at, said in self._useless[ways].items() if at != address}
         self._useless[ways][address] = why
-        return "; ".join([why, *(f"{at}: {said}" for at, said in others.items())])
+        return "; ".join(filter(None, (why, _whys(others))))
 
     def failed(self, host: str) -> None:
         """The latest address does not answer: the next look-up returns another, if any."""

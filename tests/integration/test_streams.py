@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from pccl.runtime.client.engine import (
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.resolve import Found, Resolver
+from pccl.support import parse_address
 
 COUNT = 100_000  # elements: too many to travel with the votes
 LIMIT_S = 0.2
@@ -588,6 +590,24 @@ def test_a_process_without_descriptors_tries_on_to_get_back_to_its_master(
             (pending,) = in_threads([comm.are_peers_pending])
             assert not pending
             assert refused.qsize() == 3
+    finally:
+        master.kill()
+
+
+def test_a_silent_address_does_not_keep_a_peer_from_a_master_that_is_back(
+    names: Names, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    made = partialmethod(Config.__init__, handshake_timeout_s=600.0)  # the test's limit is shorter
+    monkeypatch.setattr(Config, "__init__", made)
+    master = Master("--state", str(tmp_path / "master.db"))
+    try:
+        port = parse_address(master.address)[1]
+        with pccl.Communicator(f"master.example:{port}") as comm:
+            names.addresses = ["127.0.0.2", "127.0.0.1"]
+            with socket.create_server(("127.0.0.2", port)):  # accepts, and says nothing
+                master.kill()
+                master.start()
+                assert comm.are_peers_pending() is False
     finally:
         master.kill()
 

@@ -1,7 +1,8 @@
 """The connection to the master: this peer's credentials, the socket, and reconnecting.
 
 A broken connection is replaced: new ones are opened, one after another, until the master answers or
-the time limit expires. The master's name is resolved again for each.
+the time limit expires. The master's name is resolved again for each; if it has several addresses,
+one that answers is taken.
 """
 
 from __future__ import annotations
@@ -284,7 +285,10 @@ class MasterConnection:
         elif self._retry_at is not None and self._retry_at <= now:
             self._retry_at = None
             self._resolving = True
-            self._resolver.find(self.host, self._retry)
+            # Short at first: a silent address must not keep it from seeing the master's return.
+            lasted_s = now - self._give_up_at + self._config.master_patience_s
+            limit_s = min(self._config.handshake_timeout_s, max(4 * limits.STAGGER_S, lasted_s))
+            self._resolver.answering(self.host, self.port, limit_s, self._retry)
 
     def _open(self, address: str) -> Dealer:
         self.address = address
