@@ -121,8 +121,32 @@ def test_small_packages_have_more_places() -> None:
     publisher, nodes = waiting(hub, PLACES_SMALL + 1)
     hub.settle()
     hub.publish(publisher, 2, 1)
-    seek(hub, publisher, nodes)
+    hub.send(publisher)
     assert sum(len(told(node, m.Source)) for node in nodes) == PLACES_SMALL
+
+
+def test_followers_need_not_seek_the_next_difference() -> None:
+    hub = WeightsRun(20)
+    publisher, nodes = waiting(hub, 3)
+    idle = hub.add(follows=False)
+    hub.settle()
+    late = hub.add()
+    hub.publish(publisher, 2, 1)
+    hub.send(publisher)
+    desk = hub.master.run.clients
+    assert [len(told(node, m.Source)) for node in (*nodes, idle, late)] == [1, 1, 1, 0, 0]
+    before = {node.number: desk.all[node.number].holder for node in nodes}
+    seek(hub, publisher, nodes)
+    assert {number: desk.all[number].holder for number in before} == before
+    assert all(not node.into for node in nodes), "what they say is known already"
+    hub.perform(hub.master.feed(Received(nodes[0].conn, m.Seek(2, 1, (publisher.number,)))))
+    assert desk.all[nodes[0].number].holder != publisher.number
+    hub.settle()
+    assert [node.machine.version for node in (*nodes, late)] == [2] * 4
+    hub.publish(publisher, 3, 2, whole=True)
+    hub.send(publisher)
+    hub.perform(hub.master.feed(Received(nodes[0].conn, m.Seek(3, 0))))
+    assert desk.all[nodes[0].number].seek == m.Seek(3, 0), "it has chosen another way"
 
 
 def test_the_fastest_client_comes_first_and_gets_its_fastest_holder() -> None:
