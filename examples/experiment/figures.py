@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -84,14 +84,34 @@ def savings(rows: Sequence[Row], path: Path) -> None:
     _write(figure, path)
 
 
-def _figure(title: str) -> tuple[Figure, Axes]:
+def waits(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], path: Path) -> None:
+    """Losses against seconds, by title and name; the last loss of the first name has a line.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    figure, *every = _figure(*panels)
+    for axes, curves in zip(every, panels.values(), strict=True):
+        for colour, (name, points) in zip(_COLOURS, curves.items(), strict=False):
+            axes.plot(*zip(*points, strict=True), color=colour, label=name)
+        first = next(iter(curves.values()))
+        axes.axhline(first[-1][1], linestyle="--", color="black", linewidth=0.8)
+        axes.set_ylim(top=first[-1][1] + 1.0)  # the beginnings look all alike
+        axes.set_xlabel("seconds")
+    every[0].set_ylabel("validation loss, nats per byte")
+    every[-1].legend(frameon=False, fontsize=8)
+    _write(figure, path)
+
+
+def _figure(*titles: str) -> tuple[Figure, *tuple[Axes, ...]]:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasSVG(figure)
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    every = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for axes, title in zip(every, titles, strict=True):
+        axes.set_title(title, loc="left")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, *every
 
 
 def _write(figure: Figure, path: Path) -> None:

@@ -84,7 +84,8 @@ def row_of(results: Results, arm: Arm, size: Size, smallest: Size, seeds: int) -
     return Row(arm, size, rates, tuple(own for own, _ in found), gaps)
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
@@ -116,7 +117,7 @@ def arms(rows: Sequence[Row], missing: Sequence[tuple[Size, Arm]]) -> str:
                 f"{kills:.0f}" if kills else "",
             ]
         )
-    text = _table(head, lines)
+    text = table(head, lines)
     for size in dict.fromkeys(size for size, _ in missing):
         names = ", ".join(arm.name for other, arm in missing if other == size)
         text += f"\nNot run with {size.name} parameters: {names}.\n"
@@ -133,7 +134,7 @@ def sweep(results: Results, wanted: Sequence[Arm], size: Size) -> str:
         whole = f"{len(found)} of {len(arm.grid)}"
         cells = [f"{words(each.rates)}: {each.loss:.4f}" for each in found]
         lines.append([arm.name, whole, cells[0] if cells else "", "; ".join(cells[1:])])
-    return _table(["arm", "runs", "best", "others"], lines)
+    return table(["arm", "runs", "best", "others"], lines)
 
 
 def words(rates: Rates) -> str:
@@ -161,7 +162,7 @@ def bars(rows: Sequence[Row]) -> str:
         ):
             row = found.get((size, name))
             lines.append([size.name, name, text, *_reached(row, allowed, saving)])
-    return _table(["N", "arm", "gap at most", "that is", "measured", "reached"], lines)
+    return table(["N", "arm", "gap at most", "that is", "measured", "reached"], lines)
 
 
 def _reached(row: Row | None, allowed: float | None, saving: float) -> tuple[str, str, str]:

@@ -69,11 +69,16 @@ class Replicas:
         self._rows.requires_grad_(False)
         norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
         gradients.mul_((CLIP / (norms + 1e-6)).clamp_(max=1.0))
-        rate = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
-        rate *= self._lr * min(1.0, (progress + 1e-3) / WARM_UP)
-        for each, row, optimizer in zip(self.models, gradients, self.optimizers, strict=True):
+        for each, row in zip(self.models, gradients, strict=True):
             for parameter, piece in zip(each.parameters(), row.split(self._sizes), strict=True):
                 parameter.grad = piece.view(parameter.shape)
+        self.set_rates(progress)
+
+    def set_rates(self, progress: float) -> None:
+        """Sets the learning rates of all optimizers by the progress of the run."""
+        rate = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+        rate *= self._lr * min(1.0, (progress + 1e-3) / WARM_UP)
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
