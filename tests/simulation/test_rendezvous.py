@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import product
 
+import msgspec
 from simulation.manual import ENTRY, OTHER, WORK, ManualRun
 
 from pccl.protocol import messages as m
+from pccl.protocol import reach
 from pccl.protocol.ring import BARRED, Hop, plan_rings
 from pccl.protocol.topology import hops
 from pccl.types import Result
@@ -100,6 +102,26 @@ def test_two_that_are_apart_meet_at_one_that_relays() -> None:
     assert run.last(b"4") == m.RendezvousRelay(TOKEN, one, other)
     assert run.last(b"2") == m.RendezvousJoin(one, TOKEN, "h4", 7000, 8)
     assert run.last(b"1") == m.RendezvousResult(TOKEN, relay)
+
+
+def test_pairs_that_are_apart_are_spread_over_the_relays() -> None:
+    relays = [m.PeerInfo(n, 0, "h", 1, "", f"m{n}", relay=7000 + n) for n in (7, 8, 9)]
+
+    def relay(sender: int, receiver: int) -> m.PeerInfo:
+        request = m.RendezvousRequest(receiver, TOKEN, 0, 8)
+        ends = info(sender, True), info(receiver, True)
+        (by, _), *_ = reach.rendezvous(*ends, request, relays)
+        return by
+
+    assert {relay(1, n).peer for n in (2, 3, 4)} == {7, 8, 9}
+    assert all(relay(1, n) == relay(n, 1) for n in (2, 3, 4)), "both ways over the same one"
+
+
+def test_peers_of_one_machine_are_apart_without_a_common_socket() -> None:
+    with_ipc, other, without = info(1, True, "a"), info(2, True, "a"), info(3, True)
+    without = msgspec.structs.replace(without, machine="a")
+    assert not reach.apart(with_ipc, other)
+    assert reach.apart(with_ipc, without) and reach.apart(without, with_ipc)
 
 
 def test_without_a_relay_they_learn_why_they_cannot_meet() -> None:

@@ -13,6 +13,7 @@ from pccl.protocol.topology import (
     ALL_MAX,
     SITE_US,
     SLOTS_MAX,
+    SPREAD_MAX,
     Everything,
     Link,
     Links,
@@ -20,7 +21,7 @@ from pccl.protocol.topology import (
     tour,
 )
 
-FAR = Link(50_000_000, 500_000)
+FAR, SLOW = Link(50_000_000, 500_000), Link(7, 7)
 
 
 def crossings(order: Sequence[int], site_of: Mapping[int, int]) -> int:
@@ -54,6 +55,16 @@ def test_all_links_of_few_peers_are_measured(peers: int) -> None:
         if all(len(senders) == 1 for senders in slot.values()):
             seen += [(senders[0], number) for number, senders in slot.items()]
     assert len(seen) == len({*seen}) == peers * (peers - 1) - 2
+
+
+@pytest.mark.parametrize("peers", [2, 3, SPREAD_MAX, SPREAD_MAX + 1])
+def test_few_peers_are_measured_all_at_once_too(peers: int) -> None:
+    everything = Everything(range(1, peers + 1), lambda a, b: False)
+    slots = []
+    while slot := everything.next({}):
+        slots.append(slot)
+    others = {n: tuple(m for m in range(1, peers + 1) if m != n) for n in range(1, peers + 1)}
+    assert (slots[-1] == others and peers > 2) == (2 < peers <= SPREAD_MAX)
 
 
 def test_peers_of_one_site_and_of_none() -> None:
@@ -100,6 +111,18 @@ def test_the_ring_leaves_a_site_over_the_best_link_that_was_measured() -> None:
     assert (3, 5) in hops and (4, 1) in hops, "who is entered is not who is left"
 
 
+def test_a_peer_is_not_both_entered_and_left_unless_it_is_alone_at_its_site() -> None:
+    good, bad = Link(90, 9), Link(10, 9)
+    measured = {(3, 5): good, (5, 2): good, (6, 2): bad}
+    assert tour([[1, 2, 3], [6, 4, 5]], measured) == (1, 3, 5, 4, 6, 2), "not 5 to 2"
+    measured = {(3, 5): good, (6, 3): good, (6, 2): bad}
+    assert tour([[2, 1, 3], [6, 4, 5]], measured) == (1, 3, 5, 4, 6, 2), "not 6 to 3"
+    measured = {(1, 4): good, (6, 1): good, (5, 1): bad}
+    assert tour([[1], [4, 6, 5]], measured) == (1, 4, 5, 6)
+    assert tour([[4, 6, 5], [1]], measured) == (1, 4, 5, 6)
+    assert tour([[3, 1, 2]], {}) == (1, 2, 3), "one site"
+
+
 def test_a_large_run_over_the_real_master() -> None:
     planet = SitesRun(200, 10, machines=2)
     before = planet.master.run.groups[0].planned[0].order
@@ -113,6 +136,7 @@ def test_a_large_run_over_the_real_master() -> None:
 
 def test_an_unmeasured_link_counts_as_typical_between_its_sites() -> None:
     measured = {(1, 2): NEAR, (2, 5): FAR, (1, 5): FAR, (2, 6): Link(1, 1), (6, 5): NEAR}
+    measured |= {(1, 9): SLOW, (9, 1): SLOW}  # nobody knows where 9 is
     site_of = {1: 0, 2: 0, 3: 0, 5: 1, 6: 1}
     links = Links(measured, lambda a, b: False, {}, site_of)
     assert links[3, 1] == NEAR and links[3, 5] == FAR and links[2, 6] == Link(1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,15 @@ from pccl.protocol.master import Status, status
 from pccl.protocol.master.clients import FIRST, PLACES, PLACES_SMALL
 from pccl.protocol.master.inputs import Disconnected, Hello, Received
 from pccl.protocol.master.status import ClientStatus, WeightsStatus
-from pccl.protocol.weights import KEPT_MAX, STREAMS_KEPT, stale, way
+from pccl.protocol.peer.effects import (
+    CloseStream,
+    Effect,
+    Fail,
+    Fault,
+    OpenStream,
+    StartTransfer,
+)
+from pccl.protocol.weights import KEPT_MAX, STREAMS_KEPT, WeightsMachine, stale, way
 from pccl.types import Result
 
 
@@ -460,6 +469,114 @@ def test_a_client_that_is_away_while_others_recover_is_heard() -> None:
     hub.settle()
     assert node.number > FIRST and hub.master.run.membership.next_number == 1
     assert hub.master.has_heard(node.conn) and not hub.master.knows(node.conn)
+
+
+# ---- a client alone ----
+
+
+def holder(number: int) -> m.PeerInfo:
+    return m.PeerInfo(number, 0, "10.0.0.1", number, "", f"machine {number}")
+
+
+def source(wanted: m.Package, peer: int) -> m.Source:
+    return m.Source(*wanted.key, holder(peer), 7, 0)
+
+
+def client(*available: m.Package) -> WeightsMachine:
+    """A client that is registered, and seeks the first step to what is available."""
+    machine = WeightsMachine(True, True, lambda package: True)
+    machine.join(0, m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "", b"", client=True))
+    machine.received(m.Welcome(500, nonce=9))
+    machine.received(m.Available(available, 1))
+    return machine
+
+
+def sent(effects: list[Effect], kind: type) -> list[Any]:
+    """The messages of a kind, or the effects of one."""
+    return [
+        one for one in (getattr(each, "message", each) for each in effects) if type(one) is kind
+    ]
+
+
+def fetching(machine: WeightsMachine, wanted: m.Package, peer: int) -> tuple[int, int]:
+    """A holder is found. The op and the stream of the fetch."""
+    effects = machine.received(source(wanted, peer))
+    (start,) = sent(effects, StartTransfer)
+    return start.op, start.ends[0].stream
+
+
+def test_a_client_that_loses_its_master_ends_if_it_has_not_been_registered() -> None:
+    hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "", b"", client=True)
+    machine = WeightsMachine(True, True, lambda package: True)
+    machine.join(3, hello)
+    lost = Fail(3, Result.MASTER_CONNECTION_FAILED, "gone", Fault.MASTER_LOST)
+    assert machine.disconnected("gone") == [lost]
+    refused = WeightsMachine(True, True, lambda package: True)
+    refused.join(3, hello)
+    (end,) = sent(refused.received(m.Refused(Result.INVALID_USAGE.value, "no")), Fail)
+    assert (end.call, end.fault) == (3, Fault.KICKED)
+    registered = client()
+    assert registered.disconnected("gone") == [] and registered.over is None
+
+
+def test_why_a_version_cannot_be_published() -> None:
+    machine = client(package(1, 0))
+    assert machine.objection(1) == ""
+    machine.publish(5, (package(2, 0),))
+    assert "version 2 is under way" in machine.objection(2) and machine.objection(3) == ""
+    machine.received(m.Published(5))
+    assert "version 2 is not newer than version 2" in machine.objection(2)
+    assert machine.objection(3) == ""
+    machine.leave("it was closed")
+    assert machine.objection(3) == "it was closed"
+
+
+def test_a_fetch_that_has_begun_continues_with_another_holder() -> None:
+    machine = client(package(2, 0))
+    op, stream = fetching(machine, package(2, 0), 9)
+    assert machine.stream_lost(stream, lied=False) == []
+    machine.engine_failed(op, "no stream is left", starved=1)
+    again = machine.retry()
+    assert sent(again, m.Seek) == [m.Seek(2, 0)], "nobody has lied"
+    available = m.Available((package(2, 0), package(3, 2), package(3, 0)), 3)
+    assert not sent(machine.received(available), m.Seek)
+    assert fetching(machine, package(2, 0), 3)[0] == op
+    assert machine.engine_settled(op + 100, 0, 0) == []
+
+
+def test_a_holder_that_has_lied_is_avoided() -> None:
+    machine = client(package(2, 0))
+    op, stream = fetching(machine, package(2, 0), 9)
+    machine.stream_lost(stream, lied=True)
+    machine.engine_failed(op, "other data came", starved=1)
+    assert sent(machine.retry(), m.Seek) == [m.Seek(2, 0, (9,))]
+
+
+def test_a_stream_is_kept_for_the_next_package_of_the_same_holder_alone() -> None:
+    steps = [package(1, 0), package(2, 1), package(3, 2)]
+    machine = client(*steps)
+    streams = []
+    for step, peer in zip(steps, (9, 9, 3), strict=True):
+        op, stream = fetching(machine, step, peer)
+        streams.append(stream)
+        machine.engine_complete(op, True, 0, 0)
+        machine.taken(step, step.version)
+    assert streams[0] == streams[1] != streams[2]
+
+
+def test_streams_to_receivers_are_closed_when_they_break_and_for_another_master() -> None:
+    machine = client()
+    machine.publish(5, (package(1, 0),))
+    streams = []
+    for slot, peer in enumerate((9, 8, 7)):
+        effects = machine.received(m.Serve(1, 0, holder(peer), 7, slot))
+        streams += [each.stream for each in sent(effects, OpenStream)]
+    assert sent(machine.stream_lost(streams[1], lied=False), CloseStream) == [
+        CloseStream(streams[1])
+    ]
+    machine.disconnected("the master is gone")
+    again = machine.received(m.Welcome(600, nonce=9))
+    assert sent(again, CloseStream) == [CloseStream(streams[0]), CloseStream(streams[2])]
 
 
 def story(seed: int) -> None:

@@ -17,7 +17,18 @@ from pccl.protocol.master.membership import Membership, PeerRecord
 from pccl.protocol.master.synchronizations import Synchronizations
 from pccl.protocol.master.topology import Common, Optimizations
 from pccl.protocol.master.voting import Voting
-from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote
+from pccl.protocol.rounds import (
+    HELD_MAX,
+    OPEN_MAX,
+    OPTIMIZE,
+    PENDING,
+    TOPOLOGY,
+    Kind,
+    OpenRounds,
+    Round,
+    RoundId,
+    Vote,
+)
 from pccl.types import Result
 
 WORK = m.Spec("all_reduce", 0, 10, 1000)
@@ -161,6 +172,57 @@ def test_the_table_counts_the_collectives_of_each_peer() -> None:
     assert one.members == {2} and not one.votes
     table.remove(one)
     assert table.running(2) == 0 and list(table) == [other]
+
+
+def test_a_peer_may_have_so_many_calls_and_so_much_data_open() -> None:
+    rounds = OpenRounds()
+    rounds.vote(1, 0, START, Vote(1, WORK, held=HELD_MAX - 10))
+    assert rounds.too_much(1, Vote(2, WORK, held=10), OPEN_MAX - 2) == ""
+    assert rounds.too_much(2, Vote(1, WORK), OPEN_MAX - 1) == ""
+    for running in (OPEN_MAX - 1, OPEN_MAX):
+        assert rounds.too_much(1, Vote(2, WORK), running) == f"{OPEN_MAX} calls wait already"
+    assert "more than 128 MiB of" in rounds.too_much(1, Vote(2, WORK, held=11), 0)
+    rounds.take_back(1, rounds.vote(1, 0, PENDING, Vote(2, False, held=10)))
+    assert rounds.held(1) == HELD_MAX - 10 and rounds.of(1).keys() == {START}
+
+
+def test_a_caller_is_in_a_hurry_in_one_call_alone() -> None:
+    rounds = OpenRounds()
+    waiting = rounds.vote(1, 0, PENDING, Vote(1000, True))
+    for other in (999, 1001):
+        assert rounds.hurry(1, other) is None and waiting.is_patient
+    assert rounds.hurry(2, 1000) is None
+    assert rounds.hurry(1, int("1000")) is waiting and not waiting.is_patient
+
+
+def test_rounds_are_in_the_way_of_those_whom_they_need() -> None:
+    sync, other_sync = RoundId(Kind.SYNC, 0), RoundId(Kind.SYNC, 1)
+    for mine, group, theirs, expected in (
+        (TOPOLOGY, 1, OPTIMIZE, True),  # both are of the whole run
+        (TOPOLOGY, 0, sync, True),
+        (sync, 0, TOPOLOGY, True),
+        (TOPOLOGY, 1, other_sync, False),  # it needs no peer of group 0
+        (sync, 1, TOPOLOGY, False),
+        (START, 0, PENDING, False),  # from different threads
+    ):
+        rounds = OpenRounds()
+        rounds.vote(3, 0, RoundId(Kind.START, 0, 99), Vote(1, WORK))
+        found = rounds.vote(2, group, theirs, Vote(1, None))
+        entered = rounds.vote(1, 0, mine, Vote(1, None))
+        blocking = [one for one in rounds.in_the_way(1, entered) if one.id.kind is not Kind.START]
+        assert blocking == [found] * expected, (mine, theirs)
+
+
+def test_a_vote_that_is_taken_back_leaves_nothing() -> None:
+    rounds = OpenRounds()
+    pair = RoundId(Kind.PAIR, 0, 7, (1, 2))
+    for _ in range(2):
+        sent = rounds.vote(1, 0, pair, Vote(1, WORK))
+        assert rounds.any_pair and sent in rounds
+        rounds.take_back(1, sent)
+        assert not rounds.any_pair and not len(rounds)
+        rounds.close(rounds.vote(1, 0, pair, Vote(1, WORK)))
+        assert not rounds.any_pair and not len(rounds)
 
 
 def test_voting_commits_when_all_have_voted() -> None:

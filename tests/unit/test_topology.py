@@ -126,6 +126,7 @@ def test_an_unmeasured_link_is_as_bad_as_the_worst_at_its_ends() -> None:
     assert links[1, 3] == Link(6_000_000, 1000)
     assert links[4, 3] == Link(7_000_000, 9)
     assert links[5, 1] == Link(0, 1000)
+    assert links[5, 6] == Link(0, 0)
 
 
 # ---- several rings ----
@@ -161,6 +162,13 @@ def test_where_it_is_not_known_what_links_carry_together_there_is_one_ring() -> 
         known = Links(dict.fromkeys(permutations(range(1, 5), 2), FAST), apart, inflow)
         assert best_rings(ring(1, 2, 3, 4), known) == ring(1, 2, 3, 4)
     assert len(best_rings(ring(*range(1, 8)), together(7, 6))) == 1  # too many to choose from
+
+
+def test_several_rings_must_be_clearly_better_than_the_best_one() -> None:
+    for times, rings in ((1.2, 1), (3.0, 2)):
+        links = together(4, times, {(1, 2): SLOW, (2, 1): SLOW})
+        found = best_rings(ring(1, 2, 3, 4), links)
+        assert len(found) == rings and frozenset((1, 2)) not in pairs(found[0].order)
 
 
 def test_a_slow_link_carries_its_share() -> None:
