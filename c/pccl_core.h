@@ -75,7 +75,7 @@
  * Where recv is also send, or part of it, the engine saves what recv held in an undo buffer before
  * it overwrites it: as many bytes as recv has, until SETTLED. It keeps one such buffer, the
  * largest, for later ops. (ALL_GATHER in place overwrites no contribution, so nothing is saved.) An
- * engine that stops, or is freed, restores what every op has overwritten that is not SETTLED.
+ * engine that stops, or is freed, restores what every op that is not SETTLED has overwritten.
  *
  * WHO MAY CONNECT
  *
@@ -86,19 +86,19 @@
  * CONNECT_STREAM; the PULL socket compares them with those of EXPECT commands. A connection that
  * names another peer is refused. A connection with an unknown nonce or key may belong to an epoch
  * that this engine has not heard of yet: it waits for the next EXPECT or ADMIT, until libzmq's
- * handshake timeout. So a stream is sure which peer it has reached, and strangers can send nothing
- * at all.
+ * handshake timeout. So the sender of a stream knows which peer it has reached, and strangers can
+ * send nothing at all.
  *
  * The master connects once to check that this engine can be reached. It uses the public key
  * `dialler`, or the user name "dial" with the password `dialler`. An engine without keys and
  * without `dialler` lets everybody in.
  *
- * MEETING POINTS
+ * RENDEZVOUS POINTS
  *
- * Nobody can connect to a neighbour behind NAT, so it connects itself: PUSH and PULL both connect
- * to a meeting point, which joins the two connections of each lane and from then on copies bytes.
- * The meeting point speaks SOCKS 5 (RFC 1928), as libzmq does (ZMQ_SOCKS_PROXY). Both sides request
- * the endpoint of the command as their destination; the meeting point joins connections that
+ * Other peers cannot connect to a neighbour behind NAT, so it connects itself: PUSH and PULL both
+ * connect to a rendezvous point, which joins the two connections of each lane and from then on
+ * copies bytes. It speaks SOCKS 5 (RFC 1928), as libzmq does (ZMQ_SOCKS_PROXY). Both sides request
+ * the endpoint of the command as their destination; the rendezvous point joins connections that
  * request the same one. The endpoint has the form of an IPv6 address, because libzmq would look up
  * a name and block the engine during the lookup. Authentication is unchanged: PUSH and PULL do
  * their usual handshakes. Such a neighbour counts as distant, and a stream to it has 8 lanes unless
@@ -162,12 +162,12 @@
  * contributions, its own included, and does not quantize the result again.
  *
  * TWO STAGES. Three members or more may ALL_REDUCE quantized data so that each contribution is
- * quantized once, and the result once. Each member sends its contribution to every segment to the
- * segment's owner, in chunks whose step is 65534 and whose segment is the sender's position, on the
- * stream that START names or around the ring, unchanged. All cut a segment alike: at the beginnings
- * of parts, and then at the same numbers of whole blocks of the format. The owner decodes the
- * contributions, its own included, reduces them in the order of ranks, quantizes the result, and
- * sends it around the ring as a final chunk. So this takes as many bytes as the ring.
+ * quantized once, and the result once. For every segment, each member sends its contribution to
+ * the segment's owner, on the stream that START names or unchanged around the ring, in chunks whose
+ * step is 65534 and whose segment is the sender's position. All cut a segment alike: where parts
+ * begin, and within a part after the same numbers of whole blocks of the format. The owner decodes
+ * the contributions, its own included, reduces them in the order of ranks, quantizes the result,
+ * and sends it around the ring as a final chunk. This takes as many bytes as the ring.
  *
  * A stream sends FORWARDS first: received messages that must be sent on. It sends a chunk of the
  * peer's own only when no forward waits; own chunks of several ops take turns. The engine stops
@@ -211,9 +211,10 @@
  * A message is a piece of the rows of one array, from one member to another. If its sender has a
  * stream to its receiver, it travels on that stream. Otherwise, or if that stream is lost before it
  * has carried anything, it travels unchanged from position to position; if there are several rings,
- * on the one with the fewest steps. On a ring a member first sends the rows with the longest path. COMPLETE says that a member has sent all its rows and holds
- * all rows that are for it; it forwards the rows of others until its COMMIT. ABORT restores
- * nothing: recv is then unspecified. The engine never overwrites rows of send.
+ * on the one with the fewest steps. On a ring a member first sends the rows with the longest path.
+ * COMPLETE says that a member has sent all its rows and holds all rows that are for it; it forwards
+ * the rows of others until its COMMIT. ABORT restores nothing: recv is then unspecified. The engine
+ * never overwrites rows of send.
  *
  * THE WIRE
  *
@@ -222,8 +223,8 @@
  *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 3
  *      8 u64 run      16 u64 seq      24 u64 tag      32 u64 nonce
  *     40 u16 segment (chunk), slot (request, data) or position of the sender (row)
- *     42 u16 step (chunk; 65535: one-shot, 65534: to its owner), position of the receiver (row), or any number in a
- *        request, which its data repeats
+ *     42 u16 step (chunk; 65535: one-shot, 65534: to its owner), position of the receiver (row), or
+ *        any number in a request, which its data repeats
  *     44 u16 members   46 u16 1 if a chunk was sent before START, else 0
  *     48 u64 offset   56 u32 length   60 u32 piece (request, data) or number of the array (row)
  * Kinds: 1 chunk, 2 request, 3 data, 4 row. Fields that a kind does not use are 0. The offset of a
@@ -333,7 +334,7 @@ int pccl_quantized_combine(int format, int dtype, int redop, void *out, const vo
                            const void *b, size_t n, uint32_t divisor);
 
 /* Encodings of a whole fp32 array. A peer sends its encoded array once, and adds up the arrays of
- * the others; nobody reduces them on the way. For each encoding, _size is the bytes of n encoded
+ * the others; no peer reduces them on the way. For each encoding, _size is the bytes of n encoded
  * elements, _encode writes them, _decode reads them (as the same numbers on every machine), and
  * _add adds them to `out`. Arrays must not overlap.
  *
@@ -398,7 +399,7 @@ int pccl_compare(int dtype, const void *a, const void *b, size_t n, pccl_differe
 
 /* Runs every kernel over fixed inputs and writes all result bits, at most `size` bytes, to `out`.
  * Two machines whose bytes differ do arithmetic differently and must not meet in one run. Returns
- * the number of bytes of the whole result, also if `size` is smaller, as 0. */
+ * the number of bytes of the whole result, even if `size` is smaller (such as 0). */
 size_t pccl_self_test(unsigned char *out, size_t size);
 
 /* ---- the table: every ZeroMQ function that the core calls ---- */
@@ -472,9 +473,9 @@ int pccl_mail_take_from(const pccl_zmq *zmq, void *router, pccl_mail *mail);
 void pccl_mail_drop(const pccl_zmq *zmq, pccl_mail *mail);
 
 /* Sends a copy of these bytes as a message of one frame, without waiting. If `sent` is not NULL,
- * sets *sent to whether the message was sent: so a caller that an exception interrupts right after
- * this call can tell. Returns 1 if the socket has messages to receive (this call has consumed their
- * notification), 0 if not, or a negative errno, such as -EAGAIN if there is no room. */
+ * sets *sent to whether the message was sent, so that a caller which an exception interrupts right
+ * after this call can tell. Returns 1 if the socket has messages to receive (this call consumes
+ * their notification), 0 if not, or a negative errno, such as -EAGAIN if there is no room. */
 int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size,
                    int32_t *sent);
 
@@ -507,11 +508,11 @@ enum pccl_algorithm { PCCL_RING = 0, PCCL_ONE_SHOT = 1, PCCL_TWO_STAGE = 2 };
  * to the recv of the root. In an EXCHANGE `count` is the number of elements in a row. There send
  * and recv may share the member's own rows if one of them holds no other rows.
  *
- * `error` is NULL, or, for a quantized SUM or AVG of fp32 by ALL_REDUCE, `count` numbers, which get
- * what this member's quantizing has taken from the sum: of its contribution, and of the results and
- * partial results that it has quantized for all. So the sum of all contributions is the sum that
- * the result stands for, plus the errors of all members. An error that is not finite becomes 0.
- * Without success the content of `error` is unspecified. */
+ * `error` is NULL or, for a quantized SUM or AVG of fp32 by ALL_REDUCE, `count` numbers. They
+ * receive what quantizing on this member has taken from the sum: from its contribution, and from
+ * the results and partial results that it has quantized for all. So the sum of all contributions is
+ * the sum that the result stands for, plus the errors of all members. An error that is not finite
+ * becomes 0. Without success the content of `error` is unspecified. */
 typedef struct pccl_part {
     const void *send;
     void *recv;
@@ -544,7 +545,7 @@ typedef struct pccl_ring {
                               * before START; else 0 */
 } pccl_ring;
 
-/* The other end of a transfer. Each requester of a holder has another slot, below 65536. */
+/* The other end of a transfer. Each requester of a holder has its own slot, below 65536. */
 typedef struct pccl_end {
     uint32_t stream, slot;
 } pccl_end;
@@ -553,15 +554,16 @@ typedef struct pccl_end {
  *   OPEN_STREAM   stream (a number that was never used before). Ops can be started on it at once.
  *   CONNECT_STREAM  stream (an open one, never connected before); lanes (0: as many as suit the
  *                 link); shares (the streams that send at the same time, and so need fewer lanes
- *                 each; 0: as 1); hwm (messages queued for each lane); endpoint; peer (the neighbour's
- *                 number); curve_server (the neighbour's public key, if the engine has keys), else
- *                 nonce (of the epoch); via (empty, or the `address:port` of a meeting point).
+ *                 each; 0: as 1); hwm (messages queued for each lane); endpoint; peer (the
+ *                 neighbour's number); curve_server (the neighbour's public key, if the engine has
+ *                 keys), else nonce (of the epoch); via (empty, or the `address:port` of a
+ *                 rendezvous point).
  *                 The host of a TCP endpoint must be an address: libzmq would look up a name in its
  *                 I/O thread, which moves no data during the lookup. libzmq reports nothing when it
  *                 gets no socket for a lane, so the caller must set each stream a deadline for its
  *                 STREAM_UP.
- *   MEET          lanes, endpoint, via: connects the PULL socket to a sender at a meeting point. If
- *                 this fails, the sender notices and reports it.
+ *   MEET          lanes, endpoint, via: connects the PULL socket to a sender at a rendezvous point.
+ *                 If this fails, the sender notices and reports it.
  *   CLOSE_STREAM  stream: drops the messages queued there; ops that use the stream get FAILED.
  *   LOSE_STREAM   stream, endpoint (a text, the reason): closes the stream like CLOSE_STREAM, and
  *                 emits STREAM_LOST with PCCL_EREACH and that text.

@@ -84,7 +84,7 @@ __all__ = [
 ]
 
 
-# what takes long to import, and only some programs need
+# names that take long to import, and that only some programs need
 _LAZY = {"MasterNode": "pccl.master_node"}
 
 

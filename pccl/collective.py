@@ -110,9 +110,9 @@ class AsyncReduceHandle:
         return self._call.end is not None or self._client.over is FORKED
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once `wait()` would return at once; now, if it would already.
+        """Calls `callback` as soon as `wait()` would return at once, which may be now.
 
-        It is called in a thread of pccl and must return soon: it may set an event, for example. The
+        It runs in a thread of pccl and must return soon: it may set an event, for example. The
         caller keeps the handle, and calls `wait()`.
         """
         if self._end is not None:
@@ -220,7 +220,7 @@ class AsyncReduceHandle:
 
 
 class _Held(AsyncReduceHandle):
-    """A handle that its caller may drop. An exception in `__del__` is lost, so others have none."""
+    """A handle that its caller may drop. Only this class has `__del__`, which loses exceptions."""
 
     def __del__(self) -> None:
         if not self._over and not sys.is_finalizing():

@@ -3,16 +3,16 @@
 All collectives follow the same rules. Every peer of the group must enter the same call, with the
 same tag and the same work; otherwise all peers get an error that names the calls that differ. A
 collective succeeds on all peers or on none. When a peer is lost, the collective fails with
-`PeerLostError` on all survivors. Their input buffers, also of in-place calls, then hold what they
-held before, the content of arrays that only receive is unspecified, and the survivors only need to
-call again.
+`PeerLostError` on all survivors. Input buffers, even of in-place calls, then hold what they held
+before; the content of arrays that only receive is unspecified. The survivors only need to call
+again.
 
 An array is a numpy array, a torch tensor or an array of another library that shares its memory by
 DLPack or the buffer protocol (JAX, CuPy, MLX), of any shape, with a dtype of `DataType`. Its
 elements fill one contiguous range of memory, in any order: contiguous, transposed,
 torch.channels_last. It is transferred in its memory order, which must be the same on all peers;
-otherwise all peers get an error that says which peer has which order. In a call that would write to
-it, a read-only array, such as one of JAX, stays as it is: the `result` of the returned object has a
+otherwise all peers get an error that says which peer has which order. A call that would write to a
+read-only array, such as one of JAX, leaves it unchanged: the `result` of the returned object has a
 new array of the same library. A list or dict of arrays is one collective: all of them
 are reduced (or gathered, ...) over the same peers, or none is. Dicts need the same keys on all
 peers, in any order.
@@ -426,8 +426,8 @@ class Communicator(Closing):
                 `wandb.log` is. If it raises, so does `run`.
 
         Raises:
-            DivergenceError: at the end, most peers have another shared state than this one; or as
-                many, and one of them a lower rank. They finish the run without this peer.
+            DivergenceError: at the end, another shared state is more common than that of this peer
+                (or as common, and a peer of lower rank has it). The others finish the run.
             PCCLError: a call has failed for another reason than a lost peer.
         """
         self.admit(shared_state, min_peers=min_peers)
@@ -493,10 +493,10 @@ class Communicator(Closing):
 
         All accepted peers of all groups must call it. Each pair of peers on different machines
         exchanges data at full speed for about half a second, or ten round trips. Several pairs
-        measure at once, so n peers take about n times as long. That holds up to 17 peers. Of more
-        peers, only enough pairs are measured to find which peers are near each other, which takes
-        at most 32 times as long. The order of a ring, and with it each `rank`, changes only if an
-        all-reduce of 64 MiB would take at least a fifth less time. Peers that stay keep the new
+        measure at once, so n peers take about n times as long, up to 17 peers. Among more peers,
+        only enough pairs are measured to find which peers are near each other, which takes at most
+        32 times as long as one pair. The order of a ring, and with it each `rank`, changes only if
+        an all-reduce of 64 MiB would take at least a fifth less time. Peers that stay keep the new
         order until the next optimization. A pair that cannot connect is avoided if a ring without
         it exists. Among 3 to 6 peers, the data is spread over several rings if a peer's links carry
         more together than each alone.
@@ -560,8 +560,8 @@ class Communicator(Closing):
             DivergenceError: INVALID_ARGUMENT: contents differ, and a peer set
                 `raise_on_divergence`.
             KickedError: INVALID_ARGUMENT: this peer's entries are not those of the others, or it is
-                SEND_ONLY and another content was elected, or it mixes another strategy with
-                ENFORCE_POPULAR of others.
+                SEND_ONLY and another content was elected, or others use ENFORCE_POPULAR and it
+                does not.
         """
         deadline = Deadline(timeout)
         if min_peers < 1:
@@ -1016,8 +1016,8 @@ class Communicator(Closing):
             send_rows: how many rows of the first dimension are for each rank, the same for all
                 arrays of a list or dict; they add up to that dimension. The arrays must then be in
                 C's order. None: the same number for each rank; `recv_rows` must be None too.
-            recv_rows: how many rows come from each rank: the number for this peer in the
-                `send_rows` of that one.
+            recv_rows: how many rows come from each rank: what that rank's `send_rows` has for this
+                peer.
             tag, timeout: as for `all_reduce`.
 
         Returns:

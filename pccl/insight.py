@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from pccl.support import duration_text
 
-BUSY = 0.8  # of the time: a link or a processor that is busy for longer is the limit
-NEGLIGIBLE = 0.03  # of the time: not worth a line
+BUSY = 0.8  # a link or processor that is busy for more than this share of the time is the limit
+NEGLIGIBLE = 0.03  # a smaller share of the time is not worth a line
 STEPS = {  # hops one after the other, with n members, until the first bytes are everywhere
     "all_reduce": lambda n: 2 * n - 2,
     "reduce_scatter": lambda n: n - 1,

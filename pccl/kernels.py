@@ -3,7 +3,7 @@
 Arrays are numpy arrays or torch tensors in host memory, dense and of the same shape. They are
 float32 unless a function says otherwise. Quantized numbers (`data`) are uint8, `quantized_size` of
 them. `out` is overwritten. Arrays may overlap only where a function says so. All functions raise
-ValueError for arrays that are not like this.
+ValueError for other arrays.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def quantize(out: Array, values: Array, format: Format) -> None:
 def dequantize(out: Array, data: Array, format: Format) -> None:
     """Reads what `quantize` has written: the same values on every machine.
 
-    Raises ValueError also if, with "sparse", the places do not increase within each run: the
+    Also raises ValueError if, with "sparse", the places do not increase within each run; the
     content of `out` is then unspecified.
     """
     _read(out, data, format, "decode")
@@ -101,7 +101,7 @@ def _read(out: Array, data: Array, format: Format, how: Literal["decode", "add"]
 
 
 def accumulate(out: Array, data: Array, format: Format) -> None:
-    """Adds quantized numbers: the same as `dequantize` into another array, and `add`.
+    """Adds quantized numbers, as `dequantize` into another array and `add` would.
 
     With "sparse", only the numbers that were sent are changed.
     """

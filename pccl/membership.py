@@ -37,9 +37,9 @@ class CallsInFlight:
         self._rounds: dict[str, Call] = {}
         self._tags: dict[int | str, Call] = {}
         self._user: threading.Thread | None = None  # the thread that made the latest call
-        # whether several threads have made calls while both were alive. If not, a thread makes no
-        # other call while it waits in one, and its vote says so. Then the master can tell it when
-        # no other peer will ever enter that call.
+        # whether two threads that were alive at the same time have made calls. If not, a thread
+        # makes no other call while it waits in one, and its vote says so. Then the master can tell
+        # it when no other peer will ever enter that call.
         self.several_threads = False
         self.any_collective = False  # whether a collective has been launched since it was reset
 
@@ -178,8 +178,8 @@ class Membership:
     def is_fresh(self) -> bool:
         """True until this peer makes its first `admit` or collective.
 
-        The others are still in the `admit` that has admitted it. So its own first one does not ask
-        for newcomers, but continues where the others are: with the synchronization.
+        The others are still in the `admit` that has admitted this peer. So its own first `admit`
+        does not ask for newcomers, but continues where the others are: with the synchronization.
         """
         return not (self.has_admitted or self.calls.any_collective)
 

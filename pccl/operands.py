@@ -70,7 +70,7 @@ class Several:
     is_list: bool = True  # False if a single array was given
     form: Any = None  # the argument: an array, or a list or dict of arrays
     given: Sequence[Any] = ()  # its arrays
-    # those that are read-only and are to be written, so that `arrays` has a copy
+    # the read-only ones that are to be written: `arrays` has copies of them
     copied: Collection[int] = ()
 
     def result(self, made: Sequence[Array] | None = None) -> Any:
@@ -102,10 +102,10 @@ def all_reduce(
 ) -> Operands:
     """The operands of an all-reduce; in place if `recv` is None.
 
-    `error`, for error feedback: for each element of a float32 array in host memory what quantizing
-    on this peer has taken from the sum: all contributions are together the sum of the result and of
-    the errors of all peers. It must be 0 before the call, which leaves it so for data that is sent
-    as it is; without success its content is unspecified.
+    `error`, for error feedback, receives what quantizing on this peer has taken from each element
+    of the sum: the contributions add up to the result plus the errors of all peers. It is for a
+    float32 array in host memory. It must be 0 before the call, and stays 0 if the data is not
+    quantized. If the call fails, its content is unspecified.
     """
     given, each, result = _by_pairs(send, recv)
     if error is not None:
@@ -365,7 +365,7 @@ def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
 def accusation(arrays: Arrays, number: int) -> tuple[Operands, MutableSequence[int]]:
     """The operands of a check for finite numbers, and its memory.
 
-    Afterwards its only number is -1, or `number` of one of the peers with others.
+    Afterwards its only number is -1, or the `number` of a peer that has an infinity or a NaN.
     """
     accused = -1 if all(map(is_finite, several(arrays).arrays)) else number
     return _one_number("q", accused, DataType.INT64, ReduceOp.MAX)
@@ -447,7 +447,7 @@ def matching(given: Several, recv: Arrays) -> Several:
 
 
 def _gathered(array: Array, block: Buffer, members: int) -> Array:
-    """A new array for one such array of each member, by rank; each lies in memory as this one."""
+    """A new array for one array like this of each member, by rank, each in this memory order."""
     order = None if block.layout is None else [0, *(1 + i for i in order_of(array))]
     return new((members, *array.shape), array, order)
 
@@ -527,7 +527,8 @@ def make(
 ) -> Operands:
     """The operands of a collective over these arrays; `ranks` if it depends on ranks.
 
-    `result` returns what the collective gives its caller."""
+    `result` returns what the collective gives its caller.
+    """
     quantized = 0, 0
     if options is not None:
         for dtype in {operand.send.dtype for operand in each}:
@@ -639,11 +640,11 @@ def _one_each(ranks: Ranks) -> tuple[int, ...]:
     return (1,) * ranks.members
 
 
-# The two agreements, on the start and on the end, cost as much for a few bytes as for many: a model
+# The agreements on the start and on the end cost as much for a few bytes as for many, and a model
 # of 150 tensors would spend most of its time on them. So several all-reduces become one bundle.
 # Bundles follow from the descriptors, so all peers make the same ones.
 BUNDLE_BYTES = 64 << 20  # a larger list makes several bundles, which overlap in time
-BUNDLE_PARTS = 1024  # descriptors
+BUNDLE_PARTS = 1024  # the most descriptors of a bundle
 
 
 def bundles(descriptors: Sequence[ReduceOpDescriptor]) -> list[list[ReduceOpDescriptor]]:

@@ -178,7 +178,7 @@ class TensorInfo:
 
     @property
     def array(self) -> Any:
-        """The array that was given; in place of a read-only one, one with the present content.
+        """The array that was given, or a new one with the present content if it is read-only.
 
         None if only an address was given.
         """
@@ -301,9 +301,9 @@ class SharedState:
         self.revision = revision
 
     def tensors(self) -> dict[str, Any]:
-        """The arrays that were given, by name; in place of read-only ones, new ones.
+        """The arrays that were given, by name.
 
-        New ones are of the same library and have the present content.
+        A read-only one is replaced by a new array of the same library with the present content.
         """
         return {info.name: info.array for info in self.tensor_infos}
 
@@ -321,7 +321,7 @@ class SharedState:
     ) -> SharedState:
         """The shared state of named arrays, in the mapping's order.
 
-        Of a read-only array, such as one of JAX, the state has a copy; `tensors` returns its
+        The state has a copy of a read-only array, such as one of JAX; `tensors` returns its
         content after a synchronization.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Helpers of all layers: arguments as users write them, their types, addresses and ports."""
+"""Helpers for all layers: arguments as users write them, their types, addresses and ports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def parse_listening(address: str) -> tuple[str, int]:
-    """(host, port) of `host:port`, or of a port alone, which is one of this machine only.
+    """(host, port) of `host:port`, or of a port alone, which listens on this machine only.
 
     Raises ValueError: it is malformed.
     """
@@ -64,9 +64,9 @@ def duration_text(seconds: float) -> str:
 
 
 def parse_advertised(text: str, what: str) -> tuple[str, ...]:
-    """The hosts of `a,b`; none of "". `what` names the source in errors.
+    """The hosts of `a,b`; none for "". `what` names the source in errors.
 
-    Raises ValueError: it is anything else, such as one with a port, or there are too many.
+    Raises ValueError: it is anything else, such as a host with a port, or there are too many.
     """
     require(what, text, str)
     hosts = tuple(text.split(",")) if text else ()
@@ -85,7 +85,7 @@ def parse_advertised(text: str, what: str) -> tuple[str, ...]:
 
 
 def parse_ports(text: str, what: str) -> range:
-    """The ports of FIRST-LAST; none of "". `what` names the source in errors.
+    """The ports of FIRST-LAST; none for "". `what` names the source in errors.
 
     Raises ValueError: it is malformed.
     """
@@ -103,11 +103,11 @@ def parse_ports(text: str, what: str) -> range:
 
 
 class Closing(ABC):
-    """Has a `close`, which `with` calls at its end, whatever ends it."""
+    """Has a `close`, which a `with` block calls at its end."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends it, and returns when nothing of it is left."""
+        """Ends it, and returns when everything is released."""
 
     def __enter__(self) -> Self:
         return self

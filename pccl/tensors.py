@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# the names of dtypes take longer than all else that is asked of a small array
+# computing a dtype's name takes longer than everything else that is read of a small array
 _numpy_dtype = functools.lru_cache(DataType.from_numpy_dtype)
 _torch_dtype = functools.lru_cache(DataType.from_torch_dtype)
 
@@ -36,14 +36,14 @@ _NUMPY = "pass c instead, with c[...] = array before each call and array[...] = 
 
 Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
-_MEMORY_MAX = 1 << 57  # bytes that a process can address, on the systems of today
+_MEMORY_MAX = 1 << 57  # bytes that a process can address on present systems
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The order of a dense array, such as a transposed one, or one in torch.channels_last.
 
-    Dense: its elements fill one stretch of memory, each in a place of its own.
+    Dense means that its elements fill one stretch of memory, and no two share a place.
     """
 
     shape: tuple[int, ...]  # of the array, without dimensions of one element, which say nothing

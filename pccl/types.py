@@ -154,7 +154,7 @@ class DataType(Enum):
         return found
 
 
-# The names, which numpy and torch share. (ml_dtypes gives numpy a dtype named bfloat16.)
+# The names are those of numpy and torch. (ml_dtypes gives numpy a dtype named bfloat16.)
 _NAMES = (
     "uint8 int8 int16 uint16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
 ).split()
@@ -252,8 +252,8 @@ class ReduceInfo:
         local_world_size: peers of the group that contributed.
         tx_bytes: payload bytes that this peer sent.
         rx_bytes: payload bytes that this peer received.
-        result: the array, or list or dict of arrays, that holds the result: what was passed; in
-            place of arrays that are read-only, new ones of their library.
+        result: the array, or list or dict of arrays, that holds the result: what was passed, but
+            read-only arrays are replaced by new ones of their library.
     """
 
     local_world_size: int

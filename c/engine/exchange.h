@@ -32,7 +32,7 @@ struct exchange {
     uint64_t *recv_at;       /* by rank: the first row from it; at the end the number of all rows */
     struct way *ways;        /* by rank */
     uint32_t n_rings;        /* the first flows */
-    uint64_t chunk;          /* bytes of a message, about */
+    uint64_t chunk;          /* approximate bytes of a message */
     uint64_t done, wanted;   /* bytes sent and received so far, and in all */
     uint64_t *here;          /* blocks that have arrived */
     struct packets early;    /* messages that came before START */

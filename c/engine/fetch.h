@@ -27,7 +27,7 @@ struct want {
     struct holder *holder;   /* the one that was asked; NULL: returned */
     struct holder *former;   /* the one that was asked before, and may still answer; or NULL */
     uint64_t number;         /* of the request, in order */
-    uint32_t overtaken;      /* reminders since its holder has answered a later request */
+    uint32_t overtaken;      /* reminders since its holder answered a later request */
     uint32_t repeated;       /* number of repetitions because of that */
     uint64_t offset;         /* in the piece */
     uint32_t length;

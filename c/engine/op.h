@@ -160,7 +160,7 @@ void op_fail(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 
 /* Does the same with PCCL_ESTREAM, and the number of the stream that the text describes. */
 void op_fail_stream(struct op *op, uint32_t stream, const char *text);
 
-/* Emits FAILED, but lets the op go on, as it has lost only one of its peers. */
+/* Emits FAILED, but lets the op go on, because it has lost only one of its peers. */
 void op_report(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 4);
 void op_report_stream(struct op *op, uint32_t stream, const char *text);
 
@@ -171,7 +171,7 @@ struct flow *op_add_flow(struct op *op, struct stream *stream);
  * if the former is not open. On failure the op fails, and this returns NULL. */
 struct flow *op_add_direct(struct op *op, uint32_t stream, struct flow *around);
 
-/* START has fixed our place: handles the messages that have waited for it, and drops messages of
+/* Handles the messages that have waited for START, which fixes our place, and drops messages of
  * other calls. */
 void op_take_early(struct op *op, struct packets *early);
 

@@ -19,8 +19,8 @@ struct source {
     struct backlog *backlog;
     uint32_t copy_max;       /* bytes: payloads up to this size are copied */
     uint32_t pending;        /* its packets and flows (stream.h) that wait to send */
-    void *references;        /* libzmq's counter of messages that refer to its memory; NULL: there
-                              * has never been one */
+    void *references;        /* libzmq's counter of messages that refer to its memory; NULL: no
+                              * message ever has */
     uint64_t tx_bytes;       /* of payload that was sent */
 };
 

@@ -84,8 +84,8 @@ const char *parts_enter(struct parts *parts, const struct shape *shape,
 /* The part that an offset below slices * span belongs to. */
 const struct part *part_at(const struct parts *parts, uint64_t offset);
 
-/* The most offsets that a chunk may have that begins at an offset. 0: there are no elements, as the
- * slice is shorter than others. */
+/* The most offsets of a chunk that begins at an offset. 0: there are no elements, because the slice
+ * is shorter than others. */
 uint64_t parts_reach(const struct parts *parts, uint64_t offset);
 
 /* Finds the next stretch of a chunk between `*offset` and `end`, and moves *offset behind it.

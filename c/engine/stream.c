@@ -34,7 +34,7 @@ enum {
     NEAR_CREDIT = 1 << 20,   /* bytes before START: copying more takes longer than the vote */
     LANES_UNKNOWN = 8,       /* if the round trip is not known */
     LANES_MAX = 16,          /* at first: more do not help on a link without losses */
-    LANES_MEETING = 8,       /* at a meeting point, where both sides must know the number */
+    LANES_MEETING = 8,       /* at a rendezvous point, where both sides must know the number */
     LANE_US = 7000           /* round trip for each additional lane: see choose_lanes() */
 };
 
@@ -304,7 +304,7 @@ void stream_free(struct stream *stream)
 }
 
 /* Reconnecting is off: a connection ends when its sender's does, and a new one would find no
- * partner at the meeting point. */
+ * partner at the rendezvous point. */
 bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_command *command)
 {
     uint32_t lane, lanes = lanes_requested(command);

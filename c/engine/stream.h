@@ -52,7 +52,7 @@ struct stream {
     uint32_t standing;       /* handshakes that have succeeded */
     uint32_t port;           /* TCP port that the lanes connect to; 0: they are not TCP */
     uint32_t coming;         /* lanes that were opened later and are not connected yet */
-    uint32_t denied;         /* lanes of these that were refused and will be disconnected */
+    uint32_t denied;         /* those of them that were refused and will be disconnected */
     uint32_t learnt;         /* lanes that an earlier stream to the peer had; 0: none, or opened */
     bool automatic;          /* the engine chooses the number of lanes */
     bool measured;           /* it has chosen it, from the round trip */
@@ -90,7 +90,7 @@ void streams_command_connect(struct streams *streams, const pccl_command *comman
 void streams_command_lose(struct streams *streams, const pccl_command *command);
 void streams_command_close(struct streams *streams, const pccl_command *command);
 
-/* MEET: connects the PULL socket to a meeting point. False if it cannot. */
+/* MEET: connects the PULL socket to a rendezvous point. False if it cannot. */
 bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_command *command);
 
 /* The open stream with that number, or NULL. */

@@ -48,9 +48,9 @@ bool tcp_look(const struct tcp_connection *connection, struct tcp_state *state);
 /* Lets a connection take no more data while it holds `bytes` unsent bytes. Cannot fail. */
 void tcp_limit_unsent(const struct tcp_connection *connection, uint32_t bytes);
 
-/* How long TCP may hear nothing from the other side before the connection counts as lost, for a
- * heartbeat timeout. It is several times that long, because TCP cannot always tell a receiver that
- * reads nothing from a lost one. */
+/* How long the other side of a TCP connection may be silent before the connection counts as lost.
+ * It is several times the heartbeat timeout, because TCP cannot always tell a receiver that reads
+ * nothing from a lost one. */
 int tcp_unheard_ms(uint32_t heartbeat_timeout_ms);
 
 /* Lets a connection to an `ipc://` endpoint take whole chunks at once. Does nothing if the

@@ -1,11 +1,11 @@
-/* twostage.h - how a quantized all-reduce travels whose contributions go unchanged to the owners of
- * their segments (pccl_core.h, TWO STAGES). */
+/* twostage.h - the quantized all-reduce whose contributions go unchanged to the owners of segments
+ * (pccl_core.h, TWO STAGES). */
 #ifndef PCCL_TWOSTAGE_H
 #define PCCL_TWOSTAGE_H
 
 #include "engine/collective.h"
 
-enum { TWOSTAGE_STEP = 65534 };      /* of a contribution on the wire */
+enum { TWOSTAGE_STEP = 65534 };      /* the step of a contribution on the wire */
 
 extern const struct algorithm twostage_algorithm;
 

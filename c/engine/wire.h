@@ -32,8 +32,8 @@ struct wire_header {
 /* Writes the WIRE_HEADER_BYTES bytes of `header` to `bytes`. Cannot fail. */
 void wire_encode(const struct wire_header *header, unsigned char *bytes);
 
-/* Reads WIRE_HEADER_BYTES bytes. Returns false if they are no header of this version. The other
- * fields are not checked here, but by the op. */
+/* Reads WIRE_HEADER_BYTES bytes. Returns false if they are not a header of this version. The op
+ * checks the other fields. */
 bool wire_decode(struct wire_header *header, const unsigned char *bytes);
 
 /* Changes the step of an encoded header. Cannot fail. */

@@ -1,5 +1,5 @@
-"""Arguments of several commands: how they are declared, their types, which reject invalid values
-before anything starts, and the program that a command runs, which is all words after `--`."""
+"""What the arguments of several commands share: their declarations, types that reject invalid
+values before anything starts, and the program after `--`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ COMMANDS = {  # name -> its help
     "bench": "measure collectives, in the manner of nccl-tests",
     "status": "print the state of a run, as its master sees it",
     "top": "show a run in the terminal, refreshed every second",
-    "replay": "tell from a master's event log who waited for whom",
+    "replay": "show from a master's event log who waited for whom",
     "cflags": "print what a C compiler needs for programs that use pccl",
     "libs": "print what a linker needs for C programs that use pccl",
     "plan": "recommend settings for a model, its machines and their links",
@@ -41,7 +41,7 @@ EXAMPLES = """examples:
   pccl demo                                      a small model on four processes, one of them killed
   pccl master --listen-address 0.0.0.0:48148     on a machine that all others reach
   pccl run -n 8 --master HOST -- python train.py
-  pccl status HOST
+  pccl status HOST:8080                          where the master has --http 0.0.0.0:8080
   pccl doctor HOST"""
 
 

@@ -28,10 +28,10 @@ from typing import IO, Any, TypeAlias
 from pccl.errors import PCCLError
 from pccl.support import Closing
 
-QUIET_S = 0.5  # without output: then part of a line is shown, and the end is not awaited
+QUIET_S = 0.5  # without output for this long, part of a line is shown, and the end is not awaited
 OUTPUT_BYTES = 1 << 16  # read at once; also the longest line
 TAIL_BYTES, TAIL_LINES = 4000, 15  # of the output of a failed process
-MARK = "LOCAL_RUN_COPY"  # environment variable, which all that a process starts inherit
+MARK = "LOCAL_RUN_COPY"  # an environment variable that a process's descendants inherit
 POLL_S = 0.02
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # TerminateProcess on Windows
 Heard: TypeAlias = Callable[[Sequence[bytes]], object]  # gets lines of output
@@ -86,8 +86,8 @@ class Process(Closing):
         self.signal(KILL)
 
     def kill_strays(self) -> None:
-        """Kills the processes that it has started and that have left its group. They are known
-        by their environment; on Linux only."""
+        """Kills the processes that it has started and that have left its group, which it finds by
+        their environment; on Linux only."""
         for _ in range(3):  # they may start others meanwhile
             killed = False
             for found in Path("/proc").glob("[0-9]*/environ"):
@@ -105,7 +105,7 @@ class Process(Closing):
         return self.status
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Waits for its end, and kills the rest of its group. None: the time was over first."""
+        """Waits for its end, and kills the rest of its group. None: the time was up first."""
         if timeout_s is None:
             if self.status is None:
                 self._has_ended(wait=True)

@@ -1,8 +1,8 @@
-"""`pccl replay`: tells from a master's event log who waited for whom, checks it, and exports it.
+"""`pccl replay`: shows from a master's event log who waited for whom, checks it, and exports it.
 
 In a trace each peer is a process, and each of its calls a slice. Within it are slices for the time
 until all had entered, and until all had finished. Concurrent calls are on different threads. Events
-of a peer are marks on its process, those of the run marks on the master's.
+of a peer are marks on its process, and events of the run are marks on the master's.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Source:
             raise OSError(f"there is no event log {path}")
 
     def lines(self) -> Iterator[Entry]:
-        """All lines, the oldest first. Raises OSError: a file is no event log."""
+        """All lines, the oldest first. Raises OSError: a file is not an event log."""
         head: Head | None = None
         number = 0  # of the next line, as its master counts
         began_s = 0.0
@@ -255,7 +255,7 @@ class Call:
     began_s: float  # when it was entered, in seconds since 1970, as all times are
     started_s: float | None = None  # when all had entered it
     done_s: float | None = None  # when this peer had finished its part
-    ended_s: float = 0.0  # when all had, or the log ends
+    ended_s: float = 0.0  # when all had finished it, or the log ended
     seq: int = 0  # of a collective
     failed: str = ""  # why it failed; empty if it did not
     awaited: tuple[int, ...] = ()  # the peers that it waited for

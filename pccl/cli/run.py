@@ -1,8 +1,8 @@
 """`pccl run`: several copies of a program on this machine, restarted when they die.
 
-Each copy is a peer of its own. No copy is started again once another one has ended with 0, because
-the training is over, or if all copies fail alike at once, because the program is wrong. When a copy
-fails or is told to end, all that it has started is killed; a process that survives this and holds
+Each copy is a separate peer. No copy is restarted once another one has ended with 0, because the
+training is over, or if all copies soon fail alike, because the program is wrong. When a copy fails
+or is told to end, everything that it has started is killed; a process that survives this and holds
 the copy's output delays nothing.
 """
 
@@ -24,12 +24,12 @@ from pccl.cli.terminal import Refused, painted
 from pccl.master_node import MasterNode
 from pccl.runtime.signals import ended_by, handled
 
-GRACE_S = 10.0  # from a signal until a copy that has not ended is killed
+GRACE_S = 10.0  # a copy that has not ended this long after a signal is killed
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0  # before a restart; doubled each time, up to the second
 STEADY_S = 60.0  # after running this long, a copy has no earlier failures counted against it
 KILLED = 128 + 9  # status of a program that SIGKILL has ended
 NOT_STARTED = 127  # status of a program that cannot be started, as shells have it
-ALIKE_S = 20.0  # if all copies fail alike within this time of their start, the program is wrong
+ALIKE_S = 20.0  # if all copies fail alike this soon after their start, the program is wrong
 LOOPBACK = "127.0.0.1:0"
 
 

@@ -1,4 +1,4 @@
-"""Output for people: colors where they are wanted, tables, and pictures of a run."""
+"""Terminal output: colors where they are wanted, tables, and live pictures of a run."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ class Progress(Closing):
 
 
 class Refused(Exception):
-    """A command cannot start, because of the text; its exit status is 2."""
+    """A command cannot start; the text says why, and its exit status is 2."""
 
 
 def complain(command: str, text: object) -> None:
-    """Tells on stderr why a command has failed."""
+    """Prints on stderr why a command has failed."""
     print(f"{painted(f'pccl {command}:', 'red', sys.stderr)} {text}", file=sys.stderr)
 
 

@@ -4,7 +4,7 @@ docs/howto/data.md says how. A sample is
 
     fresh       no peer has claimed it yet
     claimed     a peer trains on it
-    under way   a collective with this peer's progress has started
+    under way   a collective with that peer's progress has started
     consumed    that collective has committed, and its result is applied
 
 The ledger has a row for each range of claimed or returned samples, and no rows for consumed or
@@ -32,7 +32,7 @@ _HEAD = 4  # samples, end, fresh, rows
 _ROWS_EACH = 8
 _ENDLESS = 1 << 62
 Vote = NDArray[np.uint8] | NDArray[np.int64]
-_SET = 255  # a cell of a vote: the mean of one such cell over up to 255 peers is at least 1
+_SET = 255  # a set cell of a vote: its mean over up to 255 peers is at least 1
 
 
 class Ledger:
@@ -77,9 +77,9 @@ class Ledger:
         self._me = secrets.randbits(62) | 1
         self._living: set[int] = set()  # the peers of the last claim: the same on all peers
         self._counted = False  # whether votes are counts
-        self._trained = 0  # of this peer's samples, it has trained on the first so many
-        self._sent = 0  # of these, those in its last vote
-        self._marked = 0  # and those until the last `mark`
+        self._trained = 0  # how many of its samples this peer has trained on, in order
+        self._sent = 0  # how many of these were in its last vote
+        self._marked = 0  # how many of these came before the last `mark`
 
     def entries(self) -> list[TensorInfo]:
         """The entries of the shared state."""
@@ -200,7 +200,7 @@ class Ledger:
             self._sent = 0
 
     def renew(self) -> None:
-        """Joins the run again without the progress of this peer, whose samples go to others."""
+        """Joins the run again without this peer's progress; its samples go to others."""
         with self._lock:
             self._me = secrets.randbits(62) | 1
             self._trained = self._sent = self._marked = 0

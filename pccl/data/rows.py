@@ -64,7 +64,7 @@ def departed(content: Content, living: Collection[int]) -> Content:
 
 
 def settled(content: Content, trained: Mapping[int, int | None]) -> Content:
-    """Ends a collective. `trained` has its contributors: the first so many samples of each are
+    """Ends a collective. `trained` has, for each contributor, how many of its first samples are
     consumed; None: all of them.
 
     Samples of other peers stay claimed; the next claim frees those of lost peers.

@@ -26,7 +26,7 @@ Algorithm = Literal["gather", "two-stage", "ring"]
 Tensors = list[torch.Tensor]
 
 _WEIGHTS_MAX = 1 << 32  # the sum of all weights, which divides a mean, is less
-_BLOCK = 1024  # numbers; a multiple of the blocks of every format that allows two stages
+_BLOCK = 1024  # numbers: a multiple of the blocks of every format that allows two stages
 
 _log = logging.getLogger("pccl.diloco")
 
@@ -34,8 +34,8 @@ _log = logging.getLogger("pccl.diloco")
 class Selector:
     """Chooses the algorithm by the bytes that a peer receives: docs/howto/diloco.md, "Fewer bytes".
 
-    All peers must choose the same. So the number of peers is that in the last applied mean, which
-    all know; two peers may see different world sizes. A choice holds until the round has its mean.
+    All peers must choose the same algorithm, and two peers may see different world sizes. So it
+    counts the peers in the last applied mean, which all know. A choice holds for the whole round.
     """
 
     def __init__(self) -> None:
@@ -238,11 +238,11 @@ class Codec:
 
 
 class TwoStageMean:
-    """One attempt at a mean in two stages; it is waited for like the handle of one collective.
+    """One attempt at a mean in two stages, with the interface of a collective's handle.
 
     The first stage is an all-to-all of the quantized parts, in whole blocks of the format. The
-    second is a gather of the means, and of the tensors `beside`. Both use the ranks of the first:
-    if a peer is lost in between, the second fails on all.
+    second is a gather of the means, and of the tensors `beside`. Both use the ranks of the first,
+    so if a peer is lost in between, the second fails on all.
     """
 
     def __init__(
@@ -471,8 +471,8 @@ class Quantized(Averager):
             if part:
                 kernels.dequantize(mean[part.start : part.stop], codes, self._codec.format)
         self.total.add_up(attempt.rows[len(self._beside) - len(self.total.sent) :])
-        # The sum over all peers has lost the error of the mean times the divisor. This peer's next
-        # contribution returns that. A late peer has weight 0 here, and returns it by the average.
+        # The sum over all peers has lost the error of the mean times the divisor, which this peer's
+        # next contribution restores. A late peer has weight 0 here, and restores the average.
         average = attempt.divisor / max(1, self.total.contributors or len(attempt.parts))
         by = attempt.divisor / (self.total.weight or average)
         self._second = attempt.own_part, attempt.second_error * by

@@ -292,7 +292,7 @@ class _Writes:
     places: dict[str, Any]  # of the items' names in the state
 
     def plus(self, state: dict[str, Any], first: bool, part: int = 0, parts: int = 1) -> _Writes:
-        """Adds a copy of one of so many parts of a state: the same share of each tensor's rows.
+        """Adds a copy of part `part` of `parts` of a state: an equal share of each tensor's rows.
 
         `first`: this is the first process of a replica, which also writes what is not sharded.
         """
@@ -375,8 +375,8 @@ class Saver:
     _turn: torch.Tensor
     _tag: int = 0
     _probed: Path | None = None
-    _mine: int = -1  # the last checkpoint that has a part of this peer,
-    _place: int = 0  # and which one
+    _mine: int = -1  # the last checkpoint that has a part of this peer
+    _place: int = 0  # the number of that part
     _writer: _Writer | None = None
     _committer: threading.Thread | None = None
 
@@ -439,7 +439,7 @@ class Saver:
         return self._writer is None or not self._writer.is_alive()
 
     def _forget_probe(self) -> None:
-        """Since all peers have come to a later place, all have looked for it."""
+        """Removes the probe: all peers have come to a later step, so all have looked for it."""
         if self._probed is not None:
             self._probed.unlink(missing_ok=True)
             self._probed = None
@@ -467,7 +467,7 @@ class Saver:
         self._beside(begin)
 
     def _vote(self, outer_step: int) -> None:
-        """All peers learn how far each one is, and decide."""
+        """All peers learn how far each one has written, and decide."""
         step, parts, _ = self._turn.tolist()
         rows = gather_row(self._comm, [self._state(step)])
         states = [int(state) for (state,) in rows]
@@ -570,8 +570,9 @@ def read_parts(
 ) -> dict[str, Any]:
     """The state in a checkpoint of all peers.
 
-    The inner state is that of the peer at this place, or if there were fewer, of another one. The
-    residuals of all peers are averaged: so the next mean has all of them, of any number of peers.
+    The inner state is that of the peer at this place, or, if fewer peers were saved, of another
+    one. Residuals are averaged over all saved peers, so any number of peers brings them into the
+    next mean.
     """
     try:
         return _read_parts(directory, place, parameters, inner)

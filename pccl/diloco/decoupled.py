@@ -1,4 +1,4 @@
-"""Learners on their own clocks, and syncers beside them (Decoupled DiLoCo, arXiv 2604.21428)."""
+"""Learners with their own clocks, and a syncer beside each (Decoupled DiLoCo, arXiv 2604.21428)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Action = Callable[[], object]
 class Learner:
     """Connects a learner and its syncer; a syncer that fails ends the learner, too.
 
-    Only the learner's thread touches the model. So the syncer leaves actions here, which the
-    learner carries out, in their order, at the end of an inner step.
+    Only the learner's thread touches the model. So the syncer queues actions here, which the
+    learner carries out in order at the end of an inner step.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class Learner:
         self.idle, self.idle_s = False, 0.0  # whether it has nothing to train on, and for how long
         self._actions: list[Action] = []
         self._measure: Action | None = None
-        self._due = 1  # inner steps until that
-        self._step_s, self._stepped_s = 0.0, time.monotonic()  # of the last inner step
+        self._due = 1  # inner steps until the measurement
+        self._step_s, self._stepped_s = 0.0, time.monotonic()  # duration and end of the last step
         self._paused = self._meeting = self._stopped = False
         self._error: BaseException | None = None
 

@@ -29,8 +29,8 @@ class Group:
     """Admits peers, and synchronizes the shared state."""
 
     _comm: Communicator
-    shared: SharedState  # that every round synchronizes
-    _complete: SharedState  # that is synchronized when newcomers were admitted
+    shared: SharedState  # is synchronized in every round
+    _complete: SharedState  # is synchronized when newcomers were admitted
     _settings: Settings
     _frozen: Frozen
     _buffers: Buffers

@@ -1,5 +1,5 @@
-"""A model and its inner optimizer: the processes it is sharded over, frozen parameters, buffers,
-and the optimizer's state. Nothing here communicates with other replicas.
+"""A model and its inner optimizer: the processes that shard it, frozen parameters, buffers, and the
+optimizer's state. Nothing here communicates with other replicas.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Replica:
     """A replica of one process; `Sharded` is a replica of several.
 
     Each process of a sharded replica is a peer of another group. If a peer is lost, the groups may
-    see that in different calls: where the next step depends on it, processes compare their results.
+    notice it in different calls. Where the next step depends on it, processes compare results.
     """
 
     is_sharded = False
@@ -112,7 +112,7 @@ class Sharded(Replica):
         return [row.tolist() for row in gathered]
 
     def reshard(self) -> None:
-        """Frees gathered parameters, which an evaluation leaves behind and which are outdated."""
+        """Frees the outdated gathered parameters that an evaluation leaves behind."""
         for module in self._modules:
             module.reshard()
 
@@ -333,7 +333,7 @@ class Buffers:
 
     def _move(self, place: _Place, base: torch.Tensor) -> torch.Tensor:
         now = place.tensor()
-        begin = base.to(now.dtype).to(base.dtype)  # as the model's dtype had it
+        begin = base.to(now.dtype).to(base.dtype)  # rounded to the model's dtype
         now = now.to(base.device, base.dtype)
         return torch.where(torch.isfinite(base), now - begin, now)
 

@@ -1,4 +1,4 @@
-"""Muon as the inner optimizer, and settings that were found to go with it."""
+"""Muon as the inner optimizer, and tuned settings."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         adamw: names of further parameters for AdamW, or of modules that have them.
 
     Raises:
-        ValueError: the model has no such matrix, or a name in `adamw` is none of its names.
+        ValueError: the model has no such matrix, or no such name as one in `adamw`.
         RuntimeError: this torch has no Muon, which came with 2.9.
     """
 

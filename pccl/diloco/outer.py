@@ -198,7 +198,6 @@ def split(named: Named, count: int, pattern: Pattern) -> list[list[int]]:
     The parameters of one layer stay together, where the model has enough layers. A layer is an
     element of the first list of modules in a parameter's name ("blocks.3" of "blocks.3.norm.bias"),
     or else the parameter's module.
-
     """
     layers: dict[str, list[int]] = {}
     for place, (name, _) in enumerate(named):
@@ -253,7 +252,7 @@ class Outer:
         self.groups = groups
         self._named = named
         self._replica = replica
-        # the last number is the run's name; fresh peers differ in it, so the first one's is elected
+        # The last number is the run's name. It differs on fresh peers: the first one's is elected.
         self.clock = torch.tensor([0] * len(groups) + [0], dtype=torch.int64)
         self.rename()
         self.fragments = [
@@ -262,7 +261,7 @@ class Outer:
         ]
 
     def rename(self) -> None:
-        """Draws a new name, for the case that this peer starts another run."""
+        """Draws a new name, in case this peer starts another run."""
         self.clock[-1] = self._replica.first(secrets.randbits(62))
 
     @property

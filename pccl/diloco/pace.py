@@ -13,12 +13,12 @@ from pccl.diloco.model import Replica
 from pccl.diloco.settings import Settings
 from pccl.extension import Grace
 
-_REMEMBERED = 8  # rounds whose times are known
-_LEAST_DROP_S = 2.0  # in mode "decoupled"
+_REMEMBERED = 8  # the number of rounds whose times are kept
+_LEAST_DROP_S = 2.0  # the least time before a peer is dropped, with mode="decoupled"
 _LEAST_PATIENCE_S = 0.2
-_LEAST_PART = 0.1  # of the last of these times, as a measured grace
+_LEAST_PART = 0.1  # a measured grace is at least this part of the last of these times
 
-REMINDER_S = 5.0  # to the second warning of the same kind; each further gap is twice as long
+REMINDER_S = 5.0  # between the first two warnings of a kind; each further gap is twice as long
 _log = logging.getLogger("pccl.diloco")
 
 
@@ -29,8 +29,8 @@ class Pace:
     """
 
     def __init__(self, waits_for_all: bool = True) -> None:
-        self.late = False  # whether this peer comes without having taken all its inner steps
-        self.waits_for_all = waits_for_all  # however late they are
+        self.late = False  # whether this peer arrives before it has taken all its inner steps
+        self.waits_for_all = waits_for_all  # whether it waits for all others, however late
         self._inner_steps = 1  # of the round
 
     def begin(self, inner_steps: int) -> None:
@@ -130,8 +130,8 @@ class Deadline(Pace):
     """A round is due after a number of inner steps, or when `enough` peers would wait for this one:
     see docs/howto/diloco.md, "Machines that are not alike".
 
-    With several fragments a peer is never late, but contributes what it has: else it could be late
-    for the same ones for ever.
+    With several fragments a peer is never late but contributes what it has: otherwise it could
+    always be late for the same fragments.
     """
 
     def __init__(self, enough: int, grace: float | None, fragments: int) -> None:
@@ -199,9 +199,9 @@ class Deadline(Pace):
 
 class Forecast(Deadline):
     """The pace of a syncer: it takes part in a meeting when its learner has taken its inner steps,
-    or when a part of the grace after the forecast of `enough` learners is over.
+    or when part of the grace has passed since the time forecast for `enough` learners.
 
-    A peer that has not come is dropped after the grace; if none is given, after four times the
+    A peer that does not come is dropped after the grace; if none is given, after four times the
     measured one and at least two seconds, because no learner waits for it.
     """
 
@@ -254,7 +254,7 @@ def pace_of(settings: Settings, replica: Replica) -> Pace:
 
 
 class Reminder:
-    """Says the same thing seldom: at once, and then after gaps that grow."""
+    """Limits a repeated warning: it is logged at once, and then after growing gaps."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -265,7 +265,7 @@ class Reminder:
         self._next_s, self._gap_s = 0.0, REMINDER_S
 
     def warn(self, text: str) -> None:
-        """Says it, if it is time."""
+        """Logs it, if it is time."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._log.warning(text)

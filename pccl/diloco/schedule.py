@@ -63,7 +63,7 @@ class Schedule:
         self._unchecked: Fragment | None = None  # of the last applied mean
         self._stepped = True  # whether that was applied
         self._turn = torch.zeros(1, dtype=torch.int64)  # rounds that have ended
-        # in rounds: the least `progress`, which a meeting without an outer step raises too
+        # in rounds: the least `progress`, which even a meeting without an outer step raises
         self._reached = torch.zeros(1, dtype=torch.int64)
         # contributors of the mean that newcomers receive; 0: there is none
         self._contributors = torch.zeros(1, dtype=torch.int64)
@@ -357,7 +357,7 @@ class Schedule:
     # ---- its state ----
 
     def entries(self) -> list[TensorInfo]:
-        """Shared-state entries beside theta, v and k that a newcomer needs to be in phase."""
+        """The shared-state entries besides theta, v and k that bring a newcomer into phase."""
         own = [
             TensorInfo.from_torch(self._reached, "diloco.reached"),
             TensorInfo.from_torch(self._turn, "diloco.turn"),

@@ -29,7 +29,7 @@ InnerSteps = int | Sequence[tuple[int, int]]
 
 _CONFIG_BYTES = 1024
 
-# The best outer learning rates for a momentum of 0.9 at H = 30, by the number of peers
+# The best outer learning rates by the number of peers, for a momentum of 0.9 and H = 30
 # (arXiv 2503.09799, figure 7: M = 1, 2, 4, 8). They hardly depend on the model's size.
 _LR_OF_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 _MOMENTUM = 0.9
@@ -103,8 +103,8 @@ def quadratic_steps(
     H = (alpha / lr)^2, rounded down: as the inner learning rate falls, rounds become longer.
 
     Args:
-        lr: the inner learning rate after the warm-up, by `DiLoCo.progress`, from 0 to 1.
-        outer_steps: of the whole run.
+        lr: the inner learning rate after the warm-up, a function of `DiLoCo.progress` (0 to 1).
+        outer_steps: the outer steps of the whole run.
         alpha: at a learning rate of alpha / sqrt(H), a round has H inner steps.
         least: the least inner steps of a round.
         most: the most inner steps of a round.

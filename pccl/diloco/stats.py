@@ -36,7 +36,7 @@ class PeerShare:
         samples: samples that it has trained on, as passed to `DiLoCo.step`.
         compute_s: seconds of training.
         utilisation: `compute_s` divided by the time from the end of its last round to this one's.
-        late: whether it came late to a deadline round; its progress is in the next one then.
+        late: whether it came late to a deadline round; its progress is then in the next one.
     """
 
     inner_steps: int
@@ -82,8 +82,7 @@ def gather_row(comm: Communicator, own: Sequence[float]) -> list[list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class OuterRound:
-    """The result of one outer round, on this peer: what `DiLoCo.step` returns after the last inner
-    step of a round.
+    """The result of one outer round on this peer; the last `DiLoCo.step` of a round returns it.
 
     >>> outer = OuterRound(
     ...     outer_step=7, contributors=4, retries=0, admitted=False, rejoined=False, fragment=0,
@@ -118,7 +117,7 @@ class OuterRound:
         excluded: the peers whose pseudo-gradients were left out of the mean, by `quarantine`.
         peers: the work of each peer in this round, in the order of their ranks, if peers may differ
             (inner_seconds, deadline_peers, or weight="samples"). Otherwise, and in a round that has
-            admitted newcomers, only that of this peer.
+            admitted newcomers, the work of this peer alone.
     """
 
     outer_step: int

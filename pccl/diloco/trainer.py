@@ -72,7 +72,7 @@ from pccl.kernels import Wire
 from pccl.runtime.checkpoint import replacing
 from pccl.support import require
 
-_REJOINS_MAX = 3  # without a round between them
+_REJOINS_MAX = 3  # in a row, without a round between them
 _log = logging.getLogger("pccl.diloco")
 
 T = TypeVar("T")
@@ -103,9 +103,9 @@ class DiLoCo:
     parameters must not be replaced by other tensors afterwards. Those that do not require a
     gradient now are frozen, and must not change.
 
-    If FSDP2 (`fully_shard`) shards the model, each process of it makes this object, with its own
-    `pccl.torch.communicator`, and all make the same calls. theta and v are the shards of a process,
-    weights those of a whole replica.
+    If FSDP2 (`fully_shard`) shards the model, each of its processes makes this object, with its own
+    `pccl.torch.communicator`, and all make the same calls. theta and v are then the shards of a
+    process, and weights count the samples of a whole replica.
 
     Args:
         comm: a connected communicator. All peers of its group train the same model with the same
@@ -114,8 +114,8 @@ class DiLoCo:
         model: the module to train. Its parameters matter only on the first peer of a run; all other
             peers receive the shared ones in this constructor.
         inner_optimizer: optimizer of the parameters of `model`; usually AdamW.
-        inner_steps: H, calls of `step` between outer steps: a number; or points (k, steps), between
-            which it is linear in the outer step k, rounded down, and beyond which constant. See
+        inner_steps: H, calls of `step` between outer steps: a number, or points (k, steps). H is
+            linear in the outer step k between points, rounded down, and constant beyond them. See
             also `quadratic_steps`.
         inner_seconds: instead of `inner_steps`, the seconds between outer steps.
         outer_lr: eta, a number or points. None: by the number of contributors, 0.4 for 1, 0.6 for 2
@@ -138,35 +138,35 @@ class DiLoCo:
         alone: what to do in a round without other peers. "continue": train on without outer steps,
             until another peer joins. "step": take the outer step. "wait": admit others until there
             are `min_peers`, at least 2.
-        mode: when a mean is applied. "sync": at once. "delayed": while the next round trains, and
-            and at its end; until then peers train from a guess of it. "eager" is another name of
-            it. "streaming": one fragment of the model after the other, some inner steps later.
-            "decoupled": the same in a thread beside the training, which waits for no other peer.
+        mode: when a mean is applied. "sync": at once. "delayed" (or "eager"): at the end of the
+            next round; until then peers train from a guess of it. "streaming": some inner steps
+            later, one fragment of the model after the other. "decoupled": likewise, by a thread
+            beside the training, which waits for no other peer.
         wire: how pseudo-gradients are sent: "fp32"; or quantized by each peer, with error feedback,
             as "int8", "int4", "e3m0", "2bit" or "sparse". See `OuterRound.algorithm`.
         fragments: P, with mode="streaming" or "decoupled": the parts of the model, at most H.
         pattern: "strided": layer i is in fragment i mod P. "sequential": fragments are runs of
             layers.
         overlap: tau, with mode="streaming": inner steps from the launch of a mean to its
-            application, less than floor(H / P). A peer keeps what it has learnt meanwhile.
+            application, less than floor(H / P). A peer keeps what it has learned meanwhile.
         alpha: with mode="streaming", the part that a peer keeps of its own parameters when it takes
             over theta, in [0, 1).
         weight: of a pseudo-gradient. "peers": all the same. "samples": as passed to `step`.
-            "rate": the square of that, by the number of inner steps. None: "rate" with
-            mode="decoupled", else "peers".
+            "rate": the square of the samples, divided by the number of inner steps. None: "rate"
+            with mode="decoupled", else "peers".
         deadline_peers: K: a round waits for K peers, and then for the others no longer than
-            `grace`. None: for all; with mode="decoupled" K is 1.
-        grace: seconds. With deadline_peers None is what is measured. With inner_seconds: a peer
-            begins no step that would end more than this too late; None is 0.
+            `grace`. None: it waits for all; with mode="decoupled" K is 1.
+        grace: seconds. With deadline_peers, None means that it is measured. With inner_seconds, a
+            peer does not begin a step that would end more than this too late; None means 0.
         late_decay: the part of its progress that a late peer keeps, from 0 to 1.
         merge: "mean"; or "radial": norms and directions of each parameter are averaged separately.
-        quarantine: leave out pseudo-gradients that are not finite, or more than ten times the
-            median norm of three or more; after so many rounds in a row the peer gets a
+        quarantine: leave out pseudo-gradients that are not finite, or whose norm is more than ten
+            times the median of three or more; after this many rounds in a row the peer gets a
             `KickedError`. None: one that is not finite counts as zero, and all others are averaged.
         outliers: with quarantine: "exclude"; or "clip": norms above the median are clipped to it.
         ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`.
-        checkpoints: what all peers write together. If `state` is None, a new run begins with the
-            latest of them.
+        checkpoints: checkpoints that all peers write together. If `state` is None, a new run
+            begins with the latest of them.
         log_metrics: called after each outer round, with the metrics of `OuterRound.flat` and
             `Communicator.stats().flat()`, and the outer step, as `wandb.log` is. If it raises, so
             does the call that made the round, which is complete. With mode="decoupled", another
@@ -537,12 +537,12 @@ class DiLoCo:
 
         It holds theta and v as flat fp32 tensors on the CPU, k, the settings, frozen parameters,
         buffers, and the states of this peer's inner optimizer and of its wire. Inner steps since
-        the last outer round are not in it, so the place to take it is right after one. Without
-        "optimizer" in it, the next inner optimizer begins anew. With mode="delayed" this call
-        waits for the mean under way, and has it; with "streaming" it is not in it.
+        the last outer round are not in it, so take it right after one. Without its "optimizer",
+        the next inner optimizer starts afresh. With mode="delayed" this call waits for the mean
+        under way, and includes it; with "streaming" it does not.
 
         If the model is sharded, all processes of the replica make this call, and each gets the
-        whole state. With `sharded`, theta and v are by the names of the parameters, as DTensors for
+        whole state. With `sharded`, theta and v are DTensors by the names of the parameters, for
         `torch.distributed.checkpoint`.
         """
         with self._paused():
@@ -577,8 +577,8 @@ class DiLoCo:
             scaler: steps the inner optimizer, and is updated. A step that it skips counts, too.
 
         Returns:
-            The result of the outer round; None if this call had none. With mode="decoupled", it is
-            the last round that has ended since the last call.
+            The result of the outer round; None if this call had none. With mode="decoupled", the
+            last round that has ended since the previous call.
 
         Raises:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
@@ -599,7 +599,7 @@ class DiLoCo:
         return self._after_inner_step(samples)
 
     def _count(self, samples: int | None) -> None:
-        """Adds `samples` to those of this peer; None: unknown, which counts as one."""
+        """Adds `samples` to this peer's samples; None: unknown, which counts as one."""
         if samples is None and self._ledger.counted:
             raise ValueError(
                 "a ledger whose rounds may end early must know how many samples a step has trained "
@@ -788,8 +788,8 @@ class DiLoCo:
     def finish(self) -> None:
         """Ends the training: waits for the mean that is under way, and applies it.
 
-        Call it after the last round, on all peers, in place of another one. The model is theta
-        then. It also completes the checkpoint that is being written. With mode="decoupled", it
+        Call it on all peers after the last round, instead of another round. The model is then
+        theta. It also completes the checkpoint that is being written. With mode="decoupled", it
         waits until all learners have called it, or have left. The end of a `with` block calls it.
 
         Raises:

@@ -1,6 +1,6 @@
 """Builds pccl.ext._core from c/ with cffi in API mode, from the declarations in c/pccl_core.h.
 
-PCCL_BUILD=debug or asan in the environment of the build gives an unoptimized or a sanitizer build.
+PCCL_BUILD=debug or asan in the environment gives an unoptimized or a sanitizer build.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sends and receives messages without releasing the interpreter's lock (GIL).
 
-pyzmq releases the lock for each message. To get it back, a thread may have to wait while another
-one computes, for up to `sys.getswitchinterval()`, which is many times longer than the call. Each
+pyzmq releases the lock for each message. To get it back, a thread may have to wait up to
+`sys.getswitchinterval()` for another one that computes, many times longer than the call takes. Each
 collective would have several such waits. The calls here never block, so they can keep the lock.
 """
 

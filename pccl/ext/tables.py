@@ -5,7 +5,7 @@ Python runs per message. `pyzmq` calls back into pyzmq's sockets; it is for plat
 symbols are hidden, as in the Windows wheels, which link libzmq statically. PCCL_ENGINE=libzmq or
 pyzmq chooses a backend; the default, auto, chooses libzmq if it is available.
 
-No libzmq is loaded by name, because it could be another copy: a socket belongs to one copy.
+No libzmq is loaded by name, because that could be another copy, and a socket belongs to one copy.
 """
 
 from __future__ import annotations

@@ -486,7 +486,7 @@ class Hello(FromPeer, tag=1):
     In a run with keys, `curve` is the public key of the peer's streams; without keys, `dial` is the
     password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
 
-    A `client` is no peer: it publishes or follows weights, and takes part in no round.
+    A `client` is not a peer: it publishes or follows weights, and takes part in no round.
     `outgoing`, `relay`, `others` and `name`: as in `PeerInfo`.
     """
 
@@ -686,7 +686,7 @@ class Measured(FromPeer, tag=14):
 
 
 class Resume(FromPeer, tag=10):
-    """An accepted peer comes back to a master that has lost its connections: all that it knows.
+    """An accepted peer tells a master that has lost its connections everything that it knows.
 
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
     known outcome (the latest ones: all peers know the older ones), `small` the results that others
@@ -1016,7 +1016,7 @@ class RendezvousRelay(MasterNotice, tag=86):
     receiver: PeerInfo
 
 
-Rendezvous = RendezvousJoin | RendezvousResult | RendezvousRelay  # what the master arranges
+Rendezvous = RendezvousJoin | RendezvousResult | RendezvousRelay  # how the master arranges one
 
 
 class Kicked(FromMaster, tag=77):
@@ -1083,7 +1083,7 @@ T = TypeVar("T")
 
 
 class ProtocolError(ValueError):
-    """The bytes are no message of this protocol."""
+    """The bytes are not a message of this protocol."""
 
 
 encode: Callable[[PeerMessage | MasterMessage], bytes] = msgspec.msgpack.Encoder().encode
@@ -1143,7 +1143,7 @@ def _frame(messages: Sequence[bytes]) -> bytes:
 def opened(frame: bytes) -> Sequence[bytes]:
     """Unpacks the encoded messages of a frame.
 
-    Raises ProtocolError: it is no frame of this protocol. The messages themselves are not checked.
+    Raises ProtocolError: it is not a frame of this protocol. The messages inside are not checked.
     """
     if not frame.startswith(_HEAD):
         return (frame,)

@@ -77,7 +77,7 @@ def plan_rings(
 def _spread(
     order: Sequence[int], outgoing: Collection[int], barred: Callable[[Hop], bool]
 ) -> tuple[int, ...]:
-    """The order with as few barred hops as possible, and otherwise as it was; rank 0 stays.
+    """The order, changed only to have as few barred hops as possible; rank 0 stays.
 
     A hop is `barred` if it is between two `outgoing` peers that are apart.
     """

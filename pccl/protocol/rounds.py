@@ -12,7 +12,7 @@ thread says that it is *stuck* in such a call. Two peers of one group that are s
 can never meet either.
 
 It is enough to consider pairs of rounds: a peer that can never enter a round is stuck in another
-one, and that belongs to the same group, or to the whole run like the first.
+one, which belongs to the same group or, like the first, to the whole run.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ several rings, each with a share of the data, take a fraction of the time.
 
 In a group of n peers there are n (n - 1) links. Up to ALL_MAX peers all of them are measured, each
 peer with one other at a time. In larger groups that would take too long, and what counts there is
-which peers are near each other. A *site* is a set of peers; each has reached another one quickly. A
-survey finds the sites: of two sets of peers one pair is measured, and then they are one site, or
-two for good. So it takes about as many slots as there are sites, because the peers of a site are
-compared with those of others at the same time. The ring then leaves each site once, over the best
-link that was measured between the two.
+which peers are near each other. A *site* is a set of peers, each of which reaches another one
+quickly. A survey finds the sites: it measures one pair from two sets of peers, which are then one
+site, or two for good. It takes about as many slots as there are sites, because the peers of a site
+are compared with those of others at the same time. The ring then leaves each site once, over the
+best link that was measured between the two.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SPREAD_MAX = 6  # peers of a group that may have several rings: for more, choosi
 SHARES = 8  # of the slowest link of the best ring, each given to the ring that gains most
 SEARCH_STEPS = 300_000  # links considered by a local search: about half a second
 GAIN = 0.2  # of the time: an order is not changed for less, because measurements vary
-ALL_MAX = 17  # peers: of more, not all pairs are measured. 17 peers take 17 slots, 16 take 15
+ALL_MAX = 17  # the most peers of which all pairs are measured: 17 take 17 slots, 16 take 15
 SLOTS_MAX = 32  # of a survey; sets that have not been compared by then count as two sites
-SITE_US = 25_000  # until the first bytes, which takes five round trips: of one site
+SITE_US = 25_000  # peers of one site get the first bytes, after five round trips, within this time
 
 Hop: TypeAlias = tuple[int, int]  # from whom, to whom
 Slot: TypeAlias = dict[int, tuple[int, ...]]  # what is measured at once: receivers, their senders
@@ -55,8 +55,8 @@ LOCAL = Link(8 << 30, 100)  # within a machine: more than any network, and not w
 class Links:
     """The links among some peers.
 
-    An unknown one is as the typical one between the sites of its ends, where these are known, else
-    as bad as the worst one known at its ends.
+    An unknown link counts as the typical one between the sites of its ends, if these are known;
+    otherwise as the worst known link at either end.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ def _order_seconds(order: Sequence[int], links: Links | Mapping[Hop, Link]) -> f
 def _spread(order: Sequence[int], links: Links) -> tuple[Ring, ...]:
     """Rings that use the links together: a packing of Hamiltonian cycles, the heaviest first.
 
-    What is left of the links is divided into equal shares, each to the ring that is best then.
+    The remaining capacity is divided into equal shares, each for the ring that is best by then.
     """
     left = {hop: links[hop] for hop in permutations(order, 2)}
     share = left[slowest(order, left)].rate // SHARES
@@ -210,7 +210,7 @@ def exact(current: Sequence[int], costs: Mapping[Hop, tuple[float, float]]) -> t
 
     Args:
         current: begins with the peer with which all orders begin.
-        costs: of each hop, what counts once, for the worst hop, and what counts for each.
+        costs: for each hop, the cost that counts only for the worst hop, and the one that adds up.
     """
     best = tuple(current)
     known = [costs[hop] for hop in hops(best)]

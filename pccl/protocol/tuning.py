@@ -32,7 +32,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 INLINE_ALWAYS_BYTES = 64 * KIB  # of a contribution, for any number of members
 INLINE_TOTAL_BYTES = 512 * KIB  # of all contributions, which the master handles one by one
-# Elements up to which two members on one machine send each other everything. With more elements the
+# Up to so many elements, two members on one machine send each other everything. With more, the
 # additional work of the processors takes longer than the second hop of a ring.
 ONE_SHOT_LOCAL_MAX = 1 << 18
 # Elements of a step, in whole alignment blocks: 4 MiB of float32. It exceeds any contribution that
@@ -65,7 +65,7 @@ class Settings:
     inline_bytes: int | None = None
     pool_size: int = 0  # connections (lanes) to each neighbour; 0: not set
     lanes: int = 0  # connections to each neighbour on another machine; 0: not set
-    # the most members to which this peer can have streams at the same time
+    # the largest number of members to which this peer can have streams at once
     direct_max: int = DIRECT_MAX
 
 
@@ -196,7 +196,7 @@ def _is_two_stage(spec: Spec, conditions: Conditions) -> bool:
 
 
 def _may_be_eager(spec: Spec, rings: tuple[Ring, ...]) -> bool:
-    """True if each member has data of its own for its successor, and its caller knows the ranks."""
+    """True if each member has its own data for its successor, and its caller knows the ranks."""
     if not rings or spec.what in EXCHANGES or spec.what == CollectiveKind.BARRIER:
         return False
     order = rings[0].order

@@ -1,11 +1,11 @@
 """The state machine of a weights client: what it serves, fetches and publishes. No I/O.
 
-It fetches one package after the other, along the way to the newest version that takes the fewest
-bytes. It asks the master for a holder and fetches from that. When the caller has worked the package
-in, it serves the package to others. Both sides keep the stream to each other for the next package:
-over a long link, opening streams would take most of the time of a small one. When the holder is
-lost, or sends other data than what was published, it asks for another holder and keeps what it has
-fetched. Nothing that other clients do can end it; if no client has what it needs, it waits.
+It fetches packages one after the other, along the path to the newest version that takes the fewest
+bytes. It asks the master for a holder and fetches from that. When the caller has applied the
+package, it serves the package to others. Both sides keep the stream to each other for the next
+package: over a long link, opening streams would take most of the time of a small one. When the
+holder is lost, or sends other data than what was published, it asks for another holder and keeps
+what it has fetched. No other client can end it; if none has what it needs, it waits.
 
 When the connection to the master breaks, transfers continue. To the next master it is a newcomer,
 and reports what it holds.
@@ -61,7 +61,7 @@ class Allow(Effect):
 
 
 class Arrived(Effect):
-    """A package is complete and verified; the caller calls `taken` when it has worked it in."""
+    """A package is complete and verified; the caller calls `taken` when it has applied it."""
 
     package: m.Package
 
@@ -91,7 +91,7 @@ class Over(Effect):
     fail: Fail
 
 
-KEPT_MAX = 200  # packages kept by a holder; a message has space for somewhat more
+KEPT_MAX = 200  # packages kept by a holder; a message has room for a few more
 
 
 def way(packages: Sequence[m.Package], version: int) -> tuple[m.Package, ...]:
@@ -183,7 +183,7 @@ class BlobCache:
             return  # it was dropped, and the master has been told
         receiver, slot = serve.receiver.peer, serve.slot
         for other, end in list(self._ends.items()):
-            # Whoever had this slot has gone. By its stream this receiver did not get the package.
+            # The slot's earlier receiver has gone. This one did not get the package by its stream.
             if receiver in held.served if other == receiver else end.slot == slot:
                 self._close(other)
         end = self._ends.pop(receiver, End(0, slot))
@@ -230,7 +230,7 @@ class State(Enum):
     SEEKING = auto()  # the master was asked for a holder
     FETCHING = auto()
     RESTING = auto()  # a pause before the master is asked again
-    TAKING = auto()  # the package is complete, and the caller works it in
+    TAKING = auto()  # the package is complete, and the caller applies it
 
 
 @dataclass(slots=True)
@@ -315,7 +315,7 @@ class WeightsMachine:
         return self._take()
 
     def taken(self, package: m.Package, version: int) -> list[Effect]:
-        """The caller has worked a package in, and now has this version; 0: it has none."""
+        """The caller has applied a package, and now has this version; 0: it has none."""
         fetch, self._fetch = self._fetch, None
         assert fetch is not None and fetch.package == package
         self.version = version

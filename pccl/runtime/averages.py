@@ -1,7 +1,7 @@
 """Averages of integers: sums in wider types, which do not wrap, divided at the end.
 
-8 and 16 bits are summed up in int32, 32 bits in int64, and 64 bits in 128 (`HALVES`). So sums of
-fewer than 2^15 members are exact, and no group has so many.
+Integers of 8 and 16 bits are summed in int32, those of 32 bits in int64, and those of 64 bits in
+128 bits (`HALVES`). So sums over fewer than 2^15 members are exact, and groups are smaller.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def load(path: str | os.PathLike[str], entries: Sequence[Entry]) -> int:
                 raise ValueError(f"its revision is {revision}")
             digests = dict(json.loads(metadata["digests"]))
         except (KeyError, TypeError, json.JSONDecodeError):
-            raise ValueError(f"{path} is no shared state that was saved here") from None
+            raise ValueError(f"{path} is not a shared state that was saved here") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         with ffi.from_buffer("char[]", data) as source:
@@ -115,7 +115,7 @@ def load(path: str | os.PathLike[str], entries: Sequence[Entry]) -> int:
 
 def _mapped(file: BinaryIO) -> mmap.mmap:
     if os.fstat(file.fileno()).st_size < 8:  # an empty file cannot be mapped
-        raise ValueError(f"{file.name} is cut off, or no safetensors file")
+        raise ValueError(f"{file.name} is truncated, or not a safetensors file")
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
@@ -138,7 +138,7 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], int]:
     """The header and where the data begins."""
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(len(data) - 8, _HEADER_BYTES_MAX):
-        raise ValueError("it is cut off, or no safetensors file")
+        raise ValueError("it is truncated, or not a safetensors file")
     header = json.loads(data[8 : 8 + size])
     if not isinstance(header, dict):
         raise TypeError

@@ -218,7 +218,7 @@ LEVELS = {
 def configure_logging() -> None:
     """Sets the level of the `pccl` logger from PCCL_LOG_LEVEL and sends it to stderr, once.
 
-    An unknown level is reported and otherwise ignored: nothing is fatal because of a log level.
+    An unknown level is reported and otherwise ignored: a log level is never fatal.
     """
     logger = logging.getLogger("pccl")
     if logger.handlers:

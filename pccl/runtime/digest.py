@@ -1,4 +1,4 @@
-"""Large memory: its XXH3-128 digests, and what else is done to it span by span.
+"""Large memory: its XXH3-128 digests, and other work on it, span by span.
 
 The digest of n bytes is XXH3-128 over the digests of its leaves of 4 MiB (the last may be
 shorter). So several threads can hash leaves in any order, and a receiver that knows the leaves'
@@ -24,7 +24,7 @@ from pccl.runtime.signals import aside
 
 LEAF_BYTES = 4 << 20
 DIGEST_BYTES = 16
-SPAN_BYTES = 4 * LEAF_BYTES  # that a thread takes at a time
+SPAN_BYTES = 4 * LEAF_BYTES  # a thread takes this much at a time
 ALONE_BYTES = 32 << 20  # below this, starting threads costs more than they save
 _Span: TypeAlias = tuple[int, int, int]
 

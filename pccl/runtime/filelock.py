@@ -1,4 +1,4 @@
-"""A file lock that one process holds until it ends, in whatever way.
+"""A file lock that one process holds until it ends, however it ends.
 
 The lock is on a separate file beside the protected one. That file is never removed: otherwise two
 processes could hold two locks of the same name. The system releases the lock when the process ends.

@@ -16,9 +16,9 @@ def keep_memory() -> None:
     """Makes the allocator keep the memory that a master frees after each round.
 
     By default glibc returns free memory at the top of a heap to the system as soon as it has
-    128 KiB, and takes large blocks directly from the system. That ends when a program has once
-    freed a large block. Otherwise each page of the votes, the result and the answers would be a
-    page fault in each round; these cost twice as much as everything else.
+    128 KiB, and takes large blocks directly from the system, until the program has once freed a
+    large block. So each page of the votes, the result and the answers would cause a page fault in
+    each round, and these cost twice as much as everything else.
     """
     with contextlib.suppress(MemoryError):
         bytearray(KEPT_BYTES)
@@ -27,7 +27,7 @@ def keep_memory() -> None:
 def combine(work: m.Spec, parts: Sequence[bytes]) -> bytes:
     """Reduces contributions of `work.count` elements each, in their order.
 
-    By the kernels of the ring, so a 16-bit float is rounded once for each contribution here too.
+    It uses the kernels of the ring, so here too a 16-bit float is rounded once per contribution.
     """
     dtype = DataType(work.dtype)
     if work.redop == ReduceOp.AVG.value and dtype.is_integer:

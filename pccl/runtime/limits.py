@@ -1,8 +1,8 @@
 """Every fixed timing and limit of the runtime, with its reason.
 
-Settings of the user are in config.py, limits of messages in pccl.protocol.messages. What
-concerns one algorithm only, such as the size of the pieces that it works on, stays beside it. Each
-limit is read when it is used, as `limits.NAME`.
+Settings of the user are in config.py, limits of messages in pccl.protocol.messages. A limit of
+a single algorithm, such as the size of the pieces that it works on, stays beside it. Each limit is
+read when it is used, as `limits.NAME`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pccl.protocol.messages import MESSAGE_BYTES_MAX
 
 FOREVER_S = threading.TIMEOUT_MAX
 SLICE_S = 0.5  # a wait is cut into slices: Windows handles signals only between them
-QUIET_S = 5.0  # until the log says for whom a call waits; then twice as long, and so on,
+QUIET_S = 5.0  # until the log says which peers a call waits for; then twice as long, and so on,
 QUIET_MAX_S = 60.0  # up to this
 ATTEMPT_INTERVAL_S = 1.0  # between the attempts of `connect`
 WELCOME_S = 10.0  # for the master's first answer; admission itself has no limit
-PROGRESS_LOOK_S = 2.0  # between two reports to the master on what has been under way since
+PROGRESS_LOOK_S = 2.0  # between two reports to the master on the progress of long ops
 WITHDRAWAL_S = 1.0  # for the master to take back the vote of a call that an exception has ended
 PENDING_AGAIN_S = 0.002  # a caller that asks for pending peers again so soon asks in a loop:
 PENDING_PATIENCE_S = 0.02  # its next "no" is delayed by this, so that it does not spin
@@ -27,40 +27,40 @@ PENDING_PATIENCE_S = 0.02  # its next "no" is delayed by this, so that it does n
 # ---- connections to the master and to other peers ----
 
 MASTER_RETRY_S = 0.2  # between attempts to reconnect to the master
-LAST_WORDS_MS = 1000  # for a Leave to be sent
+LAST_WORDS_MS = 1000  # to send a Leave
 EXAMINATION_S = 10.0  # for all of `pccl doctor MASTER`; the master may take DIAL_S to dial back
 GREETING_S = 4.0  # for the first bytes of the process that listens at the master's port
 NAME_KEPT_S = 30.0  # for which the addresses of a name are cached
 NAME_RETRY_S = 0.5  # between look-ups of a name: a failure may be temporary
 STAGGER_S = 0.25  # until the next address of a peer is tried, too, as RFC 8305 recommends
-STREAMS_REFUSED_MAX = 3  # streams in a row without a socket for them: then the membership ends
-GUESTS_MAX = 1024  # at a rendezvous point, not joined yet; the oldest is sent away beyond that
-GUEST_BYTES = 1024  # that it may say before it is joined: greeting and request are shorter
-RENDEZVOUS_LANES = 8  # both sides must know how many, before the round trip is known
+STREAMS_REFUSED_MAX = 3  # the membership ends when so many streams in a row get no socket
+GUESTS_MAX = 1024  # connections at a rendezvous point, not joined yet; beyond that the oldest ends
+GUEST_BYTES = 1024  # that one may send before it is joined: greeting and request are shorter
+RENDEZVOUS_LANES = 8  # both sides must know the number before the round trip is known
 STREAM_LATE_S = 1.0  # after libzmq's own time limit, which comes first because it says more
 
 # ---- shared state and measurements ----
 
 SERVE_INTERVAL_S = 0.02  # PCCL_SYNC_MBITS is kept in each such interval
 TRANSFER_FAILURE_S = 0.1  # until the first failure is reported; four times as long each time,
-TRANSFER_FAILURES_MAX = 3  # so many times: longer than heartbeats take to tell that a holder died
+TRANSFER_FAILURES_MAX = 3  # so many times: longer than heartbeats take to detect a dead holder
 REMIND_S = 0.5  # between two looks at which requests are late, and are to be repeated
-REMINDERS_MAX = 640  # without any answer, after which the holders count as lost
+REMINDERS_MAX = 640  # so many without any answer: the holders count as lost
 PROGRESS_S = 0.1  # between calls of the caller's callback
 PROGRESS_LOG_S = 5.0  # between lines in the log
 PROBE_CONNECT_S = 5.0  # for the first bytes of a probe; then its rate is 0
-SPAN_THREADS_MAX = 8  # that hash or copy: enough for the memory bandwidth of any machine
+SPAN_THREADS_MAX = 8  # threads that hash or copy: enough for the memory bandwidth of any machine
 
 # ---- weights ----
 
-WEIGHTS_REMINDERS_MAX = 20  # without any answer, after which another holder is asked for
+WEIGHTS_REMINDERS_MAX = 20  # so many without any answer: another holder is asked for
 WEIGHTS_REST_S = 0.5  # after a failure, before another holder is asked for
-WEIGHTS_SLOW_S = 20.0  # of one fetch, after which its place at the holder is given to others
+WEIGHTS_SLOW_S = 20.0  # a fetch that takes longer gives its place at the holder to others
 WEIGHTS_JOIN_S = 60.0  # for a master that is not up yet, unless the caller says otherwise
 
 # ---- the master's connections ----
 
-ACCEPT_FAILURES = 100  # read in a row, because libzmq may report them without end
+ACCEPT_FAILURES = 100  # read in a row at most, because libzmq may report them without end
 HELLO_S = 10.0  # from the acceptance of a connection to its first message
 STRANGER_BYTES = 4 << 20  # before its first message: a Resume with many small results
 STRANGERS_BYTES = 16 << 20  # of all strangers together
@@ -70,17 +70,17 @@ STRANGERS_LOOK_S = 0.05  # between two checks of all connections while there are
 KNOWN_LOOK_S = 0.2  # and while there are none
 HANDSHAKES_MAX = 1024  # connections with an unchecked key; the oldest is refused beyond that
 DIAL_S = 3.0  # for dialling a peer back; TCP retransmits a lost packet after 1 s
-DIALS_MAX = 64  # at the same time; further ones are not made
+DIALS_MAX = 64  # dials at the same time; further ones are not made
 ASKERS_MAX = 4096  # remembered hosts that asked for dials; no dials for further hosts
 RECEIVED_MAX = 32  # unread messages of one connection; beyond that TCP holds it back
 UNREAD_MAX = 10_000  # queued messages for one connection; beyond that it is dropped
 ARRIVING_MAX = 4  # messages of a connection held back while its peer is dialled
-GRACE_S = 1.0  # after the end of a connection, in which messages of it may still arrive
-DESCRIPTORS_SPARE = 64  # a master's descriptors that are not for connections,
-CONNECTIONS_MIN = 16  # connections that there may be in any case
+GRACE_S = 1.0  # after a connection has ended, its messages may still arrive for this long
+DESCRIPTORS_SPARE = 64  # a master's descriptors that are not for connections
+CONNECTIONS_MIN = 16  # connections that are always allowed
 DESCRIPTORS_REST_S = 0.2  # without a failure, before new connections are admitted again
 MASTER_LOOK_S = 0.1  # between two checks of time limits
-MASTER_CHORES_S = 0.01  # for so long, messages alone put off everything else that is due
+MASTER_CHORES_S = 0.01  # messages may delay everything else that is due for this long
 FAREWELL_MS = 200  # for the last messages of a master that ends
 
 # ---- the master's HTTP ----
@@ -88,9 +88,9 @@ FAREWELL_MS = 200  # for the last messages of a master that ends
 HTTP_CONNECTIONS = 32  # beyond that the oldest one is cut
 HTTP_REQUEST_BYTES = 8192  # of a request's line and headers
 HTTP_REQUEST_S = 10.0  # from a connection to the end of the answer
-HTTP_ANSWER_S = 2.0  # for the service thread to say how things are
-HTTP_EVENTS = 100  # of the last ones, that are shown
-HTTP_KEPT_S = 0.25  # for so long one answer of it serves all requests
+HTTP_ANSWER_S = 2.0  # for the service thread to give a snapshot
+HTTP_EVENTS = 100  # latest events that are shown
+HTTP_KEPT_S = 0.25  # one snapshot serves all requests for this long
 
 # ---- the master's journal and log ----
 
@@ -98,9 +98,9 @@ JOURNAL_PATIENCE_S = 0.25  # for one write, before the master continues without 
 JOURNAL_STOP_S = 5.0  # or ends, with --on-journal-error stop
 JOURNAL_RETRY_S = 1.0  # between two attempts to write a journal that is behind
 JOURNAL_CLOSE_S = 2.0  # for the last write of a master that ends
-EVENT_LOG_BYTES = 64 << 20  # of a file of the event log; then the next one is begun
-EVENT_LOG_LINE_BYTES = 64 << 20  # a longer line is none of an event log
-EVENT_LOG_FILES = 8  # that are kept, the one that is written included
+EVENT_LOG_BYTES = 64 << 20  # of a file of the event log, before the next one is begun
+EVENT_LOG_LINE_BYTES = 64 << 20  # an event log has no longer lines
+EVENT_LOG_FILES = 8  # files that are kept, including the current one
 EVENT_LOG_WAITING_BYTES = 32 << 20  # of events that wait for the disk; further ones are lost
 EVENT_LOG_PAUSE_S = 0.02  # between two writes, so that several events are written at once
 LOG_REPEAT_S = 60.0  # between two equal lines in the log

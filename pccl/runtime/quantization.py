@@ -21,7 +21,7 @@ _TARGETS = {DataType.UINT8, DataType.INT8, DataType.UINT16, DataType.INT16}
 def fingerprint(
     options: QuantizationOptions | None, dtype: DataType, op: ReduceOp
 ) -> tuple[int, int]:
-    """`Work.algorithm` and `Work.quantized` of a collective of `dtype` elements.
+    """`Spec.algorithm` and `Spec.quantized` of a collective of `dtype` elements.
 
     Raises ValueError: it cannot be quantized like this; the text says why.
     """
@@ -31,8 +31,8 @@ def fingerprint(
         raise ValueError(f"elements of {dtype.name} cannot be quantized: only floats can")
     if op is ReduceOp.PROD:
         raise ValueError(
-            "PROD cannot be quantized, for the error of one factor is multiplied by the others: "
-            "only SUM, AVG, MAX and MIN can"
+            "PROD cannot be quantized, because the error of one factor is multiplied by the "
+            "others: only SUM, AVG, MAX and MIN can"
         )
     if options.algorithm in _BLOCKWISE:
         return options.algorithm.value, 0

@@ -3,9 +3,9 @@
 Resolving a name may take half a minute if a name server is silent, and libzmq would do it in the
 thread that moves all data. So sockets connect only to numeric addresses.
 
-As RFC 8305 recommends, the next address is tried before the previous one has failed: an address in
-an unreachable network is more often silent than it refuses connections. A peer's engine greets
-everyone who connects; only the handshake of a stream shows whether it is the right peer.
+As RFC 8305 recommends, the next address is tried before the previous one has failed: in an
+unreachable network, addresses are silent more often than they refuse connections. A peer's engine
+greets everyone who connects; only the handshake of a stream shows whether it is the right peer.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def is_address(host: str) -> bool:
 
 
 def everywhere(address: str) -> str:
-    """The wildcard address to listen on; if the system has both, that of IPv6 includes IPv4."""
+    """The wildcard address to listen on; the one of IPv6 includes IPv4 if the system has both."""
     return "::" if ":" in address or socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
@@ -327,7 +327,7 @@ class Resolver:
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
         self._known: dict[str, tuple[list[str], float]] = {}  # addresses, and until when
-        self._asked: dict[object, list[Then]] = {}  # callbacks of what threads work on
+        self._asked: dict[object, list[Then]] = {}  # the callbacks of each pending look-up
         self._working: dict[Ways, str] = {}  # the address that has answered
         self._useless: dict[Ways, dict[str, str]] = {}  # addresses that did not work, and why
 

@@ -102,9 +102,9 @@ def _require_descriptors() -> None:
 def _require_threads() -> None:
     """Starts as many threads as a peer has, and lets each of them allocate memory.
 
-    For a thread's first allocation glibc reserves address space. A limit (ulimit -v) may leave too
-    little of it beside the stacks. glibc uses the same space again for later threads. This thread
-    allocates nothing while the others run, so all of them end even if memory is lacking.
+    For a thread's first allocation glibc reserves address space, and uses it again for later
+    threads. A limit (ulimit -v) may leave too little of it beside the stacks. This thread
+    allocates nothing while the others run, so all of them end even if memory is short.
     """
     go = _thread.allocate_lock()
     states = [_Trial() for _ in range(THREADS)]
@@ -135,7 +135,7 @@ def _require_threads() -> None:
 
 
 class _Trial:
-    """A thread that only shows that it can be had."""
+    """A thread that only shows that it can be started."""
 
     def __init__(self) -> None:
         self.ready, self.ended = _thread.allocate_lock(), _thread.allocate_lock()

@@ -1,8 +1,8 @@
 """Signals: handlers in pccl's own programs, and work that no exception may interrupt.
 
-The programs are its commands, and scripts that only run a master. They install handlers
-explicitly, as servers do, because a process that a shell starts in the background ignores Ctrl-C
-otherwise. A library must not decide that for a program, so `MasterNode` and `Communicator` never
+These programs are pccl's commands, and scripts that only run a master. They install handlers
+explicitly, as servers do, because otherwise a process that a shell starts in the background ignores
+Ctrl-C. A library must not decide that for a program, so `MasterNode` and `Communicator` never
 replace a program's handlers.
 """
 

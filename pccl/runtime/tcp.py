@@ -38,9 +38,9 @@ def parse(data: bytes) -> TcpInfo | None:
 
 @contextlib.contextmanager
 def borrowed(descriptor: int, family: int = -1, kind: int = -1) -> Iterator[socket.socket]:
-    """A socket whose descriptor another owner has, which may have closed or reused it meanwhile.
+    """A socket for a descriptor of another owner, who may have closed or reused it meanwhile.
 
-    Raises OSError: it is no socket. With `family` and `kind` it takes fewer system calls.
+    Raises OSError: it is not a socket. With `family` and `kind` it takes fewer system calls.
     """
     found = socket.socket(family, kind, fileno=descriptor)
     try:

@@ -1,8 +1,8 @@
 """The collectives of a torch process group.
 
-Each method that `_collective` decorates is one call of torch. It defines which flat tensors are
-sent and received, in which order, and the operands of pccl that they become. The decorator and
-`_task` do the rest: torch's two forms of arguments, the launch, a group of one, profiling.
+Each method that `_collective` decorates is one call of torch. It says which flat tensors are sent
+and received, in which order, and which operands of pccl they become. The decorator and `_task` do
+the rest: torch's two forms of arguments, the launch, a group of one, profiling.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Collectives:
         options: Options = Options(),  # noqa: B008 - immutable
         inputs: Any = (),
     ) -> Work:
-        """Launches a task. If it is asynchronous, it ends without its caller, too.
+        """Launches a task. An asynchronous one ends even if its caller does not wait for it.
 
         A profile shows it until its end, with the shapes of `inputs`, which may be nested in lists.
         """
@@ -141,7 +141,7 @@ class Collectives:
         return work
 
     def _traced(self, task: Task, inputs: Tensors, timeout_s: float) -> Task:
-        """The task, which a profile and the flight recorder have until its end."""
+        """The task, in the profile and the flight recorder until its end."""
         name, ended = f"pccl:{task.name}", list[Callable[[bool], None]]()
         if profiler._is_profiler_enabled:
             ended.append(_span(name, inputs))
@@ -178,9 +178,9 @@ class Collectives:
         Args:
             name: for messages and profiles.
             result: what its future yields.
-            sent: tensors; in place of a tensor also one for each rank, which are sent as one, in
-                the order of the ring.
-            received: the same of those that receive. A group of one copies the sent ones to them.
+            sent: tensors. An element may also be a list with one tensor for each rank, which are
+                sent as one, in the order of the ring.
+            received: likewise, the tensors that receive. A group of one copies the sent ones there.
             make: the function of `pccl.operands`; it gets these, its other arguments from `root`
                 and `by_rank` (torch's ranks) and from `fixed`, and the ranks, unless `again`.
             again: whether it is launched again if a peer is lost in it.
@@ -581,8 +581,8 @@ class Collectives:
         """Waits for all members, up to `timeout`.
 
         Raises:
-            RuntimeError: on rank 0, others have not come: names the first one, or with
-                `wait_all_ranks` all of them. On others, rank 0 has not answered.
+            RuntimeError: on rank 0, that others have not come: the error names the first one, or
+                with `wait_all_ranks` all of them. On other ranks, that rank 0 has not answered.
         """
         limit_s = (self.timeout if timeout is None else timeout).total_seconds()
         deadline, limit = Deadline(limit_s), f"{limit_s * 1000:.0f} ms"
@@ -648,7 +648,7 @@ class Collectives:
 def _span(name: str, inputs: Tensors) -> Callable[[bool], None]:
     """Begins a span of the profiler. Returns a function that ends it.
 
-    It ends in another thread: so torch takes it for asynchronous, and not for work of the caller.
+    The span ends in another thread, so torch counts it as asynchronous, not as the caller's work.
     """
     span = _record_function_with_args_enter(name, *inputs)
     return lambda well: in_pool(lambda: _record_function_with_args_exit(span)).result()
@@ -667,7 +667,7 @@ def _joined(
 ) -> Tensor | None:
     """A flat tensor, or those of all ranks as one in the memory where they lie.
 
-    None: they do not lie in this order, one behind the other, or `others` lie there, too.
+    None: they do not lie one after the other in this order, or `others` overlap that memory.
     """
     if isinstance(given, Tensor):
         return given

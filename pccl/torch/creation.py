@@ -57,7 +57,7 @@ def is_possible() -> bool:
 def is_one_of_several() -> bool:
     """True if torch is calling this to make one of several backends of a group.
 
-    torch passes no argument that tells this, so its local variables are read.
+    No argument of torch says so, but its local variables do.
     """
     config = _variable("_new_process_group_helper", "backend_config")
     return config is not None and len(set(config.get_device_backend_map().values())) > 1
@@ -90,9 +90,9 @@ def join(
 ) -> ProcessGroup:
     """Joins the run at a master; waits until `size` members are there, or the run has begun.
 
-    The master may take `patience_s` for its first answer; None: `timeout`, which holds for each
-    other step, and for the group's collectives. If it is `hosted`, it runs in the process of the
-    first rank, and ends with it. `more` are arguments of the group.
+    The master may take `patience_s` for its first answer; None: `timeout`, which limits each other
+    step and the group's collectives. A `hosted` master runs in the process of the first rank, and
+    ends with it. `more` are arguments of the group.
     """
     seconds = timeout.total_seconds()
     comm = Communicator(address, connect_timeout=seconds if patience_s is None else patience_s)
@@ -133,7 +133,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup | Devic
 
 
 def _group(options: Any) -> ProcessGroup:
-    """The group that torch wants, as this member of it.
+    """The group that torch asks for, with this process as a member.
 
     The default group joins the run at PCCL_MASTER, if that is set. Otherwise, and for every other
     group, the process of its first rank hosts a master, whose address is in the group's store.
@@ -168,7 +168,7 @@ def _join_the_first(store: Any, size: int, *, timeout: timedelta, rank: int) -> 
     """Joins the run whose master is in the process of the group's first rank.
 
     The store may still have the address of an earlier master: after a restart of all processes, or
-    if this process makes its group anew before the first rank does. So if nobody answers there, or
+    if this process remakes its group before the first rank does. So if no master answers there, or
     the master ends, the address is read again until the first rank has written its new one.
     """
     until_s = time.monotonic() + timeout.total_seconds()
@@ -262,10 +262,9 @@ def replace_monitored_barrier() -> None:
 
 
 def keep_works_of_join() -> None:
-    """Keeps what `DistributedDataParallel.join` gives to its reducer in C++, until the next one.
+    """Keeps each Work that `DistributedDataParallel.join` gives to its C++ reducer until the next.
 
-    The reducer keeps only the part in C++ of a Work that is written in Python, and would wait for
-    that for ever.
+    Of a Work written in Python, the reducer keeps only the C++ part, and would wait for it forever.
     """
     before = Reducer._set_forward_pass_work_handle
     latest: weakref.WeakKeyDictionary[Reducer, object] = weakref.WeakKeyDictionary()

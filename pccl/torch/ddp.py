@@ -85,7 +85,7 @@ def unpacked(data: bytes) -> Any:
 
 
 class Staged:
-    """A shared state of tensors; of a tensor that cannot be an entry itself, it has a copy."""
+    """A shared state of tensors, with copies of those that cannot be entries themselves."""
 
     def __init__(self, tensors: Mapping[str, Tensor], own: Collection[str] = ()) -> None:
         """The content of the tensors in `own` may differ between peers; newcomers receive it."""
@@ -275,8 +275,8 @@ class DistributedDataParallel(Base):
 
     A replica that is lost in a backward pass costs a retry: gradients are averaged over the
     remaining ones. A newcomer is admitted between two steps. Its constructor receives parameters,
-    buffers, the states and the number of steps from the others; between `init_process_group` and
-    that it must make no other collective.
+    buffers, the states and the number of steps from the others; it must make no collective between
+    `init_process_group` and this constructor.
 
     All replicas make equally many forward passes for training; those without gradients, and those
     in `no_sync()`, do not count. When the run begins, all replicas receive the model of rank 0.
@@ -346,7 +346,7 @@ class Replicas:
             optimizer.zero_grad()
 
     The processes of a replica are started together (by torchrun) and end together. They are a team
-    of peers: if one of them is lost, the run goes on without the others, too, whose calls raise
+    of peers: if one of them is lost, the others are dropped too, and their calls raise
     `KickedError`. Shard s of all replicas is peer group s of one run. A lost replica costs the
     others a retry; all shards of a gradient are averaged over the same replicas. A newcomer is
     admitted between two steps, once all its processes are there, and receives its shards of

@@ -123,8 +123,8 @@ class ProcessGroup(Collectives, BaseGroup):
     def _begin(self, deadline: Deadline) -> None:
         """Admits others until the group can begin; all members agree after each of them.
 
-        A process that joins a group which has begun learns that from the first agreement, and waits
-        for nobody: the members would not wait with it.
+        A process that joins a group that has begun learns so from the first agreement, and does not
+        wait for others, because the members do not.
         """
         while not self._offer.begun:
             try:

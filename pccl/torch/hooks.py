@@ -54,10 +54,10 @@ class _Feedback:
 class Quantized:
     """The state of the hook `quantized`: how gradients are quantized, and the errors of that.
 
-    "int8" and "int4" take the two stages of a quantized all-reduce, in which each of R peers sends
+    With "int8" and "int4", a quantized all-reduce takes two stages, in which each of R peers sends
     2 (R - 1) / R quantized buckets. The other formats gather, so each sends R - 1. All peers' means
-    have the same bits. What quantizing has taken from a sum is added to the next gradient of the
-    peer that quantized: a contribution, or a mean (error feedback).
+    have the same bits. A peer adds what its quantizing has taken from a sum, in its contribution or
+    in a mean, to its next gradient (error feedback).
 
     Args:
         format: "int8", "int4", "e3m0", "2bit" or "sparse"; see `pccl.kernels.quantize`.

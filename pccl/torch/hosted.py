@@ -49,7 +49,7 @@ class HostedMaster:
     def end(self, patience_s: float | None = None) -> None:
         """Stops it when all members have left, or after that time. Idempotent.
 
-        A group that is made anew with the same store does not find its address any more.
+        A group that is remade with the same store no longer finds its address.
         """
         if self in _hosted:
             with contextlib.suppress(RuntimeError):  # the store has ended, and the address with it

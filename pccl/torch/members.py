@@ -33,8 +33,8 @@ class Members:
     pccl's rank is a position in the ring, which `optimize_topology` may change. torch's rank is a
     position in the order of joining, or in the order of the ranks that peers were started with. It
     changes only if a peer with a lower rank is lost: the higher ranks move down, and newcomers come
-    last. The program learns of a loss by the first collective that notices it, which is the same
-    one on all members.
+    last. The program learns of a loss from the first collective that notices it, which is the same
+    on all members.
 
     Attributes:
         own: the number of this peer in its run; 0 before it has joined.
@@ -209,7 +209,7 @@ class Reconfigurer:
 
         Raises:
             ValueError: one is not a handle of a process of this run, or two are equal.
-            PCCLTimeoutError: after that time, other processes are in the group, or some are not.
+            PCCLTimeoutError: by then the group still had other processes, or lacked some.
             PCCLError: INVALID_ARGUMENT: the members have given different arguments, or a process
                 that the handles do not name is in the group instead of another one.
         """

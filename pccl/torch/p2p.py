@@ -63,13 +63,13 @@ class _Numbers:
 class _Message:
     """The handle of a message with a fixed sender and receiver.
 
-    A message may have fewer elements than the receiver's tensor, which gets them as its first ones.
-    pccl fails a call if the two peers give different sizes. Then they exchange these, and repeat
-    it. So equal sizes, as nearly always, cost nothing.
+    A message may have fewer elements than the receiver's tensor, whose first elements it fills.
+    pccl fails a call if the two peers give different sizes. They then exchange the sizes, and
+    repeat it. So equal sizes, the usual case, cost nothing.
 
     Attributes:
         piece: what is sent, or the memory that receives; after success, no more than was sent.
-        ended: for its user: whether it is known to have succeeded or failed.
+        ended: whether its user knows that it has succeeded or failed.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Entries of torch's flight recorder, for the groups of pccl.
 
-Only backends in C++ can write to torch's buffer. So `torch._C._distributed_c10d._dump_fr_trace` is
-replaced by a function that adds the entries of this process's groups to what torch has recorded.
-torch's own analyzer, `torchfrtrace`, reads such dumps. TORCH_FR_BUFFER_SIZE is the number of the
-latest calls that are kept; without it there are no entries, because a stack trace of each small
-call would cost a tenth of its time.
+Only backends in C++ can write to torch's buffer. So a function that adds the entries of this
+process's groups replaces `torch._C._distributed_c10d._dump_fr_trace`. torch's own analyzer,
+`torchfrtrace`, reads such dumps. TORCH_FR_BUFFER_SIZE is the number of the latest calls that are
+kept; without it there are no entries, because a stack trace of each small call would cost a tenth
+of its time.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def reducible(tensor: Tensor) -> Tensor:
 
 
 def put(tensor: Tensor, piece: Tensor) -> None:
-    """Copies `piece`, which `flat` or `movable` has made of `tensor`, back; nothing if a view."""
+    """Copies `piece`, made of `tensor` by `flat` or `movable`, back to it unless it is a view."""
     target = tensor.detach()
     if target.data_ptr() == piece.data_ptr():
         return

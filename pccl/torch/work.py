@@ -55,9 +55,10 @@ def eager(function: C) -> C:
 class CallbackPool:
     """Runs each job at once, in an idle thread or a new one.
 
-    A callback of a future may wait for another collective, whose end needs a thread here. So with a
-    limit on the threads, or with callbacks in the thread that ends collectives, they could wait for
-    each other for ever. Idle threads end after a while, and none delays the end of the process.
+    A callback of a future may wait for another collective, which needs a thread here to end. So if
+    the number of threads were limited, or callbacks ran in the thread that ends collectives, they
+    could wait for each other forever. Idle threads end after a while, and none delays the end of
+    the process.
     """
 
     def __init__(self) -> None:
@@ -156,7 +157,7 @@ class Task:
 
 
 class Work(BaseWork):
-    """A task under way. A thread that waits for it drives it, or one of the callback pool.
+    """A task under way, driven by a thread that waits for it, or by one of the callback pool.
 
     Attributes:
         task: its description.
@@ -307,8 +308,8 @@ class Work(BaseWork):
     def get_future(self) -> Future[Any]:
         """A future of the result.
 
-        To fail, it raises in a callback: C++ would take an exception that is set by the future's
-        own methods for the result.
+        To fail, it raises in a callback: C++ would take an exception that the future's own methods
+        set for the result.
         """
         with self._lock:
             if self._future is None:

@@ -1,7 +1,7 @@
 """Distribution of weights: a trainer publishes versions of its parameters, and others fetch them.
 
     publisher = pccl.weights.Publisher("master:48148", parameters)
-    publisher.publish()                       # after each step, or each few
+    publisher.publish()                       # after each step, or every few steps
 
     subscriber = pccl.weights.Subscriber("master:48148", parameters)
     subscriber.wait()                         # until a newer version is here, whole and verified

@@ -97,7 +97,7 @@ class BlobStore:
         return False
 
     def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
-        """Works a package in. An exception ends the client.
+        """Applies a package. An exception ends the client.
 
         Returns:
             The version that it has now (0: none), and another package that it can serve, if any.
@@ -108,7 +108,7 @@ class BlobStore:
         """The available packages, or the newest version ever (`head`), have changed.
 
         Returns:
-            Why no version can be followed any more; empty: they can.
+            Why no version can be followed any more; empty: versions can be followed.
         """
         return ""
 
@@ -162,7 +162,7 @@ class WeightsClient(ControlThread):
             client=True,
         )
         self._blobs: dict[tuple[int, int], Blob] = {}
-        # the op of each package that is fetched, and its memory
+        # by package: the op that fetches it, and its memory
         self._incoming: dict[tuple[int, int], tuple[int, Staging]] = {}
         self._expect = effects.Expect(0, 0, ())
         self._keys: dict[int, str] = {}  # of clients that may connect, by the stream to them
@@ -247,7 +247,7 @@ class WeightsClient(ControlThread):
             except ValueError as error:
                 self._fail(str(error), Result.INVALID_ARGUMENT)
             except BaseException as error:
-                log.error("the weights could not be worked in", exc_info=error)
+                log.error("weights: a package could not be applied", exc_info=error)
                 self._fail(f"an internal error of pccl, {error!r}; the log has it")
 
     def _fail(self, why: str, result: Result = Result.INTERNAL_ERROR) -> None:

@@ -194,7 +194,7 @@ class Publisher(Closing):
 
 
 class _OtherPublishers(BlobStore):
-    """Notes the latest version of any publisher."""
+    """Records the latest version of any publisher."""
 
     def __init__(self) -> None:
         self.latest = 0

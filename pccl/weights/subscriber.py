@@ -40,7 +40,7 @@ HINT = (
 class Subscriber(Closing):
     """Follows the versions of parameters that a `Publisher` publishes.
 
-    New versions are fetched, verified and put together in the background, in separate memory. Only
+    New versions are fetched, verified and assembled in the background, in separate memory. Only
     `swap` changes the parameters. The subscriber serves what it has fetched to other subscribers,
     over this machine's uplink; `relay=False` is for machines whose uplink has no capacity left. It
     holds one copy of the parameters in host memory, and a relay a second one.
@@ -135,7 +135,7 @@ class Subscriber(Closing):
     def swap(self) -> int:
         """Copies the staged version into the parameters, if it is newer; nothing else changes them.
 
-        It takes as long as the copy. If a version is being put together, it waits for that first.
+        It takes as long as the copy. If a version is being assembled, it waits for that first.
 
         Returns:
             The version in the parameters; 0: none yet.
@@ -151,7 +151,7 @@ class Subscriber(Closing):
 
 
 class _Stage(BlobStore):
-    """Puts versions together.
+    """Assembles versions.
 
     Attributes:
         changed: held while any attribute changes.
@@ -196,7 +196,7 @@ class _Stage(BlobStore):
         package = blob.package
         head = read_head(blob.head)
         if (head.version, head.base) != package.key or head.content != package.content:
-            raise Damaged(f"the head of version {package.version} is that of another package")
+            raise Damaged(f"the head of version {package.version} belongs to another package")
         why = self._tensors.mismatch(head)
         if why:
             raise ValueError(
@@ -235,7 +235,7 @@ class _Stage(BlobStore):
     # ---- versions ----
 
     def _put_together(self, version: int, head: Head, blob: Blob) -> None:
-        """Puts a package into the memory; raises Damaged if that does not give its version."""
+        """Applies a package to the memory; raises Damaged if that does not give its version."""
         if head.base == 0:
             self._memory[:] = blob.body
         elif head.base == version:

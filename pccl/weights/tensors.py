@@ -3,11 +3,11 @@
 After a step of training in bfloat16, 1 % to 3 % of the elements have changed, most of them by one
 bit. A difference holds the exclusive or (XOR) of the old and the new bits. If few elements have
 changed, it holds the gaps between their positions and the XOR of each; otherwise the XOR of all
-elements. Bytes of equal significance are put together, and zlib codes runs of zeros, and bytes by
+elements. Bytes of equal significance are grouped, and zlib codes runs of zeros, and bytes by
 their frequency. With 2 % of the elements changed, this takes 0.20 bits for each bfloat16 element
 (measured); the theoretical limit is 0.19. zlib comes with Python on every machine. Its search for
-repetitions finds nothing in such data and is off, so newer codecs, which search better, would not
-gain anything.
+repetitions is off, because such data has none; so newer codecs, which search better, would gain
+nothing.
 
 Tensors are cut into spans, which several threads process. In memory the tensors lie in the order of
 their names, each at a multiple of ALIGNMENT.

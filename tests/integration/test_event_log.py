@@ -301,7 +301,7 @@ def test_impossible_log_paths_are_refused(path: Path) -> None:
         refused(f"another master .process {os.getpid()}. uses it")
     for text in ("something else", "{\nsomething else", '{"other": "JSON"}\n', "\n"):
         path.write_text(text, encoding="utf-8")
-        refused("it is no event log of a master, but some other file")
+        refused("it is not an event log of a master, but some other file")
     path.unlink()
     path.mkdir()
     refused("cannot be used: ")

@@ -172,7 +172,7 @@ def test_a_file_without_end_is_no_log(
     path.symlink_to("/dev/zero")
     status, out, err = replay()
     assert (status, out) == (1, "")
-    assert err.endswith("has more than 1048576 bytes: it is no event log\n")
+    assert err.endswith("has more than 1048576 bytes: it is not an event log\n")
 
 
 def test_a_torn_line_at_the_end_is_no_damage(logged: LoggedRun, replay: Replay, path: Path) -> None:

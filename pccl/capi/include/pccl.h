@@ -8,8 +8,8 @@
  * cause and what to do, and the log on stderr has more (PCCL_LOG_LEVEL).
  *
  * Any thread may call any function, and several threads may use one communicator. Calls block
- * until the other peers of the group make the same call. What each call does, and its settings in
- * environment variables, are those of the Python API: docs/reference/c.md, docs/reference/api.md,
+ * until the other peers of the group make the same call. Calls do what the Python API does, with
+ * the same settings in environment variables: docs/reference/c.md, docs/reference/api.md,
  * docs/howto/tuning.md.
  *
  * Pointers to results must not be NULL, unless their function says so. Calls with an invalid
@@ -57,7 +57,7 @@ typedef enum pcclResult_t {
     pcclTimeout = 13 /* a time limit has passed, this peer's or another one's: call again */
 } pcclResult_t;
 
-/* Types of an element. */
+/* Element types. */
 typedef enum pcclDataType_t {
     pcclUint8 = 0,
     pcclInt8 = 1,

@@ -11,7 +11,7 @@ from typing import Any
 
 from pccl.cli.bench import collectives, ddp, idle, kernels, master, recovery, state
 
-OTHERS: dict[str, tuple[str, Any]] = {  # measurements other than collectives: help, module
+OTHERS: dict[str, tuple[str, Any]] = {  # the other measurements: their help and module
     "ddp": ("torch's DistributedDataParallel over pccl and over gloo", ddp),
     "state": ("synchronizing shared state, with a newcomer and without", state),
     "recovery": (

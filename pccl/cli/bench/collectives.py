@@ -6,8 +6,8 @@ all-reduce, algbw * (n-1) / n for all-gather, reduce-scatter and all-to-all, and
 broadcast. An all-to-all is never in place, a broadcast always. `wire` is the bytes that a peer
 sends, and `switch` its voluntary context switches, in calls without pauses.
 
-`--against` measures something else in turns with it, iteration by iteration, in the same processes
-on the same memory, and prints the ratio of the speeds: torch.distributed over `gloo` or `nccl`;
+`--against` alternates with something else, iteration by iteration, in the same processes and the
+same memory, and prints the ratio of the speeds: torch.distributed over `gloo` or `nccl`;
 pccl without `--quantize` (`unquantized`); the same all-reduce as 16 smaller concurrent ones
 (`pieces`), or as one `all_reduce_multiple_with_retry` of 148 tensors like those of a GPT
 (`tensors`).
@@ -275,7 +275,7 @@ def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Iterations of one way, each the mean over the peers."""
+    """The iterations of one variant, each the mean over the peers."""
 
     median_us: float
     min_us: float

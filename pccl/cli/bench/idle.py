@@ -24,7 +24,7 @@ from pccl.cli.bench.common import PEERS_MAX
 from pccl.cli.processes import WorkerError, collect, free_address, held, start_master, workers
 from pccl.cli.terminal import Refused
 
-SETTLE_S = 3.0  # for what follows a collective: measurements of links, memory given back
+SETTLE_S = 3.0  # after a collective, until links are measured and memory is released
 HEADER_BYTES = 52  # TCP with timestamps, and IPv4
 _TCP_INFO = struct.Struct("120xQQII")  # of linux/tcp.h: bytes acked, received; segments out, in
 

@@ -71,7 +71,7 @@ class Kernel:
     name: str
     call: Callable[[], object]  # what is timed
     traffic: int  # bytes that a call reads and writes
-    count_wrong: Callable[[], int]  # wrong elements in what the calls have left
+    count_wrong: Callable[[], int]  # counts the wrong elements of the results
 
 
 def _reduce(dtype: DataType, op: ReduceOp, nbytes: int) -> Kernel:

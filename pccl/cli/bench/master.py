@@ -22,7 +22,7 @@ from pccl.protocol.master.inputs import Hello, Received
 from pccl.runtime.inline_collectives import combine
 
 VOTE_US_MAX = 25.0
-GROWTH_MAX = 2.0  # the cost of a vote in the largest run, as a multiple of that in the smallest
+GROWTH_MAX = 2.0  # how much more a vote may cost in the largest run than in the smallest
 WORK = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 1 << 20)
 ENTRIES = tuple(m.Entry(f"layer.{i}", 10, 4096, False, bytes(16)) for i in range(20))
 

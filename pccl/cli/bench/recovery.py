@@ -31,7 +31,7 @@ from pccl.cli.processes import follow_parent, free_address, start_master
 from pccl.cli.terminal import Refused
 
 PATIENCE_S = 60.0
-BEGAN, ENDED, WORLD, CONNECTED_S, FIRST_S, STOP, FIELDS = range(7)  # of a peer's board
+BEGAN, ENDED, WORLD, CONNECTED_S, FIRST_S, STOP, FIELDS = range(7)  # the fields of a peer's board
 
 
 class Peer(NamedTuple):
@@ -40,7 +40,7 @@ class Peer(NamedTuple):
 
 
 def _live(address: str, nbytes: int, board: SynchronizedArray[float]) -> None:
-    """The life of a peer: reduces, admits newcomers, and notes when its last collective was."""
+    """The life of a peer: reduces, admits newcomers, and records when its last collective was."""
     follow_parent()
     x = np.ones(nbytes // 4, np.float32)
     began = time.monotonic()
@@ -133,8 +133,8 @@ class Run:
         self._start()
 
     def _recovered_s(self, since_s: float, what: str) -> float:
-        """Waits until all have completed a collective together that began after a time. The time
-        of the last one's end."""
+        """Waits until all have completed one collective that began after a time. Returns the end of
+        the last one."""
 
         def recovered() -> bool:
             size = len(self.peers)

@@ -7,9 +7,9 @@ iteration also measures
 lanes   a broadcast of the same bytes from one holder to all;
 hash    the hashing of the newcomer's state;
 copy    a copy of that state in memory;
-memory  the first touch of as much memory, before the newcomer receives. The operating system does
-        this work, which is slow on a virtual machine whose host has reclaimed the memory. Without
-        the memory from this touch, a newcomer would wait for the sum of the two.
+memory  the first touch of as much memory, before the newcomer receives. This is work of the
+        operating system, and slow on a virtual machine whose host has reclaimed the memory. Without
+        it, the newcomer would wait for the sum of both.
 
 Times are medians, of the newcomer, and for `equal` of the slowest peer. GB/s count the
 bytes of the state.
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def take_part(number: int, job: argparse.Namespace, address: str) -> Iterator[Measured]:
-    """The life of process `number`; the last one is the newcomer."""
+    """The life of process `number`; the newcomer is the last process."""
     return (_hold if number < job.holders else _come)(job, address)
 
 
@@ -154,8 +154,8 @@ def _iterate(
 def _let_in(comm: pccl.Communicator) -> None:
     """A holder admits the next newcomer, when the last one has left.
 
-    Decides only by what all holders have agreed on, because one may hear earlier than another that
-    a peer has left. The round waits for a peer that has not left yet, so it has left afterwards.
+    Decides only by what all holders have agreed on, because one may learn earlier than another that
+    a peer has left. The round waits for a peer that has not left yet, so afterwards it has left.
     """
     while not comm.are_peers_pending():
         pass

@@ -226,7 +226,7 @@ _BLOCK = (1, 1, 1, 1, 3 * _WIDTH, 3, _WIDTH, 1, 4 * _WIDTH, 4, 4 * _WIDTH, 1)
 _ROWS = (512, 64, *_BLOCK * 12, 1, 1)
 ELEMENTS_MIN = {PIECES: _PIECES, TENSORS: sum(_ROWS)}  # so that none is empty
 
-_TAG = 1  # of what is timed; the meetings before it have tag 0
+_TAG = 1  # of the timed collectives; the untimed ones before them have tag 0
 
 
 @dataclass(frozen=True, slots=True)

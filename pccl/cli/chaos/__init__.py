@@ -1,7 +1,7 @@
-"""`pccl chaos`: runs copies of a program under faults, and says what did not hold.
+"""`pccl chaos`: runs copies of a program under faults, and reports what failed.
 
-A `Harness` makes a run of any `Program`, from its options to its verdict; the command's own program
-is the words after `--`.
+A `Harness` runs any `Program`, from its options to its verdict; the command's own program is the
+words after `--`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pccl.cli.chaos.stage import Stage
 from pccl.cli.chaos.watch import MOMENTS, Metrics
 from pccl.cli.terminal import Progress, painted
 
-FINISH_S = 20.0  # from the order to end until a copy that has not is killed
+FINISH_S = 20.0  # a copy that has not ended this long after the order to end is killed
 VIOLATIONS_SHOWN, FAULTS_SHOWN = 20, 8
 HEARTBEATS = {"PCCL_HEARTBEAT_MS": "500", "PCCL_HEARTBEAT_TIMEOUT_MS": "2000"}
 

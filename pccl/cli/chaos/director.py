@@ -1,4 +1,4 @@
-"""Plays a schedule of faults on a program, and notes what has happened."""
+"""Injects a schedule of faults into a program, and records what happens."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Done:
     """A fault that has happened, or was skipped."""
 
     fault: Fault  # as it was drawn
-    at_s: float  # when it was
-    over_s: float | None = None  # when it was taken back
-    copy: int = -1  # that it hit; -1: the master, or all copies
-    moment: str = ""  # that it had waited for, if that came
+    at_s: float  # when it happened
+    over_s: float | None = None  # when it was undone
+    copy: int = -1  # the copy that it hit; -1: the master, or all copies
+    moment: str = ""  # the moment that it had waited for, if that came
     skipped: str = ""  # why it did not happen
 
 
@@ -49,7 +49,7 @@ class Chronicle:
 
 
 class Program:
-    """A program whose copies run under faults. This one is known only by its master's event log."""
+    """A program whose copies run under faults, observed only by its master's event log."""
 
     steered = False  # whether copies read orders from their stdin
     settings: Mapping[str, str] = {}  # of the program, saved in the schedule
@@ -80,7 +80,7 @@ class Program:
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
         """Marks the copies that could go on alone: they are in the run, and have its state.
 
-        All are in the run once it has as many peers for a while, and makes progress.
+        All are in the run once it has had as many peers for a while and makes progress.
         """
         now_s = time.monotonic()
         alive = {copy.number for copy in copies if copy.ended_s is None}
@@ -284,7 +284,7 @@ class Director:
         return self.stage.harm_master(done.fault.what)
 
     def _kill_most(self, done: Done) -> None:
-        """Spares one copy of each group, which could go on alone."""
+        """Kills all copies except, in each group, one that could go on alone."""
         awake, group = self._awake(), self._program.group
         spared = {group(copy): copy for copy in reversed(awake) if copy.settled}
         victims = [copy for copy in awake if copy not in spared.values()]

@@ -1,7 +1,7 @@
 """The kinds of faults, schedules drawn from a seed, and the search for the faults that matter.
 
-A schedule does not depend on the course of the run. It names the target of a fault by a fraction,
-which selects one of the possible targets when the fault is due. So any subset of a schedule is a
+A schedule does not depend on the course of the run. A fraction names the target of a fault: it
+selects one of the possible targets when the fault is due. So any subset of a schedule is a
 schedule, too.
 """
 
@@ -28,7 +28,7 @@ class Target(Enum):
 
 
 class Kind(NamedTuple):
-    text: str  # what is done
+    text: str  # what the fault does
     target: Target  # what it hits
     weight: int  # how often it is drawn, relative to others
     lasts_s: tuple[float, float] = (0.0, 0.0)  # at least and at most; (0, 0): it is not undone
@@ -92,7 +92,7 @@ def possible() -> tuple[dict[str, Kind], dict[str, str]]:
     return {name: kind for name, kind in KINDS.items() if name not in why}, why
 
 
-MOMENT_SHARE = 0.4  # this share of the faults waits for a named moment, too
+MOMENT_SHARE = 0.4  # the share of the faults that also wait for a named moment
 
 
 class Fault(Struct, frozen=True, omit_defaults=True):

@@ -17,7 +17,7 @@ ENDED_SHOWN_S = 5.0
 
 
 def picture(director: Director) -> Iterator[str]:
-    """The copies, and how the run goes."""
+    """The copies, and the progress of the run."""
     now_s, chronicle = time.monotonic(), director.chronicle
     watch, schedule = director.watch, director.schedule
     passed_s = now_s - chronicle.faults_s if chronicle.faults_s else 0.0
@@ -137,7 +137,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _recoveries(times_s: Sequence[float]) -> str:
-    """How many took how long."""
+    """The number and the durations of recoveries."""
     counts = [0] * (len(BINS_S) + 1)
     for time_s in times_s:
         counts[bisect.bisect_left(BINS_S, time_s)] += 1

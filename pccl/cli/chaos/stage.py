@@ -1,4 +1,4 @@
-"""The processes of a run under faults: a master and copies of a program, and what harms them."""
+"""The processes of a run under faults: a master and copies of a program; and the faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if sys.platform == "linux":
 
 TERMINATED_S = 10.0  # after SIGTERM until the master is killed
 STARVED_S = 0.09, 0.01  # stopped and running, in turns
-FREE_FILES = 2  # descriptors that are left
+FREE_FILES = 2  # descriptors that remain free
 FULL_BYTES = 1  # the size to which files can grow on a full disk
 SPIN = "while True: pass"
 STOP, CONTINUE = getattr(signal, "SIGSTOP", 0), getattr(signal, "SIGCONT", 0)  # not on Windows
@@ -31,8 +31,8 @@ STOP, CONTINUE = getattr(signal, "SIGSTOP", 0), getattr(signal, "SIGCONT", 0)  #
 class Copy:
     number: int  # in the order of their starts
     host: int  # its number among those of the network, if there is one
-    process: Process  # that runs it
-    log: Path  # the file that has what it prints
+    process: Process  # the process that runs it
+    log: Path  # the file with its output
     began_s: float  # when it was started
     befell: list[tuple[float, str]] = field(default_factory=list)  # when each fault hit it
     stopped: bool = False  # whether it is frozen at this moment
@@ -131,7 +131,7 @@ class Stage:
         with log.open("ab") as file:
             return Process(command, environment, stdin=stdin, stdout=file, stderr=file)
 
-    # ---- harm; each returns what takes it back, if anything does ----
+    # ---- harm; each returns what undoes it, if anything does ----
 
     def harm(self, what: str, copy: Copy) -> Undo | None:
         """Inflicts a fault on a copy. Faults of the program's own are left to the copy."""

@@ -52,7 +52,7 @@ class Follower:
         while data := self._read():
             *whole, self._rest = (self._rest + data).split(b"\n")
             for text in whole:
-                with contextlib.suppress(msgspec.DecodeError):  # torn; `pccl replay` says so
+                with contextlib.suppress(msgspec.DecodeError):  # torn: `pccl replay` reports it
                     if text and isinstance(item := DECODER.decode(text), Line):
                         yield item
 

@@ -65,7 +65,7 @@ def encode(report: Report) -> str:
 
 
 def decode(line: str) -> Report:
-    """The report in a line. Raises msgspec.DecodeError: it is none."""
+    """The report in a line. Raises msgspec.DecodeError: it is not a report."""
     return _decoder.decode(line)
 
 

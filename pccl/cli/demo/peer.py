@@ -31,7 +31,7 @@ _FRAGMENTS, _OVERLAP = 3, 2  # with mode="streaming"
 
 
 def main() -> int:
-    """Trains until the run has taken `steps` outer steps; what else it is told is JSON, too."""
+    """Trains until the run has taken `steps` outer steps; its arguments are JSON."""
     args = argparse.Namespace(**json.loads(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to handle
     go = threading.Event()

@@ -1,14 +1,14 @@
 """Clients: processes that publish or follow weights beside the run.
 
-Clients are no members: they do not vote, no peer waits for them, and they learn nothing that would
+Clients are not members: they do not vote, no peer waits for them, and they learn nothing that would
 let them connect to peers. The master sends a client that seeks a package to a holder. A holder
 serves few receivers at a time, and each receiver becomes a holder when it has the package, so each
-package spreads along a tree. Faster receivers come first, and get the fastest free holder. The
-rates are measured by receivers. A slow receiver gives its place at the holder back, so that it
-keeps no other client waiting.
+package spreads along a tree. Faster receivers, by the rates that they measure, come first and get
+the fastest free holder. A slow receiver gives its place at the holder back, so that no other client
+waits for it.
 
-Clients that follow seek each difference as soon as they hear of it. The master knows that when it
-is published, and so assigns holders at once, which saves a round trip.
+Clients that follow seek each difference as soon as they learn of it. The master assigns their
+holders when the difference is published, which saves a round trip.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class Catalogue:
             raise AssertionError("a version is published once")
 
 
-FIRST = 1 << 40  # the number of the first client: none is that of a peer
+FIRST = 1 << 40  # the number of the first client; peers have lower numbers
 SLOTS = 1 << 16  # of a holder, as in c/pccl_core.h
-PLACES = 2  # receivers of a holder at a time: with one, its line would be idle between two
-SMALL_BYTES = 1 << 20  # smaller transfers are mostly round trips, and leave the line idle
+PLACES = 2  # receivers that a holder serves at a time: with one, its link would idle in between
+SMALL_BYTES = 1 << 20  # smaller transfers are mostly round trips, which leave the link idle
 PLACES_SMALL = 8  # receivers of a holder at a time, for such packages
 
 

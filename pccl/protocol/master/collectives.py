@@ -64,8 +64,7 @@ def is_pair(number: int, vote: m.StartVote) -> bool:
 
 
 def mismatch(rows: Sequence[Rows]) -> tuple[int, int] | None:
-    """The first rank that gives another one a number of rows that this one does not take, and the
-    other rank."""
+    """The first two ranks of which one gives the other a number of rows that it does not take."""
     taken = list(zip(*(takes for _, takes in rows), strict=True))  # by giver and taker
     for rank, (gives, _) in enumerate(rows):
         if gives != taken[rank]:
@@ -222,8 +221,8 @@ class Collectives(Part):
         super().__init__(common)
         self._table, self._combine = table, combine
         # the most small results that peers may lack at a time. A small result is final when it is
-        # sent: only the master's death can keep it from a living peer, and then another peer tells
-        # the next master. All such results must fit into one message.
+        # sent: only the master's death can keep it from a living peer, and then another peer
+        # reports it to the next master. All such results must fit into one message.
         self.small_max = 128
 
     # ---- the start ----

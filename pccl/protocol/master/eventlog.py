@@ -72,7 +72,7 @@ class Redactor:
                 return conn
 
     def _clean(self, value: T, data: Callable[[bytes], bytes]) -> T:
-        """A structure, or several, without secrets: these are known by the names of fields."""
+        """A structure, or several, without secrets, which field names identify."""
         if isinstance(value, tuple):
             return cast(T, tuple(self._clean(each, data) for each in value))
         if not isinstance(value, Struct):
@@ -155,7 +155,7 @@ class Told(Struct, frozen=True, omit_defaults=True):
     """A message that the master sent to some peers."""
 
     say: str  # the type of the message
-    to: tuple[int, ...]  # the numbers of the peers; 0: a process that is no peer
+    to: tuple[int, ...]  # the numbers of the peers; 0: a process that is not a peer
     calls: tuple[int, ...] = ()  # the number of each peer's call, if the message answers calls
     seq: int = 0  # the number of the collective or synchronization
     final: bool = False  # whether the start of a collective also brings its result

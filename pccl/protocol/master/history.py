@@ -55,8 +55,8 @@ class Journal(Struct, frozen=True):
 
 
 NONCE_BYTES = 8
-# seqs and epochs begin with the number of the master's incarnation, because a restarted master may
-# not know the last ones
+# seqs and epochs begin with the number of the master's incarnation: a restarted master may not know
+# the last ones
 INCARNATION_SHIFT = 32
 EPOCH_SHIFT = 16
 

@@ -1,7 +1,7 @@
 """The inputs of a master, as data.
 
-A master's state depends only on its inputs. Another master that gets the same inputs, from a
-`Began` on, does the same.
+A master's state depends only on its inputs. Another master with the same inputs, from a `Began` on,
+makes the same decisions.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Received(Struct, frozen=True, tag="received"):
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):
-    """A connection has sent bytes that are no message, or too many messages."""
+    """A connection has sent bytes that are not a message, or too many messages."""
 
     conn: bytes
     why: str

@@ -24,7 +24,7 @@ longer than one vote:
   longer measured.
 
 A restarted master knows only its journal: the accepted peers. It waits until they have come back
-and told what they know, or until a time limit. Then it continues from the conclusions of
+and reported what they know, or until a time limit. Then it continues from the conclusions of
 restart.py. Other messages that arrive meanwhile are kept for later. A master without a journal
 does the same for the run that most of the returning peers name.
 
@@ -306,8 +306,8 @@ class Master:
     def deserted(self, resume: m.Resume) -> bool:
         """True if the run has lost all its peers, and the returning peer was among the last.
 
-        Then nothing has happened without it, and no other peer could continue: the master was cut
-        off, not the peers.
+        Then nothing has happened without that peer, and no other peer could continue: the master
+        was cut off, not the peers.
         """
         known = self._recovery is None and resume.run == self.run.number
         return known and self._members.deserted_by(resume.info.peer)

@@ -205,7 +205,7 @@ class Membership:
         return {number for number in all_ if self._peers[number].veteran} or all_
 
     def partners(self, numbers: Collection[int]) -> dict[int, m.PeerInfo]:
-        """The other team members that are lost with these peers, each with its peer among these."""
+        """The team members that are lost with these peers, each with its team's peer of these."""
         return dict(self.teams.partners(map(self.info, numbers)))
 
     def names(self, numbers: list[int]) -> str:
@@ -216,7 +216,7 @@ class Membership:
         return ", ".join(names) or "nobody"
 
     def worlds(self) -> Iterator[tuple[Iterable[int], m.World]]:
-        """For each group, its peers and the world sizes to tell them."""
+        """For each group, its peers and the world sizes to send them."""
         groups = [group for group in self._accepted if group is not None]
         largest = max(map(self.size, groups), default=0)
         for group in groups:
@@ -296,7 +296,7 @@ class Deadlines:
     In `are_peers_pending`, a vote may have a `Grace`. The grace of a group begins when enough of
     its members have entered with one. Members that are still absent when it is over are late. If
     the votes of a group differ, the most patient one counts. Votes without a grace do not count, so
-    a group with too few graces waits for all its members. Each group decides only about its own
+    a group with too few graces waits for all its members. Each group decides only on its own
     members.
     """
 

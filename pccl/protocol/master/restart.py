@@ -1,7 +1,7 @@
-"""The recovery of a restarted master from what returning peers tell.
+"""The recovery of a restarted master from what returning peers report.
 
-The journal only names the accepted peers. The peers know the rest, and facts that no survivor knows
-cannot matter to a survivor. docs/internals/protocol.md ("A restarted master") has the rules.
+The journal only names the accepted peers. The peers know the rest, and a fact that no survivor
+knows cannot matter to a survivor. docs/internals/protocol.md ("A restarted master") has the rules.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
 
 
 def restore(run: Run, back: Mapping[int, inputs.Resume], now_s: float) -> None:
-    """Restores the run from what the returned peers tell, and tells them what they lack.
+    """Restores the run from what the returned peers report, and sends them what they lack.
 
     `now_s` is only for `status`.
     """
@@ -380,7 +380,7 @@ def restore(run: Run, back: Mapping[int, inputs.Resume], now_s: float) -> None:
         for number in sorted(was.open):
             why = "" if was.outcome else RESTARTED
             run.outbox.send(number, m.Finished(seq, was.outcome, why))
-    # by seq: the next restart relies on it that a peer that knows a seq knows all before it
+    # by seq: the next restart assumes that a peer that knows a seq knows all earlier ones
     lacked = [*missed, *_failed(resumes), *_unheard(collectives)]
     for _, number, message in sorted(lacked, key=lambda one: one[:2]):
         run.outbox.send(number, message)

@@ -120,7 +120,7 @@ class Run:
     ) -> None:
         """Removes peers, each for a reason, and their teams.
 
-        If `kick` is given, they are told that result and the reason. Peers that are gone already,
+        If `kick` is given, they receive that result and the reason. Peers that are gone already,
         with their team, are ignored.
         """
         lost: dict[int, dict[int, str]] = {}  # by group and number: their names and reasons

@@ -21,9 +21,9 @@ others agree on: a run may synchronize only when a peer has joined. A peer that 
 revision is refused: its call fails, and the others continue without it.
 
 A receiver receives in place, into its own memory without a second copy, if its content can never be
-elected. That holds for newcomers, for peers that are behind in revision, and for peers without a
-revision when a run resumes. If the transfer does not end, its shared state is torn. Torn content is
-no candidate, is never offered to others, and is received in place again.
+elected: newcomers, peers that are behind in revision, and peers without a revision when a run
+resumes. If the transfer does not end, its shared state is torn. Torn content is not a candidate, is
+never offered to others, and is received in place again.
 
 An incompatible newcomer harms no other peer. Once a group has a shared state, its earlier members
 decide on its revision, form and strategy among themselves; newcomers are candidates only if no
@@ -207,7 +207,7 @@ def _revision(electors: Mapping[int, Manifest], last: int | None, again: bool, a
     """The elected revision.
 
     If `again`, it may equal the group's last one. If `ahead`, it may be any later one that more
-    than half of the electors offer: whoever has miscounted does not end the run of the others.
+    than half of the electors offer: a peer that has miscounted does not end the run of the others.
     """
     offered = Counter(manifest.revision for manifest in electors.values())
     top_peer = max(electors, key=lambda peer: electors[peer].revision)

@@ -138,7 +138,7 @@ class Course:
         return max(0.0, 1.0 - lost_s / (now_s - self._began_s))
 
 
-LAUNCHED_S = 10.0  # a caller that has launched a call is taken to compute for so long
+LAUNCHED_S = 10.0  # a caller that has launched a call is assumed to compute for this long
 
 
 def stuck_since_s(round_: Round) -> float | None:

@@ -284,7 +284,7 @@ class Groups(dict[int, Group]):
 
 
 class Rendezvous:
-    """Tells peers that cannot connect to each other where they meet."""
+    """Tells peers that cannot connect to each other where to meet."""
 
     def __init__(self, membership: Membership, outbox: Outbox) -> None:
         self._membership, self._outbox = membership, outbox
@@ -316,7 +316,7 @@ class Rendezvous:
         return self.severed(hop for ring in rings for hop in hops(ring.order))
 
 
-# Drops peers from the run, each for a reason. If a result is given, they are told it and the cause.
+# Drops peers from the run, each for a reason. If a result is given, they receive it and the cause.
 RemoveAll: TypeAlias = Callable[[Mapping[int, str], Result | None, m.Cause], None]
 
 

@@ -49,8 +49,8 @@ def deadlock(peer: int, rounds: OpenRounds, absent: Absent) -> tuple[Round, Roun
 
     The first is a round of `peer`, which has just voted; the second closes the cycle.
 
-    A round holds a peer that makes no other call before the round returns. A send or recv that was
-    launched, and is not awaited, keeps its peer only from exclusive calls.
+    A round holds a peer that makes no other call before the round returns. A send or recv that is
+    launched but not awaited keeps its peer only from exclusive calls.
     """
     for first in rounds.of(peer).values():
         are_held = _holds(first, peer)
@@ -124,7 +124,7 @@ class Stragglers:
                     yield number, title
 
 
-PART_BYTES = 256  # memory of one tensor in a vote, about, without its texts
+PART_BYTES = 256  # approximate memory of one tensor in a vote, without its texts
 ROW_BYTES = 40  # memory of one number of rows
 Commit: TypeAlias = Callable[[Round], None]
 _Pair: TypeAlias = tuple[RoundId, RoundId]
@@ -140,7 +140,7 @@ def _scope(one: Round, other: Round) -> int | None:
 
 
 def held(payload: m.Spec | m.Manifest, rows: Rows | None = None, data: bytes | None = None) -> int:
-    """The bytes that a vote takes in memory, about. That is many times its size in a message."""
+    """The approximate bytes that a vote takes in memory, many times its size in a message."""
     parts = payload.parts if isinstance(payload, m.Spec) else payload.entries
     own = len(payload.rows) if isinstance(payload, m.Spec) else 0
     numbers = own + sum(map(len, rows)) if rows else own

@@ -15,8 +15,8 @@ in which calls still wait, because votes and answers in transit were lost with t
 A caller may leave before its call ends (`cancel`, and `time_out` while the master is away). Then
 its call ends as soon as the engine is settled, and may remain as an abandoned one (state.py).
 
-How it is made
---------------
+Parts
+-----
 
 `Peer` passes each event to the part that handles it: `Votes` for calls that are one round,
 `Collectives`, and `Transfers`. These share the objects in `Common` (streams.py).
@@ -491,8 +491,8 @@ class Peer:
     def unreached(self, info: m.PeerInfo, why: str, stream: int = 0) -> list[Effect]:
         """No stream to a peer could be opened. Ops that need it fail (`engine_failed`).
 
-        In a probe this is a result and not reported: a ring may have other neighbours. Nor is it
-        reported of a direct stream. `stream`: the lost one; `stream_lost` follows.
+        It is not reported in a probe, where it is a result because a ring may have other
+        neighbours, or for a direct stream. `stream`: the lost one; `stream_lost` follows.
         """
         transfer = self.transfers.current
         if self._streams.is_direct(stream):

@@ -283,7 +283,7 @@ class Transfers(Part):
         """Why this peer had no part in a synchronization that is over; None if it had.
 
         This follows from its manifest and the result alone. So a peer that missed the result, and
-        learns it from a restarted master, concludes the same as a peer that was told.
+        learns it from a restarted master, draws the same conclusion as a peer that received it.
         """
         assert isinstance(one.vote, m.SyncVote)
         manifest = one.vote.manifest

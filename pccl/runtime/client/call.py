@@ -1,7 +1,7 @@
 """An API call in progress, shared by its waiting caller and the control thread.
 
 An exception may be raised in the waiting thread at any moment. However a call ends, it must first
-release everything: nothing refers to the caller's memory, and no peer waits for the call. So a
+release everything: then nothing refers to the caller's memory, and no peer waits for the call. So a
 caller makes the whole call, from before the first command to the end, in one `try`, and its handler
 calls `PeerClient.cancel`. Work that must not stop halfway is finished first (signals.py), and
 the exception is raised afterwards.
@@ -44,7 +44,7 @@ Note = (
 )
 End = effects.Answer | effects.Fail
 T = TypeVar("T")
-# A caller's part in a call: it yields for how many seconds it waits for the next note, and is sent
+# A caller's part in a call: it yields the number of seconds to wait for the next note, and is sent
 # the note, or None if none has come in that time.
 Steps: TypeAlias = Generator[float, Note | None, T]
 
@@ -113,7 +113,7 @@ class Call:
             note: Note | None
             try:
                 note = self._notes.get(timeout=max(0.0, left_s))
-            except queue.Empty:  # work in here would show this exception too if it failed
+            except queue.Empty:  # work in this block would chain its failures to this exception
                 note = self.end
             else:
                 if note is self.end:

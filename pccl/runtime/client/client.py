@@ -240,7 +240,7 @@ class PeerClient(ControlThread):
 
         Returns when nothing refers to the caller's memory any more and, if the master is connected,
         it has taken the vote back: no call that another peer makes from then on meets this one.
-        A master that does not answer is waited for no longer than WITHDRAWAL_S.
+        It waits no longer than WITHDRAWAL_S for a master that does not answer.
         """
         withdrawn = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The control thread of a client: of a peer, or of a client that publishes or follows weights.
+"""The control thread of a client: a peer, or a client that publishes or follows weights.
 
 An exception can be raised between any two bytecodes of a user thread: by a signal handler in the
 main thread, by `PyThreadState_SetAsyncExc` in any thread. During protocol work it would separate a
@@ -132,7 +132,7 @@ class System:
     """The parts of the operating system that a client uses. A simulation passes another one.
 
     Attributes:
-        now: the clock of all that has a time limit, in seconds.
+        now: the clock for all time limits, in seconds.
         token: makes a secret.
         aside: does work that no exception may interrupt.
         shortage: says why the system provides no socket.
@@ -171,7 +171,7 @@ class System:
             raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
 
     def close(self) -> None:
-        """Returns when what was sent last is on its way; what is still open is closed."""
+        """Closes what is still open, and returns when the last messages are on their way."""
         self._context.destroy(linger=0)
 
 
@@ -385,7 +385,7 @@ class ControlThread:
         try:
             while self.turn(self._waiter.wait(self.pause())):
                 pass
-        except BaseException as error:  # of any kind: waiting callers need an answer
+        except BaseException as error:  # any kind: waiting callers need an answer
             self._break_down(error)
         self.end()
 

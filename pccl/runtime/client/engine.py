@@ -310,7 +310,7 @@ class Engine:
         peer: int = 0,  # the neighbour's number
         nonce: int = 0,  # of the epoch; without keys the neighbour checks it
         curve_server: str = "",  # the neighbour's public key, if this engine has keys
-        # `address:port` of the meeting point to which the neighbour connects, too; empty: the
+        # `address:port` of the rendezvous point to which the neighbour connects, too; empty: the
         # neighbour listens at the endpoint
         via: str = "",
     ) -> None:
@@ -336,10 +336,10 @@ class Engine:
         )
 
     def meet(self, endpoint: str, via: str, lanes: int) -> None:
-        """Connects to a sender at a meeting point, because it cannot connect to this engine.
+        """Connects to a sender at a rendezvous point, because it cannot connect to this engine.
 
         `endpoint` and `lanes` are as in the sender's `connect_stream`; `via` is the `address:port`
-        of the meeting point.
+        of the rendezvous point.
         """
         self._send(lib.PCCL_MEET, endpoint=endpoint.encode(), via=via.encode(), lanes=lanes)
 
@@ -568,8 +568,7 @@ class Engine:
         self._send(lib.PCCL_ALLOW, op, limit=nbytes)
 
     def ready(self, op: int, offset: int, length: int) -> None:
-        """Reports that the input of a collective with a window is filled from `offset` on, for
-        `length` offsets."""
+        """Reports that a windowed collective has `length` offsets of input from `offset` on."""
         self._send(lib.PCCL_READY, op, offset=offset, length=length)
 
     def query(self, op: int) -> None:

@@ -48,7 +48,7 @@ Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 class Operand(Struct, frozen=True):
     """One array of a collective: its input, its output, and the elements of one slice or row.
 
-    `error` gets what quantizing has taken from the sum.
+    `error` receives what quantizing has taken from the sum.
     """
 
     send: Buffer
@@ -65,8 +65,8 @@ class Wide:
 
         # whether the engine has got the copies; arrays that travel with the votes need none
         self.is_used = False
-        # for each array the copies' addresses to send from and to receive at, the elements, and the
-        # engine's number of their type; None for an array that needs no copy
+        # for each array: the addresses of its copies (to send and to receive), the number of
+        # elements, and the engine's number for their type; None: the array needs no copy
         self.parts: list[tuple[int, int, int, int] | None] = []
         self._arrays: list[tuple[Operand, np.ndarray, np.ndarray]] = []
         for given in each:
@@ -211,8 +211,8 @@ class Device(Protocol):
     def pipe(self, buffers: Sequence[Buffer], drained: bool = False) -> Pipe:
         """A pipe for copies of these buffers.
 
-        They come after all work that this thread has queued for the device so far (all threads, if
-        `drained`), and do not depend on what it queues later.
+        The copies come after all work that this thread (if `drained`, any thread) has queued for
+        the device so far, and do not depend on what it queues later.
         """
 
     def allocate(self, nbytes: int) -> HostMemory: ...
@@ -282,7 +282,7 @@ class CopyingClient(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """A step: what to read before its offsets can be sent, and to write when they are final."""
+    """What to read before a step's offsets can be sent, and to write once they are final."""
 
     begin: int
     end: int
@@ -303,7 +303,7 @@ class Copies:
         progressive: bool,
         in_place: bool,  # whether results overwrite contributions before the call has succeeded
     ) -> None:
-        # the sums from which the result on the host is made before it is copied; None: the engine
+        # the sums from which the host's result is computed before it is copied; None: the engine
         # has written the result itself
         self.wide: Wide | None = None
         self._pipe, self._steps = pipe, steps
@@ -349,7 +349,7 @@ class Copies:
             raise self._failed
 
     def cancel(self) -> None:
-        """Cancels the copies after an exception, which may have come at any moment."""
+        """Cancels the copies after an exception, which may come at any moment."""
         if self._claim.acquire(blocking=False):  # the thread has not begun, and will do nothing
             _wait(itertools.chain(*self._reads.values()))
         else:

@@ -78,7 +78,7 @@ class PendingCalls:
         self._ended = ended
         # op -> what the engine refers to, or is about to
         self.memory: dict[int, Operands | Pool] = {}
-        # whether the control thread has ended; then calls are answered in their own threads
+        # whether the control thread has ended; calls are then answered in their callers' threads
         self.closed = False
         self._calls: dict[int, Call] = {}
         self._answered: list[tuple[Call, End]] = []  # not notified yet

@@ -21,10 +21,10 @@ from pccl.runtime.client.memory import Pieces
 
 log = logging.getLogger("pccl")
 
-_WINDOW_S = 0.25  # the least time in which bytes are counted; or, if that is longer,
+_WINDOW_S = 0.25  # bytes are counted for at least this time or, if that is longer,
 WINDOW_SHARE = 0.4  # this share of the time until the first bytes: about two round trips
 _WINDOWS_MAX = 8  # after the first bytes; then a probe ends even if the rate still grows
-GROWTH = 1.25  # between two windows: less is chance
+GROWTH = 1.25  # the least growth between two windows that counts
 # The pieces, in this order: on a slow link many arrive in a window, on a fast one few are needed.
 SIZES = (16 << 10,) * 64 + (64 << 10,) * 64 + (256 << 10,) * 1024
 _CHECK_S = 0.03

@@ -4,7 +4,7 @@ A peer behind NAT can connect to others, but they cannot connect to it. So the s
 it, or a third peer that relays, listens, and both ends of each lane connect there. They use SOCKS 5
 (RFC 1928), as libzmq does, up to the answer. The destination that they request is a token, which
 the master has passed on, and a side. From then on their bytes pass through the C core's pump,
-without the interpreter. The ends authenticate each other as in any other stream, and encrypt if
+without the interpreter. The ends authenticate each other as on any other stream, and encrypt if
 they have keys. Connections that name no expected token are closed.
 """
 
@@ -43,7 +43,7 @@ _JOINT = struct.Struct("@qq")  # a pccl_joint
 
 
 class _Invalid(Exception):
-    """A connection says something else."""
+    """A connection does not follow the protocol."""
 
 
 class _Guest:
@@ -54,9 +54,9 @@ class _Guest:
         self.place: tuple[str, int] | None = None  # the token and the side
 
     def receive(self) -> bool:
-        """Reads what has come. Returns whether its place is known now, and was not before.
+        """Reads what has come. Returns whether its place has just become known.
 
-        Raises OSError, _Invalid: it is to be sent away.
+        Raises OSError, _Invalid: the connection must be closed.
         """
         try:
             data = self.connection.recv(limits.GUEST_BYTES)
@@ -271,11 +271,11 @@ def destination(token: str, side: int) -> str:
 
 
 class Rendezvous:
-    """This peer's rendezvous point, if it has one, and its way to those of others.
+    """This peer's rendezvous point, if it has one, and its connections to those of others.
 
-    A relay has one from the beginning, because its port is in its first message; another peer, as
-    soon as it has something to send to a peer that only dials out. Raises OSError: it is to relay,
-    and cannot listen.
+    A relay has a point from the beginning, because the port is in its first message. Any other peer
+    opens one as soon as it must send to a peer that only dials out. Raises OSError: this peer
+    should relay, and cannot listen.
     """
 
     def __init__(
@@ -309,8 +309,8 @@ class Rendezvous:
     def ask(self, to: m.PeerInfo, lanes: int) -> tuple[str, str]:
         """Asks that a peer connects to a stream from this one.
 
-        Returns the token of their rendezvous, and the `address:port` of its point; that is empty if
-        the master must say where. Raises OSError: this peer cannot listen for it.
+        Returns the token of their rendezvous, and the `address:port` of its point, which is empty
+        if the master must say where. Raises OSError: this peer cannot listen.
         """
         token = self._token()
         if self._config.outgoing:

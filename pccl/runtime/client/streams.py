@@ -41,7 +41,7 @@ class _Stream:
     token: str = ""  # of the rendezvous, if the peer is met
     via: str = ""  # where, once it is known
     ways: Ways | None = None  # among which the resolver chooses
-    why_lost: str = ""  # why it was lost, if that is longer than what the engine repeats
+    why_lost: str = ""  # why it was lost, if the reason is longer than what the engine repeats
     shares: int = 1  # streams that send at the same time as this one
     up: bool = False  # whether it was ever connected
 
@@ -298,7 +298,7 @@ class Streams:
         return False
 
     def _do_without_ipc(self, to: m.PeerInfo, why: str) -> None:
-        log.warning("%s is not reached at %s (%s), and so by TCP from now on", to, to.ipc, why)
+        log.warning("%s is not reached at %s (%s): it uses TCP from now on", to, to.ipc, why)
         self._without_ipc.add(to.peer)
 
 
@@ -308,7 +308,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def shortage() -> str:
-    """Why the system refuses this process a socket, if it does: libzmq does not report that."""
+    """Why the system refuses this process a socket, if it does: libzmq does not report it."""
     try:
         socket.socket().close()
     except OSError as error:

@@ -15,8 +15,8 @@ stop listening without closing the existing connections. So `Reserve` keeps a fe
 gives them up then, and new connections are accepted and closed at once until there is room again.
 
 A connection is identified by the routing id that the ROUTER gives it, which is never reused. The
-socket's monitor reports lost connections, but only by file descriptor. A connection's descriptor is
-learnt from its first message. Messages and monitor events are two queues without a common order,
+socket's monitor reports lost connections, but only by file descriptor. A connection's first message
+reveals its descriptor. Messages and monitor events are two queues without a common order,
 and descriptors are reused, so:
 
 - The monitor is read before a connection's first message. A connection is accepted before it can
@@ -30,7 +30,7 @@ and descriptors are reused, so:
   a peer that leaves and closes its connection is seen to leave.
 - Messages of a buried connection are ignored, so that they do not look like a new connection.
 
-Messages of a dropped connection are ignored. It is closed after a moment in which it can read the
+Messages of a dropped connection are ignored. It is closed a moment later, so that it can read the
 reason.
 """
 

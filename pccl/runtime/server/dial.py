@@ -7,7 +7,7 @@ not another process behind a wrong port forwarding.
 
 Any process may request a dial, but must not learn from it what else is in the master's network:
 docs/internals/protocol.md ("A peer that cannot be reached") says what it learns, and has the
-limits. Names are resolved, in a thread, only for dials that the master itself makes.
+limits. Names are resolved (in a thread) only for dials that the master itself makes.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Dialler:
         does not answer, if there are others.
         """
         assert dial.found is not None
-        dial.certain = False  # as long as the look-up lasts
+        dial.certain = False  # until the look-up ends
         try:
             found = dial.found.get_nowait()
         except queue.Empty:

@@ -94,7 +94,7 @@ class EventFile:
             with contextlib.suppress(OSError):  # informs people only
                 self._lock.leave(f"process {os.getpid()}")
             if not _is_log(path):
-                raise self._error("it is no event log of a master, but some other file")
+                raise self._error("it is not an event log of a master, but some other file")
             self._open(0)
         except OSError as error:
             self._lock.close()
@@ -215,7 +215,7 @@ def read(file: Path) -> Iterator[tuple[int, Head | Line | Gap | Damaged]]:
         number, pending, most = 0, None, limits.EVENT_LOG_LINE_BYTES
         for number, line in enumerate(iter(partial(lines.readline, most + 1), b""), 1):
             if len(line) > most:
-                raise OSError(f"{file}:{number} has more than {most} bytes: it is no event log")
+                raise OSError(f"{file}:{number} has more than {most} bytes: it is not an event log")
             if pending is not None:
                 torn = pending.torn and line.startswith(HEAD_START)
                 yield number - 1, Damaged(pending.why, torn)

@@ -43,8 +43,8 @@ class Pauses:
         self._running, self._elapsed = running, elapsed
         self._checked = running(), elapsed()
         self._woke_s: float | None = None  # the end of the latest pause
-        # the sum of all pauses by `time.monotonic`. `time.monotonic` minus this is the time that
-        # the process has run.
+        # the sum of all pauses by `time.monotonic`, which minus this is the time that the process
+        # has run
         self.total_s = 0.0
 
     def check(self, waited_s: float = 0.0) -> None:

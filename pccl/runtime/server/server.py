@@ -519,7 +519,7 @@ class Server:
         return inputs.Received(conn, message)
 
     def _expect(self, resume: m.Resume) -> None:
-        """Handles what explains why a peer comes back: this process had a pause, or the loss of the
+        """Handles the reason why a peer comes back: this process had a pause, or the loss of the
         peer's earlier connection was not handled yet."""
         self._pauses.check()
         if self._master.deserted(resume):
