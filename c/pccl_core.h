@@ -38,7 +38,7 @@
  *
  * An engine moves the bulk data of one peer. It owns a ZeroMQ context, one PULL socket on which all
  * chunks of other peers arrive, and one PUSH socket for each STREAM. A stream leads to one
- * neighbour, over one or more connections, its LANES. A thread of the caller enters
+ * neighbor, over one or more connections, its LANES. A thread of the caller enters
  * pccl_engine_run() and stays there, without the GIL, until it is told to stop. The caller and the
  * engine exchange messages: the caller connects a PAIR socket of the engine's own context to
  * "inproc://pccl-engine", sends pccl_command structs, one or more in a message, and receives
@@ -48,7 +48,7 @@
  *
  *     REGISTER -> (START) -> COMPLETE event -> COMMIT or ABORT -> SETTLED event
  *
- * The caller registers the op before its peer votes to start it, because a neighbour may hear of
+ * The caller registers the op before its peer votes to start it, because a neighbor may hear of
  * the start first, and its chunks must find the buffers. When the start is agreed, the caller
  * starts the op, with its place in the rings. COMPLETE says that this peer holds the whole result;
  * the op keeps forwarding what others need. COMMIT keeps the result. ABORT restores what an
@@ -95,13 +95,13 @@
  *
  * RENDEZVOUS POINTS
  *
- * Other peers cannot connect to a neighbour behind NAT, so it connects itself: PUSH and PULL both
+ * Other peers cannot connect to a neighbor behind NAT, so it connects itself: PUSH and PULL both
  * connect to a rendezvous point, which joins the two connections of each lane and from then on
  * copies bytes. It speaks SOCKS 5 (RFC 1928), as libzmq does (ZMQ_SOCKS_PROXY). Both sides request
  * the endpoint of the command as their destination; the rendezvous point joins connections that
  * request the same one. The endpoint has the form of an IPv6 address, because libzmq would look up
  * a name and block the engine during the lookup. Authentication is unchanged: PUSH and PULL do
- * their usual handshakes. Such a neighbour counts as distant, and a stream to it has 8 lanes unless
+ * their usual handshakes. Such a neighbor counts as distant, and a stream to it has 8 lanes unless
  * the command says otherwise.
  *
  * COLLECTIVES AND THEIR OFFSETS
@@ -174,7 +174,7 @@
  * receiving when `forward_max` forwards wait, or when the waiting forwards hold 32 MiB outside the
  * ops' own memory. Because own chunks enter only an empty queue, the ring always has free space and
  * cannot deadlock on its own back-pressure. Several rings could block each other, so these limits
- * are lifted while an op has rings that lead to different neighbours.
+ * are lifted while an op has rings that lead to different neighbors.
  *
  * If the command names a format, a payload is a chunk's elements as pccl_quantize() writes them.
  * Each partial result is quantized anew. A final one is quantized once and sent on unchanged, and
@@ -264,7 +264,7 @@ enum pccl_error {
     PCCL_EZMQ = -3,      /* a call of the table failed; pccl_engine_errno() has its errno. In
                           * STREAM_LOST: this process failed, not the peer */
     PCCL_ESTREAM = -4,   /* a stream was lost, or could not be connected */
-    PCCL_EPROTO = -5,    /* a neighbour sent an impossible message */
+    PCCL_EPROTO = -5,    /* a neighbor sent an impossible message */
     PCCL_EREACH = -6,    /* in STREAM_LOST: no lane was ever connected */
     PCCL_EOTHER = -7     /* in STREAM_LOST: another process than the peer answers there */
 };
@@ -555,7 +555,7 @@ typedef struct pccl_end {
  *   CONNECT_STREAM  stream (an open one, never connected before); lanes (0: as many as suit the
  *                 link); shares (the streams that send at the same time, and so need fewer lanes
  *                 each; 0: as 1); hwm (messages queued for each lane); endpoint; peer (the
- *                 neighbour's number); curve_server (the neighbour's public key, if the engine has
+ *                 neighbor's number); curve_server (the neighbor's public key, if the engine has
  *                 keys), else nonce (of the epoch); via (empty, or the `address:port` of a
  *                 rendezvous point).
  *                 The host of a TCP endpoint must be an address: libzmq would look up a name in its

@@ -6,7 +6,7 @@
 
 Every inner_steps / fragments steps, one fragment is sent in 4 bits a number. Its mean is applied
 `overlap` steps later, which is the time that the exchange may take (arXiv 2501.18512). What a peer
-has learnt meanwhile stays.
+has learned meanwhile stays.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Communicator(Closing):
     Args:
         address: `host:port` of the master, with an IPv6 address in brackets; without a port, 48148.
         peer_group: the group of peers with which this one shares collectives and shared state.
-        p2p_connection_pool_size: connections (lanes) to each neighbour; 0: chosen automatically.
+        p2p_connection_pool_size: connections (lanes) to each neighbor; 0: chosen automatically.
         security: the directory of keys (see `pccl keys`), which turns encryption on. None:
             PCCL_CURVE_DIR; if that is unset, nothing is encrypted.
         advertise: the host at which other peers reach this one, or several: "a,b". None:
@@ -1074,7 +1074,7 @@ class Communicator(Closing):
             PCCLTimeoutError: the time limit has passed; the message names the missing peer.
             PeerLostError: RANK_CONNECTION_LOST: the other peer is lost, or cannot be reached.
             PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the two ask for different arrays, or the tag
-                is in use), INVALID_USAGE (the other peer stands in a call that waits for this one).
+                is in use), INVALID_USAGE (the other peer is in a call that waits for this one).
             ValueError: no other peer has that rank, or the arrays cannot be sent.
             TypeError: `to` is not a rank.
             OverflowError: `tag` is negative or above 2**64 - 1.

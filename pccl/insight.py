@@ -84,7 +84,7 @@ class Sample(NamedTuple):
     what: str  # the call
     members: int  # how many took part
     tx_bytes: int  # payload that this peer has sent
-    small: bool  # whether its data travelled with the votes
+    small: bool  # whether its data traveled with the votes
     entering_s: float  # from the call until all had entered it
     moving_s: float  # from then until this peer held the result
     finishing_s: float  # from then until all had the result

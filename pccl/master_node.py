@@ -231,7 +231,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _is_shutting_down(frame: FrameType | None) -> bool:
-    """True if the main thread, which stands in `frame`, has left the program's own code."""
+    """True if the main thread, which is in `frame`, has left the program's own code."""
     while frame is not None and frame.f_code is not threading._shutdown.__code__:  # type: ignore[attr-defined]
         frame = frame.f_back
     return frame is not None or not threading.main_thread().is_alive()

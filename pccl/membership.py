@@ -69,7 +69,7 @@ class CallsInFlight:
         rounds = self._rounds.keys()
         others = rounds & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else rounds
         if others:
-            why = f"another thread of this peer stands in {min(others)}()"
+            why = f"another thread of this peer is in {min(others)}()"
             raise error_for(Result.INVALID_USAGE, name, why)
 
     def leave(self, call: Call) -> None:

@@ -33,7 +33,7 @@ def parse_address(address: str) -> tuple[str, int]:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"{address!r}: an IPv6 address must stand in brackets, as in [::1]:48148")
+        raise ValueError(f"{address!r}: an IPv6 address must be in brackets, as in [::1]:48148")
     if not host:
         raise ValueError(
             f"{address!r} names no host; use 127.0.0.1, or 0.0.0.0 to listen everywhere"

@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     def expected(group: int, revision: int) -> str | None:
         return states.digest(revision) if names[group] in worker.KNOWN else None
 
-    # without TCP, libzmq aborts a process whose descriptors are exhausted when a neighbour connects
+    # without TCP, libzmq aborts a process whose descriptors are exhausted when a neighbor connects
     aborts = frozenset() if args.tcp or args.network else frozenset({kinds.NO_FILES})
     rules = checker.Rules(expected, args.bound, args.goodput, aborts)
     try:

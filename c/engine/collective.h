@@ -2,8 +2,8 @@
  * (pccl_core.h, COLLECTIVES AND THEIR OFFSETS).
  *
  * A struct algorithm defines how its data travels: around a ring (ring.h), in one shot (oneshot.h)
- * or in two stages (twostage.h). start.h starts it, eagerly or not; progressive.h lets the caller fill and read its
- * memory while it runs; chunk.h sends and receives the chunks. */
+ * or in two stages (twostage.h). start.h starts it, eagerly or not; progressive.h lets the caller
+ * fill and read its memory while it runs; chunk.h sends and receives the chunks. */
 #ifndef PCCL_COLLECTIVE_H
 #define PCCL_COLLECTIVE_H
 

@@ -485,7 +485,7 @@ static void deliver(pccl_engine *engine)
         return;
     }
     kind = op_kind_taking(header.kind);
-    /* The caller sent REGISTER before the vote that let the neighbour send this message, so
+    /* The caller sent REGISTER before the vote that let the neighbor send this message, so
      * REGISTER is here by now; but it may have come after this pass looked for commands. */
     do
         op = ops_find(&engine->ops, kind, header.run, header.tag);

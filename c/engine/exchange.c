@@ -6,8 +6,8 @@
  * connected costs nothing but forwards. A complete member keeps forwarding messages that others
  * need, until its COMMIT: only then is it certain that all members have everything.
  *
- * The old content of recv is no input, so ABORT restores nothing. Messages that arrive before START
- * wait for it, because they cannot be checked until our place in the ring is known. */
+ * The old content of recv is not an input, so ABORT restores nothing. Messages that arrive before
+ * START wait for it, because they cannot be checked until our place in the ring is known. */
 #include "engine/exchange.h"
 
 #include <assert.h>

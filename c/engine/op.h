@@ -80,7 +80,7 @@ struct op {
     bool by_tag;             /* it is in the index by tag, so messages find it */
     bool started, complete, failed;
     bool reversible;         /* it has an undo buffer for ABORT, so COMPLETE does not settle it */
-    bool is_spread;          /* its rings lead to different neighbours */
+    bool is_spread;          /* its rings lead to different neighbors */
     uint64_t rx_bytes;
     struct flow **flows;
     uint32_t n_flows;

@@ -1,14 +1,14 @@
 /* stream.c - see stream.h. A stream is one PUSH socket with several connections, the lanes, to one
- * neighbour.
+ * neighbor.
  *
  * libzmq gives each message to a lane that has room, so a slow lane carries less and delays no
  * other. A lost lane may have swallowed messages, so a stream that loses a lane is lost as a whole
  * and never repaired. The socket's monitor reports lost lanes. Lanes that are opened later, because
  * lanes.c asks for them, carry nothing before they are connected, so they may fail. No clock is
  * needed here: libzmq does the heartbeats and the timeouts of connects and handshakes, and the
- * caller gives up streams that do not come up. The neighbour sends the heartbeats and says how long
+ * caller gives up streams that do not come up. The neighbor sends the heartbeats and says how long
  * the next one may take (engine.c): a ping of ours would queue behind all the data that the
- * neighbour has not received yet, which may take long if its own link is slow.
+ * neighbor has not received yet, which may take long if its own link is slow.
  *
  * Order of sending: first forwards, then requests and data, then our own chunks. Requests, data and
  * own chunks are built only when it is their turn. After a send that found no room the stream waits
@@ -127,9 +127,9 @@ static int set_options(struct stream *stream, const pccl_command *command)
 static uint32_t recall(const struct streams *streams, uint64_t peer)
 {
     uint32_t i;
-    for (i = 0; i < LEARNT_MAX; i++)
-        if (streams->learnt[i].peer == peer)
-            return streams->learnt[i].lanes;
+    for (i = 0; i < LEARNED_MAX; i++)
+        if (streams->learned[i].peer == peer)
+            return streams->learned[i].lanes;
     return 0;
 }
 
@@ -141,12 +141,12 @@ static void learn(struct stream *stream)
     uint32_t i = 0;
     if (stream->running.n <= known)
         return;
-    while (known > 0 && streams->learnt[i].peer != stream->peer)
+    while (known > 0 && streams->learned[i].peer != stream->peer)
         i++;
     if (known == 0)
-        i = streams->learnt_next++ % LEARNT_MAX;
-    streams->learnt[i].peer = stream->peer;
-    streams->learnt[i].lanes = stream->running.n;
+        i = streams->learnt_next++ % LEARNED_MAX;
+    streams->learned[i].peer = stream->peer;
+    streams->learned[i].lanes = stream->running.n;
 }
 
 /* Creates the monitor, before the first connect, so that it misses no event: 0 or -1. */
@@ -212,7 +212,7 @@ void streams_command_connect(struct streams *streams, const pccl_command *comman
     stream->automatic = command->lanes == 0 && !stream->distant;
     stream->shares = command->shares > 0 ? command->shares : 1;
     stream->lanes = stream->automatic ? 1 : lanes_requested(command);
-    stream->learnt = recall(streams, command->peer);
+    stream->learned = recall(streams, command->peer);
     memcpy(stream->endpoint, command->endpoint, sizeof stream->endpoint);
     if (command->hwm == 0 || memchr(command->endpoint, 0, sizeof command->endpoint) == NULL
         || memchr(command->via, 0, sizeof command->via) == NULL) {
@@ -373,11 +373,11 @@ uint64_t stream_chunk(const struct stream *stream, uint64_t chunk)
 static void tend_lanes(struct stream *stream)
 {
     uint32_t more = lanes_look(&stream->running), had = stream->lanes;
-    if (stream->learnt > had)
-        more = stream->learnt - had;
+    if (stream->learned > had)
+        more = stream->learned - had;
     if (more == 0 || stream->coming > 0 || stream->standing + stream->lanes_failed < had)
         return;                  /* a handshake under way could be that of an older lane */
-    stream->learnt = 0;
+    stream->learned = 0;
     if (open_lanes(stream, had + more) < 0)
         stream->automatic = false;
     stream->coming = stream->lanes - had;

@@ -1,4 +1,4 @@
-/* stream.h - a stream to a neighbour, and the flows that take turns at sending on it. */
+/* stream.h - a stream to a neighbor, and the flows that take turns at sending on it. */
 #ifndef PCCL_STREAM_H
 #define PCCL_STREAM_H
 
@@ -53,7 +53,7 @@ struct stream {
     uint32_t port;           /* TCP port that the lanes connect to; 0: they are not TCP */
     uint32_t coming;         /* lanes that were opened later and are not connected yet */
     uint32_t denied;         /* those of them that were refused and will be disconnected */
-    uint32_t learnt;         /* lanes that an earlier stream to the peer had; 0: none, or opened */
+    uint32_t learned;        /* lanes that an earlier stream to the peer had; 0: none, or opened */
     bool automatic;          /* the engine chooses the number of lanes */
     bool measured;           /* it has chosen it, from the round trip */
     struct lanes running;    /* over a long link: the connected lanes */
@@ -72,7 +72,7 @@ struct stream {
     struct turns urgent, others;
 };
 
-enum { LEARNT_MAX = 16 };    /* peers */
+enum { LEARNED_MAX = 16 };    /* peers */
 
 /* All streams of an engine. */
 struct streams {
@@ -80,7 +80,7 @@ struct streams {
     const pccl_options *options;
     void *context;
     struct stream *first;
-    struct { uint64_t peer; uint32_t lanes; } learnt[LEARNT_MAX];    /* of streams that are closed */
+    struct { uint64_t peer; uint32_t lanes; } learned[LEARNED_MAX];  /* of streams that are closed */
     uint32_t learnt_next;    /* the oldest */
 };
 

@@ -24,7 +24,7 @@ enum {
     EAGER_COST = 4096        /* bytes that each chunk counts besides its payload */
 };
 
-struct batch;                /* the chunks of one call of one neighbour */
+struct batch;                /* the chunks of one call of one neighbor */
 
 struct unexpected {
     struct batch *first;

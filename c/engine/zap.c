@@ -107,7 +107,7 @@ static enum decision decide(const struct zap *zap, const struct zap_request *req
 /* ---- messages ---- */
 
 /* Receives a request and keeps at most FRAMES frames. Returns the number that it has, or 0 if there
- * is no request. */
+ * is not a request. */
 static int receive_frames(struct zap *zap, struct frame *frames)
 {
     const pccl_zmq *zmq = zap->events->zmq;

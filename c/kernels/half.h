@@ -2,7 +2,7 @@
  *
  * Conversion to fp32 is exact. Conversion from fp32 rounds once, to nearest even, with subnormals
  * and overflow to infinity as IEEE 754 says; every NaN becomes the one quiet NaN of exact.h. The
- * functions have no branches, so that loops over them vectorise. The float16 ones compute with no
+ * functions have no branches, so that loops over them vectorize. The float16 ones compute with no
  * fp32 subnormals, so processors that flush subnormals give the same results.
  *
  * x86-64 from v3 on and arm64 have instructions that convert float16, and round and keep subnormals
@@ -24,7 +24,7 @@
 
 /* a if the condition is 1, b if it is 0. This uses a mask, because a compiler may turn ?: into a
  * branch around the float operation that computes a or b, which might trap, and then cannot
- * vectorise it. */
+ * vectorize it. */
 static inline uint32_t select_u32(int condition, uint32_t a, uint32_t b)
 {
     uint32_t mask = 0u - (uint32_t)condition;

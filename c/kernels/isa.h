@@ -3,8 +3,8 @@
  *
  * DESIGN. DISPATCH makes the static function `name` of name_body(), which must be PCCL_INLINE, as
  * must all that it calls: what is not inlined is built for the lowest instruction set only. So the
- * same C is vectorised for each. VARIANTS and CALL_BEST are its two halves. Where the compiler
- * cannot vectorise, name_v3() and name_v4() are written with intrinsics, and CHOOSE makes `name`.
+ * same C is vectorized for each. VARIANTS and CALL_BEST are its two halves. Where the compiler
+ * cannot vectorize, name_v3() and name_v4() are written with intrinsics, and CHOOSE makes `name`.
  *
  * The instruction sets are levels of the x86-64 psABI: v3 has AVX2 and F16C, v4 has AVX-512. If the
  * compiler does not know them, or with PCCL_ONE_ISA, there is only name_body(), built for the
@@ -30,7 +30,7 @@
  * it the compiler checks that they do not overlap, and has a slow loop in case they do. */
 #if defined __clang__
 #define PCCL_ANY_ORDER _Pragma("clang loop vectorize(assume_safety)")
-#pragma clang diagnostic ignored "-Wpass-failed"     /* no loop has to be vectorised */
+#pragma clang diagnostic ignored "-Wpass-failed"     /* no loop has to be vectorized */
 #elif defined __GNUC__
 #define PCCL_ANY_ORDER _Pragma("GCC ivdep")
 #elif defined _MSC_VER

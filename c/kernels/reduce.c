@@ -3,7 +3,7 @@
  * DESIGN. An element is handled as its bits: an integer of its size, loaded and stored by memcpy,
  * so that buffers may have any alignment. Each type has functions of two elements (sum, prod, max,
  * min, mean). From these, DEFINE_KERNEL makes one function of arrays, with a plain loop for each
- * operation, which the compiler vectorises.
+ * operation, which the compiler vectorizes.
  *
  * Maximum and minimum of floats compare their bits as integers (sign and magnitude, so -0 < +0).
  * This is the maximum of IEEE 754-2019, needs no conversion of 16-bit floats, and does not depend
@@ -42,7 +42,7 @@ DEFINE_INTEGER(i32, int32_t)
 DEFINE_INTEGER(u64, uint64_t)
 DEFINE_INTEGER(i64, int64_t)
 
-/* Divides in `wide`. That may be a float type, which vectorises, if its significand has more bits
+/* Divides in `wide`. That may be a float type, which vectorizes, if its significand has more bits
  * than the dividend: a quotient that is not an integer differs from the nearest integer by at least
  * 1/divisor, and rounding changes it by less. */
 #define DEFINE_MEAN(type, storage, wide)                                                           \

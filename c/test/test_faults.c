@@ -116,7 +116,7 @@ static void test_lose_lane_anywhere(void)
     CHECK(hits > 3);
 }
 
-/* A lane is cut when its op is COMPLETE and settled, but the neighbour does not have everything:
+/* A lane is cut when its op is COMPLETE and settled, but the neighbor does not have everything:
  * only STREAM_LOST reports it. */
 static void test_lose_lane_of_forgotten_op(void)
 {

@@ -166,7 +166,7 @@ static void test_means(void)
 }
 
 /* The instructions of a processor convert as half.h does: every half to fp32; and to a half, every
- * number that is one or halfway between two, its neighbours, and many others. */
+ * number that is one or halfway between two, its neighbors, and many others. */
 static void test_halves(void)
 {
     enum { HALVES = 1 << 16, NEAR = 9 };

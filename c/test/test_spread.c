@@ -1,4 +1,4 @@
-/* test_spread.c - an op with several neighbours receives without limit, so that its rings do not
+/* test_spread.c - an op with several neighbors receives without limit, so that its rings do not
  * block each other. The ops after it do not. */
 #include "check.h"
 #include "harness.h"

@@ -13,7 +13,7 @@ from matplotlib.ticker import PercentFormatter
 
 from experiment.tables import Row, law, published
 
-# of Okabe and Ito: readable for the colour-blind
+# of Okabe and Ito: readable for the color-blind
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _MARKS = ("o", "s", "^", "D")
 
@@ -26,11 +26,11 @@ def sizes(rows: Sequence[Row], path: Path) -> None:
     """
     figure, axes = _figure("What synchronous DiLoCo costs, by the size of the model")
     names = dict.fromkeys(row.arm.name for row in rows)
-    for colour, mark, name in zip(_COLOURS, _MARKS * 2, names, strict=False):
+    for color, mark, name in zip(_COLOURS, _MARKS * 2, names, strict=False):
         own = [row for row in rows if row.arm.name == name]
         axes.errorbar(
             [row.size.parameters for row in own], [row.gap for row in own],
-            [row.spread for row in own], fmt=f"{mark}-", color=colour, capsize=3, label=name,
+            [row.spread for row in own], fmt=f"{mark}-", color=color, capsize=3, label=name,
         )  # fmt: skip
     steps = [5e4 * 1.1**i for i in range(88)]
     axes.plot(

@@ -40,7 +40,7 @@ class Cluster:
     params: float  # of the model, or of a peer's shard of it
     peers: int  # that hold these parameters
     uplink: float  # of the slowest peer, in bit/s; the downlink is assumed to be no slower
-    rtt_s: float = RTT_S  # between two neighbours in the ring, and between a peer and the master
+    rtt_s: float = RTT_S  # between two neighbors in the ring, and between a peer and the master
     step_s: float = STEP_S  # an inner step, on one peer
     share: float = 0.05  # exchanges may take this share of the training time
 

@@ -108,7 +108,7 @@ class Source:
                     head, number = item, item.line
                     began_s = self._dated(head.unix_s, head.monotonic_s, where)
                 elif head is None:
-                    raise OSError(f"{file} is no event log of a master: it begins with no head")
+                    raise OSError(f"{file} is not an event log of a master: it begins with no head")
                 elif isinstance(item, Gap):
                     self.problems.append(f"{where}: {item.lost} events are missing: {item.why}")
                     number, whole = number + item.lost, False
@@ -118,7 +118,7 @@ class Source:
                     self.problems.append(
                         f"{where}: the master has ended within this line"
                         if item.torn
-                        else f"{where}: this is no event ({item.why}): the file was changed or "
+                        else f"{where}: this is not an event ({item.why}): the file was changed or "
                         "damaged; what follows is told without it"
                     )
                 else:

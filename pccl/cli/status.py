@@ -26,7 +26,7 @@ PATIENCE_S = 10.0
 EVENTS_MAX = 5
 BYTES_MAX = 64 << 20  # of an answer; that of a run of 1,000 peers is 0.5 MB
 OK = 200
-PEER = "peer,name,address,group,is,for,last heard,heartbeat,late,in all,stands in".split(",")
+PEER = "peer,name,address,group,state,age,last heard,heartbeat,late,late in all,in call".split(",")
 CLIENT = "client,name,address,has,published,fetches,from,gives to,last fetched at".split(",")
 
 
@@ -92,7 +92,7 @@ def ask(host: str, port: int) -> Answer:
         why = f"what answers at {where} does not speak HTTP: {type(error).__name__} {error}"
         why += ". Is that the port of the master's --http?"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = f"what answers at {where} is no master of this version of pccl: {error}"
+        why = f"what answers at {where} is not a master of this version of pccl: {error}"
     raise OSError(printable(why))
 
 

@@ -645,7 +645,7 @@ class RendezvousRequest(PeerNotice, tag=19):
 class Stalled(PeerNotice, tag=15):
     """The peer cannot forward data, and others may wait for it forever.
 
-    In `epoch` it has lost the stream to a neighbour, or failed otherwise, after it held the whole
+    In `epoch` it has lost the stream to a neighbor, or failed otherwise, after it held the whole
     result of a collective. If `seq` is not 0, it is that of a plan that the peer cannot fully
     serve, or of a send whose data is lost.
     """

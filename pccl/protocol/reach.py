@@ -9,7 +9,7 @@ its operator has enabled that.
 The master dials a newcomer once, at the hosts that others would use. If it reaches the newcomer,
 others most likely can. If it does not, peers on the same machine may still reach the newcomer
 without a network, and peers in a private network that the master is not part of. In these cases the
-newcomer is admitted with a warning; if its neighbours cannot reach it either, it is dropped.
+newcomer is admitted with a warning; if its neighbors cannot reach it either, it is dropped.
 """
 
 from __future__ import annotations

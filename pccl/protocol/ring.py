@@ -50,7 +50,7 @@ def plan_rings(
 
     The chosen rings may contain peers that have left, and lack newcomers. `peers` are in the order
     of acceptance, which breaks ties, so every call gives the same plan. An order with a barred hop
-    is changed if that makes it cheaper; peers that are apart are barred from being neighbours.
+    is changed if that makes it cheaper; peers that are apart are barred from being neighbors.
     """
     if len(peers) < 2:
         return ()

@@ -2,7 +2,7 @@
 
 All links of a ring carry the same bytes at the same time, so the slowest link determines the time
 of a large collective, plus the delay of going around the ring twice. The best ring in this sense is
-a bottleneck travelling salesman's tour: found exactly for few peers, by local search (2-opt and
+a bottleneck traveling salesman's tour: found exactly for few peers, by local search (2-opt and
 or-opt: Croes, 1958; Or, 1976) for many.
 
 One ring leaves most links of a mesh idle. If the links of a peer do not share one bottleneck,
@@ -266,7 +266,7 @@ def _improved(order: list[int], links: Links | Mapping[Hop, Link]) -> list[int]:
 
 
 def _changes(order: list[int]) -> Iterator[list[int]]:
-    """The orders in which a run of neighbours is reversed, or moved elsewhere."""
+    """The orders in which a run of neighbors is reversed, or moved elsewhere."""
     n = len(order)
     for i in range(n):
         for j in range(i + 1, n):
@@ -324,7 +324,7 @@ class Survey:
 
     @property
     def sites(self) -> list[tuple[int, ...]]:
-        """The sites, as far as is known; the peers of a machine are neighbours in it."""
+        """The sites, as far as is known; the peers of a machine are neighbors in it."""
         return [tuple(peers) for peers in self._members.values()]
 
     def _learn(self, a: int, b: int, found: Sequence[Link | None]) -> None:

@@ -63,8 +63,8 @@ class Algorithm(StrEnum):
 class Settings:
     # the largest contribution that travels with its vote; None: it depends on the number of members
     inline_bytes: int | None = None
-    pool_size: int = 0  # connections (lanes) to each neighbour; 0: not set
-    lanes: int = 0  # connections to each neighbour on another machine; 0: not set
+    pool_size: int = 0  # connections (lanes) to each neighbor; 0: not set
+    lanes: int = 0  # connections to each neighbor on another machine; 0: not set
     # the largest number of members to which this peer can have streams at once
     direct_max: int = DIRECT_MAX
 
@@ -226,7 +226,7 @@ def chunk_bytes(total: int, members: int, local: bool, quantized: bool) -> int:
 
 
 def lanes(local: bool, settings: Settings) -> int:
-    """Connections to a neighbour: the user's setting, or one on this machine.
+    """Connections to a neighbor: the user's setting, or one on this machine.
 
     0: the engine chooses by the round trip.
     """

@@ -68,7 +68,7 @@ class Config:
     advertise: tuple[str, ...] = ()
     # a peer listens for bulk data on one of these ports; empty: on any port
     ports: range = range(0)
-    ipc: bool = True  # whether neighbours on the same machine use ipc:// instead of tcp://
+    ipc: bool = True  # whether neighbors on the same machine use ipc:// instead of tcp://
     heartbeat_ms: int = 1000  # heartbeat interval of every connection
     # heartbeat timeout; a connection that is silent for this time is lost
     heartbeat_timeout_ms: int = 5000
@@ -83,7 +83,7 @@ class Config:
     straggler_s: float | None = None
     # the most Mbit/s at which a peer sends shared state to others; None: no limit
     sync_mbits: int | None = None
-    # connections to a neighbour on another machine, unless the Communicator sets
+    # connections to a neighbor on another machine, unless the Communicator sets
     # p2p_connection_pool_size; 0: chosen by the round trip
     lanes: int = 0
     # whether no peer can connect to this one, as behind NAT: it connects to others
@@ -159,7 +159,7 @@ def _warn_of_unknown(names: tuple[str, ...]) -> None:
 
             near = difflib.get_close_matches(name, known, 1, 0.8)
             hint = f"did you mean {near[0]}?" if near else "docs/howto/tuning.md lists all"
-            log.warning("%s is no setting of pccl, and has no effect: %s", name, hint)
+            log.warning("%s is not a setting of pccl, and has no effect: %s", name, hint)
 
 
 def _number(env: Mapping[str, str], name: str, least: int, most: int) -> int:

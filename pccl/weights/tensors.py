@@ -174,7 +174,7 @@ def read_head(data: memoryview) -> Head:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"its head is no head: {error}") from None
+        raise Damaged(f"its head is not a head: {error}") from None
 
 
 class Tensors:

@@ -3,7 +3,7 @@
     python stress/wan/topology.py [--bytes 67108864] [--iterations 3] [--rtts 1 50 100]
                                   [--mbit 500] [--slow 50]
 
-Hosts join in an order that makes neighbours of the slow pair, as the worst order does. Times are
+Hosts join in an order that makes neighbors of the slow pair, as the worst order does. Times are
 those of the slowest peer. With the same rate for --mbit and --slow it is a mesh of equal links,
 which share nothing.
 """

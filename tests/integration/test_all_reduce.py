@@ -29,7 +29,7 @@ def describe(dtype: str, op: str, count: int, tag: int, send, recv) -> pccl.Redu
 def check(cluster: Cluster, cases: list[tuple[str, str, int]], in_place: bool) -> None:
     """Runs all cases, many at a time, and compares every peer's bits with the oracle's."""
     size = len(cluster.comms)
-    cases = sorted(cases, key=itemgetter(2))  # neighbours differ, or they would be bundled
+    cases = sorted(cases, key=itemgetter(2))  # neighbors differ, or they would be bundled
     sends = [
         [oracle.draw(dtype, count, 1000 * peer + i) for i, (dtype, _, count) in enumerate(cases)]
         for peer in range(size)

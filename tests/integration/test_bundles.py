@@ -29,7 +29,7 @@ def sizes(made: list[list[pccl.ReduceOpDescriptor]]) -> list[int]:
     return [len(bundle) for bundle in made]
 
 
-def test_neighbours_of_a_kind_are_bundled() -> None:
+def test_neighbors_of_a_kind_are_bundled() -> None:
     x, y = np.ones(5, np.float32), np.ones(5, np.float64)
     listed = [described(x, 0), described(x, 1), described(y, 2), described(x, 3), described(x, 4)]
     assert sizes(bundles(listed)) == [2, 1, 2]

@@ -222,7 +222,7 @@ def test_enumerations_have_the_values_of_python(kind: str) -> None:
     assert of_c == {each.name.replace("_", ""): each.value for each in of_python}
 
 
-FIELDS = {  # which programs for the reference initialise by position
+FIELDS = {  # which programs for the reference initialize by position
     "ccoip_inet_address_t": "protocol ipv4 ipv6",
     "ccoip_socket_address_t": "inet port",
     "pcclCommCreateParams_t": "master_address peer_group p2p_connection_pool_size",

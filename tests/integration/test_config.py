@@ -113,9 +113,10 @@ def test_a_misspelt_setting_is_warned_of_once_with_the_nearest_name(
     assert Config.from_env(env).heartbeat_ms == 200
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "PCCL_HEARBEAT_MS is no setting of pccl, and has no effect: did you mean "
+        "PCCL_HEARBEAT_MS is not a setting of pccl, and has no effect: did you mean "
         "PCCL_HEARTBEAT_MS?",
-        "PCCL_UNHEARD_OF is no setting of pccl, and has no effect: docs/howto/tuning.md lists all",
+        "PCCL_UNHEARD_OF is not a setting of pccl, and has no effect: docs/howto/tuning.md lists "
+        "all",
     ]
     Config.from_env(env)
     assert len(caplog.records) == len(told), "once"

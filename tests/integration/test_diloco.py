@@ -255,7 +255,7 @@ def test_a_peer_alone_trains_on_without_outer_steps_and_lets_a_newcomer_in(addre
 
     (flat, digest, moved), (_, other_digest) = together(veteran, newcomer)
     assert digest == other_digest
-    # What the veteran learnt alone is not lost: it is in the first pseudo-gradient that it shares.
+    # What the veteran learned alone is not lost: it is in the first pseudo-gradient that it shares.
     torch.testing.assert_close(
         flat, torch.full((N,), 1.0 - 0.7 * (moved + 1) / 2), rtol=1e-5, atol=0
     )

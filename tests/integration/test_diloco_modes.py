@@ -1,4 +1,4 @@
-"""The common behaviour of DiLoCo's modes, in loops, in `with` blocks and with schedules."""
+"""The common behavior of DiLoCo's modes, in loops, in `with` blocks and with schedules."""
 
 from __future__ import annotations
 

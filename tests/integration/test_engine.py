@@ -163,7 +163,7 @@ def test_close_with_unsettled_ops_restores(make: Make) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_stream_is_lost_when_the_neighbour_closes(make: Make, transport: str) -> None:
+def test_stream_is_lost_when_the_neighbor_closes(make: Make, transport: str) -> None:
     peers = make(2, transport)
     done = AllReduce(peers, 1, 10)
     done.start(0)
@@ -245,7 +245,7 @@ engine.close()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGSTOP")
-def test_frozen_neighbour(make: Make) -> None:
+def test_frozen_neighbor(make: Make) -> None:
     (peer,) = make(1)
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE_ALONE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -256,7 +256,7 @@ def test_frozen_neighbour(make: Make) -> None:
         peer.engine.connect_stream(2, f"tcp://127.0.0.1:{port}", lanes=1, hwm=1)
         for stream in (1, 2):
             peer.wait(STREAM_UP, stream)
-        assert not peer.engine.socket.poll(600), "a healthy neighbour pings"
+        assert not peer.engine.socket.poll(600), "a healthy neighbor pings"
         os.kill(frozen.pid, signal.SIGSTOP)
         try:
             assert peer.wait(STREAM_LOST, 2).status == lib.PCCL_ESTREAM
@@ -280,7 +280,7 @@ engine.close()
 
 
 @pytest.mark.parametrize("lanes", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: int) -> None:
+def test_a_neighbor_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: int) -> None:
     """Its own successor may be slow: heartbeats must not wait behind what it has not taken."""
     (peer,) = make(1, heartbeat_ms=100, heartbeat_timeout_ms=800)
     with subprocess.Popen(

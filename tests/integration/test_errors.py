@@ -104,7 +104,7 @@ def test_a_peer_is_killed(stage: Stage) -> None:
         puppets = stage(master.address, [0, 0, 0])
         in_the_middle(master, puppets)
         puppets[2].kill()
-        # who is told depends on who hears of it first, the master or a neighbour
+        # who is told depends on who hears of it first, the master or a neighbor
         broke = rf"lost {PEER}: its connection broke, because its process ended or because nothing"
         lane = "a lane (was disconnected|could not be set up)"
         lost = rf"{broke}|{PEER} could not complete: its connection to {PEER}: {lane}"
@@ -261,7 +261,7 @@ def test_two_threads_in_two_rounds() -> None:
         thread = threading.Thread(target=comm.update_topology)
         thread.start()
         wait_until(lambda: "update_topology" in comm._membership.calls._rounds)
-        with pytest.raises(pccl.PCCLError, match=r"stands in update_topology\(\)") as caught:
+        with pytest.raises(pccl.PCCLError, match=r"is in update_topology\(\)") as caught:
             comm.sync_shared_state(pccl.SharedState.from_tensors({"x": np.zeros(1)}))
         listed(f"PCCLError: {caught.value}")
         other.update_topology()
@@ -444,7 +444,7 @@ def test_a_newcomer_behind_nat(
     assert [puppet.value() for puppet in (puppets[0], told)] == [2.0, 2.0]
 
 
-def test_a_newcomer_that_its_neighbour_cannot_reach(stage: Stage, lone: Lone) -> None:
+def test_a_newcomer_that_its_neighbor_cannot_reach(stage: Stage, lone: Lone) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0], PCCL_INLINE_BYTES="0")
         for puppet in puppets:
@@ -527,7 +527,7 @@ def test_something_else_listens_at_the_masters_port(lone: Lone) -> None:
         puppet.begin("connect", n_attempts=1)
         # libzmq tells one or the other: its handshake stops at the wrong type of socket
         closed = "it closed the connection without an answer"
-        refused = r"the handshake failed: .*, or it is no pccl master"
+        refused = r"the handshake failed: .*, or it is not a pccl master"
         says(
             puppet.end(),
             "MasterLostError",

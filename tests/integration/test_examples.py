@@ -22,7 +22,7 @@ LAST = ("shared state: ", "weights ")
 
 @pytest.fixture
 def main(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """The example of this name, and not its neighbours under names that others may have."""
+    """The example of this name, and not its neighbors under names that others may have."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     spec = importlib.util.spec_from_file_location(request.param, EXAMPLES / f"{request.param}.py")
     assert spec is not None and spec.loader is not None

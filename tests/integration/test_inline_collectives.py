@@ -156,7 +156,7 @@ def ring(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("in_place", [False, True])
 def test_every_dtype_and_operation(ring: Cluster, in_place: bool) -> None:
     size = len(ring.comms)
-    # neighbours differ, or they would be bundled
+    # neighbors differ, or they would be bundled
     cases = list(itertools.product([0, 1, size, 65], oracle.DTYPES, oracle.OPS))
     sends = [
         [oracle.draw(dtype, count, 100 * peer + i) for i, (count, dtype, _) in enumerate(cases)]

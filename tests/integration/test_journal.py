@@ -167,7 +167,7 @@ def foreign(path: Path, *statements: str) -> None:
 
 def test_other_files_are_refused(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"a list of things to do\n" * 10)
-    refused(path, "is no journal of a master, but some other file")
+    refused(path, "is not a journal of a master, but some other file")
     refused(tmp_path, "it is a directory")
     refused(tmp_path / "nowhere" / "master.db", "No such file or directory")
     other = tmp_path / "other.db"

@@ -39,7 +39,7 @@ def whole(world: int) -> Callable[[Report], bool]:
     return lambda report: report["world"] == world
 
 
-def learnt(script: Reporter) -> None:
+def learned(script: Reporter) -> None:
     """It goes on until its model is right."""
     script.wait_for(lambda report: report["loss"] < 0.05)
 
@@ -77,7 +77,7 @@ def test_peers_are_killed_and_join(start: Start, name: str) -> None:
     scripts[1].kill()
     for script in (scripts[2], late):
         script.wait_for(whole(2))
-        learnt(script)
+        learned(script)
     agree([*scripts, late])
 
 
@@ -95,5 +95,5 @@ def test_a_peer_of_one_group_is_killed_and_another_joins(start: Start) -> None:
     for script in (scripts[2], third, late):
         script.wait_for(whole(3))
     for script in (*scripts[1:], third, late):
-        learnt(script)
+        learned(script)
     agree([*scripts, third, late])

@@ -140,7 +140,7 @@ def test_a_line_that_is_none_is_named(logged: LoggedRun, replay: Replay, path: P
     path.write_bytes(b"".join(data))
     status, out, err = replay()
     assert status == 1
-    assert f"{path}:7: this is no event (" in err
+    assert f"{path}:7: this is not an event (" in err
     assert "have finished it" in out, "what follows is told"
     status, out, _ = replay("--check")
     assert status == 1
@@ -261,7 +261,7 @@ def test_other_files_are_refused(replay: Replay, path: Path) -> None:
     path.write_text("something else\n", encoding="utf-8")
     status, _, err = replay()
     assert status == 1
-    assert err.endswith("is no event log of a master: it begins with no head\n")
+    assert err.endswith("is not an event log of a master: it begins with no head\n")
     head = '{"type":"pccl event log","version":9,"pccl":"9.1","process":1,"unix_s":1.0,'
     path.write_text(head + '"monotonic_s":1.0,"line":0,"missing":0}\n', encoding="utf-8")
     assert (

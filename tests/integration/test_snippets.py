@@ -174,7 +174,7 @@ def check_program(program: Path, words: list[str], monkeypatch: pytest.MonkeyPat
     try:
         with pytest.raises(Parsed):
             runpy.run_path(str(program), run_name="__main__")
-    finally:  # its neighbours may have names that others have too
+    finally:  # its neighbors may have names that others have too
         for name in set(sys.modules) - there:
             if str(getattr(sys.modules[name], "__file__", "")).startswith(str(program.parent)):
                 del sys.modules[name]

@@ -105,7 +105,7 @@ def test_the_printed_status() -> None:
         "0      3      2                0        0                 1 -> 2 -> 3 -> 1, weight 1",
     ]
     newcomer = "connect(), admission, 121 s"
-    for line, number, late, stands_in in zip(
+    for line, number, late, in_call in zip(
         lines[9:],
         (1, 2, 3, 4),
         ("121 s by now  0 µs", "121 s by now  0 µs", "122 s by now  0 µs", "0 µs          0 µs"),
@@ -113,7 +113,7 @@ def test_the_printed_status() -> None:
         strict=True,
     ):
         assert line.startswith(f"{number}           10.0.0.1:1  0 ")
-        assert re.sub(r"^.* ago +", "", line) == f"{late}    {stands_in}".strip()
+        assert re.sub(r"^.* ago +", "", line) == f"{late:27}{in_call}".strip()
 
 
 def test_progress_of_collectives_and_cost_of_failures() -> None:
@@ -129,7 +129,8 @@ def test_progress_of_collectives_and_cost_of_failures() -> None:
     lines = printed(msgspec.structs.replace(status, peers=tuple(heard)))
     assert lines[2].endswith(" must finish it; peer 2 has 35.5 % of it")
     assert lines[5].split()[4:7] == ["1", "50.0", "%"]
-    assert lines[-1].endswith(f" 0.2 s ago  5.0 s by now  0 µs    {CALL}, running, 5.0 s, 36 %")
+    end = f" 0.2 s ago  5.0 s by now  0 µs         {CALL}, running, 5.0 s, 36 %"
+    assert lines[-1].endswith(end)
 
 
 WEIGHTS = WeightsStatus(
@@ -187,9 +188,9 @@ def test_a_master_with_very_much_or_nothing_to_show() -> None:
         (b"", ": Remote end closed connection without response"),
         (b"\xff\0\0\0\0\0\0\0\1\x7f\3\0\r\n", "does not speak HTTP: BadStatusLine"),
         (http(b"it is\n", "503 Service Unavailable"), "answers 503 Service Unavailable: it is"),
-        (http(b"<html>"), "is no master of this version of pccl: JSON is malformed"),
-        (http(b'{"version": "9"}'), "is no master of this version of pccl: Object missing"),
-        (http(b'{"version": "\xff"}'), "is no master of this version of pccl"),
+        (http(b"<html>"), "is not a master of this version of pccl: JSON is malformed"),
+        (http(b'{"version": "9"}'), "is not a master of this version of pccl: Object missing"),
+        (http(b'{"version": "\xff"}'), "is not a master of this version of pccl"),
     ],
 )
 def test_another_service_answers(

@@ -175,7 +175,7 @@ def test_an_address_is_connected_at_once_and_given_up_when_no_lane_stands() -> N
     assert harness.streams.why(failed(0)) == "refused"
     harness.streams.close(1)
     assert harness.streams.lost(lost(1)) == (None, False)
-    assert harness.streams.why(failed(1)) == "its connection to a neighbour: refused"
+    assert harness.streams.why(failed(1)) == "its connection to a neighbor: refused"
 
 
 class Listeners:
@@ -226,7 +226,7 @@ def test_the_first_host_that_greets_is_taken_and_remembered() -> None:
         assert harness.engine.told[2:] == [("connect", 1, found), ("connect", 2, found)]
         harness.streams.open(3, info, 5)
         assert harness.engine.told[-1] == ("connect", 3, found), "without another attempt"
-        assert harness.streams.neighbours[0] == (info, ("127.0.0.4", there.port))
+        assert harness.streams.neighbors[0] == (info, ("127.0.0.4", there.port))
 
 
 def test_a_foreign_greeting_costs_no_peer_its_membership() -> None:

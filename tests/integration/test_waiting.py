@@ -111,7 +111,7 @@ def test_a_long_wait_names_the_missing_peers(caplog: pytest.LogCaptureFixture) -
         waits = in_thread(lambda: first.all_reduce(x, tag=7))
         wait_until_said(caplog, "in all_reduce(4 elements of float32, avg) with tag 7: peer 2 (")
         handle = second.all_reduce_async(np.ones(4, np.float32), tag=8)
-        wait_until_said(caplog, "stands in all_reduce(4 elements of float32, avg) with tag 8")
+        wait_until_said(caplog, "is in all_reduce(4 elements of float32, avg) with tag 8")
         second.all_reduce(np.ones(4, np.float32), tag=7)
         ends(waits)
         first.all_reduce(x, tag=8)

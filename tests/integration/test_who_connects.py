@@ -59,7 +59,7 @@ def ring(backend: str, request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_neighbours_wait_until_they_are_known(ring: list[Peer], later: bool) -> None:
+def test_neighbors_wait_until_they_are_known(ring: list[Peer], later: bool) -> None:
     job = AllReduce(ring, 1, 10_000)
     for who in range(2):
         job.start(who)

@@ -164,7 +164,7 @@ def test_the_peer_with_most_trouble_is_dropped_first() -> None:
     assert found.guilty == 1
 
 
-def test_one_of_two_neighbours_that_cannot_meet_is_dropped() -> None:
+def test_one_of_two_neighbors_that_cannot_meet_is_dropped() -> None:
     blame = trouble((1, 2), (3, 4), dials={2: "", 4: ""})
     assert blame.between(2, 1, ()) == Verdict(1, ((1, 2),))
     assert blame.between(1, 3, ()) is None

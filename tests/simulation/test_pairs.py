@@ -205,7 +205,7 @@ def test_calls_that_can_never_meet() -> None:
             continue
         for error in errors(run, 1, 2):
             assert error.cause == m.Cause.MISMATCH
-            assert "the peers stand in calls that can never meet: " in error.why
+            assert "the peers are in calls that can never meet: " in error.why
             assert "called send(5 elements of float32) to peer 1 with tag 0" in error.why
             assert "called send(5 elements of float32) to peer 2 with tag 0" in error.why
         meet(run)

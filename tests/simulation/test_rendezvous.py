@@ -85,7 +85,7 @@ def test_the_receiver_gets_the_endpoint_of_its_sender() -> None:
     assert run.last(b"2") == m.RendezvousJoin(sender, TOKEN, "h1", 4001, 8)
 
 
-def test_only_unreachable_neighbours_are_sent_to_a_rendezvous() -> None:
+def test_only_unreachable_neighbors_are_sent_to_a_rendezvous() -> None:
     run = run_of("", "")
     run.join(b"3", host="h3", outgoing=True)  # not admitted yet
     run.join(b"4", host="h4", outgoing=True, group=1)

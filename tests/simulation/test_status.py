@@ -73,7 +73,7 @@ def test_the_status_shows_missing_peers_and_since_when() -> None:
     assert [peer.silent_s for peer in status(run).peers] == [12.5, 10.5, 22.5]
     at(run, 22.5, b"3", m.PendingVote(9))
     first, second = status(run).waits
-    assert first.why == why + "; peer 3 (10.0.0.1:1) stands in are_peers_pending()"
+    assert first.why == why + "; peer 3 (10.0.0.1:1) is in are_peers_pending()"
     assert second.missing == (1, 2) and second.group is None and second.waited_s == 0.0
 
 

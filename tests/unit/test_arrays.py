@@ -103,7 +103,7 @@ def test_pairs_in_and_out_of_place() -> None:
     assert recv.owner is y
     assert pair(x, x)[0].address == pair(x, x)[1].address
     whole = torch.zeros(10)
-    assert pair(whole[:5], whole[5:])[1].count == 5, "neighbours do not overlap"
+    assert pair(whole[:5], whole[5:])[1].count == 5, "neighbors do not overlap"
     assert pair(read_only(np.zeros(3)), np.zeros(3))[0].count == 3, "send is only read"
 
 

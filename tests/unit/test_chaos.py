@@ -56,7 +56,7 @@ def test_a_schedule_is_read_from_its_file(tmp_path: Path) -> None:
     assert kinds.load(tmp_path / "chaos-3.json") == plan
     assert plan.only(faults[:2]).faults == faults[:2]
     (tmp_path / "other").write_text("{}")
-    with pytest.raises(OSError, match="other is no schedule of faults"):
+    with pytest.raises(OSError, match="other is not a schedule of faults"):
         kinds.load(tmp_path / "other")
 
 

@@ -148,7 +148,7 @@ typedef struct pcclMasterInstance_t pcclMasterInstance_t;
 typedef struct pcclCommCreateParams_t {
     ccoip_socket_address_t master_address;
     uint32_t peer_group;               /* peers of a group share collectives and shared state */
-    uint32_t p2p_connection_pool_size; /* connections to each neighbour; 0: chosen for the link */
+    uint32_t p2p_connection_pool_size; /* connections to each neighbor; 0: chosen for the link */
 } pcclCommCreateParams_t;
 
 /* Statistics of a collective. */

@@ -126,7 +126,7 @@ def load(path: Path) -> Schedule:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Schedule)
     except msgspec.DecodeError as error:
-        raise OSError(f"{path} is no schedule of faults: {error}") from None
+        raise OSError(f"{path} is not a schedule of faults: {error}") from None
 
 
 def draw(

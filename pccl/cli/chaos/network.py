@@ -108,15 +108,15 @@ class Network(Closing):
     def _cut(self, pairs: Sequence[tuple[int, int]]) -> Undo:
         """Drops all that the first host of a pair sends to the second one."""
         for source, target in pairs:
-            self._neighbour(source, target, NOBODY)
+            self._neighbor(source, target, NOBODY)
 
         def undo() -> None:
             for source, target in pairs:
-                self._neighbour(source, target, self._mac(target))
+                self._neighbor(source, target, self._mac(target))
 
         return undo
 
-    def _neighbour(self, source: int, target: int, mac: str) -> None:
+    def _neighbor(self, source: int, target: int, mac: str) -> None:
         where = ("lladdr", mac, "dev", DEVICE, "nud", "permanent")
         run("ip", "-n", self.name(source), "neigh", "replace", self.addresses[target], *where)
 

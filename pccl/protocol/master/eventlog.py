@@ -85,7 +85,7 @@ class Redactor:
                     changed[name] = self.run(before)
                 case "token":
                     changed[name] = self._pseudonym(b"token ", before)
-                case "curve" if KEY.fullmatch(before):  # errors quote text that is no key
+                case "curve" if KEY.fullmatch(before):  # errors quote text that is not a key
                     changed[name] = self._pseudonym(b"key ", before)
                 case "nonce":
                     changed[name] = 0

@@ -108,9 +108,9 @@ def refusal(hello: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | Non
         )
     for host in info.hosts:
         if not HOST.fullmatch(host):
-            return f"it asks to be reached at {host!r}, which is no host (PCCL_ADVERTISE)"
+            return f"it asks to be reached at {host!r}, which is not a host (PCCL_ADVERTISE)"
     if info.curve and not KEY.fullmatch(info.curve):
-        return f"its key is {info.curve!r}, which is no key"
+        return f"its key is {info.curve!r}, which is not a key"
     if info.outgoing and info.relay:
         return "it only dials out (PCCL_OUTGOING_ONLY), and so cannot relay (PCCL_RELAY)"
     if len(info.ipc) > IPC_MAX or not (info.ipc + info.machine).isprintable():

@@ -245,7 +245,7 @@ def _done(late: list[int], progress: Mapping[int, int]) -> str:
 def _elsewhere(run: Run, late: list[int]) -> str:
     """The other calls that awaited peers are in, in words, for some of them."""
     stand = [
-        f"; {run.membership.info(number)} stands in {round_.describe(number)}"
+        f"; {run.membership.info(number)} is in {round_.describe(number)}"
         for number in late[:3]
         for round_ in run.voting.open.of(number).values()
     ]

@@ -312,7 +312,7 @@ class Rendezvous:
         return ""
 
     def broken(self, rings: Iterable[m.Ring]) -> str:
-        """The first severed pair of neighbours in the rings, in words; empty if there is none."""
+        """The first severed pair of neighbors in the rings, in words; empty if there is none."""
         return self.severed(hop for ring in rings for hop in hops(ring.order))
 
 

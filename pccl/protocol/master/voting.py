@@ -130,7 +130,7 @@ Commit: TypeAlias = Callable[[Round], None]
 _Pair: TypeAlias = tuple[RoundId, RoundId]
 MISMATCH = m.Cause.MISMATCH
 TOLD_MAX = 8  # if no more rounds fail together, the voters of each hear of the others
-NEVER_MEET = "the peers stand in calls that can never meet: "
+NEVER_MEET = "the peers are in calls that can never meet: "
 ODD = "is the odd one out: it is dropped, and the others go on without it"
 
 

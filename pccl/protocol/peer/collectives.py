@@ -232,7 +232,7 @@ class Collectives(Part):
     def stream_lost(self, stream: int, why: str, up: bool) -> None:
         """A stream is lost, perhaps with data that an op had queued there.
 
-        The engine may have forgotten that op; then only this object knows that a neighbour waits.
+        The engine may have forgotten that op; then only this object knows that a neighbor waits.
         A direct stream that was never `up` has carried nothing, and its rows go around the rings.
         """
         if stream in self._streams.ring or (up and self._streams.is_direct(stream)):

@@ -492,7 +492,7 @@ class Peer:
         """No stream to a peer could be opened. Ops that need it fail (`engine_failed`).
 
         It is not reported in a probe, where it is a result because a ring may have other
-        neighbours, or for a direct stream. `stream`: the lost one; `stream_lost` follows.
+        neighbors, or for a direct stream. `stream`: the lost one; `stream_lost` follows.
         """
         transfer = self.transfers.current
         if self._streams.is_direct(stream):

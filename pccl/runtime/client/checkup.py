@@ -92,7 +92,7 @@ def _answer(dealer: Dealer, where: str) -> m.Report:
                 raise PCCLError(Result.INVALID_USAGE, "doctor", why)
             if event is not DealerEvent.UP:
                 why = (
-                    f"what answers at {where} is no pccl master of this version, or one with other "
+                    f"what answers at {where} is not a pccl master of this version, or has other "
                     "keys (PCCL_CURVE_DIR)"
                 )
                 raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why)

@@ -102,7 +102,7 @@ class PeerClient(ControlThread):
         metrics, number, plan = self.metrics, self.number, self.plan
         order = plan.rings[0].order if plan.rings else ()
         after = order[(order.index(number) + 1) % len(order)] if number in order else 0
-        ends = {address: to for to, address in self._streams.neighbours if to.peer == after}
+        ends = {address: to for to, address in self._streams.neighbors if to.peer == after}
         master = self._master.address, self._master.port
         found = tcp.connections({*ends, master})
         link = None

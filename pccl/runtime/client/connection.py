@@ -311,7 +311,7 @@ class MasterConnection:
                 self._break(
                     f"the connection to the master at {self.name} broke"
                     if self._peer.number
-                    else "it closed the connection without an answer: it is no pccl master"
+                    else "it closed the connection without an answer: it is not a pccl master"
                 )
             case DealerEvent.NOT_ALLOWED if (keys := self._identity.keys) is not None:
                 why = f"its list `allowed` does not have this peer's key, {keys.public}"
@@ -327,7 +327,7 @@ class MasterConnection:
             return "the handshake failed: the master does not encrypt, or master.key is not its key"
         return (
             "the handshake failed: the master wants encryption (pass security=, or set "
-            "PCCL_CURVE_DIR), or it is no pccl master"
+            "PCCL_CURVE_DIR), or it is not a pccl master"
         )
 
     def _break(self, why: str) -> None:

@@ -199,7 +199,7 @@ class ControlThread:
         security: Security | None,  # the keys; None: nothing is encrypted
         machine: Machine,  # the state machine
         *,
-        lanes: int = 0,  # to each neighbour; 0: chosen by the engine
+        lanes: int = 0,  # to each neighbor; 0: chosen by the engine
         group: int = 0,  # the peer's group
         team: tuple[int, int] = (0, 0),  # the peer's team, and the team's size
         client: bool = False,  # whether it is a client of weights, not a peer

@@ -307,14 +307,14 @@ class Engine:
         lanes: int,  # number of connections; 0: chosen from the round trip
         hwm: int,  # messages queued for each connection, at least 1
         shares: int = 1,  # the streams that send at the same time: they need fewer connections each
-        peer: int = 0,  # the neighbour's number
-        nonce: int = 0,  # of the epoch; without keys the neighbour checks it
-        curve_server: str = "",  # the neighbour's public key, if this engine has keys
-        # `address:port` of the rendezvous point to which the neighbour connects, too; empty: the
-        # neighbour listens at the endpoint
+        peer: int = 0,  # the neighbor's number
+        nonce: int = 0,  # of the epoch; without keys the neighbor checks it
+        curve_server: str = "",  # the neighbor's public key, if this engine has keys
+        # `address:port` of the rendezvous point to which the neighbor connects, too; empty: the
+        # neighbor listens at the endpoint
         via: str = "",
     ) -> None:
-        """Connects an open stream `lanes` times to a neighbour's engine.
+        """Connects an open stream `lanes` times to a neighbor's engine.
 
         If STREAM_UP does not follow in time, the caller must give it up (`lose_stream`). Raises
         ValueError: the endpoint is too long.

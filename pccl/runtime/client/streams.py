@@ -56,7 +56,7 @@ class Streams:
         engine: Engine,  # the engine of these streams
         resolver: Resolver,  # resolves host names
         config: Config,  # timings and limits
-        pool_size: int,  # lanes to each neighbour; 0: chosen by the engine
+        pool_size: int,  # lanes to each neighbor; 0: chosen by the engine
         local: Callable[[m.PeerInfo], bool],  # whether a peer is on this machine
         rendezvous: Rendezvous,  # with peers to which nobody can connect
         now: Callable[[], float],  # the clock
@@ -69,7 +69,7 @@ class Streams:
         self._limit_s, self._machine = config.handshake_timeout_s, machine_id()
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # those that are not connected yet
-        self._without_ipc: set[int] = set()  # neighbours on this machine, reached by TCP instead
+        self._without_ipc: set[int] = set()  # neighbors on this machine, reached by TCP instead
         self._doubted: set[int] = set()  # peers to which the latest stream failed at once
         self._refused = 0  # streams in a row for which there was no socket
 
@@ -83,7 +83,7 @@ class Streams:
         return [*ends, *met, *self._rendezvous.visited]
 
     @property
-    def neighbours(self) -> list[tuple[m.PeerInfo, tuple[str, int]]]:
+    def neighbors(self) -> list[tuple[m.PeerInfo, tuple[str, int]]]:
         """The peers that streams reach by TCP, and their addresses; from any thread."""
         direct = [one for one in [*self._open.values()] if not one.via]
         open_ = [(one.to, one.endpoint.partition("tcp://")[2]) for one in direct]
@@ -165,7 +165,7 @@ class Streams:
         if not event.stream:
             return event.text
         one = self._open.get(event.stream)
-        whom = "a neighbour" if one is None else one.to
+        whom = "a neighbor" if one is None else one.to
         return f"its connection to {whom}: {self.text(event)}"
 
     def tick(self) -> None:
@@ -291,7 +291,7 @@ class Streams:
         try:
             if stat.S_ISSOCK(os.stat(to.ipc).st_mode):
                 return True
-            why = "it is no socket"
+            why = "it is not a socket"
         except OSError as error:
             why = error.strerror or str(error)
         self._do_without_ipc(to, why)

@@ -331,7 +331,7 @@ class Synchronization:
         def adopt() -> None:
             self._adopt(synced, staging.install() if staging is not None else ())
 
-        self._client.aside(adopt)  # half overwritten memory is no valid state
+        self._client.aside(adopt)  # half overwritten memory is not a valid state
 
     def _vote(self) -> None:
         self._complete = True

@@ -196,7 +196,7 @@ class JournalFile:
         with open(descriptor, "rb") as file:
             header = file.read(len(HEADER))
         if header and header != HEADER:
-            raise JournalError(f"{self.path} is no journal of a master, but some other file")
+            raise JournalError(f"{self.path} is not a journal of a master, but some other file")
         self._db = sqlite3.connect(
             self.path, timeout=self._patience_s, isolation_level=None, check_same_thread=False
         )

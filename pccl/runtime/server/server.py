@@ -501,7 +501,7 @@ class Server:
                 raise m.ProtocolError("a name that the connection has given itself")
             message = m.decode_from_peer(data)
         except m.ProtocolError as error:
-            return inputs.Rejected(conn, f"it sent bytes that are no message: {error}")
+            return inputs.Rejected(conn, f"it sent bytes that are not a message: {error}")
         host = self._connections.senders[conn].host
         match message:
             case m.Hello() as hello:

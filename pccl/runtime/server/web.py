@@ -145,7 +145,7 @@ def _metrics(status: Status) -> Iterator[tuple[str, str, str, Values]]:
         if rate is not None
     }
     yield "link_bandwidth_bytes_per_second", "gauge", text, links
-    text = "Calls that some peers stand in and that wait for others."
+    text = "Calls that some peers are in and that wait for others."
     yield "waits", "gauge", text, {"": len(status.waits) + status.waits_left_out}
     longest = dict.fromkeys(Phase, 0.0)
     for wait in status.waits:
@@ -239,7 +239,7 @@ def target(head: bytes, loopback: bool) -> tuple[str, bool]:
     request = REQUEST.fullmatch(first)
     headers = [HEADER.fullmatch(line) for line in lines]
     if request is None or None in headers:
-        raise Unanswered(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1.1")
+        raise Unanswered(HTTPStatus.BAD_REQUEST, "this is not an HTTP/1.1 request")
     hosts = [header[2] for header in headers if header and header[1].lower() == "host"]
     if len(hosts) > 1:
         raise Unanswered(HTTPStatus.BAD_REQUEST, "it names several hosts")

@@ -139,7 +139,7 @@ class Streaming:
             self._own = {peer: one.train(w, peer) for peer, w in self._own.items()}
 
     def _apply(self, fragment: int, progress: Mapping[str, Array]) -> None:
-        """The mean takes the place of a peer's own progress; what was learnt since then stays."""
+        """The mean takes the place of a peer's own progress; what was learned since then stays."""
         at, outer = self.places[fragment], self.outers[fragment]
         before = outer.theta
         outer.step(np.mean([*progress.values()], axis=0))

@@ -460,7 +460,7 @@ class SimulatedRun:
         """Whether a peer may be the one that goes because peers cannot reach each other.
 
         Of two who must meet nobody can know whose fault it is, unless the master can tell by its
-        dial. Three can: who reaches nobody, or whom nobody reaches, finds no other neighbour.
+        dial. Three can: who reaches nobody, or whom nobody reaches, finds no other neighbor.
         """
         group = [p for p in self.peers if p.group == peer.group and p is not peer]
         if peer.walled or peer.caged or any(self.blocked(p, peer.machine.number) for p in group):
