@@ -177,7 +177,7 @@
  * are lifted while an op has rings that lead to different neighbors.
  *
  * If the command names a format, a payload is a chunk's elements as pccl_quantize() writes them.
- * Each partial result is quantized anew. A final one is quantized once and sent on unchanged, and
+ * Each partial result is quantized again. A final one is quantized once and sent on unchanged, and
  * all members, its owner included, store the numbers that these bytes stand for. Chunks are whole
  * blocks of the format, counted from the beginning of the part or segment, so results do not depend
  * on chunk_bytes.

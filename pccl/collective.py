@@ -180,7 +180,7 @@ class AsyncReduceHandle:
 
     def _finish(self, deadline: Deadline) -> End:
         """Waits for the answer. Several threads may."""
-        if self._end is None and self._client.over is FORKED:  # its locks may be locked for ever
+        if self._end is None and self._client.over is FORKED:  # its locks may be locked forever
             self._end, self._over = FORKED, True
         if self._end is None:
             note = deadline.next(self._client, self._call)

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-dial-back",
         dest="dial_back",
         action="store_false",
-        help="do not check whether peers can be reached, by dialling them: for a master whose "
+        help="do not dial peers to check whether they can be reached: for a master whose "
         "network is not that of the peers",
     )
 

@@ -324,7 +324,7 @@ bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_command *command)
 /* ---- monitors ---- */
 
 /* A link with a longer round trip needs more lanes to be full: the kernel's buffers limit the
- * window of a connection, which starts small and grows anew after each loss and each pause. */
+ * window of a connection, which starts small and grows again after each loss and each pause. */
 static uint32_t choose_lanes(uint32_t round_trip_us)
 {
     uint32_t lanes = 1 + round_trip_us / LANE_US + (round_trip_us >= DISTANT_US);

@@ -138,7 +138,7 @@ def _all_reduce() -> Iterator[Finding]:
         list(pool.map(partial(_sum, master.address), values))
     good = all(value == 3.0 for each in values for value in each)
     fact = "works between two peers on this machine" if good else "gave wrong values"
-    cure = "this build of pccl, or this machine, computes wrongly: install pccl anew"
+    cure = "this build of pccl, or this machine, computes wrongly: reinstall pccl"
     yield Finding("all_reduce", fact, good, cure, needed=True)
 
 
@@ -219,7 +219,7 @@ def explanation(status: Status) -> Iterator[str]:
     running_s = sum(taken.total_s for taken in counts.collectives.values()) / count
     given = sum(counts.carried.values()) / count
     yield (
-        f"{count} collectives have committed, of {given / 1e6:.4g} MB on the average: "
+        f"{count} collectives have committed, of {given / 1e6:.4g} MB on average: "
         f"{duration_text(entering_s + running_s)} from the first peer's call to the last one's end"
     )
     all_s = entering_s + running_s

@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--uplink RATE", text, kind=quantity)
     option(parser, "--rtt MS", f"round trip (default: {1e3 * RTT_S:g})", kind=quantity)
     option(parser, "--step S", f"an inner step (default: {STEP_S:g})", kind=quantity)
-    option(parser, "--share PERCENT", "of the training time, for exchanges", 5, quantity)
+    option(parser, "--share PERCENT", "share of the training time for exchanges", 5, quantity)
     text = "take peers and uplink from the run whose master has this --http address"
     option(parser, "--links [HOST:]PORT", text, kind=http_port)
 
@@ -175,7 +175,7 @@ def lines(cluster: Cluster, advice: Advice | None, assumed: Sequence[str] = ()) 
     yield (
         f"{scaled(cluster.params)} parameters, {cluster.peers} peers, "
         f"{scaled(cluster.uplink)}bit/s, a round trip of {1e3 * cluster.rtt_s:g} ms, "
-        f"{cluster.step_s:g} s an inner step"
+        f"{cluster.step_s:g} s per inner step"
     )
     if assumed:
         yield f"assumed, not given: {' and '.join(assumed)}"

@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "start a master here, at this address (default: a free port, for this machine only)"
     option(where, "--with-master HOST:PORT", text, nargs="?", const=LOOPBACK)
     text = (
-        "how often in a row a failing copy is started again; the count begins anew when it has run "
-        f"for {STEADY_S:.0f} s. No copy is started again once another one has ended with 0, or if "
-        "all fail alike at once"
+        "how often in a row a failing copy is restarted; the count starts over when it has run for "
+        f"{STEADY_S:.0f} s. No copy is restarted once another one has ended with 0, or if all "
+        "soon fail alike"
     )
     option(parser, "--restarts N", text, 3, whole_number(0))
 

@@ -469,16 +469,16 @@ class InnerState:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Loads such a state, or raises ValueError."""
-        anew = 'remove "optimizer" from the state to begin with a fresh one'
+        remedy = 'remove "optimizer" from the state to begin with a fresh one'
         if not isinstance(saved, Mapping) or not {"type", "state"} <= {*saved}:
-            raise ValueError(f"the state of the inner optimizer is invalid: {anew}")
+            raise ValueError(f"the state of the inner optimizer is invalid: {remedy}")
         kind, own = saved["type"], type(self._optimizer).__name__
         if kind != own:
             raise ValueError(
-                f"the state is of the inner optimizer {kind}, and this peer's is {own}: {anew}"
+                f"the state is of the inner optimizer {kind}, and this peer's is {own}: {remedy}"
             )
         if not isinstance(saved["state"], Mapping):
-            raise ValueError(f"the state of the inner optimizer is invalid: {anew}")
+            raise ValueError(f"the state of the inner optimizer is invalid: {remedy}")
         state = _with_keys(
             copied(dict(saved["state"])), lambda key: int(key) if str(key).isdigit() else key
         )
@@ -497,7 +497,7 @@ class InnerState:
         except Exception as error:
             self._optimizer.load_state_dict(before)
             raise ValueError(
-                f"the inner optimizer of the state does not fit: {error}; {anew}"
+                f"the inner optimizer of the state does not fit: {error}; {remedy}"
             ) from error
 
     def _parts(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _NOWHERE = "127.0.0.1:1"
 HINT_S = 10.0  # after this time, a process that waits to be admitted logs a possible reason
 _HINT = (
     "if the group has begun without it, its members must admit it. torch's own "
-    "DistributedDataParallel admits nobody: start all its processes again, or use "
+    "DistributedDataParallel admits no newcomers: restart all its processes, or use "
     "pccl.torch.DistributedDataParallel, which admits newcomers between two steps"
 )
 
@@ -240,7 +240,7 @@ def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Sto
         joined.pop().shutdown()
     joined.append(group)
     yield group.get_group_store(), group.getRank(), group.getSize()
-    raise RuntimeError("a run is joined once: make the process group anew")
+    raise RuntimeError("a run is joined once: make a new process group")
 
 
 def replace_monitored_barrier() -> None:

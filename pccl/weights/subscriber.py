@@ -210,7 +210,7 @@ class _Stage(BlobStore):
             except Damaged as error:
                 if not head.base:
                     raise
-                log.warning("weights: version %d begins anew: %s", head.version, error)
+                log.warning("weights: version %d starts over: %s", head.version, error)
             more = self._whole(head) if self.version and self._relay else None
             self.changed.notify_all()
             return self.version, more

@@ -89,7 +89,7 @@ def test_it_prints_a_table_and_a_call(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main("plan --params 7B --peers 8 --uplink 200M --step 10".split()) == 0
     out = capsys.readouterr().out
     assert "DiLoCo, sparse" in out and "a newcomer receives 56 GB" in out
-    assert "a round trip of 50 ms, 10 s an inner step\n" in out
+    assert "a round trip of 50 ms, 10 s per inner step\n" in out
     assert "assumed, not given: the round trip (--rtt)\n" in out
     assert "recommended: DiLoCo(comm, model, optimizer" in out
     assert cli.main("plan --params 70e9 --peers 16 --uplink 100M".split()) == 1

@@ -39,7 +39,7 @@ def test_a_run_that_has_done_nothing() -> None:
 def test_where_the_time_goes() -> None:
     lines = list(explanation(a_run(0.75, 0.25).master.status()))
     assert lines[0] == (
-        "4 collectives have committed, of 4 MB on the average: "
+        "4 collectives have committed, of 4 MB on average: "
         "1 s from the first peer's call to the last one's end"
     )
     late = "waiting for peers that enter later. If all entered at once: 250 ms"

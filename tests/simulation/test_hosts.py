@@ -50,7 +50,7 @@ def test_a_peer_is_known_by_all_its_hosts_once_each() -> None:
 def test_each_host_is_checked_and_there_are_no_more_than_eight() -> None:
     said = hello("", "10.0.0.1", "tcp://x;y")
     why = refusal(said, newcomer(said, SEEN), None)
-    assert "it asks to be reached at 'tcp://x;y', which is no host" in why
+    assert "it asks to be reached at 'tcp://x;y', which is not a host" in why
     many = [f"10.0.0.{i}" for i in range(7)]
     assert m.decode_from_peer(m.encode(hello("", *many)))
     with pytest.raises(m.ProtocolError):

@@ -346,7 +346,7 @@ def test_newcomers_to_an_empty_run_do_not_wait() -> None:
 def test_a_peer_that_was_kicked_or_left_does_not_come_back() -> None:
     first = ManualRun(2)
     first.say(b"1", m.Leave())
-    first.perform(first.master.feed(Rejected(b"2", "it sent bytes that are no message")))
+    first.perform(first.master.feed(Rejected(b"2", "it sent bytes that are not a message")))
     for number in (1, 2):
         assert not first.master.deserted(resume(number, first.master.run.number))
 

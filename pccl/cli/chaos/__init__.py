@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
     """Adds the options of a run under faults. `copies` is what the help calls a copy."""
     option(parser, "--minutes MINUTES", "how long faults come", 2, positive)
     option(parser, "--seed SEED", "decides all faults", 0, whole_number(0))
-    option(parser, "--calm SECONDS", "from one fault to the next, on average", 1, positive)
+    option(parser, "--calm SECONDS", "average time between two faults", 1, positive)
     option(parser, "--faults KIND,...", "only these kinds", kind=lambda text: text.split(","))
     option(parser, "--bound SECONDS", "the run must not stand still for longer", 40, positive)
     text = f"start another {copies} this long after one has ended (default: when a fault says so)"
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
     text = "if the run fails, search this long for fewer faults with which it still fails"
     option(parser, "--shrink MINUTES", text, kind=positive)
     option(parser, "--report FILE", "write a report, as one HTML file", kind=output)
-    option(parser, "--keep DIR", "keep all that the processes write, in this directory", kind=Path)
+    option(parser, "--keep DIR", "keep all files of the processes in this directory", kind=Path)
     option(parser, "--plain", "print lines, even on a terminal")
 
 

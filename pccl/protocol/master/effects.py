@@ -119,7 +119,7 @@ class Outbox:
     def fail_voters(
         self, round_: Round, result: Result, why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
-        """Fails the calls of all peers that have voted so far. The others may vote anew."""
+        """Fails the calls of all peers that have voted so far. The others may still vote."""
         for number, call in round_.calls.items():
             self.fail(number, call, result, why, cause)
 

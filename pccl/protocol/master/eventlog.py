@@ -313,7 +313,7 @@ class Replay:
         self._recorder = Recorder(None)
 
     def lose(self) -> None:
-        """Lines are missing: later ones cannot be fed until a master begins anew."""
+        """Lines are missing: later ones cannot be fed until another master begins."""
         self.master = None
 
     def feed(self, line: Line) -> bool:

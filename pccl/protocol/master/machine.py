@@ -20,8 +20,8 @@ longer than one vote:
   decided which peer receives what. It ends when all receivers have verified what they fetched. When
   a member is lost, or a fetch fails, the election is repeated over the manifests of the survivors.
 - An *optimization* (topology.py) begins when its round commits. Peers measure the links between
-  them, slot by slot; then the master chooses the rings anew. A peer that is lost meanwhile is no
-  longer measured.
+  them, slot by slot; then the master chooses new rings. A peer that is lost meanwhile is no longer
+  measured.
 
 A restarted master knows only its journal: the accepted peers. It waits until they have come back
 and reported what they know, or until a time limit. Then it continues from the conclusions of

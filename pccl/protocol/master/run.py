@@ -188,7 +188,7 @@ class Run:
             self.tally.courses.pop(group, None)
 
     def note_loss_of_state(self, group: int, numbers: Set[int]) -> None:
-        """Notes that peers do not hold their group's shared state, which may begin anew then."""
+        """Notes that peers do not hold their group's shared state, which may then start over."""
         if self.history.lose(group, numbers):
             self.outbox.note(f"the last holder of group {group}'s shared state is gone")
 

@@ -325,7 +325,7 @@ class Sync:
     differences: dict[int, tuple[m.Difference, ...]] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)  # failed fetches, by involved peer
     overwritten: dict[int, set[int]] = field(default_factory=dict)  # entries, by receiver
-    stalls: int = 0  # how often it was planned anew because a holder could not serve
+    stalls: int = 0  # how often it was planned again because a holder could not serve
     refused: frozenset[int] = frozenset()  # peers without a part: their revision is too high
     since_s: float = 0.0  # when the last peer entered it
     progress: dict[int, int] = field(default_factory=dict)  # thousandths, by receiver
@@ -444,7 +444,7 @@ class Synchronizations(Part):
         return True
 
     def _blame(self, sync: Sync, number: int, why: str) -> None:
-        """After a failed fetch, drops a peer that took part in too many of them, or plans anew."""
+        """After a failed fetch, drops a peer that took part in too many of them, or plans again."""
         holders = sync.transfers[number].holders
         # a receiver that fails with several holders is itself suspect
         suspects = (number, *holders) if len(holders) == 1 else (number,)
@@ -464,7 +464,7 @@ class Synchronizations(Part):
             self._elect(sync)
 
     def stalled(self, number: int, stalled: m.Stalled) -> None:
-        """Handles a holder whose data may have been lost: plans anew, over new streams.
+        """Handles a holder whose data may have been lost: plans again, over new streams.
 
         Receivers keep what they have. No peer is blamed for a broken connection. If too many break,
         all members get an error.

@@ -251,7 +251,7 @@ class Votes(Part):
         self._outbox.do(replace(fail, phase=ENTERING))
 
     def resume(self, before: m.Done, done: m.Done) -> None:
-        """Answers calls whose results were missed, and votes anew in the other rounds."""
+        """Answers calls whose results were missed, and votes again in the other rounds."""
         for call, vote in list(self._waiting.items()):
             if call in self._abandoned:
                 continue

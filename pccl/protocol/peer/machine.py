@@ -9,7 +9,7 @@ performed in order: messages to send, commands to the engine, and answers to cal
 
 When the connection to the master breaks (`disconnected`), nothing is sent, while the engine works
 on. On the next connection `Resume` tells the master everything that it may need (a peer that was
-not accepted yet says `Hello` again). When it answers `Resumed`, the peer votes anew in all rounds
+not accepted yet says `Hello` again). When it answers `Resumed`, the peer votes again in all rounds
 in which calls still wait, because votes and answers in transit were lost with the connection.
 
 A caller may leave before its call ends (`cancel`, and `time_out` while the master is away). Then
@@ -548,7 +548,7 @@ class Peer:
         return self._outbox.take()
 
     def _resumed(self, resumed: m.Resumed) -> None:
-        """Answers calls of rounds whose result was missed, and votes anew in the others."""
+        """Answers calls of rounds whose result was missed, and votes again in the others."""
         before, done = self.knowledge.done, resumed.done
         self._outbox.known = True
         self.knowledge.learn(

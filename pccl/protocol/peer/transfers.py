@@ -360,13 +360,13 @@ class Transfers(Part):
         elif before.optimized < done.optimized:
             self.optimized(m.OptimizeResult(one.call, done.optimized))
         else:
-            if one.planned:  # the next probes begin anew
+            if one.planned:  # the next probes start over
                 self.probed(m.Probe(one.call, 0, ()))
             self._outbox.send(one.vote)
 
     def _resume_sync(self, one: Transfer, vote: m.SyncVote, before: m.Done, done: m.Done) -> None:
         if before.sync == done.sync:
-            if one.planned:  # the next election begins anew, whatever the plan said
+            if one.planned:  # the next election starts over, whatever the plan said
                 self.planned(m.SyncPlan(one.call, 0, (), (), (), ()))
             manifest = vote.manifest.overwritten(one.overwritten)
             one.vote = m.SyncVote(vote.call, manifest, self._knowledge.done.holds)

@@ -58,7 +58,7 @@ class Streams:
         config: Config,  # timings and limits
         pool_size: int,  # lanes to each neighbor; 0: chosen by the engine
         local: Callable[[m.PeerInfo], bool],  # whether a peer is on this machine
-        rendezvous: Rendezvous,  # with peers to which nobody can connect
+        rendezvous: Rendezvous,  # with peers that cannot be connected to
         now: Callable[[], float],  # the clock
         shortage: Callable[[], str],  # why this process gets no socket, if it does not
     ) -> None:
@@ -214,7 +214,7 @@ class Streams:
             one.why_lost = f"no address of it answers at port {one.to.port} ({found.why})"
             self._engine.lose_stream(number, one.why_lost)
 
-    # ---- peers to which nobody can connect ----
+    # ---- peers that cannot be connected to ----
 
     def arranged(self, message: m.Rendezvous) -> None:
         if isinstance(message, m.RendezvousJoin):

@@ -118,7 +118,7 @@ class Server:
         self._straggler_s = config.straggler_s
         self._timeout_s = config.heartbeat_timeout_ms / 1000
         self._pauses = Pauses(self._timeout_s)
-        self._faltered = ""  # why an event was not completely handled; the master begins anew then
+        self._faltered = ""  # why an event was not handled completely; the master then starts over
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
         # messages of connections whose first message waits for the end of a dial
         self._arriving: dict[bytes, list[bytes | None]] = {}
