@@ -10,6 +10,8 @@ from simulation.trainers import story_of_an_odd_one
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.inputs import Disconnected
+from pccl.protocol.master.membership import NAMES_MAX
+from pccl.protocol.master.voting import PART_BYTES, ROW_BYTES, held
 from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
@@ -222,6 +224,72 @@ def test_when_no_call_can_have_most_all_fail() -> None:
     run.say(b"4", m.StartVote(run.call, 0, WORK))
     assert run.outcomes == ["failed"] * 4
     assert len(run.master.peers) == 4
+
+
+def test_members_of_other_groups_are_no_part_of_a_dispute() -> None:
+    run = ManualRun(1)
+    for conn in (b"2", b"3", b"4"):
+        run.join(conn, group=1)
+    for conn in (b"1", b"2"):
+        run.say(conn, m.TopologyVote(1))
+    run.everyone(m.TopologyVote(2))
+    run.say(b"1", m.TopologyVote(3))
+    run.say(b"2", m.TopologyVote(3))
+    for conn in (b"3", b"4"):
+        run.say(conn, m.SyncVote(3, m.Manifest(0, 0, (ENTRY,))))
+    assert run.dropped.keys() == {b"2"}
+    assert isinstance(run.last(b"3"), m.SyncPlan | m.SyncResult)
+
+
+@pytest.mark.parametrize("half", [NAMES_MAX, NAMES_MAX + 1])
+def test_of_many_callers_the_first_ones_and_the_last_are_named(half: int) -> None:
+    run = VeteransRun(2 * half)
+    for conn in run.conns[:half]:
+        run.say(conn, m.TopologyVote(7))
+    run.reduce(*[None] * half, *[WORK] * half)
+    error = run.last(b"1")
+    assert isinstance(error, m.CallError) and "calls that can never meet" in error.why
+    named = [n for n in range(1, half + 1) if f"peer {n} (10.0.0.1:1) called update" in error.why]
+    if half == NAMES_MAX:
+        assert named == [*range(1, half + 1)] and "so did" not in error.why
+    else:
+        assert named == [*range(1, NAMES_MAX), half] and "so did 1 more" in error.why
+
+
+def test_a_peer_that_was_not_asked_gets_the_errors_of_all_rounds_that_have_failed() -> None:
+    run = VeteransRun(2, 1)
+    for tag in (3, 4, 5):
+        for conn, work in ((b"1", WORK), (b"2", OTHERS["another op"])):
+            run.say(conn, m.StartVote(7 + tag, tag, work))
+    for tag in (4, 5, 3):
+        run.say(b"3", m.StartVote(7 + tag, tag, WORK))
+        error = run.last(b"3")
+        assert isinstance(error, m.CallError) and error.call == 7 + tag
+        assert f"with tag {tag}" in error.why
+
+
+def test_a_peer_that_is_alone_hears_which_members_of_its_group_were_lost() -> None:
+    run = ManualRun(2)
+    for conn in (b"3", b"4"):
+        run.join(conn, group=1)
+    run.everyone(m.TopologyVote(1))
+    run.say(b"3", m.StartVote(2, 0, WORK))
+    run.perform(run.master.feed(Disconnected((b"1", b"4"), "it broke")))
+    error = run.last(b"3")
+    assert isinstance(error, m.CallError)
+    assert "alone in its group: peer 4" in error.why and "peer 1" not in error.why
+
+
+def test_the_memory_that_a_vote_takes_is_about_right() -> None:
+    assert held(WORK) == 0 and held(WORK, data=b"1234") == 4
+    assert held(WORK, ((1, 2), (3,))) == 3 * ROW_BYTES
+    assert held(m.Spec("all_gather", 0, 10, 5, members=2, rows=(1, 2)), data=b"x") == (
+        2 * ROW_BYTES + 1
+    )
+    assert held(LISTED, data=b"123") == 2 * PART_BYTES + 2 + 3
+    wide = m.Spec("all_reduce", 0, 0, 0, parts=(m.Part(10, 3, "ä", "2x3/1,2"),))
+    assert held(wide) == PART_BYTES + 4 * 8
+    assert held(m.Manifest(0, 0, (ENTRY,))) == PART_BYTES + 1
 
 
 def test_veterans_that_launch_several_collectives_are_waited_for() -> None:

@@ -77,6 +77,16 @@ def test_how_long_a_collective_took_and_how_much_it_moved() -> None:
     assert counts(run).carried["blockwise_int8"] == 4000
 
 
+def test_counts_begin_at_0_and_each_event_is_counted_once() -> None:
+    tally, two = Tally(), (m.Part(10, 3), m.Part(11, 5))
+    assert tally.counts == Counts() and (Counts().joined, Counts().committed) == (0, 0)
+    work = m.Spec("all_reduce", 0, 0, 0, parts=two, algorithm=99)
+    assert size(work) == 3 * 4 + 5 * 8
+    tally.ended(0, work, 2, 0.0)
+    assert tally.counts.committed == 1 and tally.counts.carried["unknown"] == size(work)
+    assert COUNT_MAX == 2**63 - 1, "what JSON's readers can hold"
+
+
 def test_the_cost_of_a_lost_peer() -> None:
     run = ManualRun(3)
     run_one(run, 10.0, 11.0)
@@ -149,7 +159,7 @@ def test_a_launched_call_costs_nothing_for_some_seconds() -> None:
 def test_several_that_are_aborted_together_are_one_recovery() -> None:
     course = Course()
     assert course.goodput(5.0) is None and course.started(10.0) is None
-    assert course.goodput(10.0) is None, "nothing can be said of no time"
+    assert course.goodput(9.0) is course.goodput(10.0) is None, "nothing can be said of no time"
     course.aborted(11.0, 15.0)
     course.aborted(12.0, 15.0)
     assert course.goodput(16.0) == 1 - 5 / 6

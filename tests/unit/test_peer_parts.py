@@ -13,7 +13,7 @@ from handlers import takes_what_it_is_given
 from pccl.errors import PCCLError
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer
-from pccl.protocol.peer.calls import Collective, Votes, timed_out
+from pccl.protocol.peer.calls import CONFIRMING, GONE, Collective, Votes, timed_out
 from pccl.protocol.peer.collectives import Collectives
 from pccl.protocol.peer.effects import (
     AbortOp,
@@ -39,6 +39,7 @@ from pccl.protocol.peer.effects import (
 from pccl.protocol.peer.state import Knowledge
 from pccl.protocol.peer.streams import Common
 from pccl.protocol.peer.transfers import Transfer, Transfers
+from pccl.protocol.ring import RingPlace
 from pccl.protocol.tuning import DIRECT_MAX, Settings
 from pccl.protocol.weights import WeightsMachine
 from pccl.types import Result
@@ -146,6 +147,87 @@ def test_a_collective_that_breaks_is_voted_on_and_restored(parts: PeerParts) -> 
     parts.collectives.finish(m.Finished(9, False, "why"))
     (fail,) = parts.done
     assert isinstance(fail, Fail) and fail.fault is Fault.PEER_LOST and fail.again
+
+
+SEND = m.Spec("send", 0, 10, 1000)
+
+
+def test_a_send_has_a_stream_at_its_sender_alone(parts: PeerParts) -> None:
+    parts.collectives.enter(Collective(1, 4, SEND, pair=(2, 3)), sent=True)
+    parts.collectives.enter(Collective(2, 4, SEND, pair=(1, 2)), sent=True)
+    assert len(parts.done) == 2
+    parts.collectives.start(m.Started(1, 9, 0))
+    opened, started = parts.done
+    assert isinstance(opened, OpenStream) and opened.to.peer == 3 and isinstance(started, StartOp)
+    assert started.rings == (RingPlace(opened.stream, members=2, position=0),)
+    parts.collectives.start(m.Started(2, 10, 0))
+    (started,) = parts.done
+    assert isinstance(started, StartOp)
+    assert started.rings == (RingPlace(0, members=2, position=1),)
+
+
+def test_the_loss_of_a_sends_stream_concerns_that_send_alone(parts: PeerParts) -> None:
+    for call, pair in ((1, (2, 3)), (2, ())):
+        one = Collective(call, call, SEND if pair else WORK, pair=pair)
+        parts.collectives.enter(one, sent=True)
+        parts.collectives.start(m.Started(call, call, 5))
+        parts.collectives.complete(one, False, 9, 9)
+    stream = next(each.stream for each in parts.done if isinstance(each, OpenStream))
+    parts.collectives.stream_lost(stream, "reset", up=True)
+    assert [one for one in parts.done if isinstance(one, Send)] == [Send(m.Stalled(5, 1, "reset"))]
+
+
+@pytest.mark.parametrize("pair", [(), (2, 3)])
+def test_all_members_know_earlier_failures_after_a_collective_but_not_a_send(
+    parts: PeerParts, pair: tuple[int, ...]
+) -> None:
+    why = "it was like this"
+    earlier = m.Failure(8, m.Called.COLLECTIVE, 1, (), Result.INVALID_ARGUMENT.value, why, 0)
+    parts.knowledge.fails(earlier)
+    one = Collective(1, 4, SEND if pair else WORK, pair=pair)
+    parts.collectives.enter(one, sent=True)
+    parts.collectives.start(m.Started(1, 9, 5))
+    parts.collectives.complete(one, True, 9, 9)
+    assert one.phase == CONFIRMING
+    parts.collectives.finish(m.Finished(9, True))
+    assert list(parts.knowledge.failures) == ([earlier] if pair else [])
+
+
+SMALL = m.Spec("all_reduce", 0, 0, 4)
+
+
+def small(parts: PeerParts, call: int) -> Collective:
+    """A collective whose data has gone with its vote."""
+    one = Collective(call, call, SMALL, data=b"1234", settled=True)
+    parts.collectives.enter(one, sent=True)
+    return one
+
+
+def test_a_small_result_is_kept_until_all_others_have_it(parts: PeerParts) -> None:
+    for call in (1, 2, 3):
+        small(parts, call)
+    for call, stable in ((1, 0), (2, 0), (3, 1)):
+        started = m.Started(call, call, 5, b"abcd", final=True, stable=stable)
+        parts.collectives.start(started)
+    _, _, kept = parts.collectives.report()
+    assert [each.seq for each in kept] == [2, 3]
+
+
+def test_a_small_result_that_was_missed_is_that_of_its_tag(parts: PeerParts) -> None:
+    one, other = small(parts, 1), small(parts, 2)
+    parts.collectives.missed(m.Small(9, 2, (1, 2, 3), b"abcd"))
+    assert (one.outcome, other.outcome, other.seq) == (None, True, 9)
+    assert [each for each in parts.done if isinstance(each, Answer)] == [
+        Answer(2, Reduced(3, 4, 4))
+    ]
+
+
+def test_a_caller_that_has_left_has_no_result_to_vote_for(parts: PeerParts) -> None:
+    one = small(parts, 1)
+    parts.collectives.release(one, timed_out(1, "late"))
+    assert len(parts.done) == 1
+    parts.collectives.start(m.Started(1, 9, 5, b"abcd"))
+    assert parts.done == [Send(m.FinishVote(9, False, GONE))]
 
 
 def test_a_transfer_serves_fetches_and_ends(parts: PeerParts) -> None:
