@@ -1,4 +1,4 @@
-"""The tutorial's last step: the trained model writes a text. It needs torch, and not pccl.
+"""The tutorial's last step: the trained model writes a text. It needs torch, but not pccl.
 
 python examples/tutorial_generate.py tutorial.pt --prompt "The "
 """

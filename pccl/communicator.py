@@ -463,7 +463,7 @@ class Communicator(Closing):
             except TooFewPeersError:
                 return
         found = [bytes(row) for row in memoryview(gathered).tolist()]
-        elected = max(found, key=found.count)  # of equals, the first
+        elected = max(found, key=found.count)  # max() takes the first of equals
         if found[rank] != elected:
             why = "most peers, or those of lower ranks, ended the run with another shared state"
             raise DivergenceError(Result.INVALID_ARGUMENT, "run", why)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pccl.ext._core import CData
 
 
-Format = Literal["int8", "int4", "e3m0", "2bit", "sparse"]  # of quantized numbers: see `quantize`
+Format = Literal["int8", "int4", "e3m0", "2bit", "sparse"]  # see `quantize`
 Wire = Literal["fp32", Format]  # the formats in which DiLoCo and the hooks of DDP send
 
 _BLOCKS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}

@@ -131,7 +131,7 @@ class Membership:
     def __init__(self) -> None:
         self.calls = CallsInFlight()
         self.ranks = KnownRanks()  # as the program knows them
-        self.revision = 0  # of the shared state after the last synchronization
+        self.revision = 0  # the shared state's revision after the last synchronization
         # since it joined: whether it has synchronized shared state, and made a call of `admit`
         self.synced = self.has_admitted = False
         self._asked_s = -math.inf  # when `are_peers_pending` last returned False

@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
-DEFAULT_PORT = 48148  # of a master
+DEFAULT_PORT = 48148  # the port of a master
 ADVERTISED_MAX = 8  # hosts at which a peer says that it may be reached
-KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # of CURVE, in Z85
+KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # a CURVE key in Z85
 
 
 def require(what: str, value: object, kind: type) -> None:

@@ -46,7 +46,7 @@ class Layout:
     Dense means that its elements fill one stretch of memory, and no two share a place.
     """
 
-    shape: tuple[int, ...]  # of the array, without dimensions of one element, which say nothing
+    shape: tuple[int, ...]  # the array's shape, without dimensions of one element
     strides: tuple[int, ...]  # in elements, not bytes
 
     @classmethod
@@ -75,7 +75,7 @@ class Layout:
 
 def shares_places(shape: Sequence[int], strides: Sequence[float]) -> bool:
     """True if elements may share a place, as those of an expanded tensor do."""
-    reach = 0.0  # of the dimensions with smaller strides
+    reach = 0.0  # the reach of the dimensions with smaller strides
     for n, stride in sorted(zip(shape, map(abs, strides), strict=True), key=lambda each: each[1]):
         if n > 1 and stride <= reach:
             return True
@@ -93,9 +93,9 @@ def described(layout: str) -> str:
 class Buffer:
     """A stretch of elements without gaps."""
 
-    address: int  # of the first element; of any alignment
+    address: int  # the address of the first element, at any alignment
     count: int  # elements
-    dtype: DataType  # of an element
+    dtype: DataType  # the element type
     owner: object = field(repr=False, compare=False)  # keeps the memory alive
     device_type: DeviceType = DeviceType.CPU  # where it is
     layout: Layout | None = None  # the order of the elements; None: C's
@@ -358,7 +358,7 @@ def like(given: Any, result: Any) -> Any:
     library = given.__array_namespace__()
     if is_torch(result):
         return library.from_dlpack(result)
-    if hasattr(given, "sharding") and given.shape == result.shape:  # of JAX
+    if hasattr(given, "sharding") and given.shape == result.shape:  # a JAX array
         return library.asarray(result, device=given.sharding)
     return library.asarray(result)
 

@@ -1,4 +1,4 @@
-"""Ray: each actor is a peer; one that dies is started again by Ray, and joins the run again.
+"""Ray: each actor is a peer; Ray restarts one that dies, and it joins the run again.
 
     pip install ray
     python examples/launch/ray_actors.py --peers 4
@@ -24,7 +24,7 @@ class Peer:
     """One peer of the run."""
 
     def process(self) -> int:
-        """The number of its process, which changes when it is started again."""
+        """Its process id, which changes when it is restarted."""
         return os.getpid()
 
     def train(self, master: str, steps: int, peers: int) -> str:
@@ -34,8 +34,8 @@ class Peer:
 
 
 def start(master: str, steps: int, peers: int) -> tuple[list[Any], list[Any]]:
-    """The actors, and what they will answer."""
-    # two calls at a time: one trains, one tells its process
+    """The actors, and the futures of their results."""
+    # two calls at a time: train() and process()
     actors = [Peer.options(max_concurrency=2).remote() for _ in range(peers)]
     return actors, [actor.train.remote(master, steps, peers) for actor in actors]
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Slurm: each element of the array is a job of its own, with a node of its own, so that Slurm ends
-# and queues again only what has died. Each node has a peer for each GPU.
+# Slurm: each element of the array is a separate job on its own node, so that Slurm ends and requeues
+# only what has died. Each node has a peer for each GPU.
 #
 #     sbatch --export=ALL,PCCL_MASTER=the-masters-host examples/launch/slurm.sh train.py --steps 1000
 #
@@ -12,8 +12,8 @@
 #SBATCH --open-mode=append
 #SBATCH --output=pccl-%A-%a.log
 
-# --requeue is for a node that fails, and for a job that makes room for another one. A program that
-# fails ends its job: pccl run starts it again, and if that does not help, perhaps another node does.
+# --requeue is for a node that fails, and for a job that is preempted. A program that fails is
+# restarted by pccl run; if that does not help, its job ends and is requeued, perhaps on another node.
 ATTEMPTS=${PCCL_ATTEMPTS:-10}
 
 export PCCL_CONNECT_TIMEOUT_S=${PCCL_CONNECT_TIMEOUT_S:-300} # a job may start before the master

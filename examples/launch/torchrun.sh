@@ -1,7 +1,7 @@
 #!/bin/bash
-# torchrun: one for each peer, because it kills and restarts all the processes that it has started
-# when one of them dies. So each of them has one process, and the peers find each other by pccl's
-# master: the only thing that torchrun does is to start its process again.
+# torchrun: one for each peer, because torchrun kills and restarts all the processes that it has
+# started when one of them dies. The peers find each other through pccl's master, and each torchrun
+# only restarts its one process.
 #
 #     PCCL_MASTER=the-masters-host:48148 examples/launch/torchrun.sh 8 train.py --steps 1000
 

@@ -44,7 +44,7 @@ def main(words: list[str] | None = None) -> None:
             try:
                 peers = comm.all_reduce(progress).world_size
             except pccl.PeerLostError:
-                continue  # nothing has changed: the step once more, without it
+                continue  # nothing has changed: repeat the step without it
             except pccl.TooFewPeersError:
                 peers = 1
             weights += progress
@@ -53,7 +53,7 @@ def main(words: list[str] | None = None) -> None:
             print(f"step {step[0]}: {peers} peers", flush=True)
             if args.checkpoint is not None and step[0] % 10 == 0:
                 shared.save(args.checkpoint)
-        comm.finish()  # whoever comes now comes too late, and does not begin anew
+        comm.finish()  # a peer that starts from now on is too late, and exits
     print(f"done: {step[0]} steps, weights {weights[0]}", flush=True)
 
 

@@ -89,7 +89,7 @@ def _parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 master = _parsed(lambda text: address_text(*parse_address(text)))  # with its port
-http_port = _parsed(parse_listening)  # of a master's --http: HOST:PORT, or PORT on this machine
+http_port = _parsed(parse_listening)  # an address of --http: HOST:PORT, or PORT on this machine
 
 
 def output(text: str) -> Path:

@@ -37,9 +37,9 @@ PAUSING: Final = {"fp32": MANY_STEPS, "int4": MOST_STEPS, "2bit": MOST_STEPS, "s
 class Cluster:
     """A model, and the peers and links to train it on."""
 
-    params: float  # of the model, or of a peer's shard of it
-    peers: int  # that hold these parameters
-    uplink: float  # of the slowest peer, in bit/s; the downlink is assumed to be no slower
+    params: float  # parameters of the model, or of a peer's shard of it
+    peers: int  # peers that hold these parameters
+    uplink: float  # bit/s of the slowest peer; the downlink is assumed to be no slower
     rtt_s: float = RTT_S  # between two neighbors in the ring, and between a peer and the master
     step_s: float = STEP_S  # an inner step, on one peer
     share: float = 0.05  # exchanges may take this share of the training time

@@ -30,12 +30,12 @@ from pccl.support import Closing
 
 QUIET_S = 0.5  # without output for this long, part of a line is shown, and the end is not awaited
 OUTPUT_BYTES = 1 << 16  # read at once; also the longest line
-TAIL_BYTES, TAIL_LINES = 4000, 15  # of the output of a failed process
+TAIL_BYTES, TAIL_LINES = 4000, 15  # what is kept of a failed process's output
 MARK = "LOCAL_RUN_COPY"  # an environment variable that a process's descendants inherit
 POLL_S = 0.02
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # TerminateProcess on Windows
 Heard: TypeAlias = Callable[[Sequence[bytes]], object]  # gets lines of output
-_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, and of lines that are overwritten
+_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # ends of lines, even overwritten ones
 
 
 class Process(Closing):
@@ -167,7 +167,7 @@ class Output(threading.Thread):
         super().__init__(name="pccl-output", daemon=True)
         self._pipe, self._heard = pipe, heard
         self._lock = threading.Lock()
-        self._rest = b""  # of a line that is not complete
+        self._rest = b""  # an incomplete line
         self._moved_s = 0.0
         self.start()
 

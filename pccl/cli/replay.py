@@ -97,7 +97,7 @@ class Source:
     def lines(self) -> Iterator[Entry]:
         """All lines, the oldest first. Raises OSError: a file is not an event log."""
         head: Head | None = None
-        number = 0  # of the next line, as its master counts
+        number = 0  # the next line's number, as its master counts
         began_s = 0.0
         whole = True
         for file in self._files:
@@ -200,7 +200,7 @@ class Check:
         return "\n".join(lines)
 
 
-BYTES_MAX = 8 << 20  # of a generated test
+BYTES_MAX = 8 << 20  # the most bytes of a generated test
 TEMPLATE = '''"""What a master did in the field; made by `pccl replay --to-test`."""
 
 from pccl.protocol.master.eventlog import Replay, lines
@@ -249,14 +249,14 @@ RUN_WIDE = {m.TopologyVote, m.PendingVote, m.OptimizeVote}
 @dataclass
 class Call:
     peer: int  # its number
-    number: int  # of the call, among those of the peer
+    number: int  # the number of the peer's call
     what: str  # with its arguments
-    group: int | None  # of a call of one group
+    group: int | None  # the group that calls; None: the whole run
     began_s: float  # when it was entered, in seconds since 1970, as all times are
     started_s: float | None = None  # when all had entered it
     done_s: float | None = None  # when this peer had finished its part
     ended_s: float = 0.0  # when all had finished it, or the log ended
-    seq: int = 0  # of a collective
+    seq: int = 0  # the number of a collective
     failed: str = ""  # why it failed; empty if it did not
     awaited: tuple[int, ...] = ()  # the peers that it waited for
 
@@ -264,7 +264,7 @@ class Call:
 class Round(NamedTuple):
     """The end of a phase of a call: all its peers have entered, all have finished, or it failed."""
 
-    calls: Sequence[Call]  # of the peers in it
+    calls: Sequence[Call]  # the calls of its peers
     phase: str  # "entered" or "finished"; empty after a failure
     awaited: tuple[int, ...]  # the peers that came last, or were lost
     waited_s: Sequence[float] = ()  # how long each call waited for these
@@ -290,7 +290,7 @@ class Story:
     def __init__(self) -> None:
         self._calls: dict[tuple[int, int], Call] = {}  # open, by peer and call
         self._of: dict[tuple[int, int], Call] = {}  # started collectives, by peer and seq
-        self._groups: dict[int, int] = {}  # of peers that were accepted
+        self._groups: dict[int, int] = {}  # by accepted peer: its group
         self._asking: dict[int, int] = {}  # groups of those that were not yet
         self._happened = Happened()  # by the line that is told
         self._now_s = 0.0

@@ -94,7 +94,7 @@ class Printer:
 
     def __init__(self) -> None:
         self._printing = threading.Lock()
-        self._begun: tuple[int, TextIO] | None = None  # whose line is incomplete, and its stream
+        self._begun: tuple[int, TextIO] | None = None  # an incomplete line: whose, and where
         self._returned = False  # whether that line ends with \r, to be overwritten
 
     def print(self, number: int, lines: Sequence[bytes], to: TextIO) -> None:
@@ -128,13 +128,13 @@ class Copy(threading.Thread):
         self,
         number: int,  # among the copies
         command: Sequence[str],  # the program and its arguments
-        environment: Mapping[str, str],  # of its processes
+        environment: Mapping[str, str],  # variables of its processes
         restarts: int,  # how often it may fail in a row and be started again
         copies: Copies,  # all of them
     ) -> None:
         super().__init__(name=f"pccl-run-{number}", daemon=True)
         self.status = 0
-        self.lasted_s: float | None = None  # of its first process
+        self.lasted_s: float | None = None  # how long its first process ran
         self._number, self._command, self._restarts = number, command, restarts
         self._environment = {**environment, "LOCAL_RANK": str(number)}
         self._copies = copies
@@ -224,7 +224,7 @@ class Copies:
         self.stopping = threading.Event()  # set when they are to end
         self.succeeded = False  # whether one of them has ended with 0
         self._stopped_s = 0.0
-        self._number = 0  # of the signal that ends all copies; 0: none has come
+        self._number = 0  # the signal that ends all copies; 0: none has come
         self._all = [Copy(i, command, environment, restarts, self) for i in range(n)]
 
     def start(self) -> None:

@@ -24,7 +24,7 @@ from pccl.support import address_text, duration_text
 
 PATIENCE_S = 10.0
 EVENTS_MAX = 5
-BYTES_MAX = 64 << 20  # of an answer; that of a run of 1,000 peers is 0.5 MB
+BYTES_MAX = 64 << 20  # the most bytes of an answer; a run of 1,000 peers takes 0.5 MB
 OK = 200
 PEER = "peer,name,address,group,state,age,last heard,heartbeat,late,late in all,in call".split(",")
 CLIENT = "client,name,address,has,published,fetches,from,gives to,last fetched at".split(",")

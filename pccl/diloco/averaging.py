@@ -99,7 +99,7 @@ class Total:
     """Sums over all peers: weights, contributors (weights above 0), late peers, and votes."""
 
     def __init__(self) -> None:
-        self.own: torch.Tensor | None = None  # of the first three; None: all peers weigh the same
+        self.own: torch.Tensor | None = None  # this peer's; None: all peers weigh the same
         self._sum = torch.zeros(3, dtype=torch.int64)
         self._votes = Votes([], [])
 
@@ -233,7 +233,7 @@ class Codec:
     """A quantization with error feedback."""
 
     format: kernels.Format
-    decay: float = 1.0  # of a residual that is added to the next pseudo-gradient
+    decay: float = 1.0  # the factor of a residual that is added to the next pseudo-gradient
     two_stage: bool = False  # whether a mean may be quantized again
 
 
@@ -267,7 +267,7 @@ class TwoStageMean:
         rows = [len(header) + size for size in self._sizes]
         own = rows[self._ranks.rank]
         self.codes: Sequence[torch.Tensor] = []  # the quantized mean of each part
-        self.rows: Tensors = []  # of each tensor beside, the values of all ranks
+        self.rows: Tensors = []  # for each tensor beside, the values of all ranks
         self.error: PCCLError | None = None
         self.divisor = 0
         self.second_error = torch.empty(0)

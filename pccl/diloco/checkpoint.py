@@ -77,7 +77,7 @@ class Checkpoint:
 
     def shared(self, sharded: bool = True) -> dict[str, Any]:
         schedule = self._schedule.state_dict(self.group)
-        if "means" in schedule:  # of a mode without fragments; dcp.load fills in a sharded state
+        if "means" in schedule:  # in modes without fragments; dcp.load fills in a sharded state
             means = schedule["means"] or (self._exchanges[0].means if sharded else [])
             schedule["means"] = [self._outer.join([mean], sharded) for mean in means[:1]]
             schedule["means"] += means[1:]
@@ -288,8 +288,8 @@ class _Writer(threading.Thread):
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    items: list[tuple[Any, Any]]  # of torch.distributed.checkpoint, and their content
-    places: dict[str, Any]  # of the items' names in the state
+    items: list[tuple[Any, Any]]  # items of torch.distributed.checkpoint, and their content
+    places: dict[str, Any]  # where the state has the items' names
 
     def plus(self, state: dict[str, Any], first: bool, part: int = 0, parts: int = 1) -> _Writes:
         """Adds a copy of part `part` of `parts` of a state: an equal share of each tensor's rows.

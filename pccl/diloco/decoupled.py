@@ -25,7 +25,7 @@ class Learner:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Condition()  # of everything that both threads use
+        self.lock = threading.Condition()  # guards everything that both threads use
         self.steps = 0  # since the last meeting
         self.ends = False  # whether the learner takes no more steps
         self.idle, self.idle_s = False, 0.0  # whether it has nothing to train on, and for how long

@@ -379,7 +379,7 @@ class Radial:
         self._state = state
         self._plain = plain
         self.norms = torch.ones(len(plain))
-        self.mean = torch.ones(len(plain))  # of all peers' norms
+        self.mean = torch.ones(len(plain))  # the mean of all peers' norms
 
     def split(self) -> list[torch.Tensor]:
         directions = self._state.delta.clone()

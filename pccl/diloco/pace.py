@@ -31,7 +31,7 @@ class Pace:
     def __init__(self, waits_for_all: bool = True) -> None:
         self.late = False  # whether this peer arrives before it has taken all its inner steps
         self.waits_for_all = waits_for_all  # whether it waits for all others, however late
-        self._inner_steps = 1  # of the round
+        self._inner_steps = 1  # in this round
 
     def begin(self, inner_steps: int) -> None:
         """Starts a round of that many inner steps, if the pace counts them."""

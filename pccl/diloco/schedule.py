@@ -56,11 +56,11 @@ class Schedule:
         self._overlap = overlap
         self._alpha = alpha
         self._late_decay = late_decay
-        self._current = fragments[0]  # of the last launch
+        self._current = fragments[0]  # the fragment of the last launch
         self._running: AsyncAverage | None = None
         self._mean: _Mean | None = None
         self._short = 0  # peers of the last mean, if the next meeting waits for others first
-        self._unchecked: Fragment | None = None  # of the last applied mean
+        self._unchecked: Fragment | None = None  # the fragment of the last applied mean
         self._stepped = True  # whether that was applied
         self._turn = torch.zeros(1, dtype=torch.int64)  # rounds that have ended
         # in rounds: the least `progress`, which even a meeting without an outer step raises

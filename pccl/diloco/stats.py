@@ -170,7 +170,7 @@ class Meter:
     """Counts the bytes of all rounds, and the seconds of the present one by activity."""
 
     def __init__(self) -> None:
-        self.last_reduce: ReduceInfo | None = None  # that has committed
+        self.last_reduce: ReduceInfo | None = None  # the last one that has committed
         self.tx_bytes = self.rx_bytes = 0
         self.begin_round()
 

@@ -248,9 +248,9 @@ class DiLoCo:
         self._stepping = False  # in `step`, which counts the inner step itself
         self._entered = False  # a `with` block, in which the script steps the optimizer
         self._rejoins = 0  # since the last round that this peer was in
-        self._rounds = 0  # that have begun here
-        self._shares: tuple[PeerShare, ...] = ()  # of the last meeting
-        self._ended = 0  # of the last meetings, those after the end of all learners
+        self._rounds = 0  # rounds that have begun here
+        self._shares: tuple[PeerShare, ...] = ()  # the work of each peer, from the last meeting
+        self._ended = 0  # meetings since all learners have ended
         self._seen_round: OuterRound | None = None  # the last one that `step` has returned
         self._last_round: OuterRound | None = None
         self._build(model, checkpoints)

@@ -28,14 +28,14 @@ from typing import NamedTuple, TypeAlias
 from pccl.protocol.messages import RINGS_MAX, Ring
 
 NOMINAL_BYTES = 64 << 20  # on each link, in the collective for which orders are compared
-CHUNK_BYTES = 256 << 10  # of a chunk, which a peer forwards
+CHUNK_BYTES = 256 << 10  # the size of a chunk
 EXACT_MAX = 8  # peers; more have too many orders to consider all
 SPREAD_MAX = 6  # peers of a group that may have several rings: for more, choosing takes long
-SHARES = 8  # of the slowest link of the best ring, each given to the ring that gains most
+SHARES = 8  # the best ring's slowest link is cut into so many, each for the ring that gains most
 SEARCH_STEPS = 300_000  # links considered by a local search: about half a second
-GAIN = 0.2  # of the time: an order is not changed for less, because measurements vary
+GAIN = 0.2  # an order changes only for this share of the time, because measurements vary
 ALL_MAX = 17  # the most peers of which all pairs are measured: 17 take 17 slots, 16 take 15
-SLOTS_MAX = 32  # of a survey; sets that have not been compared by then count as two sites
+SLOTS_MAX = 32  # slots of a survey; sets that have not been compared by then count as two sites
 SITE_US = 25_000  # peers of one site get the first bytes, after five round trips, within this time
 
 Hop: TypeAlias = tuple[int, int]  # from whom, to whom
@@ -309,7 +309,7 @@ class Survey:
     """Finds the sites of many peers; those of one machine are at one site."""
 
     def __init__(self, machines: Iterable[Sequence[int]]) -> None:
-        self._members = {one[0]: list(one) for one in machines}  # of each set; named by one of them
+        self._members = {one[0]: list(one) for one in machines}  # by a member: its set
         self._name = {peer: name for name, peers in self._members.items() for peer in peers}
         self._apart: dict[int, set[int]] = {name: set() for name in self._members}
         self._asked: list[tuple[int, int]] = []

@@ -30,8 +30,8 @@ from pccl.types import DataType, ReduceOp
 
 KIB, MIB = 1 << 10, 1 << 20
 
-INLINE_ALWAYS_BYTES = 64 * KIB  # of a contribution, for any number of members
-INLINE_TOTAL_BYTES = 512 * KIB  # of all contributions, which the master handles one by one
+INLINE_ALWAYS_BYTES = 64 * KIB  # a contribution's size, for any number of members
+INLINE_TOTAL_BYTES = 512 * KIB  # the size of all contributions, which the master handles one by one
 # Up to so many elements, two members on one machine send each other everything. With more, the
 # additional work of the processors takes longer than the second hop of a ring.
 ONE_SHOT_LOCAL_MAX = 1 << 18

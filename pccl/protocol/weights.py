@@ -133,7 +133,7 @@ STREAMS_KEPT = 8  # to receivers that fetch nothing at present
 class Held:
     package: m.Package
     op: int
-    receivers: set[int] = field(default_factory=set)  # that fetch it now
+    receivers: set[int] = field(default_factory=set)  # clients that fetch it now
     served: set[int] = field(default_factory=set)  # these, and others whose streams are open still
 
 
@@ -262,7 +262,7 @@ class WeightsMachine:
         self._hello: m.Hello | None = None
         self._joining: int | None = None  # the call
         self.number = 0  # until it is registered
-        self.version = 0  # of the weights that it has
+        self.version = 0  # the version of its weights
         self.over: Fail | None = None  # why it has ended
         self._connected = False  # to a master that knows it
         self._available: tuple[m.Package, ...] = ()
@@ -270,7 +270,7 @@ class WeightsMachine:
         self._effects: list[Effect] = []
         self._cache = BlobCache(self._number, self._do)
         self._fetch: Fetch | None = None
-        self._holder = self._stream = 0  # from which it fetches, or did; 0: no stream is open
+        self._holder = self._stream = 0  # of the latest fetch; 0: no stream is open
         self._publishing: dict[int, tuple[m.Package, ...]] = {}
         self._by_type: dict[type, Callable[[Any], None]] = {
             m.Welcome: self._welcomed,

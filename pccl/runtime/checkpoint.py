@@ -163,7 +163,7 @@ def _places(header: Mapping[str, Any], entries: Sequence[Entry], size: int) -> l
                 f"{wanted['dtype']} {list(entry.shape)} here"
             )
         if not 0 <= begin <= end <= size:
-            raise ValueError(f"it is cut off: entry {entry.name!r} ends at {end} of {size} bytes")
+            raise ValueError(f"it is truncated: entry {entry.name!r} ends at {end} of {size} bytes")
         places.append(begin)
     if len(header) > len(entries):
         more = next(iter(header.keys() - {entry.name for entry in entries}))

@@ -25,7 +25,7 @@ FORKED = effects.Fail(
     "Communicator of its own here, or start processes that need one by spawn or forkserver",
 )
 
-Address = tuple[str, int] | str  # of TCP, or the path of an ipc socket
+Address = tuple[str, int] | str  # a TCP address, or the path of an ipc socket
 
 
 class Forkable(Protocol):

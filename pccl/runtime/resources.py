@@ -46,8 +46,8 @@ def streams_max() -> int:
 
 # A peer needs 28 (measured), and one for each lane: a long link has up to 16 in each direction.
 DESCRIPTORS = 64
-STREAM_DESCRIPTORS = 8  # of a stream with two lanes, and of one in the other direction
-THREADS = 8  # of a peer, with those of libzmq
+STREAM_DESCRIPTORS = 8  # descriptors of a stream with two lanes, and one in the other direction
+THREADS = 8  # threads of a peer, including libzmq's
 FIRST_BYTES = 1 << 16  # the first allocation of a trial thread
 BUFFER_BYTES = 16 << 20  # a peer allocates more than this when it starts
 _START_S = 10.0  # the longest that a trial thread may take to start
@@ -56,7 +56,7 @@ _MEMORY = (
     "of address space (ulimit -v), or that of the container"
 )
 
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # of `accept`
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # errors of `accept`
 _LACKING = {*EXHAUSTED, errno.EAGAIN}
 
 

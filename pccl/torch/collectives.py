@@ -146,7 +146,7 @@ class Collectives:
         if profiler._is_profiler_enabled:
             ended.append(_span(name, inputs))
         if recorder.SIZE:
-            group = getattr(self, "group", self)  # of a DeviceBackend
+            group = getattr(self, "group", self)  # a DeviceBackend has a group
             ended.append(recorder.record(group, name, task.counts, inputs, timeout_s))
         return replace(task, ended=lambda well: [end(well) for end in ended])
 

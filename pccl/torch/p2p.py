@@ -35,7 +35,7 @@ from pccl.torch.tensors import movable, put
 from pccl.torch.work import POOL, Handle, Task
 from pccl.types import DataType, Result
 
-BARRIER_TAG = (1 << 31) - 1  # of monitored_barrier
+BARRIER_TAG = (1 << 31) - 1  # the tag of monitored_barrier
 TAG_MAX = BARRIER_TAG - 1
 _GIVEN, _ROOM = 1 << 30, 1 << 31  # above the numbers of messages: tags of the exchanged sizes
 

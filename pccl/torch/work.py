@@ -88,7 +88,7 @@ class CallbackPool:
                 job = inbox.get()  # given to this thread just now
             try:
                 job()
-            except Exception:  # of a callback; its future has it, too
+            except Exception:  # a callback has failed; its future has the exception, too
                 _log.exception("a callback of a collective has failed")
             del job
             with self._lock:

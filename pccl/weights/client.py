@@ -165,7 +165,7 @@ class WeightsClient(ControlThread):
         # by package: the op that fetches it, and its memory
         self._incoming: dict[tuple[int, int], tuple[int, Staging]] = {}
         self._expect = effects.Expect(0, 0, ())
-        self._keys: dict[int, str] = {}  # of clients that may connect, by the stream to them
+        self._keys: dict[int, str] = {}  # by stream: the key of the client that may connect
         self._pace = _Pace(self._engine, lambda: self._perform(machine.slow()))
         self._backoff = _Backoff(lambda: self._perform(machine.retry()))
         self._timers += [self._pace, self._backoff]
@@ -387,7 +387,7 @@ class _Pace:
 
     def __init__(self, engine: Engine, slow: Callable[[], None]) -> None:
         self._engine, self._slow = engine, slow
-        self._op = 0  # of the fetch; 0: there is none
+        self._op = 0  # the op of the fetch; 0: there is none
         self.due_s: float | None = None  # when to repeat them; None: nothing is fetched
         self._first_s = 0.0  # when the fetch began
         self._since_s = 0.0  # when it began with its present holder

@@ -38,7 +38,7 @@ from pccl.weights.client import Blob
 Words = npt.NDArray[np.unsignedinteger]
 Bytes = npt.NDArray[np.uint8]
 
-SPARSE_UP_TO = 1 / 6  # of the elements; if more have changed, the XOR of all takes fewer bytes
+SPARSE_UP_TO = 1 / 6  # the share of changed elements above which the XOR of all takes fewer bytes
 _HEADER = struct.Struct("<BBxxIII")  # how, bytes of a gap, changed elements, bytes, packed bytes
 
 
@@ -138,7 +138,7 @@ def _unpack(packed: memoryview, nbytes: int) -> memoryview:
 
 
 ALIGNMENT = 64
-HEAD_BYTES_MAX = 256 << 20  # of a million tensors
+HEAD_BYTES_MAX = 256 << 20  # enough for a million tensors
 
 U64 = Annotated[int, Meta(ge=0)]
 

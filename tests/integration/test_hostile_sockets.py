@@ -260,7 +260,7 @@ def test_random_bytes_end_as_a_log_line(caplog: pytest.LogCaptureFixture) -> Non
         speaker(zmq.DEALER, server.port) as stranger,
     ):
         stranger.send(os.urandom(100))
-        wait_until(lambda: "no message" in caplog.text)
+        wait_until(lambda: "not a message" in caplog.text)
 
 
 @pytest.mark.parametrize("lacking", ["for a message", "to handle a message"])

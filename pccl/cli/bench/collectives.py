@@ -307,7 +307,7 @@ class Row:
         all_measured: Sequence[Measured],
     ) -> None:
         self.peers = len(all_measured)
-        self.nbytes = count * itemsize * blocks(what, self.peers)  # of the larger buffer
+        self.nbytes = count * itemsize * blocks(what, self.peers)  # bytes of the larger buffer
         self.what, self.count, self.dtype, self.op = what, count, dtype, op
         self.root = 0 if what == "broadcast" else -1
         self.timings = {way: Timing.of(way, all_measured) for way in all_measured[0].times_s}

@@ -37,10 +37,10 @@ GLOO, PCCL = "gloo", "pccl"
 class Measured(NamedTuple):
     """One peer's measurement of one backend."""
 
-    times_s: list[float]  # of each timed step
-    loss: float  # of the last step
+    times_s: list[float]  # seconds of each timed step
+    loss: float  # the loss of the last step
     weights: str  # a digest of the weights after it
-    parameters: int  # how many the model has
+    parameters: int  # the number of the model's parameters
 
 
 class Trainee:

@@ -26,7 +26,7 @@ from pccl.cli.terminal import Refused
 
 SETTLE_S = 3.0  # after a collective, until links are measured and memory is released
 HEADER_BYTES = 52  # TCP with timestamps, and IPv4
-_TCP_INFO = struct.Struct("120xQQII")  # of linux/tcp.h: bytes acked, received; segments out, in
+_TCP_INFO = struct.Struct("120xQQII")  # linux/tcp.h: bytes acked, received; segments out, in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ ENTRIES = tuple(m.Entry(f"layer.{i}", 10, 4096, False, bytes(16)) for i in range
 class Swarm:
     def __init__(self, peers: int, groups: int) -> None:
         self.conns = [b"%d" % i for i in range(peers)]
-        self.seq: dict[bytes, int] = {}  # of the collective each peer is in
+        self.seq: dict[bytes, int] = {}  # by connection: the collective that the peer is in
         self.sent = 0  # messages of the master
         self._master = Master(1, combine, secret=b"s")
         self._call = 1

@@ -45,7 +45,7 @@ class Measured:
     """One peer's measurement of one size."""
 
     def __init__(self) -> None:
-        self.times_s: defaultdict[str, list[float]] = defaultdict(list)  # of each call, by way
+        self.times_s: defaultdict[str, list[float]] = defaultdict(list)  # by variant: seconds
         self.wrong = 0  # bytes that were not those of the holders, after all synchronizations
 
     def time(self, way: str, call: Callable[[], object]) -> None:

@@ -213,7 +213,7 @@ OUT_OF_PLACE = "out_of_place"
 IN_PLACE = "in_place"
 GLOO = "gloo"
 NCCL = "nccl"
-TORCH = (GLOO, NCCL)  # of torch.distributed
+TORCH = (GLOO, NCCL)  # backends of torch.distributed
 UNQUANTIZED = "unquantized"
 PIECES = "pieces"
 TENSORS = "tensors"
@@ -221,7 +221,7 @@ OTHERS = (*TORCH, UNQUANTIZED, PIECES, TENSORS)  # what pccl may be measured aga
 REDUCING = ("all_reduce", "reduce_scatter")
 
 _PIECES = 16
-_WIDTH = 256  # of a GPT of 512 tokens, 64 places, 12 blocks and a norm; its 148 tensors in rows:
+_WIDTH = 256  # a GPT of 512 tokens, 64 places, 12 blocks and a norm; its 148 tensors in rows:
 _BLOCK = (1, 1, 1, 1, 3 * _WIDTH, 3, _WIDTH, 1, 4 * _WIDTH, 4, 4 * _WIDTH, 1)
 _ROWS = (512, 64, *_BLOCK * 12, 1, 1)
 ELEMENTS_MIN = {PIECES: _PIECES, TENSORS: sum(_ROWS)}  # so that none is empty
@@ -236,7 +236,7 @@ class Way:
     sent: Callable[[], int]  # runs it once more; the bytes that this peer sent
     reset: Callable[[], None]  # gives the buffers known contents
     result: Callable[[], Bits]  # the result, on the host
-    quantization: QuantizationName | None = None  # of the result; None: it is exact
+    quantization: QuantizationName | None = None  # how the result is quantized; None: it is exact
 
 
 @dataclass(frozen=True, slots=True)

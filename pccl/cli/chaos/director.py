@@ -44,7 +44,7 @@ class Chronicle:
     ended_s: float = 0.0
     done: list[Done] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-    # of the master, from time to time: descriptors, threads, MiB
+    # descriptors, threads and MiB of the master, from time to time
     sizes: list[tuple[int, int, int]] = field(default_factory=list)
 
 
@@ -52,8 +52,8 @@ class Program:
     """A program whose copies run under faults, observed only by its master's event log."""
 
     steered = False  # whether copies read orders from their stdin
-    settings: Mapping[str, str] = {}  # of the program, saved in the schedule
-    environment: Mapping[str, str] = {}  # of all processes, besides this one's
+    settings: Mapping[str, str] = {}  # settings of the program, saved in the schedule
+    environment: Mapping[str, str] = {}  # variables of all processes, besides this one's
     faults: Mapping[str, Kind] = {}  # those that copies inflict on themselves
     curve_dir = ""  # keys, for an encrypted run
 
@@ -62,7 +62,7 @@ class Program:
         title: str,
         copies: int,  # the most that run at once
         words: tuple[list[str], list[str]],  # the command, before the options of a run and after
-        command: Sequence[str],  # of a copy
+        command: Sequence[str],  # the command of a copy
         grace_s: float | None = None,  # for copies to end by themselves; None: they are asked to
     ) -> None:
         self.title, self.copies, self.words, self.grace_s = title, copies, words, grace_s

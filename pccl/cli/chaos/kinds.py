@@ -106,11 +106,11 @@ class Fault(Struct, frozen=True, omit_defaults=True):
 class Schedule(Struct, frozen=True):
     """The faults of a run, and what else a repetition needs."""
 
-    seed: int  # from which they were drawn
+    seed: int  # the seed of the draw
     copies: int  # the most that run at once
     seconds: float  # how long faults come
     faults: tuple[Fault, ...]  # in order
-    settings: dict[str, str] = {}  # of the run
+    settings: dict[str, str] = {}  # settings of the run
 
     def only(self, faults: Sequence[Fault], seconds: float | None = None) -> Schedule:
         """With these faults, for that many seconds."""

@@ -205,7 +205,7 @@ def _bar(kind: str, left: float, right: float, top: float, height: int) -> str:
 # ---- what is demanded of the master ----
 
 GROWTH_MAX = 40, 4, 64  # descriptors, threads, MiB of the master: more is a leak
-SIZES_MIN = 20  # of one master, to be compared
+SIZES_MIN = 20  # the least samples of one master that are compared
 
 
 def master_violations(director: Director) -> Iterator[str]:

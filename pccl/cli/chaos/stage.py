@@ -50,7 +50,7 @@ class Stage:
     def __init__(
         self,
         directory: Path,  # for the master's files, and for what the copies print
-        environment: Mapping[str, str],  # of all
+        environment: Mapping[str, str],  # variables of all processes
         *,
         steered: bool = False,  # whether the copies read orders from their stdin
         network: Network | None = None,  # the hosts on which they run; None: on this one

@@ -102,7 +102,7 @@ class Watch:
     """The state of a run, from its master's event log; times are of the monotonic clock."""
 
     def __init__(self) -> None:
-        self.masters = 0  # that have begun
+        self.masters = 0  # masters that have begun
         self.accepted: set[int] = set()  # peers
         self.collectives_s: list[float] = []  # when they were committed
         self.rounds = 0  # calls of any kind that were answered

@@ -26,7 +26,7 @@ from pccl.cli.terminal import Progress, Refused, complain, scaled, shown
 from pccl.kernels import Wire
 
 _REQUIRED = ("torch", "matplotlib")
-MODES = ("sync", "delayed", "eager", "streaming", "decoupled")  # of pccl.diloco, which needs torch
+MODES = ("sync", "delayed", "eager", "streaming", "decoupled")  # as in pccl.diloco
 PASSED_ON = ("steps", "inner_steps", "mode", "wire", "seed")  # options that the peers get, too
 _PEERS = 3
 _PEERS_PER_CORE = 4

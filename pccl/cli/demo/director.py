@@ -91,7 +91,7 @@ class Peer:
     outer_step: int = 0
     tokens_per_s: float = 0.0
     tx_bytes: int = 0
-    data_parallel_bytes: float = 0.0  # that it would have sent
+    data_parallel_bytes: float = 0.0  # what data-parallel training would have sent
     training: list[tuple[float, float]] = field(default_factory=list)  # time, loss
     validation: list[tuple[float, float]] = field(default_factory=list)
     joined_s: float | None = None  # since the start, as all times

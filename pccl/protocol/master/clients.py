@@ -91,7 +91,7 @@ class Catalogue:
 
 
 FIRST = 1 << 40  # the number of the first client; peers have lower numbers
-SLOTS = 1 << 16  # of a holder, as in c/pccl_core.h
+SLOTS = 1 << 16  # the slots of a holder, as in c/pccl_core.h
 PLACES = 2  # receivers that a holder serves at a time: with one, its link would idle in between
 SMALL_BYTES = 1 << 20  # smaller transfers are mostly round trips, which leave the link idle
 PLACES_SMALL = 8  # receivers of a holder at a time, for such packages

@@ -198,7 +198,7 @@ class Recorder:
 
     def __init__(self, key: bytes | None) -> None:
         self._redactor = Redactor(key)
-        self._numbers: dict[bytes, int] = {}  # of peers, by connection
+        self._numbers: dict[bytes, int] = {}  # by connection: the peer's number
         self._news = False  # since the last tick
         self._timed = False  # whether anything but a recovery depends on ticks
 

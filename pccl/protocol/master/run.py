@@ -24,7 +24,7 @@ from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import Kind, Round
 from pccl.types import Result
 
-LATENESS_WEIGHT = 0.1  # of the latest call, in the moving average of a peer
+LATENESS_WEIGHT = 0.1  # the weight of the latest call in a peer's moving average
 
 
 class Run:

@@ -457,7 +457,7 @@ class Synchronizations(Part):
             verdict = self._groups[sync.group].blame.between(number, holders[0], proven)
         if verdict is not None:
             self._dismissals.drop_for(sync.group, verdict)
-        elif guilty:  # of two that accuse only each other, drop the one that came later
+        elif guilty:  # if two accuse only each other, drop the one that came later
             why = f"it took part in {SYNC_ATTEMPTS_MAX} failed transfers of shared state: {why}"
             self._dismissals.dismiss(max(guilty), why, Result.RANK_CONNECTION_FAILED)
         else:

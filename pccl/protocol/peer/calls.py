@@ -73,7 +73,7 @@ class Collective:
     data: bytes | None = None  # the contribution if it travels with the vote; later the result
     stuck: bool = False
     rows: Rows = NO_ROWS
-    pair: tuple[int, ...] = ()  # of a send: the sender and the receiver
+    pair: tuple[int, ...] = ()  # in a send: the sender and the receiver
     nbytes: int = 0  # reduced, or gathered, as they go over the wire
     state: State = State.VOTING
     seq: int = 0
@@ -87,8 +87,8 @@ class Collective:
     whole: bool = False  # this peer holds, or held, the whole result
     broken: str = ""  # why it could not start here
     stalled: bool = False  # the master knows that others may lack data from this peer
-    stream: int = 0  # of a send: the stream on which it sends
-    epoch: int = 0  # of the rings on which it has started; 0: it is not on rings
+    stream: int = 0  # in a send: the stream on which it sends
+    epoch: int = 0  # the epoch of its rings; 0: it is not on rings
     tx_bytes: int = 0
     rx_bytes: int = 0
 

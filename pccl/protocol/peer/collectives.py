@@ -44,7 +44,7 @@ from pccl.protocol.ring import RingPlace, places, receivers
 from pccl.protocol.tuning import Tuning, choose
 
 OTHER = m.Cause.OTHER
-Outcomes: TypeAlias = tuple[tuple[int, bool], ...]  # of collectives, by seq
+Outcomes: TypeAlias = tuple[tuple[int, bool], ...]  # pairs of a collective's seq and its outcome
 
 
 def tag_of_send(tag: int, pair: tuple[int, ...]) -> int:

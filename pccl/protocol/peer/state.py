@@ -33,7 +33,7 @@ NO_WORLD = m.World(0, 0, 0, 0)
 # Messages arrive in order: a peer that has heard of the start of a collective has heard of all
 # outcomes before it. So other peers lack at most as many outcomes as there are collectives at once.
 OUTCOMES_KEPT = 1024
-FAILURE_CHARS_KEPT = 1 << 17  # of the failures' texts: the master limits the size of a Resume
+FAILURE_CHARS_KEPT = 1 << 17  # in the failures' texts: the master limits the size of a Resume
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class AbandonedCalls:
     """The abandoned calls of one peer, and the calls that wait for their end."""
 
     def __init__(self) -> None:
-        self._places: dict[int, Place] = {}  # of each abandoned call
+        self._places: dict[int, Place] = {}  # by abandoned call: its place
         self._late: set[int] = set()  # those whose callers were told of a time-out
         self._behind: dict[Place, dict[int, Enter]] = {}  # functions that enter the waiting calls
 

@@ -49,11 +49,11 @@ class Transfer:
     call: int
     serve_op: int
     vote: m.SyncVote | m.OptimizeVote
-    seq: int = 0  # of the current plan; 0: there is none
+    seq: int = 0  # the current plan's number; 0: there is none
     nonce: int = 0
     planned: bool = False
-    holders: tuple[int, ...] = ()  # from which it fetches under the plan
-    content: Content | None = None  # to fetch; None: content does not matter
+    holders: tuple[int, ...] = ()  # the peers from which it fetches under the plan
+    content: Content | None = None  # what to fetch; None: content does not matter
     serves: bool = False  # whether this peer serves any other one under the plan
     group: m.Plan | None = None  # the group when the plan was made: slots are places in it
     broken: str = ""  # why nothing can be served; empty if it can

@@ -88,7 +88,7 @@ class Call:
     def __init__(self, number: int) -> None:
         self.number = number
         self.began_s = time.monotonic()
-        self.serve_op = 0  # of a synchronization
+        self.serve_op = 0  # the op that serves, in a synchronization
         self.aim = ""  # what the call is made for, which the log says if it takes long
         self.quiet = Quiet()  # over when a log line is due about the peers it waits for
         # the last note, when it has come. Nothing refers to the caller's memory then.

@@ -47,7 +47,7 @@ class CallMetrics:
         self.tx_bytes = self.rx_bytes = self.syncs = self.recoveries = 0
         self.sync_seconds = self.recovery_seconds = 0.0
         self.entering_seconds = self.moving_seconds = self.finishing_seconds = 0.0
-        self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # of the last collectives
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # the last collectives
         self._marks: dict[int, _Marks] = {}
         self._failed_s: float | None = None
         self.moved_s = 0.0  # how long collectives have moved data since the streams were opened

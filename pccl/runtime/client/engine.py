@@ -252,7 +252,7 @@ class Engine:
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             status = lib.pccl_engine_run(self._engine)
-        except MemoryError:  # of the call itself
+        except MemoryError:  # raised by the call itself
             status = lib.PCCL_ENOMEM
         if status < 0:
             number = lib.pccl_engine_errno(self._engine)
@@ -308,7 +308,7 @@ class Engine:
         hwm: int,  # messages queued for each connection, at least 1
         shares: int = 1,  # the streams that send at the same time: they need fewer connections each
         peer: int = 0,  # the neighbor's number
-        nonce: int = 0,  # of the epoch; without keys the neighbor checks it
+        nonce: int = 0,  # the epoch's nonce, which a neighbor without keys checks
         curve_server: str = "",  # the neighbor's public key, if this engine has keys
         # `address:port` of the rendezvous point to which the neighbor connects, too; empty: the
         # neighbor listens at the endpoint
@@ -471,7 +471,7 @@ class Engine:
         op: int,  # its number
         *,
         seq: int,  # the agreed sequence number
-        nonce: int,  # of the collective; chunks with another nonce do not belong to it
+        nonce: int,  # the collective's nonce; other chunks do not belong to it
         chunk_bytes: int,  # size of one message
         rings: Sequence[RingPlace],  # this peer's place in each ring, at most PCCL_RINGS_MAX
         algorithm: Algorithm = Algorithm.RING,  # how an all-reduce travels

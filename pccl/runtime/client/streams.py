@@ -38,9 +38,9 @@ class _Stream:
     retry_s: float = 0.0  # when to resolve the name again
     why: str = ""  # why the name could not be resolved
     refused: bool = False  # whether the system provides no socket for it
-    token: str = ""  # of the rendezvous, if the peer is met
-    via: str = ""  # where, once it is known
-    ways: Ways | None = None  # among which the resolver chooses
+    token: str = ""  # the rendezvous's token, if the peer is met
+    via: str = ""  # where the peer is met, once it is known
+    ways: Ways | None = None  # the ways among which the resolver chooses
     why_lost: str = ""  # why it was lost, if the reason is longer than what the engine repeats
     shares: int = 1  # streams that send at the same time as this one
     up: bool = False  # whether it was ever connected

@@ -217,7 +217,7 @@ class Synchronization:
         client: PeerClient,
         call: Call,  # a new call
         manifest: m.Manifest,  # the shared state, without digests
-        memory: Sequence[Buffer],  # of its entries; must not change meanwhile
+        memory: Sequence[Buffer],  # the memory of its entries, which must not change meanwhile
         owner: object,  # kept alive as long as the engine refers to the memory
         # called before these entries may be overwritten in part
         tear: Callable[[Sequence[int]], None],

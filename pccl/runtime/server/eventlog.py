@@ -356,7 +356,7 @@ class EventLog:
         gap = [self._encoder.encode(Gap(lost, why)) + b"\n"] if lost else []
         try:
             self._file.write(b"".join(batch + gap), self._written, lost)
-        except Exception as error:  # of the system, or a bug: the service continues
+        except Exception as error:  # a system error, or a bug: the service continues
             with self._news:
                 self._fail(getattr(error, "strerror", None) or str(error) or repr(error))
             self._mark()

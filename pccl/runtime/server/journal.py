@@ -95,7 +95,7 @@ class JournalFile:
         self._patience_s = patience_s
         self._db: sqlite3.Connection | None = None
         self._file = (0, 0)
-        self._content: State | None = None  # of the file; None: not known
+        self._content: State | None = None  # the file's content; None: not known
         try:
             if path.is_dir():
                 raise IsADirectoryError("it is a directory")
@@ -374,7 +374,7 @@ class Scribe:
             self._file.write(state)
             if whole:
                 self._file.mark(behind=False)
-        except Exception as error:  # of SQLite, the system, or a bug: the service continues
+        except Exception as error:  # of SQLite or the system, or a bug: the service continues
             with self._news:
                 self._fail(str(error) or repr(error))
                 self._news.notify_all()

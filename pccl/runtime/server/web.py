@@ -105,7 +105,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-GROUP = (  # of each group: metric, what it is, field
+GROUP = (  # for each group: metric, what it is, field
     ("peer_group_size", "Accepted peers of a group.", "size"),
     ("epoch", "The epoch of a group's rings, which grows when they are renewed.", "epoch"),
     ("collectives_running", "Collectives that have started and not ended.", "running"),
@@ -113,7 +113,7 @@ GROUP = (  # of each group: metric, what it is, field
     ("shared_state_holders", "Peers that took part in its last synchronization.", "holders"),
     ("goodput_ratio", "The share of the time that was not lost to aborts.", "goodput"),
 )
-PEER = (  # of each peer; all others have labels with few values
+PEER = (  # for each peer; other labels have few values
     ("late_seconds", "gauge", "How long others waited for a peer per call, of late.", "late_s"),
     ("late_seconds_total", "counter", "How long others waited for a peer.", "late_total_s"),
     ("awaited_seconds", "gauge", "How long others wait for a peer just now.", "awaited_s"),
@@ -298,7 +298,7 @@ class Web:
         self.address = address_text(host, name[1])
         self._loopback = ipaddress.ip_address(name[0]).is_loopback
         self._ended = asyncio.Event()
-        self._tasks: dict[asyncio.Task[None], None] = {}  # of connections, the oldest first
+        self._tasks: dict[asyncio.Task[None], None] = {}  # by connection, the oldest first
         self._asking: asyncio.Future[Status] | None = None
         self._made: dict[str, Reply] = {}  # replies made from the last status, by path
         self._stale_s = 0.0  # when the last status expires
