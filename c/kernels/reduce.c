@@ -72,20 +72,21 @@ static inline int8_t mean_i8(int8_t x, int8_t y, uint32_t divisor)
     return (int8_t)((mean_u8(magnitude, 0, divisor) ^ sign) - sign);
 }
 
-/* 64-bit words are divided in two steps, as by hand, with digits of 32 bits. The second quotient,
- * from a dividend with more bits than the significand, may be wrong by 1. */
+/* The upper half of a product. */
+static inline uint64_t high_product(uint64_t x, uint64_t y)
+{
+    const uint64_t lower = 0xffffffffu;
+    const uint64_t middle = (x & lower) * (y >> 32) + ((x & lower) * (y & lower) >> 32);
+    const uint64_t rest = (x >> 32) * (y & lower) + (middle & lower);
+    return (x >> 32) * (y >> 32) + (middle >> 32) + (rest >> 32);
+}
+
+/* 64-bit words are divided by a multiplication with 2^64 / divisor, rounded down. The inverse is too
+ * small by at most 1, so the quotient is too small by at most 1. */
 static inline uint64_t mean_u64(uint64_t x, uint64_t y, uint32_t divisor)
 {
-    const uint64_t sum = x + y;
-    const int64_t upper = (int64_t)(sum >> 32), lower = (int64_t)(sum & 0xffffffffu);
-    const int64_t first = (int64_t)((double)upper / (double)divisor);
-    const int64_t rest = upper - first * (int64_t)divisor;
-    const double dividend = (double)rest * 4294967296.0 + (double)lower;
-    const int64_t second = (int64_t)(dividend / (double)divisor);
-    const int64_t last = (int64_t)(((uint64_t)rest << 32 | (uint64_t)lower)
-                                   - (uint64_t)second * divisor);
-    return ((uint64_t)first << 32)
-        + (uint64_t)(second + (last >= (int64_t)divisor) - (last < 0));
+    const uint64_t sum = x + y, quotient = high_product(sum, UINT64_MAX / divisor);
+    return quotient + ((int64_t)(sum - quotient * divisor) >= (int64_t)divisor);
 }
 
 static inline int64_t mean_i64(int64_t x, int64_t y, uint32_t divisor)
