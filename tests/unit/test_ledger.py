@@ -13,16 +13,36 @@ from pccl.data.rows import NOBODY, Content, Row, Want, claimed, departed, settle
 
 
 class Gathered:
-    """A communicator that has gathered already."""
+    """A communicator that has gathered what others want."""
 
     rank = 0
 
-    def __init__(self, wants: list[Want]) -> None:
-        self._wants = wants
+    def __init__(self, *others: Want) -> None:
+        self.others = others
 
     def all_gather(self, own: Any) -> Any:
-        assert tuple(own) in self._wants
-        return np.array(self._wants, np.int64)
+        return np.array([own, *self.others], np.int64)
+
+
+class Asked(Exception):
+    """A communicator has been told what a peer wants."""
+
+
+class Gathering:
+    """A communicator of a group, which is asked peer by peer; then it has gathered."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.wants: list[Any] = []
+        self.over = False
+
+    def all_gather(self, own: Any) -> Any:
+        if self.over:
+            assert tuple(own) in map(tuple, self.wants)
+            return np.array(self.wants)
+        self.wants.append(own)
+        raise Asked
 
 
 class Peer:
@@ -65,14 +85,17 @@ class Group:
             self.peers.remove(self.random.choice(self.peers))
 
     def agree(self) -> None:
-        assert len({peer.ledger._state.tobytes() for peer in self.peers}) == 1
+        assert len({peer.ledger.dump().tobytes() for peer in self.peers}) == 1
 
     def claim(self) -> None:
         self.agree()
-        order = self.random.sample(self.peers, len(self.peers))
-        wants = [peer.ledger._want(peer.ledger.wanted) for peer in order]
+        comm: Any = Gathering()
+        for peer in self.random.sample(self.peers, len(self.peers)):
+            with pytest.raises(Asked):
+                peer.ledger.claim(comm)
+        comm.over = True
         for peer in self.peers:
-            peer.ledger.claim(Gathered(wants))  # type: ignore[arg-type]
+            peer.ledger.claim(comm)
             assert sum(map(len, peer.ledger.share)) <= peer.ledger.wanted
         self.agree()
 
@@ -112,7 +135,7 @@ class Group:
     def admit(self) -> None:
         while len(self.peers) < 6 and (self.returning or self.random.random() < 0.3):
             newcomer = self.returning.pop() if self.returning else self.new()
-            newcomer.ledger._state[:] = self.peers[0].ledger._state
+            newcomer.ledger.restore(self.peers[0].ledger.dump())
             self.peers.append(newcomer)
 
     def leave_behind(self) -> None:
@@ -166,11 +189,11 @@ def test_a_run_continues_with_another_number_of_peers() -> None:
     group.claim()
     for _ in range(2):
         group.round()
-    saved, effect = group.peers[0].ledger._state.copy(), group.effect.copy()
+    saved, effect = group.peers[0].ledger.dump(), group.effect.copy()
     group.peers = [Peer(50, 2, 7) for _ in range(5)]
     group.effect, group.under_way = effect, None
     for peer in group.peers:
-        peer.ledger._state[:] = saved
+        peer.ledger.restore(saved)
     group.claim()
     while not group.finished:
         group.round()
@@ -228,7 +251,7 @@ def test_a_peer_with_samples_left_gets_only_later_ones() -> None:
 
 def test_a_peer_cannot_train_on_more_than_its_share() -> None:
     ledger = Ledger(10, share=4)
-    ledger.claim(Gathered([Want(ledger._me, 4)]))  # type: ignore[arg-type]
+    ledger.claim(Gathered())  # type: ignore[arg-type]
     ledger.train(3)
     with pytest.raises(ValueError, match="samples=2 must be in 0 to 1, what is left"):
         ledger.train(2)
@@ -247,15 +270,15 @@ def test_arguments_out_of_range_are_refused(options: dict[str, int]) -> None:
 
 def test_another_data_set_is_refused() -> None:
     ledger, other = Ledger(10, share=2), Ledger(10, share=2, epochs=None)
-    ledger._state[:] = other._state
+    ledger.restore(other.dump())
     with pytest.raises(ValueError, match="10 samples in 1 epochs, and the run's of 10 samples in"):
-        ledger.claim(Gathered([Want(ledger._me, 2)]))  # type: ignore[arg-type]
+        ledger.claim(Gathered())  # type: ignore[arg-type]
 
 
 def test_more_peers_than_the_ledger_is_made_for_are_refused() -> None:
     ledger = Ledger(10, share=2, peers_max=1)
     with pytest.raises(ValueError, match="2 peers: the ledger is made for up to 1"):
-        ledger.claim(Gathered([Want(ledger._me, 2), Want(5, 2)]))  # type: ignore[arg-type]
+        ledger.claim(Gathered(Want(5, 2)))  # type: ignore[arg-type]
 
 
 def test_an_endless_run_has_an_order_for_each_epoch() -> None:
@@ -263,7 +286,7 @@ def test_an_endless_run_has_an_order_for_each_epoch() -> None:
     sampler = LedgerSampler(ledger, seed=4)
     passes = []
     for _ in range(3):
-        ledger.claim(Gathered([Want(ledger._me, 10)]))  # type: ignore[arg-type]
+        ledger.claim(Gathered())  # type: ignore[arg-type]
         assert len(sampler) == 10
         passes.append(list(sampler))
         ledger.settle(ledger.vote())
