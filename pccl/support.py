@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from abc import ABC, abstractmethod
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from types import TracebackType
 from typing import Self
 
@@ -56,6 +56,14 @@ def address_text(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def numeric(host: str) -> IPv4Address | IPv6Address | None:
+    """The address that a host is; an IPv6 address may have a zone. None: it is a name."""
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
 def duration_text(seconds: float) -> str:
     """A duration as people read it, in µs, ms or s."""
     if seconds < 0.001:
@@ -71,14 +79,11 @@ def parse_advertised(text: str, what: str) -> tuple[str, ...]:
     require(what, text, str)
     hosts = tuple(text.split(",")) if text else ()
     for host in hosts:
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", host):
-                raise ValueError(
-                    f"{what} is {text!r}: it must be an address or a name, without brackets or a "
-                    "port, or several with commas between them"
-                ) from None
+        if numeric(host) is None and not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", host):
+            raise ValueError(
+                f"{what} is {text!r}: it must be an address or a name, without brackets or a "
+                "port, or several with commas between them"
+            )
     if len(hosts) > ADVERTISED_MAX:
         raise ValueError(f"{what} is {text!r}: it may name {ADVERTISED_MAX} hosts at most")
     return hosts

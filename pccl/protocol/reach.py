@@ -14,11 +14,10 @@ newcomer is admitted with a warning; if its neighbors cannot reach it either, it
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 
 from pccl.protocol import messages as m
-from pccl.support import address_text
+from pccl.support import address_text, numeric
 
 
 def local(one: m.PeerInfo | m.Hello, other: m.PeerInfo) -> bool:
@@ -109,20 +108,15 @@ def concluded(answers: Mapping[str, str | None]) -> str | None:
 
 
 def _same_for_all(host: str) -> bool:
-    """True if an address means the same machine everywhere."""
-    try:
-        return ipaddress.ip_address(host).is_global
-    except ValueError:
-        return False  # a name, which others may resolve differently
+    """True if an address means the same machine everywhere; a name may resolve differently."""
+    address = numeric(host)
+    return address is not None and address.is_global
 
 
 def _confined(host: str) -> bool:
     """True if an address has a meaning only on its own machine or cable."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_link_local
+    address = numeric(host)
+    return address is not None and (address.is_loopback or address.is_link_local)
 
 
 def foreign(one: m.PeerInfo, other: m.PeerInfo) -> bool:
@@ -133,10 +127,8 @@ def foreign(one: m.PeerInfo, other: m.PeerInfo) -> bool:
 
 def _kind(host: str) -> int:
     """4, or 6; 0: it is a name, which may have addresses of both kinds."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).version
-    except ValueError:
-        return 0
+    address = numeric(host)
+    return 0 if address is None else address.version
 
 
 # The remedy for two peers that are `foreign`.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import logging
 import os
 import queue
@@ -22,10 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from ipaddress import ip_address
 from typing import Any, NamedTuple, TypeVar
 
 from pccl.runtime import limits
 from pccl.runtime.config import Config
+from pccl.support import numeric
 
 GREETING = b"\xff"  # the first byte of ZMTP
 BEGUN = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
@@ -143,11 +144,7 @@ WORLD = "192.0.2.1", "2001:db8::1"  # addresses for documentation: packets take 
 
 def is_address(host: str) -> bool:
     """True if a host is a numeric address (IPv6 may have a zone), not a name."""
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
+    return numeric(host) is not None
 
 
 def everywhere(address: str) -> str:
@@ -175,7 +172,7 @@ def _source(destination: str) -> str:
             source = str(probe.getsockname()[0])
     except OSError:
         return ""  # there is no route to that network
-    known = ipaddress.ip_address(source.partition("%")[0])
+    known = ip_address(source)
     return "" if known.is_loopback or known.is_link_local or known.is_unspecified else source
 
 

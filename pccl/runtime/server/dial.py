@@ -27,7 +27,7 @@ from zmq.utils.monitor import parse_monitor_message
 from pccl.protocol import reach
 from pccl.runtime import limits
 from pccl.runtime.encryption import secure_client
-from pccl.runtime.resolve import GREETING, asked, is_address
+from pccl.runtime.resolve import BEGUN, GREETING, asked, destination, is_address
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair
 from pccl.support import KEY, address_text
@@ -135,24 +135,21 @@ class Dialler:
             self._give_up(dial)
 
     def _connect(self, dial: _Dial) -> None:
-        numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-        host, port, *_ = dial.target
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
-            family, kind, protocol, _, address = found[0]
+            family, kind, protocol, _, address = destination(dial.target.host, dial.target.port)
             dial.plain = socket.socket(family, kind, protocol)
         except OSError:  # no such address family, or no descriptors: no evidence against the peer
             self._give_up(dial)
             return
         dial.plain.setblocking(False)
         number = dial.plain.connect_ex(address)
-        if number == errno.ENETUNREACH and ":" in host:  # the master has no IPv6
+        if number == errno.ENETUNREACH and ":" in dial.target.host:  # the master has no IPv6
             dial.plain.close()
             dial.plain = None
             self._give_up(dial)
             return
         self._waiter.add(dial.plain, lambda: self._read_greeting(dial))
-        if number not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+        if number not in BEGUN:
             self._end(dial, _text(number))
 
     def tick(self, now_s: float) -> None:
