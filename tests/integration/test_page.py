@@ -71,7 +71,7 @@ def seen(address: str, home: Path) -> str:
 
 
 def test_the_page_loads_nothing_from_other_hosts() -> None:
-    body, policy = web.load()
+    body, _, policy, _ = web.load()
     text = body.decode()
     assert policy.count("'sha256-") == 2 and "unsafe" not in policy
     assert policy.startswith("default-src 'none'; ") and "frame-ancestors 'none'" in policy

@@ -13,7 +13,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import ipaddress
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from http import HTTPStatus
+from ipaddress import ip_address
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from pccl.protocol.master.tally import BOUNDS_S, Histogram
 from pccl.protocol.rounds import Kind
 from pccl.protocol.topology import hops
 from pccl.runtime import forks, limits
-from pccl.support import address_text
+from pccl.support import address_text, numeric
 
 log = logging.getLogger("pccl")
 
@@ -43,14 +43,7 @@ FILE = Path(__file__).with_name("page.html")
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
-class Page(NamedTuple):
-    """An HTML document, and its Content-Security-Policy."""
-
-    body: bytes
-    policy: str
-
-
-def load() -> Page:
+def load() -> Reply:
     """Reads the page. Its policy allows only its own script and style, by their hashes."""
     text = FILE.read_bytes().decode()
     allowed = {kind: _hash(content) for kind, content in INLINE.findall(text)}
@@ -59,15 +52,12 @@ def load() -> Page:
         "connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return Page(text.encode(), policy)
+    return Reply(text.encode(), HTML, policy)
 
 
 def _hash(content: str) -> str:
     digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
     return f"'sha256-{digest}'"
-
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 Values = Mapping[str, float | Histogram | None]  # by labels; None: not known
@@ -196,7 +186,7 @@ def _metrics(status: Status) -> Iterator[tuple[str, str, str, Values]]:
 REQUEST = re.compile(r"([A-Z]+) (/\S*) HTTP/1\.[01]")
 HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
 TEXT, HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
-PATHS = ("/", "/status.json", "/metrics", "/events", "/healthz")
+JSON, METRICS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
 NOTHING = "default-src 'none'; frame-ancestors 'none'"  # a policy: browsers load and run nothing
 SAFE = {
     "Cache-Control": "no-store",
@@ -209,10 +199,18 @@ SAFE = {
 
 
 class Reply(NamedTuple):
-    status: HTTPStatus
     body: bytes
     kind: str = TEXT
     policy: str = NOTHING
+    status: HTTPStatus = HTTPStatus.OK
+
+
+MADE: dict[str, Callable[[Status], Reply]] = {  # from the status, by path
+    "/status.json": lambda status: Reply(msgspec.json.encode(status), JSON),
+    "/metrics": lambda status: Reply(exposition(status).encode(), METRICS),
+    "/events": lambda status: Reply(msgspec.json.encode(status.events), JSON),
+    "/healthz": lambda _: Reply(b"ok\n"),
+}
 
 
 class Unanswered(Exception):
@@ -254,12 +252,8 @@ def target(head: bytes, loopback: bool) -> tuple[str, bool]:
 def _is_local(host: str) -> bool:
     """True if a Host header names this machine in a way that only the machine itself uses."""
     name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
-    if name.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    address = numeric(name)
+    return name.lower() == "localhost" or (address is not None and address.is_loopback)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -296,7 +290,7 @@ class Web:
             raise
         name = self._socket.getsockname()
         self.address = address_text(host, name[1])
-        self._loopback = ipaddress.ip_address(name[0]).is_loopback
+        self._loopback = ip_address(name[0]).is_loopback
         self._ended = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], None] = {}  # by connection, the oldest first
         self._asking: asyncio.Future[Status] | None = None
@@ -372,9 +366,10 @@ class Web:
             path, wants_body = target(await reader.readuntil(b"\r\n\r\n"), self._loopback)
             reply = await self._reply(path)
         except asyncio.LimitOverrunError:
-            reply = Reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"the request is too long\n")
+            too_long = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            reply = Reply(b"the request is too long\n", status=too_long)
         except Unanswered as error:
-            reply = Reply(error.status, f"{error}\n".encode())
+            reply = Reply(f"{error}\n".encode(), status=error.status)
         headers = SAFE | {
             "Content-Security-Policy": reply.policy,
             "Content-Type": reply.kind,
@@ -393,12 +388,12 @@ class Web:
 
     async def _reply(self, path: str) -> Reply:
         if path == "/":
-            return Reply(HTTPStatus.OK, self._page.body, HTML, self._page.policy)
-        if path not in PATHS:
-            raise Unanswered(HTTPStatus.NOT_FOUND, f"the paths are: {', '.join(PATHS)}")
+            return self._page
+        if path not in MADE:
+            raise Unanswered(HTTPStatus.NOT_FOUND, f"the paths are: {', '.join(('/', *MADE))}")
         status = await self._status()
         if path not in self._made:
-            self._made[path] = _made(path, status)
+            self._made[path] = MADE[path](status)
         return self._made[path]
 
     async def _status(self) -> Status:
@@ -420,13 +415,3 @@ class Web:
     def _answered(self, asking: asyncio.Future[Status]) -> None:
         self._made.clear()
         self._stale_s = self._loop.time() + limits.HTTP_KEPT_S
-
-
-def _made(path: str, status: Status) -> Reply:
-    if path == "/status.json":
-        return Reply(HTTPStatus.OK, msgspec.json.encode(status), "application/json")
-    if path == "/events":
-        return Reply(HTTPStatus.OK, msgspec.json.encode(status.events), "application/json")
-    if path == "/metrics":
-        return Reply(HTTPStatus.OK, exposition(status).encode(), CONTENT_TYPE)
-    return Reply(HTTPStatus.OK, b"ok\n")
