@@ -147,12 +147,16 @@ def optimize_topology(comm: Any) -> None:
 # ---- collectives ----
 
 
+def _all_reduce(send: Any, recv: Any, work: Any) -> tuple[Any, int]:
+    """The operands and the tag of an all-reduce."""
+    described = values.all_reduce(send, recv, given(work, "descriptor"))
+    return operands.of_descriptors([described]), described.reduce_descriptor.tag
+
+
 @implements("pcclAllReduce")
 def all_reduce(send: Any, recv: Any, work: Any, comm: Any, info: Any) -> None:
     peer = peers[comm]
-    described = values.all_reduce(send, recv, given(work, "descriptor"))
-    tag = described.reduce_descriptor.tag
-    work = operands.of_descriptors([described])
+    work, tag = _all_reduce(send, recv, work)
     values.fill(info, extension.run(peer.comm, "all_reduce", work, tag))
 
 
@@ -160,9 +164,7 @@ def all_reduce(send: Any, recv: Any, work: Any, comm: Any, info: Any) -> None:
 def all_reduce_async(send: Any, recv: Any, work: Any, comm: Any, op: Any) -> None:
     peer = peers[comm]
     given(op, "reduce_handle_out")
-    described = values.all_reduce(send, recv, given(work, "descriptor"))
-    tag = described.reduce_descriptor.tag
-    work = operands.of_descriptors([described])
+    work, tag = _all_reduce(send, recv, work)
     peer.launched[tag] = extension.launch(peer.comm, "all_reduce_async", work, tag)
     op.comm, op.tag = ffi.cast("pcclComm_t *", comm), tag
 

@@ -429,10 +429,11 @@ class Exchange:
                     "the pseudo-gradient of this peer is not finite: it is left out of this mean"
                 )
         self.weight.excluded = factor == 0
-        if factor == 1:
-            return
-        for each in [self._state.delta, *(self._moves if factor == 0 else [])]:
-            each.copy_(each * factor if factor else torch.zeros_like(each))
+        if factor == 0:
+            for each in (self._state.delta, *self._moves):
+                each.zero_()
+        elif factor != 1:
+            self._state.delta.mul_(factor)
 
     def run(self) -> Average:
         self._load()
