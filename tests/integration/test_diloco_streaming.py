@@ -67,7 +67,7 @@ def test_a_trajectory_without_mixing(address: str) -> None:
         while not until():
             rounds[name].append(train(diloco, model, PROBLEM.targets[name]))
             weights.append(model.flat().double().numpy())
-            digests[tuple(diloco._outer.clock[:-1].tolist())] = diloco.state_digest()
+            digests[tuple(diloco.state_dict()["clock"][:-1].tolist())] = diloco.state_digest()
             if len(rounds[name]) == 5:
                 some_rounds.set()
         theta = diloco.state_dict()["theta"]
@@ -257,7 +257,7 @@ def test_a_group_that_waits_takes_no_step_with_fewer(address: str) -> None:
                 model.move(1.0)
                 outer = diloco.step()
                 if outer and outer.contributors == 3:
-                    seen[tuple(diloco._outer.clock[:-1].tolist())] = diloco.state_digest()
+                    seen[tuple(diloco.state_dict()["clock"][:-1].tolist())] = diloco.state_digest()
                 assert outer is None or outer.contributors == 3 or outer.admitted
         return seen
 

@@ -79,8 +79,8 @@ def arrivals() -> Iterator[SimPeer]:
         back = arrive(run)
         for _ in range(2):
             run.restart_master()
-            run._break_connection(back)
-            run._new_connection(back)
+            run.break_connection(back)
+            run.new_connection(back)
         if leaves:
             back.leave()
         while run.step():

@@ -57,6 +57,14 @@ def test_a_peer_that_comes_after_the_grace_is_dropped() -> None:
         assert run.last(conn) == m.PendingResult(2, False, 1)
 
 
+def test_a_master_that_looks_later_drops_late_peers_then() -> None:
+    run = run_of(0, 0, 0)
+    arrive(run, b"1", b"3")
+    pass_time(run, 101.0)
+    pass_time(run, 105.0)
+    assert here(run.master) == [1, 3] and run.master.patience_s is None
+
+
 def test_all_late_peers_are_dropped_at_once_in_one_plan() -> None:
     run = run_of(0, 0, 0, 0)
     arrive(run, b"1", b"4", grace_ms=0)
@@ -135,16 +143,6 @@ def test_a_collective_starts_without_the_late_peer() -> None:
     arrive(run, b"1", b"2", grace_ms=0)
     pass_time(run, 101.0)
     assert [type(one) for one in run.told[b"1"][-2:]] == [m.Started, m.PendingResult]
-
-
-def test_a_caller_in_a_hurry_keeps_its_grace_and_a_vote_is_repeated_with_it() -> None:
-    peer = Peer()
-    peer.votes.enter(4, m.PendingVote(4, True, True, 2, 500))
-    peer.votes.hurry(4)
-    peer._outbox.take()
-    peer.votes.resume(m.Done(), m.Done())
-    said = [one.message for one in peer._outbox.take() if isinstance(one, Send)]
-    assert said == [m.PendingVote(4, True, False, 2, 500)]
 
 
 def test_the_vote_has_the_grace_in_milliseconds() -> None:

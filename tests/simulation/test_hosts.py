@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from simulation.manual import ManualRun
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.membership import newcomer, refusal
+from pccl.protocol.master.membership import IPC_MAX, newcomer, refusal
 from pccl.protocol.master.topology import Blame, Verdict
 from pccl.protocol.reach import concluded, cure, foreign, matters, ways
 from pccl.protocol.reach import refusal as unreachable
@@ -55,6 +56,13 @@ def test_each_host_is_checked_and_there_are_no_more_than_eight() -> None:
     assert m.decode_from_peer(m.encode(hello("", *many)))
     with pytest.raises(m.ProtocolError):
         m.decode_from_peer(m.encode(hello("", *many, "10.0.0.99")))
+
+
+def test_the_path_of_a_socket_is_as_long_as_a_system_allows() -> None:
+    for length, fits in ((IPC_MAX, True), (IPC_MAX + 1, False)):
+        said = hello("")
+        info = msgspec.structs.replace(newcomer(said, SEEN), ipc="/" * length)
+        assert (refusal(said, info, None) == "") == fits
 
 
 def test_two_meet_at_any_host_of_the_one_that_waits() -> None:

@@ -79,8 +79,10 @@ def test_a_team_is_lost_together() -> None:
 
 
 def test_two_of_a_team_that_are_late_together_are_dropped_once() -> None:
-    run = ManualRun(1)
-    run.master._stragglers.limit_s = 1.0
+    run = ManualRun(0)
+    run.master = Master(1, combine, straggler_s=1.0, secret=b"s")
+    run.join(b"1")
+    run.say(b"1", m.TopologyVote(1))
     grid(run, (b"2", 0, 7), (b"3", 1, 7))
     run.say(b"1", m.TopologyVote(2))
     run.say(b"1", m.TopologyVote(3))

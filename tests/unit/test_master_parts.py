@@ -13,7 +13,7 @@ from pccl.protocol.master import Master
 from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Running
 from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Send
 from pccl.protocol.master.history import History, Numbers
-from pccl.protocol.master.membership import Membership, PeerRecord
+from pccl.protocol.master.membership import NAMES_MAX, Membership, PeerRecord
 from pccl.protocol.master.synchronizations import Synchronizations
 from pccl.protocol.master.topology import Common, Optimizations
 from pccl.protocol.master.voting import Voting
@@ -120,6 +120,13 @@ def test_membership_counts_accepted_peers() -> None:
     assert membership.remove(2).info.group == 7
     assert membership.at(b"2") is None and membership.size(7) == 0
     assert membership.names([1, 3]) == "peer 1 (10.0.0.1:1), peer 3 (10.0.0.1:1)"
+
+
+@pytest.mark.parametrize("more", [0, NAMES_MAX + 3])
+def test_of_many_peers_the_first_ones_are_named(more: int) -> None:
+    names = accepted(*[0] * (NAMES_MAX + more)).names([*range(1, NAMES_MAX + more + 1)])
+    listed = [f"peer {n} (10.0.0.1:1)" for n in range(1, NAMES_MAX + 1)]
+    assert names == ", ".join([*listed, *[f"{more} more"] * bool(more)])
 
 
 def test_membership_knows_the_peers_of_the_last_cutoff() -> None:

@@ -13,7 +13,7 @@ from handlers import takes_what_it_is_given
 from pccl.errors import PCCLError
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer
-from pccl.protocol.peer.calls import CONFIRMING, GONE, Collective, Votes, timed_out
+from pccl.protocol.peer.calls import CONFIRMING, ENTERING, GONE, Collective, Votes, timed_out
 from pccl.protocol.peer.collectives import Collectives
 from pccl.protocol.peer.effects import (
     AbortOp,
@@ -106,6 +106,16 @@ def test_votes_are_answered_with_the_result(parts: PeerParts) -> None:
     assert parts.knowledge.done == m.Done(topology=4, pending=9, were_pending=True)
     parts.votes.topology(m.TopologyResult(1, 4))
     assert not parts.done and not len(parts.votes)
+
+
+def test_a_caller_in_a_hurry_keeps_its_grace_and_a_vote_is_repeated_with_it(
+    parts: PeerParts,
+) -> None:
+    parts.votes.enter(4, m.PendingVote(4, True, True, 2, 500))
+    parts.votes.hurry(4)
+    parts.done.clear()
+    parts.votes.resume(m.Done(), m.Done())
+    assert parts.done == [Send(m.PendingVote(4, True, False, 2, 500))]
 
 
 def test_a_caller_that_goes_leaves_a_ghost(parts: PeerParts) -> None:
@@ -293,9 +303,135 @@ def test_a_probe_is_a_transfer_that_is_measured(parts: PeerParts) -> None:
     parts.transfers.measured(9, 1000, 5)
     assert parts.done == [AbortOp(8), Send(m.Measured(9, 1000, 5))]
     parts.transfers.optimized(m.OptimizeResult(1, 1))
+    assert parts.done == [AbortOp(2), CloseStream(1)]
     parts.transfers.settle(2, 0, 0)
     parts.transfers.settle(8, 0, 0)
     assert parts.done[-1] == Answer(1, None)
+
+
+def synchronizing(parts: PeerParts, *plan: int) -> Transfer:
+    """A peer that synchronizes: it fetches entry 0 from these holders, and serves peer 3."""
+    one = Transfer(1, 2, m.SyncVote(1, m.Manifest(0, 0, ())))
+    parts.transfers.enter(one)
+    parts.transfers.planned(m.SyncPlan(1, 9, (3,), plan, (0,), (b"digest",), nonce=4))
+    parts.transfers.fetch(8, 9)
+    parts.done.clear()
+    return one
+
+
+def test_a_fetch_reports_its_progress_until_it_has_all(parts: PeerParts) -> None:
+    one = Transfer(1, 2, m.SyncVote(1, m.Manifest(0, 0, ())))
+    parts.transfers.enter(one)
+    assert not one.planned and one.phase == ENTERING
+    parts.transfers.planned(m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4))
+    parts.transfers.fetch(8, 9)
+    parts.done.clear()
+    parts.transfers.progress(2, 100)  # what it serves
+    parts.transfers.progress(9, 100)
+    assert not parts.done
+    parts.transfers.progress(8, 100)
+    assert parts.done == [Send(m.Progress(9, 100))]
+    assert one.phase == "while this peer fetched the content that it lacks"
+    parts.transfers.complete(8, False, 100)
+    assert parts.done == [Fetched(1, 9, True, "")]
+    assert one.phase == "while peers fetched the content that they lack"
+    parts.transfers.progress(8, 100)
+    assert not parts.done
+    again = m.SyncPlan(1, 10, (), (1,), (0,), (b"digest",), nonce=4)
+    parts.transfers.planned(again)
+    assert parts.done[-2:] == [Follow(1, again, True), Fetched(1, 10, True, "")]
+
+
+def test_a_fetch_without_streams_may_go_on_and_a_failed_one_may_not(parts: PeerParts) -> None:
+    one = synchronizing(parts, 1)
+    parts.transfers.fail(8, "no stream is left", starved=5)  # of an earlier plan
+    assert not parts.done
+    parts.transfers.fail(8, "no stream is left", starved=9)
+    assert parts.done == [Fetched(1, 9, False, "no stream is left")] and one.fetch_op == 8
+    parts.transfers.fail(8, "no memory", starved=0)
+    assert parts.done == [AbortOp(8), Fetched(1, 9, False, "no memory")]
+    parts.transfers.fetch(10, 9)
+    parts.transfers.fail(10, "no memory", starved=0)
+    assert not one.fetched and parts.transfers.fetching == 0
+
+
+def test_a_peer_that_cannot_serve_says_so_under_each_plan(parts: PeerParts) -> None:
+    synchronizing(parts, 1)
+    parts.transfers.fail(2, "no stream is left", starved=5)
+    assert not parts.done, "there has been another plan since"
+    parts.transfers.fail(2, "no stream is left", starved=9)
+    assert parts.done == [Send(m.Stalled(5, 9, "no stream is left"))]
+    parts.transfers.planned(m.SyncPlan(1, 10, (3,), (), (), ()))
+    assert not [one for one in parts.done if isinstance(one, Send)]
+    parts.transfers.fail(2, "no memory", starved=0)
+    assert parts.done == [Send(m.Stalled(5, 10, "no memory"))]
+    parts.transfers.planned(m.SyncPlan(1, 11, (3,), (), (), ()))
+    assert Send(m.Stalled(5, 11, "no memory")) in parts.done
+
+
+def test_a_synchronization_that_was_abandoned_ends_no_other(parts: PeerParts) -> None:
+    parts.transfers.enter(Transfer(1, 2, m.SyncVote(1, m.Manifest(0, 0, ()))))
+    one = parts.transfers.of(1)
+    assert one is not None
+    parts.transfers.release(one, timed_out(1, "late"))
+    assert parts.abandoned.late(1)
+    parts.transfers.settle(2, 0, 0)
+    parts.transfers.enter(Transfer(3, 4, m.SyncVote(3, m.Manifest(0, 0, ()))))
+    parts.done.clear()
+    parts.transfers.synced(m.SyncResult(1, 3, 1, 9))
+    assert not parts.done and parts.transfers.of(3) is not None and 1 not in parts.abandoned
+    other = parts.transfers.of(3)
+    assert other is not None
+    parts.transfers.release(other, Fail(3, Result.INTERNAL_ERROR, "gone"))
+    assert 3 in parts.abandoned and not parts.abandoned.late(3)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_synchronization_continues_with_a_restarted_master(
+    parts: PeerParts, planned: bool
+) -> None:
+    vote = m.SyncVote(1, m.Manifest(0, 0, ()), holds=False)
+    if planned:
+        synchronizing(parts, 1)
+    else:
+        parts.transfers.enter(Transfer(1, 2, vote))
+        parts.done.clear()
+    parts.transfers.resume(m.Done(sync=4), m.Done(sync=4))
+    voided = m.SyncPlan(1, 0, (), (), (), ())
+    again = [AbortOp(8), CloseStream(1), CloseStream(2), Follow(1, voided)] if planned else []
+    assert parts.done == [*again, Send(vote)]
+
+
+@pytest.mark.parametrize("plan", [0, 9, 12])
+def test_a_result_that_was_missed_may_be_of_a_later_plan(parts: PeerParts, plan: int) -> None:
+    """0: this peer has no plan, and the last one was 12."""
+    if plan:
+        synchronizing(parts, 1)
+        parts.transfers.complete(8, True, 100)
+        parts.done.clear()
+    else:
+        parts.transfers.enter(Transfer(1, 2, m.SyncVote(1, m.Manifest(0, 0, ()))))
+    parts.transfers.resume(m.Done(sync=4), m.Done(sync=5, revision=3, plan=plan or 12))
+    followed = [one.plan.seq for one in parts.done if isinstance(one, Follow)]
+    assert followed == ([12] if plan == 12 else [])
+    assert parts.knowledge.done.sync == 5
+    parts.transfers.settle(2, 0, 0)
+    assert isinstance(parts.done[-1], Answer) and parts.transfers.current is None
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_an_optimization_continues_with_a_restarted_master(parts: PeerParts, probed: bool) -> None:
+    vote = m.OptimizeVote(1)
+    parts.transfers.enter(Transfer(1, 2, vote))
+    if probed:
+        parts.transfers.probed(m.Probe(1, 9, (1,), 4))
+    parts.done.clear()
+    parts.transfers.resume(m.Done(optimized=4), m.Done(optimized=4))
+    assert [one for one in parts.done if isinstance(one, Measure)] == [Measure(1, 0, ())] * probed
+    parts.transfers.resume(m.Done(optimized=4), m.Done(optimized=5))
+    assert AbortOp(2) in parts.done and parts.knowledge.done.optimized == 5
+    parts.transfers.settle(2, 0, 0)
+    assert parts.done == [Answer(1, None)]
 
 
 def test_every_message_of_the_master_concerns_a_part() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import pickle
+import weakref
 from enum import Enum
 from types import ModuleType
 from typing import Any
@@ -149,7 +150,11 @@ def test_op_descriptors_take_addresses_and_keep_arrays_alive() -> None:
     x, y = np.zeros(5, np.float32), torch.zeros(5)
     made = describe(x, x, DataType.FLOAT, 5)
     assert made.sendbuf_ptr == made.recvbuf_ptr == x.ctypes.data
-    assert made._buffers is not None and made._buffers[0].owner is x
+    kept = weakref.ref(x)
+    del x
+    assert kept() is not None
+    del made
+    assert kept() is None
     assert describe(y, torch.ones(5), DataType.FLOAT, 5).sendbuf_ptr == y.data_ptr()
 
 

@@ -680,7 +680,7 @@ class SimulatedRun:
             peer.connection = "breaking" if peer.machine.over is None else "down"
         self.perform(self.master.feed(Disconnected((peer.conn,), "its connection broke")))
 
-    def _break_connection(self, peer: SimPeer) -> None:
+    def break_connection(self, peer: SimPeer) -> None:
         self.say(f"peer {peer.name} sees that its connection is gone")
         peer.connection = "down"
         peer.up.clear()
@@ -689,7 +689,7 @@ class SimulatedRun:
         for call in peer.given_up & peer.calls_open.keys():
             peer.check_ends(call, True)
 
-    def _new_connection(self, peer: SimPeer) -> None:
+    def new_connection(self, peer: SimPeer) -> None:
         while peer.dealer.broken:  # it tries again, some time later
             peer.pass_time()
         peer.connection = "up"
@@ -742,9 +742,9 @@ class SimulatedRun:
             if peer.down:
                 choices.append((SimPeer.deliver, peer))
             elif peer.connection == "breaking":
-                choices.append((self._break_connection, peer))
+                choices.append((self.break_connection, peer))
             elif peer.connection == "down" and peer.machine.over is None:
-                choices.append((self._new_connection, peer))
+                choices.append((self.new_connection, peer))
             if peer.engine.ops or peer.engine.streams:
                 choices += peer.engine.choices()
         if self.broken:
