@@ -375,9 +375,9 @@ def in_short(why: str) -> str:
 
 
 OTHERS = {
-    "passed": "gloo passes these",
-    "failed": "gloo fails these",
-    "skipped": "these are skipped",
+    "passed": "gloo passes them",
+    "failed": "gloo fails them",
+    "skipped": "gloo skips them",
 }
 
 
@@ -394,7 +394,7 @@ def compare(gloo: dict[str, Outcome], pccl: dict[str, Outcome]) -> tuple[str, in
             reason = KNOWN.get(test) or in_short(why_before if now == "passed" else why_now)
             apart[before].append(f"| {place} | {test} | {now} | {reason.replace('|', ' ')} |")
             unexplained += before == "passed" and test not in KNOWN
-    rows = ["| file | ranks | gloo passes | pccl passes of these | pccl passes besides | neither |"]
+    rows = ["| file | ranks | gloo passes | pccl passes of these | pccl also passes | neither |"]
     rows.append("| --- | --- | --- | --- | --- | --- |")
     for place, count in counts.items():
         file, _, size = place.rpartition(" ")
@@ -404,7 +404,7 @@ def compare(gloo: dict[str, Outcome], pccl: dict[str, Outcome]) -> tuple[str, in
         rows.append(f"| {file} | {size} | {' | '.join(numbers)} |")
     for before, lines in apart.items():
         if lines:
-            rows += ["", f"With pccl the result is another one, and {OTHERS[before]}:", ""]
+            rows += ["", f"pccl differs from gloo in these tests. {OTHERS[before]}:", ""]
             rows += ["| file, ranks | test | pccl | reason |", "| --- | --- | --- | --- |", *lines]
     return "\n".join(rows) + "\n", unexplained
 

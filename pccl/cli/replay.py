@@ -119,7 +119,7 @@ class Source:
                         f"{where}: the master has ended within this line"
                         if item.torn
                         else f"{where}: this is not an event ({item.why}): the file was changed or "
-                        "damaged; what follows is told without it"
+                        "damaged; the rest is shown without it"
                     )
                 else:
                     unix_s = began_s + item.at_s - head.monotonic_s

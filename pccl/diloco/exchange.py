@@ -224,7 +224,7 @@ class LedgerHooks:
         return self._ledger is None
 
     def renewed(self) -> None:
-        """The model has nothing of the samples that were given up."""
+        """The model no longer has what it learned from the samples that were given up."""
         self.renewals += self.stale
         self.stale = False
 
@@ -249,11 +249,11 @@ class LedgerHooks:
 class Weight:
     """Counts the samples in a pseudo-gradient, over all processes of the replica.
 
-    It weighs nothing if the peer came `late` to a deadline round, or if it is `excluded`, and lost.
+    It weighs nothing if the peer came `late` to a deadline round, or if it is `excluded` and lost.
     """
 
     def __init__(self, by: WeightBy, always: bool, replica: Replica) -> None:
-        """`always`: use weights even if `by` gives all peers the same, for late peers have 0."""
+        """`always`: use weights even if `by` gives all peers the same, as late peers have 0."""
         self.late = self.excluded = False
         self._by = by
         self._always = always
@@ -303,7 +303,7 @@ class Weight:
         return self._weight if self._by != "peers" else 1
 
 
-# the distance of a pseudo-gradient from the mean, relative to its norm; of independent ones: >= 0.7
+# the distance of a pseudo-gradient from the mean, relative to its norm; independent ones: >= 0.7
 _ALIKE = 0.01
 TAG = 0xD110C0  # of averaging in the background; the script's own collectives have other tags
 
@@ -350,10 +350,10 @@ class Exchange:
         self.measured, self.sent = True, False
 
     def rescue(self) -> bool:
-        """Returns whether d is progress that this peer, which was dropped, may add again.
+        """Returns whether this peer, which was dropped, may add d again.
 
-        If a collective with it has started, its outcome is unknown, and it counts as applied;
-        except that of a late peer, whose weight was 0.
+        If a collective with d has started, its outcome is unknown, and d counts as applied, unless
+        this peer was late: then its weight was 0.
         """
         if self.gave_away():
             self.discard()
@@ -495,7 +495,7 @@ class Exchange:
         return average
 
     def accept(self, average: Average) -> None:
-        """The mean is about to be applied; of a peer that is alone, it is its own progress."""
+        """The mean is about to be applied; if this peer is alone, it is its own progress."""
         self._loaded = False
         with self._lock:
             self.weight.applied()
@@ -550,7 +550,7 @@ class Quarantine:
 
     _comm: Communicator
     _replica: Replica
-    _rounds: int  # for which a peer may be left out, one after the other, before it is dropped
+    _rounds: int  # how many rounds in a row a peer may be left out before it is dropped
     _outliers: Outliers
     names: tuple[str, ...] = ()  # of the peers that were left out the last time
     _times: Counter[int] = field(default_factory=Counter)  # in a row, by the peer's number
@@ -589,7 +589,7 @@ class Quarantine:
         for peer, norm in sorted(bad.items()):
             names.append(members.get(peer, f"peer {peer}"))
             _log.warning(
-                "%s is left out of this mean, for the %d. time in a row: its pseudo-gradient is %s",
+                "%s is left out of this mean (%d in a row): its pseudo-gradient is %s",
                 names[-1],
                 self._times[peer],
                 _why(norm, usual),

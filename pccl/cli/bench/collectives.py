@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     common.add_run(parser)
     text = "connections to the next peer (default: one on this machine, else by the round trip)"
     option(parser, "--lanes N", text, kind=whole_number(1, 256))
-    text = "measure this in turns with it, by processes of this machine"
+    text = "alternate with this, in processes on this machine"
     option(parser, "--against", text, choices=trials.OTHERS)
     text = "where the arrays are; cuda: torch tensors"
     option(parser, "--device", text, "cpu", choices=("cpu", "cuda"))

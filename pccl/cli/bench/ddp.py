@@ -1,4 +1,4 @@
-"""Measures torch's DistributedDataParallel: a small GPT over pccl, and over gloo, in turns.
+"""Measures torch's DistributedDataParallel: a small GPT over pccl and over gloo, alternately.
 
 Each iteration has one step of each way; every second iteration has them in reverse order. So other
 load on the machine affects all ways alike. Before each step, an untimed all-reduce of one element
