@@ -39,6 +39,13 @@
 #define PCCL_ANY_ORDER
 #endif
 
+/* Begins to bring an address into the cache, which need not be one of an object. */
+#if defined __GNUC__
+#define PCCL_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PCCL_PREFETCH(address) ((void)0)
+#endif
+
 enum isa { ISA_BASE, ISA_V3, ISA_V4 };
 
 /* The best one that the processor and the operating system have. */

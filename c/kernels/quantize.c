@@ -81,7 +81,8 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 
 /* A shorter block is the last of an array, so it need not be fast. */
 #define DECLARE_REST(type)                                                                         \
-    static void write_rest_##type(int format, unsigned char *out, const void *numbers, size_t n);  \
+    static void write_rest_##type(int format, unsigned char *out, const void *numbers, size_t n,   \
+                                  const void *next);                                               \
     static void read_rest_##type(int format, const unsigned char *in, const void *own,             \
                                  void *numbers, size_t n);
 DECLARE_REST(f32)
@@ -143,9 +144,10 @@ DECLARE_REST(f64)
 #include "kernels/blocks.inc"
 
 #define DEFINE_REST(type, suffix)                                                                  \
-    static void write_rest_##type(int format, unsigned char *out, const void *numbers, size_t n)   \
+    static void write_rest_##type(int format, unsigned char *out, const void *numbers, size_t n,   \
+                                  const void *next)                                                \
     {                                                                                              \
-        write_blocks_##suffix(&formats[format], n, out, numbers, n);                               \
+        write_blocks_##suffix(&formats[format], n, out, numbers, n, next);                         \
     }                                                                                              \
     static void read_rest_##type(int format, const unsigned char *in, const void *own,             \
                                  void *numbers, size_t n)                                          \
@@ -156,8 +158,9 @@ DECLARE_REST(f64)
 DEFINE_REST(f32, f32_body)
 DEFINE_REST(f64, f64)
 
-CHOOSE(write_f32, (int format, unsigned char *out, const void *numbers, size_t n),
-       (format, out, numbers, n))
+CHOOSE(write_f32,
+       (int format, unsigned char *out, const void *numbers, size_t n, const void *next),
+       (format, out, numbers, n, next))
 CHOOSE(read_f32,
        (int format, const unsigned char *in, const void *own, void *numbers, size_t n),
        (format, in, own, numbers, n))
@@ -199,7 +202,8 @@ struct type {
     void (*store)(unsigned char *out, const void *numbers, size_t n);
     void (*divide)(void *numbers, size_t n, uint32_t divisor);
     void (*extreme)(bool largest, const void *own, void *numbers, size_t n);
-    void (*write)(int format, unsigned char *out, const void *numbers, size_t n);
+    void (*write)(int format, unsigned char *out, const void *numbers, size_t n,
+                  const void *next);
     void (*read)(int format, const unsigned char *in, const void *own, void *numbers, size_t n);
 };
 
@@ -287,7 +291,7 @@ int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n)
         return PCCL_EINVAL;
     for (; n > 0; n -= m) {
         m = strip(how, n);
-        type->write(format - 1, to, numbers_of(type, from, &x, m), m);
+        type->write(format - 1, to, numbers_of(type, from, &x, m), m, from + m * type->element);
         from += m * type->element;
         to += bytes_of(how, type->number, m);
     }
@@ -390,7 +394,7 @@ int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const
     for (; n > 0; n -= m) {
         m = strip(how, n);
         reduce_into(type, format - 1, redop, data, numbers_of(type, ours, &y, m), &x, m, divisor);
-        type->write(format - 1, data, &x, m);
+        type->write(format - 1, data, &x, m, ours + m * type->element);
         if (to != NULL) {
             read_elements(type, format - 1, data, to, m);
             to += m * type->element;
