@@ -3,7 +3,9 @@
  * The fetcher keeps a window of requests under way to each holder, and requests the next chunk from
  * a holder as soon as it answers: so a fast holder gives more. The windows depend on how much each
  * holder has delivered recently; otherwise a slow holder would still have a window of requests to
- * answer when all others are done. The fetcher accepts data only if it answers a request under way
+ * answer when all others are done. Requests are smaller when little is left, so that it is divided
+ * among all lanes: a message travels on one lane, which takes several round trips for it after a
+ * pause. The fetcher accepts data only if it answers a request under way
  * exactly, so no data arrives twice. A request carries the index of its holder, and the answer
  * repeats it: so late answers of a lost holder can be told from impossible ones.
  *
@@ -33,8 +35,10 @@
 static const uint32_t FROM_NOBODY = UINT32_MAX, FROM_SEVERAL = UINT32_MAX - 1;
 
 enum {
-    WINDOW_MIN = 4,          /* requests: lets a slow holder show that it is fast again */
-    WINDOW_LAST = 8,         /* requests: the smallest limit when little is left */
+    WINDOW_MIN = 4,          /* chunks: lets a slow holder show that it is fast again */
+    WINDOW_LAST = 8,         /* chunks: the smallest limit when little is left */
+    SMALLEST = 1 << 14,      /* bytes of a request that is smaller than a chunk, */
+    SMALL = 4,               /* and how many of these may replace a chunk */
     LATELY = 64,             /* recent answers of each holder that count */
     PATIENCE_MIN = 2,        /* reminders */
     PATIENCE_MAX = 32,
@@ -89,6 +93,7 @@ static void cut_leaves(struct fetch *fetch, struct leaf *leaf, uint64_t leaf_byt
             leaf->offset = offset;
             leaf->bytes = leaf->missing = left < leaf_bytes ? left : leaf_bytes;
             fetch->unproven += leaf->bytes;
+            fetch->unrequested += leaf->bytes;
         }
     assert(leaf == fetch->leaves + fetch->n_leaves);
 }
@@ -173,6 +178,7 @@ static void reject(struct fetch *fetch, struct leaf *leaf)
     leaf->wrong = true;
     leaf->source = FROM_NOBODY;
     leaf->owner = NULL;
+    fetch->unrequested += leaf->requested;
     leaf->requested = 0;
     leaf->missing = leaf->bytes;
     leaf->next = NULL;
@@ -224,7 +230,7 @@ static bool is_passed_over(const struct holder *holder)
 /* Allocates wants for the windows of `holders` more holders: 0 or PCCL_ENOMEM. */
 static int grow_wants(struct fetch *fetch, uint32_t holders)
 {
-    uint32_t n = fetch->n_wants + holders * fetch->op.ops->options->fetch_window;
+    uint32_t n = fetch->n_wants + holders * SMALL * fetch->op.ops->options->fetch_window;
     struct want *wants = realloc(fetch->wants, (n + (size_t)1) * sizeof *wants);
     if (wants == NULL)
         return PCCL_ENOMEM;
@@ -239,7 +245,7 @@ static int grow_wants(struct fetch *fetch, uint32_t holders)
 static void return_want(struct fetch *fetch, struct want *want)
 {
     want->former = want->leaf->wrong ? NULL : want->holder;
-    want->holder->outstanding--;
+    want->holder->outstanding -= want->length;
     want->leaf->owner = NULL;
     want->holder = NULL;
     fetch->n_returned++;
@@ -418,22 +424,22 @@ void fetch_start(struct op *op, const pccl_command *command)
 
 /* ---- requests ---- */
 
-/* The most requests that may be under way to a holder: proportional to its share of the recent
- * answers, and small enough near the end to leave some for a holder that connects later. */
-static uint32_t window_of(const struct holder *holder)
+/* The most bytes that may be under way from a holder: proportional to its share of the recent
+ * answers, and few enough near the end to leave some for a holder that connects later. */
+static uint64_t window_of(const struct holder *holder)
 {
     const struct fetch *fetch = fetch_from(holder);
-    uint32_t most = fetch->op.ops->options->fetch_window, holders = count_holders(fetch);
-    uint32_t least = most < WINDOW_MIN ? most : WINDOW_MIN;
-    uint64_t window, rest = fetch->unproven / fetch->chunk / 2 / holders;
-    if (rest < WINDOW_LAST)
-        rest = WINDOW_LAST;
+    uint64_t chunk = fetch->chunk, most = chunk * fetch->op.ops->options->fetch_window;
+    uint64_t least = most < WINDOW_MIN * chunk ? most : WINDOW_MIN * chunk;
+    uint64_t window, holders = count_holders(fetch), rest = fetch->unproven / 2 / holders;
+    if (rest < WINDOW_LAST * chunk)
+        rest = WINDOW_LAST * chunk;
     if (rest < most)
-        most = (uint32_t)rest;
+        most = rest;
     window = most;
     if (fetch->delivered > LATELY)
-        window = (uint64_t)most * holders * holder->delivered / fetch->delivered;
-    return window < least ? least : window > most ? most : (uint32_t)window;
+        window = most / fetch->delivered * holders * holder->delivered;
+    return window < least ? least : window > most ? most : window;
 }
 
 /* Counts an answer, and halves all counts from time to time, so that old answers weigh less. */
@@ -484,20 +490,37 @@ static struct leaf *next_leaf(const struct holder *holder)
     return fetch->cursor < fetch->n_leaves ? &fetch->leaves[fetch->cursor] : NULL;
 }
 
-/* Whether there is room for another want. Returned wants take some of it. */
-static bool has_room(const struct fetch *fetch)
+/* An unused want, or NULL. */
+static struct want *free_want(const struct fetch *fetch)
 {
-    uint32_t i, n = fetch->n_returned;
+    uint32_t i;
+    for (i = 0; i < fetch->n_wants; i++)
+        if (fetch->wants[i].leaf == NULL)
+            return &fetch->wants[i];
+    return NULL;
+}
+
+/* The size of a request in bytes. What is left is divided among all lanes of all holders; a stream
+ * to a holder has as many lanes as the one back. */
+static uint32_t request_bytes(const struct fetch *fetch, uint64_t most)
+{
+    uint64_t lanes = 0, share;
+    uint32_t i;
     for (i = 0; i < fetch->op.n_flows; i++)
-        n += holder_at(fetch, i)->outstanding;
-    return n < fetch->n_wants;
+        if (fetch->op.flows[i]->stream != NULL)
+            lanes += fetch->op.flows[i]->stream->lanes;
+    share = fetch->unrequested / (lanes > 0 ? lanes : 1);
+    if (share < SMALLEST)
+        share = SMALLEST;
+    if (share < most)
+        most = share;
+    return most < fetch->chunk ? (uint32_t)most : fetch->chunk;
 }
 
 static struct range next_range(const struct holder *holder)
 {
     const struct fetch *fetch = fetch_from(holder);
     struct range range = {0};
-    uint64_t left;
     range.returned = find_returned(holder);
     if (range.returned != NULL) {
         range.leaf = range.returned->leaf;
@@ -505,23 +528,13 @@ static struct range next_range(const struct holder *holder)
         range.length = range.returned->length;
         return range;
     }
-    if (has_room(fetch))
+    if (free_want(fetch) != NULL)
         range.leaf = next_leaf(holder);
     if (range.leaf != NULL) {
-        left = range.leaf->bytes - range.leaf->requested;
         range.offset = range.leaf->offset + range.leaf->requested;
-        range.length = left < fetch->chunk ? (uint32_t)left : fetch->chunk;
+        range.length = request_bytes(fetch, range.leaf->bytes - range.leaf->requested);
     }
     return range;
-}
-
-static struct want *free_want(const struct fetch *fetch)
-{
-    struct want *want = fetch->wants;
-    while (want->leaf != NULL)
-        want++;
-    assert(want < fetch->wants + fetch->n_wants);
-    return want;
 }
 
 /* Notes that a range was requested from a holder. */
@@ -529,7 +542,7 @@ static void note_request(struct holder *holder, const struct range *range)
 {
     struct fetch *fetch = fetch_from(holder);
     struct want *want = range->returned;
-    holder->outstanding++;
+    holder->outstanding += range->length;
     fetch->requests++;
     if (want != NULL) {
         want->holder = holder;
@@ -542,6 +555,7 @@ static void note_request(struct holder *holder, const struct range *range)
         range->leaf->owner = holder;
     }
     range->leaf->requested += range->length;
+    fetch->unrequested -= range->length;
     holder->leaf = NULL;
     if (range->leaf->owner == holder && range->leaf->requested < range->leaf->bytes)
         holder->leaf = range->leaf;
@@ -636,7 +650,7 @@ static void note_answer(struct holder *holder, struct want *want)
     if (want->holder == NULL) {
         fetch->n_returned--;
     } else {
-        want->holder->outstanding--;
+        want->holder->outstanding -= want->length;
         flow_request_turn(&want->holder->flow);
     }
     if (want->holder == holder && want->number > holder->answered)

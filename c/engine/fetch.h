@@ -36,9 +36,10 @@ struct want {
 struct fetch {
     struct op op;
     struct pieces pieces;
-    uint32_t chunk;          /* bytes of a request */
+    uint32_t chunk;          /* most bytes of a request */
     uint32_t leaf_bytes;     /* of each leaf; 0: a piece is one leaf, which is not verified */
     uint64_t unproven;       /* number of bytes that are not verified */
+    uint64_t unrequested;    /* number of bytes that are in no want */
     struct leaf *leaves;     /* all leaves, in the order of the pieces */
     size_t n_leaves;
     size_t cursor;           /* all leaves before this one are wholly requested */
@@ -56,7 +57,7 @@ struct fetch {
 struct holder {
     struct flow flow;
     uint32_t slot;           /* our slot at this holder */
-    uint32_t outstanding;    /* requests under way */
+    uint64_t outstanding;    /* bytes of the requests under way */
     uint32_t delivered;      /* recent answers */
     uint32_t quiet;          /* reminders in a row at which it owed answers and had sent none */
     uint64_t answered;       /* number of the latest request that it has answered */

@@ -73,7 +73,7 @@ static void test_transfer(void)
     CHECK(watch(&peers, 1, SERVE_OP) < 0);   /* a SERVE has no progress; the fetch goes on */
     CHECK(is_complete() && has_arrived());
     peers_close(&peers);
-    open_star(1, 4);
+    open_star(1, 6);
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(0, FETCH_OP, 1, 7);

@@ -47,6 +47,44 @@ static void test_fetch(void)
     }
 }
 
+/* START on stream 1 with chunks that hold a whole piece. */
+static void start_wide(int who, uint64_t op)
+{
+    pccl_command command = {0};
+    command.kind = PCCL_START;
+    command.op = op;
+    command.seq = SEQ;
+    command.nonce = TEST_NONCE;
+    command.chunk_bytes = 2 * PIECE_MAX;
+    command.n_ends = 1;
+    command.ends[0].stream = 1;
+    command.ends[0].slot = 7;
+    peers_command(&peers, who, &command);
+}
+
+/* A piece that one lane carries in one message is divided among several. */
+static void test_little_is_divided_among_lanes(void)
+{
+    static const unsigned messages[] = {1, 2, 2, 2};     /* of 20,001 bytes; none is tiny */
+    pccl_options options = peers_options();
+    uint32_t lanes;
+    for (lanes = 1; lanes <= 4; lanes++) {
+        open_star(1, 1);
+        peers_close(&peers);
+        peers_open(&peers, 2, &options, lanes);
+        peers_stream(&peers, 0, 1, 1, lanes, 2);
+        peers_stream(&peers, 1, 0, 1, lanes, 2);
+        enroll(0, FETCH_OP, PCCL_FETCH, wanted + PIECES - 1, 1);
+        enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
+        start_wide(0, FETCH_OP);
+        start_wide(1, SERVE_OP);
+        peers_run(&peers);
+        CHECK(is_complete() && memcmp(held[PIECES - 1], got[PIECES - 1], PIECE_MAX) == 0);
+        CHECK(fake_delivered() == 2 * messages[lanes - 1]);      /* a request for each */
+        peers_close(&peers);
+    }
+}
+
 /* Several STARTs, each of which adds a holder; and a fetch of nothing. */
 static void test_starts_add_up(void)
 {
@@ -71,7 +109,7 @@ static void test_starts_add_up(void)
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(1, SERVE_OP, 1, 7);
     peers_run(&peers);
-    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 3);   /* too late for its requests, */
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 4);   /* too late for its requests, */
     CHECK(!has_arrived());                                   /* and there was no REMIND */
     peers_end(&peers, 0, PCCL_ABORT, FETCH_OP);
     peers_end(&peers, 0, PCCL_ABORT, 9);
@@ -515,6 +553,7 @@ static void test_wrong_pieces(void)
 int main(void)
 {
     test_fetch();
+    test_little_is_divided_among_lanes();
     test_starts_add_up();
     test_abort_anywhere();
     test_holder_lost();
