@@ -7,7 +7,7 @@ import math
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -420,10 +420,10 @@ class Exchange:
         Its weight is 0 then; if all peers weigh the same, zeros are averaged in its place.
         """
         if self._quarantine is not None:
-            factor = self._quarantine.factor(self._state.delta)
+            factor = self._quarantine.factor(self._state.delta, _are_finite(self._moves))
         else:
-            sums = [float(each.sum()) for each in (self._state.delta, *self._moves)]
-            factor = float(self._replica.all(all(map(math.isfinite, sums))))
+            progress = [self._state.delta, *self._moves]
+            factor = float(self._replica.all(_are_finite(progress)))
             if not factor:
                 _log.error(
                     "the pseudo-gradient of this peer is not finite: it is left out of this mean"
@@ -556,10 +556,13 @@ class Quarantine:
     _times: Counter[int] = field(default_factory=Counter)  # in a row, by the peer's number
     _why: str = ""  # this peer was left out
 
-    def factor(self, delta: torch.Tensor) -> float:
-        """The factor of this peer's pseudo-gradient: 0 if it is left out."""
+    def factor(self, delta: torch.Tensor, others_finite: bool) -> float:
+        """The factor of this peer's pseudo-gradient: 0 if it is left out.
+
+        `others_finite`: whether what is averaged beside it, the changes of the buffers, is finite.
+        """
         number = extension.member(self._comm).number
-        rows = gather_row(self._comm, [number, self._norm(delta)])
+        rows = gather_row(self._comm, [number, self._norm(delta, others_finite)])
         norms = {int(peer): norm for peer, norm in rows}
         finite = sorted(norm for norm in norms.values() if math.isfinite(norm))
         usual = finite[(len(finite) - 1) // 2] if finite else 0.0
@@ -575,9 +578,9 @@ class Quarantine:
         norm = norms[number]
         return usual / norm if clips and norm > usual > 0 else 1.0
 
-    def _norm(self, delta: torch.Tensor) -> float:
-        """The norm over all shards; infinity if it is not finite."""
-        square = float(delta.double().square().sum())
+    def _norm(self, delta: torch.Tensor, others_finite: bool) -> float:
+        """The norm over all shards; infinity if anything is not finite."""
+        square = float(delta.double().square().sum()) if others_finite else math.inf
         (bits,) = struct.unpack("<q", struct.pack("<d", square))
         squares = [struct.pack("<q", row[0]) for row in self._replica.exchange([bits])]
         whole: float = sum(struct.unpack("<d", each)[0] for each in squares)
@@ -607,6 +610,10 @@ class Quarantine:
                 f"quarantine: in {self._rounds} rounds in a row this peer's pseudo-gradient was "
                 f"{self._why}; look for the cause in its data, its device or its inner optimizer",
             )
+
+
+def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(math.isfinite(float(each.sum())) for each in tensors)
 
 
 def _why(norm: float, usual: float) -> str:

@@ -84,6 +84,31 @@ def test_without_quarantine_a_nan_costs_its_peer_alone(
     assert "the pseudo-gradient of this peer is not finite" in caplog.text
 
 
+@pytest.mark.parametrize("quarantine", [None, 2])
+def test_a_buffer_that_is_not_finite_is_in_no_mean(address: str, quarantine: int | None) -> None:
+    def body(number: int) -> Callable[[], Any]:
+        def run() -> Any:
+            model = Model()
+            model.register_buffer("seen", torch.zeros(2))
+            with pccl.Communicator(address, name=f"peer-{number}") as comm:
+                diloco = make(comm, model, **{**PLAIN, "quarantine": quarantine})
+                contributors = []
+                for k in range(3):
+                    model.move(1.0)
+                    model.seen += math.nan if (number, k) == (1, 1) else 1.0
+                    outer = diloco.step()
+                    contributors.append(outer.contributors if outer else 0)
+                return model.seen, contributors, diloco.state_digest()
+
+        return run
+
+    ends = together(*(body(number) for number in range(3)))
+    assert len({digest for *_, digest in ends}) == 1
+    for seen, contributors, _ in ends:
+        assert torch.isfinite(seen).all()
+        assert quarantine is None or contributors == [3, 2, 3]
+
+
 def test_outliers_are_left_out_or_clipped(address: str) -> None:
     def moves(number: int, k: int) -> float:
         return 100.0 if number == 1 else 1.0 + number
