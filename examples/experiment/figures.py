@@ -91,15 +91,17 @@ def waits(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], pat
         OSError: it cannot be written.
     """
     figure, *every = _figure(*panels)
+    names = dict.fromkeys(name for curves in panels.values() for name in curves)
+    colours = dict(zip(names, _COLOURS, strict=False))
     for axes, curves in zip(every, panels.values(), strict=True):
-        for colour, (name, points) in zip(_COLOURS, curves.items(), strict=False):
-            axes.plot(*zip(*points, strict=True), color=colour, label=name)
+        for name, points in curves.items():
+            axes.plot(*zip(*points, strict=True), color=colours[name], label=name)
         first = next(iter(curves.values()))
         axes.axhline(first[-1][1], linestyle="--", color="black", linewidth=0.8)
         axes.set_ylim(top=first[-1][1] + 1.0)  # the beginnings look all alike
         axes.set_xlabel("seconds")
     every[0].set_ylabel("validation loss, nats per byte")
-    every[-1].legend(frameon=False, fontsize=8)
+    every[0].legend(frameon=False, fontsize=8)
     _write(figure, path)
 
 

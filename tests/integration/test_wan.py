@@ -61,12 +61,12 @@ def test_loss_measures_what_is_missing_and_compares_it_with_gloo(
         return loss.Result(job, points, sent_mb=3.0, late=0.01, kill=[1.0, 2.0])
 
     monkeypatch.setattr(loss, "measure", measure)
-    words = ["--mbits", "100", "--ways", "sync", "streaming", "--steps", "10", "--longer", "2"]
+    words = ["--mbits", "100", "--ways", "sync", "streaming", "--steps", "10"]
     words += ["--results", str(tmp_path / "results"), "--output", str(tmp_path)]
     assert run(loss, monkeypatch, *words) == 0
     text = capsys.readouterr().out
-    assert measured == [("ddp-gloo", 10), ("sync", 20), ("streaming", 20)]
-    assert "| 100 Mbit/s | sync, int4 | 50 s | 0.50 | 1.500 after 50 s | 20 | 3.0 | 1.0% |" in text
+    assert measured == [("ddp-gloo", 10), ("sync", 30), ("streaming", 30)]
+    assert "| 100 Mbit/s | sync, int4 | 50 s | 0.50 | 1.500 after 50 s | 30 | 3.0 | 1.0% |" in text
     assert "| streaming, int4 | not reached |  | 2.000 after 10 s |" in text
     assert b"<svg" in (tmp_path / "loss.svg").read_bytes()
     assert run(loss, monkeypatch, *words) == 0 and len(measured) == 3
