@@ -88,22 +88,39 @@ def learn(arm: str, options: argparse.Namespace) -> None:
     if arm == "gloo":
         learn_by_gloo(model, step, orders, options.inner_steps)
         return
-    with pccl.Communicator(orders["address"]) as comm:
-        if arm == "elastic":
-            learn_elastic(comm, model, step, orders["peers"])
-            return
-        diloco = pccl.diloco.DiLoCo(
-            comm,
-            model,
-            torch.optim.SGD(model.parameters(), lr=1e-3),
-            inner_steps=options.inner_steps,
-            min_peers=orders["peers"],
-            **MODES[arm],
-        )
-        while True:
-            step()
-            outer = diloco.step(samples=BATCH)
-            tell(outer is not None and not outer.rejoined)
+    while True:
+        with suppress(pccl.KickedError), pccl.Communicator(orders["address"]) as comm:
+            if arm == "elastic":
+                learn_elastic(comm, model, step, orders["peers"])
+            else:
+                learn_by_diloco(comm, arm, model, step, orders["peers"], options.inner_steps)
+        orders["peers"] = 1  # it was stopped for too long, and takes the state of the others
+
+
+def learn_by_diloco(
+    comm: pccl.Communicator,
+    arm: str,
+    model: Any,
+    step: Callable[[], list[Any]],
+    peers: int,
+    inner_steps: int,
+) -> None:
+    import torch
+
+    import pccl.diloco
+
+    diloco = pccl.diloco.DiLoCo(
+        comm,
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        inner_steps=inner_steps,
+        min_peers=peers,
+        **MODES[arm],
+    )
+    while True:
+        step()
+        outer = diloco.step(samples=BATCH)
+        tell(outer is not None and not outer.rejoined)
 
 
 def tell(counts: bool) -> None:
