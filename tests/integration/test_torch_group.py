@@ -237,7 +237,8 @@ def test_the_flight_recorder_has_calls_of_all_groups(
     assert reduced["profiling_name"] == "pccl:all_reduce" and reduced["input_sizes"] == [[1]]
     assert reduced["state"] == "started" and reduced["retired"] and reduced["timeout_ms"] == 50
     assert any(frame["name"] == "job" for frame in reduced["frames"])
-    assert pickle.loads(c10d_C._dump_fr_trace(onlyActive=True))["entries"] == []
+    active = pickle.loads(c10d_C._dump_fr_trace(onlyActive=True))["entries"]
+    assert all(each["process_group"][0] != "flight" for each in active)  # gloo's tests leave theirs
 
 
 def test_sparse_tensors_are_summed(three: Groups) -> None:
@@ -330,7 +331,7 @@ def test_many_are_under_way_at_once_and_callbacks_may_wait_for_others(two: Group
         meeting = threading.Barrier(20)
 
         def together(future: torch.futures.Future[list[Tensor]]) -> float:
-            meeting.wait(20)  # all callbacks are under way
+            meeting.wait(60)  # all callbacks are under way
             return float(future.value()[0].sum())
 
         futures = [
