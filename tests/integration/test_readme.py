@@ -51,8 +51,8 @@ def wait_for(peer: subprocess.Popen[str], pattern: str) -> None:
     raise AssertionError(f"it ended without {pattern}: {peer.communicate()}")
 
 
-def end(peer: subprocess.Popen[str]) -> str:
-    output, errors = peer.communicate(timeout=PATIENCE_S)
+def end(peer: subprocess.Popen[str], patience_s: float = PATIENCE_S) -> str:
+    output, errors = peer.communicate(timeout=patience_s)
     assert peer.returncode == 0, errors
     return output
 
@@ -64,6 +64,7 @@ def program_of_the_readme() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # 9,000 steps in all, beside other tests
 def test_the_loop_survives_a_kill_and_a_peer_that_joins(tmp_path: Path) -> None:
     """All peers at the end hold the same weights."""
     program = program_of_the_readme()
@@ -76,7 +77,7 @@ def test_the_loop_survives_a_kill_and_a_peer_that_joins(tmp_path: Path) -> None:
             wait_for(first, r"^step \d+: 2 peers")
             joins = peers.start()
             wait_for(first, r"^step \d+: 3 peers")
-            ends = [end(peer).splitlines()[-1] for peer in (first, second, joins)]
+            ends = [end(peer, 180).splitlines()[-1] for peer in (first, second, joins)]
         finally:
             peers.kill()
     assert len(set(ends)) == 1 and ends[0].startswith("weights ")
