@@ -19,7 +19,7 @@ from pccl.diloco import DiLoCo
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a small GPT in many processes.")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--min-peers", type=int, default=2, help="with which the run begins")
+    parser.add_argument("--min-peers", type=int, default=2, help="peers before the first step")
     parser.add_argument("--output", type=Path, help="where to save the model")
     args = parser.parse_args()
 

@@ -426,8 +426,8 @@ class Communicator(Closing):
                 `wandb.log` is. If it raises, so does `run`.
 
         Raises:
-            DivergenceError: at the end, another shared state is more common than that of this peer
-                (or as common, and a peer of lower rank has it). The others finish the run.
+            DivergenceError: at the end, this peer's shared state differs from the most common one;
+                if two are equally common, the one of the lowest rank counts. The others finish.
             PCCLError: a call has failed for another reason than a lost peer.
         """
         self.admit(shared_state, min_peers=min_peers)

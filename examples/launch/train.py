@@ -26,7 +26,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--elements", type=int, default=1000, help="of the weights")
     parser.add_argument("--seconds", type=float, default=0.1, help="that a step takes")
-    parser.add_argument("--min-peers", type=int, default=1, help="with which the run begins")
+    parser.add_argument("--min-peers", type=int, default=1, help="peers before the first step")
     parser.add_argument("--checkpoint", type=Path, help="written after each tenth step")
     args = parser.parse_args(words)
 

@@ -220,7 +220,7 @@ class Forecast(Deadline):
         self._clock.begin()
 
     def left_s(self) -> float | None:
-        """Seconds for which the syncer still waits for its learner; None: without limit."""
+        """How many seconds the syncer still waits for its learner; None: without limit."""
         grace_s = self._grace_s
         if grace_s is None or not self._times_s[-1]:
             return None
@@ -228,7 +228,7 @@ class Forecast(Deadline):
         return float(self._times_s[-1]) + wait_s - self._clock.since_s
 
     def patience_s(self, step_s: float) -> float:
-        """Seconds for which it then waits for the end of an inner step that may take `step_s`."""
+        """How many seconds it then waits for the end of an inner step that may take `step_s`."""
         return min(max(_LEAST_PATIENCE_S, 2 * step_s), self._drop_s(self._grace_s or 0.0) / 2)
 
     def _drop_s(self, grace_s: float) -> float:

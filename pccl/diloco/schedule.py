@@ -24,7 +24,7 @@ from pccl.diloco.stats import Outcome
 class Fragment:
     """A part of the model."""
 
-    number: int  # in the order in which fragments are due
+    number: int  # 0 for the fragment that is due first
     exchange: Exchange
     shared: SharedState
     view: View

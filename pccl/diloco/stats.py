@@ -207,7 +207,7 @@ class Stopwatch:
         return time.monotonic(), self._inside_s
 
     def _since(self, begin: tuple[float, float]) -> tuple[float, float]:
-        """Seconds of training, and of rounds in which it paused."""
+        """Seconds of training, and seconds of rounds that paused it."""
         now_s, inside_s = self._now()
         paused_s = 0.0 if self._beside else inside_s - begin[1]
         return now_s - begin[0] - paused_s, paused_s

@@ -40,7 +40,7 @@ def raise_descriptor_limit() -> None:
 
 
 def streams_max() -> int:
-    """The largest number of peers with which this process can have streams at once."""
+    """How many peers this process can have streams to at once."""
     return max(0, descriptor_limit() - DESCRIPTORS) // STREAM_DESCRIPTORS
 
 
