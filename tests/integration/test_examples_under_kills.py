@@ -58,10 +58,10 @@ RECIPES = {
         last="done: ",
     ),
     "checkpoint.py": Recipe(
-        (6000, 4000, 300), "--elements", (256, 25_600, 2_560_000), ("{own}/file",), last="step "
+        (20_000, 8000, 300), "--elements", (256, 25_600, 2_560_000), ("{own}/file",), last="step "
     ),
     "data_parallel.py": Recipe(
-        (60_000, 60_000, 5_000), words=("--batch", "32"), count="--samples", last="weights "
+        (200_000, 120_000, 5_000), words=("--batch", "32"), count="--samples", last="weights "
     ),
     "delayed.py": Recipe((800, 800, 60), words=INNER),
     "diloco.py": Recipe((800, 800, 60), words=INNER),
@@ -69,12 +69,12 @@ RECIPES = {
         (0, 0, 0), "--round-s", (0.1,), ("{text}",), count="", last="exact: "
     ),
     "from_pypccl.py": Recipe(
-        (4000, 3000, 150), "--elements", (256, 25_600, 2_560_000), last="weights "
+        (15_000, 6000, 150), "--elements", (256, 25_600, 2_560_000), last="weights "
     ),
     "from_torch_distributed.py": Recipe(
-        (4000, 3000, 100), sizes=(28, 2_800, 280_000), words=("--peers", "3"), last="weights "
+        (15_000, 6000, 100), sizes=(28, 2_800, 280_000), words=("--peers", "3"), last="weights "
     ),
-    "from_torchft.py": Recipe((4000, 3000, 100), sizes=(28, 2_800, 280_000), last="step "),
+    "from_torchft.py": Recipe((15_000, 6000, 100), sizes=(28, 2_800, 280_000), last="step "),
     "fsdp2.py": Recipe((600, 600, 60), words=(*INNER, "--checkpoints", "{own}"), last="shard "),
     "heterogeneous.py": Recipe((100, 100, 60), words=("--inner-seconds", "0.2")),
     "resume.py": Recipe((800, 800, 60), words=("{own}/file", *INNER)),
