@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from peers.waiting import wait_until
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COPIES, KILLS = 3, 3
 PATIENCE_S = 120.0
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d .* pccl ")
 SIZES = ("1 KB", "100 KB", "10 MB")  # of what a step exchanges
 
 pytestmark = [
@@ -131,7 +133,11 @@ class Launched:
 
     def at_work(self) -> list[int]:
         """The copies that have the run's state: they have made a step since they were started."""
-        return [number for number in range(COPIES) if self.said[number]]
+        return [
+            number
+            for number, lines in enumerate(self.said)
+            if not all(map(LOG_LINE.match, lines))  # one that is refused says nothing else
+        ]
 
     def kill(self, number: int) -> bool:
         """kill -9 of a copy; whether it was there."""
