@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from simulation import conversation, programs
+from simulation.manual import member
 from simulation.peer import SimPeer
 from simulation.run import SimulatedRun, Thread
 from simulation.trainers import simulate, trainer
@@ -228,22 +229,8 @@ def sent(actions: list[Effect]) -> list[m.PeerMessage]:
     return [action.message for action in actions if isinstance(action, Send)]
 
 
-def member() -> Peer:
-    """One of two peers, as far as it knows."""
-    machine = Peer()
-    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
-    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
-    for message in (
-        m.Welcome(1),
-        m.Plan(5, infos, (m.Ring((1, 2), 1),), 0),
-        m.Admitted(7, m.Done()),
-    ):
-        machine.received(message)
-    return machine
-
-
 def test_an_op_that_fails_after_its_completion_is_reported_once() -> None:
-    machine = member()
+    machine = member(epoch=5)
     machine.collective(2, 0, m.Spec("all_reduce", 0, 10, 1))
     machine.received(m.Started(2, 9, 5))
     assert sent(machine.engine_complete(2, False, 0, 0)) == [m.FinishVote(9, True)]
@@ -257,7 +244,7 @@ def test_an_op_that_fails_after_its_completion_is_reported_once() -> None:
 
 
 def test_a_peer_that_cannot_serve_reports_it_for_each_plan() -> None:
-    machine = member()
+    machine = member(epoch=5)
     machine.sync(2, 3, m.Manifest(1, 0, ()))
     assert sent(machine.engine_failed(3, "no memory for an op")) == []
     for seq in (9, 10):
@@ -268,7 +255,7 @@ def test_a_peer_that_cannot_serve_reports_it_for_each_plan() -> None:
 
 
 def test_a_peer_sends_nothing_after_its_end() -> None:
-    machine = member()
+    machine = member(epoch=5)
     machine.sync(2, 3, m.Manifest(1, 0, ()))
     machine.received(m.SyncPlan(2, 9, (2,), (), (), ()))
     machine.received(m.Kicked(Result.RANK_CONNECTION_FAILED.value, "it was late"))

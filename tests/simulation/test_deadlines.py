@@ -57,6 +57,17 @@ def test_a_peer_that_comes_after_the_grace_is_dropped() -> None:
         assert run.last(conn) == m.PendingResult(2, False, 1)
 
 
+def test_a_grace_may_be_a_fraction_of_a_second() -> None:
+    run = run_of(0, 0, 0)
+    arrive(run, b"1", b"3", grace_ms=1500)
+    pass_time(run, 101.0)
+    assert run.master.patience_s == 1.5
+    pass_time(run, 102.25)
+    assert run.master.patience_s == 0.25 and here(run.master) == [1, 2, 3]
+    pass_time(run, 102.5)
+    assert here(run.master) == [1, 3]
+
+
 def test_a_master_that_looks_later_drops_late_peers_then() -> None:
     run = run_of(0, 0, 0)
     arrive(run, b"1", b"3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from simulation.manual import member
 from simulation.peer import WORK
 from simulation.run import Program, SimPeer, SimulatedRun, Thread
 
@@ -102,21 +103,6 @@ def test_a_start_names_the_calls_of_the_predecessors() -> None:
     assert predecessors(round_, RINGS) == {1: [30, 20], 2: [10, 30], 3: [20, 10]}
 
 
-def accepted() -> Peer:
-    """Peer 2 of three."""
-    made = Peer()
-    made.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1002, "", "m2", b""))
-    infos = tuple(m.PeerInfo(n, 0, "10.0.0.1", 1000 + n, "", f"m{n}") for n in (1, 2, 3))
-    for message in (
-        m.Welcome(2),
-        m.Plan(1, infos, (m.Ring((1, 2, 3), 1),), 0),
-        m.WorldSizes(m.World(3, 3, 1, 3)),
-        m.Admitted(7, m.Done()),
-    ):
-        made.received(message)
-    return made
-
-
 def effect_kinds(peer: Peer, call: int, work: m.Spec = WORK) -> list[type]:
     return [type(effect) for effect in peer.collective(call, 0, work)]
 
@@ -131,7 +117,7 @@ def reduced(peer: Peer, call: int, epoch: int, ok: bool = True) -> None:
 def test_a_collective_begins_if_another_one_has_committed_in_the_epoch() -> None:
     enter = [effects.RegisterOp, effects.Send]
     begin = [effects.RegisterOp, effects.EagerOp, effects.Send]
-    peer = accepted()
+    peer = member(2, 3)
     plan = peer.plan
     assert effect_kinds(peer, 2) == enter
     reduced(peer, 2, 1)
@@ -149,7 +135,7 @@ def test_a_collective_begins_if_another_one_has_committed_in_the_epoch() -> None
 
 
 def test_a_collective_of_an_earlier_epoch_proves_nothing_of_the_next() -> None:
-    peer = accepted()
+    peer = member(2, 3)
     plan = peer.plan
     peer.collective(2, 0, WORK)
     peer.received(m.Started(2, 2, 1, nonce=2))
@@ -162,7 +148,7 @@ def test_a_collective_of_an_earlier_epoch_proves_nothing_of_the_next() -> None:
 
 
 def test_the_start_repeats_the_predecessors_calls_to_the_engine() -> None:
-    peer = accepted()
+    peer = member(2, 3)
     peer.collective(2, 0, WORK)
     (start,) = [
         effect

@@ -259,6 +259,16 @@ def test_a_peer_that_has_miscounted_does_not_end_the_run_of_the_others(miscounte
     assert decision.refused == refused and {*decision.transfers} == behind
 
 
+def test_half_of_the_peers_are_no_majority_for_a_later_revision() -> None:
+    ahead = {peer: manifest(23, "a") for peer in (1, 2, 3)}
+    others = {peer: manifest(6, "b") for peer in (4, 5, 6)}
+    newcomer = {7: manifest(0, "c")}
+    decision = elect(ahead | others | newcomer, 5, frozenset({7}))
+    assert (decision.revision, decision.refused) == (6, {1, 2, 3})
+    decision = elect(ahead | newcomer, 5, frozenset({7}))
+    assert (decision.revision, decision.refused) == (23, frozenset())
+
+
 def test_newcomers_cannot_outvote_veterans() -> None:
     manifests = {1: manifest(5, "a"), 2: manifest(5, "x"), 3: manifest(5, "x")}
     decision = elect(manifests, 5, frozenset({2, 3}))

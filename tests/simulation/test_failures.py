@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulation.manual import ENTRY, OTHER, WORK, ManualRun, RestartedRun, infos, resume
+from simulation.manual import ENTRY, OTHER, WORK, ManualRun, RestartedRun, infos, member, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
@@ -113,12 +113,7 @@ def test_a_failure_that_cannot_be_is_not_believed() -> None:
 
 
 def test_a_peer_reports_a_failure_to_the_next_master() -> None:
-    machine = Peer()
-    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
-    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
-    known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
-    for told in (m.Welcome(1), known, m.Admitted(7, m.Done())):
-        machine.received(told)
+    machine = member()
     machine.collective(2, 0, WORK)
     lost, called = Result.RANK_CONNECTION_LOST.value, m.Called.COLLECTIVE
     machine.received(m.CallError(2, lost, "first", 0, 9, called, 0))
@@ -160,13 +155,9 @@ def test_a_newcomer_gets_no_earlier_failure() -> None:
     assert again.message.last_seq == error.seq
 
 
-def member() -> Peer:
-    """One of two peers, as far as it knows."""
-    machine, lost = Peer(), Result.RANK_CONNECTION_LOST.value
-    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
-    plan = m.Plan(1, infos(1, 2), (m.Ring((1, 2), 1),), 0)
-    for told in (m.Welcome(1), plan, m.Admitted(7, m.Done())):
-        machine.received(told)
+def failed_twice() -> Peer:
+    """One of two peers: a synchronization and an optimization have failed."""
+    machine, lost = member(), Result.RANK_CONNECTION_LOST.value
     for call, called in enumerate((m.Called.SYNC, m.Called.OPTIMIZE), 2):
         machine.received(m.CallError(call, lost, "why", 0, call, called))
     return machine
@@ -175,7 +166,7 @@ def member() -> Peer:
 def test_a_failure_known_to_all_is_not_reported_to_the_next_master() -> None:
     """Some peers may have missed the start of a failed collective, and an earlier failure."""
     for ok, left in ((True, [3]), (False, [2, 3])):
-        machine = member()
+        machine = failed_twice()
         machine.collective(9, 0, WORK)
         machine.received(m.Started(9, 5, 1))
         machine.received(m.Finished(5, ok))
@@ -186,7 +177,7 @@ def test_a_failure_known_to_all_is_not_reported_to_the_next_master() -> None:
 
 
 def test_resume_after_a_thousand_failures_is_small_enough() -> None:
-    machine, why = member(), "\N{SNOWMAN}" * WHY_MAX
+    machine, why = failed_twice(), "\N{SNOWMAN}" * WHY_MAX
     for call in range(10, 1100):
         machine.received(m.CallError(call, 6, why, 0, call, m.Called.COLLECTIVE))
     machine.disconnected("a restart")
@@ -219,11 +210,7 @@ def test_peers_in_conflicting_calls_all_keep_the_failure() -> None:
 
 @pytest.mark.parametrize("called", [m.Called.TOPOLOGY, m.Called.PENDING, m.Called.FINISH])
 def test_a_peer_that_missed_the_failure_of_conflicting_calls_gets_it(called: m.Called) -> None:
-    machine = Peer()
-    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
-    known = m.Plan(1, infos(1), (), 0)
-    for message in (m.Welcome(1), known, m.Admitted(7, m.Done())):
-        machine.received(message)
+    machine = member()
     calls = {
         m.Called.TOPOLOGY: machine.update_topology,
         m.Called.PENDING: machine.are_peers_pending,

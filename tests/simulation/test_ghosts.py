@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pages import listed
+from simulation.manual import member
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer import Peer, effects
+from pccl.protocol.peer import effects
 
 WORK = m.Spec("all_reduce", 0, 10, 2)
 BIG = m.Spec("all_reduce", 0, 10, 1000)
@@ -20,23 +21,8 @@ def ends(actions: list[effects.Effect]) -> list[effects.Answer | effects.Fail]:
     return [action for action in actions if isinstance(action, effects.Answer | effects.Fail)]
 
 
-def accepted() -> Peer:
-    """Peer 2 of two, which are accepted."""
-    made = Peer("m:48148")
-    made.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1002, "", "m2", b""))
-    infos = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in (1, 2))
-    for message in (
-        m.Welcome(2),
-        m.Plan(1, infos, (m.Ring((1, 2), 1),), 0),
-        m.WorldSizes(m.World(2, 2, 1, 2)),
-        m.Admitted(7, m.Done()),
-    ):
-        made.received(message)
-    return made
-
-
 def test_a_limit_holds_while_the_master_is_away() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.collective(2, 0, WORK, DATA)
     peer.update_topology(3)
     assert not ends(peer.time_out(2, "its caller gave up after 1 s"))  # the master is asked
@@ -51,7 +37,7 @@ def test_a_limit_holds_while_the_master_is_away() -> None:
 
 
 def test_a_peer_that_hears_a_false_failure_leaves() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.collective(2, 0, WORK, DATA)
     peer.disconnected("the connection broke")
     peer.time_out(2, "its caller gave up after 1 s")
@@ -64,7 +50,7 @@ def test_a_peer_that_hears_a_false_failure_leaves() -> None:
 
 
 def test_patience_that_ends_behind_a_ghost_has_ended() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.are_peers_pending(2)
     peer.disconnected("the connection broke")
     peer.time_out(2, "its caller gave up after 1 s")
@@ -78,7 +64,7 @@ def test_patience_that_ends_behind_a_ghost_has_ended() -> None:
 
 
 def test_a_peer_that_leaves_for_one_abandoned_call_has_no_other() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.update_topology(2)
     peer.disconnected("the connection broke")
     peer.time_out(2, "its caller gave up after 1 s")
@@ -90,7 +76,7 @@ def test_a_peer_that_leaves_for_one_abandoned_call_has_no_other() -> None:
 
 
 def test_a_caller_taken_by_an_exception_stays() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.collective(2, 0, WORK, DATA)
     (gone,) = ends(peer.cancel(2))
     assert isinstance(gone, effects.Fail) and gone.fault is effects.Fault.OTHER
@@ -102,7 +88,7 @@ def test_a_caller_taken_by_an_exception_stays() -> None:
 
 
 def test_the_next_call_waits_for_the_ghost_in_its_place() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.collective(2, 0, WORK, DATA)
     assert said(peer.cancel(2)) == [m.Withdraw(2)]
     assert not said(peer.collective(3, 0, WORK, DATA))
@@ -113,7 +99,7 @@ def test_the_next_call_waits_for_the_ghost_in_its_place() -> None:
 
 
 def test_a_call_behind_an_abandoned_one_can_be_given_up() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.collective(2, 0, WORK, DATA)
     peer.cancel(2)
     peer.collective(3, 0, WORK, DATA)
@@ -123,7 +109,7 @@ def test_a_call_behind_an_abandoned_one_can_be_given_up() -> None:
 
 
 def test_a_running_call_is_aborted_and_settled_first() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
     actions = peer.cancel(2)
@@ -136,7 +122,7 @@ def test_a_running_call_is_aborted_and_settled_first() -> None:
 
 
 def test_a_complete_call_is_restored_when_its_caller_goes() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
     peer.engine_complete(2, False, 0, 0)
@@ -147,7 +133,7 @@ def test_a_complete_call_is_restored_when_its_caller_goes() -> None:
 
 
 def test_a_start_that_crosses_gets_a_no() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.collective(2, 0, BIG)
     peer.cancel(2)
     peer.engine_settled(2, 0, 0)
@@ -156,7 +142,7 @@ def test_a_start_that_crosses_gets_a_no() -> None:
 
 
 def test_an_agreement_without_an_absent_caller_is_known_to_the_next_master() -> None:
-    peer = accepted()
+    peer = member(2)
     peer.sync(2, 3, m.Manifest(0, 0, ()))
     peer.disconnected("the connection broke")
     peer.cancel(2)

@@ -50,6 +50,20 @@ def test_a_peer_that_comes_back_alone_yields_to_a_later_one() -> None:
     assert sorted(alone.master.peers) == [1]
 
 
+@pytest.mark.parametrize("peers", [2, 3])
+def test_peers_that_all_come_back_to_a_master_without_a_journal_do_not_wait_long(
+    peers: int,
+) -> None:
+    run = RestartedRun()
+    known = range(1, peers + 1)
+    for number in known:
+        run.back(b"%d" % number, number, 7, *known)
+    run.wait(UNJOURNALED_WAIT_S - 0.1)
+    assert run.master.recovering, "another group may be slower"
+    run.wait(0.3)
+    assert sorted(run.master.peers) == [*known]
+
+
 def test_a_peer_that_is_lost_while_it_waits_does_not_count() -> None:
     run = RestartedRun()
     for number in (1, 2):
@@ -123,7 +137,7 @@ def test_messages_of_strangers_take_bounded_memory(
     for number in range(20):
         run.back(b"stranger %d" % number, 1, 1000 + number)
     crowded = [c for c, told in run.told.items() if isinstance(told[-1], m.Refused)]
-    assert 5 < len(crowded) < 20
+    assert len(crowded) == 20 - 10_000 // restart.weight(resume(1, known=infos(1)))
     assert "take too much memory" in run.refused(crowded[0]).why
     run.perform(run.master.feed(Disconnected((b"stranger 0",), "its connection broke")))
     run.back(b"another", 1, 2000)
@@ -150,7 +164,23 @@ def test_returning_peers_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) ->
         run.back(b"%d" % number, number, 7, *range(1, 20))
     assert "take too much memory" in run.refused(b"19").why
     run.wait(WAIT_S + 0.1)
-    assert 5 < len(run.master.peers) < 19
+    one = restart.weight(resume(1, known=infos(*range(1, 20))))
+    assert len(run.master.peers) == 90_000 // one
+
+
+def test_the_memory_that_a_returning_peer_takes_is_about_right() -> None:
+    bare = restart.weight(resume(1, known=infos(1)))
+    assert bare == 1400
+    failed = m.Failure(3, m.Called.COLLECTIVE, 0, (), 6, "x" * 100, 0)
+    for fields, more in (
+        ({"known": infos(1, 2, 3)}, 2 * 400),
+        ({"finished": ((1, True), (2, False))}, 2 * 200),
+        ({"failed": (failed, failed)}, 2 * (200 + 4 * 100)),
+        ({"open": (m.Open(3, (1, 2), None), m.Open(4, (1,), True))}, 3 * 40),
+        ({"small": (m.Small(3, 0, (1, 2), b"x" * 500),)}, 2 * 40 + 500),
+        ({"rings": (m.Ring((1, 2, 3), 1), m.Ring((1, 3, 2), 1))}, 6 * 40),
+    ):
+        assert restart.weight(resume(1, **{"known": infos(1), **fields})) == bare + more
 
 
 ALONE = Refusal("it stood alone", Result.INVALID_ARGUMENT, m.Cause.MISMATCH)
@@ -242,6 +272,19 @@ def test_an_impossible_resume_is_not_believed(fields: dict[str, object]) -> None
     run.perform(run.master.feed(Resume(b"1", resume(1, 7, **fields), "10.0.0.1")))
     assert "impossible numbers" in run.refused(b"1").why
     assert not run.master.recovering
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 7])
+def test_a_master_without_a_journal_counts_on_from_what_its_peers_know(before: int) -> None:
+    """Numbers of collectives and epochs begin with that of the master, so they never repeat."""
+    for known in ({"last_seq": (before << 32) + 5}, {"epoch": (before << 16) + 5}):
+        run = RestartedRun()
+        run.back(b"1", 1, 7, **known)
+        run.wait(WAIT_S + 0.1)
+        numbers = run.master.run.numbers
+        assert numbers.next_seq >> 32 == numbers.epoch >> 16 == before + 1
+        journal, _ = run.master.reborn()
+        assert journal is not None and journal.incarnation == before + 2
 
 
 # ---- a master that was away ----

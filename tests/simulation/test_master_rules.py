@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulation.manual import ENTRY, OTHER, RUN, WORK, ManualRun, resume
+from simulation.manual import ENTRY, OTHER, RUN, WORK, ManualRun, member, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
@@ -312,12 +312,7 @@ def test_all_peers_get_the_causes_timeout_and_loss() -> None:
 
 def running_peer() -> Peer:
     """A peer in a collective, which is its call 2 and seq 9."""
-    machine = Peer()
-    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
-    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
-    known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
-    for told in (m.Welcome(1), known, m.Admitted(RUN, m.Done())):
-        machine.received(told)
+    machine = member()
     machine.collective(2, 0, WORK)
     machine.received(m.Started(2, 9, 1))
     return machine
@@ -396,10 +391,7 @@ def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
 
 
 def test_the_error_of_an_engine_reaches_the_other_peers() -> None:
-    machine = Peer()
-    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
-    for told in (m.Welcome(1), m.Admitted(7, m.Done())):
-        machine.received(told)
+    machine = member()
     machine.collective(2, 0, WORK)
     machine.engine_failed(2, "no memory for 7 arrays")
     said = [a.message for a in machine.received(m.Started(2, 9, 1)) if isinstance(a, Send)]

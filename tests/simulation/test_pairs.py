@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulation.manual import WORK, ManualRun, resume
+from simulation.manual import WORK, ManualRun, member, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
@@ -326,20 +326,6 @@ def test_a_restarted_master_commits_no_send_with_a_lost_peer() -> None:
 # ---- a peer's side ----
 
 
-def accepted() -> Peer:
-    """Peer 2 of three."""
-    made = Peer()
-    made.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1002, "", "m2", b""))
-    for message in (
-        m.Welcome(2),
-        m.Plan(1, INFOS, (m.Ring((1, 2, 3), 1),), 0),
-        m.WorldSizes(m.World(3, 3, 1, 3)),
-        m.Admitted(7, m.Done()),
-    ):
-        made.received(message)
-    return made
-
-
 def sent(peer: Peer) -> Tuning:
     """How a send travels."""
     return choose(SEND, 0, peer.knowledge.conditions)
@@ -352,7 +338,7 @@ def send(peer: Peer, call: int, to: int) -> list[effects.Effect]:
 
 
 def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
-    peer = accepted()
+    peer = member(2, 3)
     register, said = peer.collective(2, 0, SEND, stuck=True, pair=(2, 3))
     assert isinstance(register, effects.RegisterOp) and register.tag == tag_of_send(0, (2, 3))
     assert said == effects.Send(m.StartVote(2, 0, SEND, stuck=True, pair=(2, 3)))
@@ -371,7 +357,7 @@ def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
 
 
 def test_a_sender_with_a_lost_stream_fails_and_opens_another() -> None:
-    peer = accepted()
+    peer = member(2, 3)
     send(peer, 2, 3)
     send(peer, 3, 1)
     peer.collective(4, 5, WORK)
@@ -385,7 +371,7 @@ def test_a_sender_with_a_lost_stream_fails_and_opens_another() -> None:
 
 
 def test_streams_are_closed_when_their_peer_has_left() -> None:
-    peer = accepted()
+    peer = member(2, 3)
     send(peer, 2, 3)
     send(peer, 3, 1)
     left = peer.received(m.Plan(2, INFOS[1:], (m.Ring((2, 3), 1),), 0))
@@ -394,7 +380,7 @@ def test_streams_are_closed_when_their_peer_has_left() -> None:
 
 
 def test_a_ghost_is_in_the_way_of_the_same_send_alone() -> None:
-    peer = accepted()
+    peer = member(2, 3)
     peer.collective(2, 0, SEND, pair=(2, 3))
     peer.cancel(2)
     peer.engine_settled(2, 0, 0)

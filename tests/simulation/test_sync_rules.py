@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from simulation.manual import ManualRun, resume
+from simulation.manual import ManualRun, member, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
@@ -189,6 +189,58 @@ def test_a_caller_that_left_before_the_result_receives_it() -> None:
     assert isinstance(plan, m.SyncPlan) and plan.holders == (1,), "at the revision of the others"
 
 
+def state(revision: int, digests: str = "aaaaa", strict: bool = False) -> m.Manifest:
+    """Five entries; each letter is a content."""
+    entries = tuple(
+        m.Entry(f"t{i}", 10, 4, False, digest.encode()) for i, digest in enumerate(digests)
+    )
+    return m.Manifest(revision, 0, entries, strict)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("digests", "more"), [("abbba", ""), ("abbbb", ", ...")])
+def test_diverged_content_is_reported_or_an_error_for_all(
+    strict: bool, digests: str, more: str
+) -> None:
+    run = Sync(3)
+    assert run.sync(state(5, strict=strict), state(5), state(5)) == [run.result(5, 1)] * 3
+    plan = run.sync(state(6, strict=strict), state(6), state(6, digests))[2]
+    assert isinstance(plan, m.SyncPlan) and plan.diverged and not plan.in_place
+    found = tuple(m.Difference(entry, 16, 1, 0, 0) for entry in plan.fetch)
+    run.say(b"3", m.FetchedVote(plan.seq, True, "", found))
+    told, count = run.last(b"2"), digests.count("b")
+    assert run.master.status().counts.parity_failures == 1
+    assert any("at revision 6 other content was held by peer 3" in note for note in run.notes)
+    if strict:
+        assert isinstance(told, m.CallError) and told.cause == m.Cause.DIVERGENCE
+        assert told.result == Result.INVALID_ARGUMENT.value
+        assert told.why == (
+            "at revision 6 content has diverged: peer 3 (10.0.0.1:1) in "
+            f"{count} entries ('t1', 't2', 't3'{more}); peer 1 has asked for an error then"
+        )
+    else:
+        assert isinstance(told, m.SyncResult) and told.revision == 6
+        assert told.divergence == (m.Divergence(3, count, found),)
+
+
+def test_a_peer_that_receives_anyway_has_not_diverged() -> None:
+    run = Sync(3)
+    run.sync(manifest(5, strategy=2), manifest(5, strategy=2), manifest(5, strategy=1))
+    told = run.sync(manifest(6, strategy=2), manifest(6, strategy=2), manifest(6, b"b", 1))
+    assert isinstance(told[2], m.SyncPlan) and not told[2].diverged
+
+
+def test_a_restarted_master_knows_that_the_state_has_begun() -> None:
+    """Also if the first synchronization had too few peers."""
+    run = Sync(2)
+    run.sync(manifest(7, min_peers=3), manifest(7))
+    run.sync(manifest(7), manifest(7))
+    run.join(b"3")
+    run.everyone(m.TopologyVote(30))
+    (admitted,) = [told for told in run.told[b"3"] if isinstance(told, m.Admitted)]
+    assert (admitted.done.sync, admitted.done.short) == (2, 0)
+
+
 # ---- what a peer concludes ----
 
 
@@ -205,12 +257,7 @@ def test_a_peer_without_its_caller_reports_no_content() -> None:
 
 def standing(one: m.Manifest) -> Peer:
     """A peer that stands in a synchronization, call 2."""
-    machine = Peer()
-    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
-    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
-    known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
-    for told in (m.Welcome(1), known, m.Admitted(7, m.Done(sync=4))):
-        machine.received(told)
+    machine = member(sync=4)
     machine.sync(2, 3, one)
     return machine
 

@@ -1,4 +1,4 @@
-"""A master's state machine that a test feeds one message at a time, without queues."""
+"""State machines of a master and a peer that a test feeds one message at a time, without queues."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.effects import Dial, Drop, Effect, Note, Send
 from pccl.protocol.master.inputs import Hello, Received, Resume, Tick
+from pccl.protocol.peer import Peer
 from pccl.protocol.topology import Link, hops
 from pccl.runtime.inline_collectives import combine
 
@@ -83,6 +84,22 @@ def resume(number: int, run: int = 5, **fields: object) -> m.Resume:
 
 def infos(*numbers: int) -> tuple[m.PeerInfo, ...]:
     return tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in numbers)
+
+
+def member(number: int = 1, size: int = 2, epoch: int = 1, sync: int = 0) -> Peer:
+    """An accepted peer of a group of this size, with so many synchronizations behind it."""
+    peer = Peer("m:48148")
+    peer.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1000 + number, "", f"m{number}", b""))
+    known = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in range(1, size + 1))
+    ring = m.Ring(tuple(info.peer for info in known), 1)
+    for message in (
+        m.Welcome(number),
+        m.Plan(epoch, known, (ring,), 0),
+        m.WorldSizes(m.World(size, size, 1, size)),
+        m.Admitted(7, m.Done(sync=sync)),
+    ):
+        peer.received(message)
+    return peer
 
 
 class RestartedRun(ManualRun):
