@@ -220,7 +220,7 @@ def test_a_full_disk_is_said_once_and_short_of_memory_lines_are_lost(
 ) -> None:
     monkeypatch.setattr(limits, "EVENT_LOG_WAITING_BYTES", 2000)
     with opened(path) as (events, master):
-        wait_until(lambda: not events._waiting)
+        wait_until(lambda: kinds(path) == ["Head", "Line"])
         disk.full = True
         events.feed(master, EVENT)
         wait_until(lambda: log.messages)  # not just a short write
@@ -228,17 +228,15 @@ def test_a_full_disk_is_said_once_and_short_of_memory_lines_are_lost(
         wait_until(lambda: items(path)[0].missing == -1)  # type: ignore[union-attr]  # if killed
         for _ in range(50):
             events.feed(master, EVENT)
-        missing = events._missing
-        assert missing > 10
         disk.full = False
-        wait_until(lambda: not events._missing)
+        wait_until(lambda: "Gap" in kinds(path))
         events.feed(master, EVENT)
     found = items(path)
+    (gap,) = (item for item in found if isinstance(item, Gap))
+    missing = gap.lost
+    assert missing > 10 and gap.why == "No space left on device"
     head = found[0]
     assert isinstance(head, Head) and head.missing == missing
-    (gap,) = (item for item in found if isinstance(item, Gap))
-    assert gap.lost == missing
-    assert gap.why == "No space left on device"
     assert len(found) == 1 + 53 - missing + 1
     assert isinstance(found[-1], Line)
     texts = [text for text in log.messages if "event log" in text]
@@ -256,8 +254,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_no_line(
             events.feed(master, EVENT)
         wait_until(lambda: log.messages)  # not just a short write
         disk.full = False
-        wait_until(lambda: not events._waiting)
-    assert kinds(path) == ["Head"] + ["Line"] * 6
+        wait_until(lambda: kinds(path) == ["Head"] + ["Line"] * 6)
     head = items(path)[0]
     assert isinstance(head, Head) and head.missing == 0
     assert log.messages[-1].endswith("it lacks nothing")
@@ -267,7 +264,7 @@ def test_a_disk_that_is_full_when_a_file_begins_leaves_no_half_head(
     path: Path, log: Log, disk: type[Disk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(path) as (events, master):
-        wait_until(lambda: not events._waiting)
+        wait_until(lambda: kinds(path) == ["Head", "Line"])
         monkeypatch.setattr(limits, "EVENT_LOG_BYTES", 10)  # the next line begins another file
         disk.full = True
         events.feed(master, EVENT)
@@ -282,7 +279,7 @@ def test_a_disk_that_is_full_when_a_file_begins_leaves_no_half_head(
 @pytest.mark.skipif(os.name == "nt", reason="no file in use can be removed there")
 def test_a_removed_log_is_started_again(path: Path) -> None:
     with opened(path) as (events, master):
-        wait_until(lambda: not events._waiting)
+        wait_until(lambda: kinds(path) == ["Head", "Line"])
         path.unlink()
         events.feed(master, EVENT)
     head, line = items(path)
