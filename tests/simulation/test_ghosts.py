@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from pages import listed
 from simulation.manual import member
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer import effects
+from pccl.protocol.peer import Peer, effects
 
 WORK = m.Spec("all_reduce", 0, 10, 2)
 BIG = m.Spec("all_reduce", 0, 10, 1000)
@@ -73,6 +76,35 @@ def test_a_peer_that_leaves_for_one_abandoned_call_has_no_other() -> None:
     peer.reconnected()
     assert said(peer.received(m.Resumed(m.Done(topology=1)))) == [m.Leave()]
     assert peer.over is not None and "update_topology()" in peer.over.why
+
+
+ROUNDS: dict[str, tuple[Callable[[Peer], list[effects.Effect]], m.Done]] = {
+    "update_topology": (lambda peer: peer.update_topology(2), m.Done(topology=1)),
+    "are_peers_pending": (lambda peer: peer.are_peers_pending(2), m.Done(pending=1)),
+    "sync_shared_state": (lambda peer: peer.sync(2, 3, m.Manifest(0, 0, ())), m.Done(sync=1)),
+    "optimize_topology": (lambda peer: peer.optimize(2, 3), m.Done(optimized=1)),
+}
+
+
+@pytest.mark.parametrize("called", ROUNDS)
+@pytest.mark.parametrize("committed", ROUNDS)
+def test_a_peer_leaves_if_the_round_that_it_gave_up_has_committed(
+    called: str, committed: str
+) -> None:
+    """Then the others have a result that it lacks."""
+    peer = member(2)
+    enter, (_, done) = ROUNDS[called][0], ROUNDS[committed]
+    enter(peer)
+    peer.disconnected("the connection broke")
+    actions = peer.time_out(2, "its caller gave up after 1 s") + peer.engine_settled(3, 0, 0)
+    assert [type(end) for end in ends(actions)] == [effects.Fail]
+    peer.reconnected()
+    actions = peer.received(m.Resumed(done))
+    if called == committed:
+        assert said(actions) == [m.Leave()]
+        assert peer.over is not None and f"in {called}()" in peer.over.why
+    else:
+        assert not said(actions) and peer.over is None and not peer.awaits_withdrawal(2)
 
 
 def test_a_caller_taken_by_an_exception_stays() -> None:
