@@ -10,8 +10,9 @@ import pytest
 from simulation.weights import Node, WeightsRun, package
 
 from pccl.protocol import messages as m
-from pccl.protocol.master import Status, status
+from pccl.protocol.master import Status, clients, status
 from pccl.protocol.master.clients import FIRST, PLACES, PLACES_SMALL
+from pccl.protocol.master.effects import Drop, Note
 from pccl.protocol.master.inputs import Disconnected, Hello, Received
 from pccl.protocol.master.status import ClientStatus, WeightsStatus
 from pccl.protocol.peer.effects import (
@@ -416,6 +417,24 @@ def test_only_the_first_of_many_clients_are_shown(monkeypatch: pytest.MonkeyPatc
     shown = weights(hub)
     assert [one.client for one in shown.clients] == [1, 2] and shown.clients_left_out == 2
     assert shown.followers == {0: 3}
+
+
+def test_there_are_as_many_clients_as_a_holder_has_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a slot of its own, and a number that no peer has."""
+    monkeypatch.setattr(clients, "SLOTS", 3)
+    hub = WeightsRun(23)
+    nodes = [hub.add() for _ in range(3)]
+    hub.settle()
+    desk = hub.master.run.clients
+    assert [one.slot for one in desk.all.values()] == [0, 1, 2]
+    assert [*desk.all] == [FIRST + 1, FIRST + 2, FIRST + 3] and FIRST > 1 << 32
+    hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "", b"", client=True)
+    one_more = Hello(b"one more", hello, "10.0.0.1")
+    assert hub.master.feed(one_more) == [Drop(b"one more", "there are 3 clients already")]
+    hub.kill(nodes[1])
+    hub.settle()
+    assert Note("client 4 (10.0.0.1:1) registered") in hub.master.feed(one_more)
+    assert sorted(one.slot for one in desk.all.values()) == [0, 1, 2]
 
 
 def test_a_client_that_votes_is_dropped() -> None:
