@@ -47,6 +47,7 @@ from pccl.cli.processes import Fleet
 from pccl.support import Closing
 
 BATCH = 8  # tokens of a step
+SPARES = 2  # with one, the next failure may come before another has loaded its modules
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "deadlines": {"deadline_peers": 2, "weight": "samples"},
@@ -73,6 +74,7 @@ def learn(arm: str, options: argparse.Namespace) -> None:
         assert dist.is_gloo_available()
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # loads torch's compiler: 2 s
     print("ready", flush=True)
     orders = sys.stdin.readline()
     if not orders:  # the spare is not needed
@@ -93,7 +95,9 @@ def learn(arm: str, options: argparse.Namespace) -> None:
             if arm == "elastic":
                 learn_elastic(comm, model, step, orders["peers"])
             else:
-                learn_by_diloco(comm, arm, model, step, orders["peers"], options.inner_steps)
+                learn_by_diloco(
+                    comm, arm, model, optimizer, step, orders["peers"], options.inner_steps
+                )
         orders["peers"] = 1  # it was stopped for too long, and takes the state of the others
 
 
@@ -101,18 +105,17 @@ def learn_by_diloco(
     comm: pccl.Communicator,
     arm: str,
     model: Any,
+    optimizer: Any,
     step: Callable[[], list[Any]],
     peers: int,
     inner_steps: int,
 ) -> None:
-    import torch
-
     import pccl.diloco
 
     diloco = pccl.diloco.DiLoCo(
         comm,
         model,
-        torch.optim.SGD(model.parameters(), lr=1e-3),
+        optimizer,
         inner_steps=inner_steps,
         min_peers=peers,
         **MODES[arm],
@@ -191,7 +194,7 @@ class Run(Closing):
         self._tokens: Counter[int] = Counter()  # of each learner, that may be lost with it
         self._counted: Counter[int] = Counter()  # those that may not
         self.learners = self._start(options.peers)  # by place
-        self._spares = self._start(options.peers if arm == "gloo" else 1)
+        self._spares = self._start(options.peers if arm == "gloo" else SPARES)
         self._enter(range(options.peers), options.peers)
         while not all(self._counted[learner] for learner in self.learners):
             self._hear()
@@ -206,11 +209,11 @@ class Run(Closing):
         places = range(len(self.learners)) if self._arm == "gloo" else [place]
         lost = [self.learners[each] for each in places]
         for each in places:
-            self.learners[each] = self._spares.pop()
+            self.learners[each] = self._spares.pop(0)
         for learner in lost:
             self._fleet.kill(learner)
         self._enter(places, 1)
-        self._spares = self._start(len(places))
+        self._spares += self._start(len(places))
 
     def signal(self, place: int, number: int) -> None:
         self._fleet.signal(self.learners[place], number)
