@@ -127,7 +127,7 @@ static enum turn send_own(struct ring *ring)
     assert(length > 0);
     if (!progressive_is_ready(collective, ring->cursor, length))
         return TURN_OVER;            /* READY requests another turn */
-    if (!op->started && stream_credit(flow->stream) < cost)
+    if (!op->started && !stream_lends(flow->stream, cost))
         return TURN_OVER;            /* START requests another turn */
     if (op->ops->n_held > 0 && op->ops->n_spread == 0)
         return TURN_BLOCKED;         /* otherwise the ring could fill up and deadlock */

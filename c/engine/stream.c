@@ -31,7 +31,9 @@
 enum {
     PUMP_BATCH = 16,         /* messages in one pass, so that receiving keeps its share */
     DISTANT_US = 1000,       /* a local network has shorter round trips */
-    NEAR_CREDIT = 1 << 20,   /* bytes before START: copying more takes longer than the vote */
+    /* before START, as eager_cost() counts: 1 MiB in chunks of 32 to 512 KiB, because copying more,
+     * or one larger chunk, takes longer than the vote */
+    NEAR_CREDIT = (1 << 20) + 32 * EAGER_COST,
     LANES_UNKNOWN = 8,       /* if the round trip is not known */
     LANES_MAX = 16,          /* at first: more do not help on a link without losses */
     LANES_MEETING = 8,       /* at a rendezvous point, where both sides must know the number */
@@ -392,10 +394,10 @@ static void forgo_lane(struct stream *stream, uint16_t event)
     stream->automatic = false;
 }
 
-uint64_t stream_credit(const struct stream *stream)
+bool stream_lends(const struct stream *stream, uint64_t cost)
 {
     uint64_t most = stream->distant ? EAGER_MAX : NEAR_CREDIT;
-    return stream->eager < most ? most - stream->eager : 0;
+    return cost <= NEAR_CREDIT / 2 && stream->eager + cost <= most;
 }
 
 /* Whether a failed handshake shows that another process answers: it refuses because it is not the

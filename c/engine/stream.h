@@ -113,8 +113,8 @@ bool stream_has_room(struct stream *stream);
 /* Sends a message of `source` and empties the packet; or returns BLOCKED and leaves the packet. */
 enum sent stream_send(struct stream *stream, struct source *source, struct packet *packet);
 
-/* The number of bytes that may still be sent before START. */
-uint64_t stream_credit(const struct stream *stream);
+/* Whether a chunk of that cost may be sent before START. */
+bool stream_lends(const struct stream *stream, uint64_t cost);
 
 /* Queues a flow for a turn on its stream, if it has a stream and is not queued. Cannot fail. */
 void flow_request_turn(struct flow *flow);
