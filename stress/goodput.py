@@ -13,7 +13,7 @@ is one of the machines of a run, and has a learner. The cases:
     stop:S      one learner is stopped for S seconds, and only the others are measured, against
                 the same learners before
 
-The process that takes a place has loaded all modules before, as that of a scheduler with spares.
+The process that takes a place has loaded all modules before, as a spare of a scheduler would have.
 The arms are the modes of DiLoCo; "elastic", data parallel training by pccl, where a step is
 repeated without a lost peer; and "gloo", data parallel training by torch.distributed, where all
 processes are replaced if one is lost, and go on from the last checkpoint, which is written every
@@ -28,26 +28,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import queue
 import random
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pccl
-from pccl.cli.processes import Fleet
 from pccl.support import Closing
 
 BATCH = 8  # tokens of a step
-SPARES = 2  # with one, the next failure may come before another has loaded its modules
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "deadlines": {"deadline_peers": 2, "weight": "samples"},
@@ -62,24 +60,15 @@ CASES = "none,fail:60,fail:15,fail:5,stall:10,slow,stop:60"
 # ---- a learner ----
 
 
-def learn(arm: str, options: argparse.Namespace) -> None:
-    """Says "ready", and begins when it gets its orders as JSON."""
+def learn(arm: str, inner_steps: int, to_run: Connection) -> None:
+    """Begins when it receives its orders, and reports each step."""
     import torch
 
-    import pccl.diloco
-
-    if arm == "gloo":
-        import torch.distributed as dist
-
-        assert dist.is_gloo_available()
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # loads torch's compiler: 2 s
-    print("ready", flush=True)
-    orders = sys.stdin.readline()
-    if not orders:  # the spare is not needed
-        return
-    orders = json.loads(orders)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    to_run.send(None)  # it is ready
+    orders = to_run.recv()
 
     def step() -> list[Any]:
         time.sleep(orders["step"])
@@ -87,16 +76,20 @@ def learn(arm: str, options: argparse.Namespace) -> None:
             parameter.grad = torch.full_like(parameter, 1e-3)
         return [parameter.grad for parameter in model.parameters()]
 
+    def report(counts: bool) -> None:
+        """Reports a step: whether its tokens, and those before it, count."""
+        to_run.send((BATCH, counts))
+
     if arm == "gloo":
-        learn_by_gloo(model, step, orders, options.inner_steps)
+        learn_by_gloo(model, step, report, orders, inner_steps)
         return
     while True:
         with suppress(pccl.KickedError), pccl.Communicator(orders["address"]) as comm:
             if arm == "elastic":
-                learn_elastic(comm, model, step, orders["peers"])
+                learn_elastic(comm, model, step, report, orders["peers"])
             else:
                 learn_by_diloco(
-                    comm, arm, model, optimizer, step, orders["peers"], options.inner_steps
+                    comm, arm, model, optimizer, step, report, orders["peers"], inner_steps
                 )
         orders["peers"] = 1  # it was stopped for too long, and takes the state of the others
 
@@ -107,6 +100,7 @@ def learn_by_diloco(
     model: Any,
     optimizer: Any,
     step: Callable[[], list[Any]],
+    report: Callable[[bool], None],
     peers: int,
     inner_steps: int,
 ) -> None:
@@ -123,15 +117,16 @@ def learn_by_diloco(
     while True:
         step()
         outer = diloco.step(samples=BATCH)
-        tell(outer is not None and not outer.rejoined)
+        report(outer is not None and not outer.rejoined)
 
 
-def tell(counts: bool) -> None:
-    """Of a step: whether its tokens, and those before it, count."""
-    print(json.dumps([BATCH, counts]), flush=True)
-
-
-def learn_elastic(comm: Any, model: Any, step: Callable[[], list[Any]], peers: int) -> None:
+def learn_elastic(
+    comm: Any,
+    model: Any,
+    step: Callable[[], list[Any]],
+    report: Callable[[bool], None],
+    peers: int,
+) -> None:
     import torch
 
     shared = pccl.SharedState.from_module(model)
@@ -151,11 +146,15 @@ def learn_elastic(comm: Any, model: Any, step: Callable[[], list[Any]], peers: i
                 parameter -= 1e-3 * gradient
         shared.push_revision()
         comm.admit(shared)
-        tell(True)
+        report(True)
 
 
 def learn_by_gloo(
-    model: Any, step: Callable[[], list[Any]], orders: dict[str, Any], every: int
+    model: Any,
+    step: Callable[[], list[Any]],
+    report: Callable[[bool], None],
+    orders: dict[str, Any],
+    every: int,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -174,10 +173,31 @@ def learn_by_gloo(
         if number % every == 0 and rank == 0:
             torch.save(model.state_dict(), saved.with_suffix(".new"))
             os.replace(saved.with_suffix(".new"), saved)
-        tell(number % every == 0)
+        report(number % every == 0)
 
 
 # ---- all of them ----
+
+
+PROCESSES = multiprocessing.get_context("forkserver")
+
+
+class Learner:
+    """A learner's process. It has loaded all modules: it is forked from a process that has."""
+
+    def __init__(self, arm: str, inner_steps: int) -> None:
+        self.reports, theirs = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(target=learn, args=(arm, inner_steps, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.reports.recv()
+        self.tokens = 0  # those that may be lost with it
+        self.counted = 0  # those that may not
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.reports.close()
 
 
 class Run(Closing):
@@ -187,20 +207,19 @@ class Run(Closing):
         self._master = pccl.MasterNode("127.0.0.1:0")
         self._master.run()
         self._arm, self._options, self._slow = arm, options, slow
-        self._fleet = Fleet("goodput", str(Path(__file__).parent))
         self._directory = tempfile.TemporaryDirectory()
-        self._started = 0
-        self._ready: set[int] = set()
-        self._tokens: Counter[int] = Counter()  # of each learner, that may be lost with it
-        self._counted: Counter[int] = Counter()  # those that may not
+        self._of_lost = 0  # tokens that count, of learners that were lost
         self.learners = self._start(options.peers)  # by place
-        self._spares = self._start(options.peers if arm == "gloo" else SPARES)
+        self._spares = self._start(options.peers if arm == "gloo" else 1)
         self._enter(range(options.peers), options.peers)
-        while not all(self._counted[learner] for learner in self.learners):
+        while not all(learner.counted for learner in self.learners):
             self._hear()
 
     def close(self) -> None:
-        self._fleet.close()
+        for learner in self.learners:
+            learner.process.kill()
+        for learner in self.learners + self._spares:
+            learner.close()
         self._master.interrupt()
         self._directory.cleanup()
 
@@ -208,48 +227,43 @@ class Run(Closing):
         """One learner dies, and a spare takes its place; or all do, where they cannot go on."""
         places = range(len(self.learners)) if self._arm == "gloo" else [place]
         lost = [self.learners[each] for each in places]
-        for each in places:
-            self.learners[each] = self._spares.pop(0)
         for learner in lost:
-            self._fleet.kill(learner)
+            learner.process.kill()
+        for each in places:
+            self.learners[each] = self._spares.pop()
+        for learner in lost:
+            learner.close()
+            self._of_lost += learner.counted
         self._enter(places, 1)
-        self._spares += self._start(len(places))
+        self._spares = self._start(len(places))
 
     def signal(self, place: int, number: int) -> None:
-        self._fleet.signal(self.learners[place], number)
+        pid = self.learners[place].process.pid
+        assert pid is not None
+        os.kill(pid, number)
 
     def trained(self, *places: int) -> int:
         """Tokens on which learners have trained, whether they may be lost or not."""
-        return sum(
-            self._counted[learner] + self._tokens[learner]
-            for learner in (self.learners[place] for place in places)
-        )
+        learners = [self.learners[place] for place in places]
+        return sum(learner.counted + learner.tokens for learner in learners)
 
     def counted(self) -> int:
         """Tokens of all learners that cannot be lost with them."""
-        return self._counted.total()
+        return self._of_lost + sum(learner.counted for learner in self.learners)
 
     def hear(self, until_s: float) -> None:
         """Takes in what learners report until then."""
         while (left_s := until_s - time.monotonic()) > 0:
-            with suppress(queue.Empty):
-                self._hear(left_s)
+            self._hear(left_s)
 
-    def _start(self, count: int) -> list[int]:
-        first, self._started = self._started + 1, self._started + count
-        numbers = list(range(first, self._started + 1))
-        for number in numbers:
-            steps = str(self._options.inner_steps)
-            self._fleet.start(number, "--learner", self._arm, "--inner-steps", steps)
-        return numbers
+    def _start(self, count: int) -> list[Learner]:
+        return [Learner(self._arm, self._options.inner_steps) for _ in range(count)]
 
     def _enter(self, places: Sequence[int], peers: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for place in places:
-            while self.learners[place] not in self._ready:
-                self._hear()
             orders = {
                 "address": self._master.address,
                 "step": self._options.step * (2 if self._slow and place == 0 else 1),
@@ -259,20 +273,21 @@ class Run(Closing):
                 "port": port,
                 "saved": f"{self._directory.name}/model.pt",
             }
-            self._fleet.say(self.learners[place], json.dumps(orders))
+            self.learners[place].reports.send(orders)
 
     def _hear(self, timeout_s: float | None = None) -> None:
-        learner, news = self._fleet.heard.get(timeout=timeout_s)
-        if isinstance(news, int):
-            if learner in self.learners:
-                raise SystemExit(f"a learner ended with {news}:\n{self._fleet.errors(learner)}")
-        elif news == "ready\n":
-            self._ready.add(learner)
-        else:
-            tokens, counts = json.loads(news)
-            self._tokens[learner] += tokens
+        ready = wait([learner.reports for learner in self.learners], timeout_s)
+        for learner in self.learners:
+            if learner.reports not in ready:
+                continue
+            try:
+                tokens, counts = learner.reports.recv()
+            except EOFError:
+                learner.process.join()
+                raise SystemExit(f"a learner ended with {learner.process.exitcode}") from None
+            learner.tokens += tokens
             if counts:
-                self._counted[learner] += self._tokens.pop(learner)
+                learner.counted, learner.tokens = learner.counted + learner.tokens, 0
 
 
 def rate(run: Run, seconds: float, every: float, act: Callable[[int], object]) -> float:
@@ -350,7 +365,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--learner", help=argparse.SUPPRESS)
     parser.add_argument("--arms", default=",".join(ARMS), help="default: %(default)s")
     parser.add_argument("--cases", default=CASES, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=120.0, help="of each measurement")
@@ -360,9 +374,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="a file for the results, as JSON")
     options = parser.parse_args()
-    if options.learner:
-        learn(options.learner, options)
-        return
     arms, cases = options.arms.split(","), options.cases.split(",")
     for arm in arms:
         if arm not in ARMS:
@@ -380,6 +391,7 @@ def main() -> None:
         if saved["settings"] != settings:
             parser.error(f"{options.out} has results of other settings: {saved['settings']}")
         results = saved["results"]
+    PROCESSES.set_forkserver_preload(["torch._dynamo", "pccl.diloco"])  # torch.optim loads dynamo
     wanted = [(arm, case) for arm in arms for case in cases if case not in results.get(arm, {})]
     began = time.monotonic()
     for done, (arm, case) in enumerate(wanted):
