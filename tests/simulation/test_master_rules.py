@@ -128,9 +128,12 @@ def test_a_small_result_or_a_broadcast_does_not_show_that_a_ring_works() -> None
     assert sorted(run.master.peers) == [2, 3]
 
 
-def test_an_all_gather_of_two_members_rows_shows_that_a_ring_works() -> None:
+@pytest.mark.parametrize("rows", [(1, 0, 7), (1, 2, 7)])
+def test_an_all_gather_of_several_members_rows_shows_that_a_ring_works(
+    rows: tuple[int, ...],
+) -> None:
     run = ManualRun(3)
-    run.everyone(m.StartVote(2, 0, m.Spec("all_gather", 0, 10, 5, members=3, rows=(1, 0, 7))))
+    run.everyone(m.StartVote(2, 0, m.Spec("all_gather", 0, 10, 5, members=3, rows=rows)))
     started = run.last(b"1")
     assert isinstance(started, m.Started)
     run.everyone(m.FinishVote(started.seq, True))
