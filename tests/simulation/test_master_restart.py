@@ -224,6 +224,48 @@ def test_calls_of_a_lone_peer_fail_alike_from_any_source(
     assert machine.over is not None and machine.over.fault is Fault.KICKED
 
 
+# ---- what the peers know ----
+
+
+def test_a_peer_that_missed_outcomes_of_collectives_gets_them() -> None:
+    run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
+    open_ = tuple(m.Open(seq, (1, 2), True) for seq in (3, 4, 5))
+    ended = ((4, True), (5, False))
+    run.back(b"1", 1, 7, 1, 2, open=open_[:1], finished=ended, last_seq=5)
+    run.back(b"2", 2, 7, 1, 2, open=open_, last_seq=5)
+    outcomes = {
+        conn: [one for one in run.told[conn] if isinstance(one, m.Finished)]
+        for conn in (b"1", b"2")
+    }
+    assert outcomes[b"1"] == [m.Finished(3, True)], "all have voted for what nobody knew"
+    missed = m.Finished(4, True), m.Finished(5, False, "the master was restarted")
+    assert outcomes[b"2"] == [m.Finished(3, True), *missed]
+
+
+@pytest.mark.parametrize(
+    ("done", "holds"),
+    [
+        (m.Done(sync=4, revision=9, holds=True), True),
+        (m.Done(sync=3, revision=5), True),  # it has missed the result
+        (m.Done(sync=4, revision=9), False),  # its caller had left
+    ],
+)
+def test_shared_state_goes_on_while_a_peer_is_left_that_held_it(done: m.Done, holds: bool) -> None:
+    run = RestartedRun(Journal(7, 1, 3, frozenset((1, 2))))
+    run.back(b"1", 1, 7, 1, 2, done=m.Done(sync=4, revision=9, holds=True, plan=3))
+    run.back(b"2", 2, 7, 1, 2, done=done)
+    resumed = run.last(b"2")
+    assert isinstance(resumed, m.Resumed)
+    assert (resumed.done.sync, resumed.done.revision) == (4, 9)
+    run.perform(run.master.feed(Disconnected((b"1",), "its connection broke")))
+    run.say(b"2", m.SyncVote(5, m.Manifest(3, 0, ())))
+    told = run.last(b"2")
+    if holds:
+        assert isinstance(told, m.CallError) and "the group is at 9 already" in told.why
+    else:
+        assert isinstance(told, m.SyncResult) and (told.revision, told.round) == (3, 5)
+
+
 # ---- numbers ----
 
 
