@@ -128,13 +128,16 @@ def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Tuning:
     members = 2 if algorithm is Algorithm.PAIR else max(1, conditions.members)
     wide = _sums_wide(spec)
     in_steps = spec.what == CollectiveKind.ALL_REDUCE and span(spec) > STEP and not wide
+    chunk = chunk_bytes(nbytes, members, conditions.local, bool(spec.algorithm))
+    if conditions.together and algorithm is Algorithm.ONE_SHOT:
+        chunk = max(chunk, min(nbytes // 2, MIB // 2))  # no second hop waits for the first chunk
     return Tuning(
         voted,
         nbytes,
         inline,
         algorithm,
         algorithm is not Algorithm.TWO_STAGE and _may_be_eager(spec, conditions.rings),
-        chunk_bytes(nbytes, members, conditions.local, bool(spec.algorithm)),
+        chunk,
         lanes(conditions.local, conditions.settings),
         STEP if in_steps else 0,
         wide,

@@ -202,6 +202,18 @@ def test_a_segment_has_several_chunks_within_the_limits(
         assert chunk_bytes(total, members, local, True) == quantized * KIB
 
 
+def test_two_members_on_one_machine_exchange_two_halves_which_may_go_before_the_start() -> None:
+    for dtype, nbytes, chunk in (
+        (DataType.FLOAT, MIB, 512 * KIB),
+        (DataType.FLOAT, 400 * KIB, 256 * KIB),
+        (DataType.DOUBLE, 2 * MIB, 512 * KIB),
+    ):
+        spec = m.Spec("all_reduce", 0, dtype.value, nbytes // dtype.itemsize)
+        assert choose(spec, nbytes, NEAR).algorithm is Algorithm.ONE_SHOT
+        assert choose(spec, nbytes, NEAR).chunk_bytes == chunk
+        assert choose(spec, nbytes, FAR).chunk_bytes <= 256 * KIB
+
+
 def test_a_choice_in_words_has_the_size_of_chunks_in_its_unit() -> None:
     assert str(choose(WORK, 4000, NEAR)) == "inline"
     for known, chunk in ((NEAR, "1 MiB"), (FAR, "256 KiB")):
