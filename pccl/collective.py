@@ -107,7 +107,7 @@ class AsyncReduceHandle:
         """
         if self._end is not None:
             return True
-        return self._call.end is not None or self._client.over is FORKED
+        return self._call.end is not None or self._client.is_forked
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` as soon as `wait()` would return at once, which may be now.
@@ -161,8 +161,8 @@ class AsyncReduceHandle:
     def _begin(self, work: Operands, stuck: bool = False) -> None:
         """Launches it. `stuck`: the caller makes no other call before the answer."""
         self._over, self._made = False, work.result
-        self._calls.enter(self._name, self._call, *map(work.place, self._tags))
-        conditions = self._client.conditions
+        self._calls.enter(self._name, self._call, self._tags, work.pair)
+        conditions = self._client.knowledge.conditions
         tuning = choose(work.work, work.nbytes, conditions)
         work, self._copies = on_host(work, tuning, conditions)
         if self._copies is not None:
@@ -180,7 +180,7 @@ class AsyncReduceHandle:
 
     def _finish(self, deadline: Deadline) -> End:
         """Waits for the answer. Several threads may."""
-        if self._end is None and self._client.over is FORKED:  # its locks may be locked forever
+        if self._end is None and self._client.is_forked:  # its locks may be locked forever
             self._end, self._over = FORKED, True
         if self._end is None:
             note = deadline.next(self._client, self._call)
@@ -197,7 +197,7 @@ class AsyncReduceHandle:
         self._calls.leave(self._call)
         if isinstance(end, effects.Fail):
             if end.result in AGAIN:
-                self._ranks.lose(self._client.plan, self._client.number)
+                self._ranks.lose(self._client.knowledge.by_rank)
         elif self._wide is not None:
             self._wide.narrow(info(end).world_size)
         if self._copies is not None:
@@ -210,7 +210,7 @@ class AsyncReduceHandle:
         try:
             self._over = True
             self._client.cancel(self._call)
-            if self._copies is not None and self._client.over is not FORKED:
+            if self._copies is not None and not self._client.is_forked:
                 aside(self._copies.cancel)
         finally:
             self._calls.leave(self._call)

@@ -249,14 +249,13 @@ class Communicator(Closing):
     @property
     def rank(self) -> int:
         """This peer's position in the ring, which changes when peers come and go."""
-        client = self._membership.seen("rank")
-        return self._membership.ranks.of(client.number).rank
+        known = self._membership.seen("rank")
+        return self._membership.ranks.of(known.number).rank
 
     @property
     def peers(self) -> list[str]:
         """Descriptions of the group's accepted peers, by rank."""
-        client = self._membership.seen("peers")
-        names = client.plan.names
+        names = self._membership.seen("peers").plan.names
         return [names[number] for number in self._membership.ranks.order if number in names]
 
     # ---- the cost of calls ----
@@ -330,14 +329,14 @@ class Communicator(Closing):
         if n < 1:
             raise ValueError(f"n is {n}: it must be at least 1")
         deadline, membership = Deadline(timeout), self._membership
-        client = membership.client("wait_for_peers")
-        size = client.world.local_size
+        known = membership.client("wait_for_peers").knowledge
+        size = known.world.local_size
         try:
             while size < n:
                 aim = f"wait_for_peers({n}): {size} of {n} are there"
                 size = membership.await_newcomers(deadline, limits.FOREVER_S, aim) or size
         except PCCLTimeoutError as error:
-            why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
+            why = f"{known.world.local_size} of {n} peers are there after {timeout:g} s"
             raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
         return size
 
@@ -510,7 +509,7 @@ class Communicator(Closing):
                 calls that exclude this one), PENDING_ASYNC_OPS.
         """
         client = self._membership.client("optimize_topology")
-        if client.world.global_size < 2:
+        if client.knowledge.world.global_size < 2:
             why = "this peer is alone in the run: there is no order to optimize"
             raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
         measure = partial(optimize, deadline=Deadline(timeout))
@@ -642,11 +641,11 @@ class Communicator(Closing):
         deadline = Deadline(timeout)
         if check != "finite":
             raise ValueError(f'check is {check!r}: it may be "finite"')
-        client = self._membership.client("all_reduce")
-        work, accused = operands.accusation(send, client.number)
+        known = self._membership.client("all_reduce").knowledge
+        work, accused = operands.accusation(send, known.number)
         collective.run(self._membership, "all_reduce", work, tag, timeout)
         if accused[0] >= 0:
-            who = client.plan.names.get(accused[0], f"peer {accused[0]}")
+            who = known.plan.names.get(accused[0], f"peer {accused[0]}")
             why = f"{who} has sent numbers that are not finite"
             raise NotFiniteError(Result.INVALID_ARGUMENT, "all_reduce", why)
         return deadline.left_s

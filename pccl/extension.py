@@ -53,8 +53,8 @@ class Member(NamedTuple):
 
 def member(comm: Communicator) -> Member:
     """This peer."""
-    client = comm._membership.client("member")
-    own = next(info for info in client.plan.peers if info.peer == client.number)
+    known = comm._membership.client("member").knowledge
+    own = known.info(known.number)
     return Member(own.peer, own.host, own.group, own.team, own.team_size)
 
 
@@ -63,8 +63,7 @@ def ring(comm: Communicator) -> tuple[int, ...]:
 
     Unlike `Communicator.rank`, this does not update the ranks that this thread has seen.
     """
-    client = comm._membership.client("ring")
-    return client.plan.by_rank(client.number)
+    return comm._membership.client("ring").knowledge.by_rank
 
 
 def ranks(ring: Sequence[int], number: int) -> Ranks:
@@ -77,7 +76,7 @@ def ranks(ring: Sequence[int], number: int) -> Ranks:
 
 def names(comm: Communicator) -> dict[int, str]:
     """Descriptions of the run's peers by their numbers, as of the master's last message."""
-    return comm._membership.client("names").plan.names
+    return comm._membership.client("names").knowledge.plan.names
 
 
 def expect_no_return(comm: Communicator, most_s: float) -> None:

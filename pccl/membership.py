@@ -7,13 +7,14 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from pccl.errors import PCCLTimeoutError, TooFewPeersError, error_for
 from pccl.operands import Ranks
-from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
+from pccl.protocol.peer.calls import place
+from pccl.protocol.peer.state import Knowledge
 from pccl.protocol.rounds import EXCLUSIVE, Grace
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note, error_of
@@ -43,8 +44,10 @@ class CallsInFlight:
         self.several_threads = False
         self.any_collective = False  # whether a collective has been launched since it was reset
 
-    def enter(self, name: str, call: Call, *tags: int | str) -> None:
-        """A call begins. A collective passes its tags; a send passes its tag with its two peers.
+    def enter(
+        self, name: str, call: Call, tags: Collection[int] = (), pair: tuple[int, ...] = ()
+    ) -> None:
+        """A call begins. A collective passes its tags; a send passes its two peers, too.
 
         Raises PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
         excludes it.
@@ -54,12 +57,11 @@ class CallsInFlight:
             if not tags:
                 self._rounds[name] = call
             self.any_collective |= bool(tags)
-            for tag in tags:
+            for each in tags:
+                tag = place(each, pair)
                 if self._tags.setdefault(tag, call) is not call:
-                    why = (
-                        f"a collective with tag {tag} is launched and not awaited: use another tag"
-                    )
-                    raise error_for(Result.INVALID_ARGUMENT, name, why)
+                    why = f"a collective with tag {tag} is launched and not awaited: use another"
+                    raise error_for(Result.INVALID_ARGUMENT, name, f"{why} tag")
 
     def _may_enter(self, name: str) -> None:
         if name in EXCLUSIVE and self._tags:
@@ -101,18 +103,18 @@ class KnownRanks:
         self._updates = 0  # how often the ranks of all threads were updated
         self._own = threading.local()
 
-    def update(self, plan: m.Plan, number: int) -> None:
+    def update(self, by_rank: tuple[int, ...]) -> None:
         """Updates the ranks of all threads."""
-        self._order = plan.by_rank(number)
+        self._order = by_rank
         self._updates += 1
 
-    def see(self, plan: m.Plan, number: int) -> None:
+    def see(self, by_rank: tuple[int, ...]) -> None:
         """Updates the ranks of this thread."""
-        self._own.order, self._own.updates = plan.by_rank(number), self._updates
+        self._own.order, self._own.updates = by_rank, self._updates
 
-    def lose(self, plan: m.Plan, number: int) -> None:
+    def lose(self, by_rank: tuple[int, ...]) -> None:
         """A call of this thread has failed because a peer was lost."""
-        self.see(plan, number)
+        self.see(by_rank)
         self._order = self._own.order
 
     @property
@@ -151,7 +153,7 @@ class Membership:
 
         Raises PCCLError: INVALID_USAGE: this peer is in a run already; or as `connect`.
         """
-        if self._client is not None and self._client.over is FORKED:
+        if self._client is not None and self._client.is_forked:
             raise error_of("connect", FORKED)
         if self._client is not None and self._client.over is None:
             why = "this communicator is connected already"
@@ -160,7 +162,7 @@ class Membership:
         self.end()  # the previous membership is over, but its threads may remain
 
         def joined(client: PeerClient) -> None:
-            self.ranks.update(client.plan, client.number)
+            self.ranks.update(client.knowledge.by_rank)
             self.synced = self.has_admitted = self.calls.any_collective = False
             why = "the communicator was deleted"
             self._finalizer = weakref.finalize(owner, client.close, why)
@@ -203,11 +205,11 @@ class Membership:
         """The client, even if its membership is over."""
         return self.client(name) if self._client is None else self._client
 
-    def seen(self, name: str) -> PeerClient:
-        """The client; this thread has now seen its ranks."""
-        client = self.client(name)
-        self.ranks.see(client.plan, client.number)
-        return client
+    def seen(self, name: str) -> Knowledge:
+        """What the peer knows of the run; this thread has now seen its ranks."""
+        known = self.client(name).knowledge
+        self.ranks.see(known.by_rank)
+        return known
 
     def one_of_several(self, name: str) -> PeerClient:
         """The client, if its group has other members.
@@ -215,18 +217,18 @@ class Membership:
         Raises PCCLError: TOO_FEW_PEERS, or as `client`.
         """
         client = self.client(name)
-        if client.world.local_size < 2:
-            self.ranks.see(client.plan, client.number)
+        if client.knowledge.world.local_size < 2:
+            self.ranks.see(client.knowledge.by_rank)
             why = f"this peer is alone in its group of the run at {client.master}"
             raise error_for(Result.TOO_FEW_PEERS, name, why)
         return client
 
     def known_ranks(self, name: str) -> Ranks:
-        return self.ranks.of(self.one_of_several(name).number)
+        return self.ranks.of(self.one_of_several(name).knowledge.number)
 
     def pair(self, name: str, rank: int, sends: bool) -> tuple[int, int]:
         """The numbers of this peer and of the peer with a rank, the sender first."""
-        number = self.one_of_several(name).number
+        number = self.one_of_several(name).knowledge.number
         order = self.ranks.order
         rank = operator.index(rank)
         if not 0 <= rank < len(order) or order[rank] == number:
@@ -242,14 +244,14 @@ class Membership:
         client = self._client
         if client is None or client.over is not None:
             return f"group {group}, not connected"
-        plan = client.plan
-        order = plan.by_rank(client.number)
-        at = f"rank {order.index(client.number)} of {len(order)}" if client.number in order else ""
-        name = next((info.name for info in plan.peers if info.peer == client.number), "")
-        return f"peer {client.number} ({name}), {at or 'no rank'}, group {group}"
+        known = client.knowledge
+        number, order = known.number, known.by_rank
+        at = f"rank {order.index(number)} of {len(order)}" if number in order else "no rank"
+        name = next((info.name for info in known.plan.peers if info.peer == number), "")
+        return f"peer {number} ({name}), {at}, group {group}"
 
     def is_alone(self, name: str) -> bool:
-        return self.client(name).world.local_size < 2
+        return self.client(name).knowledge.world.local_size < 2
 
     # ---- calls that are rounds ----
 
@@ -258,7 +260,7 @@ class Membership:
         name: str,
         client: PeerClient,
         event: Callable[[int], list[effects.Effect]] | None,
-        end_of: Callable[[PeerClient, Call], Note],
+        end_of: Callable[[PeerClient, Call], Note | None],
         aim: str = "",
         ranks: bool = False,
     ) -> Any:
@@ -282,7 +284,7 @@ class Membership:
             raise error_of(name, end, call.began_s)
         assert isinstance(end, effects.Answer)
         if ranks:
-            self.ranks.update(client.plan, client.number)
+            self.ranks.update(client.knowledge.by_rank)
         return end.value
 
     def cancel(self, client: PeerClient, call: Call) -> None:
@@ -322,9 +324,9 @@ class Membership:
         def enter(number: int) -> list[effects.Effect]:
             return client.peer.are_peers_pending(number, stuck, patience_s > 0, grace)
 
-        def end_of(client: PeerClient, call: Call) -> Note:
+        def end_of(client: PeerClient, call: Call) -> Note | None:
             if patience_s > 0:
-                note = deadline.next_within(client, call, patience_s)
+                note = deadline.next(client, call, patience_s)
                 if note is not None:
                     return note
                 client.post(lambda: client.peer.hurry(call.number))
@@ -346,7 +348,7 @@ class Membership:
             try:
                 return round_()
             except TooFewPeersError:
-                here = client.world.local_size
+                here = client.knowledge.world.local_size
                 aim = f"min_peers is {wanted} (or more, for another peer), {here} here"
             try:
                 while not self.await_newcomers(deadline, limits.FOREVER_S, aim):

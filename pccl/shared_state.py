@@ -426,7 +426,7 @@ def _note(error: BaseException, shared_state: SharedState) -> None:
 def _divergence(
     synced: effects.Synced, shared_state: SharedState, client: PeerClient
 ) -> Iterator[EntryDivergence]:
-    peers, infos = client.plan.names, shared_state.tensor_infos
+    peers, infos = client.knowledge.plan.names, shared_state.tensor_infos
     for one in synced.divergence:
         for found in one.differences:
             if found.entry < len(infos):

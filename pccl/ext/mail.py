@@ -31,11 +31,12 @@ def _locked(name: str, socket: zmq.Socket[bytes], *arguments: Any) -> Callable[.
     return partial(function, _address(load().table), socket.underlying)
 
 
-def _check(error: int) -> None:
-    if error == -zmq.EAGAIN:
-        raise zmq.Again
-    if error < 0:
-        raise zmq.ZMQError(-error)
+def _error(number: int) -> zmq.ZMQError:
+    return zmq.Again() if number == -zmq.EAGAIN else zmq.ZMQError(-number)
+
+
+# what is done with a closed socket fails with this: C has only its address, which may be reused
+_CLOSED = -zmq.ENOTSOCK
 
 
 def _memory() -> Any:
@@ -57,11 +58,6 @@ class Mail:
         bytes_ = (ctypes.c_char_p, ctypes.c_size_t)
         self._send = _locked("pccl_mail_send", socket, *bytes_, ctypes.c_void_p)
 
-    def _check_open(self) -> None:
-        """Checks that the socket is open: C has only its address, which may be reused."""
-        if self._socket.closed:
-            raise zmq.ZMQError(zmq.ENOTSOCK)
-
     def send(self, data: bytes) -> bool:
         """Sends a message. Returns whether messages wait: sending may consume their notification.
 
@@ -70,9 +66,9 @@ class Mail:
         if self._by_python:
             self._socket.send(data, zmq.DONTWAIT)
             return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-        self._check_open()
-        waiting = self._send(data, len(data), None)
-        _check(waiting)
+        waiting = _CLOSED if self._socket.closed else self._send(data, len(data), None)
+        if waiting < 0:
+            raise _error(waiting)
         return waiting > 0
 
     def take(self) -> list[bytes]:
@@ -82,15 +78,15 @@ class Mail:
             while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 taken.append(self._socket.recv(zmq.DONTWAIT))
             return taken
-        self._check_open()
-        n = self._receive()
+        n = _CLOSED if self._socket.closed else self._receive()
         while n > 0:
             data, size = self._mail.data, self._mail.size
             taken += [bytes(ffi.buffer(data[i], size[i])) for i in range(n)]
             if n < lib.PCCL_MAIL_MAX:
                 break
             n = self._receive()
-        _check(n)
+        if n < 0:
+            raise _error(n)
         if taken and sum(map(len, taken)) > KEPT_BYTES:
             lib.pccl_mail_drop(self._table, self._mail)
         return taken
@@ -116,8 +112,9 @@ class RouterMail:
         if self._by_python:
             return self._take_by_python()
         frames = self._receive()
-        if frames <= 0:
-            _check(frames)
+        if frames < 0:
+            raise _error(frames)
+        if not frames:
             return None
         data, size = self._mail.data, self._mail.size
         name = bytes(ffi.buffer(data[0], size[0]))
@@ -159,4 +156,4 @@ class RouterMail:
             self._router.send(to, zmq.SNDMORE | zmq.DONTWAIT)
             self._router.send(payload, zmq.DONTWAIT, copy=False)
         elif error := self._send(to, len(to), data, len(data)):
-            _check(error)
+            raise _error(error)

@@ -780,10 +780,6 @@ class Plan(MasterNotice, tag=66):
     nonce: U64 = 0
     gone: Annotated[tuple[Gone, ...], Meta(max_length=GONE_MAX)] = ()
 
-    def by_rank(self, number: int) -> tuple[int, ...]:
-        """The peers by rank; a peer that is alone has a rank too."""
-        return self.rings[0].order if self.rings else (number,)
-
     @property
     def names(self) -> dict[int, str]:
         """Descriptions of the peers by their numbers."""

@@ -394,6 +394,6 @@ def test_a_call_that_begins_when_the_membership_has_just_ended() -> None:
                 in_threads([call], PATIENCE_S)
         begun = client.call()
         barrier = operands.barrier()
-        client.collective(begun, 0, barrier, choose(barrier.work, 0, client.conditions))
+        client.collective(begun, 0, barrier, choose(barrier.work, 0, client.knowledge.conditions))
         client.on_end(begun, heard.append)
         assert heard == [begun.end] != [None]

@@ -15,7 +15,6 @@ import pccl
 from pccl import operands
 from pccl.membership import KnownRanks
 from pccl.operands import Ranks
-from pccl.protocol import messages as m
 
 Array = np.ndarray[Any, Any]
 DTYPES = [name for name in oracle.DTYPES if name != "bfloat16"]
@@ -443,9 +442,7 @@ def test_root_first_is_the_oldest_member() -> None:
 
 def test_the_first_may_have_any_rank() -> None:
     known = KnownRanks()
-    infos = tuple(m.PeerInfo(number, 0, "", 1, "", "") for number in (7, 3, 9))
-    plan = m.Plan(1, infos, (m.Ring((7, 3, 9), 1),), 0)
-    known.update(plan, 9)
+    known.update((7, 3, 9))
     assert known.of(9) == Ranks(rank=2, members=3, first=1)
     assert operands.broadcast(np.zeros(3), "first", known.of(9)).work.root == 1
     assert operands.broadcast(np.zeros(3), np.int64(2), known.of(9)).work.root == 2

@@ -150,9 +150,9 @@ def test_a_command_wakes_only_a_waiting_thread() -> None:
         assert not inbox.may_wait(), "the command would lie there for ever"
         inbox.post(lambda: done.append(2))  # it is about to wait
         assert woken(waiter)
-        inbox.works()
+        inbox.carry_out()
         inbox.post(lambda: done.append(3))
-        assert not woken(waiter) and not done
+        assert not woken(waiter) and done == [1, 2]
         inbox.carry_out()
         assert done == [1, 2, 3] and inbox.may_wait()
     finally:

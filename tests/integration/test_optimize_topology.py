@@ -83,7 +83,7 @@ def test_several_rings_share_out_the_data(slow_pairs: set[frozenset[int]], size:
     with Cluster(size) as cluster:
         cluster.each(lambda _, comm: comm.optimize_topology())
         clients = [client_of(comm) for comm in cluster.comms]
-        rings = {client.plan.rings for client in clients if client is not None}
+        rings = {client.knowledge.plan.rings for client in clients if client is not None}
         assert len(rings) == 1
         assert len(rings.pop()) == {3: 2, 4: 6}[size]
         by_rank = sorted(cluster.comms, key=lambda comm: comm.rank)

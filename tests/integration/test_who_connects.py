@@ -269,21 +269,21 @@ def test_a_former_member_cannot_forge_chunks() -> None:
         client = client_of(cluster.comms[0])
         draw = random.Random(1)
         push.linger = 0
-        push.plain_username = str(client.number).encode()
-        push.plain_password = f"{client.plan.nonce:016x}".encode()
+        push.plain_username = str(client.knowledge.number).encode()
+        push.plain_password = f"{client.knowledge.plan.nonce:016x}".encode()
         push.connect(f"tcp://127.0.0.1:{client._engine.port}")
 
         def job(index: int, comm: pccl.Communicator) -> int:
             succeeded = 0
             for step in range(50):
                 x = np.full(COUNT, float(index + step), np.float32)
-                seq, forges = client.peer.knowledge.last_seq + 1, index == 0 and step % 2 == 1
+                seq, forges = client.knowledge.last_seq + 1, index == 0 and step % 2 == 1
                 if forges:
-                    push.send_multipart(forged(client.peer.run, seq, 0, draw))
+                    push.send_multipart(forged(client.knowledge.run, seq, 0, draw))
                 handle = comm.all_reduce_async(x, x, op=pccl.ReduceOp.SUM)
                 if forges:
-                    wait_until(lambda: client.peer.knowledge.last_seq >= seq)  # noqa: B023
-                    push.send_multipart(forged(client.peer.run, seq, 1, draw))
+                    wait_until(lambda: client.knowledge.last_seq >= seq)  # noqa: B023
+                    push.send_multipart(forged(client.knowledge.run, seq, 1, draw))
                 if handle.wait()[0]:
                     assert (x == 2 * step + 1).all()
                     succeeded += 1

@@ -48,7 +48,7 @@ def founded() -> SimulatedRun:
     """A run with a first peer that does nothing."""
     run = SimulatedRun(0)
     founder = run.add(idle)
-    while not founder.machine.accepted:
+    while not founder.machine.knowledge.accepted:
         run.step()
     return run
 
@@ -131,7 +131,7 @@ def cut_off(script: str) -> set[conversation.Line]:
     """The lines used by a peer in a collective while its master dies and comes back."""
     one = Belonging()
     machine, perform, hear = one.machine, one.perform, one.hear
-    perform(machine.collective(2, 0, m.Spec("all_reduce", 0, 10, 1)))
+    perform(machine.collective(Collective(2, 0, m.Spec("all_reduce", 0, 10, 1))))
     hear(m.Started(2, 1, 1))
     happens: dict[str, Callable[[], None]] = {
         "lost": lambda: perform(machine.disconnected("the master died")),
@@ -231,7 +231,7 @@ def sent(actions: list[Effect]) -> list[m.PeerMessage]:
 
 def test_an_op_that_fails_after_its_completion_is_reported_once() -> None:
     machine = member(epoch=5)
-    machine.collective(2, 0, m.Spec("all_reduce", 0, 10, 1))
+    machine.collective(Collective(2, 0, m.Spec("all_reduce", 0, 10, 1)))
     machine.received(m.Started(2, 9, 5))
     assert sent(machine.engine_complete(2, False, 0, 0)) == [m.FinishVote(9, True)]
     assert sent(machine.engine_failed(2, "no memory to send it on")) == [

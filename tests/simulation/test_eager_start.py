@@ -11,6 +11,7 @@ from simulation.run import Program, SimPeer, SimulatedRun, Thread
 from pccl.protocol import messages as m
 from pccl.protocol.master.collectives import predecessors
 from pccl.protocol.peer import Peer, effects
+from pccl.protocol.peer.calls import Collective
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote
 from pccl.types import Result
 
@@ -33,7 +34,7 @@ def reducer(size: int, slips: float) -> Program:
     def thread(peer: SimPeer, tag: int) -> Thread:
         for _ in range(STEPS):
             work = OTHER if peer.run.random.random() < slips else WORK
-            while peer.machine.world.local_size > 1:
+            while peer.machine.knowledge.world.local_size > 1:
                 end = yield from peer.awaits(peer.launch(tag, work), tag)
                 if isinstance(end, effects.Answer):
                     break
@@ -44,7 +45,7 @@ def reducer(size: int, slips: float) -> Program:
             peer.leave()
 
     def program(peer: SimPeer) -> Thread:
-        while peer.machine.world.local_size < size:
+        while peer.machine.knowledge.world.local_size < size:
             yield from peer.update_topology()
         for tag in range(TAGS):
             peer.start_thread(thread(peer, tag))
@@ -65,7 +66,7 @@ def story(seed: int) -> SimulatedRun:
     size, slips = draw.randint(2, 4), draw.choice([0.0, 0.0, 0.1])
     for _ in range(size):
         run.add(reducer(size, slips))
-    while any(peer.machine.world.local_size < size for peer in run.peers):
+    while any(peer.machine.knowledge.world.local_size < size for peer in run.peers):
         run.step()
     for event in draw.choices(["kill", "restart", "take", "take"], k=draw.choice([0, 1, 3])):
         for _ in range(draw.randint(0, 200)):
@@ -104,7 +105,7 @@ def test_a_start_names_the_calls_of_the_predecessors() -> None:
 
 
 def effect_kinds(peer: Peer, call: int, work: m.Spec = WORK) -> list[type]:
-    return [type(effect) for effect in peer.collective(call, 0, work)]
+    return [type(effect) for effect in peer.collective(Collective(call, 0, work))]
 
 
 def reduced(peer: Peer, call: int, epoch: int, ok: bool = True) -> None:
@@ -118,7 +119,7 @@ def test_a_collective_begins_if_another_one_has_committed_in_the_epoch() -> None
     enter = [effects.RegisterOp, effects.Send]
     begin = [effects.RegisterOp, effects.EagerOp, effects.Send]
     peer = member(2, 3)
-    plan = peer.plan
+    plan = peer.knowledge.plan
     assert effect_kinds(peer, 2) == enter
     reduced(peer, 2, 1)
     assert effect_kinds(peer, 3) == begin
@@ -136,10 +137,10 @@ def test_a_collective_begins_if_another_one_has_committed_in_the_epoch() -> None
 
 def test_a_collective_of_an_earlier_epoch_proves_nothing_of_the_next() -> None:
     peer = member(2, 3)
-    plan = peer.plan
-    peer.collective(2, 0, WORK)
+    plan = peer.knowledge.plan
+    peer.collective(Collective(2, 0, WORK))
     peer.received(m.Started(2, 2, 1, nonce=2))
-    peer.collective(3, 1, WORK)
+    peer.collective(Collective(3, 1, WORK))
     peer.engine_complete(2, True, 0, 0)
     peer.received(msgspec.structs.replace(plan, epoch=2))
     peer.received(m.Started(3, 3, 2, nonce=3))
@@ -149,7 +150,7 @@ def test_a_collective_of_an_earlier_epoch_proves_nothing_of_the_next() -> None:
 
 def test_the_start_repeats_the_predecessors_calls_to_the_engine() -> None:
     peer = member(2, 3)
-    peer.collective(2, 0, WORK)
+    peer.collective(Collective(2, 0, WORK))
     (start,) = [
         effect
         for effect in peer.received(m.Started(2, 2, 1, nonce=2, calls=(77,)))

@@ -12,6 +12,7 @@ from pccl.protocol.master.collectives import SMALL_BYTES_MAX
 from pccl.protocol.master.effects import WHY_MAX
 from pccl.protocol.master.inputs import Resume
 from pccl.protocol.peer import Peer
+from pccl.protocol.peer.calls import Collective
 from pccl.protocol.peer.effects import Fail, Fault, Send
 from pccl.protocol.peer.state import OUTCOMES_KEPT
 from pccl.runtime.limits import STRANGER_BYTES
@@ -114,10 +115,10 @@ def test_a_failure_that_cannot_be_is_not_believed() -> None:
 
 def test_a_peer_reports_a_failure_to_the_next_master() -> None:
     machine = member()
-    machine.collective(2, 0, WORK)
+    machine.collective(Collective(2, 0, WORK))
     lost, called = Result.RANK_CONNECTION_LOST.value, m.Called.COLLECTIVE
     machine.received(m.CallError(2, lost, "first", 0, 9, called, 0))
-    machine.collective(3, 1, WORK)
+    machine.collective(Collective(3, 1, WORK))
     machine.disconnected("a restart")
     machine.reconnected()
     second = m.Failure(10, called, 1, (), lost, "second", 0)
@@ -167,7 +168,7 @@ def test_a_failure_known_to_all_is_not_reported_to_the_next_master() -> None:
     """Some peers may have missed the start of a failed collective, and an earlier failure."""
     for ok, left in ((True, [3]), (False, [2, 3])):
         machine = failed_twice()
-        machine.collective(9, 0, WORK)
+        machine.collective(Collective(9, 0, WORK))
         machine.received(m.Started(9, 5, 1))
         machine.received(m.Finished(5, ok))
         machine.disconnected("a restart")

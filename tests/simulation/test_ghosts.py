@@ -10,6 +10,7 @@ from simulation.manual import member
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
+from pccl.protocol.peer.calls import Collective
 
 WORK = m.Spec("all_reduce", 0, 10, 2)
 BIG = m.Spec("all_reduce", 0, 10, 1000)
@@ -26,7 +27,7 @@ def ends(actions: list[effects.Effect]) -> list[effects.Answer | effects.Fail]:
 
 def test_a_limit_holds_while_the_master_is_away() -> None:
     peer = member(2)
-    peer.collective(2, 0, WORK, DATA)
+    peer.collective(Collective(2, 0, WORK, DATA))
     peer.update_topology(3)
     assert not ends(peer.time_out(2, "its caller gave up after 1 s"))  # the master is asked
     (lost,) = ends(peer.disconnected("the connection broke"))
@@ -41,7 +42,7 @@ def test_a_limit_holds_while_the_master_is_away() -> None:
 
 def test_a_peer_that_hears_a_false_failure_leaves() -> None:
     peer = member(2)
-    peer.collective(2, 0, WORK, DATA)
+    peer.collective(Collective(2, 0, WORK, DATA))
     peer.disconnected("the connection broke")
     peer.time_out(2, "its caller gave up after 1 s")
     peer.reconnected()
@@ -109,7 +110,7 @@ def test_a_peer_leaves_if_the_round_that_it_gave_up_has_committed(
 
 def test_a_caller_taken_by_an_exception_stays() -> None:
     peer = member(2)
-    peer.collective(2, 0, WORK, DATA)
+    peer.collective(Collective(2, 0, WORK, DATA))
     (gone,) = ends(peer.cancel(2))
     assert isinstance(gone, effects.Fail) and gone.fault is effects.Fault.OTHER
     actions = peer.received(m.Started(2, 5, 1, DATA, True))
@@ -121,10 +122,12 @@ def test_a_caller_taken_by_an_exception_stays() -> None:
 
 def test_the_next_call_waits_for_the_ghost_in_its_place() -> None:
     peer = member(2)
-    peer.collective(2, 0, WORK, DATA)
+    peer.collective(Collective(2, 0, WORK, DATA))
     assert said(peer.cancel(2)) == [m.Withdraw(2)]
-    assert not said(peer.collective(3, 0, WORK, DATA))
-    assert [type(one) for one in said(peer.collective(4, 1, WORK, DATA))] == [m.StartVote]
+    assert not said(peer.collective(Collective(3, 0, WORK, DATA)))
+    assert [type(one) for one in said(peer.collective(Collective(4, 1, WORK, DATA)))] == [
+        m.StartVote
+    ]
     refused = m.CallError(2, 5, "waited for peer 1", m.Cause.TIMEOUT)
     (vote,) = said(peer.received(refused))
     assert isinstance(vote, m.StartVote) and vote.call == 3
@@ -132,9 +135,9 @@ def test_the_next_call_waits_for_the_ghost_in_its_place() -> None:
 
 def test_a_call_behind_an_abandoned_one_can_be_given_up() -> None:
     peer = member(2)
-    peer.collective(2, 0, WORK, DATA)
+    peer.collective(Collective(2, 0, WORK, DATA))
     peer.cancel(2)
-    peer.collective(3, 0, WORK, DATA)
+    peer.collective(Collective(3, 0, WORK, DATA))
     (end,) = ends(peer.time_out(3, "its caller gave up after 1 s"))
     assert isinstance(end, effects.Fail) and end.call == 3
     assert not peer.received(m.CallError(2, 5, "waited for peer 1", m.Cause.TIMEOUT))
@@ -142,7 +145,7 @@ def test_a_call_behind_an_abandoned_one_can_be_given_up() -> None:
 
 def test_a_running_call_is_aborted_and_settled_first() -> None:
     peer = member(2)
-    peer.collective(2, 0, BIG)
+    peer.collective(Collective(2, 0, BIG))
     peer.received(m.Started(2, 5, 1))
     actions = peer.cancel(2)
     assert effects.AbortOp(2) in actions and not ends(actions)
@@ -155,7 +158,7 @@ def test_a_running_call_is_aborted_and_settled_first() -> None:
 
 def test_a_complete_call_is_restored_when_its_caller_goes() -> None:
     peer = member(2)
-    peer.collective(2, 0, BIG)
+    peer.collective(Collective(2, 0, BIG))
     peer.received(m.Started(2, 5, 1))
     peer.engine_complete(2, False, 0, 0)
     actions = peer.cancel(2)
@@ -166,7 +169,7 @@ def test_a_complete_call_is_restored_when_its_caller_goes() -> None:
 
 def test_a_start_that_crosses_gets_a_no() -> None:
     peer = member(2)
-    peer.collective(2, 0, BIG)
+    peer.collective(Collective(2, 0, BIG))
     peer.cancel(2)
     peer.engine_settled(2, 0, 0)
     (vote,) = said(peer.received(m.Started(2, 5, 1)))

@@ -11,6 +11,7 @@ from pccl.protocol.master.inputs import Dialled, Disconnected, Farewell, Resume,
 from pccl.protocol.master.synchronizations import STALLS_MAX
 from pccl.protocol.master.topology import ATTEMPTS
 from pccl.protocol.peer import Peer
+from pccl.protocol.peer.calls import Collective
 from pccl.protocol.peer.effects import Fail, Fault, Send
 from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
@@ -316,7 +317,7 @@ def test_all_peers_get_the_causes_timeout_and_loss() -> None:
 def running_peer() -> Peer:
     """A peer in a collective, which is its call 2 and seq 9."""
     machine = member()
-    machine.collective(2, 0, WORK)
+    machine.collective(Collective(2, 0, WORK))
     machine.received(m.Started(2, 9, 1))
     return machine
 
@@ -395,7 +396,7 @@ def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
 
 def test_the_error_of_an_engine_reaches_the_other_peers() -> None:
     machine = member()
-    machine.collective(2, 0, WORK)
+    machine.collective(Collective(2, 0, WORK))
     machine.engine_failed(2, "no memory for 7 arrays")
     said = [a.message for a in machine.received(m.Started(2, 9, 1)) if isinstance(a, Send)]
     assert said == [m.FinishVote(9, False, "no memory for 7 arrays")]

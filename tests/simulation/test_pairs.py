@@ -8,6 +8,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.inputs import Resume, Tick
 from pccl.protocol.peer import Peer, effects
+from pccl.protocol.peer.calls import Collective
 from pccl.protocol.peer.collectives import tag_of_send
 from pccl.protocol.ring import RingPlace
 from pccl.protocol.tuning import Tuning, choose
@@ -333,13 +334,13 @@ def sent(peer: Peer) -> Tuning:
 
 def send(peer: Peer, call: int, to: int) -> list[effects.Effect]:
     """It sends, and the other one has voted; up to the start of the op."""
-    peer.collective(call, 0, SEND, pair=(2, to))
+    peer.collective(Collective(call, 0, SEND, pair=(2, to)))
     return peer.received(m.Started(call, 10 + call, 1, nonce=call))
 
 
 def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
     peer = member(2, 3)
-    register, said = peer.collective(2, 0, SEND, stuck=True, pair=(2, 3))
+    register, said = peer.collective(Collective(2, 0, SEND, stuck=True, pair=(2, 3)))
     assert isinstance(register, effects.RegisterOp) and register.tag == tag_of_send(0, (2, 3))
     assert said == effects.Send(m.StartVote(2, 0, SEND, stuck=True, pair=(2, 3)))
     place = RingPlace(1, members=2, position=0)
@@ -349,7 +350,7 @@ def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
     peer.engine_complete(2, True, 20, 0)
     assert peer.received(m.Finished(12, True)) == [effects.Answer(2, effects.Reduced(2, 20, 0))]
     assert send(peer, 3, 3) == [effects.StartOp(3, 13, 3, (place,), sent(peer))]
-    peer.collective(4, 0, SEND, pair=(3, 2))  # a receiver opens none
+    peer.collective(Collective(4, 0, SEND, pair=(3, 2)))  # a receiver opens none
     place = RingPlace(0, members=2, position=1)
     assert peer.received(m.Started(4, 14, 1, nonce=9)) == [
         effects.StartOp(4, 14, 9, (place,), sent(peer))
@@ -360,7 +361,7 @@ def test_a_sender_with_a_lost_stream_fails_and_opens_another() -> None:
     peer = member(2, 3)
     send(peer, 2, 3)
     send(peer, 3, 1)
-    peer.collective(4, 5, WORK)
+    peer.collective(Collective(4, 5, WORK))
     peer.received(m.Started(4, 20, 1, nonce=1))
     for call in (2, 3, 4):
         peer.engine_complete(call, True, 20, 0)
@@ -381,9 +382,9 @@ def test_streams_are_closed_when_their_peer_has_left() -> None:
 
 def test_a_ghost_is_in_the_way_of_the_same_send_alone() -> None:
     peer = member(2, 3)
-    peer.collective(2, 0, SEND, pair=(2, 3))
+    peer.collective(Collective(2, 0, SEND, pair=(2, 3)))
     peer.cancel(2)
     peer.engine_settled(2, 0, 0)
-    assert not peer.collective(3, 0, SEND, pair=(2, 3))
+    assert not peer.collective(Collective(3, 0, SEND, pair=(2, 3)))
     for call, pair in ((4, (3, 2)), (5, (2, 1)), (6, ())):
-        assert peer.collective(call, 0, SEND if pair else WORK, pair=pair)
+        assert peer.collective(Collective(call, 0, SEND if pair else WORK, pair=pair))

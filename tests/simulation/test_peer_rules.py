@@ -7,6 +7,7 @@ from simulation.manual import WORK, member
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer
+from pccl.protocol.peer.calls import Collective
 from pccl.protocol.peer.effects import Arrange, Effect, Fail, Fault, MembersChanged, Send, Waits
 from pccl.protocol.rounds import Grace
 from pccl.types import Result
@@ -30,7 +31,7 @@ def test_a_peer_is_idle_without_collectives_and_transfers() -> None:
     peer = member()
     peer.are_peers_pending(2)
     assert peer.idle and not peer.moves, "it has no memory of a caller"
-    peer.collective(3, 0, WORK)
+    peer.collective(Collective(3, 0, WORK))
     assert not peer.idle and not peer.moves, "nothing has started"
     peer.received(m.Started(3, 9, 1))
     assert not peer.idle and peer.moves and peer.moving == [3]
@@ -53,10 +54,10 @@ def test_a_vote_is_sent_at_once_if_nothing_is_in_its_way() -> None:
     """It says which seq the peer has heard of last."""
     peer = member()
     assert peer.heard_if_free == 0
-    peer.collective(2, 0, SMALL, b"1234")
+    peer.collective(Collective(2, 0, SMALL, b"1234"))
     peer.received(m.Started(2, 9, 1, b"5678", final=True))
     assert peer.heard_if_free == 9
-    peer.collective(3, 0, SMALL, b"1234")
+    peer.collective(Collective(3, 0, SMALL, b"1234"))
     assert peer.heard_if_free == 9 and not peer.awaits_withdrawal(3)
     peer.cancel(3)
     assert peer.heard_if_free is None and peer.awaits_withdrawal(3)
@@ -75,7 +76,7 @@ def test_a_peer_asks_what_a_call_waits_for() -> None:
     peer = member()
     peer.update_topology(2)
     assert sent(peer.inquire(2)) == [m.Inquire(2, 0)]
-    peer.collective(3, 0, WORK)
+    peer.collective(Collective(3, 0, WORK))
     assert sent(peer.inquire(3)) == [m.Inquire(3, 0)]
     peer.received(m.Started(3, 9, 1))
     assert sent(peer.inquire(3)) == [m.Inquire(3, 9)]
@@ -111,7 +112,7 @@ def test_a_peer_tells_who_has_joined_and_who_is_gone_and_why() -> None:
     assert changed == MembersChanged(
         (joined,), (f"{lost}s connection broke",), (left,), 2, begun=False
     )
-    peer.collective(2, 0, SMALL, b"1234")
+    peer.collective(Collective(2, 0, SMALL, b"1234"))
     peer.received(m.Started(2, 9, 3, b"5678", final=True))
     (changed,) = [one for one in peer.received(members(4, 1)) if isinstance(one, MembersChanged)]
     lost = "peer 4 (h:1004): the run goes on without it"
@@ -130,7 +131,7 @@ def test_the_first_plan_of_a_newcomer_is_no_change() -> None:
 
 def test_a_peer_reports_whom_it_cannot_reach() -> None:
     peer = member(1, 3)
-    other = peer.plan.peers[1]
+    other = peer.knowledge.plan.peers[1]
     assert peer.unreached(other, "y" * 5000) == [Send(m.Unreached(2, 1, "y" * 1000))]
     peer.optimize(2, 3)
     assert not peer.unreached(other, "refused"), "a probe has a result: there is no link"
@@ -184,13 +185,13 @@ def test_all_calls_of_a_dropped_peer_fail(
     """Those that wait with what is wrong with them, and later ones with the end of the run."""
     peer = member()
     peer.update_topology(2)
-    peer.collective(3, 0, SMALL, b"1234")
+    peer.collective(Collective(3, 0, SMALL, b"1234"))
     result = Result(told.result)
     assert ends(peer.received(told)) == [(call, now, result) for call in (2, 3)]
     assert peer.over is not None and (peer.over.why, peer.over.fault) == (why, fault)
     assert ends(peer.update_topology(4)) == [(4, fault, result)]
     assert not peer.time_out(4, "late") and not peer.received(m.TopologyResult(2, 1))
-    assert peer.world == m.World(0, 0, 0, 0) and peer.idle
+    assert peer.knowledge.world == m.World(0, 0, 0, 0) and peer.idle
 
 
 def test_a_peer_that_was_never_registered_does_not_come_back() -> None:
@@ -251,7 +252,7 @@ def test_a_peer_says_that_it_ran_out_of_memory() -> None:
         (m.Cause.OTHER, "for 7 arrays"),
     ):
         peer = member()
-        peer.collective(2, 0, WORK)
+        peer.collective(Collective(2, 0, WORK))
         peer.received(m.Started(2, 9, 1))
         vote = m.FinishVote(9, False, why, cause)
         assert sent(peer.engine_failed(2, "for 7 arrays", cause=cause)) == [vote]
@@ -265,9 +266,9 @@ def test_a_caller_whose_time_is_up_waits_for_what_the_master_says() -> None:
     assert not peer.time_out(99, "its time is up"), "of a call that has ended"
     peer.sync(3, 4, m.Manifest(0, 0, ()))
     assert peer.time_out(3, "its time is up") == [Send(m.Withdraw(3))]
-    peer.collective(5, 0, WORK)
+    peer.collective(Collective(5, 0, WORK))
     assert peer.time_out(5, "its time is up") == [Send(m.Withdraw(5))]
-    peer.collective(6, 1, WORK)
+    peer.collective(Collective(6, 1, WORK))
     peer.received(m.Started(6, 9, 1))
     peer.engine_complete(6, True, 0, 0)
     assert peer.time_out(6, "its time is up") == [Send(m.Withdraw(6, 9))]

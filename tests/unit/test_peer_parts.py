@@ -208,7 +208,7 @@ SMALL = m.Spec("all_reduce", 0, 0, 4)
 
 def small(parts: PeerParts, call: int) -> Collective:
     """A collective whose data has gone with its vote."""
-    one = Collective(call, call, SMALL, data=b"1234", settled=True)
+    one = Collective(call, call, SMALL, data=b"1234")
     parts.collectives.enter(one, sent=True)
     return one
 

@@ -65,20 +65,27 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 }
 
 
+def place(tag: int, pair: tuple[int, ...]) -> int | str:
+    """A key that no two collectives of a peer may share at the same time."""
+    return f"{tag} from peer {pair[0]} to peer {pair[1]}" if pair else tag
+
+
 @dataclass(slots=True)
 class Collective:
     call: int
     tag: int
     work: m.Spec
-    data: bytes | None = None  # the contribution if it travels with the vote; later the result
-    stuck: bool = False
-    rows: Rows = NO_ROWS
+    # the contribution if it travels with the vote, and the engine has no part in it; later the
+    # result
+    data: bytes | None = None
+    stuck: bool = False  # whether this peer makes no other call before the answer
+    rows: Rows = NO_ROWS  # how many are for each rank, and from each, unless it is one each
     pair: tuple[int, ...] = ()  # in a send: the sender and the receiver
-    nbytes: int = 0  # reduced, or gathered, as they go over the wire
+    nbytes: int = 0  # as in `tuning.choose`
     state: State = State.VOTING
     seq: int = 0
     members: tuple[int, ...] = ()
-    settled: bool = False
+    settled: bool = False  # whether the engine does not refer to the memory, or no longer
     outcome: Fail | bool | None = None
     impatient: bool = False  # the caller has withdrawn
     parting: Fail | None = None  # the answer to a caller that does not wait for the outcome
@@ -104,14 +111,8 @@ class Collective:
         return self.state is State.COMPLETE and self.outcome is None and self.data is None
 
     def vote(self, heard: int) -> m.StartVote:
-        stuck, rows = self.stuck, self.rows
-        data, pair = self.data, self.pair
-        return m.StartVote(self.call, self.tag, self.work, data, heard, stuck, *rows, pair)
-
-    @property
-    def place(self) -> int | str:
-        """A key that no two calls of a peer may share at the same time."""
-        return f"{self.tag} of {self.pair}" if self.pair else self.tag
+        what = self.tag, self.work, self.data
+        return m.StartVote(self.call, *what, heard, self.stuck, *self.rows, self.pair)
 
     @property
     def title(self) -> str:

@@ -25,7 +25,16 @@ import xxhash
 from msgspec.structs import replace
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.calls import GONE, WHY_MAX, Collective, Event, State, failed, timed_out
+from pccl.protocol.peer.calls import (
+    GONE,
+    WHY_MAX,
+    Collective,
+    Event,
+    State,
+    failed,
+    place,
+    timed_out,
+)
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -91,6 +100,7 @@ class Collectives(Part):
     def enter(self, one: Collective, sent: bool) -> None:
         """A caller enters a collective; `sent`: its vote was already sent."""
         self._by_call[one.call] = one
+        one.settled = one.data is not None
         if not one.settled:
             run, tag = self._knowledge.run, one.tag
             if one.pair:
@@ -326,7 +336,7 @@ class Collectives(Part):
         self._withdrawals.pop(one.call, None)
         if one.outcome is not None:
             return
-        self._abandoned.add(one.call, one.place, fail.fault is Fault.TIMEOUT)
+        self._abandoned.add(one.call, place(one.tag, one.pair), fail.fault is Fault.TIMEOUT)
         one.parting = replace(fail, phase=one.phase)
         if one.move(Event.LEFT) and not one.settled:
             self._outbox.do(AbortOp(one.call))

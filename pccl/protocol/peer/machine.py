@@ -25,6 +25,7 @@ Parts
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 from msgspec.structs import replace
@@ -33,14 +34,13 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import (
     ENTERING,
     GONE,
-    NO_ROWS,
     WHY_MAX,
     Collective,
-    Rows,
     State,
     Vote,
     Votes,
     abandoned,
+    place,
     refused,
     timed_out,
 )
@@ -111,22 +111,6 @@ class Peer:
         return self.knowledge.number
 
     @property
-    def run(self) -> int:
-        return self.knowledge.run
-
-    @property
-    def accepted(self) -> bool:
-        return self.knowledge.accepted
-
-    @property
-    def plan(self) -> m.Plan:
-        return self.knowledge.plan
-
-    @property
-    def world(self) -> m.World:
-        return self.knowledge.world
-
-    @property
     def over(self) -> Fail | None:
         return self.knowledge.over
 
@@ -140,8 +124,9 @@ class Peer:
 
         If it can, the vote is all that such a call would send.
         """
-        free = self._outbox.known and self.over is None and not self._abandoned
-        return self.knowledge.last_seq if free else None
+        known = self.knowledge
+        free = self._outbox.known and known.over is None and not self._abandoned
+        return known.last_seq if free else None
 
     def awaits_withdrawal(self, call: int) -> bool:
         """True until the master confirms that it has taken back the vote of a call."""
@@ -191,27 +176,10 @@ class Peer:
             self._outbox.send(m.Inquire(call, 0 if one is None else one.seq))
         return self._outbox.take()
 
-    def collective(
-        self,
-        call: int,
-        tag: int,
-        work: m.Spec,
-        data: bytes | None = None,
-        stuck: bool = False,
-        sent: bool = False,
-        rows: Rows = NO_ROWS,
-        pair: tuple[int, ...] = (),
-        nbytes: int = 0,
-    ) -> list[Effect]:
-        """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
-
-        With `data`, the contribution, the master reduces and the engine has no part in it.
-        `sent`: its vote was already sent (`heard_if_free`). `rows`: how many rows are for each
-        rank, and from each, unless it is one each. `pair`: the sender and the receiver of a send.
-        `nbytes`: as in `tuning.choose`.
-        """
-        one = Collective(call, tag, work, data, stuck, rows, pair, nbytes, settled=data is not None)
-        return self._enter(call, one.place, lambda: self.collectives.enter(one, sent))
+    def collective(self, one: Collective, sent: bool = False) -> list[Effect]:
+        """Answered with a `Reduced`. `sent`: its vote was already sent (`heard_if_free`)."""
+        enter = partial(self.collectives.enter, one, sent)
+        return self._enter(one.call, place(one.tag, one.pair), enter)
 
     def sync(self, call: int, serve_op: int, manifest: m.Manifest) -> list[Effect]:
         """Answered with a `Synced`; zero or more `Follow` effects come before.
@@ -260,9 +228,10 @@ class Peer:
 
     def _dead(self, call: int) -> bool:
         """True if this peer is out of the run; then answers the call."""
-        if self.over is not None:
-            self._outbox.do(replace(self.over, call=call))
-        return self.over is not None
+        over = self.knowledge.over
+        if over is not None:
+            self._outbox.do(replace(over, call=call))
+        return over is not None
 
     # ---- callers that leave ----
 
@@ -339,7 +308,7 @@ class Peer:
 
     def received(self, message: m.MasterMessage) -> list[Effect]:
         handler = self._by_type.get(type(message))
-        if handler is not None and self.over is None:  # after the end, nothing counts
+        if handler is not None and self.knowledge.over is None:  # after the end, nothing counts
             handler(message)
         return self._outbox.take()
 
@@ -498,7 +467,7 @@ class Peer:
         if self._streams.is_direct(stream):
             self._streams.unreached(info.peer)
         elif transfer is None or not transfer.optimizes:
-            self._outbox.send(m.Unreached(info.peer, self.plan.epoch, why[:WHY_MAX]))
+            self._outbox.send(m.Unreached(info.peer, self.knowledge.plan.epoch, why[:WHY_MAX]))
         return self._outbox.take()
 
     def rendezvous(self, request: m.RendezvousRequest) -> list[Effect]:
@@ -520,7 +489,7 @@ class Peer:
         hello, known = self._hello, self.knowledge
         if self.over is not None or hello is None:
             return self._outbox.take()
-        if not self.accepted:  # and so it knows nothing of the run
+        if not known.accepted:  # and so it knows nothing of the run
             known.plan, known.world = NO_PLAN, NO_WORLD
             self._outbox.do(Send(hello))
             return self._outbox.take()
@@ -530,7 +499,7 @@ class Peer:
             hello.protocol,
             hello.version,
             hello.arithmetic,
-            self.run,
+            known.run,
             known.info(self.number),
             known.plan.peers,
             known.plan.epoch,

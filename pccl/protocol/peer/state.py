@@ -61,6 +61,11 @@ class Knowledge:
         return self._members
 
     @property
+    def by_rank(self) -> tuple[int, ...]:
+        """The peers by rank; a peer that is alone has a rank too."""
+        return self.plan.rings[0].order if self.plan.rings else (self.number,)
+
+    @property
     def conditions(self) -> Conditions:
         """The conditions of collectives under the plan; from any thread."""
         (plan, found), now = self._conditions, self.plan

@@ -173,14 +173,11 @@ class Deadline:
         """Seconds left; None: no limit."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
-    def next(self, client: Caller, call: Call) -> Note:
-        """The call's next note. If it takes long, the log says why."""
-        note = self.next_within(client, call, math.inf)
-        assert note is not None
-        return note
+    def next(self, client: Caller, call: Call, seconds: float = math.inf) -> Note | None:
+        """The call's next note, or None if none comes within `seconds`.
 
-    def next_within(self, client: Caller, call: Call, seconds: float) -> Note | None:
-        """The call's next note, or None if none comes within `seconds`."""
+        If it takes long, the log says why.
+        """
         due = time.monotonic() + seconds
         while True:
             until = [limits.QUIET_S, due - time.monotonic()]
@@ -198,7 +195,7 @@ class Deadline:
         try:
             seconds = next(steps)
             while True:
-                seconds = steps.send(self.next_within(client, call, seconds))
+                seconds = steps.send(self.next(client, call, seconds))
         except StopIteration as end:
             result: T = end.value
             return result

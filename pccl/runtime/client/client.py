@@ -16,12 +16,12 @@ from pccl.ext import ffi
 from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
-from pccl.protocol.tuning import Conditions, Settings, Tuning
+from pccl.protocol.peer.calls import Collective
+from pccl.protocol.tuning import Settings, Tuning
 from pccl.runtime import limits, tcp
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.call_metrics import CallMetrics
 from pccl.runtime.client.control import ControlThread, System
-from pccl.runtime.client.engine import Engine
 from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.ops import PeerDriver, PendingCalls
 from pccl.runtime.config import Config
@@ -37,6 +37,7 @@ class PeerClient(ControlThread):
 
     Attributes:
         peer: the state machine.
+        knowledge: what it knows of the run, as of the last answer.
         metrics: the cost of its calls.
 
     Raises:
@@ -60,6 +61,7 @@ class PeerClient(ControlThread):
     ) -> None:
         settings = Settings(config.inline_bytes, pool_size, config.lanes, streams_max())
         self.peer = peer = Peer(address_text(host, port), settings)
+        self.knowledge = peer.knowledge
         super().__init__(
             host,
             port,
@@ -76,30 +78,17 @@ class PeerClient(ControlThread):
         self.metrics = metrics = CallMetrics(lambda: self._engine.cpu_s)
         self._pending = PendingCalls(metrics.ended)
         self._driver = PeerDriver(
-            peer, self._engine, self._streams, self._master, self._pending, metrics
+            peer, self._engine, self._streams, self._master, self._pending, metrics, self.now
         )
-        self._timers.append(Progress(self._engine, peer, self.now))
+        self._timers.append(self._driver.progress)
         self._start()
 
     # ---- called by user threads ----
 
-    @property
-    def world(self) -> m.World:
-        """The world sizes as of the last answer."""
-        return self.peer.world
-
-    @property
-    def plan(self) -> m.Plan:
-        return self.peer.plan
-
-    @property
-    def number(self) -> int:
-        return self.peer.number
-
     def explain(self) -> Explanation:
         """The limits of the last collectives, from the metrics and the kernel's facts about the
         connections; from any thread."""
-        metrics, number, plan = self.metrics, self.number, self.plan
+        metrics, number, plan = self.metrics, self.knowledge.number, self.knowledge.plan
         order = plan.rings[0].order if plan.rings else ()
         after = order[(order.index(number) + 1) % len(order)] if number in order else 0
         ends = {address: to for to, address in self._streams.neighbors if to.peer == after}
@@ -126,26 +115,20 @@ class PeerClient(ControlThread):
         """Logs which peers a call waits for."""
         self.post(lambda: self.peer.inquire(call.number))
 
-    @property
-    def conditions(self) -> Conditions:
-        """The conditions for the tuning of a collective, as of the last answer."""
-        return self.peer.knowledge.conditions
-
     def collective(
         self, call: Call, tag: int, operands: Operands, tuning: Tuning, stuck: bool = False
     ) -> None:
         """Enters a collective. `stuck`: the caller makes no other call before the answer."""
-        work, data = tuning.spec, operands.contribution() if tuning.inline else None
+        data = operands.contribution() if tuning.inline else None
+        rows, pair, spec = operands.rows, operands.pair, tuning.spec
+        one = Collective(call.number, tag, spec, data, stuck, rows, pair, tuning.nbytes)
         sent, entered = ffi.new("int32_t *"), False
 
         def begin(number: int) -> list[effects.Effect]:
             nonlocal entered
             entered = True
             self._pending.memory[number] = operands
-            rows, pair, nbytes = operands.rows, operands.pair, tuning.nbytes
-            return self.peer.collective(
-                number, tag, work, data, stuck, bool(sent[0]), rows, pair, nbytes
-            )
+            return self.peer.collective(one, bool(sent[0]))
 
         self._leave_to_begin(call, begin)
         if data is not None:
@@ -154,9 +137,8 @@ class PeerClient(ControlThread):
                     return
                 heard = None if self._pending.closed else self.peer.heard_if_free
                 if heard is not None:
-                    vote = m.StartVote(call.number, tag, work, data, heard, stuck)
                     before, self._driver.mail_waits = self._driver.mail_waits, True
-                    if self._master.dealer.send_now(m.encode(vote), sent):
+                    if self._master.dealer.send_now(m.encode(one.vote(heard)), sent):
                         self._driver.mail_waits = before  # unless an exception comes in between
                         return
         self._inbox.signal()
@@ -253,7 +235,7 @@ class PeerClient(ControlThread):
             self._withdrawing[call.number] = withdrawn
             self._notify_withdrawn()
 
-        if not self._forked:
+        if not self.is_forked:
             insist(settle)
             self._inbox.post(watch)
             withdrawn.wait(limits.WITHDRAWAL_S)
@@ -282,28 +264,3 @@ class PeerClient(ControlThread):
     def _welcomed(self, welcome: m.Welcome) -> None:
         super()._welcomed(welcome)
         self._pending.welcomed(welcome)
-
-
-class Progress:
-    """Asks the engine for the progress of long ops, which the master shows.
-
-    It checks from time to time, and asks about each op that was under way at two checks in a row.
-    """
-
-    def __init__(self, engine: Engine, peer: Peer, now: Callable[[], float]) -> None:
-        self._engine, self._peer, self._now = engine, peer, now
-        self._before: set[int] = set()  # what was under way at the last look
-        self.due_s: float | None = None  # when to check next; None: nothing was under way
-
-    def tick(self) -> None:
-        """Checks, if it is time to."""
-        now_s = self._now()
-        if self.due_s is None:
-            if self._peer.moves:
-                self.due_s, self._before = now_s + limits.PROGRESS_LOOK_S, set(self._peer.moving)
-        elif now_s >= self.due_s:
-            moving = set(self._peer.moving)
-            for op in moving & self._before:
-                self._engine.query(op)
-            self.due_s = now_s + limits.PROGRESS_LOOK_S if self._peer.moves else None
-            self._before = moving

@@ -121,7 +121,7 @@ class RetryPolicy:
         """
         while self._call.left_s != 0:
             left_s = math.inf if self._call.left_s is None else self._call.left_s
-            note = Deadline(None).next_within(client, call, left_s)
+            note = Deadline(None).next(client, call, left_s)
             if not isinstance(note, m.Welcome | None):  # a restarted master sends a second Welcome
                 return note
         raise PCCLTimeoutError(

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -81,13 +82,9 @@ class Inbox:
             self.carry_out()
 
     def may_wait(self) -> bool:
-        """The control thread may wait until `works`. Returns True if there are no commands."""
+        """The control thread may wait until `carry_out`. Returns True if there are no commands."""
         self._waits = True
         return not self._commands
-
-    def works(self) -> None:
-        """The control thread waits no more."""
-        self._waits = False
 
     def forked(self) -> None:
         """In a forked child there is no control thread: commands are dropped."""
@@ -95,6 +92,8 @@ class Inbox:
         self._commands.clear()
 
     def carry_out(self) -> None:
+        """Runs the commands; the control thread waits no more."""
+        self._waits = False
         while self._commands:
             try:
                 command = self._commands.popleft()
@@ -212,7 +211,9 @@ class ControlThread:
         self.failure: BaseException | None = None
         self._numbers = itertools.count(1)
         self._ended = threading.Event()
-        self._leaving = self._forked = False
+        self.is_forked = False  # whether this process is a forked child, which has no such thread
+        self._leaving = False
+        self._due_s = math.inf  # when a timer is due
         self._working = threading.RLock()  # its holder uses the connection to the master
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
@@ -313,11 +314,11 @@ class ControlThread:
     @property
     def over(self) -> effects.Fail | None:
         """Why it is no longer in the run; None while it is."""
-        return forks.FORKED if self._forked else self._machine.over
+        return forks.FORKED if self.is_forked else self._machine.over
 
     def forked(self) -> None:
         """Called in a forked child, which must not use what its parent has."""
-        self._forked = True
+        self.is_forked = True
         self._inbox.forked()
         others = {*self._streams.ends, (self._master.address, self._master.port)}
         forks.close_inherited({self._engine.port, self._rendezvous.port}, self._engine.ipc, others)
@@ -349,7 +350,7 @@ class ControlThread:
             if threading.current_thread() not in self._own_threads:
                 self._ended.wait()
 
-        if not self._forked:
+        if not self.is_forked:
             insist(wait)
 
     @property
@@ -391,12 +392,13 @@ class ControlThread:
 
     def pause(self) -> float | None:
         """How long the control thread waits if nothing happens; None: nothing has a time limit."""
+        due = [each for timer in self._timers if (each := timer.due_s) is not None]
+        self._due_s = min(due, default=math.inf)
         if not self._inbox.may_wait():
             return 0.0
-        if self._machine.over is not None:
+        if not due or self._machine.over is not None:
             return None
-        due = [each for timer in self._timers if (each := timer.due_s) is not None]
-        return max(0.0, min(due) - self.now()) if due else None
+        return max(0.0, self._due_s - self.now())
 
     def turn(self, ready: Sequence[Callable[[], object]]) -> bool:
         """Handles what has happened. Returns False if the thread must end.
@@ -404,7 +406,6 @@ class ControlThread:
         Args:
             ready: reads what has arrived.
         """
-        self._inbox.works()
         with self._working:
             self._work(ready)
         self._worked()
@@ -421,9 +422,9 @@ class ControlThread:
             self._driver.flush()  # each call of a socket may cost a wait for the global lock
             for read in ready:
                 read()
-            self._inbox.carry_out()
-            for timer in self._timers:
-                timer.tick()
+            if self.now() >= self._due_s:
+                for timer in self._timers:
+                    timer.tick()
             while self._exchange():
                 pass
         except Exception as error:

@@ -117,13 +117,6 @@ class Operands:
     wide: Wide | None = None
     result: Callable[[], Any] = nothing
 
-    def place(self, tag: int) -> int | str:
-        """A key that no two calls of a peer may share at the same time."""
-        if not self.pair:
-            return tag
-        giver, taker = self.pair
-        return f"{tag} from peer {giver} to peer {taker}"
-
     @property
     def rows(self) -> Rows:
         """The rows, if the other peers cannot know them; otherwise NO_ROWS."""

@@ -16,6 +16,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.messages import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.tuning import TRANSFER_BYTES, chunk_bytes
+from pccl.runtime import limits
 from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.client.call_metrics import CallMetrics
 from pccl.runtime.client.connection import Machine, MasterConnection
@@ -266,6 +267,33 @@ class Driver:
         return False
 
 
+class Progress:
+    """Asks the engine for the progress of long ops, which the master shows.
+
+    It checks from time to time, and asks about each op that was under way at two checks in a row.
+    """
+
+    def __init__(self, engine: Engine, peer: Peer, now: Callable[[], float]) -> None:
+        self._engine, self._peer, self._now = engine, peer, now
+        self._before: set[int] = set()  # what was under way at the last check
+        self.due_s: float | None = None  # when to check next; None: nothing was under way
+
+    def started(self) -> None:
+        """An op has started."""
+        if self.due_s is None:
+            self._check()
+
+    def tick(self) -> None:
+        if self.due_s is not None and self.due_s <= self._now():
+            for op in self._before.intersection(self._peer.moving):
+                self._engine.query(op)
+            self._check()
+
+    def _check(self) -> None:
+        self._before = set(self._peer.moving)
+        self.due_s = self._now() + limits.PROGRESS_LOOK_S if self._peer.moves else None
+
+
 class PeerDriver(Driver):
     """The driver of a peer."""
 
@@ -277,9 +305,11 @@ class PeerDriver(Driver):
         master: MasterConnection,
         pending: PendingCalls,
         metrics: CallMetrics,
+        now: Callable[[], float],  # the clock
     ) -> None:
         super().__init__(peer, engine, streams, master, pending)
         self._peer, self._metrics = peer, metrics
+        self.progress = Progress(engine, peer, now)
         self.effects |= {
             effects.OpenStream: self._open_stream,
             effects.EagerOp: self._start_eagerly,
@@ -362,6 +392,11 @@ class PeerDriver(Driver):
             direct=effect.direct,
         )
         self._metrics.started(effect.op, effect.tuning.spec.what)
+        self.progress.started()
+
+    def _start_transfer(self, effect: effects.StartTransfer) -> None:
+        super()._start_transfer(effect)
+        self.progress.started()
 
     def _store(self, effect: effects.Store) -> None:
         memory = self.pending.memory[effect.call]

@@ -41,7 +41,7 @@ def optimize(client: PeerClient, call: Call, deadline: Deadline) -> End:
     client.optimize(call, _pieces(ffi.from_buffer("char[]", content)), content)
     prober = _Prober(client, call, _pieces(ffi.from_buffer("char[]", scratch)), scratch)
     while True:
-        note = deadline.next_within(client, call, prober.patience_s)
+        note = deadline.next(client, call, prober.patience_s)
         match note:
             case effects.Measure(_, seq, holders) if holders:
                 prober.begin(seq, holders)

@@ -142,7 +142,7 @@ class SimEngine:
     def connect_stream(
         self, stream: int, endpoint: str, *, peer: int, nonce: int, via: str = "", **_: object
     ) -> None:
-        assert via or nonce == self.peer.machine.plan.nonce
+        assert via or nonce == self.peer.machine.knowledge.plan.nonce
         self._connect(stream, endpoint, peer, via)
 
     @command
@@ -275,7 +275,7 @@ class SimEngine:
 
     def _start(self, op: Op, seq: int, streams: Sequence[int]) -> Key:
         assert all(stream in self.streams for stream in streams), "a stream that is not open"
-        op.seq = key = (self.peer.machine.run, seq)
+        op.seq = key = (self.peer.machine.knowledge.run, seq)
         op.streams, op.deaf = tuple(streams), set()
         return key
 
@@ -286,9 +286,11 @@ class SimEngine:
         alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in rings]
         spec = self.peer.calls_open[op].spec
         assert spec is not None
-        eager = choose(spec, 0, self.peer.client.conditions).eager
+        eager = choose(spec, 0, self.peer.client.knowledge.conditions).eager
         self.run.agree(
-            ("the tuning", self.peer.machine.run, seq), (algorithm, eager, alike), self.peer
+            ("the tuning", self.peer.machine.knowledge.run, seq),
+            (algorithm, eager, alike),
+            self.peer,
         )
 
     def _end(self, number: int) -> None:

@@ -292,7 +292,7 @@ def survivor(steps: int) -> Program:
         while peer.content[0] < steps:
             if peer.content[0] % 3 == 0:
                 yield from insist(peer.optimize_topology)
-            while peer.machine.world.local_size > 1:
+            while peer.machine.knowledge.world.local_size > 1:
                 if isinstance((yield from peer.all_reduce()), Answer):
                     break
             peer.content = (peer.content[0] + 1, peer.content[1])

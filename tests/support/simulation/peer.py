@@ -333,7 +333,7 @@ class SimPeer:
         self, tag: int, work: m.Spec, stuck: bool, each: tuple[Operand, ...], pair: Any = ()
     ) -> Call:
         nbytes = each[0].send.nbytes if each else 0
-        tuning = choose(work, nbytes, self.client.conditions)
+        tuning = choose(work, nbytes, self.client.knowledge.conditions)
         if not each:
             tuning = dataclasses.replace(tuning, spec=work, inline=False)
         place = (*pair, tag) if pair else tag
@@ -465,7 +465,7 @@ class SimPeer:
         self.conversation.heard(message)
         self.run.check_told(self, message)
         if isinstance(message, m.Started) and message.data is not None:
-            key = self.machine.run, message.seq
+            key = self.machine.knowledge.run, message.seq
             self.run.completed.setdefault(key, set()).add(self.name)
 
     def deliver(self) -> None:
@@ -484,7 +484,7 @@ class SimPeer:
     @property
     def present(self) -> bool:
         """Whether it is an accepted peer that lives, as far as it knows itself."""
-        return self.alive and self.machine.accepted and self.machine.over is None
+        return self.alive and self.machine.knowledge.accepted and self.machine.over is None
 
     @property
     def stuck_in(self) -> set[tuple[str, Tag]]:

@@ -280,13 +280,13 @@ class Facade:
         """All calls; of a lawful newcomer, those that come after the one that admitted it."""
         positions, machine = self.positions, self.peer.machine
         begin = (
-            positions.get((machine.run, machine.knowledge.done.topology), 0)
+            positions.get((machine.knowledge.run, machine.knowledge.done.topology), 0)
             if self.play.scenario.lawful
             else 0
         )
         for i in range(begin, len(calls)):
             if calls[i].what == "update_topology" and self.lawful:
-                positions[machine.run, machine.knowledge.done.topology + 1] = i + 1
+                positions[machine.knowledge.run, machine.knowledge.done.topology + 1] = i + 1
             yield calls[i]
 
     def _perform(self, call: Call, handles: list[Handle]) -> Waits[None]:
@@ -303,7 +303,7 @@ class Facade:
                 yield from self._wait(handles)
             case _ if exclusive in EXCLUSIVE and peer.tags:
                 pass  # PENDING_ASYNC_OPS
-            case "optimize_topology" if peer.machine.world.global_size < 2:
+            case "optimize_topology" if peer.machine.knowledge.world.global_size < 2:
                 pass  # INVALID_USAGE
             case "optimize_topology":
                 self._check((yield from peer.optimize_topology()))
@@ -317,7 +317,7 @@ class Facade:
                 yield from self._sync(call)
             case "send" | "recv" | "swap":
                 yield from self._send(call, handles)
-            case _ if call.tag in peer.tags or peer.machine.world.local_size < 2:
+            case _ if call.tag in peer.tags or peer.machine.knowledge.world.local_size < 2:
                 pass  # INVALID_ARGUMENT or TOO_FEW_PEERS
             case "launch":
                 handles.append((peer.launch(call.tag, self._work(call)), call.tag))
@@ -332,7 +332,11 @@ class Facade:
                     end = yield from peer.all_reduce(call.tag, self._work(call))
                     self._check(end)
                     lost = isinstance(end, Fail) and end.fault is Fault.PEER_LOST
-                    if not lost or call.tag in peer.tags or peer.machine.world.local_size < 2:
+                    if (
+                        not lost
+                        or call.tag in peer.tags
+                        or peer.machine.knowledge.world.local_size < 2
+                    ):
                         break
 
     def _wait(self, handles: list[Handle]) -> Waits[None]:
@@ -342,7 +346,7 @@ class Facade:
     def _send(self, call: Call, handles: list[Handle]) -> Waits[None]:
         """To the one after it, or from the one before it, as it knows them."""
         peer, swap = self.peer, call.what == "swap"
-        numbers = [info.peer for info in peer.machine.plan.peers]
+        numbers = [info.peer for info in peer.machine.knowledge.plan.peers]
         if len(numbers) < 2:
             return  # TOO_FEW_PEERS
         at = numbers.index(peer.machine.number)
@@ -382,7 +386,7 @@ class Facade:
         self._check(end)
 
     def _work(self, call: Call) -> m.Spec:
-        plan = self.peer.machine.plan
+        plan = self.peer.machine.knowledge.plan
         if call.variant or not (self.play.scenario.rows and plan.rings):
             return OTHER_WORK[call.variant - 1] if call.variant else WORK
         if call.tag % 2:

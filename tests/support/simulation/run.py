@@ -290,11 +290,11 @@ class SimulatedRun:
         If one died before it was accepted, a restarted master may give its number to another.
         """
         found = [peer for peer in self.peers if peer.machine.number == number]
-        return max(found, key=lambda p: (p.alive, p.machine.run == run), default=None)
+        return max(found, key=lambda p: (p.alive, p.machine.knowledge.run == run), default=None)
 
     def blocked(self, peer: SimPeer, number: int) -> bool:
         """Whether a peer can open no stream to another one."""
-        other = self.bearer(number, peer.machine.run)
+        other = self.bearer(number, peer.machine.knowledge.run)
         return (
             other is not None
             and other is not peer
@@ -353,7 +353,7 @@ class SimulatedRun:
 
     def check_told(self, peer: SimPeer, message: m.MasterMessage) -> None:
         """No two peers of a run are told different outcomes of one round."""
-        run, group = peer.machine.run, peer.group
+        run, group = peer.machine.knowledge.run, peer.group
         match message:
             case m.CallError(seq=seq) if seq:
                 self.note_heard(message, peer)
@@ -366,7 +366,7 @@ class SimulatedRun:
                 )
             case m.Started(call, seq, epoch):
                 # one whose membership has ended takes no more plans
-                known = peer.machine.over is not None or peer.machine.plan.epoch == epoch
+                known = peer.machine.over is not None or peer.machine.knowledge.plan.epoch == epoch
                 assert known, "a start in another epoch than the plan's"
                 if call in peer.calls_open:  # else its caller has gone
                     one = peer.calls_open[call]
@@ -384,7 +384,7 @@ class SimulatedRun:
             case m.PendingResult(_, pending, count):
                 self.agree(("are_peers_pending", run, count), pending, peer)
             case m.OptimizeResult(_, count):
-                epoch, rings = peer.machine.plan.epoch, peer.machine.plan.rings
+                epoch, rings = peer.machine.knowledge.plan.epoch, peer.machine.knowledge.plan.rings
                 self.agree(("optimize_topology", run, group, count), (epoch, rings), peer)
             case m.SyncResult(_, revision, count, plan, _, short):
                 self.agree(("sync_shared_state", run, group, count), (revision, plan, short), peer)
@@ -397,7 +397,7 @@ class SimulatedRun:
     def check_over(self, peer: SimPeer, why: str) -> None:
         """A peer is out of the run for a legal reason, and a dropped peer gets the reason."""
         number = peer.machine.number  # 0: it has none yet
-        here = number and peer.machine.run == self.master.run.number
+        here = number and peer.machine.knowledge.run == self.master.run.number
         told = self.refused.get(number) if here else None
         plain_why = why.replace(" (you, ", " (")
         assert peer.left or told is None or told.why in plain_why, f"peer {peer.name}: {why}"
@@ -632,7 +632,7 @@ class SimulatedRun:
                     if peer.conn == conn and peer.connection != "down":  # else it is one of before
                         peer.down.append(m.encode(message))
                     if isinstance(message, m.Started) and message.data is None:
-                        key = peer.machine.run, message.seq
+                        key = peer.machine.knowledge.run, message.seq
                         self.eager.calls[key][peer.machine.number] = message.call
                 case Drop(conn):
                     self.dropped.add(conn)

@@ -42,9 +42,9 @@ def reduce(peer: SimPeer) -> Waits[bool]:
     """Reduces with whoever is left, or has one of them tell; False when this peer is alone."""
     revision = peer.content[0]
     data = b"%8d" % revision if revision % 3 == 1 else None  # all are in step
-    while peer.machine.world.local_size > 1:
+    while peer.machine.knowledge.world.local_size > 1:
         if revision % 3 == 2:  # ranks count: a loss that was not heard of is an error
-            end = yield from peer.broadcast(len(peer.machine.plan.peers))
+            end = yield from peer.broadcast(len(peer.machine.knowledge.plan.peers))
         else:
             end = yield from peer.all_reduce(data=data)
         if isinstance(end, effects.Answer):
@@ -87,7 +87,7 @@ def natural(steps: int) -> Program:
             if revision >= steps:
                 break
             held = revision
-            alone = peer.machine.world.local_size < 2
+            alone = peer.machine.knowledge.world.local_size < 2
             if not alone:
                 data = b"%8d" % revision if revision % 2 else None
                 end = yield from peer.all_reduce(data=data)
@@ -145,7 +145,7 @@ def odd_one(steps: int, what: str, first: bool) -> Program:
     def program(peer: SimPeer) -> Thread:
         if not first:
             yield from trainer(steps, leaves=False)(peer)
-        while peer.machine.world.global_size > 1:
+        while peer.machine.knowledge.world.global_size > 1:
             if what == "small":
                 yield from peer.all_reduce(data=b"other")
             elif what in works:
@@ -201,7 +201,7 @@ def story_of_newcomers_alone(seed: int) -> SimulatedRun:
     for one in newcomers:
         one.content = (0, "fresh")
     for _ in range(2000):
-        if any(one.machine.accepted for one in newcomers):
+        if any(one.machine.knowledge.accepted for one in newcomers):
             break
         run.step()
     for _ in range(draw.randint(0, 60)):

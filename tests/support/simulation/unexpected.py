@@ -60,8 +60,11 @@ class Eager:
             return
         for ring, stream in enumerate(streams):
             for to in self._run.peers:
-                if to.machine.run == machine.run and to.machine.number == stream.to:
-                    epoch = machine.plan.nonce, machine.plan.epoch
+                if (
+                    to.machine.knowledge.run == machine.knowledge.run
+                    and to.machine.number == stream.to
+                ):
+                    epoch = machine.knowledge.plan.nonce, machine.knowledge.plan.epoch
                     chunk = Chunk(engine, stream.number, to.engine, ring, op.tag, op.number, *epoch)
                     op.sent.append(chunk)
                     self.under_way.append(chunk)
