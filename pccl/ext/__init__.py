@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 try:
     from pccl.ext._core import ffi, lib
 except ModuleNotFoundError as error:
@@ -13,4 +15,9 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-__all__ = ["ffi", "lib"]
+__all__ = ["address_of", "ffi", "lib"]
+
+
+def address_of(pointer: Any) -> int:
+    """The address in a pointer, or of an array."""
+    return int(ffi.cast("uintptr_t", pointer))

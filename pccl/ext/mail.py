@@ -14,21 +14,17 @@ from typing import Any
 
 import zmq
 
-from pccl.ext import ffi, lib
+from pccl.ext import address_of, ffi, lib
 from pccl.ext.tables import load
 
 KEPT_BYTES = 1 << 16  # received messages up to this size are kept until the next call
 
 
-def _address(pointer: object) -> int:
-    return int(ffi.cast("uintptr_t", pointer))
-
-
 def _locked(name: str, socket: zmq.Socket[bytes], *arguments: Any) -> Callable[..., int]:
     """A function of the C core for this socket. It is called with the interpreter's lock held."""
     made = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *arguments)
-    function = made(_address(ffi.addressof(lib, name)))
-    return partial(function, _address(load().table), socket.underlying)
+    function = made(address_of(ffi.addressof(lib, name)))
+    return partial(function, address_of(load().table), socket.underlying)
 
 
 def _error(number: int) -> zmq.ZMQError:
@@ -54,7 +50,7 @@ class Mail:
         self._table = backend.table
         self._mail = _memory()
         take = _locked("pccl_mail_take", socket, ctypes.c_void_p, ctypes.c_uint32)
-        self._receive = partial(take, _address(self._mail), lib.PCCL_MAIL_MAX)
+        self._receive = partial(take, address_of(self._mail), lib.PCCL_MAIL_MAX)
         bytes_ = (ctypes.c_char_p, ctypes.c_size_t)
         self._send = _locked("pccl_mail_send", socket, *bytes_, ctypes.c_void_p)
 
@@ -103,7 +99,7 @@ class RouterMail:
         self._send = _locked("pccl_mail_send_to", router, *bytes_, *bytes_)
         self._mail = _memory()
         take = _locked("pccl_mail_take_from", router, ctypes.c_void_p)
-        self._receive = partial(take, _address(self._mail))
+        self._receive = partial(take, address_of(self._mail))
         self._frame = zmq.Frame()  # the last one received, if Python receives
 
     def take(self) -> tuple[bytes, bytes | None] | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from pccl.ext import ffi, lib
+from pccl.ext import address_of, ffi, lib
 
 COPY_MAX = 8192
 """Received messages up to this many bytes are copied; larger ones stay in pyzmq's frame."""
@@ -38,7 +38,7 @@ class Backend:
 
     def context(self, pointer: Any) -> zmq.Context[zmq.Socket[bytes]]:
         """A pyzmq context for an engine's context, only to create sockets in it."""
-        address = int(ffi.cast("uintptr_t", pointer))
+        address = address_of(pointer)
         if self.name == "pyzmq":
             context: zmq.Context[zmq.Socket[bytes]] = _objects[address]
             return context
@@ -150,7 +150,7 @@ def _register(thing: object) -> Any:
 
 
 def _find(handle: Any) -> Any:
-    return _objects[int(ffi.cast("uintptr_t", handle))]
+    return _objects[address_of(handle)]
 
 
 _CALLBACKS: list[str] = []
@@ -193,7 +193,7 @@ def _ctx_set(context: Any, option: int, value: int) -> None:
 @_callback
 def _ctx_term(context: Any) -> None:
     _find(context).term()
-    del _objects[int(ffi.cast("uintptr_t", context))]
+    del _objects[address_of(context)]
 
 
 @_callback
@@ -203,7 +203,7 @@ def _socket(context: Any, kind: int) -> Any:
 
 @_callback
 def _close(socket: Any) -> None:
-    _objects.pop(int(ffi.cast("uintptr_t", socket))).close()
+    _objects.pop(address_of(socket)).close()
 
 
 _TEXT_OPTIONS = {
@@ -285,7 +285,7 @@ def _msg_recv(message: Any, socket: Any, flags: int) -> int:
 
 @ffi.def_extern(name="pccl_py_release")
 def _release(data: Any, handle: Any) -> None:
-    del _objects[int(ffi.cast("uintptr_t", handle))]
+    del _objects[address_of(handle)]
 
 
 @ffi.def_extern(name="pccl_py_errno_", error=errno.EFAULT)

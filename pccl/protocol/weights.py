@@ -33,6 +33,7 @@ from pccl.protocol.peer.effects import (
     Fail,
     Fault,
     OpenStream,
+    Outbox,
     Send,
     StartTransfer,
 )
@@ -267,7 +268,8 @@ class WeightsMachine:
         self._connected = False  # to a master that knows it
         self._available: tuple[m.Package, ...] = ()
         self._next = 0  # number of an op or stream
-        self._effects: list[Effect] = []
+        self._outbox = Outbox()
+        self._do = self._outbox.do
         self._cache = BlobCache(self._number, self._do)
         self._fetch: Fetch | None = None
         self._holder = self._stream = 0  # of the latest fetch; 0: no stream is open
@@ -565,9 +567,6 @@ class WeightsMachine:
         self._next += 1
         return self._next
 
-    def _do(self, *effects_: Effect) -> None:
-        self._effects += effects_
-
     def _take(self, *more: Effect) -> list[Effect]:
-        found, self._effects = [*self._effects, *more], []
-        return found
+        self._do(*more)
+        return self._outbox.take()

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from pccl.ext import ffi
+from pccl.ext import address_of, ffi
 from pccl.runtime.digest import digest
 from pccl.tensors import Buffer
 from pccl.types import DataType
@@ -103,7 +103,7 @@ def load(path: str | os.PathLike[str], entries: Sequence[Entry]) -> int:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         with ffi.from_buffer("char[]", data) as source:
-            base = int(ffi.cast("uintptr_t", source)) + begin
+            base = address_of(source) + begin
             for entry, place in zip(entries, places, strict=True):
                 if digest(base + place, entry.memory.nbytes).hex() != digests.get(entry.name):
                     raise ValueError(f"{path} is damaged: {entry.name!r} is not what was saved")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pccl.errors import PCCLTimeoutError
-from pccl.ext import ffi
+from pccl.ext import address_of, ffi
 from pccl.protocol import messages as m
 from pccl.protocol import weights
 from pccl.protocol.peer import effects
@@ -77,8 +77,7 @@ def _buffers(package: m.Package, *parts: memoryview) -> list[Buffer]:
 
 
 def _address(part: memoryview) -> int:
-    array: Any = ffi.from_buffer("char[]", part)
-    return int(ffi.cast("uintptr_t", array))
+    return address_of(ffi.from_buffer("char[]", part))
 
 
 log = logging.getLogger("pccl")
@@ -253,15 +252,6 @@ class WeightsClient(ControlThread):
     def _fail(self, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
         self.post(lambda: self._weights.broken(why, result))
 
-    def _verify(self, staging: Staging, leaf: Leaf) -> None:
-        results = staging.verify(leaf.piece, leaf.leaf)
-
-        def notify() -> None:
-            for piece, number, good in results:
-                self._engine.verified(leaf.op, piece, number, good)
-
-        self._inbox.post(notify)
-
     def _take(self, package: m.Package, staging: Staging) -> None:
         blob = Blob.received(package, staging)
         version, more = self._store.work_in(blob)
@@ -300,7 +290,7 @@ class WeightsClient(ControlThread):
         staging = Staging(plan, _buffers(package))
 
         def arrived(leaf: Leaf) -> None:
-            self._jobs.put(lambda: self._verify(staging, leaf))
+            self._jobs.put(lambda: self.verified(leaf.op, staging.verify(leaf.piece, leaf.leaf)))
 
         self._incoming[package.key] = effect.op, staging
         self._register(effect.op, package, Pool(staging.pieces(), ENTRIES, staging, arrived))

@@ -193,15 +193,6 @@ class PeerClient(ControlThread):
         """Repeats the unanswered requests of a fetch; see `Engine.remind`."""
         self._inbox.post(lambda: self._engine.remind(op, limit))
 
-    def verified(self, op: int, results: list[tuple[int, int, bool]]) -> None:
-        """Tells a fetch which leaves (piece, leaf) are correct."""
-
-        def notify() -> None:
-            for piece, leaf, good in results:
-                self._engine.verified(op, piece, leaf, good)
-
-        self._inbox.post(notify)
-
     def time_out(self, call: Call, why: str) -> None:
         """Withdraws a call, which is then answered soon, with its result or a failure."""
         self.post(lambda: self.peer.time_out(call.number, why))

@@ -367,6 +367,15 @@ class ControlThread:
         """Has the control thread carry out an event of the state machine."""
         self._inbox.post(lambda: self._perform(event()))
 
+    def verified(self, op: int, results: Sequence[tuple[int, int, bool]]) -> None:
+        """Tells a fetch which leaves (piece, leaf) are correct."""
+
+        def notify() -> None:
+            for piece, leaf, good in results:
+                self._engine.verified(op, piece, leaf, good)
+
+        self._inbox.post(notify)
+
     def _leave_to_begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
         def begin() -> None:
             if call.end is None:  # else it is repeated, and its call was answered

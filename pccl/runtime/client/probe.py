@@ -12,7 +12,7 @@ import os
 import time
 from typing import TypeAlias
 
-from pccl.ext import ffi
+from pccl.ext import address_of, ffi
 from pccl.protocol.peer import effects
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, End, Leaf
@@ -58,8 +58,7 @@ def optimize(client: PeerClient, call: Call, deadline: Deadline) -> End:
 
 def _pieces(memory: object) -> Pieces:
     """Pieces that share one memory, because nobody reads their content."""
-    address = int(ffi.cast("uintptr_t", memory))
-    return [(number, address, size) for number, size in enumerate(SIZES)]
+    return [(number, address_of(memory), size) for number, size in enumerate(SIZES)]
 
 
 class _Prober:

@@ -28,7 +28,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pccl.ext import ffi, lib
+from pccl.ext import address_of, ffi, lib
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime import limits
@@ -62,7 +62,7 @@ def served(memory: Sequence[Buffer], digests: Sequence[Digest]) -> tuple[Pieces,
         for index, digest in enumerate(digests)
         if len(digest.table) > DIGEST_BYTES
     }
-    pieces = [(index, _address(table), len(table)) for index, table in tables.items()]
+    pieces = [(index, address_of(table), len(table)) for index, table in tables.items()]
     pieces += [(len(memory) + i, one.address, one.nbytes) for i, one in enumerate(memory)]
     return pieces, list(tables.values())
 
@@ -103,12 +103,12 @@ class Staging:
 
     def pieces(self) -> Pieces:
         tables = [
-            (index, _address(entry.table), len(entry.table))
+            (index, address_of(entry.table), len(entry.table))
             for index, entry in self._entries.items()
             if entry.table is not None
         ]
         return tables + [
-            (self._all + index, _address(entry.content), entry.nbytes)
+            (self._all + index, address_of(entry.content), entry.nbytes)
             for index, entry in self._entries.items()
         ]
 
@@ -146,7 +146,7 @@ class Staging:
     def _verify_leaf(self, entry: _Entry, piece: int, leaf: int) -> LeafResult:
         begin = leaf * LEAF_BYTES
         nbytes = min(LEAF_BYTES, entry.nbytes - begin)
-        found = leaf_digest(_address(entry.content) + begin, nbytes)
+        found = leaf_digest(address_of(entry.content) + begin, nbytes)
         if entry.table is None:
             good = root_digest(found) == entry.elected
         else:
@@ -189,10 +189,6 @@ def reserve(nbytes: int) -> Any:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return ffi.from_buffer("char[]", memory)
-
-
-def _address(array: Any) -> int:
-    return int(ffi.cast("uintptr_t", array))
 
 
 log = logging.getLogger("pccl")
