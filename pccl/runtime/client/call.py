@@ -62,8 +62,8 @@ def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCL
 class Quiet:
     """A wait that is logged after QUIET_S, and then after longer and longer gaps."""
 
-    def __init__(self) -> None:
-        self._began_s = time.monotonic()
+    def __init__(self, began_s: float | None = None) -> None:
+        self._began_s = time.monotonic() if began_s is None else began_s
         self._gap_s = limits.QUIET_S
         self._until_s = self._began_s + limits.QUIET_S
 
@@ -90,7 +90,8 @@ class Call:
         self.began_s = time.monotonic()
         self.serve_op = 0  # the op that serves, in a synchronization
         self.aim = ""  # what the call is made for, which the log says if it takes long
-        self.quiet = Quiet()  # over when a log line is due about the peers it waits for
+        # is over when a log line is due about the peers it waits for; None: it has not waited long
+        self.quiet: Quiet | None = None
         # the last note, when it has come. Nothing refers to the caller's memory then.
         self.end: End | None = None
         # called with the end; only the control thread adds to them
@@ -205,5 +206,7 @@ class Deadline:
         if self._at is not None and self._late is not call and time.monotonic() >= self._at:
             self._late = call
             client.time_out(call, f"its caller gave up after {self._timeout_s:g} s")
-        elif call.quiet.is_over:
+            return
+        call.quiet = call.quiet or Quiet(call.began_s)
+        if call.quiet.is_over:
             client.inquire(call)

@@ -74,9 +74,8 @@ class PeerClient(ControlThread):
             team=team,
             system=system,
         )
-        self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
         self.metrics = metrics = CallMetrics(lambda: self._engine.cpu_s)
-        self._pending = PendingCalls(metrics.ended)
+        self._pending = PendingCalls(metrics.ended, peer.awaits_withdrawal)
         self._driver = PeerDriver(
             peer, self._engine, self._streams, self._master, self._pending, metrics, self.now
         )
@@ -222,13 +221,9 @@ class PeerClient(ControlThread):
                 self.abandon(call)
                 call.settle()
 
-        def watch() -> None:
-            self._withdrawing[call.number] = withdrawn
-            self._notify_withdrawn()
-
         if not self.is_forked:
             insist(settle)
-            self._inbox.post(watch)
+            self._inbox.post(lambda: self._pending.watch(call.number, withdrawn))
             withdrawn.wait(limits.WITHDRAWAL_S)
 
     def on_end(self, call: Call, callback: Callable[[End], None]) -> None:
@@ -241,16 +236,6 @@ class PeerClient(ControlThread):
                 callback(call.end)
 
         self._inbox.post(note)
-
-    def _notify_withdrawn(self) -> None:
-        """Tells waiting callers that the master has taken back the vote of their call."""
-        for number in [n for n in self._withdrawing if not self.peer.awaits_withdrawal(n)]:
-            self._withdrawing.pop(number).set()
-
-    def _worked(self) -> None:
-        super()._worked()
-        if self._withdrawing:
-            self._notify_withdrawn()
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         super()._welcomed(welcome)

@@ -417,39 +417,31 @@ class ControlThread:
         """
         with self._working:
             self._work(ready)
-        self._worked()
-        return not (self.failure or self._done)
-
-    def _worked(self) -> None:
-        """Wakes threads that wait for what was done."""
         self._driver.pending.notify()
+        return not (self.failure or self._done)
 
     def _work(self, ready: Sequence[Callable[[], object]]) -> None:
         """Runs commands, reads sockets, and performs effects until nothing is left to do."""
+        driver = self._driver
         try:
             self._inbox.carry_out()  # first: a message may answer a command (send_now)
-            self._driver.flush()  # each call of a socket may cost a wait for the global lock
+            driver.flush()  # each call of a socket may cost a wait for the global lock
             for read in ready:
                 read()
             if self.now() >= self._due_s:
                 for timer in self._timers:
                     timer.tick()
-            while self._exchange():
-                pass
+            mail = events = True
+            while mail or events:
+                driver.flush()
+                mail, driver.mail_waits = driver.mail_waits, False
+                events, driver.events_wait = driver.events_wait, False
+                if mail:
+                    self._read_master()
+                if events:
+                    driver.read()
         except Exception as error:
             self._break_down(error)
-
-    def _exchange(self) -> bool:
-        """Sends and reads what there is. Returns whether anything may have been read."""
-        driver = self._driver
-        driver.flush()
-        mail, driver.mail_waits = driver.mail_waits, False
-        events, driver.events_wait = driver.events_wait, False
-        if mail:
-            self._read_master()
-        if events:
-            driver.read()
-        return mail or events
 
     def _break_down(self, error: BaseException) -> None:
         """Ends the membership after an internal error, with its reason."""
@@ -495,7 +487,7 @@ class ControlThread:
         with contextlib.ExitStack() as last:  # runs in reverse order
             last.callback(self._ended.set)
             last.callback(lambda: pending.fail_all(self._machine.over))
-            last.callback(self._worked)
+            last.callback(pending.notify)
             last.callback(self._inbox.end)
             last.callback(pending.memory.clear)
             last.callback(self._waiter.close)

@@ -6,6 +6,7 @@ Only the control thread uses it, until that thread has ended.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -73,16 +74,22 @@ class PendingCalls:
 
     Args:
         ended: called with the end of a call, and the time at which the call began.
+        withdraws: whether the master is still asked to take back the vote of a call.
     """
 
-    def __init__(self, ended: Callable[[End, float], None] = lambda end, began_s: None) -> None:
-        self._ended = ended
+    def __init__(
+        self,
+        ended: Callable[[End, float], None] = lambda end, began_s: None,
+        withdraws: Callable[[int], bool] = lambda number: False,
+    ) -> None:
+        self._ended, self._withdraws = ended, withdraws
         # op -> what the engine refers to, or is about to
         self.memory: dict[int, Operands | Pool] = {}
         # whether the control thread has ended; calls are then answered in their callers' threads
         self.closed = False
         self._calls: dict[int, Call] = {}
         self._answered: list[tuple[Call, End]] = []  # not notified yet
+        self._withdrawing: dict[int, threading.Event] = {}  # set when the vote is taken back
 
     def __contains__(self, number: int) -> bool:
         return number in self._calls
@@ -123,6 +130,14 @@ class PendingCalls:
         answered, self._answered = self._answered, []
         for call, end in answered:
             call.put(end)
+        if self._withdrawing:
+            for number in [n for n in self._withdrawing if not self._withdraws(n)]:
+                self._withdrawing.pop(number).set()
+
+    def watch(self, number: int, withdrawn: threading.Event) -> None:
+        """Sets the event when the master has taken back the vote of a call that was abandoned."""
+        self._withdrawing[number] = withdrawn
+        self.notify()
 
     def fail_all(self, over: effects.Fail | None) -> None:
         ended = effects.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
