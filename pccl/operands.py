@@ -117,7 +117,7 @@ def all_reduce(
             why = f"the operand descriptor says {wanted.name}, the arrays are {dtype.name}"
             raise error_for(Result.INVALID_ARGUMENT, "all_reduce", why)
     what = CollectiveKind.ALL_REDUCE
-    return make(what, given, each, result, op=reduce_op(op), options=options)
+    return make(what, given, each, result, op=op, options=options)
 
 
 def _by_pairs(send: Arrays, recv: Arrays | None) -> Described:
@@ -209,8 +209,7 @@ def reduce_scatter(
     ranks: Ranks,
 ) -> Operands:
     made = _by_slices(send, recv, ranks, gathers=False)
-    chosen, what = reduce_op(op), CollectiveKind.REDUCE_SCATTER
-    return make(what, *made, op=chosen, options=options, ranks=ranks)
+    return make(CollectiveKind.REDUCE_SCATTER, *made, op=op, options=options, ranks=ranks)
 
 
 def _by_slices(send: Arrays, recv: Arrays | None, ranks: Ranks, *, gathers: bool) -> Described:
@@ -284,8 +283,7 @@ def reduce(
 ) -> Operands:
     at = rank_of(root, ranks)
     made = _by_pairs(send, recv) if ranks.rank == at else _only_sent(send)
-    chosen, what = reduce_op(op), CollectiveKind.REDUCE
-    return make(what, *made, op=chosen, options=options, root=at, ranks=ranks)
+    return make(CollectiveKind.REDUCE, *made, op=op, options=options, root=at, ranks=ranks)
 
 
 def gather(send: Arrays, recv: Arrays | None, root: Root, ranks: Ranks) -> Operands:
@@ -516,7 +514,7 @@ def make(
     each: list[Operand],
     result: Made = nothing,
     *,
-    op: ReduceOp | None = None,
+    op: ReduceOp | OpName | None = None,
     options: QuantizationOptions | None = None,
     root: int = 0,
     ranks: Ranks | None = None,
@@ -529,11 +527,12 @@ def make(
 
     `result` returns what the collective gives its caller.
     """
+    redop = None if op is None else reduce_op(op)
     quantized = 0, 0
     if options is not None:
         for dtype in {operand.send.dtype for operand in each}:
             try:
-                quantized = fingerprint(options, dtype, op or ReduceOp.SUM)
+                quantized = fingerprint(options, dtype, redop or ReduceOp.SUM)
             except ValueError as error:
                 raise error_for(Result.INVALID_ARGUMENT, what, str(error)) from None
     parts = tuple(map(_part, each, given.names or [""] * len(each)))
@@ -544,10 +543,9 @@ def make(
         one = m.Part(0, 0)
     else:
         parts = ()
-    redop = 0 if op is None else op.value
     members, ring = (ranks.members, ranks.ring) if ranks is not None else (0, 0)
     arrays = one.dtype, one.count, *quantized, root, members, parts, one.layout, rows, ring
-    spec = m.Spec(what, redop, *arrays)
+    spec = m.Spec(what, 0 if redop is None else redop.value, *arrays)
     return Operands(spec, tuple(each), send_rows, recv_rows, pair=pair, result=result)
 
 

@@ -118,6 +118,11 @@ class Round:
         return self.id == PENDING and all(vote.payload for vote in self.votes.values())
 
     @property
+    def since_s(self) -> float:
+        """When the last peer entered it."""
+        return next(reversed(self.votes.values())).since_s
+
+    @property
     def calls(self) -> dict[int, int]:
         return {number: vote.call for number, vote in self.votes.items()}
 

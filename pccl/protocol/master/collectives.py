@@ -259,7 +259,6 @@ class Collectives(Part):
             self._refuse(round_, Result.RANK_CONNECTION_FAILED, why)
             return
         seq, epoch = self._numbers.take_seq(), group.epoch
-        since_s = next(reversed(round_.votes.values())).since_s
         self._tally.started(group_number)
         stable, final = 0, False
         if data is not None:
@@ -270,7 +269,7 @@ class Collectives(Part):
             if data is None and even and goes_around(work):
                 running.around = epoch, group.planned
         else:
-            self._tally.ended(group_number, work, len(round_.votes), since_s)
+            self._tally.ended(group_number, work, len(round_.votes), round_.since_s)
             for number in round_.votes:
                 self._membership.peers[number].veteran = True
         # the nonce is for engines, which have nothing to do if the data came with the votes
@@ -296,16 +295,15 @@ class Collectives(Part):
         self._outbox.answer(round_, lambda call: m.Started(call, seq, epoch, nonce=nonce))
 
     def _run(self, seq: int, round_: Round) -> Running:
-        last = next(reversed(round_.votes.values()))
         assert round_.id.group is not None
         running = Running(
             seq,
             round_.id.group,
             set(round_.votes),
             began_as=round_.id,
-            since_s=last.since_s,
+            since_s=round_.since_s,
             paired=round_.id.pair is not None,
-            work=last.payload,
+            work=next(reversed(round_.votes.values())).payload,
             size=len(round_.votes),
         )
         self._table.add(running)
@@ -367,14 +365,6 @@ class Collectives(Part):
             why = f"{self._membership.info(number)} could not complete: {vote.why}"
             cause = m.Cause(vote.cause) if vote.cause in CAUSES else m.Cause.OTHER
             self.interrupt(self._broken(running), why, cause)
-
-    def progress(self, number: int, progress: m.Progress) -> bool:
-        """Notes a member's progress. False if it is not about a running collective."""
-        running = self._table.get(progress.seq)
-        if running is None or number not in running.members:
-            return False
-        running.progress[number] = min(progress.done, 1000)
-        return True
 
     def _broken(self, running: Running) -> list[Running]:
         """All running collectives that share streams with the failed one."""

@@ -462,7 +462,10 @@ class Master:
 
     def _progress(self, number: int, progress: m.Progress) -> None:
         """For `status`; reports of ops that have ended are ignored."""
-        known = self.run.collectives.progress(number, progress)
-        known = known or self.run.synchronizations.progress(number, progress)
-        if not known and self.run.numbers.is_unknown(progress.seq):
+        running, sync = self.run.table.get(progress.seq), self.run.synchronizations.of(number)
+        if running is not None and number in running.members:
+            running.progress[number] = min(progress.done, 1000)
+        elif sync is not None and sync.seq == progress.seq and number in sync.fetching:
+            sync.progress[number] = min(progress.done, 1000)
+        elif self.run.numbers.is_unknown(progress.seq):
             self.run.dismissals.out_of_turn(number, progress)

@@ -347,8 +347,7 @@ class Synchronizations(Part):
         group = round_.id.group
         assert group is not None
         members = {n: round_.votes[n] for n in self._membership.accepted(group)}
-        sync = Sync(group, members)
-        sync.since_s = next(reversed(round_.votes.values())).since_s
+        sync = Sync(group, members, since_s=round_.since_s)
         needed = max(vote.payload.min_peers for vote in sync.members.values())
         if self._history.of(group).revision is None and len(members) < needed:
             self._fall_short(sync, needed)
@@ -434,14 +433,6 @@ class Synchronizations(Part):
             info = self._membership.info(number)
             self._outbox.note(f"{info} could not fetch the shared state: {vote.why}")
             self._blame(sync, number, vote.why)
-
-    def progress(self, number: int, progress: m.Progress) -> bool:
-        """Notes a receiver's progress. False if it is not about a current synchronization."""
-        sync = self.of(number)
-        if sync is None or sync.seq != progress.seq or number not in sync.fetching:
-            return False
-        sync.progress[number] = min(progress.done, 1000)
-        return True
 
     def _blame(self, sync: Sync, number: int, why: str) -> None:
         """After a failed fetch, drops a peer that took part in too many of them, or plans again."""

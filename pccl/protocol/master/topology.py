@@ -388,9 +388,7 @@ class Optimizations(Part):
     def begin(self, round_: Round) -> None:
         groups = dict.fromkeys(map(self._membership.group_of, round_.votes))
         schedules = {group: self._schedule(self._membership.accepted(group)) for group in groups}
-        calls = {number: vote.call for number, vote in round_.votes.items()}
-        self.current = Optimization(calls, schedules)
-        self.current.since_s = next(reversed(round_.votes.values())).since_s
+        self.current = Optimization(round_.calls, schedules, since_s=round_.since_s)
         self._probe(self.current)
 
     def _schedule(self, numbers: list[int]) -> Schedule:
