@@ -307,7 +307,7 @@ def test_a_fetch_that_is_given_up_keeps_no_memory(
 ) -> None:
     trainer, follower = publisher(parameters()), follow(blank())
     client = follower._client
-    monkeypatch.setattr(client, "_verify", lambda *_: None)  # so that it never ends
+    monkeypatch.setattr(client, "verified", lambda *_: None)  # so that it never ends
     trainer.publish()
     wait_until(lambda: bool(client._incoming))
 
