@@ -413,7 +413,7 @@ def test_ranks_that_have_changed_unseen_are_an_error_first(backend: str) -> None
 
 def test_root_first_is_the_oldest_member() -> None:
     with Cluster(3) as cluster:
-        cluster.comms.sort(key=lambda comm: client_of(comm).number)
+        cluster.comms.sort(key=lambda comm: client_of(comm).knowledge.number)
 
         def job(index: int, comm: pccl.Communicator) -> None:
             x = [np.full(1000, float(index)), np.full(3, index)]

@@ -105,7 +105,7 @@ def test_two_peers_reduce_on_while_strangers_send_garbage(target: str, backend: 
         if target == "master":
             port, kind, ready = int(cluster.master.address.split(":")[1]), zmq.DEALER, READY_DEALER
         else:
-            plan = client_of(cluster.comms[1]).plan
+            plan = client_of(cluster.comms[1]).knowledge.plan
             port, kind, ready = plan.peers[1].port, zmq.PUSH, READY_PUSH
         if target == "engine, by a member":
             member = (str(plan.peers[1].peer).encode(), f"{plan.nonce:016x}".encode())

@@ -218,7 +218,7 @@ def test_strangers_get_nothing_in_where_there_are_keys(
     monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
     with Cluster(2) as run:
         endpoint, insider = target(run.comms[0], transport), pccl.Security.from_dir(keys)
-        server = client_of(run.comms[0]).plan.peers[0].curve
+        server = client_of(run.comms[0]).knowledge.plan.peers[0].curve
         outside = [
             Stranger(endpoint, lambda push: None),
             Stranger(endpoint, plain("1", "0" * 16)),
