@@ -139,7 +139,7 @@
  *     BROADCAST, REDUCE: the ring's share, if the owner is the root; else empty.
  *
  * A chunk is a piece of one segment. It lies within one part, or, if it is not quantized and the
- * buffers have one slice, in adjacent parts of the same type that have up to 128 KiB each. In the
+ * buffers have one slice, in adjacent parts of the same type that have up to 512 KiB each. In the
  * message the elements of these parts follow each other without gaps. A chunk travels from position
  * to position:
  *

@@ -10,8 +10,8 @@
 #include "pccl_core.h"
 
 /* Parts of up to this many bytes share chunks. Larger ones cost more to copy than to send in
- * separate messages (measured). Part of the protocol. */
-enum { SMALL_BYTES = 1 << 17 };
+ * separate messages (measured). Receivers check it, so it is part of the protocol. */
+enum { SMALL_BYTES = 1 << 19 };
 
 /* Memory for the data that an op overwrites in place, until the op is settled. */
 struct undo {

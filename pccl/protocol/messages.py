@@ -79,7 +79,7 @@ def elements(count: int, dtype: int, layout: str = "") -> str:
     return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}{order}"
 
 
-PROTOCOL_VERSION = 13  # of the control protocol, as in Hello
+PROTOCOL_VERSION = 14  # of the control protocol, as in Hello
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl_core.h
 RINGS_MAX = 8  # rings of a group, as in c/pccl_core.h

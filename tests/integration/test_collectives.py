@@ -202,9 +202,12 @@ def test_lists_and_dicts_of_arrays(cluster: Cluster, in_place: bool) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_many_small_arrays_share_chunks(cluster: Cluster, in_place: bool) -> None:
-    """Lists like a model's: biases, norms and matrices, of two types, and empty ones."""
+    """Lists like a model's: biases, norms and matrices, of two types, and empty ones.
+
+    132,000 elements are over 512 KiB.
+    """
     size = len(cluster.comms)
-    counts = [1, 64, 0, 63, 700, 33_000, 65, 1, 40_000, *range(1, 60), 0, 2]  # 33,000: over 128 KiB
+    counts = [1, 64, 0, 63, 700, 132_000, 65, 1, 130_000, *range(1, 60), 0, 2]
 
     def content(rank: int) -> list[Array]:
         kinds = ["float64" if 20 < i < 30 else "float32" for i in range(len(counts))]
