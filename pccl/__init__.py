@@ -84,7 +84,7 @@ __all__ = [
 ]
 
 
-# names that take long to import, and that only some programs need
+# slow imports that only some programs need
 _LAZY = {"MasterNode": "pccl.master_node"}
 
 

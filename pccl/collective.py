@@ -42,7 +42,7 @@ class AsyncReduceHandle:
     _over = True  # no thread needs to await it
 
     def __init__(self, membership: Membership | None, name: str = "", *tags: int) -> None:
-        """`_begin` launches it. The first of its tags is the tag of the collective.
+        """`_begin` launches the collective, whose tag is the first of the tags.
 
         Without a membership it has ended already.
         """
@@ -66,8 +66,8 @@ class AsyncReduceHandle:
     def result(self) -> Any:
         """The array, or list or dict of arrays, that holds the result.
 
-        Its content is valid once `wait()` has reported success. In place of arrays that are
-        read-only, it has new ones of their library, made when this is read.
+        Its content is valid once `wait()` has reported success. Read-only arrays are replaced by
+        new ones of their library, created when this is read.
         """
         return self._made()
 
@@ -77,7 +77,7 @@ class AsyncReduceHandle:
     def wait(self, *, timeout: float | None = None) -> tuple[bool, int, ReduceInfo]:
         """Waits for the outcome; later calls return the same outcome.
 
-        An exception that is raised in this thread meanwhile abandons the collective.
+        An exception in this thread while it waits abandons the collective.
 
         Args:
             timeout: seconds after which the collective fails, on all peers.
@@ -101,7 +101,7 @@ class AsyncReduceHandle:
         return True, Result.SUCCESS.value, info(end)
 
     def done(self) -> bool:
-        """True if `wait()` would return at once. Does not wait, and changes nothing.
+        """True if `wait()` would return at once. Does not wait, and has no side effects.
 
         `result` is valid, and the tag is free, only after `wait()` has returned.
         """
@@ -110,7 +110,7 @@ class AsyncReduceHandle:
         return self._call.end is not None or self._client.is_forked
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` as soon as `wait()` would return at once, which may be now.
+        """Calls `callback` as soon as `wait()` would return at once, possibly now.
 
         It runs in a thread of pccl and must return soon: it may set an event, for example. The
         caller keeps the handle, and calls `wait()`.
@@ -123,8 +123,8 @@ class AsyncReduceHandle:
     def __await__(self) -> Generator[Any, None, tuple[bool, int, ReduceInfo]]:
         """`await handle`, in asyncio: returns what `wait()` returns, without blocking the loop.
 
-        Unlike an exception in `wait()`, cancelling an await (by `asyncio.wait_for`, for instance)
-        does not abandon the collective: it continues, and can be awaited again. To abandon it, call
+        Unlike an exception in `wait()`, cancelling an await (as `asyncio.wait_for` does) does not
+        abandon the collective, which continues and can be awaited again. To abandon it, call
         `wait(timeout=0)`. Any number of tasks may await it.
         """
         return self._outcome().__await__()
@@ -149,7 +149,7 @@ class AsyncReduceHandle:
     def error(self) -> PCCLError | None:
         """The exception that the blocking call would raise.
 
-        None before `wait()` has returned, and if the collective has succeeded.
+        None before `wait()` has returned, or if the collective has succeeded.
         """
         end = self._end
         if isinstance(end, effects.Fail):
@@ -179,7 +179,7 @@ class AsyncReduceHandle:
             self._copies.go_on(self._client, self._call)
 
     def _finish(self, deadline: Deadline) -> End:
-        """Waits for the answer. Several threads may."""
+        """Waits for the answer; several threads may wait."""
         if self._end is None and self._client.is_forked:  # its locks may be locked forever
             self._end, self._over = FORKED, True
         if self._end is None:

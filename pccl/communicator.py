@@ -1,30 +1,30 @@
 """`Communicator`: one peer of a run, and all the calls that it makes.
 
 All collectives follow the same rules. Every peer of the group must enter the same call, with the
-same tag and the same work; otherwise all peers get an error that names the calls that differ. A
-collective succeeds on all peers or on none. When a peer is lost, the collective fails with
-`PeerLostError` on all survivors. Input buffers, even of in-place calls, then hold what they held
-before; the content of arrays that only receive is unspecified. The survivors only need to call
-again.
+same tag and the same work; otherwise the minority, or all peers if there is no majority, get an
+error that names the calls that differ. A collective succeeds on all peers or on none. When a peer
+is lost, the collective fails with `PeerLostError` on all survivors. Input buffers, even of in-place
+calls, are then unchanged; the content of arrays that only receive is unspecified. The survivors
+just call again.
 
-An array is a numpy array, a torch tensor or an array of another library that shares its memory by
-DLPack or the buffer protocol (JAX, CuPy, MLX), of any shape, with a dtype of `DataType`. Its
-elements fill one contiguous range of memory, in any order: contiguous, transposed,
+An array is a numpy array, a torch tensor or an array of another library that shares its memory
+through DLPack or the buffer protocol (JAX, CuPy, MLX), of any shape, with a dtype of `DataType`.
+Its elements fill one contiguous range of memory, in any order: contiguous, transposed,
 torch.channels_last. It is transferred in its memory order, which must be the same on all peers;
-otherwise all peers get an error that says which peer has which order. A call that would write to a
-read-only array, such as one of JAX, leaves it unchanged: the `result` of the returned object has a
-new array of the same library. A list or dict of arrays is one collective: all of them
-are reduced (or gathered, ...) over the same peers, or none is. Dicts need the same keys on all
-peers, in any order.
+otherwise the call fails with an error that says which peer has which order. A call that would write
+to a read-only array, such as one of JAX, leaves it unchanged: the `result` of the returned object
+has a new array of the same library. A list or dict of arrays is one collective: either all of them
+are reduced (or gathered, ...) over the same peers, or none. Dicts need the same keys on all peers,
+in any order.
 
 A rank is a position in the first ring, `Communicator.rank`; ranks shift when peers come and go. All
-collectives except all-reduce and barrier depend on ranks. They use the ranks that their thread has
-seen last: when it read `rank`, `world_size` or `peers`, when `PeerLostError` told it of a loss, or
-when `connect`, `update_topology` or `optimize_topology` returned in any thread. If the ranks have
+collectives except all-reduce and barrier depend on ranks. They use the ranks that their thread saw
+last: when it read `rank`, `world_size` or `peers`, when `PeerLostError` told it of a loss, or when
+`connect`, `update_topology` or `optimize_topology` returned in any thread. If the ranks have
 changed since then, the collective fails with `PeerLostError` before anything happens.
 
-An exception that leaves a call (raised by a signal handler, for instance) abandons the call: when
-the exception is raised, no buffer is in use any more. The other peers may still have succeeded.
+An exception that leaves a call, such as one from a signal handler, abandons the call; its buffers
+are then no longer in use. The other peers may still have succeeded.
 """
 
 from __future__ import annotations
@@ -93,27 +93,26 @@ class Communicator(Closing):
     Args:
         address: `host:port` of the master, with an IPv6 address in brackets; without a port, 48148.
         peer_group: the group of peers with which this one shares collectives and shared state.
-        p2p_connection_pool_size: connections (lanes) to each neighbor; 0: chosen automatically.
+        p2p_connection_pool_size: connections (lanes) to each neighbor; 0: automatic.
         security: the directory of keys (see `pccl keys`), which turns encryption on. None:
             PCCL_CURVE_DIR; if that is unset, nothing is encrypted.
         advertise: the host at which other peers reach this one, or several: "a,b". None:
             PCCL_ADVERTISE; if that is unset, the address that the master sees, and the addresses
-            from which this machine connects to the internet by IPv4 and IPv6.
+            from which this machine connects to the internet over IPv4 and IPv6.
         port_range: "FIRST-LAST", a range of TCP ports; this peer listens for bulk data on one of
             them. None: PCCL_PORT_RANGE; if that is unset, any port.
-        outgoing_only: whether no other peer can connect to this one, as behind NAT. It is also true
-            if PCCL_OUTGOING_ONLY is 1.
-        connect_timeout: seconds for which `connect` tries to reach a master that is not up yet, in
-            any number of attempts. None: PCCL_CONNECT_TIMEOUT_S; if that is unset, `n_attempts` of
-            `connect` applies.
+        outgoing_only: other peers cannot connect to this one, which is behind NAT.
+            PCCL_OUTGOING_ONLY=1 has the same effect.
+        connect_timeout: seconds for which `connect` tries to reach a master that is not up yet.
+            None: PCCL_CONNECT_TIMEOUT_S; if that is unset, `n_attempts` of `connect` applies.
         team: a number that identifies the peer's team: peers that are useless without each other,
-            such as the processes of one replica of a sharded model. Members of a team are admitted
-            together, and if one is lost, the others are dropped. `pccl.torch.communicator` chooses
-            a number. 0: the peer has no team.
+            such as the processes of one replica of a sharded model. A team joins as a whole, and if
+            one member is lost, the others are dropped. `pccl.torch.communicator` chooses a number.
+            0: the peer has no team.
         team_size: number of members of the team.
-        name: a name for this peer, which errors, logs and `pccl status` show beside its number. At
-            most 64 printable characters. None: PCCL_NAME; if that is unset, `host:process`, and
-            `/LOCAL_RANK` if that is set.
+        name: a name for this peer in errors, logs and `pccl status`, of at most 64 printable
+            characters. None: PCCL_NAME; if that is unset, `host:process`, and `/LOCAL_RANK` if that
+            is set.
 
     Raises:
         ValueError: `address` is malformed, or an argument is out of range.
@@ -171,7 +170,7 @@ class Communicator(Closing):
     def connect(self, n_attempts: int = 5, *, timeout: float | None = None) -> None:
         """Joins the run; returns when all accepted peers have admitted this one.
 
-        They admit it by `update_topology`; the first peer of a run is accepted at once.
+        They admit it in `update_topology`; the first peer of a run is accepted at once.
 
         Args:
             n_attempts: attempts to reach the master, one second apart. If the communicator has a
@@ -181,7 +180,7 @@ class Communicator(Closing):
 
         Raises:
             PCCLTimeoutError: the master did not answer, or the peers did not admit this one, within
-                `timeout`; this peer has left again.
+                `timeout`; this peer has left.
             PCCLError: MASTER_CONNECTION_FAILED: the master did not answer in `n_attempts` or
                 within `connect_timeout`. INVALID_USAGE: already connected, refused by the master,
                 or keys are missing or unsafe (the message says why). INTERNAL_ERROR: the system
@@ -224,7 +223,7 @@ class Communicator(Closing):
     # ---- the peers ----
 
     def get_attribute(self, attribute: Attribute) -> int:
-        """One of the world sizes: current counts of accepted peers or groups.
+        """One of the world sizes: the current number of accepted peers, or of groups.
 
         Raises:
             PCCLError: INVALID_USAGE before `connect`.
@@ -261,7 +260,7 @@ class Communicator(Closing):
     # ---- the cost of calls ----
 
     def stats(self) -> Stats:
-        """The cost of this peer's calls since it joined the run; available after its end too.
+        """The cost of this peer's calls since it joined the run; also available after its end.
 
             wandb.log(comm.stats().flat())
 
@@ -271,7 +270,7 @@ class Communicator(Closing):
         return self._membership.last("stats").metrics.stats()
 
     def explain(self) -> Explanation:
-        """Explains what limits the last collectives of this peer, from measurements.
+        """Explains what limited this peer's last collectives, from measurements.
 
         `print(comm.explain())` lists what took time (the votes, peers that came late, round trips,
         links, this machine's processor), how much, and how long a collective would take without
@@ -292,14 +291,15 @@ class Communicator(Closing):
 
         Raises:
             PCCLError: INVALID_USAGE (not connected, or other peers are in calls that exclude this
-                one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
+                one), PENDING_ASYNC_OPS (a collective was not awaited).
         """
         self._membership.update_topology(Deadline(timeout))
 
     def are_peers_pending(self, *, timeout: float | None = None) -> bool:
         """True if peers wait to be admitted; the same answer on all peers.
 
-        All accepted peers of all groups must ask. Collectives may run in other threads meanwhile.
+        All accepted peers of all groups must call it. Collectives may run in other threads
+        meanwhile.
 
         Raises:
             PCCLError: INVALID_USAGE (not connected, or other peers are in calls that exclude this
@@ -311,15 +311,15 @@ class Communicator(Closing):
         """Admits newcomers until this peer's group has at least `n` members.
 
         All accepted peers of the run must call this, or `are_peers_pending` and `update_topology`
-        as a training loop does, because newcomers are admitted by all of them. The call does not
-        poll. After some seconds the log says which peers it waits for.
+        as a training loop does, because only all of them together admit newcomers. The call does
+        not poll. After some seconds, the log says which peers it waits for.
 
         Args:
             n: number of members, including this peer.
             timeout: seconds to wait for them.
 
         Returns:
-            The number of members: the same on all peers that were in the group when it returned.
+            The number of members, the same on all peers of the group.
 
         Raises:
             PCCLTimeoutError: the time limit has passed; peers that have joined stay.
@@ -347,26 +347,24 @@ class Communicator(Closing):
         timeout: float | None = None,
         min_peers: int = 1,
     ) -> bool:
-        """Admits newcomers, if any wait, and gives them the shared state.
+        """Admits waiting newcomers, if any, and gives them the shared state.
 
             while state.revision < steps:
                 comm.admit(state)
                 ...
 
-        The call may stand anywhere in a loop that all peers run, also on its first line: a peer
-        that has just joined continues in its first call where the others are. All accepted peers
-        must call it, and either all with a shared state or all without. It does what
-        `are_peers_pending` does, and if there are newcomers, what `update_topology` and
-        `sync_shared_state` do.
+        The call may be anywhere in a loop that all peers run, even on its first line: a newcomer's
+        first call continues where the others are. All accepted peers must call it, either all with
+        a shared state or all without. It combines `are_peers_pending` and, if there are newcomers,
+        `update_topology` and `sync_shared_state`.
 
         Args:
-            shared_state: what to synchronize in the first call, and when a peer has joined. None:
-                nothing.
+            shared_state: synchronized in the first call, and when a peer has joined. None: nothing.
             timeout: seconds to wait for the others.
-            min_peers: the number of peers with which the run begins, as in `sync_shared_state`.
+            min_peers: the number of peers that the run needs to begin, as in `sync_shared_state`.
 
         Returns:
-            Whether a peer has joined, or this is the first call.
+            True if a peer has joined, or this is the first call.
 
         Raises:
             PCCLTimeoutError, PCCLError: as `are_peers_pending`, `update_topology` and
@@ -398,7 +396,7 @@ class Communicator(Closing):
         min_peers: int = 1,
         log_metrics: LogMetrics | None = None,
     ) -> None:
-        """Makes all steps of a run, while peers come and go.
+        """Runs all steps of a run, while peers come and go.
 
             def step(number: int) -> None:
                 gradient = compute(number)
@@ -409,25 +407,25 @@ class Communicator(Closing):
 
         Calls `step(k)` for each k from `shared_state.revision` up to `steps - 1`, and increments
         the revision after each. Between steps it admits newcomers, which receive the shared state
-        and continue at the same step. When a peer is lost, it calls the same step again; so a step
-        must change the shared state only when its last collective has succeeded. At the end it
+        and continue at the same step. When a peer is lost, it calls the same step again, so a step
+        must not change the shared state before its last collective has succeeded. At the end it
         compares the shared state of all peers, and finishes the run.
 
         Args:
-            step: makes one step; it is called with the number of the step.
-            shared_state: everything that a newcomer needs. If it was loaded from a checkpoint, the
-                run continues at its revision.
+            step: a function of the step's number, which runs this step.
+            shared_state: everything that a newcomer needs. A run with a state from a checkpoint
+                continues at its revision.
             steps: the revision at which the run ends.
-            min_peers: the first step waits until there are this many peers. If it is 2 or more, a
-                peer that is left alone waits for others. If it is 1, the collectives of such a peer
+            min_peers: the first step waits for this number of peers. If it is 2 or more, a peer
+                that is left alone waits for others. If it is 1, the collectives of such a peer
                 raise TooFewPeersError, and the step may continue without them.
-            log_metrics: called after each step with `stats().flat()` and the number of the step, as
-                `wandb.log` is. If it raises, so does `run`.
+            log_metrics: a function such as `wandb.log`, called after each step with
+                `stats().flat()` and the number of the step. If it raises, so does `run`.
 
         Raises:
             DivergenceError: at the end, this peer's shared state differs from the most common one;
-                if two are equally common, the one of the lowest rank counts. The others finish.
-            PCCLError: a call has failed for another reason than a lost peer.
+                if two are equally common, the lowest rank decides. The others finish.
+            PCCLError: a call failed for another reason than a lost peer.
         """
         self.admit(shared_state, min_peers=min_peers)
         while (number := shared_state.revision) < steps:
@@ -471,11 +469,10 @@ class Communicator(Closing):
                 collective.log.warning("rank %d ended the run with another shared state", other)
 
     def finish(self, *, timeout: float | None = None) -> None:
-        """Finishes the run: all accepted peers must call it when they have made their last step.
+        """Finishes the run: all accepted peers must call it after their last step.
 
-        Then no peer is admitted any more. A process that was killed and is started again gets
-        RunFinishedError from `connect`, so it does not begin a new run. This holds after a restart
-        of the master too, if it has a journal.
+        After that, no peer can join: a restarted process gets RunFinishedError from `connect`, so
+        it does not begin a new run. With a journal, this also holds after a restart of the master.
 
         Args:
             timeout: seconds to wait for the others.
@@ -488,7 +485,7 @@ class Communicator(Closing):
         self._membership.round("finish", client, client.peer.finish, Deadline(timeout).next)
 
     def optimize_topology(self, *, timeout: float | None = None) -> None:
-        """Measures the links between the peers, and chooses the fastest rings for each group.
+        """Measures the links between peers, and chooses the fastest rings for each group.
 
         All accepted peers of all groups must call it. Each pair of peers on different machines
         exchanges data at full speed for about half a second, or ten round trips. Several pairs
@@ -496,9 +493,9 @@ class Communicator(Closing):
         only enough pairs are measured to find which peers are near each other, which takes at most
         32 times as long as one pair. The order of a ring, and with it each `rank`, changes only if
         an all-reduce of 64 MiB would take at least a fifth less time. Peers that stay keep the new
-        order until the next optimization. A pair that cannot connect is avoided if a ring without
-        it exists. Among 3 to 6 peers, the data is spread over several rings if a peer's links carry
-        more together than each alone.
+        order until the next optimization. The ring avoids a pair that cannot connect, if it can.
+        Among 3 to 6 peers, collectives use several rings if a peer's links carry more together than
+        each alone.
 
         Args:
             timeout: seconds to wait for the others, and for the measurements.
@@ -531,26 +528,25 @@ class Communicator(Closing):
 
         Every peer offers digests of its entries, unless it is RECEIVE_ONLY. Among the contents of
         the highest revision, the most common one wins; on a tie, the peer accepted first decides.
-        Peers that differ fetch exactly the entries that differ, from all peers that have them at
-        once, and verify them. A newcomer, or a peer at revision 0 while others are not, receives in
-        place: if the call fails, its content may be useless, and `shared_state.torn` is true. Other
-        peers receive into additional memory during the call, and a call that fails changes nothing
-        there.
+        Peers fetch exactly the entries in which they differ, from all holders at once, and verify
+        them. A newcomer, or a peer at revision 0 while others are not, receives in place: if the
+        call fails, its content may be useless, and `shared_state.torn` is true. Other peers receive
+        into additional memory, and a call that fails changes nothing there.
 
         Args:
-            shared_state: must not change during the call; `revision` is set to the elected one.
+            shared_state: must not change during the call, which sets `revision` to the elected one.
             strategy: either ENFORCE_POPULAR on all peers of the group, or SEND_ONLY on peers whose
                 content others need and RECEIVE_ONLY on peers whose content is not offered.
             timeout: seconds to wait for the others, and for `min_peers`.
             progress: called in this thread, up to ten times a second, while this peer receives.
             raise_on_divergence: raise on all peers if contents differ at the same revision.
-            min_peers: the number of peers that the first synchronization needs; if the peers of the
-                group give different numbers, the largest one counts. While there are fewer, all of
-                them admit newcomers. A run that has begun continues with any number.
+            min_peers: the number of peers that the first synchronization needs; if peers of the
+                group give different numbers, the largest counts. While there are fewer, all of them
+                admit newcomers. A run that has begun continues with any number.
 
         Returns:
-            Payload bytes sent and received by this peer; (0, 0) everywhere if all were equal. It
-            also says which peers' content had diverged, and how.
+            Payload bytes sent and received by this peer, (0, 0) everywhere if all were equal; and
+            the peers whose content had diverged, and how.
 
         Raises:
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS; NO_SHARED_STATE_AVAILABLE (all are
@@ -558,9 +554,9 @@ class Communicator(Closing):
                 peers, or only on those whose revision is too high).
             DivergenceError: INVALID_ARGUMENT: contents differ, and a peer set
                 `raise_on_divergence`.
-            KickedError: INVALID_ARGUMENT: this peer's entries are not those of the others, or it is
-                SEND_ONLY and another content was elected, or others use ENFORCE_POPULAR and it
-                does not.
+            KickedError: INVALID_ARGUMENT: this peer's entries differ from those of the others, or
+                it is SEND_ONLY and another content was elected, or others use ENFORCE_POPULAR and
+                it does not.
         """
         deadline = Deadline(timeout)
         if min_peers < 1:
@@ -602,17 +598,18 @@ class Communicator(Closing):
             send: an array, or a list or dict of arrays.
             recv: where the result goes: like `send` in form, dtypes, element counts and memory
                 order (as `empty_like` returns). None, or `send` itself: in place.
-            op: the operation, or its name: "sum", "max", ... AVG is SUM divided by the number of
+            op: the operation, or its name: "sum", "max", ... AVG divides the sum by the number of
                 contributors; integers are rounded towards 0, so the average of 3 and 4 is 3.
             tag: distinguishes collectives that run at the same time; the same on all peers.
             operand_descriptor: its dtype must be the array's.
-            quantization_options: how data is quantized on the wire: floats only, and not PROD.
-                Every peer's result has the same bits. Each contribution is rounded once, and the
-                result once more, for up to 128 peers. A NaN or an infinity makes its whole block of
-                elements NaN. docs/internals/quantization.md gives the errors of the results.
+            quantization_options: how data is quantized on the wire; only for floats, and not for
+                PROD. Every peer's result has the same bits. With up to 128 peers, each contribution
+                is rounded once, and the result once more. A NaN or an infinity makes its whole
+                block of elements NaN. docs/internals/quantization.md gives the errors of the
+                results.
             quantization: a short name instead: "int8" or "int4" (block-wise), "uint8".
-            check: "finite", on all peers: reduces only if all numbers of all peers are finite. It
-                costs a round trip to the master.
+            check: with "finite", on all peers: reduces only if all numbers of all peers are finite.
+                It costs a round trip to the master.
             timeout: seconds after which the collective fails, on all peers.
 
         Returns:
@@ -621,8 +618,8 @@ class Communicator(Closing):
 
         Raises:
             PCCLTimeoutError: the time limit has passed; the message names the missing peers.
-            NotFiniteError: the check has failed, on all peers; the message names one that has sent
-                a NaN or an infinity.
+            NotFiniteError: the check has failed, on all peers; the message names a peer that has
+                sent a NaN or an infinity.
             PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
                 RANK_CONNECTION_LOST (call again), INVALID_ARGUMENT (the peers ask for different
                 work, the tag is in use, or this cannot be quantized), INVALID_USAGE.
@@ -686,18 +683,18 @@ class Communicator(Closing):
     ) -> ReduceInfo:
         """Runs several all-reduces, a few at a time, and repeats each until it commits.
 
-        Descriptors that follow each other in the list and have the same operation, element type and
-        quantization are bundled into collectives of up to 64 MiB. Each collective is averaged over
-        its own contributors, which may differ if a peer is lost in between.
+        It bundles adjacent descriptors with the same operation, element type and quantization into
+        collectives of up to 64 MiB. If a peer is lost in between, collectives may have different
+        contributors.
 
         Args:
             descriptors: the collectives, with different tags. All peers must make this call with
                 the same descriptors in the same order.
             max_in_flight: how many collectives run at the same time.
-            timeout: seconds for all of them; those that have not committed by then fail.
+            timeout: seconds for all of them; collectives that have not committed by then fail.
 
         Returns:
-            The contributors of the last collective, and the payload bytes of all, without failed
+            The contributors of the last collective, and the payload bytes of all, excluding failed
             attempts.
 
         Raises:
@@ -822,12 +819,12 @@ class Communicator(Closing):
         changed. The next call uses the new ranks, so read `rank` again first. Losing the root never
         silently makes another peer the source.
 
-        A rank is a position in the current ring. It is not the RANK that torchrun or MPI assign to
+        A rank is a position in the current ring. It is not the RANK that torchrun or MPI assigns to
         a process: rank 0 need not be the process that was started first, and it changes.
-        `root="first"` is stable: it means the member that joined the run first (the one with the
-        lowest peer number), wherever it is in the ring. It changes only when that peer is lost; the
-        call then fails with `PeerLostError` and has changed nothing, and the next call uses the
-        member that is first then.
+        `root="first"` is stable: it is the member that joined the run first (with the lowest peer
+        number), wherever it is in the ring. Only the loss of that peer changes it: the call then
+        fails with `PeerLostError` and changes nothing, and the next call uses the member that is
+        then the first.
 
         Args:
             arrays: an array, or a list or dict of arrays; dtypes and element counts must be the
@@ -1005,18 +1002,17 @@ class Communicator(Closing):
         tag: int = 0,
         timeout: float | None = None,
     ) -> A:
-        """Gives each peer of the group its part of this peer's array, and takes one from each.
+        """Gives each peer of the group its part of this peer's array, and receives one from each.
 
         Args:
             send: an array, or a list or dict of arrays, whose first dimension is a multiple of
                 `world_size`; the r-th part of it is for rank r.
             recv: like `send` in form, dtypes, element counts and memory order; the r-th part is
                 from rank r. It must not overlap `send`. None: new arrays like `send`.
-            send_rows: how many rows of the first dimension are for each rank, the same for all
+            send_rows: the number of rows of the first dimension for each rank, the same for all
                 arrays of a list or dict; they add up to that dimension. The arrays must then be in
-                C's order. None: the same number for each rank; `recv_rows` must be None too.
-            recv_rows: how many rows come from each rank: what that rank's `send_rows` has for this
-                peer.
+                C order. None: the same number for each rank; `recv_rows` must be None too.
+            recv_rows: the number of rows from each rank: that rank's `send_rows` for this peer.
             tag, timeout: as for `all_reduce`.
 
         Returns:
@@ -1062,7 +1058,7 @@ class Communicator(Closing):
             arrays: an array, or a list or dict of arrays: of the same form, dtypes, element counts
                 and memory order as in the other peer's call.
             to: rank of the other peer.
-            tag: distinguishes sends from this peer to that one at the same time. Sends in the other
+            tag: distinguishes concurrent sends from this peer to that one. Sends in the other
                 direction or to other peers, and collectives, may use the same tags.
             timeout: seconds after which it fails, on both peers.
 
@@ -1156,8 +1152,9 @@ class Communicator(Closing):
     def commit(self, ok: bool = True, *, tag: int = 0, timeout: float | None = None) -> bool:
         """True if all peers of the group pass `ok=True`; the same answer on all of them.
 
-        A vote at the end of a step: each peer says whether the step succeeded there, and all of
-        them keep the step, or none does. If a peer is lost during the vote, the answer is False.
+        This is a vote at the end of a step: each peer says whether the step succeeded there, and
+        either all of them keep the step, or none. If a peer is lost during the vote, the answer is
+        False.
 
         Args:
             ok: this peer's vote.

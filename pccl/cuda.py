@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_available() -> bool:
-    """True if arrays may be in GPU memory: torch is installed, and finds a GPU.
+    """True if torch is installed and finds a GPU, so arrays may be in GPU memory.
 
     Imports torch.
     """
@@ -29,10 +29,10 @@ def device() -> Cuda:
     """Copies to and from the GPUs of this machine.
 
     Raises:
-        UnsupportedError: INVALID_ARGUMENT: there is none, or no torch that can use it.
+        UnsupportedError: INVALID_ARGUMENT: there is no GPU, or no torch that can use it.
     """
     if not is_available():
-        why = "memory on CUDA needs torch with CUDA, and a GPU: neither is at hand here"
+        why = "memory on CUDA needs torch with CUDA, and a GPU, but one of them is missing"
         raise UnsupportedError(Result.INVALID_ARGUMENT, "cuda", why)
     return Cuda()
 
@@ -40,7 +40,7 @@ def device() -> Cuda:
 class Cuda:
     """A `runtime.client.memory.Device`, over pinned memory.
 
-    Pinning memory takes long, so torch keeps freed pinned memory for the next use.
+    Pinning memory is slow, so torch keeps freed pinned memory for the next use.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The exceptions of the API: what caused each, what still works, and what to call next.
+"""The exceptions of the API: their causes, what still works, and what to call next.
 
     PCCLError                 any call that failed; `.result` says how
     +-- PeerLostError         RANK_CONNECTION_LOST: another peer went away
@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from pccl.types import Result
 
-# a collective has failed on all peers, inputs hold what they held, and calling again is right
+# a collective has failed on all peers, inputs are unchanged, and the program may call again
 AGAIN = (Result.RANK_CONNECTION_LOST, Result.TIMEOUT)
 
 
@@ -41,21 +41,21 @@ class PCCLError(RuntimeError):
     """A call failed.
 
     This class itself is raised for mistakes of the caller (INVALID_USAGE, INVALID_ARGUMENT,
-    PENDING_ASYNC_OPS) that were detected before any other peer was involved: the communicator
-    remains usable, and the message says what to do instead. It is also raised for INTERNAL_ERROR;
-    close the communicator then.
+    PENDING_ASYNC_OPS), before any other peer is involved: the communicator remains usable, and the
+    message says what to do instead. It is also raised for INTERNAL_ERROR; then close the
+    communicator.
 
     Attributes:
         result: how the call ended.
         func_name: the call.
-        message: the cause, with peers and addresses, the phase of the call, and the time it took.
-        remedy: what to do about errors of this class; the text ends with it.
+        message: the cause, with peers and addresses, the phase of the call, and the elapsed time.
+        remedy: what to do about errors of this class; the error's text ends with it.
     """
 
     remedy: ClassVar[str] = ""
 
     def __init__(self, result: Result, func_name: str, message: str = "") -> None:
-        # Not super(): OSError, a base of PCCLTimeoutError, would take the result for an errno.
+        # Not super(): OSError, a base of PCCLTimeoutError, would mistake the result for an errno.
         Exception.__init__(self, result, func_name, message)
         self.result = result
         self.func_name = func_name
@@ -93,11 +93,11 @@ class PeerLostError(PCCLError):
     the collective again: it runs with the remaining peers.
     """
 
-    remedy = "call again: inputs hold what they held, and the next attempt goes on without the lost"
+    remedy = "call again: inputs are unchanged, and the next attempt runs without the lost peer"
 
 
 class RanksChangedError(PeerLostError):
-    """The ring was re-ordered and a peer did not know that yet; no peer is lost.
+    """The ring has a new order that a peer did not know yet; no peer is lost.
 
     The communicator is usable. Call again, with the current ranks.
     """
@@ -113,7 +113,7 @@ class TooFewPeersError(PCCLError):
     `are_peers_pending`, then `update_topology`.
     """
 
-    remedy = "admit others by admit(); meanwhile go on without"
+    remedy = "call admit() to admit others, or continue alone"
 
 
 class MismatchError(PCCLError):
@@ -121,15 +121,15 @@ class MismatchError(PCCLError):
 
     For example, one peer is in `update_topology` and another in `all_reduce`, or two peers use one
     tag with different counts. This is a mistake in the program. If a newcomer or a minority differs
-    from the others, only it gets the error and is dropped from the run; the others go on without
+    from the others, only it gets the error and is dropped from the run; the others continue without
     it. If there is no majority, all peers get the error, the communicator is usable and no buffer
-    has changed. Make all peers make the same calls in the same order. After `update_topology`, the
+    has changed. Make the same calls on all peers in the same order. After `update_topology`, the
     next call of the others must be the first call of the newcomer; `admit` arranges that.
     """
 
     remedy = (
-        "make all peers take the same calls, with the same arguments, in the same order; admit() "
-        "admits newcomers at any place of a loop"
+        "make the same calls on all peers, with the same arguments, in the same order; admit() "
+        "may be anywhere in a loop"
     )
 
 
@@ -138,10 +138,10 @@ class KickedError(PCCLError):
 
     The cause concerns this peer only, such as shared state that differs from that of all others, or
     an address that no other peer can reach. This communicator can no longer be used; the run
-    continues without it. Repair the cause, then connect a new communicator.
+    continues without it. Fix the cause, then connect a new communicator.
     """
 
-    remedy = "the run goes on without this peer: repair the cause, then connect a new Communicator"
+    remedy = "the run continues without this peer: fix the cause, then connect a new Communicator"
 
 
 class MasterLostError(PCCLError):
@@ -158,12 +158,12 @@ class MasterLostError(PCCLError):
 
 
 class RunFinishedError(PCCLError, SystemExit):
-    """The run is finished (`Communicator.finish`): the communicator is of no further use.
+    """The run is finished (`Communicator.finish`), and the communicator is unusable.
 
-    A program that does not catch it ends with exit status 0, so no launcher starts it again.
+    A program that does not catch it exits with status 0, so launchers do not restart it.
     """
 
-    remedy = "for another run, start the master anew"
+    remedy = "for another run, restart the master"
     code = 0
 
 
@@ -173,7 +173,7 @@ class PCCLTimeoutError(PCCLError, TimeoutError):
     The communicator is usable. Call again, with more time or without these peers.
     """
 
-    remedy = "nothing has changed: call again, with more time, or see what keeps the others"
+    remedy = "nothing has changed: call again with more time, or find out what delays the others"
 
 
 class NotFiniteError(PCCLError, ArithmeticError):
@@ -183,7 +183,7 @@ class NotFiniteError(PCCLError, ArithmeticError):
     and no array has changed.
     """
 
-    remedy = "all peers skip this step together; see what that peer trains on, and its device"
+    remedy = "skip this step on all peers; check the data and the device of that peer"
 
 
 class DivergenceError(PCCLError):

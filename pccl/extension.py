@@ -1,7 +1,7 @@
 """Functions of a `Communicator` for code that extends pccl; programs do not need them.
 
-The integration of a framework, or the binding of another language, launches collectives with its
-own operands and ranks, and takes part in rounds with its own time limits.
+An integration of a framework, or a binding for another language, launches collectives with its own
+operands and ranks, and takes part in rounds with its own time limits.
 
     from pccl import extension, operands
 
@@ -10,8 +10,9 @@ own operands and ranks, and takes part in rounds with its own time limits.
     work = operands.all_gather(x, None, ranks)
     handle = extension.launch(comm, "all_gather", work, tag=7)
 
-All functions raise PCCLError INVALID_USAGE before `connect`, and the reason for the end after it.
-Those that make a call of the run raise what its public form raises.
+Before `connect`, all functions raise PCCLError INVALID_USAGE; after the end of the membership, the
+reason for the end. A function that makes a call of the run raises the same errors as the public
+call.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Member(NamedTuple):
     """This peer, as the run knows it."""
 
     number: int  # unique in the run; peers are numbered in the order in which they join
-    host: str  # where others reach it
+    host: str  # the host at which others reach it
     group: int
     team: int  # as given to the Communicator; 0: none
     team_size: int
@@ -80,9 +81,10 @@ def names(comm: Communicator) -> dict[int, str]:
 
 
 def expect_no_return(comm: Communicator, most_s: float) -> None:
-    """The master never comes back once its process has ended; call it before `connect`.
+    """Declares that the master never comes back once its process has ended.
 
-    If it is unreachable, this peer tries to reconnect for at most `most_s`.
+    Call this before `connect`. If the master is unreachable, this peer tries to reconnect for at
+    most `most_s`.
     """
     patience_s = min(most_s, Config.from_env().master_patience_s)
     comm._settings.update(master_patience_s=patience_s, master_returns=False)
@@ -114,9 +116,9 @@ def run(
 
 
 def are_peers_pending(comm: Communicator, grace: Grace | None = None) -> bool:
-    """True if peers wait to be admitted. It does not slow down programs that poll.
+    """True if peers wait to be admitted. Unlike the public call, it does not slow down polling.
 
-    Members that have not entered when the `grace` is over are dropped from the run.
+    When the `grace` is over, the master drops members that have not entered.
     """
     return comm._membership.ask(Deadline(None), 0.0, grace)
 
@@ -131,8 +133,8 @@ def await_newcomers(
 ) -> int:
     """Waits for newcomers and admits them; all peers must call it.
 
-    Returns the new number of members, the same on all peers; 0 if no newcomer has come before the
-    `patience_s` of one of the peers is over.
+    Returns the new number of members, the same on all peers; 0 if the `patience_s` of one of the
+    peers is over and no newcomer has come.
 
     Raises:
         PCCLTimeoutError: the deadline has passed.

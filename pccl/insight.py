@@ -12,16 +12,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 from pccl.support import duration_text
 
-BUSY = 0.8  # a link or processor that is busy for more than this share of the time is the limit
-NEGLIGIBLE = 0.03  # a smaller share of the time is not worth a line
-STEPS = {  # hops one after the other, with n members, until the first bytes are everywhere
+BUSY = 0.8  # a link or processor that is busy for at least this share of the time is the limit
+NEGLIGIBLE = 0.03  # smaller shares of the time are omitted
+STEPS = {  # consecutive hops, with n members, until the first bytes are everywhere
     "all_reduce": lambda n: 2 * n - 2,
     "reduce_scatter": lambda n: n - 1,
     "all_gather": lambda n: n - 1,
     "broadcast": lambda n: n - 1,
     "reduce": lambda n: n - 1,
 }
-# takes metrics by name and the number of the step, as wandb.log and Lightning's loggers do
+# called with metrics by name and the number of the step, as are wandb.log and Lightning's loggers
 LogMetrics: TypeAlias = Callable[[dict[str, Any], int], object]
 
 
@@ -34,8 +34,9 @@ class Stats:
     (12, 48000.0)
 
     Attributes:
-        collectives: how many have succeeded, by call.
-        failures: how many calls of any kind have failed, by reason: `peer_lost`, `timeout`, ...
+        collectives: the number of collectives that have succeeded, by call.
+        failures: the number of calls of any kind that have failed, by reason: `peer_lost`,
+            `timeout`, ...
         tx_bytes: payload bytes that this peer sent in calls that have succeeded.
         rx_bytes: payload bytes that it received in these calls.
         entering_seconds: total time of these collectives from the call until all had entered it.
@@ -62,7 +63,7 @@ class Stats:
     recovery_seconds: float = 0.0
 
     def flat(self, prefix: str = "pccl/") -> dict[str, float]:
-        """All as one dict of floats, as TensorBoard and Weights & Biases take them.
+        """All numbers as one dict of floats, as TensorBoard and Weights & Biases take them.
 
         wandb.log(comm.stats().flat(), step=step)
         """
@@ -82,8 +83,8 @@ class Sample(NamedTuple):
     """A collective that has succeeded."""
 
     what: str  # the call
-    members: int  # how many took part
-    tx_bytes: int  # payload that this peer has sent
+    members: int  # the number of members
+    tx_bytes: int  # payload bytes that this peer has sent
     small: bool  # whether its data traveled with the votes
     entering_s: float  # from the call until all had entered it
     moving_s: float  # from then until this peer held the result
@@ -96,17 +97,18 @@ class Sample(NamedTuple):
 
 
 class LinkFacts(NamedTuple):
-    """The link from this peer to the next one of the ring, as its kernel knows it."""
+    """The link from this peer to the next one in the ring, as measured by its kernel."""
 
     to: str  # the next peer
-    rtt_s: float  # the round trip when nothing delays it
-    busy: float  # the share of the collectives' moving time in which bytes were on the way
-    full: float  # the share of that time in which the other side had no room for more
-    retransmits: int  # packets that were sent again
+    rtt_s: float  # the round trip of an idle link
+    busy: float  # the share of the collectives' moving time in which bytes were in flight
+    full: float  # the share of that time in which the receive window of the other side was full
+    retransmits: int  # retransmitted packets
 
 
 class Cause(Enum):
-    """A cause of a collective's duration; the value is the cause, and the condition without it."""
+    """A cause of a collective's duration; the value is its description, and the condition without
+    it."""
 
     VOTES = "the two votes, if the master were beside this peer"
     LATE = "waiting for peers that enter later, if all entered at once"
@@ -120,14 +122,14 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One thing that a collective spends its time on.
+    """One part of a collective's time, with its cause.
 
     Attributes:
         cause: what takes the time.
         seconds: the time that it takes in the average collective.
-        without: how long the average collective would take without it, or if it were twice as fast;
-            `cause.value` says which.
-        why: what was measured.
+        without: how long the average collective would take without it, or if it were twice as fast,
+            according to `cause.value`.
+        why: the measurement.
     """
 
     cause: Cause
@@ -140,8 +142,8 @@ class Limit:
 class Explanation:
     """The limits of a peer's last collectives.
 
-    `str()` gives a text, as in `print(comm.explain())`. The explanation is about the kind of
-    collective that took most time.
+    `str()` gives a text, as in `print(comm.explain())`. It explains the kind of collective that
+    took most time.
 
     >>> late = Limit(Cause.LATE, seconds=0.2, without=0.3, why="the longest wait took 0.4 s")
     >>> print(Explanation("all_reduce", count=64, seconds=0.5, rate=5e7, limits=(late,)))
@@ -150,9 +152,9 @@ class Explanation:
 at once: 300 ms
 
     Attributes:
-        what: the call; empty: there was none.
-        count: the number of collectives explained.
-        seconds: the average time of one.
+        what: the call; empty if there was none.
+        count: the number of these collectives.
+        seconds: their average time.
         rate: bytes per second that this peer sent while data moved.
         limits: the parts of that time, the largest first.
     """
@@ -204,7 +206,7 @@ def explain(
     return Explanation(chosen[0].what, len(chosen), mean_s, rate, tuple(limits))
 
 
-# The cause, its seconds of the mean, the seconds saved without it, and what was measured.
+# The cause, its seconds of the mean, the seconds saved without it, and the measurement.
 Part = tuple[Cause, float, float, str]
 
 
@@ -220,7 +222,7 @@ def _slowest_kind(samples: Sequence[Sample]) -> list[Sample]:
 def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
     """The time of the votes, and of waiting for others in them.
 
-    The shortest vote is taken as the time of a vote without waiting.
+    The shortest vote counts as one without waiting.
     """
     count, votes = len(samples), 1 if samples[0].small else 2
     spans = [one.entering_s for one in samples]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Format = Literal["int8", "int4", "e3m0", "2bit", "sparse"]  # see `quantize`
-Wire = Literal["fp32", Format]  # the formats in which DiLoCo and the hooks of DDP send
+Wire = Literal["fp32", Format]  # the formats that DiLoCo and the hooks of DDP send
 
 _BLOCKS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
 _PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # names in C
@@ -70,14 +70,13 @@ def quantize(out: Array, values: Array, format: Format) -> None:
     Args:
         out: the quantized numbers.
         values: the numbers.
-        format: how they are quantized. "int8", "int4": codes of evenly spaced levels, in blocks of
-            256 and 64 numbers with a scale each (docs/internals/quantization.md). "e3m0": 4 bits, a
-            sign and a power of two, in blocks of 64 with a scale each. "2bit": codes of four levels
-            that follow the statistics of each block of 1,024. "sparse": of each run of 4,096
-            numbers the 64 with the largest magnitude, with 12 bits for the place and 2 for the
-            level; the others are read as 0. If a shorter run remains at the end, a 64th of its
-            numbers is taken, rounded up. Among equal magnitudes the first are taken.
-            c/pccl_core.h defines the bytes.
+        format: how they are quantized. "int8", "int4": codes of evenly spaced levels, with a scale
+            for each block of 256 or 64 numbers (docs/internals/quantization.md). "e3m0": 4 bits, a
+            sign and a power of two, with a scale for each block of 64. "2bit": codes of four levels
+            that follow the statistics of each block of 1,024. "sparse": the 64 numbers with the
+            largest magnitude of each run of 4,096, with 12 bits for the place and 2 for the level;
+            the others decode to 0. A shorter run at the end keeps a 64th of its numbers, rounded
+            up. Among equal magnitudes, the first ones are kept. c/pccl_core.h defines the bytes.
     """
     data, numbers = Buffer.of(out, writable=True), Buffer.of(values)
     _check_quantized(data, numbers, format)
@@ -85,7 +84,7 @@ def quantize(out: Array, values: Array, format: Format) -> None:
 
 
 def dequantize(out: Array, data: Array, format: Format) -> None:
-    """Reads what `quantize` has written: the same values on every machine.
+    """Decodes the output of `quantize`, to the same values on every machine.
 
     Also raises ValueError if, with "sparse", the places do not increase within each run; the
     content of `out` is then unspecified.
@@ -101,9 +100,9 @@ def _read(out: Array, data: Array, format: Format, how: Literal["decode", "add"]
 
 
 def accumulate(out: Array, data: Array, format: Format) -> None:
-    """Adds quantized numbers, as `dequantize` into another array and `add` would.
+    """Adds quantized numbers, as `dequantize` into another array and then `add` would.
 
-    With "sparse", only the numbers that were sent are changed.
+    With "sparse", it changes only the numbers that were sent.
     """
     _read(out, data, format, "add")
 
@@ -124,7 +123,7 @@ def outer_sgd(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """One step of SGD with momentum, as torch.optim.SGD takes it with dampening 0.
+    """One step of SGD with momentum, like torch.optim.SGD with dampening 0.
 
     velocity = momentum * velocity + gradient, then theta = theta - lr * velocity; with Nesterov
     momentum theta = theta - lr * (gradient + momentum * velocity). Each operation is rounded.
@@ -141,7 +140,7 @@ def outer_sgd(
 
 @functools.cache
 def arithmetic_digest() -> bytes:
-    """Identifies this machine's arithmetic: XXH3-128 of the kernels' results for fixed inputs."""
+    """Identifies this machine's arithmetic by XXH3-128 of the kernels' results for fixed inputs."""
     out = ffi.new_allocator(should_clear_after_alloc=False)("unsigned char[]", _SELF_TEST_BYTES)
     size = lib.pccl_self_test(out, _SELF_TEST_BYTES)
     assert size <= _SELF_TEST_BYTES
@@ -178,7 +177,7 @@ def _check_divisor(divisor: int) -> None:
 def _check_in_place(result: Buffer, *read: Buffer) -> None:
     for one in read:
         if one.overlaps(result) and one.address != result.address:
-            raise ValueError("the arrays overlap, and do not begin at the same address")
+            raise ValueError("the arrays overlap, but do not begin at the same address")
 
 
 def _check_quantized(data: Buffer, numbers: Buffer, format: Format) -> None:

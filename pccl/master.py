@@ -25,19 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state",
         metavar="FILE",
-        help="journal (SQLite) from which a restarted master goes on with the run",
+        help="journal (SQLite) from which a restarted master resumes the run",
     )
     parser.add_argument(
         "--on-journal-error",
         choices=[choice.value for choice in OnError],
         default=OnError.CONTINUE.value,
-        help="when the journal cannot be written: go on without it, say so, and write again when "
-        "that works; or end with status 1 (default: %(default)s)",
+        help="when the journal cannot be written: continue without it, log that, and write again "
+        "when that works; or end with status 1 (default: %(default)s)",
     )
     parser.add_argument(
         "--event-log",
         metavar="FILE",
-        help="record everything that happens to the master in FILE, without payloads and keys, for "
+        help="record all inputs of the master in FILE, without payloads and keys, for "
         "`pccl replay` (default: nowhere)",
     )
     parser.add_argument(

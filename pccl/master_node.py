@@ -31,7 +31,7 @@ _running: set[MasterNode] = set()  # a running master outlives every other refer
 
 
 class MasterNode:
-    """The master of a run. It moves no bulk data and needs hardly any memory.
+    """The master of a run, which moves no bulk data and needs hardly any memory.
 
         master = MasterNode("0.0.0.0:48148")
         master.run()
@@ -84,7 +84,7 @@ class MasterNode:
         self._server: Server | None = None
 
     def __reduce__(self) -> NoReturn:
-        raise not_picklable(self, "it serves in this process; give others its address")
+        raise not_picklable(self, "it serves in this process; pass its address instead")
 
     @property
     def address(self) -> str:
@@ -95,7 +95,7 @@ class MasterNode:
 
     @property
     def http_address(self) -> str | None:
-        """`host:port` at which the run can be watched, as long as it runs; None: nowhere."""
+        """`host:port` of its HTTP server while the master runs; None: it has none."""
         web = None if self._server is None else self._server.web
         return None if web is None else web.address
 
@@ -103,7 +103,7 @@ class MasterNode:
         """The current state of the run: its peers, groups and open rounds.
 
         Args:
-            timeout: seconds within which a master that is busy must answer.
+            timeout: seconds within which the master must answer.
 
         Raises:
             PCCLError: INVALID_USAGE: it does not run.
@@ -120,7 +120,7 @@ class MasterNode:
             raise PCCLTimeoutError(Result.TIMEOUT, "MasterNode.status", why) from None
 
     def run(self) -> None:
-        """Starts to serve in the background and returns. After `interrupt` it may be called again.
+        """Starts to serve in the background, and returns. May be called again after `interrupt`.
 
         Raises:
             PCCLError: INVALID_USAGE: it runs already, the address is not available, the journal
@@ -141,7 +141,7 @@ class MasterNode:
         except (JournalError, EventLogError) as error:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", str(error)) from None
         except OSError as error:
-            if lacking := out_of_resources(error):  # they ran out after the check
+            if lacking := out_of_resources(error):  # descriptors ran out after the check
                 why = str(lacking)
                 raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", why) from None
             why = error.strerror or str(error)
@@ -159,7 +159,7 @@ class MasterNode:
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", why) from None
 
     def interrupt(self) -> None:
-        """Stops serving; all peers lose their master. Idempotent.
+        """Stops the master; all peers lose it. Idempotent.
 
         The port is free again when this returns.
 
@@ -174,7 +174,7 @@ class MasterNode:
         self._end("MasterNode.interrupt")
 
     def wait(self) -> None:
-        """Returns when the master has stopped; Ctrl-C is raised as KeyboardInterrupt.
+        """Returns when the master has stopped. Ctrl-C raises KeyboardInterrupt.
 
         Raises:
             PCCLError: INTERNAL_ERROR: the master has failed.
@@ -213,12 +213,12 @@ class MasterNode:
         try:
             self.interrupt()
         except PCCLError:
-            if error is None:  # otherwise `error` is raised, and the log has this one
+            if error is None:  # otherwise `error` is raised, and this one is logged
                 raise
 
 
 class _Terminated(SystemExit):
-    """Ends the program; prints nothing if the program is ending already."""
+    """Ends the program, without output if it is ending already."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -243,7 +243,7 @@ def _stop_all() -> None:
 
 
 def _handle_sigterm(wanted: bool) -> None:
-    """Installs or removes the handler; only the main thread may, and only over the default."""
+    """Installs or removes the handler, only in the main thread and only over the default one."""
     if threading.current_thread() is not threading.main_thread():
         return
     before, after = (signal.SIG_DFL, _terminate) if wanted else (_terminate, signal.SIG_DFL)
@@ -264,7 +264,7 @@ def serve_until_signal(master: MasterNode) -> None:
         print(f"pccl master listening on {master.address}", flush=True)
         if master.http_address is not None:
             print(f"its run can be watched at http://{master.http_address}/", flush=True)
-        if stopping.number:  # the signal came before the master ran
+        if stopping.number:  # the signal arrived before the master ran
             master._stop()
         master.wait()
 
@@ -273,25 +273,25 @@ def serve_until_signal(master: MasterNode) -> None:
 def _serve_on() -> None:
     """Keeps serving after the end of a script that only calls run(); Ctrl-C ends both.
 
-    An exception in the script ends both too: the parent process must see that it has failed.
+    An exception in the script also ends both, because the parent process must see the failure.
     """
     if not _running:
         return
     stopping = Stopping(_stop_all)
     for number in ENDING:
         if signal.getsignal(number) in (signal.default_int_handler, _terminate):
-            signal.signal(number, stopping)  # at exit, nothing catches an exception of a handler
+            signal.signal(number, stopping)  # at exit, no caller catches an exception of a handler
     if getattr(sys, "last_type", None) is not None:
         _stop_all()
     well = [_served(master) for master in list(_running)]
-    if not all(well):  # only this can still change the exit status
+    if not all(well):  # the only way to still change the exit status
         logging.shutdown()
         sys.stdout.flush()
         os._exit(1)
 
 
 def _served(master: MasterNode) -> bool:
-    """Waits for a master, whatever is raised meanwhile. Returns whether it ended without error."""
+    """Waits for a master, despite any exception. Returns whether it ended without an error."""
     while True:
         try:
             master.wait()

@@ -34,20 +34,20 @@ class CallsInFlight:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a handle may be collected while it is held
+        self._lock = threading.RLock()  # reentrant, for handles that are garbage-collected
         self._rounds: dict[str, Call] = {}
         self._tags: dict[int | str, Call] = {}
         self._user: threading.Thread | None = None  # the thread that made the latest call
-        # whether two threads that were alive at the same time have made calls. If not, a thread
-        # makes no other call while it waits in one, and its vote says so. Then the master can tell
-        # it when no other peer will ever enter that call.
+        # whether two concurrent threads have made calls. If not, a thread makes no other call while
+        # it waits in one, and its vote says so. Then the master can end the call if no other peer
+        # will ever enter it.
         self.several_threads = False
         self.any_collective = False  # whether a collective has been launched since it was reset
 
     def enter(
         self, name: str, call: Call, tags: Collection[int] = (), pair: tuple[int, ...] = ()
     ) -> None:
-        """A call begins. A collective passes its tags; a send passes its two peers, too.
+        """Begins a call. A collective passes its tags; a send passes its two peers, too.
 
         Raises PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
         excludes it.
@@ -60,13 +60,13 @@ class CallsInFlight:
             for each in tags:
                 tag = place(each, pair)
                 if self._tags.setdefault(tag, call) is not call:
-                    why = f"a collective with tag {tag} is launched and not awaited: use another"
-                    raise error_for(Result.INVALID_ARGUMENT, name, f"{why} tag")
+                    why = f"tag {tag} is in use by a collective: wait() for it, or use another tag"
+                    raise error_for(Result.INVALID_ARGUMENT, name, why)
 
     def _may_enter(self, name: str) -> None:
         if name in EXCLUSIVE and self._tags:
             tags = sorted(self._tags, key=str)
-            why = f"collectives are launched and not awaited (tags {tags}): wait() for them first"
+            why = f"collectives were not awaited (tags {tags}): wait() for them first"
             raise error_for(Result.PENDING_ASYNC_OPS, name, why)
         rounds = self._rounds.keys()
         others = rounds & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else rounds
@@ -75,7 +75,7 @@ class CallsInFlight:
             raise error_for(Result.INVALID_USAGE, name, why)
 
     def leave(self, call: Call) -> None:
-        """A call has ended, if it ever began. Idempotent."""
+        """Ends a call, if it began. Idempotent."""
         with self._lock:
             for name in [name for name, other in self._rounds.items() if other is call]:
                 del self._rounds[name]
@@ -83,14 +83,14 @@ class CallsInFlight:
                 del self._tags[tag]
 
     def note_thread(self) -> None:
-        """This thread makes a call."""
+        """Records that this thread makes a call."""
         with self._lock:
             user, self._user = self._user, threading.current_thread()
             self.several_threads |= user not in (None, self._user) and user.is_alive()
 
 
 class KnownRanks:
-    """The ring as the program has last seen it: peers by rank.
+    """The ring as the program saw it last: peers by rank.
 
     A call in which the program changes the membership updates the ranks of all threads when it
     returns. If one thread reads the ranks, or learns of a loss, the other threads keep the ranks
@@ -100,7 +100,7 @@ class KnownRanks:
 
     def __init__(self) -> None:
         self._order: tuple[int, ...] = ()
-        self._updates = 0  # how often the ranks of all threads were updated
+        self._updates = 0  # the number of updates of the ranks of all threads
         self._own = threading.local()
 
     def update(self, by_rank: tuple[int, ...]) -> None:
@@ -113,7 +113,7 @@ class KnownRanks:
         self._own.order, self._own.updates = by_rank, self._updates
 
     def lose(self, by_rank: tuple[int, ...]) -> None:
-        """A call of this thread has failed because a peer was lost."""
+        """Updates the ranks of this thread, whose call has failed because a peer was lost."""
         self.see(by_rank)
         self._order = self._own.order
 
@@ -134,7 +134,7 @@ class Membership:
         self.calls = CallsInFlight()
         self.ranks = KnownRanks()  # as the program knows them
         self.revision = 0  # the shared state's revision after the last synchronization
-        # since it joined: whether it has synchronized shared state, and made a call of `admit`
+        # since it joined: whether it has synchronized shared state, and called `admit`
         self.synced = self.has_admitted = False
         self._asked_s = -math.inf  # when `are_peers_pending` last returned False
         self._client: PeerClient | None = None
@@ -180,8 +180,8 @@ class Membership:
     def is_fresh(self) -> bool:
         """True until this peer makes its first `admit` or collective.
 
-        The others are still in the `admit` that has admitted this peer. So its own first `admit`
-        does not ask for newcomers, but continues where the others are: with the synchronization.
+        The others are still in the `admit` that admitted this peer. So its own first `admit` skips
+        the question for newcomers, and continues with the synchronization like the others.
         """
         return not (self.has_admitted or self.calls.any_collective)
 
@@ -197,7 +197,7 @@ class Membership:
             why = "this communicator is not connected: call connect() first"
             raise error_for(Result.INVALID_USAGE, name, why)
         if client.over is not None:
-            raise error_of(name, client.over)  # before locks, which a forked child cannot take
+            raise error_of(name, client.over)  # before locks: a forked child cannot take them
         self.calls.note_thread()
         return client
 
@@ -206,7 +206,7 @@ class Membership:
         return self.client(name) if self._client is None else self._client
 
     def seen(self, name: str) -> Knowledge:
-        """What the peer knows of the run; this thread has now seen its ranks."""
+        """The peer's knowledge of the run. This thread thereby sees the current ranks."""
         known = self.client(name).knowledge
         self.ranks.see(known.by_rank)
         return known
@@ -266,8 +266,8 @@ class Membership:
     ) -> Any:
         """Takes part in a round of the whole run until it ends, and returns its result.
 
-        `event` makes the call, unless `end_of`, which waits for the end, does. `ranks`: the program
-        expects that these change.
+        `event` makes the call, or else `end_of` does, which waits for the end. `ranks`: the program
+        expects that the ranks change.
         """
         call = client.call()
         try:

@@ -1,4 +1,4 @@
-"""The operands of each collective: checks the arguments, and describes the arrays' memory.
+"""The operands of each collective: checks of the arguments, and descriptions of the arrays' memory.
 
 If `recv` is None, `all_reduce` and `reduce` are in place, and the others make new arrays. A `pair`
 is the sender and the receiver.
@@ -42,22 +42,22 @@ Arrays: TypeAlias = (
 )
 A = TypeVar("A", bound="Arrays")
 Root: TypeAlias = int | Literal["first"]
-Made: TypeAlias = Callable[[], Any]  # returns the arrays that hold the result, as callers know them
+Made: TypeAlias = Callable[[], Any]  # returns the arrays that hold the result, in the caller's form
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A peer's rank among the members of its group, as far as it knows."""
+    """A peer's rank among the members of its group, to its knowledge."""
 
     rank: int  # its own rank
     members: int  # number of members
     first: int  # the rank of the member that joined the run first
-    # the checksum of the ring's order, from which the ranks follow; 0: not known
+    # the checksum of the ring's order, which determines the ranks; 0: unknown
     ring: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, order: Sequence[int], number: int) -> Ranks:
-        """A peer's rank among these, who are numbered in the order in which they joined."""
+        """A peer's rank among these peers, whose numbers are in the order of joining."""
         return cls(order.index(number), len(order), order.index(min(order)), checksum(order))
 
 
@@ -70,11 +70,11 @@ class Several:
     is_list: bool = True  # False if a single array was given
     form: Any = None  # the argument: an array, or a list or dict of arrays
     given: Sequence[Any] = ()  # its arrays
-    # the read-only ones that are to be written: `arrays` has copies of them
+    # the read-only ones that must be written: `arrays` has copies of them
     copied: Collection[int] = ()
 
     def result(self, made: Sequence[Array] | None = None) -> Any:
-        """New arrays, in the form and the libraries of the argument; None: the written ones."""
+        """New arrays, in the form and of the libraries of the argument; None: the written ones."""
         if made is None:
             if not self.copied:
                 return self.form
@@ -88,7 +88,7 @@ class Several:
         return each if self.is_list else each[0]
 
 
-# the arrays that are sent, the operands, and what returns the arrays that receive
+# the arrays to send, the operands, and the function that returns the receiving arrays
 Described: TypeAlias = tuple[Several, list[Operand], Made]
 
 
@@ -102,10 +102,10 @@ def all_reduce(
 ) -> Operands:
     """The operands of an all-reduce; in place if `recv` is None.
 
-    `error`, for error feedback, receives what quantizing on this peer has taken from each element
-    of the sum: the contributions add up to the result plus the errors of all peers. It is for a
-    float32 array in host memory. It must be 0 before the call, and stays 0 if the data is not
-    quantized. If the call fails, its content is unspecified.
+    `error`, for error feedback, receives the quantization error of this peer for each element of
+    the sum: the contributions add up to the result plus the errors of all peers. It is a float32
+    array in host memory. It must be 0 before the call, and stays 0 if the data is not quantized. If
+    the call fails, its content is unspecified.
     """
     given, each, result = _by_pairs(send, recv)
     if error is not None:
@@ -121,7 +121,7 @@ def all_reduce(
 
 
 def _by_pairs(send: Arrays, recv: Arrays | None) -> Described:
-    """The operands where each array of `recv` is like that of `send`; in place if it is None."""
+    """The operands if each array of `recv` is like that of `send`; in place if it is None."""
     given = several(send, written=recv is None)
     targets = given if recv is None else matching(given, recv)
     each = [Operand(*both, both[0].count) for both in map(pair, given.arrays, targets.arrays)]
@@ -213,7 +213,7 @@ def reduce_scatter(
 
 
 def _by_slices(send: Arrays, recv: Arrays | None, ranks: Ranks, *, gathers: bool) -> Described:
-    """The operands where one array has a slice for each member, and the other is such a slice.
+    """The operands if one array has a slice for each member, and the other is one slice.
 
     `recv` has the slices if the collective `gathers`; otherwise `send` has them. New arrays receive
     if `recv` is None.
@@ -239,10 +239,10 @@ def _by_slices(send: Arrays, recv: Arrays | None, ranks: Ranks, *, gathers: bool
 def _by_rows(
     send: Arrays, recv: Arrays | None, sent: tuple[int, str], received: tuple[int, str]
 ) -> Described:
-    """The operands where the numbers of rows are given; an operand's count is that of a row.
+    """The operands if the numbers of rows are given; an operand's count is that of a row.
 
-    `sent` and `received` are the rows of each array of `send` and `recv`, and where that number
-    comes from, for errors. New arrays receive if `recv` is None.
+    `sent` and `received` are the rows of each array of `send` and `recv`, and the source of that
+    number, for errors. New arrays receive if `recv` is None.
     """
     given = several(send)
     arrays = given.arrays
@@ -265,7 +265,8 @@ def _by_rows(
 def _receiving(
     given: Several, recv: Arrays | None, make_new: Callable[[int], Array]
 ) -> tuple[list[Array], Made]:
-    """The arrays that receive, and what returns them to the caller: new ones if `recv` is None."""
+    """The receiving arrays, and the function that returns them to the caller; new ones if `recv` is
+    None."""
     if recv is not None:
         targets = matching(given, recv)
         return targets.arrays, targets.result
@@ -356,7 +357,7 @@ def barrier() -> Operands:
 
 
 def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
-    """The operands of a vote, and its memory: afterwards its only number is 1 if all voted ok."""
+    """The operands of a vote, and its memory, whose only number is then 1 if all voted ok."""
     return _one_number("B", ok, DataType.UINT8, ReduceOp.MIN)
 
 
@@ -403,7 +404,7 @@ def rank_of(root: Root, ranks: Ranks) -> int:
 
 
 def several(arrays: Arrays, *, written: bool = False) -> Several:
-    """An array, or a list or dict of them; `written` if they are going to be written."""
+    """An array, or a list or dict of them; `written` if the call writes to them."""
     names: list[str] = []
     found: list[Any]
     if isinstance(arrays, Mapping):
@@ -435,7 +436,7 @@ def several(arrays: Arrays, *, written: bool = False) -> Several:
 
 
 def matching(given: Several, recv: Arrays) -> Several:
-    """The arrays that receive. Raises ValueError unless they have the form of `given`."""
+    """The receiving arrays. Raises ValueError unless they have the form of `given`."""
     found = several(recv)
     if found.names != given.names:
         raise ArgumentError("send and recv must be dicts with the same keys, or neither a dict")
@@ -445,7 +446,8 @@ def matching(given: Several, recv: Arrays) -> Several:
 
 
 def _gathered(array: Array, block: Buffer, members: int) -> Array:
-    """A new array for one array like this of each member, by rank, each in this memory order."""
+    """A new array with room for each member's array like this, by rank, each in this memory
+    order."""
     order = None if block.layout is None else [0, *(1 + i for i in order_of(array))]
     return new((members, *array.shape), array, order)
 
@@ -494,14 +496,14 @@ def _check_apart(each: Sequence[Operand]) -> None:
     for operand in each:
         begin, first = operand.send.address, operand.recv.address
         stop, last = begin + operand.send.nbytes, first + operand.recv.nbytes
-        if begin == first or (begin < last and first < stop):  # in place: one contains the other
+        if begin == first or (begin < last and first < stop):  # in place: nested
             first, last = min(begin, first), max(stop, last)
         elif begin < stop:
             read.append((begin, stop, False))
         if first < last:
             written_to.append((first, last, True))
     end = written_end = 0
-    for begin, stop, written in sorted(read + written_to):  # usually two sorted runs
+    for begin, stop, written in sorted(read + written_to):  # fast: usually two sorted runs
         if begin < written_end or (written and begin < end):
             raise ValueError("arrays of the list or dict overlap, and one of them is written to")
         end = max(end, stop)
@@ -550,7 +552,7 @@ def make(
 
 
 def _part(operand: Operand, name: str) -> m.Part:
-    """The facts about one array, or one of its slices, on which peers must agree."""
+    """The facts about one array, or one of its slices, that all peers must agree on."""
     send, recv = operand.send, operand.recv
     block = recv if 0 < recv.count < send.count or not send.count else send
     layout = "" if block.layout is None else str(block.layout)
@@ -626,7 +628,7 @@ def _only_received(arrays: Arrays) -> Described:
 
 
 def _nothing(like: Buffer) -> Buffer:
-    """An empty buffer with the dtype and device of another one."""
+    """An empty buffer with the dtype and device of another."""
     return Buffer.at(0, 0, like.dtype, None, like.device_type)
 
 
@@ -638,11 +640,11 @@ def _one_each(ranks: Ranks) -> tuple[int, ...]:
     return (1,) * ranks.members
 
 
-# The agreements on the start and on the end cost as much for a few bytes as for many, and a model
-# of 150 tensors would spend most of its time on them. So several all-reduces become one bundle.
-# Bundles follow from the descriptors, so all peers make the same ones.
-BUNDLE_BYTES = 64 << 20  # a larger list makes several bundles, which overlap in time
-BUNDLE_PARTS = 1024  # the most descriptors of a bundle
+# The votes at the start and at the end take as long for a few bytes as for many, and a model of 150
+# tensors would spend most of its time on them. So several all-reduces become one bundle. Bundles
+# depend only on the descriptors, so all peers make the same ones.
+BUNDLE_BYTES = 64 << 20  # a larger list makes several concurrent bundles
+BUNDLE_PARTS = 1024  # most descriptors in a bundle
 
 
 def bundles(descriptors: Sequence[ReduceOpDescriptor]) -> list[list[ReduceOpDescriptor]]:

@@ -1,4 +1,4 @@
-"""The keys of a run, in text files: its master admits peers by them, and peers verify their master.
+"""The keys of a run, in text files: the master admits peers by them, and peers verify the master.
 
     master.secret   the master's key pair; only on its machine
     master.key      the master's public key; every peer needs it
@@ -37,7 +37,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Encryption and authentication by the keys in a directory, which are read when needed.
+    """Encryption and authentication with the keys in a directory, which are read when needed.
 
     Methods that read keys raise PCCLError INVALID_USAGE if a file cannot be used, or if other users
     can read a secret one.
@@ -75,7 +75,7 @@ class Security:
 
     @classmethod
     def of(cls, security: Security | str | os.PathLike[str] | None) -> Security | None:
-        """The meaning of a `security=` argument: itself, a directory of keys, or PCCL_CURVE_DIR.
+        """The value of a `security=` argument: itself, a directory of keys, or PCCL_CURVE_DIR.
 
         Raises:
             PCCLError: INVALID_USAGE: there is no such directory.
@@ -122,7 +122,7 @@ def _read(path: Path) -> str:
 
 
 def _keys(path: Path, words: list[str], count: int) -> list[str]:
-    """The first words, which must be keys. Errors never quote them: they may be secret."""
+    """The first words, which must be keys. Errors never quote them, because they may be secret."""
     if len(words) < count or not all(KEY.fullmatch(word) for word in words[:count]):
         what = "a key" if count == 1 else "a key pair"
         raise _unusable(f"{path} does not hold {what} of 40 characters each, as `pccl keys` writes")

@@ -1,6 +1,6 @@
 """The shared state: named memory that all peers of a group hold bit-identically.
 
-`Communicator.sync_shared_state` synchronizes it; it can be written to a file and read again.
+`Communicator.sync_shared_state` synchronizes it; `save` and `load` write and read a file.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class TensorInfo:
         data_ptr: address of the first element; may be 0 if there is none.
         numel: elements.
         dtype: type of an element.
-        device_type: where the memory is. CUDA memory (of the current device, for an address) is
-            copied to pinned host memory for each use, and copied back if it has changed.
-        allow_content_inequality: whether peers may differ in this entry. If so, it is not compared,
-            and only newcomers and peers with a lower revision receive it.
+        device_type: where the memory is. Each use copies CUDA memory (of the current device, for an
+            address) to pinned host memory, and back if it has changed.
+        allow_content_inequality: whether peers may differ in this entry. If so, peers do not
+            compare it, and only newcomers and peers with a lower revision receive it.
 
     Attributes:
         shape: of the array, or (numel,) for an address; only files use it.
@@ -93,8 +93,8 @@ class TensorInfo:
             raise ValueError(f"{name!r}: {error}") from None
         self.name = name
         self.shape: tuple[int, ...] = (numel,)
-        self._array: Any = None  # as it was given
-        self._is_copy = False  # because that is read-only
+        self._array: Any = None  # the given array
+        self._is_copy = False  # because the given one is read-only
         self._torn = False
         self.allow_content_inequality = allow_content_inequality
 
@@ -178,7 +178,7 @@ class TensorInfo:
 
     @property
     def array(self) -> Any:
-        """The array that was given, or a new one with the present content if it is read-only.
+        """The given array, or a new one with the current content if it is read-only.
 
         None if only an address was given.
         """
@@ -199,8 +199,8 @@ class SharedState:
             all peers.
 
     Raises:
-        ValueError: there are no entries; or two entries have the same name, or the entries do not
-            fit in one message to the master (some hundred thousand do).
+        ValueError: there are no entries; or two entries have the same name; or the entries do not
+            fit in one message to the master (about a hundred thousand do).
     """
 
     def __init__(self, tensor_infos: Sequence[TensorInfo]) -> None:
@@ -226,8 +226,8 @@ class SharedState:
     def torn(self) -> bool:
         """True if a failed `sync_shared_state` has overwritten a part of the content.
 
-        That happens only to a peer whose revision was behind. The content is useless until another
-        synchronization, or `load`, succeeds: it is not offered to other peers, and cannot be saved.
+        This happens only to a peer whose revision was behind. The content is useless until another
+        synchronization, or `load`, succeeds: pccl neither offers it to other peers nor saves it.
         """
         return any(info._torn for info in self.tensor_infos)
 
@@ -241,7 +241,7 @@ class SharedState:
 
     @property
     def revision(self) -> int:
-        """Version of the content, an unsigned 64-bit integer; see `push_revision`."""
+        """The version of the content, an unsigned 64-bit integer; see `push_revision`."""
         return self._revision
 
     @revision.setter
@@ -252,7 +252,7 @@ class SharedState:
         self._revision = revision
 
     def push_revision(self) -> None:
-        """Adds 1 to the revision: the content has advanced."""
+        """Adds 1 to the revision; call it when the content has advanced."""
         self.revision += 1
 
     def _digest(self) -> bytes:
@@ -265,8 +265,8 @@ class SharedState:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes entries and revision to a file in the safetensors format, atomically.
 
-        In the file all entries are in C order. The file is complete and on disk when this returns.
-        If it fails, or the process dies meanwhile, the previous file is unchanged.
+        In the file, all entries are in C order. When this returns, the file is complete and on
+        disk. If it fails, or the process dies meanwhile, the previous file is unchanged.
 
         Raises:
             OSError: the file cannot be written.
@@ -281,7 +281,7 @@ class SharedState:
         checkpoint.save(path, self._entries(memory), self._revision)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Reads the entries and the revision from a file that `save` has written.
+        """Reads the entries and the revision from a file written by `save`.
 
         The highest revision wins the first synchronization of a run, so only one peer needs the
         latest file. The whole file is checked before memory is touched.
@@ -301,9 +301,9 @@ class SharedState:
         self.revision = revision
 
     def tensors(self) -> dict[str, Any]:
-        """The arrays that were given, by name.
+        """The given arrays, by name.
 
-        A read-only one is replaced by a new array of the same library with the present content.
+        A new array of the same library, with the current content, replaces a read-only one.
         """
         return {info.name: info.array for info in self.tensor_infos}
 
@@ -321,8 +321,8 @@ class SharedState:
     ) -> SharedState:
         """The shared state of named arrays, in the mapping's order.
 
-        The state has a copy of a read-only array, such as one of JAX; `tensors` returns its
-        content after a synchronization.
+        The state copies read-only arrays, such as those of JAX; `tensors` returns their content
+        after a synchronization.
 
         Raises:
             ValueError, UnsupportedError: as for `TensorInfo.from_torch`.

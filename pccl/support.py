@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 DEFAULT_PORT = 48148  # the port of a master
-ADVERTISED_MAX = 8  # hosts at which a peer says that it may be reached
+ADVERTISED_MAX = 8  # hosts that a peer may advertise
 KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # a CURVE key in Z85
 
 
@@ -57,7 +57,7 @@ def address_text(host: str, port: int) -> str:
 
 
 def numeric(host: str) -> IPv4Address | IPv6Address | None:
-    """The address that a host is; an IPv6 address may have a zone. None: it is a name."""
+    """The IP address in `host`, possibly an IPv6 address with a zone; None if it is a name."""
     try:
         return ip_address(host)
     except ValueError:
@@ -65,16 +65,16 @@ def numeric(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration as people read it, in µs, ms or s."""
+    """A duration as text, in µs, ms or s."""
     if seconds < 0.001:
         return f"{1e6 * seconds:.0f} µs"
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def parse_advertised(text: str, what: str) -> tuple[str, ...]:
-    """The hosts of `a,b`; none for "". `what` names the source in errors.
+    """The hosts in `a,b`; none for "". `what` names the source in errors.
 
-    Raises ValueError: it is anything else, such as a host with a port, or there are too many.
+    Raises ValueError: the text has another form, such as a host with a port, or too many hosts.
     """
     require(what, text, str)
     hosts = tuple(text.split(",")) if text else ()
@@ -90,7 +90,7 @@ def parse_advertised(text: str, what: str) -> tuple[str, ...]:
 
 
 def parse_ports(text: str, what: str) -> range:
-    """The ports of FIRST-LAST; none for "". `what` names the source in errors.
+    """The ports in FIRST-LAST; none for "". `what` names the source in errors.
 
     Raises ValueError: it is malformed.
     """
@@ -108,11 +108,11 @@ def parse_ports(text: str, what: str) -> range:
 
 
 class Closing(ABC):
-    """Has a `close`, which a `with` block calls at its end."""
+    """A context manager that calls `close` at the end of its block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends it, and returns when everything is released."""
+        """Ends it, and returns when all resources are released."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,13 +1,13 @@
 """Arrays as plain memory: an address, a count, an element type, and the order of the elements.
 
-numpy and torch are not imported here. An array of a library that the program has not imported
-cannot exist, so both are looked up among the modules that are loaded. Other libraries (JAX, CuPy,
-MLX, ...) share their memory by the buffer protocol, which says whether it may be written, or by
-DLPack (https://dmlc.github.io/dlpack), and make arrays by the array API
+This module does not import numpy or torch. An array of a library that the program has not imported
+cannot exist, so it looks up both among the loaded modules. Other libraries (JAX, CuPy, MLX, ...)
+share their memory through the buffer protocol, which says whether it is writable, or through DLPack
+(https://dmlc.github.io/dlpack), and create arrays through the array API
 (https://data-apis.org/array-api).
 
-Collectives and shared state move memory and never look at shapes. So an array in any order can be
-transferred in its own order, which must be the same on all peers.
+Collectives and shared state move memory and ignore shapes. So they transfer an array in its own
+order, which must be the same on all peers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# computing a dtype's name takes longer than everything else that is read of a small array
+# cached: computing a dtype's name takes longer than reading all other attributes of an array
 _numpy_dtype = functools.lru_cache(DataType.from_numpy_dtype)
 _torch_dtype = functools.lru_cache(DataType.from_torch_dtype)
 
-# what to do with a copy c, in collectives and in shared state
+# the remedy with a copy c, in collectives and in shared state
 _TORCH = "pass c instead, with c.copy_(tensor) before each call and tensor.copy_(c) after it"
 _NUMPY = "pass c instead, with c[...] = array before each call and array[...] = c after it"
 
 Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
-_MEMORY_MAX = 1 << 57  # bytes that a process can address on present systems
+_MEMORY_MAX = 1 << 57  # bytes that a process can address
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Layout:
 
 
 def shares_places(shape: Sequence[int], strides: Sequence[float]) -> bool:
-    """True if elements may share a place, as those of an expanded tensor do."""
+    """True if elements may share memory, like those of an expanded tensor."""
     reach = 0.0  # the reach of the dimensions with smaller strides
     for n, stride in sorted(zip(shape, map(abs, strides), strict=True), key=lambda each: each[1]):
         if n > 1 and stride <= reach:
@@ -84,7 +84,7 @@ def shares_places(shape: Sequence[int], strides: Sequence[float]) -> bool:
 
 
 def described(layout: str) -> str:
-    """A layout's text, or an empty one for C's order, as errors quote it."""
+    """A layout as errors quote it; "" for C order."""
     shape, _, strides = layout.partition("/")
     return f"{shape} with strides {strides}" if layout else "as in C"
 
@@ -124,7 +124,7 @@ class Buffer:
         device_type: DeviceType = DeviceType.CPU,
         layout: Layout | None = None,
     ) -> Buffer:
-        """Memory that the caller vouches for.
+        """Memory at an address for which the caller is responsible.
 
         Raises ValueError: the count is negative, or no memory can have so many elements; or there
         are elements at address 0.
@@ -209,9 +209,9 @@ def _not_dense(
     what += f" ({'x'.join(map(str, shape))} with strides {','.join(map(str, strides))})"
     if shares_places(shape, strides):
         instead = "pass c instead, where the result is"
-        why = f"elements of {what} share places in memory, those of {copy} do not"
+        why = f"elements of {what} share memory; those of {copy} do not"
     else:
-        why = f"elements of {what} do not follow each other in memory, those of {copy} do"
+        why = f"elements of {what} are not contiguous in memory; those of {copy} are"
     return ArgumentError(f"{why}: {instead}")
 
 
@@ -233,7 +233,7 @@ def is_numpy(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
 
 
 def new(shape: tuple[int, ...], like: Array, order: Sequence[int] | None = None) -> Array:
-    """An array of the same kind and dtype, with any content.
+    """A new array of the same kind and dtype, with arbitrary content.
 
     `order`: its dimensions, from the outermost in memory to the innermost; None: C's order.
     """
@@ -266,7 +266,7 @@ def in_c_order(buffer: Buffer) -> Buffer:
 
 
 def put_back(buffer: Buffer, ordered: Buffer) -> None:
-    """Copies the content of a copy in C's order back to its buffer, if it is one."""
+    """Copies the content of a copy in C order back to its buffer, if it is a copy."""
     if buffer.layout is None:
         return
     array: Any = buffer.owner
@@ -278,7 +278,7 @@ def put_back(buffer: Buffer, ordered: Buffer) -> None:
 
 
 def same_kind(send: Array, recv: Array) -> None:
-    """Raises ValueError unless both are of torch, or both are not."""
+    """Raises ValueError unless both or neither are torch tensors."""
     if is_torch(send) != is_torch(recv):
         raise ValueError(
             "send and recv must be both torch tensors or both numpy arrays, not "
@@ -327,14 +327,14 @@ class Exporter(Protocol):
 
 
 def native(array: Any, *, written: bool = False) -> tuple[Array, bool]:
-    """An array of numpy or torch in the memory of `array`, or with a copy of its content.
+    """A numpy array or torch tensor in the memory of `array`, or with a copy of its content.
 
     Args:
         array: of any library.
-        written: whether the result is going to be written; a read-only `array` is copied then.
+        written: whether the caller writes to the result; if so, a read-only `array` is copied.
 
     Returns:
-        The array, and whether it is such a copy; `like` turns a copy into an array of the library.
+        The array, and whether it is a copy; `like` turns a copy into an array of the library.
 
     Raises:
         ValueError: the memory cannot be read; or it is read-only, and its library cannot make an
@@ -352,7 +352,7 @@ def native(array: Any, *, written: bool = False) -> tuple[Array, bool]:
 
 
 def like(given: Any, result: Any) -> Any:
-    """An array of numpy or torch as one of the library of `given`, where that is."""
+    """Converts a numpy array or torch tensor to the library and the device of `given`."""
     if is_torch(given) or is_numpy(given) or not hasattr(given, "__array_namespace__"):
         return result
     library = given.__array_namespace__()

@@ -205,7 +205,7 @@ class QuantizationAlgorithm(Enum):
 
 @dataclass(slots=True)
 class QuantizationOptions:
-    """How a collective is quantized on the wire.
+    """The quantization of a collective on the wire.
 
     >>> QuantizationOptions(DataType.INT8, QuantizationAlgorithm.ZERO_POINT_SCALE).algorithm.name
     'ZERO_POINT_SCALE'
@@ -252,8 +252,8 @@ class ReduceInfo:
         local_world_size: peers of the group that contributed.
         tx_bytes: payload bytes that this peer sent.
         rx_bytes: payload bytes that this peer received.
-        result: the array, or list or dict of arrays, that holds the result: what was passed, but
-            read-only arrays are replaced by new ones of their library.
+        result: the array, or list or dict of arrays, that holds the result; new arrays of the same
+            library replace read-only ones.
     """
 
     local_world_size: int
@@ -273,7 +273,7 @@ class ReduceInfo:
 
 @dataclass(frozen=True, slots=True)
 class EntryDivergence:
-    """How one entry of the shared state on one peer differed from the elected content.
+    """The difference between one peer's content of an entry and the elected content.
 
     >>> print(EntryDivergence("peer 3", "bias", 400, 40, max_ulp=2, nans=0, nans_elected=0))
     peer 3: 'bias': 10 % of 400 bytes differ, by up to 2 ulp; 0 NaNs, 0 elected
@@ -283,8 +283,8 @@ class EntryDivergence:
         name: name of the entry.
         nbytes: size of the entry.
         differing_bytes: number of bytes that differed.
-        max_ulp: the largest distance of two elements, NaNs excluded, in units in the last place;
-            for integers, their difference.
+        max_ulp: the largest distance between two elements, excluding NaNs, in units in the last
+            place; for integers, their difference.
         nans: NaNs in the peer's content.
         nans_elected: NaNs in the elected content.
     """
@@ -311,9 +311,9 @@ class EntryDivergence:
 
 @dataclass(frozen=True, slots=True)
 class SharedStateSyncInfo:
-    """The cost and the findings of a synchronization of the shared state.
+    """The cost and the result of a synchronization of the shared state.
 
-    Two are equal if `tx_bytes` and `rx_bytes` are.
+    Two objects are equal if their `tx_bytes` and `rx_bytes` are.
 
     >>> info = SharedStateSyncInfo(tx_bytes=0, rx_bytes=1000)
     >>> if info.rx_bytes:
@@ -323,10 +323,10 @@ class SharedStateSyncInfo:
     Attributes:
         tx_bytes: payload bytes that this peer sent.
         rx_bytes: payload bytes that this peer received.
-        hashed_bytes: bytes of this peer's shared state; all of them are hashed each time.
-        hash_seconds: how long the hashing took.
-        divergence: which peers had different content at the same revision, and in which entries
-            (the first 100 of each peer); the same on all peers.
+        hashed_bytes: bytes of this peer's shared state, which are all hashed each time.
+        hash_seconds: the time of the hashing.
+        divergence: the entries (the first 100 of each peer) in which peers differed at the same
+            revision; the same on all peers.
     """
 
     tx_bytes: int

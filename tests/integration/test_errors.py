@@ -252,7 +252,7 @@ def test_calls_at_the_wrong_time(stage: Stage, lone: Lone) -> None:
         puppet.begin("update_topology")
         says(puppet.end(), "PCCLError", "PENDING_ASYNC_OPS", r"tags \[3\]")
         puppet.begin("launch", value=1.0, count=10, tag=3)
-        says(puppet.end(), "PCCLError", "INVALID_ARGUMENT", "tag 3 is launched and not awaited")
+        says(puppet.end(), "PCCLError", "INVALID_ARGUMENT", "tag 3 is in use by a collective")
 
 
 def test_two_threads_in_two_rounds() -> None:

@@ -283,8 +283,8 @@ def test_an_entry_with_gaps_is_named() -> None:
     with pytest.raises(ArgumentError) as caught:
         pccl.TensorInfo.from_torch(torch.eye(3)[:, 0], "w")
     assert str(caught.value) == (
-        "'w': elements of the tensor (3 with strides 3) do not follow each other in memory, those "
-        "of c = tensor.contiguous() do: pass c instead, with c.copy_(tensor) before each call and "
+        "'w': elements of the tensor (3 with strides 3) are not contiguous in memory; those of "
+        "c = tensor.contiguous() are: pass c instead, with c.copy_(tensor) before each call and "
         "tensor.copy_(c) after it"
     )
     with pytest.raises(ValueError, match=r"'w': .*do not: pass c instead, where the result is"):

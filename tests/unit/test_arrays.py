@@ -70,7 +70,7 @@ def test_unusable_arrays_are_refused(array: Any) -> None:
     "array", [np.zeros((4, 6))[:, ::2], np.zeros((4, 6)).T[:3], torch.eye(3)[:, 1]]
 )
 def test_arrays_with_gaps(array: Any) -> None:
-    with pytest.raises(ValueError, match="do not follow each other in memory"):
+    with pytest.raises(ValueError, match="are not contiguous in memory"):
         Buffer.of(array)
 
 

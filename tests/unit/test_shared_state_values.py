@@ -110,7 +110,7 @@ def test_entries_of_the_wrong_kind_are_named() -> None:
     for maker, array in wrong:
         with pytest.raises(ValueError, match="'weird'"):
             maker(array, "weird")
-    with pytest.raises(ValueError, match=r"'weird'.*do not follow each other"):
+    with pytest.raises(ValueError, match=r"'weird'.*are not contiguous"):
         TensorInfo.from_torch(torch.eye(3)[:, 0], "weird")
 
 
