@@ -1,4 +1,4 @@
-"""Every sample exactly once, although peers come and go at any moment.
+"""Trains on every sample exactly once, while peers come and go at any moment.
 
 docs/howto/data.md says how. A sample is
 
@@ -8,7 +8,7 @@ docs/howto/data.md says how. A sample is
     consumed    that collective has committed, and its result is applied
 
 The ledger has a row for each range of claimed or returned samples, and no rows for consumed or
-fresh ones. If the rows do not suffice, peers get fewer samples in a round.
+fresh ones. If there are not enough rows, peers get fewer samples in a round.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _SET = 255  # a set cell of a vote: its mean over up to 255 peers is at least 1
 
 
 class Ledger:
-    """Records which peer has which samples, and which samples are consumed.
+    """Records which peer has claimed which samples, and which samples are consumed.
 
     docs/howto/data.md has the loop that uses one.
 
-    Samples are counted through all epochs: with 100 samples, 250 is sample 50 of the third epoch.
+    Sample numbers run through all epochs: with 100 samples, 250 is sample 50 of the third epoch.
 
-    A ledger belongs to one membership: a peer that joins again makes a new one.
+    A ledger belongs to one membership: a peer that rejoins makes a new one.
 
     Args:
-        samples: number of samples of an epoch; the same on all peers.
-        share: samples that this peer wants in a round. Peers may want different numbers. The last
-            rounds of a run have fewer.
-        epochs: number of epochs of the run; None: it never ends. The same on all peers.
+        samples: number of samples per epoch; the same on all peers.
+        share: samples that this peer wants per round; it may differ between peers. The last rounds
+            of a run have fewer.
+        epochs: number of epochs; None: without end. The same on all peers.
         peers_max: the largest number of peers at a time, up to 255. The same on all peers.
 
     Attributes:
-        peers_max: as the argument.
-        wanted: samples that it asks for in a round; may be changed.
+        peers_max: the argument.
+        wanted: samples that it asks for per round; may be changed.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Ledger:
         self._me = secrets.randbits(62) | 1
         self._living: set[int] = set()  # the peers of the last claim: the same on all peers
         self._counted = False  # whether votes are counts
-        self._trained = 0  # how many of its samples this peer has trained on, in order
-        self._sent = 0  # how many of these were in its last vote
-        self._marked = 0  # how many of these came before the last `mark`
+        self._trained = 0  # the number of its samples that this peer has trained on, in order
+        self._sent = 0  # the number of these in its last vote
+        self._marked = 0  # the number of these before the last `mark`
 
     def entries(self) -> list[TensorInfo]:
         """The entries of the shared state."""
@@ -88,17 +88,17 @@ class Ledger:
     # ---- a round ----
 
     def claim(self, comm: Communicator, wanted: int | None = None) -> tuple[range, ...]:
-        """Claims `wanted` samples for the next round, among them those of peers that are lost.
+        """Claims `wanted` samples for the next round, including those of lost peers.
 
         All peers of the group call it after each synchronization of the shared state with the
-        ledger. It is a collective of few bytes. `wanted` may be 0; None: `self.wanted`.
+        ledger. It is a collective of a few bytes. `wanted` may be 0; None: `self.wanted`.
 
         Returns:
             `share`.
 
         Raises:
             PCCLError: as for `all_gather`; lost peers do not raise.
-            ValueError: the ledger of the run is another one, or it has too many peers.
+            ValueError: the run's ledger differs, or the run has too many peers for it.
         """
         if tuple(self._state[:2]) != self._settings:
             raise ValueError(
@@ -118,14 +118,14 @@ class Ledger:
 
     @property
     def share(self) -> tuple[range, ...]:
-        """This peer's samples for the present round, as ranges; with `train`, those left of it."""
+        """This peer's samples for the current round, as ranges; with `train`, the rest of them."""
         with self._lock:
             if self._counted:
                 return rows.rest(rows.owned(self._content(), self._me), self._trained)
             return self._share
 
     def _want(self, wanted: int) -> rows.Want:
-        """This peer's request: new samples, less those of its share that it has not trained on."""
+        """This peer's request: new samples, minus the remaining ones of its share."""
         with self._lock:
             held = rows.owned(self._content(), self._me)
             if not self._counted or not held:
@@ -139,7 +139,7 @@ class Ledger:
         For rounds in which peers may not reach the end of their share: see `vote`.
 
         Raises:
-            ValueError: its share has fewer samples left.
+            ValueError: fewer samples of its share remain.
         """
         with self._lock:
             left = sum(map(len, rows.owned(self._content(), self._me))) - self._trained
@@ -155,18 +155,17 @@ class Ledger:
         self._marked = self._trained
 
     def vote(self, *, counted: bool = False, late: bool = False, marked: bool = False) -> Vote:
-        """The array that must be in the same collective as this peer's progress, unchanged.
+        """The array to send, unchanged, in the same collective as this peer's progress.
 
-        From here on all claimed samples are under way. All peers call it before the same
-        collective, and may call it again before they repeat that.
+        From now on, all claimed samples are under way. All peers call it before the same
+        collective, and may call it again before they repeat that collective.
 
         Args:
             counted: True: this peer has trained on the samples that `train` has counted, and the
-                collective must be a sum. False: it has trained on its whole share, and it may be a
-                mean. The same on all peers.
+                collective must be a sum. False: this peer has trained on its whole share, and the
+                collective may be a mean. The same on all peers.
             late: this peer's progress is not in this collective, but will be in a later one.
-            marked: with `counted`, its progress until the last `mark` is in this collective, and
-                not what it has trained on since then.
+            marked: with `counted`, only its progress until the last `mark` is in this collective.
         """
         with self._lock:
             content = rows.departed(self._content(), self._living)
@@ -200,7 +199,7 @@ class Ledger:
             self._sent = 0
 
     def renew(self) -> None:
-        """Joins the run again without this peer's progress; its samples go to others."""
+        """Prepares to rejoin the run without this peer's progress; its samples go to others."""
         with self._lock:
             self._me = secrets.randbits(62) | 1
             self._trained = self._sent = self._marked = 0
@@ -210,7 +209,7 @@ class Ledger:
 
     @property
     def samples(self) -> int:
-        """Number of samples of an epoch."""
+        """Number of samples per epoch."""
         return self._settings[0]
 
     @property
@@ -225,14 +224,14 @@ class Ledger:
         """True if all samples of all epochs are consumed; the same on all peers."""
         return self.consumed == self._settings[1]
 
-    # ---- checkpoints, where they do not save the SharedState ----
+    # ---- checkpoints that do not save the SharedState ----
 
     def dump(self) -> NDArray[np.int64]:
-        """A copy of everything that peers have in common."""
+        """A copy of the common content."""
         return self._state.copy()
 
     def check(self, dumped: NDArray[np.int64]) -> None:
-        """Raises ValueError if a copy is of other samples or another `peers_max`."""
+        """Raises ValueError if a copy has other numbers of samples or another `peers_max`."""
         own = self.peers_max, *self._settings
         theirs = (len(dumped) - _HEAD) // (4 * _ROWS_EACH), *map(int, dumped[:2])
         if own != theirs:
@@ -242,7 +241,7 @@ class Ledger:
             )
 
     def restore(self, dumped: NDArray[np.int64]) -> None:
-        """Loads a copy that has been checked."""
+        """Loads a checked copy."""
         self._state[:] = dumped
 
     # ---- its memory ----
@@ -260,7 +259,7 @@ class Ledger:
         self._state[_HEAD : _HEAD + len(flat)] = flat
 
     def _gained(self, before: rows.Content, after: rows.Content) -> tuple[range, ...]:
-        """The samples that this peer has just claimed."""
+        """The samples newly claimed by this peer."""
         had = [range(row.first, row.end) for row in before.rows if row.owner == self._me]
         gained = []
         for row in after.rows:
@@ -281,10 +280,10 @@ def _without(samples: range, others: list[range]) -> list[range]:
 
 
 def _gather(comm: Communicator, want: rows.Want) -> list[rows.Want]:
-    """The wants of all peers, in the order of the ranks; after a loss, of the survivors."""
+    """The requests of all peers, in the order of ranks; after a loss, of the survivors."""
     own = np.array(want, np.int64)
     while True:
-        _ = comm.rank  # a gather takes place among the ranks that this thread has seen
+        _ = comm.rank  # a gather uses the ranks that this thread has seen
         try:
             gathered = comm.all_gather(own)
         except PCCLError as error:
@@ -301,15 +300,15 @@ def _count(samples: int, end: int) -> str:
 
 
 class LedgerSampler:
-    """Yields the indices of this peer's samples of the present round, for a DataLoader.
+    """Yields the indices of this peer's samples in the current round, for a DataLoader.
 
-    One pass of the loader is one round. It does not communicate, so the workers of a DataLoader may
-    read ahead within a round.
+    One pass of the loader is one round. It does not communicate, so DataLoader workers may read
+    ahead within a round.
 
     Args:
-        ledger: of the dataset.
-        shuffle: whether each epoch has a random order, which takes 8 bytes per sample in memory.
-        seed: of the orders; the same on all peers.
+        ledger: the dataset's ledger.
+        shuffle: whether each epoch has a random order, which takes 8 bytes of memory per sample.
+        seed: seed of the orders; the same on all peers.
     """
 
     def __init__(self, ledger: Ledger, *, shuffle: bool = True, seed: int = 0) -> None:
@@ -335,5 +334,5 @@ class LedgerSampler:
 
 @lru_cache(maxsize=2)  # a round may begin in one epoch and end in the next
 def _order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # numpy promises the same numbers in all versions only for this generator
+    # only for this generator, numpy guarantees the same numbers in all versions
     return np.random.RandomState((seed, epoch)).permutation(samples)

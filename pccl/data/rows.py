@@ -9,12 +9,12 @@ NOBODY = 0
 
 
 class Row(NamedTuple):
-    """Samples from `first` to below `end` that have been claimed and are not consumed."""
+    """Samples from `first` to below `end` that are claimed but not consumed."""
 
     first: int
     end: int
-    owner: int  # who has claimed them; NOBODY: that peer was lost, and they are free
-    under_way: int  # 1 if a collective under way has the owner's progress with them, else 0
+    owner: int  # the peer that has claimed them; NOBODY: it was lost, and they are free
+    under_way: int  # 1 if a collective in progress has the owner's progress with them, else 0
 
 
 class Content(NamedTuple):
@@ -33,7 +33,7 @@ class Want(NamedTuple):
 
 
 def claimed(content: Content, wants: Sequence[Want], end: int, rows_max: int) -> Content:
-    """Gives samples to all peers that are left.
+    """Gives samples to all remaining peers.
 
     Samples of lost peers become free, unless they are under way. There are `end` samples in all
     epochs. A claim that needs more than `rows_max` rows gets fewer samples.
@@ -64,8 +64,8 @@ def departed(content: Content, living: Collection[int]) -> Content:
 
 
 def settled(content: Content, trained: Mapping[int, int | None]) -> Content:
-    """Ends a collective. `trained` has, for each contributor, how many of its first samples are
-    consumed; None: all of them.
+    """Ends a collective. `trained` has, for each contributor, the number of its first samples that
+    are consumed; None: all.
 
     Samples of other peers stay claimed; the next claim frees those of lost peers.
     """
@@ -97,12 +97,12 @@ def rest(samples: Sequence[range], count: int) -> tuple[range, ...]:
 
 
 def owners_under_way(content: Content) -> list[int]:
-    """The peers whose progress may be in the collective under way, sorted."""
+    """The peers whose progress may be in the collective in progress, sorted."""
     return sorted({row.owner for row in content.rows if row.under_way})
 
 
 def _fair(wants: Sequence[Want], free: int) -> list[Want]:
-    """Scales all wants down in proportion, if they exceed the free samples."""
+    """Scales down all requests in proportion, if they exceed the free samples."""
     total = sum(want.samples for want in wants)
     if total <= free:
         return list(wants)
@@ -114,7 +114,7 @@ def _fair(wants: Sequence[Want], free: int) -> list[Want]:
 
 
 def _take(rows: list[Row], want: Want, rows_max: int) -> tuple[list[Row], int]:
-    """Gives free samples of `rows` to one peer. Returns the rows, and how many it still wants."""
+    """Gives free samples of `rows` to one peer. Returns the rows, and the number still wanted."""
     owner, count, first = want
     taken = []
     splits = rows_max - len(rows)

@@ -1,4 +1,4 @@
-"""DiLoCo on pccl: see docs/howto/diloco.md. It needs torch."""
+"""DiLoCo on pccl: see docs/howto/diloco.md. Needs torch."""
 
 from pccl.diloco.averaging import Algorithm
 from pccl.diloco.checkpoint import Checkpoints

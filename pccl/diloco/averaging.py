@@ -25,17 +25,18 @@ from pccl.kernels import Wire
 Algorithm = Literal["gather", "two-stage", "ring"]
 Tensors = list[torch.Tensor]
 
-_WEIGHTS_MAX = 1 << 32  # the sum of all weights, which divides a mean, is less
+_WEIGHTS_MAX = 1 << 32  # the sum of all weights, which divides a mean, is smaller
 _BLOCK = 1024  # numbers: a multiple of the blocks of every format that allows two stages
 
 _log = logging.getLogger("pccl.diloco")
 
 
 class Selector:
-    """Chooses the algorithm by the bytes that a peer receives: docs/howto/diloco.md, "Fewer bytes".
+    """Chooses the algorithm by the bytes per peer: see docs/howto/diloco.md, "Fewer bytes".
 
-    All peers must choose the same algorithm, and two peers may see different world sizes. So it
-    counts the peers in the last applied mean, which all know. A choice holds for the whole round.
+    All peers must choose the same algorithm, although two peers may see different world sizes. So
+    it uses the number of peers in the last applied mean, which all know. A choice holds for the
+    whole round.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class Selector:
         return chosen, reason
 
     def applied(self, peers: int) -> None:
-        """All peers are about to apply a mean of `peers` peers."""
+        """Records that all peers are about to apply a mean of `peers` peers."""
         self._peers[0] = peers
 
 
@@ -198,7 +199,7 @@ class Averager:
         return comm.all_reduce_async(*self._operands(means), op=self._op, tag=tag)
 
     def store(self, means: Tensors) -> None:
-        """Writes the means of a launched attempt that has succeeded."""
+        """Writes the means of a successful launched attempt."""
         if self.total.weighs:
             divisor = self.total.divisor(1)
             kernels.divide(means[0], divisor)
@@ -206,17 +207,17 @@ class Averager:
                 kernels.add(mean, mean, torch.zeros_like(mean), divisor=divisor)
 
     def sent(self) -> torch.Tensor:
-        """This peer's input to the mean, without its weight, which must not be 0."""
+        """This peer's input to the mean, divided by its weight, which must not be 0."""
         return self._progress[0] / self.total.weight
 
     def commit(self, peers: int, own: bool) -> None:
-        """All peers are about to apply the means of `peers` peers; `own`: this peer is in them."""
+        """Records that all peers are about to apply means of `peers`; `own`: with this one."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads such a state, if it is of the same wire."""
+        """Loads such a state, if it belongs to the same wire."""
 
     @property
     def _op(self) -> ReduceOp:
@@ -233,7 +234,7 @@ class Codec:
     """A quantization with error feedback."""
 
     format: kernels.Format
-    decay: float = 1.0  # the factor of a residual that is added to the next pseudo-gradient
+    decay: float = 1.0  # the factor of a residual in the next pseudo-gradient
     two_stage: bool = False  # whether a mean may be quantized again
 
 
@@ -280,7 +281,7 @@ class TwoStageMean:
         self._first = extension.launch(comm, "all_to_all", work, tag)
 
     def done(self) -> bool:
-        """True if it has ended; starts the second stage when the first has ended."""
+        """True if it has ended; starts the second stage after the first."""
         if self._second is None and self.error is None:
             if not self._first.done():
                 return False
@@ -368,12 +369,12 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 class Quantized(Averager):
     """Quantizes pseudo-gradients, with error feedback: see docs/internals/diloco.md, "Quantized".
 
-    If the selector chooses the ring, a peer sends a itself, and its residual becomes 0.
+    If the selector chooses the ring, a peer sends `a` itself, and its residual becomes 0.
     """
 
     def __init__(self, codec: Codec, count: int, selector: Selector) -> None:
         super().__init__()
-        self.algorithm, self.reason = "gather", "'gather': there was no round yet"
+        self.algorithm, self.reason = "gather", "'gather': no round has ended yet"
         self._codec = codec
         self._selector = selector
         self._residual = torch.zeros(count)
@@ -384,7 +385,7 @@ class Quantized(Averager):
         self._beside: Tensors = []
         self._gathered: Any = []  # tensors
         self._attempt: TwoStageMean | None = None
-        # a part, and what is added to its residual: the errors of its mean
+        # a part, and the errors of its mean, which are added to its residual
         self._second: tuple[range, torch.Tensor] | None = None
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:

@@ -1,7 +1,7 @@
-"""Checkpoints of a training: their content and checks, one peer's file, and those of all peers.
+"""Checkpoints of a training: content, checks, files of one peer, and checkpoints of all peers.
 
 A checkpoint of all peers is a directory in the format of `torch.distributed.checkpoint`. It is
-there once it has its metadata, which one peer writes last. See docs/howto/checkpoints.md.
+complete when it has its metadata, which one peer writes last. See docs/howto/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Checkpoint:
     _outer: Outer
     _exchanges: Sequence[Exchange]
     _schedule: Schedule
-    group: Group = field(init=False)  # set when it is made
+    group: Group = field(init=False)  # set by the constructor
 
     def state_dict(self, sharded: bool) -> dict[str, Any]:
         """The state, not copied."""
@@ -69,7 +69,7 @@ class Checkpoint:
         }
 
     def local(self) -> dict[str, Any]:
-        """The buffers of a peer, if they are its own."""
+        """The buffers of a peer, if each peer keeps its own."""
         if self._buffers.mode != "local":
             return {}
         self._buffers.gather()
@@ -112,7 +112,7 @@ class Checkpoint:
         check_shapes("parameter", self._outer.shapes(), json.loads(state["parameters"]))
         if own["parameters"] != saved["parameters"]:
             raise ValueError(
-                "the state belongs to another model: its parameters are in another order"
+                "the state belongs to another model: its parameters have another order"
             )
         if own["mode"] != saved["mode"]:
             _log.warning(
@@ -167,7 +167,7 @@ class Checkpoint:
             exchange.averager.load_state_dict(state)
 
     def forget(self) -> None:
-        """The run has gone on since the state that was loaded: the residuals are outdated."""
+        """Forgets the residuals, because the run has continued since the loaded state."""
         for exchange in self._exchanges:
             for kept in exchange.averager.state_dict().values():
                 kept.zero_()
@@ -196,19 +196,19 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Checkpoints that all peers of a run write together, in the background.
+    """Checkpoints that all peers of a run write together in the background.
 
         DiLoCo(comm, model, optimizer, inner_steps=50, checkpoints=Checkpoints("/shared/run1"))
 
-    Each peer writes its part of the shared state, and the state of its inner optimizer. A new run,
-    of any number of peers, begins with the latest checkpoint in the directory.
+    Each peer writes its part of the shared state, and the state of its inner optimizer. A new run
+    with any number of peers begins with the latest checkpoint in the directory.
 
     Attributes:
         directory: on a file system that all peers share. Checkpoint k is its directory `k`, in the
             format of `torch.distributed.checkpoint`.
         every: outer steps between two checkpoints; the same on all peers.
-        keep: how many are kept.
-        whole: True: each peer has a directory of its own, and writes all that it needs, because
+        keep: the number of checkpoints to keep.
+        whole: True: each peer has its own directory, and writes everything that it needs, because
             the peers share no file system. The same on all peers.
 
     Raises:
@@ -228,7 +228,7 @@ class Checkpoints:
         return {"checkpoints_every": self.every, "checkpoints_whole": self.whole}
 
     def latest(self) -> Path | None:
-        """The directory of the latest complete checkpoint; None: there is none."""
+        """The directory of the latest complete checkpoint, or None."""
         found = _complete(Path(self.directory))
         return found[-1] if found else None
 
@@ -362,7 +362,7 @@ _GIVE_UP, _WAIT, _COMMIT = range(3)
 
 @dataclass(eq=False)
 class Saver:
-    """Takes part in the checkpoints of all peers, as they agree in their meetings."""
+    """Takes part in the checkpoints of all peers, on which their meetings agree."""
 
     _checkpoints: Checkpoints
     _comm: Communicator
@@ -429,7 +429,7 @@ class Saver:
         self._write(step, place, len(rows))
 
     def _probe(self, token: int) -> bool:
-        """Shows that this process can write; False if it cannot, or has not ended the last part."""
+        """True if this process can write, and has finished the last part."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._path(token).touch()
@@ -439,7 +439,7 @@ class Saver:
         return self._writer is None or not self._writer.is_alive()
 
     def _forget_probe(self) -> None:
-        """Removes the probe: all peers have come to a later step, so all have looked for it."""
+        """Removes the probe: all peers are at a later step, so all have checked it."""
         if self._probed is not None:
             self._probed.unlink(missing_ok=True)
             self._probed = None
@@ -467,7 +467,7 @@ class Saver:
         self._beside(begin)
 
     def _vote(self, outer_step: int) -> None:
-        """All peers learn how far each one has written, and decide."""
+        """Tells all peers the progress of each, and decides with them."""
         step, parts, _ = self._turn.tolist()
         rows = gather_row(self._comm, [self._state(step)])
         states = [int(state) for (state,) in rows]
@@ -483,7 +483,7 @@ class Saver:
         self._turn[:] = torch.tensor([max(step, outer_step - 1), 0, verdict == _COMMIT])
         self._forget_probe()
         if verdict == _GIVE_UP:
-            _log.error("checkpoint %d is given up: not all peers have written their parts", step)
+            _log.error("checkpoint %d is abandoned: not all peers have written their parts", step)
         if self._mine != step:
             return
         if verdict == _GIVE_UP:
@@ -500,7 +500,7 @@ class Saver:
             self._committer.start()
 
     def _learn_of_completion(self) -> None:
-        """All peers learn whether the one that completes the last checkpoint is still at it."""
+        """Tells all peers whether the last checkpoint is still being completed."""
         if self._turn[2]:
             busy = self._committer is not None and self._committer.is_alive()
             rows = gather_row(self._comm, [busy])
@@ -540,7 +540,7 @@ class Saver:
             _log.info("checkpoint %d is complete, in %s", step, directory)
 
     def _tidy(self, step: int, tag: int) -> None:
-        """Removes old checkpoints, and what others have left that were never completed."""
+        """Removes old checkpoints, and the remains of incomplete ones."""
         for path in (self._directory / str(step)).iterdir():
             if path.suffix == ".part" or not path.name.startswith((f"{tag:012x}.", ".meta")):
                 path.unlink(missing_ok=True)
@@ -548,7 +548,7 @@ class Saver:
         kept = complete[-self._checkpoints.keep :]
         for each in self._directory.iterdir():
             of = each.name.split(".")
-            if len(of) == 3 and of[1].isdigit() and int(of[1]) < step:  # all have looked for it
+            if len(of) == 3 and of[1].isdigit() and int(of[1]) < step:  # all have checked it
                 each.unlink(missing_ok=True)
             if each.name.isdigit() and int(each.name) < step and each not in kept:
                 (each / ".metadata").unlink(missing_ok=True)

@@ -21,14 +21,14 @@ class Learner:
     """Connects a learner and its syncer; a syncer that fails ends the learner, too.
 
     Only the learner's thread touches the model. So the syncer queues actions here, which the
-    learner carries out in order at the end of an inner step.
+    learner executes in order at the end of an inner step.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Condition()  # guards everything that both threads use
         self.steps = 0  # since the last meeting
         self.ends = False  # whether the learner takes no more steps
-        self.idle, self.idle_s = False, 0.0  # whether it has nothing to train on, and for how long
+        self.idle, self.idle_s = False, 0.0  # whether it has no samples, and for how long
         self._actions: list[Action] = []
         self._measure: Action | None = None
         self._due = 1  # inner steps until the measurement
@@ -39,7 +39,7 @@ class Learner:
     # ---- for the learner's thread ----
 
     def stepped(self) -> None:
-        """An inner step has ended."""
+        """Records the end of an inner step."""
         with self.lock:
             self.steps += 1
             now_s = time.monotonic()
@@ -59,7 +59,7 @@ class Learner:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No meeting takes place in the block; waits for the end of one."""
+        """Excludes meetings during the block; waits for the end of one in progress."""
         with self.lock:
             self._paused = True
             try:
@@ -72,7 +72,7 @@ class Learner:
                 self.lock.notify_all()
 
     def wait_while(self, idle: Callable[[], bool]) -> None:
-        """Takes part in meetings while the learner has nothing to train on."""
+        """Takes part in meetings while the learner has no samples."""
         with self.lock:
             began_s = time.monotonic()
             while idle() and not self._stopped:
@@ -97,7 +97,7 @@ class Learner:
             self.lock.notify_all()
 
     def expect(self, steps: int, measure: Action) -> None:
-        """The learner is to measure its progress after that many inner steps."""
+        """Asks the learner to measure its progress after `steps` inner steps."""
         with self.lock:
             self._due, self._measure = steps, measure
             self.lock.notify_all()
@@ -114,7 +114,7 @@ class Learner:
                 if left_s is None and self.idle and not self.ends:
                     left_s = 0.0  # without a forecast, it need not wait
                 if left_s is not None and left_s <= 0:
-                    self._due = 0  # at the end of its present step
+                    self._due = 0  # at the end of its current step
                     self.lock.notify_all()
                     patience = patience or Deadline(pace.patience_s(self._step_s))
                     left_s = patience.left_s
@@ -125,7 +125,7 @@ class Learner:
             return self._meeting
 
     def take(self) -> bool:
-        """Ends the time to measure. Returns whether the learner has measured."""
+        """Ends the measurement. Returns whether the learner has measured."""
         with self.lock:
             missing, self._measure = self._measure, None
             return missing is None
@@ -136,7 +136,7 @@ class Learner:
             self.lock.notify_all()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Records that the syncer has ended: by an error, or because all peers have finished."""
+        """Records the end of the syncer: an error, or all peers have finished."""
         with self.lock:
             self._meeting, self._stopped, self._error = False, True, error
             self.lock.notify_all()
@@ -187,7 +187,7 @@ class Decoupled(Schedule):
         fragment.exchange.adopt()
 
     def rescue(self) -> list[Exchange]:
-        """Returns the exchanges whose last progress may be in a mean."""
+        """The exchanges whose last progress may be in a mean."""
         self._learner.take()
         lost = [each.exchange for each in self._fragments if each.exchange.gave_away()]
         for exchange in lost:
@@ -195,7 +195,7 @@ class Decoupled(Schedule):
         return lost
 
     def finish(self, group: Group) -> None:
-        """The model becomes theta, except fragments that still have progress of their own."""
+        """Sets the model to theta, except fragments that still have their own progress."""
         for fragment in self._fragments:
             if not fragment.exchange.weight.trained:
                 self._give_theta(fragment)

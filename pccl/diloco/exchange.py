@@ -43,7 +43,7 @@ _ENOUGH = 3  # norms: the median of fewer does not say what is usual
 class Average:
     """The outcome of an averaging."""
 
-    info: ReduceInfo | None  # of the attempt that has committed; None if this peer was alone
+    info: ReduceInfo | None  # of the committed attempt; None if this peer was alone
     retries: int  # attempts that failed because a peer was lost
     weighty: int | None = None  # peers whose weight is above 0; None: all of them
     late: int = 0  # peers whose weight is 0 because they came too late
@@ -59,7 +59,7 @@ class Average:
 
 
 def _may_repeat(error: PCCLError) -> bool:
-    """Whether to repeat a collective without a lost peer; False if this one is alone."""
+    """Whether to repeat a collective without a lost peer; False if this peer is alone."""
     if error.result is Result.TOO_FEW_PEERS:
         return False
     if error.result not in AGAIN:
@@ -69,7 +69,7 @@ def _may_repeat(error: PCCLError) -> bool:
 
 
 class AsyncAverage:
-    """An averaging in the background, which is launched again whenever a peer is lost."""
+    """An averaging in the background, which restarts whenever a peer is lost."""
 
     def __init__(self, launch: Callable[[], Handle]) -> None:
         self._launch = launch
@@ -79,7 +79,7 @@ class AsyncAverage:
         self._error: PCCLError | None = None
 
     def poll(self) -> None:
-        """Launches again if a peer was lost; does not wait."""
+        """Relaunches if a peer was lost; does not wait."""
         while self._handle is not None and self._handle.done():
             self._end_attempt(self._handle)
 
@@ -93,7 +93,7 @@ class AsyncAverage:
     def drain(self) -> bool:
         """Waits until it no longer uses the memory, whether it succeeds or fails.
 
-        Returns False only if it has certainly failed on all peers: then nobody has the mean.
+        Returns False only if it has certainly failed on all peers, so that none has the mean.
         """
         handle, self._handle = self._handle, None
         if handle is None:
@@ -130,7 +130,7 @@ class ConsistencyCheck:
         self.sent: list[torch.Tensor] = []
         self.received: list[torch.Tensor] = []
         if replica.size > 1:
-            drawn = [replica.first(secrets.randbits(48)) for _ in range(2)]  # sums fit 64 bits
+            drawn = [replica.first(secrets.randbits(48)) for _ in range(2)]  # sums fit in 64 bits
             self.sent = [torch.tensor(drawn)]
             self.received = [torch.zeros_like(self.sent[0])]
 
@@ -146,12 +146,12 @@ class ConsistencyCheck:
                 return Average(None, retries)
             if all(row == own for row in states):
                 return replace(average, retries=retries)
-            _log.warning("a replica was lost, and is in the means of some shards only: retrying")
+            _log.warning("a lost replica is in the means of only some shards: retrying")
             average = again()
             retries += 1 + average.retries
 
     def all_launched(self, running: AsyncAverage | None) -> AsyncAverage:
-        """All processes of the replica have launched it; or one is alone, so TooFewPeersError."""
+        """Checks that all processes have launched it; raises TooFewPeersError if one is alone."""
         if self._replica.all(running is not None) and running is not None:
             return running
         if running is not None:
@@ -160,7 +160,7 @@ class ConsistencyCheck:
 
 
 class LedgerHooks:
-    """Votes, settles and claims for a ledger; None: all methods do nothing.
+    """Votes, settles and claims for a ledger; with None, all methods do nothing.
 
     `counted`: a round may end before a peer has trained on all of its share.
     """
@@ -168,7 +168,7 @@ class LedgerHooks:
     def __init__(self, ledger: Ledger | None, counted: bool) -> None:
         self._ledger = ledger
         self.counted = counted and ledger is not None
-        # how often this peer has given up its samples, and whether its model still has those
+        # how often this peer has given up its samples, and whether its model still includes them
         self.renewals, self.stale = 0, False
         self.votes: list[torch.Tensor] = []  # the buffer for the sum of all
         self._own: list[torch.Tensor] = []
@@ -186,7 +186,7 @@ class LedgerHooks:
 
     @property
     def waits(self) -> bool:
-        """True if this peer has nothing to train on now, but may have later."""
+        """True if this peer has no samples now, but may get some later."""
         ledger = self._ledger
         return ledger is not None and (self.stale or not (ledger.share or ledger.finished))
 
@@ -197,13 +197,13 @@ class LedgerHooks:
         return self._own
 
     def count_alone(self) -> None:
-        """The mean is this peer's progress alone, even if it came too late for a mean of others."""
+        """Records that the mean is this peer's progress alone, even if it was late for others."""
         self.vote(late=False)
         for votes, own in zip(self.votes, self._own, strict=True):
             votes.copy_(own)
 
     def settle(self, applied: bool) -> None:
-        """Ends the vote: the mean is applied, or has failed and the peer keeps its progress."""
+        """Ends the vote: the mean is applied, or has failed, so the peer keeps its progress."""
         if self._ledger is not None:
             votes: Any = self.votes[0].numpy()
             self._ledger.settle(votes if applied else None)
@@ -216,7 +216,7 @@ class LedgerHooks:
     def rejoin(self) -> bool:
         """True if a peer that was left behind may keep its progress.
 
-        With a ledger it may not, because others train on its samples.
+        With a ledger it must not, because others train on its samples.
         """
         if self._ledger is not None:
             self._ledger.renew()
@@ -224,7 +224,7 @@ class LedgerHooks:
         return self._ledger is None
 
     def renewed(self) -> None:
-        """The model no longer has what it learned from the samples that were given up."""
+        """Records that the model no longer includes the samples that were given up."""
         self.renewals += self.stale
         self.stale = False
 
@@ -238,7 +238,7 @@ class LedgerHooks:
         if "ledger" not in state:
             return
         if self._ledger is None:
-            raise ValueError("the state has a ledger of samples: give DiLoCo one, as ledger=")
+            raise ValueError("the state has a ledger of samples: pass one to DiLoCo, as ledger=")
         self._ledger.check(state["ledger"].numpy())
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -249,11 +249,12 @@ class LedgerHooks:
 class Weight:
     """Counts the samples in a pseudo-gradient, over all processes of the replica.
 
-    It weighs nothing if the peer came `late` to a deadline round, or if it is `excluded` and lost.
+    The weight is 0 if the peer came `late` to a deadline round, or if its progress is `excluded`
+    and lost.
     """
 
     def __init__(self, by: WeightBy, always: bool, replica: Replica) -> None:
-        """`always`: use weights even if `by` gives all peers the same, as late peers have 0."""
+        """`always`: use weights even if `by` gives all the same one, because late peers have 0."""
         self.late = self.excluded = False
         self._by = by
         self._always = always
@@ -285,7 +286,7 @@ class Weight:
         return self._measured.steps > 0
 
     def applied(self) -> None:
-        """A mean with the pseudo-gradient is about to be applied."""
+        """Records that a mean with the pseudo-gradient is about to be applied."""
         if not self.late:
             done, self._measured = self._measured, Work()
             self._trained = self._trained.plus(-done.steps, -done.samples)
@@ -305,7 +306,7 @@ class Weight:
 
 # the distance of a pseudo-gradient from the mean, relative to its norm; independent ones: >= 0.7
 _ALIKE = 0.01
-TAG = 0xD110C0  # of averaging in the background; the script's own collectives have other tags
+TAG = 0xD110C0  # tags of averaging in the background; the script's own collectives have other tags
 
 
 @dataclass(eq=False)
@@ -337,7 +338,7 @@ class Exchange:
         self._check = ConsistencyCheck(self._replica)
 
     def separate(self, lock: AbstractContextManager[object]) -> None:
-        """From now on another thread, which holds the lock, calls `measure`, `adopt`, `rebase`."""
+        """From now on, another thread with the lock calls `measure`, `adopt` and `rebase`."""
         self._lock = lock
 
     # ---- the model ----
@@ -363,11 +364,11 @@ class Exchange:
         return True
 
     def gave_away(self) -> bool:
-        """True if others may have d, which the model still has."""
+        """True if others may have applied d, which is still in the model."""
         return self.sent and not self.weight.late
 
     def discard(self) -> None:
-        """Gives up the progress that was loaded last: others may have applied it."""
+        """Discards the last loaded progress, which others may have applied."""
         if self._loaded:
             self._loaded = False
             with self._lock:
@@ -381,7 +382,7 @@ class Exchange:
         self.ledger.settle(applied=False)
 
     def keep(self) -> None:
-        """The mean has failed, and the model still has the progress."""
+        """Keeps the progress, because the mean has failed and the model still has it."""
         self.measured = self.sent = False
         self.ledger.settle(applied=False)
 
@@ -397,16 +398,16 @@ class Exchange:
                 self._until_committed(lambda: self._comm.broadcast(shared, root="first"))
 
     def adopt(self, keep: float = 0.0) -> None:
-        """Gives the model theta and the shared buffers; it keeps `keep` of its parameters."""
+        """Copies theta and shared buffers to the model, which keeps `keep` of its parameters."""
         self._replica.reshard()
         self._state.adopt(keep)
         self._buffers.adopt()
         self.measured = self.sent = False
 
     def rebase(self, counted: bool, keep: float = 0.0) -> None:
-        """Moves the model as theta has moved since it was the base; it keeps `keep` of its own.
+        """Moves the model like theta since it was the base; the model keeps `keep` of its own.
 
-        `counted`: theta has d, too, so the model no longer has it.
+        `counted`: theta includes d, too, so the model drops it.
         """
         self._replica.reshard()
         self._state.rebase(counted, keep)
@@ -426,7 +427,7 @@ class Exchange:
             factor = float(self._replica.all(_are_finite(progress)))
             if not factor:
                 _log.error(
-                    "the pseudo-gradient of this peer is not finite: it is left out of this mean"
+                    "the pseudo-gradient of this peer is not finite: it is excluded from this mean"
                 )
         self.weight.excluded = factor == 0
         if factor == 0:
@@ -495,7 +496,7 @@ class Exchange:
         return average
 
     def accept(self, average: Average) -> None:
-        """The mean is about to be applied; if this peer is alone, it is its own progress."""
+        """Accepts the mean before it is applied: the peer's own progress if it is alone."""
         self._loaded = False
         with self._lock:
             self.weight.applied()
@@ -524,7 +525,7 @@ class Exchange:
         return [self._state.mean, *norms, *self._buffers.means]
 
     def _until_committed(self, call: Callable[[], ReduceInfo]) -> Average:
-        """Repeats a collective until it commits, or this peer is alone."""
+        """Repeats a collective until it commits or this peer is alone."""
         retries = 0
         while True:
             try:
@@ -543,18 +544,20 @@ class Exchange:
 
 @dataclass(eq=False)
 class Quarantine:
-    """Keeps pseudo-gradients out of the mean that are not finite, or far larger than all others.
+    """Excludes pseudo-gradients that are not finite, or far larger than all others, from the mean.
 
     It compares the norms of all peers before each mean.
     """
 
     _comm: Communicator
     _replica: Replica
-    _rounds: int  # how many rounds in a row a peer may be left out before it is dropped
+    _rounds: (
+        int  # the number of consecutive rounds without its progress after which a peer is dropped
+    )
     _outliers: Outliers
-    names: tuple[str, ...] = ()  # of the peers that were left out the last time
+    names: tuple[str, ...] = ()  # of the peers that were excluded last time
     _times: Counter[int] = field(default_factory=Counter)  # in a row, by the peer's number
-    _why: str = ""  # this peer was left out
+    _why: str = ""  # this peer was excluded
 
     def factor(self, delta: torch.Tensor, others_finite: bool) -> float:
         """The factor of this peer's pseudo-gradient: 0 if it is left out.
@@ -592,7 +595,7 @@ class Quarantine:
         for peer, norm in sorted(bad.items()):
             names.append(members.get(peer, f"peer {peer}"))
             _log.warning(
-                "%s is left out of this mean (%d in a row): its pseudo-gradient is %s",
+                "%s is excluded from this mean (%d in a row): its pseudo-gradient is %s",
                 names[-1],
                 self._times[peer],
                 _why(norm, usual),
@@ -600,7 +603,7 @@ class Quarantine:
         return tuple(names)
 
     def check(self) -> None:
-        """Ends this peer's part in the run, with KickedError, if it was left out too often."""
+        """Ends this peer's membership, with KickedError, if it was excluded too often."""
         number = extension.member(self._comm).number
         if self._times[number] >= self._rounds:
             self._comm.close()

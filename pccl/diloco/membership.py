@@ -29,8 +29,8 @@ class Group:
     """Admits peers, and synchronizes the shared state."""
 
     _comm: Communicator
-    shared: SharedState  # is synchronized in every round
-    _complete: SharedState  # is synchronized when newcomers were admitted
+    shared: SharedState  # synchronized in every round
+    _complete: SharedState  # synchronized when newcomers were admitted
     _settings: Settings
     _frozen: Frozen
     _buffers: Buffers
@@ -49,17 +49,19 @@ class Group:
         self.claim()
 
     def rejoin(self, config: torch.Tensor) -> None:
-        """Joins the run again, after it has gone on without this peer."""
+        """Rejoins the run, after it has continued without this peer."""
         with self._meter.timed("admit"):
             self._comm.connect()
-        # The others may have started another run, whose revision is lower than this peer's. So this
-        # peer offers revision 1, which is still above that of a first-time newcomer, 0.
+        # The others may have started another run with a lower revision than this peer's. So this
+        # peer offers revision 1, which is still above a first-time newcomer's 0.
         self.shared.revision = min(self.shared.revision, 1)
         self.join(config, min_peers=1)
 
     def arrive(self, pace: Pace, patient: bool) -> None:
-        """Waits for the others at the beginning of a round, as long as the pace allows; if
-        `patient`, without limit. Raises KickedError if the others did not wait for this peer."""
+        """Waits for the others at the beginning of a round; if `patient`, without limit.
+
+        Raises KickedError if the others did not wait for this peer.
+        """
         self._pace = None if patient else pace
         if not pace.waits_for_all:
             self.are_pending()
@@ -90,7 +92,7 @@ class Group:
                 return
 
     def _await_newcomers(self, patience_s: float) -> bool:
-        """Admits newcomers when they come; False if none came or another peer stopped waiting."""
+        """Admits newcomers when they come; False if none came, or another peer stopped waiting."""
         with self._meter.timed("admit"):
             return extension.await_newcomers(self._comm, patience_s) > 0
 
@@ -103,10 +105,10 @@ class Group:
             self._buffers.gather()
         self.shared.push_revision()
         if self._sync(self._complete if admitted else changed or self.shared).rx_bytes:
-            _log.error("the outer state of this peer differed from the run's, and was replaced")
+            _log.error("the outer state of this peer differed from the run's and was replaced")
 
     def claim(self, wanted: int | None = None) -> None:
-        """Gives each peer samples for its next round; None: as many as it wants."""
+        """Claims samples for the next round; None: as many as this peer wants."""
         self._ledger.claim(self._comm, wanted)
 
     def _sync(self, what: SharedState, min_peers: int = 1) -> SharedStateSyncInfo:
@@ -142,7 +144,7 @@ class Group:
     def lacks_the_late(self, average: Average) -> bool:
         """True if a mean has fewer than `deadline_peers` contributors because peers were late."""
         if self._settings.mode == "decoupled":
-            return False  # they have nothing to give
+            return False  # they have no progress
         return average.late > 0 and average.contributors < min(
             self._settings.deadline_peers or 1, average.peers
         )
@@ -157,9 +159,11 @@ class Group:
             self._reminder.reset()
             return True
         if self._settings.alone == "step":
-            self._remind(outer_step, "takes the outer step with its own pseudo-gradient alone")
+            self._remind(outer_step, "takes the outer step with only its own pseudo-gradient")
             return True
-        self._remind(outer_step, "trains on without outer steps until another one joins")
+        self._remind(
+            outer_step, "continues to train, without outer steps, until another peer joins"
+        )
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""Warnings about silent mistakes of a script: each is logged once, and says what to do."""
+"""Warnings about silent mistakes in a script, each logged once with its remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class Misuse:
-    """Follows what a script does, and checks the model at the end of each round."""
+    """Watches the script's calls, and checks the model at the end of each round."""
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
         self._settings = settings
@@ -24,7 +24,7 @@ class Misuse:
         self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._warned: set[str] = set()
         self._ended = False
-        self._gradients = False  # whether any parameter had one in this round
+        self._gradients = False  # whether any parameter had a gradient in this round
         self._steps = 0
         self.unfinished = False  # whether a mean is lost if the training ends without `finish`
 
@@ -35,7 +35,7 @@ class Misuse:
             _log.warning("%s", text)
 
     def optimizer_stepped(self) -> None:
-        """The script has stepped the inner optimizer outside of a `with` block."""
+        """Records that the script has stepped the inner optimizer outside a `with` block."""
         if not self._ended:
             self._warn(
                 "the script has called optimizer.step(), and diloco.step() calls it too: leave "
@@ -84,7 +84,7 @@ class Misuse:
             yield from (name for name, p in self._trained if now.get(name) is not p)
 
     def finished(self) -> None:
-        """`finish` has applied the mean under way: the script may step the optimizer again."""
+        """Records that `finish` has applied the mean: the script may step the optimizer again."""
         self.unfinished, self._ended = False, True
 
 

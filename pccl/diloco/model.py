@@ -23,7 +23,7 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor (a DTensor) that this process has; any other one as it is."""
+    """This process's part of a sharded tensor (a DTensor); any other tensor unchanged."""
     part = tensor.detach()
     if not hasattr(part, "to_local"):
         return part
@@ -40,8 +40,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 class Replica:
     """A replica of one process; `Sharded` is a replica of several.
 
-    Each process of a sharded replica is a peer of another group. If a peer is lost, the groups may
-    notice it in different calls. Where the next step depends on it, processes compare results.
+    Each process of a sharded replica is a peer of a different group. If a peer is lost, the groups
+    may notice it in different calls. If the next step depends on it, processes compare results.
     """
 
     is_sharded = False
@@ -62,7 +62,7 @@ class Replica:
         """Frees gathered parameters, so that the model's parameters are the shards."""
 
     def whole(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Joins the `part` of each process to a whole tensor `like` this one, on the CPU."""
+        """Joins the `part` of each process into a whole tensor `like` this one, on the CPU."""
         return part.detach().cpu()
 
     def joint(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Sharded(Replica):
     is_sharded = True
 
     def __init__(self, model: torch.nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule  # loads slowly, as DTensor does
+        from torch.distributed.fsdp import FSDPModule  # loads slowly, like DTensor
 
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.reshard()
@@ -157,7 +157,7 @@ def replica_of(model: torch.nn.Module) -> Replica:
 def check_team(comm: Communicator, replica: Replica) -> None:
     """Raises ValueError unless the communicators of a replica's processes belong together."""
     own = extension.member(comm)
-    # a process that is in no team raises at once: the others may be waiting for it to be admitted
+    # a process without a team raises at once: the others may be waiting for its admission
     in_team = own.team_size == replica.size
     gathered = replica.exchange([own.team, own.group]) if in_team else []
     groups = {group for _, group in gathered}
@@ -243,7 +243,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a buffer in the model; the script may replace the tensor at any time."""
+    """The place of a buffer in the model, where the script may replace the tensor at any time."""
 
     name: str
     module: torch.nn.Module
@@ -265,7 +265,7 @@ class _Place:
 class Buffers:
     """The persistent buffers of a model (those in its `state_dict`), in flat CPU tensors by dtype.
 
-    The flat tensors hold the content that the peers last agreed on: floating-point buffers in fp32
+    The flat tensors hold the last content on which the peers agreed: floating-point buffers in fp32
     (fp64 ones in fp64; complex ones as real and imaginary parts), all others as int64. So the
     models of two peers may differ in dtype.
     """
@@ -311,7 +311,7 @@ class Buffers:
                 place.tensor().copy_(view)
 
     def adopt(self) -> None:
-        """Gives the model what the peers have agreed on."""
+        """Copies the agreed content to the model."""
         if self.mode != "local":
             self.put()
 
@@ -319,7 +319,7 @@ class Buffers:
     def measure(self) -> list[torch.Tensor]:
         """The changes of the model's buffers since the last agreement; with mode "mean" only.
 
-        Averaging differences keeps the exact bits of a constant. For a value that was not finite,
+        Averaging differences keeps the exact bits of a constant. If the old value was not finite,
         such as the initial -inf of a running maximum, the new value itself is averaged.
         """
         if self.mode != "mean":
@@ -417,7 +417,7 @@ def check_shapes(
 
 
 class InnerState:
-    """Saves and loads the state of an inner optimizer, which may be sharded as its parameters."""
+    """Saves and loads the state of an inner optimizer, which may be sharded like its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
         self._optimizer = optimizer
@@ -429,7 +429,7 @@ class InnerState:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def fill(self) -> None:
-        """Makes the state that an optimizer has only after its first step, as a load target."""
+        """Creates, as a load target, the state that an optimizer has only after its first step."""
         if self._optimizer.state:
             return
         rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -443,7 +443,7 @@ class InnerState:
         self._optimizer.zero_grad()
 
     def state_dict(self, sharded: bool) -> dict[str, Any]:
-        """The state, not copied: whole; or with DTensors and the text keys that dcp needs."""
+        """The state, not copied: whole, or with DTensors and the text keys that dcp needs."""
         state = self._optimizer.state_dict()
         if self.replica.is_sharded:
             self._check_kind(state)
@@ -519,7 +519,7 @@ def _with_keys(state: Any, key: Callable[[Any], Any]) -> Any:
 
 
 def copied(state: Any) -> Any:
-    """A deep copy; unlike that of `copy`, also of DTensors that are views."""
+    """A deep copy that, unlike `copy.deepcopy`, also handles DTensors that are views."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, dict):

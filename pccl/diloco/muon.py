@@ -12,7 +12,7 @@ from pccl.kernels import Wire
 
 
 class Preset(TypedDict):
-    """Arguments of `DiLoCo`, to be passed as `**preset`."""
+    """Keyword arguments for `DiLoCo`."""
 
     inner_steps: int
     outer_lr: float
@@ -24,8 +24,8 @@ class Preset(TypedDict):
 def muloco(peers: int, wire: Wire = "int4") -> Preset:
     """MuLoCo (arXiv 2505.23725), with `MuonAndAdamW` as inner optimizer.
 
-    The outer step is Nesterov's: eta 0.7 and mu 0.6 for one peer, 0.9 and 0.8 for eight or more;
-    between them they grow with the logarithm of the number of `peers` that are expected.
+    The outer step is Nesterov's, with eta 0.7 and mu 0.6 for one peer, and 0.9 and 0.8 for eight or
+    more. In between, they grow with the logarithm of the expected number of `peers`.
     """
     if peers < 1:
         raise ValueError(f"peers={peers} must be at least 1")
@@ -40,9 +40,9 @@ def muloco(peers: int, wire: Wire = "int4") -> Preset:
 
 
 def sparseloco() -> Preset:
-    """SparseLoCo (arXiv 2508.15706): the mean itself is the outer step, without a momentum.
+    """SparseLoCo (arXiv 2508.15706): the mean itself is the outer step, without momentum.
 
-    Late in a run, an `outer_lr` of 0.65 was used for 72B parameters (arXiv 2603.08163).
+    A run with 72B parameters used an `outer_lr` of 0.65 near its end (arXiv 2603.08163).
     """
     return {
         "inner_steps": 30,
@@ -56,9 +56,9 @@ def sparseloco() -> Preset:
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon for the matrices inside a model, and its AdamW for all other parameters.
 
-    Muon is for weights that multiply activations: it replaces the momentum of a matrix by the
-    nearest orthogonal one. So embeddings, the output layer, biases and scales go to AdamW. Both
-    take one learning rate: Muon's updates are scaled to the size of AdamW's (torch's
+    Muon is for weights that multiply activations: it replaces the momentum of a matrix with the
+    nearest orthogonal matrix. So embeddings, the output layer, biases and scales go to AdamW. Both
+    use one learning rate: Muon's updates are scaled to the size of AdamW's (torch's
     adjust_lr_fn="match_rms_adamw").
 
     A schedule may change "lr" in `param_groups`, whose first group is Muon's.
@@ -67,17 +67,17 @@ class MuonAndAdamW(torch.optim.Optimizer):
         hidden: names of the parameters that Muon trains.
 
     Args:
-        model: its parameters that require a gradient are trained. Muon's are the two-dimensional
-            ones, except those of `torch.nn.Embedding`, and except the last one if it has a row for
-            each number of an embedding that no other module uses, as an output layer has.
+        model: trains its parameters that require a gradient. Muon gets the two-dimensional ones,
+            except those of `torch.nn.Embedding`, and except the last one if it looks like an output
+            layer (a row for each number of an embedding that no other module uses).
         lr: the learning rate.
-        weight_decay: of both.
-        momentum: Muon's.
-        betas: AdamW's.
+        weight_decay: for both.
+        momentum: for Muon.
+        betas: for AdamW.
         adamw: names of further parameters for AdamW, or of modules that have them.
 
     Raises:
-        ValueError: the model has no such matrix, or no such name as one in `adamw`.
+        ValueError: the model has no such matrix, or lacks a name in `adamw`.
         RuntimeError: this torch has no Muon, which came with 2.9.
     """
 
@@ -109,7 +109,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 rest, lr=lr, betas=betas, weight_decay=weight_decay
             )
         super().__init__(self._groups(), {})
-        self.param_groups = self._groups()  # the same dicts: a schedule changes those of both
+        self.param_groups = self._groups()  # the same dicts, so a schedule changes both
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for each in self._each.values() for group in each.param_groups]
@@ -131,7 +131,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return {name: each.state_dict() for name, each in self._each.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over such a state; raises ValueError if it is of other parameters."""
+        """Loads such a state; raises ValueError if it belongs to other parameters."""
         if state_dict.keys() != self._each.keys():
             raise ValueError(f"the state has {sorted(state_dict)}, not {sorted(self._each)}")
         for name, each in self._each.items():
@@ -166,7 +166,7 @@ def _hidden(
 
 
 def _embeddings(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights of embeddings, and that of the output layer if it has one of its own."""
+    """The weights of embeddings, and that of the output layer unless it is shared."""
     tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
     weights: list[torch.Tensor] = [each.weight for each in tables]
     layers = [each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)]

@@ -1,4 +1,4 @@
-"""The outer optimizer and its state: theta, v and k, of a model that may be cut into fragments."""
+"""The outer optimizer and its state: theta, v and k, for a model that may consist of fragments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class OuterOptimizer:
-    """SGD with learning rate eta and momentum mu, plain or Nesterov's; mu = 0 only averages."""
+    """SGD with learning rate eta and momentum mu, plain or Nesterov; mu = 0 only averages."""
 
     def __init__(self, rates: Rates, nesterov: bool) -> None:
         self.rates = rates
@@ -35,7 +35,7 @@ class OuterOptimizer:
         outer_step: int,
         peers: int,
     ) -> None:
-        """Updates theta and the velocity by a mean of `peers`, to the same bits everywhere."""
+        """Updates theta and the velocity by a mean of `peers`, with the same bits everywhere."""
         lr, momentum = self.rates.at(outer_step, peers)
         kernels.outer_sgd(
             theta, velocity, gradient, lr=lr, momentum=momentum, nesterov=self._nesterov
@@ -59,9 +59,9 @@ class OuterOptimizer:
 class OuterState:
     """theta, v and k of parameters that are averaged together: one fragment, or the whole model.
 
-    All are fp32 on the CPU; of sharded parameters, the shards of this process. Only this class
-    changes theta and v, by pccl's own kernels, because torch rounds differently from one CPU to the
-    next.
+    All are fp32 on the CPU; for sharded parameters, the shards of this process. Only this class
+    changes theta and v, with pccl's own kernels, because torch rounds differently on different
+    CPUs.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OuterState:
         self.velocity = torch.zeros(n)  # v
         self.delta = torch.zeros(n)  # d, this peer's pseudo-gradient
         self.mean = torch.zeros(n)  # D, the gradient of an outer step
-        self.base = self.theta  # where the model's training starts: theta, or what a `View` says
+        self.base = self.theta  # where the model's training starts: theta, or a `View`'s choice
         with torch.no_grad():
             for parameter, theta in self._pairs(self.theta):
                 theta.copy_(parameter)
@@ -121,7 +121,7 @@ class OuterState:
         self.base.copy_(self.theta)
 
     def reclaim(self, keep: float = 1.0) -> None:
-        """w = w - keep d: gives the model progress that no mean will have."""
+        """w = w - keep d: adds progress to the model that no mean will include."""
         self.move(-keep * self.delta)
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class OuterState:
         return zip(self._locals(), self.views(flat), strict=True)
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The pieces of a flat buffer, each in the shape of its parameter."""
+        """The pieces of a flat buffer, each with the shape of its parameter."""
         parts = self._locals()
         pieces = torch.split(flat, [part.numel() for part in parts])
         return (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
@@ -161,7 +161,7 @@ class View:
 
 
 class Apart(View):
-    """The base is what the model has taken over of theta, which moves while the model trains."""
+    """The base is the theta that the model has applied; theta moves while the model trains."""
 
     def __init__(self, state: OuterState) -> None:
         self._state = state
@@ -195,9 +195,9 @@ class Ahead(Apart):
 def split(named: Named, count: int, pattern: Pattern) -> list[list[int]]:
     """The parameters of each of `count` fragments, by their places in `named`.
 
-    The parameters of one layer stay together, where the model has enough layers. A layer is an
-    element of the first list of modules in a parameter's name ("blocks.3" of "blocks.3.norm.bias"),
-    or else the parameter's module.
+    The parameters of one layer stay together if the model has enough layers. A layer is an element
+    of the first list of modules in a parameter's name ("blocks.3" of "blocks.3.norm.bias"), or else
+    the parameter's module.
     """
     layers: dict[str, list[int]] = {}
     for place, (name, _) in enumerate(named):
@@ -252,7 +252,7 @@ class Outer:
         self.groups = groups
         self._named = named
         self._replica = replica
-        # The last number is the run's name. It differs on fresh peers: the first one's is elected.
+        # The last number is the run's name. It differs on fresh peers; the first one's is elected.
         self.clock = torch.tensor([0] * len(groups) + [0], dtype=torch.int64)
         self.rename()
         self.fragments = [
@@ -289,7 +289,7 @@ class Outer:
         ]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that peers have in common, except the run's name."""
+        """The tensors that are equal on all peers, except the run's name."""
         for fragment in self.fragments:
             yield fragment.theta
             yield fragment.velocity
@@ -300,7 +300,7 @@ class Outer:
             fragment.adopt()
 
     def state_dict(self, sharded: bool) -> dict[str, Saved]:
-        """theta and v are in the order of the model, whatever its fragments are."""
+        """The state, with theta and v in the order of the model, whatever its fragments."""
         return {
             "clock": self.clock,
             "theta": self.join([fragment.theta for fragment in self.fragments], sharded),
@@ -308,7 +308,7 @@ class Outer:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if the state is of another model, others if it is malformed."""
+        """Raises ValueError if the state is of another model, other errors if it is malformed."""
         self.cut(state["theta"])
         self.cut(state["velocity"])
         clock = state["clock"]
@@ -368,7 +368,7 @@ class Outer:
 
 
 class Radial:
-    """Splits a pseudo-gradient into norms and directions, and joins the means of both.
+    """Splits a pseudo-gradient into norms and directions, and joins their means.
 
     docs/internals/diloco.md has the equation.
 

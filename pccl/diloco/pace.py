@@ -14,9 +14,9 @@ from pccl.diloco.settings import Settings
 from pccl.extension import Grace
 
 _REMEMBERED = 8  # the number of rounds whose times are kept
-_LEAST_DROP_S = 2.0  # the least time before a peer is dropped, with mode="decoupled"
+_LEAST_DROP_S = 2.0  # the minimum time before a peer is dropped, with mode="decoupled"
 _LEAST_PATIENCE_S = 0.2
-_LEAST_PART = 0.1  # a measured grace is at least this part of the last of these times
+_LEAST_PART = 0.1  # a measured grace is at least this fraction of the last of these times
 
 REMINDER_S = 5.0  # between the first two warnings of a kind; each further gap is twice as long
 _log = logging.getLogger("pccl.diloco")
@@ -29,12 +29,12 @@ class Pace:
     """
 
     def __init__(self, waits_for_all: bool = True) -> None:
-        self.late = False  # whether this peer arrives before it has taken all its inner steps
+        self.late = False  # whether this peer may arrive before it has taken all its inner steps
         self.waits_for_all = waits_for_all  # whether it waits for all others, however late
         self._inner_steps = 1  # in this round
 
     def begin(self, inner_steps: int) -> None:
-        """Starts a round of that many inner steps, if the pace counts them."""
+        """Starts a round of `inner_steps`, if the pace counts them."""
         self._inner_steps = inner_steps
 
     def due(self, inner_step: int) -> bool:
@@ -42,7 +42,7 @@ class Pace:
         return inner_step >= self._inner_steps
 
     def fraction(self, inner_step: int) -> float:
-        """The part of a round after that many inner steps; 0 if it may differ between peers."""
+        """The completed fraction of a round; 0 if it may differ between peers."""
         return min(1.0, inner_step / self._inner_steps)
 
     @property
@@ -54,7 +54,7 @@ class Pace:
         return []
 
     def rejoin(self) -> None:
-        """A round has ended without this peer, whose progress goes into the next one."""
+        """Handles a round that ended without this peer, whose progress goes into the next one."""
 
     def set_speeds(self, speeds: Sequence[tuple[float, int]]) -> None:
         """Takes the training seconds and inner steps of all peers in the last round."""
@@ -90,7 +90,7 @@ class _Clock:
 
 
 class Seconds(Pace):
-    """A round is due after a number of seconds; until then each peer takes as many steps as it can.
+    """A round is due after a number of seconds, in which each peer takes as many steps as it can.
 
     The processes of a replica ask the first of them.
     """
@@ -130,8 +130,8 @@ class Deadline(Pace):
     """A round is due after a number of inner steps, or when `enough` peers would wait for this one:
     see docs/howto/diloco.md, "Machines that are not alike".
 
-    With several fragments a peer is never late but contributes what it has: otherwise it could
-    always be late for the same fragments.
+    With several fragments a peer is never late, but contributes its progress so far: otherwise it
+    could always be late for the same fragments.
     """
 
     def __init__(self, enough: int, grace: float | None, fragments: int) -> None:
@@ -140,7 +140,7 @@ class Deadline(Pace):
         self._may_be_late = fragments == 1
         self._given_s = grace
         self._clock = _Clock()
-        # until enough peers were ready, in the last rounds, the newest last; 0: unknown
+        # times until enough peers were ready in the last rounds, the newest last; 0: unknown
         self._times_s = np.zeros(_REMEMBERED)
         self._taken = 0  # inner steps in the preceding rounds for which this peer was late
         self._owes = False  # whether it was late for the last round
@@ -157,7 +157,7 @@ class Deadline(Pace):
         self._clock.begin()
 
     def rejoin(self) -> None:
-        """Counts inner steps from 0 again, as the others do."""
+        """Restarts the count of inner steps, like the others."""
         self.late, self._taken, self._step = self._may_be_late, 0, 0
 
     def due(self, inner_step: int) -> bool:
@@ -182,7 +182,7 @@ class Deadline(Pace):
 
     @property
     def grace(self) -> Grace | None:
-        """None if it is not measured yet, or if this peer is late itself."""
+        """None if it is not measured yet, or if this peer itself is late."""
         seconds = self._grace_s
         return None if seconds is None or self.late else Grace(self._enough, seconds)
 
@@ -216,11 +216,11 @@ class Forecast(Deadline):
         return 0.0
 
     def mark(self) -> None:
-        """All syncers have met: the time until the next meeting begins."""
+        """Records a meeting of all syncers, which starts the time until the next."""
         self._clock.begin()
 
     def left_s(self) -> float | None:
-        """How many seconds the syncer still waits for its learner; None: without limit."""
+        """The seconds for which the syncer still waits for its learner; None: without limit."""
         grace_s = self._grace_s
         if grace_s is None or not self._times_s[-1]:
             return None
@@ -228,7 +228,7 @@ class Forecast(Deadline):
         return float(self._times_s[-1]) + wait_s - self._clock.since_s
 
     def patience_s(self, step_s: float) -> float:
-        """How many seconds it then waits for the end of an inner step that may take `step_s`."""
+        """The seconds for which it then waits for the end of an inner step of about `step_s`."""
         return min(max(_LEAST_PATIENCE_S, 2 * step_s), self._drop_s(self._grace_s or 0.0) / 2)
 
     def _drop_s(self, grace_s: float) -> float:
@@ -261,11 +261,11 @@ class Reminder:
         self.reset()
 
     def reset(self) -> None:
-        """Makes the next message new."""
+        """Treats the next message as new."""
         self._next_s, self._gap_s = 0.0, REMINDER_S
 
     def warn(self, text: str) -> None:
-        """Logs it, if it is time."""
+        """Logs the warning if it is due."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._log.warning(text)

@@ -24,7 +24,7 @@ from pccl.diloco.stats import Outcome
 class Fragment:
     """A part of the model."""
 
-    number: int  # 0 for the fragment that is due first
+    number: int  # 0 for the first fragment that is due
     exchange: Exchange
     shared: SharedState
     view: View
@@ -38,7 +38,7 @@ class _Mean:
 
 
 class Schedule:
-    """Averages one fragment after the other.
+    """Averages one fragment at a time.
 
     `overlap` is None if a mean is applied when the progress of the next round is measured.
     """
@@ -61,11 +61,11 @@ class Schedule:
         self._mean: _Mean | None = None
         self._short = 0  # peers of the last mean, if the next meeting waits for others first
         self._unchecked: Fragment | None = None  # the fragment of the last applied mean
-        self._stepped = True  # whether that was applied
-        self._turn = torch.zeros(1, dtype=torch.int64)  # rounds that have ended
-        # in rounds: the least `progress`, which even a meeting without an outer step raises
+        self._stepped = True  # whether that mean was applied
+        self._turn = torch.zeros(1, dtype=torch.int64)  # completed rounds
+        # in rounds: the minimum of `progress`, which even a meeting without an outer step raises
         self._reached = torch.zeros(1, dtype=torch.int64)
-        # contributors of the mean that newcomers receive; 0: there is none
+        # contributors to the mean that newcomers receive; 0: none
         self._contributors = torch.zeros(1, dtype=torch.int64)
 
     @property
@@ -82,7 +82,7 @@ class Schedule:
         return min(1.0, reached / (outer_steps * len(self._fragments) + late))
 
     def _position(self, inner_step: int) -> float:
-        """The progress in rounds, computed only from what all peers have in common."""
+        """The progress in rounds, computed only from values that are equal on all peers."""
         applied = sum(fragment.exchange.outer_step for fragment in self._fragments)
         behind = self._under_way or self._contributors[0] > 0
         return applied + int(behind) + self._pace.fraction(inner_step)
@@ -112,7 +112,7 @@ class Schedule:
             self._running.poll()
 
     def arrive(self, group: Group) -> Outcome | None:
-        """Applies the mean under way, if there is one; does not wait for other peers."""
+        """Applies the mean in progress, if there is one; does not wait for other peers."""
         mean = self._take(group)
         if mean is None:
             return None
@@ -128,7 +128,7 @@ class Schedule:
         return None if mean.short else self._outcome(mean.average)
 
     def meet(self, group: Group) -> Outcome | None:
-        """Ends a round: averages its fragment, or launches that and returns None."""
+        """Ends a round: averages its fragment, or launches the averaging and returns None."""
         short, self._short = self._short, 0
         if short:
             self._announce(None)
@@ -171,7 +171,7 @@ class Schedule:
         exchange.measure()
 
     def _average_now(self, group: Group, pending: bool = False) -> Outcome | None:
-        """Makes a mean and applies it; admits newcomers."""
+        """Computes a mean and applies it; admits newcomers."""
         exchange = self._current.exchange
         mean = self._run(group)
         if mean.short:
@@ -194,7 +194,7 @@ class Schedule:
         return self._outcome(mean.average, admitted=pending)
 
     def _step_late(self, group: Group, mean: _Mean | None) -> Outcome:
-        """Applies the mean of the last round, after the progress of this one was measured."""
+        """Applies the mean of the last round, after the measurement of this round's progress."""
         current = self._current
         applied = mean is not None and mean.suffices
         contributors = mean.average.contributors if mean is not None and applied else 0
@@ -206,7 +206,7 @@ class Schedule:
         return Outcome(contributors, retries, admitted=False)
 
     def _hand_over(self, group: Group) -> None:
-        """Makes a mean that newcomers receive, and that all apply in the next meeting."""
+        """Computes a mean that newcomers receive, and that all apply in the next meeting."""
         mean = self._run(group)
         self._mean = mean if mean.suffices else None
         group.admit()
@@ -221,14 +221,14 @@ class Schedule:
     # ---- means ----
 
     def _on_time(self) -> None:
-        """Counts this peer as on time after all, because no peer has waited for it."""
+        """Counts this peer as on time, because no peer has waited for it."""
         self._pace.late = self._current.exchange.weight.late = False
 
     def _run(self, group: Group) -> _Mean:
-        """Averages in the foreground; if too few have contributed, the late ones do, too."""
+        """Averages in the foreground, including late peers if too few others have contributed."""
         exchange = self._current.exchange
         average = exchange.run()
-        if group.lacks_the_late(average):  # as all peers find
+        if group.lacks_the_late(average):  # all peers find the same
             self._on_time()
             again = exchange.run()
             average = replace(again, retries=again.retries + average.retries)
@@ -251,7 +251,7 @@ class Schedule:
             self._adopt(self._current)
 
     def _take(self, group: Group) -> _Mean | None:
-        """Waits for the mean under way, and removes it; None if nothing was launched."""
+        """Waits for the mean in progress, and removes it; None if there is none."""
         self._wait(group)
         mean, self._mean = self._mean, None
         if mean is None and self._contributors[0]:  # this is a newcomer's first round
@@ -281,7 +281,7 @@ class Schedule:
     # ---- the model ----
 
     def _adopt(self, fragment: Fragment) -> None:
-        """The model takes over theta. A late peer also keeps its own progress."""
+        """Copies theta to the model. A late peer also keeps its own progress."""
         weight = fragment.exchange.weight
         if not self._restarts:
             fragment.view.reset()
@@ -290,7 +290,7 @@ class Schedule:
             fragment.exchange.reclaim((1 - self._alpha) * self._late_decay)
 
     def _follow(self, fragment: Fragment) -> None:
-        """Applies a mean some inner steps after its launch; the progress since then stays."""
+        """Applies a mean some inner steps after its launch, and keeps the progress since then."""
         exchange = fragment.exchange
         if exchange.weight.excluded or exchange.weight.late:
             self._adopt(fragment)
@@ -299,13 +299,13 @@ class Schedule:
             exchange.measured = exchange.sent = False
 
     def _give_back(self) -> None:
-        """Gives the progress of a failed mean back to the model."""
+        """Returns the progress of a failed mean to the model."""
         if not self._current.exchange.weight.late:  # a late peer's model has it
             self._current.exchange.reclaim()
         self._current.view.rebase()
 
     def _keep_progress(self) -> None:
-        """The model becomes theta with this peer's own progress."""
+        """Sets the model to theta with this peer's own progress."""
         self._current.view.reset()
         self._current.exchange.adopt()
         self._current.exchange.reclaim()
@@ -317,7 +317,7 @@ class Schedule:
                 tensor.zero_()
 
     def rescue(self) -> list[Exchange]:
-        """Ends background work after the run has gone on without this peer, and returns the
+        """Ends background work after the run has continued without this peer, and returns the
         exchanges that hold progress for the next mean."""
         running, self._running = self._running, None
         if running is not None and running.drain():
@@ -330,7 +330,7 @@ class Schedule:
         return [each.exchange for each in self._fragments if each.exchange.rescue()]
 
     def resume(self, rescued: Sequence[Exchange], keep: bool) -> None:
-        """Gives the model the received theta; if it is to be kept, with the rescued progress."""
+        """Copies the received theta to the model, with the rescued progress if that is kept."""
         self.begin()
         for fragment in self._fragments:
             fragment.exchange.adopt()
@@ -339,7 +339,7 @@ class Schedule:
                 fragment.exchange.reclaim(self._late_decay)
 
     def finish(self, group: Group) -> None:
-        """Applies the mean under way. The model becomes theta, unless this peer had no mean."""
+        """Applies the mean in progress. The model becomes theta, unless this peer had no mean."""
         mean = self._take(group)
         if mean is not None:
             self._stepped = mean.suffices
@@ -357,7 +357,7 @@ class Schedule:
     # ---- its state ----
 
     def entries(self) -> list[TensorInfo]:
-        """The shared-state entries besides theta, v and k that bring a newcomer into phase."""
+        """The shared-state entries, besides theta, v and k, that a newcomer needs."""
         own = [
             TensorInfo.from_torch(self._reached, "diloco.reached"),
             TensorInfo.from_torch(self._turn, "diloco.turn"),
@@ -372,7 +372,7 @@ class Schedule:
         return own
 
     def state_dict(self, group: Group) -> dict[str, Any]:
-        """The state for a checkpoint; in modes that restart, it waits for the mean under way."""
+        """The state for a checkpoint; in modes that restart, waits for the mean in progress."""
         state: dict[str, Any] = {"turn": int(self._turn)}
         if self._restarts:
             self._wait(group)

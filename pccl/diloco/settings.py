@@ -1,4 +1,4 @@
-"""The settings of a DiLoCo run and their defaults; its peers compare them."""
+"""The settings of a DiLoCo run and their defaults; all peers compare them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _LR_OF_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 _MOMENTUM = 0.9
 _MOMENTUM_OF_FEW_STEPS, _FEW_STEPS = 0.5, 20
 _MOMENTUM_WITH_MUON = 0.6  # arXiv 2505.23725, at one peer
-# for means that are a round old, as measured (docs/internals/experiment.md)
+# for means that are a round old, measured in docs/internals/experiment.md
 _LATE_LR, _LATE_MOMENTUM = 0.6, 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """eta and mu, which are equal on all peers: they depend only on what the peers agree on."""
+    """eta and mu, which depend only on agreed values, so they are equal on all peers."""
 
     lr: Rate | None  # None: by the number of contributors to a mean
     momentum: Rate
@@ -60,7 +60,7 @@ def rates(
     sparse: bool,
     muon: bool,
 ) -> Rates:
-    """The given rates, or the defaults, which docs/howto/diloco.md has in a table."""
+    """The given rates, or the defaults in the table of docs/howto/diloco.md."""
     late = mode == "delayed"
     if momentum is None:
         few = inner_steps is not None and min(_values(inner_steps)) < _FEW_STEPS
@@ -100,15 +100,15 @@ def quadratic_steps(
 ) -> list[tuple[int, int]]:
     """`inner_steps` by the quadratic synchronization rule (arXiv 2310.14423).
 
-    H = (alpha / lr)^2, rounded down: as the inner learning rate falls, rounds become longer.
+    H = (alpha / lr)^2, rounded down: rounds become longer as the inner learning rate falls.
 
     Args:
         lr: the inner learning rate after the warm-up, a function of `DiLoCo.progress` (0 to 1).
         outer_steps: the outer steps of the whole run.
-        alpha: at a learning rate of alpha / sqrt(H), a round has H inner steps.
-        least: the least inner steps of a round.
-        most: the most inner steps of a round.
-        points: how many points are computed; between them, H is linear.
+        alpha: a learning rate of alpha / sqrt(H) gives rounds of H inner steps.
+        least: the minimum of inner steps in a round.
+        most: the maximum of inner steps in a round.
+        points: the number of points; between them, H is linear.
     """
     steps = sorted({outer_steps * i // (points - 1) for i in range(points)})
     wanted = [(alpha / lr(k / outer_steps)) ** 2 for k in steps]
@@ -338,4 +338,4 @@ def describe_mismatch(*, run: torch.Tensor, own: torch.Tensor) -> str:
         for key in sorted(theirs.keys() | ours.keys())
         if theirs.get(key) != ours.get(key)
     )
-    return f"this peer's DiLoCo settings are not those of the run: {differences}"
+    return f"this peer's DiLoCo settings differ from the run's: {differences}"

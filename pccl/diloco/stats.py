@@ -32,11 +32,11 @@ class PeerShare:
     '40 samples a second'
 
     Attributes:
-        inner_steps: inner steps that it has taken.
-        samples: samples that it has trained on, as passed to `DiLoCo.step`.
+        inner_steps: inner steps of this peer.
+        samples: samples that it passed to `DiLoCo.step`.
         compute_s: seconds of training.
         utilisation: `compute_s` divided by the time from the end of its last round to this one's.
-        late: whether it came late to a deadline round; its progress is then in the next one.
+        late: whether it came late to a deadline round; its progress then counts in the next one.
     """
 
     inner_steps: int
@@ -59,10 +59,10 @@ def gather_shares(
 
 
 def gather_row(comm: Communicator, own: Sequence[float]) -> list[list[float]]:
-    """The rows of all peers in the order of their ranks; after a loss, those of the survivors."""
+    """The rows of all peers in the order of ranks; after a loss, those of the survivors."""
     sent = torch.tensor(own, dtype=torch.float64)
     while True:
-        _ = comm.rank  # a gather takes place among the ranks that this thread has seen
+        _ = comm.rank  # a gather uses the ranks that this thread has seen
         try:
             handle = comm.all_gather_async(sent)
             committed, _, _ = handle.wait()
@@ -82,7 +82,7 @@ def gather_row(comm: Communicator, own: Sequence[float]) -> list[list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class OuterRound:
-    """The result of one outer round on this peer; the last `DiLoCo.step` of a round returns it.
+    """The result of an outer round on this peer, returned by the last `DiLoCo.step` of the round.
 
     >>> outer = OuterRound(
     ...     outer_step=7, contributors=4, retries=0, admitted=False, rejoined=False, fragment=0,
@@ -98,11 +98,11 @@ class OuterRound:
         outer_step: k after the round.
         contributors: peers whose pseudo-gradients were averaged. 1: this peer was alone. 0, with
             mode="delayed": there was no mean to apply.
-        retries: attempts of that all-reduce that failed because a peer was lost.
+        retries: failed attempts of that all-reduce, because a peer was lost.
         admitted: whether newcomers were admitted.
-        rejoined: whether the run went on without this peer, because it was late or silent, and it
-            has joined again. No mean was applied; its progress is in the next round.
-        fragment: which fragment of the model was averaged, with mode="streaming" or "decoupled".
+        rejoined: whether this peer has rejoined, because the run had continued without it while it
+            was late or silent. No mean was applied; its progress counts in the next round.
+        fragment: the averaged fragment of the model, with mode="streaming" or "decoupled".
         compute_s: seconds of the inner steps, since the last round or the constructor; with
             mode="decoupled" all seconds, because training goes on during a round.
         reduce_s: seconds in the averaging, including the wait for the slowest peer, but not the
@@ -138,12 +138,12 @@ class OuterRound:
     peers: tuple[PeerShare, ...]
 
     def flat(self, prefix: str = "diloco/") -> dict[str, float]:
-        """All as one dict of floats, as TensorBoard and Weights & Biases take them.
+        """All numbers as one dict of floats, as TensorBoard and Weights & Biases take them.
 
             wandb.log(outer.flat(), step=outer.outer_step)
 
-        `utilisation` is the least in `peers`, `late` the number of late ones in it, `excluded` the
-        number of peers that were left out, and `gathered` is 1 if `algorithm` is "gather".
+        `utilisation` is the minimum over `peers`, `late` the number of late peers, `excluded` the
+        number of excluded peers, and `gathered` is 1 if `algorithm` is "gather".
         """
         special = ("algorithm", "excluded", "peers")
         names = [name for name in self.__slots__ if name not in special]
@@ -167,10 +167,10 @@ class Outcome:
 
 
 class Meter:
-    """Counts the bytes of all rounds, and the seconds of the present one by activity."""
+    """Counts the bytes of all rounds, and the seconds of the current one by activity."""
 
     def __init__(self) -> None:
-        self.last_reduce: ReduceInfo | None = None  # the last one that has committed
+        self.last_reduce: ReduceInfo | None = None  # the last committed one
         self.tx_bytes = self.rx_bytes = 0
         self.begin_round()
 

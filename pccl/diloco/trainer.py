@@ -1,4 +1,4 @@
-"""DiLoCo, distributed low-communication training (arXiv 2311.08105), for peers that come and go.
+"""DiLoCo, distributed low-communication training (arXiv 2311.08105), with peers that come and go.
 
 docs/internals/diloco.md has the equations of all modes, and what happens when a peer is lost.
 Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
@@ -89,7 +89,7 @@ class DiLoCo:
                 diloco.step()
             diloco.finish()
 
-    Or `with DiLoCo(...):` around an existing loop, which steps the optimizer itself.
+    Or put `with DiLoCo(...):` around an existing loop that steps the optimizer itself.
 
     After each round all peers hold the same bits of theta, the outer parameters (fp32 on the CPU,
     whatever the model's dtype and device), of v, their momentum, and of the count of outer steps.
@@ -97,15 +97,15 @@ class DiLoCo:
     Memory: four fp32 copies of the trained parameters; five with mode="decoupled" and "delayed";
     three more with a quantized wire.
 
-    Build the model and the optimizer first and connect last: as soon as `connect` has returned, the
-    others wait for this constructor. Clip and accumulate gradients before `step`, as with any
-    optimizer, and derive learning rates from `progress`, never from a counter of the script. The
-    parameters must not be replaced by other tensors afterwards. Those that do not require a
-    gradient now are frozen, and must not change.
+    Build the model and the optimizer first, and connect last: as soon as `connect` has returned,
+    the others wait for this constructor. Clip and accumulate gradients before `step`, as with any
+    optimizer, and derive learning rates from `progress`, never from a counter of the script. Do not
+    replace the parameters with other tensors afterwards. Parameters that do not require a gradient
+    now are frozen, and must not change.
 
-    If FSDP2 (`fully_shard`) shards the model, each of its processes makes this object, with its own
-    `pccl.torch.communicator`, and all make the same calls. theta and v are then the shards of a
-    process, and weights count the samples of a whole replica.
+    If FSDP2 (`fully_shard`) shards the model, each of its processes creates this object with its
+    own `pccl.torch.communicator`, and all make the same calls. Each process then has its shards of
+    theta and v, and weights count the samples of a whole replica.
 
     Args:
         comm: a connected communicator. All peers of its group train the same model with the same
@@ -247,11 +247,11 @@ class DiLoCo:
             check_team(comm, self._replica)
         self._stepping = False  # in `step`, which counts the inner step itself
         self._entered = False  # a `with` block, in which the script steps the optimizer
-        self._rejoins = 0  # since the last round that this peer was in
-        self._rounds = 0  # rounds that have begun here
+        self._rejoins = 0  # since this peer's last round
+        self._rounds = 0  # rounds begun here
         self._shares: tuple[PeerShare, ...] = ()  # the work of each peer, from the last meeting
-        self._ended = 0  # meetings since all learners have ended
-        self._seen_round: OuterRound | None = None  # the last one that `step` has returned
+        self._ended = 0  # meetings since the end of all learners
+        self._seen_round: OuterRound | None = None  # the last one returned by `step`
         self._last_round: OuterRound | None = None
         self._build(model, checkpoints)
         if state is None and checkpoints is not None:
@@ -299,7 +299,7 @@ class DiLoCo:
     # ---- its parts ----
 
     def _build(self, model: torch.nn.Module, checkpoints: Checkpoints | None) -> None:
-        """Makes the parts in order: each uses earlier ones."""
+        """Creates the parts in order; each uses earlier ones."""
         settings, replica = self._settings, self._replica
         named = _trained_parameters(model)
         self._parameters = dict(model.named_parameters())
@@ -315,7 +315,7 @@ class DiLoCo:
         self._config = encode(
             {
                 **settings.config(),
-                # dtypes are left out: a bf16 peer on a GPU and an fp32 one on a CPU may be in a run
+                # without dtypes: a bf16 peer on a GPU and an fp32 one on a CPU may be in one run
                 "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
                 "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
                 "shard": [replica.index, replica.size],
@@ -356,7 +356,7 @@ class DiLoCo:
         modules = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
         plain = {id(each.weight) for each in modules}
         settings = self._settings
-        # weights are needed where late peers have weight 0, or where counts are summed
+        # weights are needed if late peers have weight 0, or if counts are summed
         always = settings.deadline_peers is not None or self._ledger.counted
         always = always or self._quarantine is not None
         fragments = self._outer.fragments
@@ -428,7 +428,7 @@ class DiLoCo:
         )
 
     def _begin(self) -> None:
-        """Gives the model the shared state."""
+        """Copies the shared state to the model."""
         self._schedule.begin()
         self._outer.adopt()
         self._buffers.put()
@@ -441,7 +441,7 @@ class DiLoCo:
             self._schedule.expect(steps)
 
     def _check_whole(self) -> None:
-        """Checks that all processes of this replica have received the state of one replica."""
+        """Checks that all processes of this replica have received the state of the same replica."""
         own = [*self._outer.clock.tolist(), self._group.shared.revision]
         if any(said != own for said in self._replica.exchange(own)):
             raise RuntimeError(
@@ -453,16 +453,16 @@ class DiLoCo:
 
     @property
     def outer_step(self) -> int:
-        """k, the outer steps that the run has taken: equal on all peers, for use in schedules."""
+        """k, the outer steps of the run: equal on all peers, for use in schedules."""
         return self._outer.outer_step
 
     @property
     def inner_step(self) -> int:
-        """Inner steps since the last outer round; in "streaming" since a fragment was due."""
+        """Inner steps since the last outer round; with "streaming", since a fragment was due."""
         return self._learner.steps if self._learner is not None else self._inner_step
 
     def progress(self, outer_steps: int) -> float:
-        """How far a run of `outer_steps` outer steps has come, from 0 to 1, for use in schedules.
+        """The progress of a run of `outer_steps` outer steps, from 0 to 1, for use in schedules.
 
         It never falls, and in every mode it is the same on all peers after the same inner step.
         With inner_seconds or mode="decoupled" it changes only between rounds.
@@ -487,7 +487,7 @@ class DiLoCo:
 
     @property
     def world_size(self) -> int:
-        """Peers of the group at this moment, this one included."""
+        """The current number of peers in the group, including this one."""
         return self._comm.world_size
 
     @property
@@ -497,17 +497,17 @@ class DiLoCo:
 
     @property
     def last_reduce(self) -> ReduceInfo | None:
-        """Info of the last averaging that has committed; None before the first."""
+        """Info of the last committed averaging; None before the first."""
         return self._meter.last_reduce
 
     @property
     def tx_bytes(self) -> int:
-        """Payload bytes that this peer has sent in committed averagings and synchronizations."""
+        """Payload bytes sent in committed averagings and synchronizations."""
         return self._meter.tx_bytes
 
     @property
     def rx_bytes(self) -> int:
-        """Payload bytes that this peer has received in them."""
+        """Payload bytes received in committed averagings and synchronizations."""
         return self._meter.rx_bytes
 
     @property
@@ -516,8 +516,8 @@ class DiLoCo:
         return self._outer.nbytes
 
     def state_digest(self) -> str:
-        """The XXH3-128, in hex, of all that peers have in common between outer rounds: theta, v, k,
-        the frozen parameters, and buffers unless they are local."""
+        """The XXH3-128, in hex, of the common state between outer rounds: theta, v, k, the frozen
+        parameters, and buffers unless they are local."""
         digest = xxhash.xxh3_128()
         with self._paused():
             for tensor in self._outer.tensors():
@@ -529,20 +529,20 @@ class DiLoCo:
         return digest.hexdigest()
 
     def _paused(self) -> AbstractContextManager[None]:
-        """No syncer changes theta in the block."""
+        """Keeps the syncer from changing theta in the block."""
         return self._learner.paused() if self._learner is not None else nullcontext()
 
     def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """A copy of the training's state for a checkpoint, for the `state` of a later constructor.
+        """A copy of the training's state for a checkpoint: the `state` of a later constructor.
 
         It holds theta and v as flat fp32 tensors on the CPU, k, the settings, frozen parameters,
-        buffers, and the states of this peer's inner optimizer and of its wire. Inner steps since
-        the last outer round are not in it, so take it right after one. Without its "optimizer",
-        the next inner optimizer starts afresh. With mode="delayed" this call waits for the mean
-        under way, and includes it; with "streaming" it does not.
+        buffers, and the states of this peer's inner optimizer and of its wire. It excludes inner
+        steps since the last outer round, so take it right after one. Without its "optimizer", the
+        next inner optimizer starts afresh. With mode="delayed" this call waits for the mean in
+        progress, and includes it; with "streaming" it does not.
 
         If the model is sharded, all processes of the replica make this call, and each gets the
-        whole state. With `sharded`, theta and v are DTensors by the names of the parameters, for
+        whole state. With `sharded`, theta and v are DTensors under the names of the parameters, for
         `torch.distributed.checkpoint`.
         """
         with self._paused():
@@ -557,7 +557,7 @@ class DiLoCo:
         sharded, all processes of the replica make this call, and the first one writes.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         state = self.state_dict()
         if self._replica.index == 0:
@@ -569,19 +569,20 @@ class DiLoCo:
     def step(
         self, scaler: torch.amp.GradScaler | None = None, *, samples: int | None = None
     ) -> OuterRound | None:
-        """Takes one inner step and clears the gradients; every H-th call runs the outer round too.
+        """Takes one inner step and clears the gradients; every H-th call also runs the outer round.
 
         Args:
             samples: the samples (or tokens) of the gradients. None: one. Required with a `ledger`
                 if rounds may end early, where it counts samples of the ledger.
-            scaler: steps the inner optimizer, and is updated. A step that it skips counts, too.
+            scaler: a GradScaler, which steps the inner optimizer and is updated. A skipped step
+                counts, too.
 
         Returns:
             The result of the outer round; None if this call had none. With mode="decoupled", the
-            last round that has ended since the previous call.
+            last round that ended since the previous call.
 
         Raises:
-            PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
+            PCCLError: the communicator is unusable (kicked, master lost). Lost peers do not raise.
             ValueError: `samples` is negative, missing, or more than the ledger has given.
         """
         self._count(samples)
@@ -599,7 +600,7 @@ class DiLoCo:
         return self._after_inner_step(samples)
 
     def _count(self, samples: int | None) -> None:
-        """Adds `samples` to this peer's samples; None: unknown, which counts as one."""
+        """Adds `samples` to this peer's samples; None counts as one."""
         if samples is None and self._ledger.counted:
             raise ValueError(
                 "a ledger whose rounds may end early must know how many samples a step has trained "
@@ -630,25 +631,27 @@ class DiLoCo:
                 outcome = self._schedule.arrive(self._group)
         except KickedError:
             if self._settings.deadline_peers is None:
-                raise  # with deadlines, the next meeting finds this, too, and joins again
+                raise  # with deadlines, the next meeting finds this, too, and rejoins
             return None
         return self._logged(self._report(outcome))
 
     def _meet_beside(self) -> bool:
-        """A meeting of the syncer; returns False after the last."""
+        """Runs a meeting of the syncer; returns False after the last."""
         self._meet()
         # when all have ended, each fragment is due once more
         return self._ended <= len(self._exchanges)
 
     def _meet(self) -> OuterRound | None:
-        """The meeting at the end of a round."""
-        self._misuse.unfinished = False  # if it raises, that is what the user should see
+        """Runs the meeting at the end of a round."""
+        self._misuse.unfinished = False  # if it raises, the user should see that error
         self._inner_step = 0
         try:
             with self._stopwatch.round():
                 outcome = self._schedule.meet(self._group)
                 self._group.claim()
-                self._replica.all(True)  # if one process left now, the others would be dropped
+                self._replica.all(
+                    True
+                )  # if one process left now, the others would be dropped with it
             self._share(outcome is not None and outcome.admitted)
             if not (outcome is not None and outcome.admitted):  # newcomers are not at this place
                 self._save_together()
@@ -670,7 +673,7 @@ class DiLoCo:
                 self._saver.meet(self.outer_step)
 
     def _rejoin(self, error: KickedError) -> Outcome:
-        """Joins the run again, after it has gone on without this peer."""
+        """Rejoins the run, after it has continued without this peer."""
         while True:
             self._rejoins += 1
             given_up = error.result is Result.RANK_CONNECTION_FAILED
@@ -678,7 +681,7 @@ class DiLoCo:
                 raise error
             if self._rejoins > _REJOINS_MAX:
                 raise error
-            _log.warning("the run has gone on without this peer, which joins again: %s", error)
+            _log.warning("the run has continued without this peer, which rejoins: %s", error)
             try:
                 with self._stopwatch.round():
                     self._join_again()
@@ -698,7 +701,7 @@ class DiLoCo:
         self._pace.rejoin()
 
     def _share(self, admitted: bool) -> None:
-        """Tells the other peers what this one has done since the last meeting."""
+        """Sends the other peers this one's work since the last meeting."""
         with self._lock:
             work, self._work = self._work, Work()
             learner, idle_s, ends = self._learner, 0.0, False
@@ -752,11 +755,11 @@ class DiLoCo:
                 )
             yield batch
         if self._rounds == before:
-            self._pace.late = False  # there is nothing more to train on
+            self._pace.late = False  # no samples are left
             self._meet()
 
     def _beside_round_of(self, loader: Iterable[T], learner: Learner) -> Iterator[T]:
-        """The batches of one pass, which ends early if this peer has given up its samples."""
+        """Yields the batches of a pass, which ends early if this peer has given up its samples."""
         learner.wait_while(lambda: self._ledger.waits)
         renewals = self._ledger.renewals
         for batch in loader:
@@ -765,10 +768,10 @@ class DiLoCo:
             yield batch
 
     def __enter__(self) -> DiLoCo:
-        """From here on, each step of the inner optimizer does what `step` does.
+        """From here on, each step of the inner optimizer acts like `step`.
 
-        It does not clear the gradients. A step that a GradScaler skips is not seen, and not
-        counted; `step(scaler)` counts it.
+        It does not clear the gradients. A step that a GradScaler skips does not count; with
+        `step(scaler)` it does.
         """
         self._entered = True
         return self
@@ -786,11 +789,11 @@ class DiLoCo:
         self._misuse.finished()
 
     def finish(self) -> None:
-        """Ends the training: waits for the mean that is under way, and applies it.
+        """Ends the training: waits for the mean in progress, and applies it.
 
-        Call it on all peers after the last round, instead of another round. The model is then
-        theta. It also completes the checkpoint that is being written. With mode="decoupled", it
-        waits until all learners have called it, or have left. The end of a `with` block calls it.
+        Call it on all peers after the last round, instead of another round. The model then holds
+        theta. It also completes the checkpoint in progress. With mode="decoupled", it waits until
+        all learners have called it or left. The end of a `with` block calls it.
 
         Raises:
             PCCLError: as for `step`.
@@ -806,7 +809,7 @@ class DiLoCo:
     # ---- checkpoints ----
 
     def _latest(self, checkpoints: Checkpoints) -> Path | None:
-        """The latest checkpoint, which is the same for all processes of a replica."""
+        """The latest checkpoint, the same for all processes of a replica."""
         found = checkpoints.latest()
         number = self._replica.first(int(found.name) if found is not None else -1)
         return Path(checkpoints.directory) / str(number) if number >= 0 else None
@@ -827,7 +830,7 @@ class DiLoCo:
         return template
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Loads a state; raises and changes nothing if it does not match."""
+        """Loads a state; raises an error and changes nothing if it does not match."""
         self._checkpoint.check(state)
         optimizer = state.get("optimizer")
         if optimizer is not None:

@@ -237,7 +237,7 @@ def test_a_full_disk_is_reported_and_loses_nothing(
     assert names == {"2", "6"}
     assert not [*(tmp_path / "4").glob("*.1.*")], "what was written of it is removed"
     assert "No space left on device" in caplog.text
-    assert "checkpoint 4 is given up: not all peers have written their parts" in caplog.text
+    assert "checkpoint 4 is abandoned: not all peers have written their parts" in caplog.text
 
 
 def test_directories_that_are_not_the_same_are_refused_in_the_first_round(tmp_path: Path) -> None:
