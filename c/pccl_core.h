@@ -58,8 +58,8 @@
  * the op's tag for another op.
  *
  * ABORT is legal at any time after REGISTER. SETTLED always answers it, even if it crosses a
- * COMPLETE event with `settled`. ABORT closes the streams on which bytes of the op are still
- * queued: each of these gives a STREAM_LOST event, and other ops that use it get a FAILED event.
+ * COMPLETE event with `settled`. ABORT closes the streams that still have bytes of the op queued:
+ * each of them gives a STREAM_LOST event, and other ops that use it get a FAILED event.
  *
  * A FAILED op does nothing more and waits for its ABORT. If it was COMPLETE before it failed, its
  * stream was lost and others may lack what it forwarded; COMMIT is then legal as well. Data that a
@@ -72,10 +72,11 @@
  * holder is left; the op waits for a START with a greater seq, or for its ABORT. An op that could
  * not be registered for lack of memory is FAILED, and SETTLED answers its ABORT.
  *
- * Where recv is also send, or part of it, the engine saves what recv held in an undo buffer before
- * it overwrites it: as many bytes as recv has, until SETTLED. It keeps one such buffer, the
- * largest, for later ops. (ALL_GATHER in place overwrites no contribution, so nothing is saved.) An
- * engine that stops, or is freed, restores what every op that is not SETTLED has overwritten.
+ * If recv is also send, or part of it, the engine saves the old content of recv in an undo buffer
+ * before it overwrites it. The buffer has as many bytes as recv, and stays until SETTLED. The
+ * engine keeps one such buffer, the largest, for later ops. (ALL_GATHER in place overwrites no
+ * contribution, so it needs no buffer.) An engine that stops, or is freed, restores the memory of
+ * every op that is not SETTLED.
  *
  * WHO MAY CONNECT
  *
@@ -86,12 +87,12 @@
  * CONNECT_STREAM; the PULL socket compares them with those of EXPECT commands. A connection that
  * names another peer is refused. A connection with an unknown nonce or key may belong to an epoch
  * that this engine has not heard of yet: it waits for the next EXPECT or ADMIT, until libzmq's
- * handshake timeout. So the sender of a stream knows which peer it has reached, and strangers can
- * send nothing at all.
+ * handshake timeout. So the sender of a stream knows which peer it has reached, and strangers
+ * cannot send anything.
  *
  * The master connects once to check that this engine can be reached. It uses the public key
  * `dialler`, or the user name "dial" with the password `dialler`. An engine without keys and
- * without `dialler` lets everybody in.
+ * without `dialler` accepts every connection.
  *
  * RENDEZVOUS POINTS
  *
@@ -294,12 +295,12 @@ size_t pccl_dtype_size(int dtype);
 int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, size_t n,
                 uint32_t divisor);
 
-/* How an array of floats is quantized: docs/internals/quantization.md describes each format. A
- * block is a header and a code for each element; the last block of an array may be shorter. The
- * header is one number (BLOCK: step) or two (MIN_MAX: step, offset; ZERO_POINT: step, zero code, or
- * -step, offset), fp64 for fp64 elements and fp32 for all others. The name of a format ends with
- * the bits of its codes. Among n codes of 4 bits, byte i has code i in its lower half and code
- * (n + 1) / 2 + i in its upper half. */
+/* The formats of quantized floats; docs/internals/quantization.md describes each of them. A block
+ * is a header and a code for each element; the last block of an array may be shorter. The header is
+ * one number (BLOCK: step) or two (MIN_MAX: step, offset; ZERO_POINT: step, zero code, or -step,
+ * offset), fp64 for fp64 elements and fp32 for all others. The name of a format ends with the bits
+ * of its codes. Among n codes of 4 bits, byte i has code i in its lower half and code (n + 1) / 2 +
+ * i in its upper half. */
 enum pccl_format {
     PCCL_UNQUANTIZED = 0, PCCL_BLOCK_8 = 1, PCCL_BLOCK_4 = 2, PCCL_MIN_MAX_8 = 3,
     PCCL_MIN_MAX_16 = 4, PCCL_ZERO_POINT_8 = 5, PCCL_ZERO_POINT_16 = 6
@@ -311,7 +312,7 @@ size_t pccl_quantized_block(int format);
 /* Bytes of n quantized elements; 0 for an unknown format, or if `dtype` is not a float type. */
 uint64_t pccl_quantized_size(int format, int dtype, uint64_t n);
 
-/* Quantizes n elements; reads quantized ones back. Arrays must not overlap. A block with a NaN or
+/* Quantizes n elements, and decodes quantized ones. Arrays must not overlap. A block with a NaN or
  * an infinity becomes all NaN. Returns 0, or PCCL_EINVAL for an unknown format, or if `dtype` is
  * not a float type. */
 int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n);
@@ -350,13 +351,13 @@ int pccl_quantized_combine(int format, int dtype, int redop, void *out, const vo
  *              mean of its elements, or 0 if it has none.
  *     sparse   Groups of 16 chunks of 4,096 elements. Each chunk keeps its 64 elements of largest
  *              magnitude, the first of equal ones; a shorter last chunk of m elements keeps m / 64,
- *              rounded up. All other elements are read as 0. A group is four levels (fp32), as in
+ *              rounded up. All other elements decode to 0. A group is four levels (fp32), as in
  *              stat2 but of the elements that it keeps, then for each chunk their places (12 bits
  *              each, increasing) and the numbers of their levels (2 bits each), the lowest bits
  *              first.
  *
  * The last block or group may be shorter. A block or group with a NaN or an infinity, or with such
- * a scale or level, is read as all NaN. The sparse functions that return a status return
+ * a scale or level, decodes to all NaN. The sparse functions that return a status return
  * PCCL_EPROTO if a place is beyond its chunk or not above the place before it; the content of `out`
  * is then unspecified. All other functions cannot fail. */
 uint64_t pccl_e3m0_size(uint64_t n);
@@ -388,8 +389,8 @@ void pccl_subtract_f32(float *out, const float *a, const float *b, size_t n);
 
 /* How two buffers differ. */
 typedef struct pccl_difference {
-    uint64_t bytes;              /* number of bytes that differ */
-    uint64_t ulp;                /* largest distance of two elements, NaNs left out, in units in
+    uint64_t bytes;              /* number of differing bytes */
+    uint64_t ulp;                /* largest distance of two elements, excluding NaNs, in units in
                                   * the last place (integers: the difference) */
     uint64_t nans_a, nans_b;     /* number of NaNs in each buffer */
 } pccl_difference;
@@ -398,8 +399,8 @@ typedef struct pccl_difference {
 int pccl_compare(int dtype, const void *a, const void *b, size_t n, pccl_difference *out);
 
 /* Runs every kernel over fixed inputs and writes all result bits, at most `size` bytes, to `out`.
- * Two machines whose bytes differ do arithmetic differently and must not meet in one run. Returns
- * the number of bytes of the whole result, even if `size` is smaller (such as 0). */
+ * Two machines whose bytes differ have different arithmetic and must not be in one run. Returns the
+ * number of bytes of the whole result, even if `size` is smaller (such as 0). */
 size_t pccl_self_test(unsigned char *out, size_t size);
 
 /* ---- the table: every ZeroMQ function that the core calls ---- */
@@ -509,10 +510,10 @@ enum pccl_algorithm { PCCL_RING = 0, PCCL_ONE_SHOT = 1, PCCL_TWO_STAGE = 2 };
  * and recv may share the member's own rows if one of them holds no other rows.
  *
  * `error` is NULL or, for a quantized SUM or AVG of fp32 by ALL_REDUCE, `count` numbers. They
- * receive what quantizing on this member has taken from the sum: from its contribution, and from
- * the results and partial results that it has quantized for all. So the sum of all contributions is
- * the sum that the result stands for, plus the errors of all members. An error that is not finite
- * becomes 0. Without success the content of `error` is unspecified. */
+ * receive the quantization errors of this member: of its contribution, and of the results and
+ * partial results that it has quantized for all. So the sum of all contributions is the decoded
+ * result, as a sum, plus the errors of all members. An error that is not finite becomes 0. Without
+ * success the content of `error` is unspecified. */
 typedef struct pccl_part {
     const void *send;
     void *recv;
@@ -712,7 +713,7 @@ typedef struct pccl_options {
     uint32_t heartbeat_timeout_ms;   /* a sender that gets none for this long loses its stream */
     uint32_t connect_timeout_ms;     /* for a connection, and for a handshake on either side */
     uint32_t copy_max;               /* bytes; payloads up to this size are copied */
-    uint32_t fetch_window;           /* most requests under way to one holder */
+    uint32_t fetch_window;           /* most outstanding requests to one holder */
     char curve_public[48];           /* CURVE keys, zero-terminated; empty: no encryption */
     char curve_secret[48];
     char dialler[48];                /* WHO MAY CONNECT; zero-terminated */
@@ -729,8 +730,8 @@ int pccl_engine_bind(pccl_engine *engine, const char *endpoint, char *bound, siz
 /* The engine's ZeroMQ context, for the caller's PAIR socket. */
 void *pccl_engine_context(pccl_engine *engine);
 
-/* Runs the engine. Returns 0 after STOP, or a negative error when the engine cannot go on. Only one
- * thread at a time may run it. */
+/* Runs the engine. Returns 0 after STOP, or a negative error if the engine cannot continue. Only
+ * one thread at a time may run it. */
 int pccl_engine_run(pccl_engine *engine);
 
 /* Runs one pass of the loop without waiting. Returns 1 if it did anything, 0 if there was nothing
@@ -740,7 +741,7 @@ int pccl_engine_step(pccl_engine *engine);
 /* The errno of the last call of the table that failed. */
 int pccl_engine_errno(const pccl_engine *engine);
 
-/* The number of messages and commands that were dropped: stale, foreign or malformed. */
+/* The number of dropped messages and commands: stale, foreign or malformed. */
 uint64_t pccl_engine_dropped(const pccl_engine *engine);
 
 /* Closes everything, waits until nothing refers to memory of any op, restores in-place buffers of

@@ -25,17 +25,17 @@
  * chunk        the chunks of a collective: sends our own; checks and handles those of others
  * exchange     EXCHANGE: rows from member to member
  *
- * One pass takes commands, receives a bounded batch, lets every stream send, settles ops, looks at
- * the monitors and closes lost streams. It never blocks; when a pass has moved nothing,
- * pccl_engine_run() waits until a socket has news. Nothing needs a clock.
+ * One pass takes commands, receives a bounded batch, lets every stream send, settles ops, reads the
+ * monitors and closes lost streams. It never blocks; after a pass that has moved nothing,
+ * pccl_engine_run() waits until a socket has news. The engine needs no clock.
  *
  * It waits for the sockets' descriptors (ZMQ_FD), because zmq_poll on the sockets themselves makes
  * two system calls for each socket before it waits, and two after. A descriptor only signals events
- * since its socket was last used. So the pass before the wait must have found each socket empty, or
- * full, and must not have used it after that.
+ * since its socket was last used. So the pass before the wait must find each socket empty, or full,
+ * and not use it after that.
  *
- * Everything runs in the thread that is in pccl_engine_run(), except release() in packet.c: libzmq
- * calls it from its own threads, and it only touches an atomic counter.
+ * All functions run in the thread that is in pccl_engine_run(), except release() in packet.c:
+ * libzmq calls it from its own threads, and it only touches an atomic counter.
  *
  * Streams and ops must not disappear in the middle of a pass, because callers up the stack hold
  * pointers to them. So a lost stream is only marked, and closed at the end of the pass; and a

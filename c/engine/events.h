@@ -1,5 +1,5 @@
-/* events.h - sends events to the caller; and the state that all modules share: the function table,
- * the caller's socket, and why the engine cannot go on. */
+/* events.h - sends events to the caller, and has the state that all modules share: the function
+ * table, the caller's socket, and the reason why the engine cannot continue. */
 #ifndef PCCL_EVENTS_H
 #define PCCL_EVENTS_H
 

@@ -1,5 +1,5 @@
-/* lanes.h - adapts the lanes of a stream over a long link while they run: how many unsent bytes
- * each holds, how large chunks are, and when there are too few lanes. */
+/* lanes.h - adapts the lanes of a stream over a long link while they run: the unsent bytes of each,
+ * the size of chunks, and the number of lanes. */
 #ifndef PCCL_LANES_H
 #define PCCL_LANES_H
 

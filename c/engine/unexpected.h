@@ -6,10 +6,10 @@
  * anew, and its chunks on the old streams are void. On the same streams START must repeat what
  * EAGER said, and the op continues.
  *
- * The ops without START may send 1 MiB on one stream, or 16 MiB if the link is long. START gives
- * that credit back. The end of an op without START does not, because the receiver may hold its
- * chunks until the epoch is over. So a receiver holds at most 16 MiB of each ring for tags that it
- * has not registered, and drops chunks beyond that. */
+ * The ops without START may send 1 MiB on one stream, or 16 MiB if the link is long. START returns
+ * that credit. The end of an op without START does not, because the receiver may hold its chunks
+ * until the epoch is over. So a receiver holds at most 16 MiB of each ring for tags that it has not
+ * registered, and drops chunks beyond that. */
 #ifndef PCCL_UNEXPECTED_H
 #define PCCL_UNEXPECTED_H
 

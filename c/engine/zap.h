@@ -25,7 +25,7 @@ struct zap_request {
 struct zap {
     struct events *events;
     const pccl_options *options;
-    void *socket;            /* NULL: anybody may connect */
+    void *socket;            /* NULL: anyone may connect */
     char name[ZAP_TEXT_MAX];                /* our user name; empty: not known yet */
     char passwords[2][ZAP_TEXT_MAX];        /* of this epoch and of the previous one */
     char (*keys)[PCCL_KEY_CHARS];           /* public keys that may connect */

@@ -1,9 +1,9 @@
 /* exact.h - compiler settings and conversions that make the kernels give the same bits everywhere.
  *
  * There is no fused multiply-add and no excess precision: each float operation in the source rounds
- * once. IEEE 754 leaves only one thing to the processor, the sign and payload of a NaN, so each
- * NaN in a result is stored as one fixed pattern. So results do not depend on vector width,
- * optimization level or architecture, and pccl_self_test() proves it. */
+ * once. IEEE 754 leaves only one thing to the processor, the sign and payload of a NaN, so each NaN
+ * in a result is stored as one fixed pattern. So results do not depend on vector width,
+ * optimization level or architecture, which pccl_self_test() proves. */
 #ifndef PCCL_EXACT_H
 #define PCCL_EXACT_H
 

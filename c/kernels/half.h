@@ -5,9 +5,9 @@
  * functions have no branches, so that loops over them vectorize. The float16 ones compute with no
  * fp32 subnormals, so processors that flush subnormals give the same results.
  *
- * x86-64 from v3 on and arm64 have instructions that convert float16, and round and keep subnormals
- * in the same way in every mode of the processor. They keep the payload of a NaN, so NaNs are
- * replaced first. */
+ * x86-64 from v3 on, and arm64, have instructions that convert float16, and that round and keep
+ * subnormals in the same way in every mode of the processor. They keep the payload of a NaN, so
+ * NaNs are replaced first. */
 #ifndef PCCL_HALF_H
 #define PCCL_HALF_H
 

@@ -1,5 +1,5 @@
-/* levels.h - replaces many numbers by four levels, which are taken from their statistics. The
- * numbers are divided into four bins, and each becomes the mean of its bin, its level.
+/* levels.h - replaces many numbers with four levels, computed from their statistics. The numbers
+ * are divided into four bins, and each becomes its level, the mean of its bin.
  *
  * The bins meet at the mean m and at m - r and m + r, where r is 0.9816 standard deviations: the
  * best four bins for a normal distribution (J. Max, 1960). Distances are compared as squares,

@@ -1,5 +1,5 @@
-"""What the arguments of several commands share: their declarations, types that reject invalid
-values before anything starts, and the program after `--`."""
+"""The arguments that several commands share: declarations, types that reject invalid values before
+anything starts, and the program after `--`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def size(text: str) -> int:
-    """Bytes from text such as 4096, 4K or 256M."""
+    """The number of bytes in text such as 4096, 4K or 256M."""
     unit = _SUFFIXES.get(text[-1:].upper(), 1)
     number = text[:-1] if unit > 1 else text
     if not number.isdecimal() or int(number) == 0:
@@ -77,7 +77,7 @@ def size(text: str) -> int:
 
 
 def _parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A type from a function that raises ValueError; argparse would not show its text."""
+    """A type from a function that raises ValueError, whose text argparse would not show."""
 
     def kind(text: str) -> T:
         try:
@@ -93,7 +93,7 @@ http_port = _parsed(parse_listening)  # an address of --http: HOST:PORT, or PORT
 
 
 def output(text: str) -> Path:
-    """A file that can be written. Its content stays until it is written."""
+    """A writable file, whose content stays until the command writes it."""
     path = Path(text)
     exists = path.exists()
     if exists and not (path.is_file() or path.is_dir()):
@@ -109,7 +109,7 @@ def output(text: str) -> Path:
 
 
 def add_program(parser: argparse.ArgumentParser, epilog: str) -> None:
-    """Adds the program to the arguments of a command. The help shows `epilog` as it is."""
+    """Adds the program to the arguments of a command. The help shows `epilog` unchanged."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"{parser.prog} [options] -- COMMAND [ARGUMENT ...]"
     parser.epilog = epilog

@@ -1,4 +1,4 @@
-"""`pccl doctor`: checks whether this machine is ready for a run, and says what to change if not.
+"""`pccl doctor`: checks whether this machine is ready for a run, and what to change if not.
 
 With the address of a master, it also checks whether the master can be reached, whether the master
 (and so the other peers) can reach this machine, and whether versions, arithmetic and clocks agree.
@@ -38,11 +38,11 @@ from pccl.runtime.config import Config
 from pccl.support import duration_text, parse_address
 
 PACKAGES = ("pyzmq", "numpy", "cffi", "msgspec", "xxhash", "torch")
-CLOCK_MAX_S = 1.0  # with more, the logs of several machines cannot be read together
+CLOCK_MAX_S = 1.0  # with a larger difference, logs of several machines are hard to compare
 FILES_MIN = 1024
 SEND_BUFFER_MIN = 4 << 20  # enough for 1 Gbit/s over 100 ms with the usual lanes
 RECEIVE_BUFFER_MIN = 6 << 20
-SYSCTLS = (  # title, name, what it should be, why
+SYSCTLS = (  # title, name, recommended value, reason
     ("window scaling", "tcp_window_scaling", "1", "without it, long links stay idle"),
     ("slow after idle", "tcp_slow_start_after_idle", "0", "otherwise each call begins slowly"),
     ("congestion", "tcp_congestion_control", "bbr", "it is faster on links that lose packets"),
@@ -50,13 +50,13 @@ SYSCTLS = (  # title, name, what it should be, why
 
 
 class Finding(NamedTuple):
-    """One line of output: a fact, whether it is as it should be, and what to do if it is not."""
+    """One line of output: a fact, whether it is good, and the remedy if not."""
 
     title: str
     fact: str
-    good: bool | None = None  # None: it is only a fact
+    good: bool | None = None  # None: only a fact
     cure: str = ""
-    needed: bool = False  # whether pccl does not work otherwise
+    needed: bool = False  # whether pccl needs this to work
 
     def show(self) -> None:
         verdict = {True: painted("ok   ", "green"), None: "     "}.get(self.good)
@@ -69,14 +69,14 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a master, whose connection is checked too"
+    text = "also check the connection to this master"
     option(parser, "master HOST[:PORT]", text, kind=master, nargs="?")
-    text = "only explain what limits the collectives of a run whose master has this --http address"
+    text = "instead, explain what limits the collectives of the run with this --http address"
     option(parser, "--explain [HOST:]PORT", text, kind=http_port)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each finding; the exit code is 1 when something is bad."""
+    """Prints a line for each finding; the exit code is 1 if one is bad."""
     if args.explain is not None:
         for line in explanation(ask(*args.explain).status):
             print(line)
@@ -126,7 +126,7 @@ def _system() -> Iterator[Finding]:
         yield Finding(name, most, int(most) >= least, cure)
     for title, name, good, why in SYSCTLS:
         file = ipv4 / name
-        if file.exists():  # not all are in every network namespace
+        if file.exists():  # some network namespaces lack some of them
             found = file.read_text().strip()
             yield Finding(title, found, found == good, f"sysctl -w net.ipv4.{name}={good}: {why}")
 
@@ -138,12 +138,12 @@ def _all_reduce() -> Iterator[Finding]:
         list(pool.map(partial(_sum, master.address), values))
     good = all(value == 3.0 for each in values for value in each)
     fact = "works between two peers on this machine" if good else "gave wrong values"
-    cure = "this build of pccl, or this machine, computes wrongly: reinstall pccl"
+    cure = "this build of pccl, or this machine, computes wrong results: reinstall pccl"
     yield Finding("all_reduce", fact, good, cure, needed=True)
 
 
 def _sum(address: str, values: array[float]) -> None:
-    """Sums without numpy and torch, which may be missing."""
+    """An all-reduce without numpy and torch, which may be missing."""
     begin, count = values.buffer_info()
     operand = pccl.ReduceOperandDescriptor(pccl.DataType.FLOAT)
     work = pccl.ReduceDescriptor(count, pccl.ReduceOp.SUM, 0, operand, None)
@@ -176,10 +176,10 @@ def _master(host: str, port: int, security: pccl.Security | None) -> Iterator[Fi
     if report.arithmetic:
         same = report.arithmetic == arithmetic_digest()
         fact = "gives the same bits here as on the run's peers" if same else "gives other bits here"
-        cure = "install the same version of pccl as the peers have; results must be bit-identical"
+        cure = "install the peers' version of pccl, because results must be bit-identical"
         yield Finding("kernels", fact, same, cure, needed=True)
     fact, near = f"{found.clock_s:+.3f} s from the master's", abs(found.clock_s) < CLOCK_MAX_S
-    yield Finding("clock", fact, near, "synchronize it by NTP, or logs are hard to compare")
+    yield Finding("clock", fact, near, "synchronize it by NTP; otherwise logs are hard to compare")
 
 
 _KEYS = "compare PCCL_CURVE_DIR here with the master's --curve-dir; `pccl keys` makes both"
@@ -202,13 +202,13 @@ def _reached(found: Examination) -> Finding:
 
 # ---- --explain: what limits the collectives of a run, as its master sees it ----
 
-# `Communicator.explain()` says more about one peer.
+# `Communicator.explain()` explains one peer in more detail.
 
-NEAR = 0.7  # a link that carries this share of its measured rate is the limit
+NEAR = 0.7  # a link that carries at least this share of its measured rate is the limit
 
 
 def explanation(status: Status) -> Iterator[str]:
-    """In words, line by line: where the time of collectives goes, the slowest link, failures."""
+    """Lines of text: the time of collectives by cause, the slowest link, failures."""
     counts = status.counts
     count = sum(sum(taken.counts) for taken in counts.collectives.values())
     if not count:
@@ -240,7 +240,7 @@ def explanation(status: Status) -> Iterator[str]:
 
 
 def _latest(status: Status) -> Iterator[str]:
-    """The peer that others are waiting for, or else the one that they recently waited for most."""
+    """The peer that others wait for now, or else the one that they recently waited for most."""
     late = max(status.peers, key=lambda peer: (peer.awaited_s, peer.late_s), default=None)
     if late is None or len(status.peers) < 2:
         return

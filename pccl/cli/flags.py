@@ -33,17 +33,17 @@ def cflags() -> list[str]:
 
 
 def libs() -> list[str]:
-    """The flags for the library and its Python, and for where programs find both."""
+    """The linker flags for the library and its Python, with the paths where programs find both."""
     if sys.platform == "win32":
         why = "C programs link with pccl on Linux and macOS only; WSL is a Linux"
         raise UnsupportedError(Result.INVALID_USAGE, "pccl libs", why)
     spec = importlib.util.find_spec(f"pccl.capi.{LINKED}")
     if spec is None or spec.origin is None:
-        why = "the library is not built here: run `pip install -e .` in the checkout"
+        why = "the library is not built: run `pip install -e .` in the checkout"
         raise UnsupportedError(Result.INVALID_USAGE, "pccl libs", why)
     library, python = Path(spec.origin), _python()
     flags = [str(library)]
-    if sys.platform != "darwin":  # its linker finds no .so by -l
+    if sys.platform != "darwin":  # its linker finds no .so with -l
         flags = [f"-L{library.parent}", f"-l{library.stem.removeprefix('lib')}"]
     flags += [f"-L{python.parent}", f"-l{python.name.removeprefix('lib').rpartition('.')[0]}"]
     return flags + [f"-Wl,-rpath,{home}" for home in (library.parent, python.parent)]

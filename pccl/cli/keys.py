@@ -1,8 +1,8 @@
 """`pccl keys`: creates the keys of an encrypted run.
 
 DIR becomes the master's directory. By default all peers share one key pair, which is also in DIR.
-With --peers each peer has its own key pair, in a separate directory to be copied to its machine.
-Existing keys are kept, so a later call with a larger number adds peers.
+With --peers each peer has its own key pair, in a separate directory to be copied to its machine. It
+keeps existing keys, so a later call with a larger number adds peers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the keys that do not exist yet, and says what to do with them."""
+    """Makes the missing keys, and prints what to do with them."""
     require_curve()
     master: Path = args.dir
     _report("the master's key pair", int(_make_pair(master, MASTER_SECRET)), 1)

@@ -23,14 +23,14 @@ COMMANDS = {  # name -> its help
     "bench": "measure collectives, in the manner of nccl-tests",
     "status": "print the state of a run, as its master sees it",
     "top": "show a run in the terminal, refreshed every second",
-    "replay": "show from a master's event log who waited for whom",
+    "replay": "show which peers waited for which, from a master's event log",
     "cflags": "print what a C compiler needs for programs that use pccl",
     "libs": "print what a linker needs for C programs that use pccl",
     "plan": "recommend settings for a model, its machines and their links",
     "doctor": "check this machine, and its connection to a master",
     "completion": "print a script that completes these commands",
 }
-# the module of a command, with `add_arguments` and `run`; that of others is pccl.cli.NAME
+# the module of a command, with `add_arguments` and `run`; by default pccl.cli.NAME
 MODULES = {
     "master": "pccl.master", "top": "pccl.cli.status",
     "cflags": "pccl.cli.flags", "libs": "pccl.cli.flags",
@@ -46,7 +46,7 @@ EXAMPLES = """examples:
 
 
 def parser(*asked: str) -> argparse.ArgumentParser:
-    """The parser of the whole command line, with the options of these commands."""
+    """The parser of the command line, with the options of these commands."""
     top = argparse.ArgumentParser(
         prog="pccl",
         description="Fault-tolerant collective communications for training over the internet.",

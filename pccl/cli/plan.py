@@ -1,6 +1,6 @@
 """`pccl plan`: does a model train on these machines and links, and with which settings?
 
-The formulas are those of docs/howto/plan.md; nothing is measured here and no peer is needed.
+docs/howto/plan.md explains the formulas. The command measures nothing and needs no peer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pccl.protocol.tuning import DIRECT_MAX
 
 RTT_S, STEP_S = 0.05, 1.0  # assumed, unless --rtt and --step are given
 LINK_SHARE: Final = 0.9  # the payload of an all-reduce gets this share of a link's rate
-FREQUENT: Final = 0.1  # gradients are averaged in each step if that takes up to this share of it
-BUSY: Final = 0.8  # an exchange beside training takes up to this share of a round
+FREQUENT: Final = 0.1  # average gradients in each step if that takes up to this share of it
+BUSY: Final = 0.8  # an exchange in the background takes up to this share of a round
 FEW_STEPS, MANY_STEPS, MOST_STEPS = 30, 100, 500  # inner steps: see docs/howto/diloco.md
 DAY_S: Final = 86_400
 FP32: Final = 4  # bytes
-_SAMPLE: Final = 1 << 20  # elements: their payload gives the bytes of one element
+_SAMPLE: Final = 1 << 20  # elements, whose payload gives the bytes of one element
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 WIRES: Final = ("int8", "int4", "2bit", "sparse")  # DiLoCo's, besides fp32
 TWO_STAGE: Final = ("int8", "int4")  # the wires that can average in two stages
@@ -39,7 +39,7 @@ class Cluster:
 
     params: float  # parameters of the model, or of a peer's shard of it
     peers: int  # peers that hold these parameters
-    uplink: float  # bit/s of the slowest peer; the downlink is assumed to be no slower
+    uplink: float  # bit/s of the slowest peer; the downlink is assumed to be at least as fast
     rtt_s: float = RTT_S  # between two neighbors in the ring, and between a peer and the master
     step_s: float = STEP_S  # an inner step, on one peer
     share: float = 0.05  # exchanges may take this share of the training time
@@ -66,7 +66,7 @@ class Cluster:
         return Exchange(name, self.params * sent, moving_s + (hops / 2 + 2) * self.rtt_s)
 
     def steps(self, exchange: Exchange) -> int:
-        """The inner steps between two exchanges, so that these take the wanted share of time."""
+        """The inner steps between two exchanges that give these the wanted share of time."""
         return math.ceil(exchange.seconds / (self.share * self.step_s))
 
     @property
@@ -89,7 +89,7 @@ class Advice(NamedTuple):
     mode: Literal["sync", "decoupled"] = "sync"
 
     def round_s(self, cluster: Cluster) -> float:
-        """From one exchange to the next."""
+        """The time from one exchange to the next."""
         training_s = max(1, self.inner_steps) * cluster.step_s
         if self.mode == "decoupled":
             return max(training_s, self.exchange.seconds)
@@ -108,7 +108,7 @@ class Advice(NamedTuple):
 
 
 def advise(cluster: Cluster) -> Advice | None:
-    """The settings that fit at the least cost in loss; None if no exchange is short enough."""
+    """The settings that fit with the lowest loss; None if no exchange is short enough."""
     for form in ("fp32", "int8"):
         gradients = cluster.all_reduce(form)
         if gradients.seconds <= FREQUENT * cluster.step_s:
@@ -117,7 +117,7 @@ def advise(cluster: Cluster) -> Advice | None:
         exchange = cluster.diloco(wire)
         if (steps := cluster.steps(exchange)) <= most:
             return Advice(exchange, max(FEW_STEPS, steps))
-    for wire in ("int4", "2bit"):  # the exchange goes on beside the next round
+    for wire in ("int4", "2bit"):  # the exchange runs during the next round
         exchange = cluster.diloco(wire)
         steps = math.ceil(exchange.seconds / (BUSY * cluster.step_s))
         if steps <= MOST_STEPS:
@@ -171,7 +171,7 @@ def measured(status: Status) -> tuple[int, float]:
 
 
 def lines(cluster: Cluster, advice: Advice | None, assumed: Sequence[str] = ()) -> Iterator[str]:
-    """The table of all exchanges, and what to use. `assumed` names what the user has not given."""
+    """The table of all exchanges, and the advice. `assumed` names the assumed values."""
     yield (
         f"{scaled(cluster.params)} parameters, {cluster.peers} peers, "
         f"{scaled(cluster.uplink)}bit/s, a round trip of {1e3 * cluster.rtt_s:g} ms, "

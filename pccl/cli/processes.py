@@ -28,13 +28,13 @@ from typing import IO, Any, TypeAlias
 from pccl.errors import PCCLError
 from pccl.support import Closing
 
-QUIET_S = 0.5  # without output for this long, part of a line is shown, and the end is not awaited
+QUIET_S = 0.5  # after this time without output, show part of a line, and stop waiting for the end
 OUTPUT_BYTES = 1 << 16  # read at once; also the longest line
-TAIL_BYTES, TAIL_LINES = 4000, 15  # what is kept of a failed process's output
-MARK = "LOCAL_RUN_COPY"  # an environment variable that a process's descendants inherit
+TAIL_BYTES, TAIL_LINES = 4000, 15  # bytes to keep of a failed process's output
+MARK = "LOCAL_RUN_COPY"  # an environment variable that marks a process's descendants
 POLL_S = 0.02
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # TerminateProcess on Windows
-Heard: TypeAlias = Callable[[Sequence[bytes]], object]  # gets lines of output
+Heard: TypeAlias = Callable[[Sequence[bytes]], object]  # receives lines of output
 _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # ends of lines, even overwritten ones
 
 
@@ -49,7 +49,7 @@ class Process(Closing):
         command: Sequence[str],  # the program and its arguments
         environment: Mapping[str, str],  # its variables
         *,
-        stdin: bool = False,  # whether `say` writes to it; otherwise it reads nothing
+        stdin: bool = False,  # whether `say` writes to its stdin; otherwise that is empty
         stdout: Heard | IO[Any] | int = subprocess.DEVNULL,  # what gets its lines, a file, or PIPE
         stderr: Heard | IO[Any] | int = subprocess.DEVNULL,  # the same
     ) -> None:
@@ -86,9 +86,8 @@ class Process(Closing):
         self.signal(KILL)
 
     def kill_strays(self) -> None:
-        """Kills the processes that it has started and that have left its group, which it finds by
-        their environment; on Linux only."""
-        for _ in range(3):  # they may start others meanwhile
+        """Kills its descendants outside its group, found by their environment; only on Linux."""
+        for _ in range(3):  # they may start others in between
             killed = False
             for found in Path("/proc").glob("[0-9]*/environ"):
                 with suppress(OSError):
@@ -99,13 +98,13 @@ class Process(Closing):
                 break
 
     def poll(self) -> int | None:
-        """Its status; None while it runs. After its end, kills the rest of its group."""
+        """The exit status; None while it runs. After its end, kills the rest of its group."""
         if self.status is None and self._has_ended(wait=False):
             self._reap()
         return self.status
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Waits for its end, and kills the rest of its group. None: the time was up first."""
+        """Waits for its end, and kills the rest of its group. None: the time is up."""
         if timeout_s is None:
             if self.status is None:
                 self._has_ended(wait=True)
@@ -123,13 +122,15 @@ class Process(Closing):
             output.finish(until_s)
 
     def close(self) -> None:
-        """Kills it and its group, and waits for that."""
+        """Kills it and its group, and waits for the end."""
         self.kill()
         self.wait()
 
     def _has_ended(self, *, wait: bool) -> bool:
-        """True if the process has ended; waits for that if asked. It is not reaped, so its number
-        stays taken, except on systems without waitid."""
+        """True if the process has ended; waits for that if asked.
+
+        It is not reaped, so its number stays in use, except on systems without waitid.
+        """
         if hasattr(os, "waitid"):
             options = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
             with suppress(ChildProcessError):  # another thread has reaped it
@@ -191,7 +192,7 @@ class Output(threading.Thread):
                 self._rest = b""
 
     def finish(self, until_s: float) -> None:
-        """Waits while output comes. Does not wait for a surviving process that holds the pipe."""
+        """Waits while output arrives, but not for a surviving process that holds the pipe."""
         self._moved_s = max(self._moved_s, time.monotonic())
         while (left_s := min(until_s, self._moved_s + QUIET_S) - time.monotonic()) > 0:
             self.join(left_s)
@@ -201,8 +202,7 @@ class Output(threading.Thread):
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """An address for a master that is started again there, with a port that is free on this
-    machine."""
+    """An address with a free port of this machine, for a master that will be restarted there."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"{host}:{server.getsockname()[1]}"
 
@@ -220,13 +220,13 @@ def tail(path: Path, lines: int = TAIL_LINES) -> str:
 
 
 def held(pid: int) -> tuple[int, int, int] | None:
-    """The descriptors, threads and MiB of memory that a process holds; on Linux only."""
+    """The descriptors, threads and MiB of memory of a process; only on Linux."""
     if sys.platform != "linux":
         return None
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
         files, tasks = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task"))
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
     return files, tasks, pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
@@ -234,9 +234,9 @@ def held(pid: int) -> tuple[int, int, int] | None:
 class Fleet(Closing):
     """Processes that run a Python module, and exchange lines with this process.
 
-    Each should end when its stdin closes, so that all end even if this process is killed. `heard`
-    has (number of the process, line of its stdout), and (number, status) when it has ended. The
-    module is searched in `path` first.
+    Each should end when its stdin closes, so that all of them end even if this process is killed.
+    `heard` has (number of the process, line of its stdout), and (number, status) when it has ended.
+    The module is searched in `path` first.
     """
 
     def __init__(self, module: str, path: str = "") -> None:
@@ -283,7 +283,7 @@ class Fleet(Closing):
         self._processes[number].signal(what)
 
     def errors(self, number: int) -> str:
-        """The last lines that one process has written to stderr."""
+        """The last lines of one process's stderr."""
         return tail(self._errors(number))
 
     def _errors(self, number: int) -> Path:
@@ -296,14 +296,14 @@ LEAVE_S = 10.0  # for workers to end by themselves after the last result
 
 
 class WorkerError(OSError):
-    """A worker could not do its work; the text says why."""
+    """A worker has failed; the text says why."""
 
 
 @contextmanager
 def workers(
     number: int, work: Callable[..., Iterator[object]], *arguments: object
 ) -> Iterator[list[Connection]]:
-    """Starts processes that send what work(i, *arguments) yields or, as text, why it failed."""
+    """Starts processes that send the results of work(i, *arguments) or, as text, why it failed."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         started, results = [], []
@@ -314,7 +314,7 @@ def workers(
             process.start()
             stack.callback(process.join)
             stack.callback(process.kill)
-            sender.close()  # so that the pipe ends with the process, which has its own
+            sender.close()  # so that the pipe closes with the process, which has its own end
             started.append(process)
             results.append(receiver)
         yield results
@@ -323,7 +323,7 @@ def workers(
 
 
 def collect(results: Sequence[Connection]) -> list[Any]:
-    """One result of every worker. Raises WorkerError if one sends text instead, or nothing."""
+    """One result of every worker. Raises WorkerError if a worker sends text, or nothing."""
     found: dict[int, Any] = {}
     while waiting := [result for i, result in enumerate(results) if i not in found]:
         ready = wait(waiting)
@@ -354,7 +354,7 @@ def _work(
 
 
 def follow_parent() -> None:
-    """In a worker: ends when the parent does, and leaves Ctrl-C to it."""
+    """In a worker: ends when the parent ends, and leaves Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,4 +1,4 @@
-"""`pccl replay`: shows from a master's event log who waited for whom, checks it, and exports it.
+"""`pccl replay`: shows, checks and exports a master's event log: which peers waited for which.
 
 In a trace each peer is a process, and each of its calls a slice. Within it are slices for the time
 until all had entered, and until all had finished. Concurrent calls are on different threads. Events
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--longer-than SECONDS", text, 0.1, duration)
     text = "feed the log to the master's state machine, and compare its decisions"
     option(parser, "--check", text)
-    text = "write a test for pytest that feeds the log to the state machine, up to the first "
+    text = "write a pytest test that feeds the log to the state machine, up to the first "
     option(parser, "--to-test FILE", f"{text}exception", kind=output)
     text = "write a trace for Perfetto or Chrome (JSON)"
     option(parser, "--trace FILE", text, kind=output)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tells, or checks; the exit code is 1 if the log is damaged or a replay differs."""
+    """Prints or checks the log; the exit code is 1 if it is damaged or a replay differs."""
     source, story = Source(args.log), Story()
     check = Check() if args.check else None
     teller = Teller(args.longer_than)
@@ -70,7 +70,7 @@ def _print(lines: list[str]) -> None:
         print(line)
 
 
-# ---- the lines of a log, and the state machine that is fed with them ----
+# ---- the lines of a log, and the state machine that takes them ----
 
 _LAST_UNIX_S = 253402300800  # the year 10000
 
@@ -78,17 +78,17 @@ _LAST_UNIX_S = 253402300800  # the year 10000
 class Entry(NamedTuple):
     where: str  # file and line
     unix_s: float  # when
-    line: Line  # what it says
-    whole: bool  # whether no line before it is missing
+    line: Line  # its content
+    whole: bool  # whether all lines before it are present
 
 
 class Source:
-    """An event log. Raises OSError: there is none."""
+    """An event log. Raises OSError: there is no such file."""
 
     def __init__(self, path: Path) -> None:
         self._files = files(path)
-        self.problems: list[str] = []  # what is missing or damaged; complete after `lines`
-        self.damaged = False  # whether a line cannot be read
+        self.problems: list[str] = []  # reports of missing or damaged lines; complete after `lines`
+        self.damaged = False  # whether a line is unreadable
         self.last_unix_s = 0.0
         self._undated = False
         if not self._files:
@@ -140,7 +140,7 @@ class Source:
         return otherwise
 
     def _continues(self, head: Head, before: Head | None, number: int, where: str) -> bool:
-        """True if a head follows the lines before it without a gap."""
+        """True if there is no gap between a head and the lines before it."""
         if head.version != VERSION:
             raise OSError(
                 f"{where} is of version {head.version} of event logs, and this pccl reads version "
@@ -170,7 +170,7 @@ class Check:
         self._differs = ""
 
     def feed(self, entry: Entry) -> None:
-        """Feeds one line. After a difference, nothing is fed until a master begins again."""
+        """Feeds one line. After a difference, it skips lines until the next start of a master."""
         if not entry.whole:
             self._again.lose()
         try:
@@ -186,7 +186,7 @@ class Check:
 
     @property
     def failed(self) -> bool:
-        """True if the master decided otherwise this time, or nothing could be replayed."""
+        """True if the master decided differently this time, or nothing could be replayed."""
         return bool(self._differs) or not self._fed
 
     def summary(self) -> str:
@@ -200,7 +200,7 @@ class Check:
         return "\n".join(lines)
 
 
-BYTES_MAX = 8 << 20  # the most bytes of a generated test
+BYTES_MAX = 8 << 20  # most bytes of a generated test
 TEMPLATE = '''"""What a master did in the field; made by `pccl replay --to-test`."""
 
 from pccl.protocol.master.eventlog import Replay, lines
@@ -240,7 +240,7 @@ def case(log: Path) -> str:
     return TEMPLATE.format(record=encoded)  # JSON has no three quotes in a row
 
 
-# ---- what a log tells ----
+# ---- the calls in a log ----
 
 ANSWERS = {"TopologyResult", "PendingResult", "SyncResult", "OptimizeResult"}
 RUN_WIDE = {m.TopologyVote, m.PendingVote, m.OptimizeVote}
@@ -250,24 +250,24 @@ RUN_WIDE = {m.TopologyVote, m.PendingVote, m.OptimizeVote}
 class Call:
     peer: int  # its number
     number: int  # the number of the peer's call
-    what: str  # with its arguments
+    what: str  # the call, with its arguments
     group: int | None  # the group that calls; None: the whole run
-    began_s: float  # when it was entered, in seconds since 1970, as all times are
-    started_s: float | None = None  # when all had entered it
-    done_s: float | None = None  # when this peer had finished its part
+    began_s: float  # when the peer entered it; all times are in seconds since 1970
+    started_s: float | None = None  # when all peers had entered it
+    done_s: float | None = None  # when this peer finished its part
     ended_s: float = 0.0  # when all had finished it, or the log ended
     seq: int = 0  # the number of a collective
-    failed: str = ""  # why it failed; empty if it did not
+    failed: str = ""  # why it failed; empty: it did not
     awaited: tuple[int, ...] = ()  # the peers that it waited for
 
 
 class Round(NamedTuple):
-    """The end of a phase of a call: all its peers have entered, all have finished, or it failed."""
+    """The end of a phase of a call: all peers have entered it, have finished it, or it failed."""
 
     calls: Sequence[Call]  # the calls of its peers
     phase: str  # "entered" or "finished"; empty after a failure
     awaited: tuple[int, ...]  # the peers that came last, or were lost
-    waited_s: Sequence[float] = ()  # how long each call waited for these
+    waited_s: Sequence[float] = ()  # how long each call waited for them
     failed: str = ""  # why the calls failed
 
 
@@ -276,7 +276,7 @@ class Mark(NamedTuple):
 
     text: str
     peer: int = 0
-    noted: bool = False  # whether the master's log reports it too, as a mark of the run
+    noted: bool = False  # whether the master's log also reports it, as a mark of the run
 
 
 @dataclass
@@ -292,7 +292,7 @@ class Story:
         self._of: dict[tuple[int, int], Call] = {}  # started collectives, by peer and seq
         self._groups: dict[int, int] = {}  # by accepted peer: its group
         self._asking: dict[int, int] = {}  # groups of those that were not yet
-        self._happened = Happened()  # by the line that is told
+        self._happened = Happened()  # by the printed line
         self._now_s = 0.0
 
     def tell(self, entry: Entry) -> Happened:
@@ -319,7 +319,7 @@ class Story:
         self._happened.marks.append(Mark(text, peer, noted))
 
     def end(self, unix_s: float) -> Happened:
-        """The calls that were open when the log ended, and the rounds in which they waited."""
+        """The open calls at the end of the log, and the rounds in which they waited."""
         happened = Happened(ended=[*self._calls.values()])
         rounds: defaultdict[tuple[str, int | None, bool], list[Call]] = defaultdict(list)
         for call in happened.ended:
@@ -337,7 +337,7 @@ class Story:
             happened.rounds.append(Round(waiting, "entered" if entering else "finished", missing))
         return happened
 
-    # ---- what peers say ----
+    # ---- messages from peers ----
 
     def _enter(self, event: inputs.Input, peer: int) -> None:
         if isinstance(event, inputs.Hello | inputs.Resume) and peer:
@@ -382,7 +382,7 @@ class Story:
         group = None if type(message) in RUN_WIDE else self._groups.get(peer)
         self._calls[peer, call] = Call(peer, call, what, group, self._now_s)
 
-    # ---- what the master tells them ----
+    # ---- messages from the master ----
 
     def _told(self, told: Told, late: tuple[int, ...]) -> None:
         if told.say == "Admitted":
@@ -431,7 +431,7 @@ class Story:
             call.ended_s, call.failed = self._now_s, failed
             self._happened.ended.append(call)
 
-    # ---- peers that are gone ----
+    # ---- lost peers ----
 
     def _lose(self, peers: Iterable[int], why: str) -> None:
         for peer in peers:
@@ -453,7 +453,7 @@ class Waited:
 
 
 class Teller:
-    """Puts events into words. Leaves out calls without longer waits, unless they failed."""
+    """Describes events. Omits calls without longer waits, unless they failed."""
 
     def __init__(self, longer_than_s: float) -> None:
         self._longer_than_s = longer_than_s
@@ -479,8 +479,7 @@ class Teller:
         return lines
 
     def end(self, happened: Happened) -> list[str]:
-        """The calls that were not over when the log ended, and the peers that others waited for
-        most."""
+        """The open calls at the end of the log, and the peers that others waited for most."""
         lines = [
             f"at the end {_peers(call.peer for call in round_.calls)} had {round_.phase} "
             f"{round_.calls[0].what}, and waited for {_peers(round_.awaited)}"
@@ -540,7 +539,9 @@ def trace(marks: Iterable[tuple[float, Mark]], calls: Iterable[Call]) -> bytes:
     for unix_s, mark in marks:
         where = {"pid": mark.peer, "tid": 0, "ts": _us(unix_s)}
         events.append({"ph": "i", "s": "p", "name": plain(mark.text), **where})
-    busy: defaultdict[int, list[float]] = defaultdict(list)  # until when each thread of a peer is
+    busy: defaultdict[int, list[float]] = defaultdict(
+        list
+    )  # until when each thread of a peer is in use
     for call in sorted(calls, key=lambda call: call.began_s):
         threads = busy[call.peer]
         free = (i for i, until_s in enumerate(threads) if until_s <= call.began_s)
@@ -559,7 +560,7 @@ def trace(marks: Iterable[tuple[float, Mark]], calls: Iterable[Call]) -> bytes:
 
 
 def _slices(call: Call) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
-    """A call, and within it the times until all had entered it, and until all had finished."""
+    """A call, with the times until all had entered it, and until all had finished it."""
     args: dict[str, Any] = {"last": [*call.awaited]}
     if call.seq:
         args["collective"] = call.seq

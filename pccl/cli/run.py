@@ -1,9 +1,9 @@
-"""`pccl run`: several copies of a program on this machine, restarted when they die.
+"""`pccl run`: runs copies of a program on this machine, and restarts those that die.
 
-Each copy is a separate peer. No copy is restarted once another one has ended with 0, because the
+Each copy is a separate peer. No copy is restarted if another one has ended with 0, because the
 training is over, or if all copies soon fail alike, because the program is wrong. When a copy fails
-or is told to end, everything that it has started is killed; a process that survives this and holds
-the copy's output delays nothing.
+or is told to end, all processes that it has started are killed. A process that survives and holds
+the copy's output does not delay the end.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pccl.master_node import MasterNode
 from pccl.runtime.signals import ended_by, handled
 
 GRACE_S = 10.0  # a copy that has not ended this long after a signal is killed
-PAUSE_S, PAUSE_MAX_S = 1.0, 30.0  # before a restart; doubled each time, up to the second
-STEADY_S = 60.0  # after running this long, a copy has no earlier failures counted against it
-KILLED = 128 + 9  # status of a program that SIGKILL has ended
-NOT_STARTED = 127  # status of a program that cannot be started, as shells have it
+PAUSE_S, PAUSE_MAX_S = 1.0, 30.0  # pause before a restart: first and longest; it doubles each time
+STEADY_S = 60.0  # earlier failures of a copy that has run this long do not count
+KILLED = 128 + 9  # status of a program killed by SIGKILL
+NOT_STARTED = 127  # status of a program that cannot be started, as in shells
 ALIKE_S = 20.0  # if all copies fail alike this soon after their start, the program is wrong
 LOOPBACK = "127.0.0.1:0"
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_program(parser, epilog)
     option(parser, "-n COPIES", "how many copies", 1, whole_number(1, 4096))
     where = parser.add_mutually_exclusive_group()
-    text = "the master of the run (default: PCCL_MASTER; if that is unset, one is started here)"
+    text = "the master of the run (default: PCCL_MASTER; if that is unset, a new master here)"
     option(where, "--master HOST[:PORT]", text, kind=master)
     text = "start a master here, at this address (default: a free port, for this machine only)"
     option(where, "--with-master HOST:PORT", text, nargs="?", const=LOOPBACK)
@@ -94,7 +94,7 @@ class Printer:
 
     def __init__(self) -> None:
         self._printing = threading.Lock()
-        self._begun: tuple[int, TextIO] | None = None  # an incomplete line: whose, and where
+        self._begun: tuple[int, TextIO] | None = None  # an incomplete line: its process and stream
         self._returned = False  # whether that line ends with \r, to be overwritten
 
     def print(self, number: int, lines: Sequence[bytes], to: TextIO) -> None:
@@ -115,7 +115,7 @@ class Printer:
     @staticmethod
     def _write(data: bytes | bytearray, to: TextIO) -> None:
         raw: BinaryIO | None = getattr(to, "buffer", None)
-        with suppress(OSError, ValueError):  # its reader has ended, or it is closed
+        with suppress(OSError, ValueError):  # its reader has ended, or the stream is closed
             if raw is None:
                 to.write(data.decode(errors="replace"))
             else:
@@ -126,15 +126,15 @@ class Printer:
 class Copy(threading.Thread):
     def __init__(
         self,
-        number: int,  # among the copies
+        number: int,  # its number among the copies
         command: Sequence[str],  # the program and its arguments
         environment: Mapping[str, str],  # variables of its processes
-        restarts: int,  # how often it may fail in a row and be started again
+        restarts: int,  # how often in a row it may fail and be restarted
         copies: Copies,  # all of them
     ) -> None:
         super().__init__(name=f"pccl-run-{number}", daemon=True)
         self.status = 0
-        self.lasted_s: float | None = None  # how long its first process ran
+        self.lasted_s: float | None = None  # the running time of its first process
         self._number, self._command, self._restarts = number, command, restarts
         self._environment = {**environment, "LOCAL_RANK": str(number)}
         self._copies = copies
@@ -142,7 +142,7 @@ class Copy(threading.Thread):
         self._starting = threading.RLock()  # a signal handler may interrupt `signal` and call it
 
     def run(self) -> None:
-        """Runs the program until it succeeds, has failed too often, or was told to end."""
+        """Runs the program until it succeeds, fails too often, or is told to end."""
         failures, copies = 0, self._copies
         while True:
             began_s = time.monotonic()
@@ -176,7 +176,7 @@ class Copy(threading.Thread):
                 self._process.signal(number)
 
     def flush(self) -> None:
-        """Prints lines that have not been completed for a while."""
+        """Prints lines that have been incomplete for a while."""
         if self._process is not None:
             for output in self._process.outputs:
                 output.flush()
@@ -220,11 +220,11 @@ class Copies:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], n: int, restarts: int
     ) -> None:
-        self.printer = Printer()  # prints what they write
+        self.printer = Printer()  # prints their output
         self.stopping = threading.Event()  # set when they are to end
         self.succeeded = False  # whether one of them has ended with 0
         self._stopped_s = 0.0
-        self._number = 0  # the signal that ends all copies; 0: none has come
+        self._number = 0  # the signal that ends all copies; 0: none
         self._all = [Copy(i, command, environment, restarts, self) for i in range(n)]
 
     def start(self) -> None:
@@ -232,13 +232,13 @@ class Copies:
             copy.start()
 
     def failed_alike(self) -> bool:
-        """True if all failed soon after their start with the same status, other than by a kill."""
+        """True if all failed soon after their start with the same status, except by a kill."""
         soon = all(copy.lasted_s is not None and copy.lasted_s < ALIKE_S for copy in self._all)
         statuses = {copy.status for copy in self._all}
         return soon and len(self._all) > 1 and len(statuses) == 1 and statuses != {KILLED}
 
     def wait(self) -> int:
-        """Waits until all have ended; the exit status of `pccl run`."""
+        """Waits until all have ended. Returns the exit status of `pccl run`."""
         while running := [copy for copy in self._all if copy.is_alive()]:
             running[0].join(0.2)
             for copy in running:
@@ -254,7 +254,7 @@ class Copies:
             copy.signal(number)
 
     def stop(self, number: int) -> None:
-        """Passes a signal on, and starts no copy again. A second call kills all copies."""
+        """Passes on a signal, and restarts no more copies. A second call kills all copies."""
         again = self.stopping.is_set()
         self.stopping.set()
         if again:

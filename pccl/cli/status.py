@@ -24,7 +24,7 @@ from pccl.support import address_text, duration_text
 
 PATIENCE_S = 10.0
 EVENTS_MAX = 5
-BYTES_MAX = 64 << 20  # the most bytes of an answer; a run of 1,000 peers takes 0.5 MB
+BYTES_MAX = 64 << 20  # most bytes of an answer; a run of 1,000 peers takes 0.5 MB
 OK = 200
 PEER = "peer,name,address,group,state,age,last heard,heartbeat,late,late in all,in call".split(",")
 CLIENT = "client,name,address,has,published,fetches,from,gives to,last fetched at".split(",")
@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = "time between two refreshes"
         option(parser, "--interval SECONDS", text, 1, whole_number(1, 3600))
     else:
-        option(parser, "--json", "print the master's answer as it is")
+        option(parser, "--json", "print the master's answer as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Asks and prints; the exit code is 1 if no answer comes."""
+    """Prints the status; the exit code is 1 if no answer comes."""
     if args.command == "top":
         return top(args)
     answer = ask(*args.address)
@@ -74,7 +74,7 @@ class Answer(NamedTuple):
 
 
 def ask(host: str, port: int) -> Answer:
-    """Asks a master for its status. Raises OSError, whose text says why none comes."""
+    """Asks a master for its status. Raises OSError that says why no answer comes."""
     where = address_text(host, port)
     try:
         with closing(HTTPConnection(host, port, timeout=PATIENCE_S)) as connection:
@@ -97,7 +97,7 @@ def ask(host: str, port: int) -> Answer:
 
 
 def lines(status: Status) -> Iterator[str]:
-    """A status in words, with printable characters only."""
+    """A status as text, with only printable characters."""
     return map(printable, _lines(status))
 
 
@@ -137,7 +137,7 @@ def _lines(status: Status) -> Iterator[str]:
 
 
 def _weights(weights: values.WeightsStatus) -> Iterator[str]:
-    """How many followers have which version, and from which process each one fetches."""
+    """The number of followers by version, and the source of each client's fetch."""
     have = (
         f"{count} with {f'version {version}' if version else 'none'}"
         for version, count in sorted(weights.followers.items(), reverse=True)

@@ -1,4 +1,4 @@
-"""Terminal output: colors where they are wanted, tables, and live pictures of a run."""
+"""Terminal output: optional colors, tables, and live pictures of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CODES: dict[Style, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow
 
 BEGIN, END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen
 HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
-PICTURE_S = 0.25  # from one picture of a run to the next
+PICTURE_S = 0.25  # seconds from one picture of a run to the next
 
 
 def has_color(stream: TextIO) -> bool:
@@ -30,7 +30,7 @@ def has_color(stream: TextIO) -> bool:
 
 
 def painted(text: str, style: Style, stream: TextIO | None = None) -> str:
-    """The text in that style, if the stream (stdout) has colors."""
+    """The text in this style, if the stream (stdout) has colors."""
     if not text or not has_color(sys.stdout if stream is None else stream):
         return text
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
@@ -54,7 +54,7 @@ class Styled(str):
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere, with "?" for each character that a terminal might obey."""
+    """Text from elsewhere, with "?" for each character that might control a terminal."""
     safe = "".join(c if c.isprintable() else "?" for c in text)
     return Styled(safe, text.style) if isinstance(text, Styled) else safe
 
@@ -86,18 +86,18 @@ class Screen(Closing):
 
 
 class Progress(Closing):
-    """Prints lines as they come. A terminal shows a picture above the last of them instead.
+    """Prints lines as they come. On a terminal, it shows a picture above the last lines instead.
 
     Args:
-        picture: gives the lines of the picture.
-        shown: how many of the other lines stand below it.
+        picture: returns the lines of the picture.
+        shown: the number of other lines below it.
         plain: prints lines on a terminal, too.
     """
 
     def __init__(
         self, picture: Callable[[], Iterable[str]], shown: int, *, plain: bool = False
     ) -> None:
-        self._lines: list[str] = []  # all that were printed
+        self._lines: list[str] = []  # all printed lines
         self._picture, self._shown, self._pictured_s = picture, shown, 0.0
         live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not plain
         self._screen = Screen() if live else None
@@ -110,7 +110,7 @@ class Progress(Closing):
             self.refresh(0.0)
 
     def refresh(self, after_s: float = PICTURE_S) -> None:
-        """Draws the picture, if the last one is that old."""
+        """Draws the picture, if the last one is old enough."""
         if self._screen is not None and time.monotonic() >= self._pictured_s + after_s:
             self._pictured_s = time.monotonic()
             self._screen.show([*self._picture(), "", *self._lines[-self._shown :]])

@@ -1,5 +1,5 @@
-"""The protocol, sans I/O: the messages, the state machines of master and peer, and their rules.
+"""The protocol without I/O: the messages, the state machines of master and peer, and their rules.
 
-Pure functions and data. Nothing here knows sockets, threads, clocks, randomness or files, so a test
-can run whole runs of it, event by event, from one seed.
+These are pure functions and data, without sockets, threads, clocks, randomness or files. So a test
+can simulate whole runs, event by event, from one seed.
 """

@@ -1,14 +1,14 @@
 """The messages between peers and the master, and their encoding.
 
 Every message is a frozen structure, sent as one MessagePack array that begins with its tag. Three
-rules keep old and new versions compatible: tags are never reused, fields are only ever appended,
-and an appended field has a default. `Hello` carries the protocol version and is the first message
-of every peer.
+rules keep old and new versions compatible: tags are never reused, new fields are appended, and an
+appended field has a default. `Hello` carries the protocol version and is the first message of every
+peer.
 
 A `call` is the number that a peer gives to one of its API calls; answers repeat it. A `seq` is the
-number that the master gives to one committed collective or synchronization, or to one that fails
-for all before it begins; it never repeats within a run. A `nonce` is a secret random number; bulk
-data carries the nonce of its call.
+number that the master gives to a committed collective or synchronization, or to one that fails for
+all before it begins; it never repeats in a run. A `nonce` is a secret random number; bulk data
+carries the nonce of its call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 class CollectiveKind(StrEnum):
     """The kind of a collective; the value is the API call's name."""
 
-    __hash__ = str.__hash__  # it equals its text; the hash of Enum runs in Python, and is slow
+    __hash__ = str.__hash__  # it equals its text, and Enum's own hash runs in Python, which is slow
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -64,7 +64,7 @@ _REORDER = (
 
 
 def _named(names: Mapping[int, str], value: int, what: str) -> str:
-    """The name of a value; a peer may send numbers that have none."""
+    """The name of a value; a peer may send numbers without one."""
     return names.get(value, f"{what} {value}")
 
 
@@ -100,7 +100,7 @@ AVOIDED_MAX = 64  # holders that a Seek avoids
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Weight = Annotated[int, Meta(ge=1, lt=1 << 32)]
-U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
+U64 = Annotated[int, Meta(ge=0)]  # MessagePack's own limit is 64 bits
 Version = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -115,19 +115,19 @@ Rows = Annotated[tuple[U64, ...], Meta(max_length=MEMBERS_MAX)]
 
 
 class Cause(IntEnum):
-    """The kind of failure in a CallError or Finished, if the result alone does not tell it."""
+    """The kind of failure in a CallError or Finished, if the result does not determine it."""
 
     OTHER = 0
     MISMATCH = 1  # the calls can never match
     TIMEOUT = 2  # a caller has withdrawn
-    DIVERGENCE = 3  # content had diverged, and a peer wanted an error in that case
+    DIVERGENCE = 3  # content had diverged, and a peer wants an error in that case
     MEMORY = 4  # a peer ran out of memory
     FINISHED = 5  # the run is finished
     REORDERED = 6  # ranks have changed, and no peer is lost
 
 
 class Called(IntEnum):
-    """The kind of a call that failed for all who made it; a send counts as COLLECTIVE."""
+    """The kind of a call that failed for all its callers; a send counts as COLLECTIVE."""
 
     COLLECTIVE = 0
     SYNC = 1
@@ -163,9 +163,9 @@ class PeerInfo(Value):
 
     `curve` is its public key, which authenticates it; empty without encryption. `team` is the team
     that it joins with, and `team_size` the number of its members; 0: none. `outgoing`: others
-    cannot connect to it, for example because of NAT, so it connects to them. `relay` is the port
-    where it relays between two such peers; 0: it does not. `others` are further hosts where it may
-    be reached, at the same port. `name` is for people.
+    cannot connect to it, for example behind NAT, so it connects to them. `relay` is the port at
+    which it relays between two such peers; 0: it does not relay. `others` are further hosts at
+    which it may be reached, at the same port. `name` is for people.
     """
 
     peer: U64
@@ -196,7 +196,7 @@ class PeerInfo(Value):
 
 
 def personal(text: str, number: int) -> str:
-    """A text of the master about peers, with "you" at the name of the peer that reads it."""
+    """A text of the master about peers, with "you" at the reading peer's name."""
     title = f"peer {number} ("
     return text if f"{title}you, " in text else text.replace(title, f"{title}you, ")
 
@@ -214,7 +214,7 @@ class Package(Value):
 
     It has two parts, each with its bytes and digest: a head, which describes the tensors, and a
     body. The protocol does not interpret them. `content` is the digest of all tensors of that
-    version, whichever packages lead there.
+    version, whatever packages lead to it.
     """
 
     version: Version
@@ -262,7 +262,7 @@ class World(Value):
 class Part(Value):
     """One tensor of a collective over several; `name` is its key, if it has one.
 
-    `layout` is the order of its elements in memory (pccl.tensors); empty for C's.
+    `layout` is the order of its elements in memory (pccl.tensors); empty for C order.
     """
 
     dtype: U16
@@ -276,16 +276,16 @@ class Part(Value):
 
 
 class Spec(Value):
-    """The description of a collective, the same on all peers.
+    """The description of a collective, which must be the same on all peers.
 
     `algorithm` is a QuantizationAlgorithm, and `quantized` the DataType that it quantizes to, if it
     leaves a choice. `count` is the number of elements that each member gives; in a reduce_scatter
     or scatter, that it receives; in an all_to_all, of a row. `root` is a rank. `members` is the
     group's size as the caller knows it, if ranks matter or if the size decides how the data travels
     (protocol/tuning.py); else 0. `parts` describe a list or dict of tensors; then `count` and
-    `dtype` are 0. `layout`: as in Part. `rows`: the numbers of rows by rank in an all_gather where
-    they differ; counts are then for one row. `ring`: if ranks matter, the checksum of the order
-    that the caller took them from; 0: unknown.
+    `dtype` are 0. `layout`: as in Part. `rows`: the numbers of rows by rank in an all_gather, if
+    they differ; counts are then for one row. `ring`: if ranks matter, the checksum of the order on
+    which they are based; 0: unknown.
     """
 
     what: CollectiveKind
@@ -324,7 +324,7 @@ class Spec(Value):
         return f"{self.what}({', '.join(words)})"
 
     def sees_others_than(self, other: Spec) -> bool:
-        """True if both are the same call, by peers that disagree on ranks or members."""
+        """True if both are the same call by peers that disagree on ranks or members."""
         mine, theirs = (self.members, self.ring), (other.members, other.ring)
         both = bool(self.members) == bool(other.members)
         return self.what == other.what and both and mine != theirs
@@ -547,7 +547,7 @@ class Inquire(PeerNotice, tag=17):
 class StartVote(FromPeer, tag=4):
     """Enters a collective: the peer's engine knows the buffers, or `data` is the contribution.
 
-    `heard` is the greatest seq that the peer knows; it has all results up to it. `stuck`: as in
+    `heard` is the greatest seq that the peer knows; it has all results up to that. `stuck`: as in
     `PendingVote`. `gives` and `takes` are the numbers of rows of an all_to_all to each rank, and
     from each; empty: one each. `pair`: the sender and the receiver of a send; else empty.
     """
@@ -598,7 +598,7 @@ class SyncVote(FromPeer, tag=6):
 class FetchedVote(FromPeer, tag=7):
     """Votes whether a receiver of shared state has fetched and verified all of it.
 
-    `differences` describes how its content differed before, if the plan asks for that.
+    `differences` describes how its content differed before, if the plan asks for it.
     """
 
     seq: U64
@@ -612,7 +612,7 @@ class Leave(FromPeer, tag=8):
 
 
 class Withdraw(FromPeer, tag=9):
-    """The caller's time is up: withdraws the vote of `call`, if it has not ended yet.
+    """The caller's time is up: withdraws the vote of `call`, unless it has ended.
 
     `seq`: of a collective that this peer has completed and others have not; else 0.
     """
@@ -656,7 +656,7 @@ class Stalled(PeerNotice, tag=15):
 
 
 class Examine(FromPeer, tag=12):
-    """Asks what a Hello would lead to, without joining; see Hello."""
+    """Asks for the result of a Hello, without joining; see Hello."""
 
     protocol: U32
     version: Name
@@ -686,7 +686,7 @@ class Measured(FromPeer, tag=14):
 
 
 class Resume(FromPeer, tag=10):
-    """An accepted peer tells a master that has lost its connections everything that it knows.
+    """An accepted peer tells a master that has lost its connections all that it knows.
 
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
     known outcome (the latest ones: all peers know the older ones), `small` the results that others
@@ -713,7 +713,7 @@ class Resume(FromPeer, tag=10):
 
 
 class Publish(FromPeer, tag=40):
-    """A client publishes a version of the weights. It serves the version already."""
+    """A client publishes a version of the weights, which it already serves."""
 
     call: U64
     packages: Annotated[tuple[Package, ...], Meta(min_length=1, max_length=2)]
@@ -767,7 +767,7 @@ class Refused(FromMaster, tag=65):
 
 
 class Plan(MasterNotice, tag=66):
-    """The group's peers and rings from now on. A new epoch means new streams.
+    """The group's new peers and rings. A new epoch means new streams.
 
     `topology` counts the rounds of `update_topology` so far. The `nonce` admits the peers to each
     other's streams. `gone`: the reasons why peers of the previous plan are missing.
@@ -787,7 +787,7 @@ class Plan(MasterNotice, tag=66):
 
 
 class WorldSizes(MasterNotice, tag=67):
-    """The world sizes from now on."""
+    """The new world sizes."""
 
     world: World
 
@@ -796,8 +796,8 @@ class Admitted(FromMaster, tag=68):
     """A pending peer is accepted into `run`. `done` describes the rounds before that, and `heard`
     is their last seq.
 
-    The run's number distinguishes its bulk data from that of other runs, and allows a peer to come
-    back to a restarted master. So only members of the run learn it.
+    The run's number distinguishes its bulk data from other runs', and allows a peer to come back to
+    a restarted master. So only members of the run get it.
     """
 
     run: U64
@@ -813,7 +813,7 @@ class TopologyResult(FromMaster, tag=69):
 
 
 class PendingResult(FromMaster, tag=70):
-    """The answer to `are_peers_pending`, the same for all. It was the run's `round`-th."""
+    """The answer to `are_peers_pending`, the same for all: the run's `round`-th."""
 
     call: U64
     pending: bool

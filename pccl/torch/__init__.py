@@ -3,8 +3,8 @@
     dist.init_process_group("pccl", init_method="pccl://host:48148", world_size=2)
 
 joins the run of a master (`pccl master`). The run begins with `world_size` members, whose ranks
-follow the order of joining. Under torchrun (`env://`) the ranks are those of torchrun, and the
-master is the one that PCCL_MASTER names, or else runs in the process of rank 0.
+follow the order of joining. Under torchrun (`env://`) the ranks are torchrun's, and the master is
+that of PCCL_MASTER, or else runs in the process of rank 0.
 """
 
 import _pccl_torch

@@ -1,7 +1,7 @@
 """The collectives of a torch process group.
 
-Each method that `_collective` decorates is one call of torch. It says which flat tensors are sent
-and received, in which order, and which operands of pccl they become. The decorator and `_task` do
+Each method that `_collective` decorates is one call of torch. It gives the flat tensors to send and
+to receive, in order, and the operands of pccl that they become. The decorator and `_task` handle
 the rest: torch's two forms of arguments, the launch, a group of one, profiling.
 """
 
@@ -35,8 +35,8 @@ from pccl.torch.p2p import BARRIER_TAG, Sends
 from pccl.torch.tensors import Reduction, flat, movable, moved_size, put, reducible
 from pccl.torch.work import CoalescedWork, Handle, Task, Work, eager, in_pool, nothing
 
-_LEAST_S = 0.001  # the least time limit, for messages that have arrived already
-FIRST_TAG = 1 << 32  # lower ones are for the user and for this integration's own calls
+_LEAST_S = 0.001  # the minimum time limit, for messages that have already arrived
+FIRST_TAG = 1 << 32  # lower tags are for the user and for this integration's own calls
 
 Tensors: TypeAlias = Sequence[Tensor]
 Order: TypeAlias = Sequence[int]  # torch's ranks, by the position in the ring
@@ -89,7 +89,7 @@ def _collective(build: Callable[..., Task]) -> Callable[..., Work]:
 class Collectives:
     """The calls of a process group.
 
-    All members make the same calls in the same order. Several may be under way at a time.
+    All members make the same calls in the same order. Several may be in progress at a time.
     """
 
     _comm: Communicator
@@ -112,7 +112,7 @@ class Collectives:
         self._sends.give_up()
 
     def _restart(self) -> None:
-        """Resets the tags, so that the members' next calls match; nothing may be under way."""
+        """Resets the tags, so that the members' next calls match; no call may be in progress."""
         with self._launching:
             self._next_tag = FIRST_TAG
 
@@ -124,7 +124,8 @@ class Collectives:
     ) -> Work:
         """Launches a task. An asynchronous one ends even if its caller does not wait for it.
 
-        A profile shows it until its end, with the shapes of `inputs`, which may be nested in lists.
+        A profile shows the task until its end, with the shapes of `inputs`, which may be nested
+        lists.
         """
         limit = options.timeout
         timeout = limit if limit is not None and limit > timedelta(0) else self.timeout
@@ -141,7 +142,7 @@ class Collectives:
         return work
 
     def _traced(self, task: Task, inputs: Tensors, timeout_s: float) -> Task:
-        """The task, in the profile and the flight recorder until its end."""
+        """The task, shown in the profile and the flight recorder until its end."""
         name, ended = f"pccl:{task.name}", list[Callable[[bool], None]]()
         if profiler._is_profiler_enabled:
             ended.append(_span(name, inputs))
@@ -154,7 +155,7 @@ class Collectives:
         return self._next_tag - FIRST_TAG
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to set: calls are counted from the start."""
+        """Does nothing: calls are always counted."""
 
     # ---- tasks ----
 
@@ -228,7 +229,7 @@ class Collectives:
         give: Callable[[int | None], Tensors],
         combine: Callable[[Tensors], object],
     ) -> Task:
-        """Gathers in any order what `give` returns for the tag of a launch; all combine it.
+        """Gathers the results of `give` for the tag of a launch, in any order; all combine them.
 
         The tag is None if this member is alone.
         """
@@ -252,7 +253,7 @@ class Collectives:
         settle: Callable[[Order, Tensors], object],
         again: bool,
     ) -> Task:
-        """`arrange` returns the flat tensors that are sent, and those that receive."""
+        """`arrange` returns the flat tensors to send, and those to receive."""
         known = self.members.order
         moved: list[tuple[Order, Tensors]] = []
 
@@ -325,7 +326,7 @@ class Collectives:
     def _sparse_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Task:
         """Gathers sparse tensors (COO) and sums them.
 
-        The members first find the largest number of elements, to which all pad theirs.
+        The members first find the largest number of elements, and pad theirs to that.
         """
         if reduction.op not in (Op.SUM, Op.AVG):
             raise ValueError("sparse tensors can only be summed or averaged")
@@ -381,7 +382,7 @@ class Collectives:
 
     @_collective
     def all_gather_single(self, output: Any, input: Any, options: Options) -> Task:
-        """Gathers into one tensor; of several inputs, each into one, by one collective."""
+        """Gathers into one tensor; several inputs, each into one, with one collective."""
         outputs, inputs = _list(output), _list(input)
         wholes, parts = self._parts_of("output", outputs, "input", inputs)
         return self._all_gather(outputs, parts, inputs, lambda: _put_all(outputs, wholes))
@@ -414,7 +415,7 @@ class Collectives:
 
     @_collective
     def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> Task:
-        """Reduces and scatters one tensor; or several, by one collective."""
+        """Reduces and scatters one tensor, or several with one collective."""
         outputs, inputs = _list(output), _list(input)
         _, parts = self._parts_of("input", inputs, "output", outputs)
         return self._reduce_scatter(outputs, parts, options)
@@ -578,11 +579,11 @@ class Collectives:
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Waits for all members, up to `timeout`.
+        """Waits up to `timeout` for all members.
 
         Raises:
-            RuntimeError: on rank 0, that others have not come: the error names the first one, or
-                with `wait_all_ranks` all of them. On other ranks, that rank 0 has not answered.
+            RuntimeError: on rank 0, if others have not come; the error names the first one, or with
+                `wait_all_ranks` all of them. On other ranks, if rank 0 has not answered.
         """
         limit_s = (self.timeout if timeout is None else timeout).total_seconds()
         deadline, limit = Deadline(limit_s), f"{limit_s * 1000:.0f} ms"
@@ -633,7 +634,7 @@ class Collectives:
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # several calls as one
+    # ---- several calls as one
 
     @eager
     def _start_coalescing(self, device: torch.device) -> None:
@@ -648,7 +649,7 @@ class Collectives:
 def _span(name: str, inputs: Tensors) -> Callable[[bool], None]:
     """Begins a span of the profiler. Returns a function that ends it.
 
-    The span ends in another thread, so torch counts it as asynchronous, not as the caller's work.
+    The span ends in another thread, so torch counts it as asynchronous work, not as the caller's.
     """
     span = _record_function_with_args_enter(name, *inputs)
     return lambda well: in_pool(lambda: _record_function_with_args_exit(span)).result()
@@ -698,7 +699,7 @@ def _inner(tensors: Any) -> Any:
 
 
 def _none_one_or_list(pieces: Tensors) -> Any:
-    """Unwraps a single tensor: small ones then travel with the votes."""
+    """Unwraps a single tensor, so that a small one travels with the votes."""
     return None if not pieces else pieces[0] if len(pieces) == 1 else list(pieces)
 
 

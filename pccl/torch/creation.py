@@ -1,7 +1,7 @@
-"""Makes a process group when torch asks for one: init_process_group, new_group, pccl:// addresses.
+"""Creates process groups for torch: init_process_group, new_group, pccl:// addresses.
 
 With `?reconfigure=1`, or `enable_reconfigure` of torch 2.14, the process joins in the background,
-and is in the group once `reconfigure` names it.
+and enters the group when `reconfigure` names it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pccl.torch.group import TIMEOUT, DeviceBackend, ProcessGroup
 from pccl.torch.hosted import KEY, HostedMaster
 
 VARIABLE = "PCCL_MASTER"
-PATIENCE_S = 1.0  # for a first answer of a hosted master; doubles with each attempt
-HOSTED_PATIENCE_S = 2.0  # for a hosted master whose host does not answer
+PATIENCE_S = 1.0  # wait for a first answer of a hosted master; doubles with each attempt
+HOSTED_PATIENCE_S = 2.0  # wait for a hosted master whose host does not answer
 _READ_AGAIN_S = 0.05
 _NOWHERE = "127.0.0.1:1"
-HINT_S = 10.0  # after this time, a process that waits to be admitted logs a possible reason
+HINT_S = 10.0  # after this time, a process that waits for its admission logs a possible reason
 _HINT = (
     "if the group has begun without it, its members must admit it. torch's own "
     "DistributedDataParallel admits no newcomers: restart all its processes, or use "
@@ -57,7 +57,7 @@ def is_possible() -> bool:
 def is_one_of_several() -> bool:
     """True if torch is calling this to make one of several backends of a group.
 
-    No argument of torch says so, but its local variables do.
+    torch passes no argument for this, but its local variables show it.
     """
     config = _variable("_new_process_group_helper", "backend_config")
     return config is not None and len(set(config.get_device_backend_map().values())) > 1
@@ -69,14 +69,14 @@ def is_to_be_reconfigured() -> bool:
 
 
 def _variable(function: str, name: str) -> Any:
-    """A local variable of a function of torch that is calling this; None if there is none."""
+    """A local variable of a torch function on the call stack; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get(name)
 
 
-joined: list[ProcessGroup] = []  # by a pccl:// address, until torch asks for the group
+joined: list[ProcessGroup] = []  # for a pccl:// address, until torch asks for the group
 
 
 def join(
@@ -153,7 +153,7 @@ def _group(options: Any) -> ProcessGroup:
 
 
 def by_store(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-    """The group of all that call this with a store of torch; its first rank hosts the master."""
+    """The group of all callers with a store of torch; its first rank hosts the master."""
     if rank != 0:
         return _join_the_first(store, size, timeout=timeout, rank=rank)
     master = HostedMaster(_own_host(store), store)
@@ -168,8 +168,9 @@ def _join_the_first(store: Any, size: int, *, timeout: timedelta, rank: int) -> 
     """Joins the run whose master is in the process of the group's first rank.
 
     The store may still have the address of an earlier master: after a restart of all processes, or
-    if this process remakes its group before the first rank does. So if no master answers there, or
-    the master ends, the address is read again until the first rank has written its new one.
+    if this process recreates its group before the first rank does. So if no master answers there,
+    or the master ends, this process rereads the address until the first rank has written its new
+    one.
     """
     until_s = time.monotonic() + timeout.total_seconds()
     before, patience_s = "", PATIENCE_S
@@ -205,7 +206,7 @@ def _is_open(address: str, timeout_s: float) -> bool:
 
 
 def _own_host(store: Any) -> str:
-    """The host of the process of rank 0, where its store is."""
+    """The host of the process of rank 0, which has its store."""
     given = Config.from_env().first_host
     while not given and isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -218,7 +219,7 @@ def _own_host(store: Any) -> str:
 def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Joins the run; yields its store, this peer's rank and the number of members.
 
-    "pccl://" alone names the master of PCCL_MASTER.
+    "pccl://" alone means the master of PCCL_MASTER.
 
     Raises:
         ValueError: the URL is malformed.
@@ -244,7 +245,7 @@ def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Sto
 
 
 def replace_monitored_barrier() -> None:
-    """torch before 2.14 serves only gloo: replaces its function by one that serves pccl, too."""
+    """Replaces torch's function, before 2.14 only for gloo, with one that serves pccl, too."""
     before = c10d.monitored_barrier
 
     @functools.wraps(before)
@@ -264,7 +265,7 @@ def replace_monitored_barrier() -> None:
 def keep_works_of_join() -> None:
     """Keeps each Work that `DistributedDataParallel.join` gives to its C++ reducer until the next.
 
-    Of a Work written in Python, the reducer keeps only the C++ part, and would wait for it forever.
+    The reducer keeps only the C++ part of a Work written in Python, and would wait for it forever.
     """
     before = Reducer._set_forward_pass_work_handle
     latest: weakref.WeakKeyDictionary[Reducer, object] = weakref.WeakKeyDictionary()
@@ -278,13 +279,13 @@ def keep_works_of_join() -> None:
 
 
 def use_with_accelerate() -> None:
-    """Makes Accelerate and the Trainer of transformers use pccl where they would use gloo.
+    """Makes Accelerate and the Trainer of transformers use pccl instead of gloo.
 
     On a CPU, Accelerate refuses backends that it does not know. This replaces its method
-    `PartialState._prepare_backend`, which chooses the backend, by one that returns pccl instead of
-    gloo if the script names pccl or no backend. On a GPU Accelerate accepts the name unchanged.
-    Call it before an Accelerator or TrainingArguments is made; PCCL_ACCELERATE=1 in the environment
-    does it for a script that cannot be changed.
+    `PartialState._prepare_backend`, which chooses the backend, with one that returns pccl instead
+    of gloo if the script names pccl or no backend. On a GPU Accelerate accepts the name unchanged.
+    Call it before you create an Accelerator or TrainingArguments. PCCL_ACCELERATE=1 in the
+    environment has the same effect, for a script that you cannot change.
     """
     from accelerate.state import PartialState  # type: ignore[import-not-found]
 

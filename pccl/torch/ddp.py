@@ -1,4 +1,4 @@
-"""Elastic data parallel training: of whole models, and of models that are sharded by FSDP2."""
+"""Elastic data parallel training, for whole models and for models sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pccl.torch.work import in_pool
 _log = logging.getLogger("pccl.torch")
 
 
-# the argument by which replicas take rank 0's buffers in each step: since torch 2.13, and before
+# the argument for taking rank 0's buffers in each step: since torch 2.13, and before
 _NAMES = inspect.signature(Base.__init__).parameters
 _BUFFERS = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _NAMES)
 
@@ -78,14 +78,14 @@ def packed(tree: Any) -> bytes:
 def unpacked(data: bytes) -> Any:
     """The inverse of `packed`; the tensors are on the CPU and uninitialized.
 
-    The bytes come from another peer, so only plain values and tensors are read.
+    The bytes come from another peer, so this reads only plain values and tensors.
     """
     tree = torch.load(io.BytesIO(data), weights_only=True)
     return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), tree)
 
 
 class Staged:
-    """A shared state of tensors, with copies of those that cannot be entries themselves."""
+    """A shared state of tensors, with copies of tensors that cannot be entries."""
 
     def __init__(self, tensors: Mapping[str, Tensor], own: Collection[str] = ()) -> None:
         """The content of the tensors in `own` may differ between peers; newcomers receive it."""
@@ -128,10 +128,10 @@ class _Plan:
 
 
 class Phase:
-    """Keeps the replicas of a model in phase: in the same step, with the same state.
+    """Keeps the replicas of a model in the same step, with the same state.
 
     Attributes:
-        steps: number of steps that the run has begun; the same on all replicas.
+        steps: number of steps begun by the run; the same on all replicas.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class Phase:
         self._pending: Future[bool] | None = None
 
     def step(self) -> None:
-        """Begins the next step, and admits newcomers that have come since the last one.
+        """Begins the next step, and admits newcomers since the last one.
 
-        All replicas call this equally often. It makes no collective unless there are newcomers.
+        All replicas call this equally often. Without newcomers it runs no collective.
         """
         if self._pending is not None and self._pending.result():
             self._group.admit()
@@ -158,7 +158,7 @@ class Phase:
         self._pending = in_pool(self._ask)
 
     def _ask(self) -> bool:
-        """True if newcomers wait; runs in the background while the step is computed."""
+        """True if newcomers wait; runs in the background during the step."""
         while True:
             try:
                 return extension.are_peers_pending(self._group.communicator)
@@ -166,7 +166,7 @@ class Phase:
                 continue
 
     def synchronize(self) -> None:
-        """Gives all replicas the state of the run; when it begins, the state of rank 0.
+        """Synchronizes the state of the run to all replicas; at the beginning, that of rank 0.
 
         Raises:
             PeerLostError: the shards of this replica have received states of different replicas,
@@ -196,7 +196,7 @@ class Phase:
         try:
             _check(plan.layout, layout)
         except ValueError:
-            self._group.abort()  # the others go on without this process
+            self._group.abort()  # the others continue without this process
             raise
         receives = not self._begun
         states = plan.states if receives and self._group.getRank() != 0 else own
@@ -265,7 +265,7 @@ def _check(run: list[_Entry], own: list[_Entry]) -> None:
 
 
 class DistributedDataParallel(Base):
-    """torch's DistributedDataParallel, with replicas that may be lost and may join at any step.
+    """torch's DistributedDataParallel, with replicas that may join or be lost at any step.
 
         ddp = pccl.torch.DistributedDataParallel(model, {"optimizer": optimizer})
         while ddp.steps < 1000:
@@ -273,20 +273,20 @@ class DistributedDataParallel(Base):
             optimizer.step()
             optimizer.zero_grad()
 
-    A replica that is lost in a backward pass costs a retry: gradients are averaged over the
-    remaining ones. A newcomer is admitted between two steps. Its constructor receives parameters,
-    buffers, the states and the number of steps from the others; it must make no collective between
-    `init_process_group` and this constructor.
+    A replica that is lost in a backward pass costs a retry: the remaining replicas average the
+    gradients. Newcomers are admitted between two steps. A newcomer's constructor receives
+    parameters, buffers, the states and the number of steps from the others; the newcomer must not
+    run a collective between `init_process_group` and this constructor.
 
-    All replicas make equally many forward passes for training; those without gradients, and those
-    in `no_sync()`, do not count. When the run begins, all replicas receive the model of rank 0.
+    All replicas must run the same number of forward passes for training; passes without gradients,
+    and in `no_sync()`, do not count. When the run begins, all replicas receive the model of rank 0.
 
     Args:
         module: the model.
-        states: what else a newcomer receives, by name: the optimizer, a scheduler, or anything with
-            `state_dict` and `load_state_dict`.
+        states: other objects that a newcomer receives, by name: the optimizer, a scheduler, or
+            anything with `state_dict` and `load_state_dict`.
         process_group: None: the default group.
-        wire: how gradients are sent: "fp32", or quantized with error feedback.
+        wire: the format of gradients on the wire: "fp32", or quantized with error feedback.
         arguments: other arguments of torch's class.
 
     Raises:
@@ -306,7 +306,9 @@ class DistributedDataParallel(Base):
         if not isinstance(group, ProcessGroup):
             raise ValueError('the group is not one of pccl: init_process_group("pccl", ...)')
         if arguments.get("static_graph"):
-            raise ValueError("static_graph is not possible: a newcomer would be in another step")
+            raise ValueError(
+                "static_graph is not possible, because a newcomer would be in another step"
+            )
         # These avoid collectives in torch's constructor and in its second step, which other
         # replicas in the middle of the training would not match.
         fixed = {"init_sync": False, "find_unused_parameters": True, _BUFFERS: False}
@@ -323,7 +325,7 @@ class DistributedDataParallel(Base):
 
     @property
     def steps(self) -> int:
-        """Number of training steps that the run has begun; the same on all replicas."""
+        """Number of training steps begun by the run; the same on all replicas."""
         return self._phase.steps
 
     def forward(self, *inputs: Any, **more: Any) -> Any:
@@ -334,7 +336,7 @@ class DistributedDataParallel(Base):
 
 
 class Replicas:
-    """Replicas of a model that FSDP2 has sharded over the default group of each.
+    """Replicas of a model, each sharded by FSDP2 over its default group.
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # gloo or nccl: the shards
         fully_shard(model, mesh=mesh)
@@ -346,17 +348,17 @@ class Replicas:
             optimizer.zero_grad()
 
     The processes of a replica are started together (by torchrun) and end together. They are a team
-    of peers: if one of them is lost, the others are dropped too, and their calls raise
+    of peers: if one of them is lost, the others are dropped, too, and their calls raise
     `KickedError`. Shard s of all replicas is peer group s of one run. A lost replica costs the
-    others a retry; all shards of a gradient are averaged over the same replicas. A newcomer is
-    admitted between two steps, once all its processes are there, and receives its shards of
+    others a retry; all shards of a gradient are averaged over the same replicas. A new replica is
+    admitted between two steps, when all its processes are present. It receives its shards of
     parameters, buffers and states, and the number of steps.
 
     Args:
         address: `host:port` of the master.
-        model: after `fully_shard`.
-        states: what else a newcomer receives, by name.
-        begin: the number of replicas that a run begins with.
+        model: the model, after `fully_shard`.
+        states: other objects that a newcomer receives, by name.
+        begin: the number of replicas with which a run begins.
         shards: the group of the processes of this replica; None: the default group.
         timeout: how long a collective may take.
 
@@ -388,7 +390,7 @@ class Replicas:
                 comm,
                 size=begin,
                 timeout=timeout,
-                store=HashStore(),  # nobody asks for it
+                store=HashStore(),  # no caller asks for it
                 shards=exchange(shards, _device(model)),
             )
             for module in modules:
@@ -401,7 +403,7 @@ class Replicas:
 
     @property
     def steps(self) -> int:
-        """Number of steps that the run has begun; the same on all processes of all replicas."""
+        """Number of steps begun by the run; the same on all processes of all replicas."""
         return self._phase.steps
 
     @property
@@ -410,7 +412,7 @@ class Replicas:
         return self._group.getSize()
 
     def step(self) -> None:
-        """Begins the next step, and admits replicas that have come since the last one."""
+        """Begins the next step, and admits new replicas since the last one."""
         self._phase.step()
 
     def close(self) -> None:
@@ -422,9 +424,9 @@ def average(group: ProcessGroup, gradient: torch.Tensor) -> None:
     """Averages a shard of a gradient over the replicas, in place.
 
     Each process averages its shard only with the same shard of other replicas. If a replica is lost
-    meanwhile, it may be in the mean of one shard but not in that of another. So the shards compare
-    the numbers of contributors, and if these differ, all are averaged again. Equal numbers mean the
-    same replicas, because replicas are lost as a whole, and none joins within a step.
+    meanwhile, it may be in the mean of one shard but not of another. So the shards compare the
+    numbers of contributors, and average all again if they differ. Equal numbers mean the same
+    replicas, because replicas are lost as a whole, and none joins within a step.
     """
     own = gradient.detach().clone()
     while True:

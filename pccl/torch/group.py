@@ -38,11 +38,11 @@ class ProcessGroup(Collectives, BaseGroup):
     """A process group of torch: all members of one communicator's group.
 
     If a member is lost, a collective whose result does not depend on ranks (all_reduce, barrier)
-    goes on without it. Every other one fails on all members with `PeerLostError`. Afterwards
-    `size()` and `rank()` do not count the lost member.
+    continues without it. Every other collective fails on all members with `PeerLostError`.
+    Afterwards `size()` and `rank()` exclude the lost member.
 
     Attributes:
-        communicator: communicates.
+        communicator: the communicator of its members.
         shards: gathers numbers from all processes of this one's replica, which are in other groups.
     """
 
@@ -63,10 +63,10 @@ class ProcessGroup(Collectives, BaseGroup):
         All members make this call. If the group has begun before, its members call `admit`.
 
         Args:
-            comm: is connected, unless the group waits.
-            rank: torch's rank that this peer was started with; -1: the order of joining decides.
-            size: the number of members that the group begins with.
-            timeout: how long a collective may take.
+            comm: the communicator, connected unless the group waits.
+            rank: torch's rank from this peer's start; -1: the order of joining decides.
+            size: the number of members with which the group begins.
+            timeout: the time limit of collectives.
             store: the group's store, as given to torch; None: the members serve one themselves.
             master: the group's master, if this process hosts it.
             waits: whether this process joins in the background, and is the only member until
@@ -89,7 +89,7 @@ class ProcessGroup(Collectives, BaseGroup):
         encrypted = Security.of(None) is not None
         wants_store = store is None and not encrypted
         self._offer = Offer(rank=rank, size=size, wants_store=wants_store)
-        self._no_store = _ENCRYPTED if encrypted else "the process that served it is lost"
+        self._no_store = _ENCRYPTED if encrypted else "the process that served the store is lost"
         self._store = RunStore() if store is None else store
         self._served: Store | None = None
         self._joining: Future[None] | None = None
@@ -105,7 +105,7 @@ class ProcessGroup(Collectives, BaseGroup):
         members.changed = lambda: _number_anew(this())
 
     def agree(self) -> None:
-        """All members, and newcomers that have just been admitted, agree on ranks."""
+        """Agrees with all members, including new ones, on ranks."""
         own, again = self._offer, True
         while again:
             offers = agree(self._comm, self.members, own, self.shards)
@@ -121,9 +121,9 @@ class ProcessGroup(Collectives, BaseGroup):
         self._restart()
 
     def _begin(self, deadline: Deadline) -> None:
-        """Admits others until the group can begin; all members agree after each of them.
+        """Admits others until the group can begin; all members agree after each admission.
 
-        A process that joins a group that has begun learns so from the first agreement, and does not
+        A process that joins a group in progress learns that from the first agreement, and does not
         wait for others, because the members do not.
         """
         while not self._offer.begun:
@@ -138,7 +138,7 @@ class ProcessGroup(Collectives, BaseGroup):
             self.agree()
 
     def admit(self) -> int:
-        """Admits waiting processes once all collectives have ended. All members call it.
+        """Admits waiting processes after the end of all collectives. All members call it.
 
         Returns the number of members, the same on all.
         """
@@ -167,16 +167,16 @@ class ProcessGroup(Collectives, BaseGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices of tensors that it takes; torch puts its own tensors on one of them."""
+        """The devices of its tensors; torch puts its own tensors on one of them."""
         return [torch.device(kind) for kind in ("cpu", *["cuda"] * torch.cuda.is_available())]
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:  # type: ignore[override]
-        """The group itself, which has torch's `supports_...`."""
+        """The group itself, which has torch's `supports_...` methods."""
         if device.type not in {each.type for each in self._device_types}:
-            raise RuntimeError(f"a group of pccl has no backend for {device}")
+            raise RuntimeError(f"a pccl group has no backend for {device}")
         return self
 
-    # torch stores no names for groups written in Python
+    # torch stores no names of groups written in Python
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -214,7 +214,7 @@ class ProcessGroup(Collectives, BaseGroup):
         return self._reconfigurer.handle
 
     def reconfigure(self, opts: Any) -> Work:
-        """Makes the processes that `opts.handles` names the group, with ranks in that order.
+        """Makes the processes in `opts.handles` the group, with ranks in that order.
 
         All of them call it with the same `opts.uuid`: members, and waiting newcomers, which the
         members admit. If it fails, the group is as before, and the call can be repeated with
@@ -256,7 +256,7 @@ class ProcessGroup(Collectives, BaseGroup):
         self._sends.give_up()
 
     def abort(self) -> None:
-        """Leaves the group; collectives under way fail. A master in this process ends, too."""
+        """Leaves the group; collectives in progress fail. A master in this process ends, too."""
         if self._master is not None:
             self._master.end(0.0)
         self._comm.close()
@@ -275,10 +275,10 @@ class DeviceBackend(Collectives, Backend):
     """pccl as one of several backends of a group, each for its own device; torch 2.14 and later.
 
     `init_process_group("cpu:pccl,cuda:nccl")` makes one group of both. Its rank and size are
-    torch's, and fixed: only a group of pccl alone shows losses and newcomers.
+    torch's, and fixed: only a group with pccl alone shows losses and newcomers.
 
     Attributes:
-        group: does the work.
+        group: the pccl group that does the work.
     """
 
     # read-only properties of torch's class

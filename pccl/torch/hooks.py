@@ -1,6 +1,6 @@
 """Hooks for `register_comm_hook` of DistributedDataParallel, which average a bucket of gradients.
 
-All of them divide by the number of contributors: a peer that is lost in the call is not counted.
+They divide by the number of contributors, which excludes a peer that is lost in the call.
 
     ddp.register_comm_hook(None, pccl.torch.hooks.avg)
     ddp.register_comm_hook(hooks.Quantized("int8"), hooks.quantized)
@@ -27,7 +27,7 @@ from pccl.torch.work import Work
 def _group(group: Any) -> Collectives:
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, Collectives):
-        raise ValueError("the hooks of pccl.torch need a group of pccl")
+        raise ValueError("the hooks of pccl.torch need a pccl group")
     return found
 
 
@@ -44,20 +44,20 @@ def avg(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Feedback:
-    """Memory for the error feedback of a bucket: fresh memory in each step would be slow."""
+    """Memory for the error feedback of a bucket, kept because fresh memory in each step is slow."""
 
-    error: Tensor  # is added to the next gradient
+    error: Tensor  # added to the next gradient
     sent: Tensor
     lost: Tensor  # becomes the error if the call succeeds
 
 
 class Quantized:
-    """The state of the hook `quantized`: how gradients are quantized, and the errors of that.
+    """The state of the hook `quantized`: the format of gradients, and their quantization errors.
 
     With "int8" and "int4", a quantized all-reduce takes two stages, in which each of R peers sends
     2 (R - 1) / R quantized buckets. The other formats gather, so each sends R - 1. All peers' means
-    have the same bits. A peer adds what its quantizing has taken from a sum, in its contribution or
-    in a mean, to its next gradient (error feedback).
+    have the same bits. A peer adds the errors that it made in its contribution and in a mean to its
+    next gradient (error feedback).
 
     Args:
         format: "int8", "int4", "e3m0", "2bit" or "sparse"; see `pccl.kernels.quantize`.
@@ -68,14 +68,14 @@ class Quantized:
     def __init__(
         self, format: kernels.Format, group: Any = None, *, error_feedback: bool = True
     ) -> None:
-        kernels.quantized_size(format, 1)  # raises if there is no such format
+        kernels.quantized_size(format, 1)  # raises for an unknown format
         self.format: kernels.Format = format
         self._group = group
-        # by the parameters of a bucket: DistributedDataParallel builds new ones after a step
+        # by the parameters of a bucket: DistributedDataParallel builds new buckets after a step
         self._kept: dict[tuple[Tensor, ...], _Feedback] | None = {} if error_feedback else None
 
     def launch(self, bucket: GradBucket) -> Work:
-        """Writes the mean over the bucket."""
+        """Replaces the bucket with its mean."""
         gradient, group = bucket.buffer(), _group(self._group)
         given = flat(gradient).to("cpu", torch.float32)
         kept, sent, lost = None, given, torch.empty(0)
@@ -126,7 +126,7 @@ class Quantized:
     def _feedback(
         kept: dict[tuple[Tensor, ...], _Feedback], parameters: tuple[Tensor, ...], given: Tensor
     ) -> _Feedback:
-        """The memory of a bucket. A new bucket takes over the errors of its parameters."""
+        """The memory of a bucket. A new bucket inherits the errors of its parameters."""
         if parameters not in kept:
             error, at = torch.zeros_like(given), 0
             known: dict[Tensor, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The servers that one process runs for other members of a group: a master, and a torch store."""
+"""The servers that a process runs for other members of a group: a master, and a torch store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from pccl import Communicator, MasterNode, PCCLError
 from pccl.support import address_text, parse_address
 
-KEY = "pccl/master"  # in the store of a group: the address of its master; empty: it has ended
-FAREWELL_S = 30.0  # how long the other members may take to leave
+KEY = "pccl/master"  # key in a group's store: the address of its master; empty: it has ended
+FAREWELL_S = 30.0  # how long to wait for the other members to leave
 _ASK_S = 2.0
 _LOOK_S = 0.02
 _STORE_PATIENCE = timedelta(seconds=300)
@@ -37,7 +37,7 @@ class HostedMaster:
     """
 
     def __init__(self, host: str, store: Any) -> None:
-        """`host` is where other members reach this process; they find the address in `store`."""
+        """`host` is the host at which other members reach this process; they find it in `store`."""
         self.own: Communicator | None = None
         self._store = store
         self._node = MasterNode("0.0.0.0:0")
@@ -49,10 +49,10 @@ class HostedMaster:
     def end(self, patience_s: float | None = None) -> None:
         """Stops it when all members have left, or after that time. Idempotent.
 
-        A group that is remade with the same store no longer finds its address.
+        A recreated group with the same store no longer finds its address.
         """
         if self in _hosted:
-            with contextlib.suppress(RuntimeError):  # the store has ended, and the address with it
+            with contextlib.suppress(RuntimeError):  # the store has ended, with the address in it
                 self._store.compare_set(KEY, self.address, "")
         self.stop(time.monotonic() + (FAREWELL_S if patience_s is None else patience_s))
 
@@ -61,7 +61,7 @@ class HostedMaster:
         if self not in _hosted:
             return
         _hosted.remove(self)
-        members = self._members()  # later ones belong to a remade group
+        members = self._members()  # later ones belong to a recreated group
         if self.own is not None:
             self.own.close()
         while (here := members & self._members()) and time.monotonic() < until_s:
@@ -75,7 +75,7 @@ class HostedMaster:
         self._node.interrupt()
 
     def _members(self) -> set[int]:
-        """The numbers of the members; none if the master has ended, as by SIGTERM."""
+        """The numbers of the members; none if the master has ended, for example by SIGTERM."""
         try:
             return {peer.peer for peer in self._node.status(_ASK_S).peers if peer.accepted}
         except PCCLError:
@@ -84,7 +84,7 @@ class HostedMaster:
 
 @atexit.register  # registered after that of pccl.master_node, so it runs before it
 def end_all() -> None:
-    logging.raiseExceptions = False  # streams may be closed already
+    logging.raiseExceptions = False  # the streams may already be closed
     until_s = time.monotonic() + FAREWELL_S
     for master in list(_hosted):
         master.stop(until_s)
@@ -99,8 +99,8 @@ def serve(host: str) -> tuple[TCPStore, str]:
 class RunStore(Store):
     """A store of the run's members, which torch's rank 0 serves.
 
-    It connects when it is first used, which most programs never do. The store and its content are
-    lost with the process that serves it; collectives go on.
+    It connects on first use, which most programs never make. The store and its content are lost
+    with the process that serves it; collectives continue.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class RunStore(Store):
         self._patience = _STORE_PATIENCE
 
     def use(self, address: str, served: Store | None, reason: str) -> None:
-        """Sets the store's address, or the reason for having none, and the store if served here."""
+        """Sets the store's address, or the reason for its absence, and the store if served here."""
         with self._lock:
             if address != self._address:
                 self._store = None

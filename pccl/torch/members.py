@@ -28,18 +28,17 @@ from pccl.operands import Ranks
 
 
 class Members:
-    """The members of a communicator's group, as the program knows them.
+    """The members of a communicator's group that the program knows.
 
     pccl's rank is a position in the ring, which `optimize_topology` may change. torch's rank is a
-    position in the order of joining, or in the order of the ranks that peers were started with. It
-    changes only if a peer with a lower rank is lost: the higher ranks move down, and newcomers come
-    last. The program learns of a loss from the first collective that notices it, which is the same
-    on all members.
+    position in the order of joining, or of the ranks with which peers were started. It changes only
+    if a peer with a lower rank is lost: the higher ranks move down, and newcomers come last. The
+    program learns of a loss from the first collective that notices it, the same on all members.
 
     Attributes:
         own: the number of this peer in its run; 0 before it has joined.
         order: the numbers of the peers, by torch's rank.
-        changed: is called after each change of the order.
+        changed: called after each change of the order.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -73,11 +72,11 @@ class Members:
         self.arrange([number for number in self.order if number in present])
 
     def ring(self) -> tuple[int, ...]:
-        """The peers of the group by their position in the ring, as the master says now."""
+        """The peers of the group by position in the ring, according to the master."""
         return extension.ring(self._comm)
 
     def known_ring(self) -> tuple[int, ...]:
-        """The known members by their position in the ring.
+        """The known members by position in the ring.
 
         If one of them is lost, a collective that depends on ranks fails on all members, so the
         order does not matter.
@@ -91,7 +90,7 @@ class Members:
 
 R = TypeVar("R", bound=msgspec.Struct)
 ROW_BYTES = 512
-AGREE_TAG, RECONFIGURE_TAG = 1 << 31, (1 << 31) + 1  # torch's collectives have higher ones
+AGREE_TAG, RECONFIGURE_TAG = 1 << 31, (1 << 31) + 1  # torch's collectives have higher tags
 
 
 def _exchange(comm: Communicator, row: R, tag: int, timeout_s: float | None = None) -> list[R]:
@@ -99,7 +98,7 @@ def _exchange(comm: Communicator, row: R, tag: int, timeout_s: float | None = No
 
     Raises:
         PeerLostError: a member was lost meanwhile.
-        PCCLTimeoutError: not all members have called this in time.
+        PCCLTimeoutError: a member has not called this in time.
     """
     text = msgspec.json.encode(row)
     assert len(text) <= ROW_BYTES
@@ -127,14 +126,14 @@ class Offer(msgspec.Struct):
     """A peer's message to the others in an agreement.
 
     Attributes:
-        number: its own.
-        origin: the smallest number of its replica's processes; orders replicas alike in all their
-            groups.
-        rank: its rank, or the one that it was started with; -1: none.
+        number: the peer's number.
+        origin: the smallest number of its replica's processes; it orders replicas equally in all
+            their groups.
+        rank: its rank, or the one with which it was started; -1: none.
         begun: whether it has a rank in this group.
-        size: the number of members that the group begins with.
+        size: the number of members with which the group begins.
         store: `host:port` of the store that it serves; empty: none.
-        wants_store: whether it came without a store.
+        wants_store: whether it has no store.
     """
 
     number: int = 0
@@ -147,11 +146,11 @@ class Offer(msgspec.Struct):
 
 
 def agree(comm: Communicator, members: Members, own: Offer, shards: Shards) -> list[Offer]:
-    """Agrees with all members on their order; no collective may be under way.
+    """Agrees with all members on their order; no collective may be in progress.
 
     Members keep their order, and newcomers come last. Peers that begin together are ordered by the
-    ranks that they were started with, or else by joining. If a replica is several processes, each
-    in another group, all these groups have the same replicas in the same order.
+    ranks with which they were started, or else by joining. If a replica has several processes, each
+    in a different group, all these groups have the same replicas in the same order.
 
     Returns:
         The offers of all members, in their order.
@@ -165,7 +164,7 @@ def agree(comm: Communicator, members: Members, own: Offer, shards: Shards) -> l
             offers = _exchange(comm, own, AGREE_TAG)
         except PeerLostError:
             continue
-        # a replica may be lost when some groups have agreed, and others have not
+        # a replica may be lost when only some groups have agreed
         if len({size for (size,) in shards([len(offers)])}) == 1:
             return sorted(
                 offers, key=lambda one: (not one.begun, one.rank < 0, one.rank, one.origin)
@@ -189,11 +188,11 @@ class Reconfigurer:
     """One process's part in the reconfigurations of a group.
 
     A handle names a process and the address of its run's master. Newcomers have one before they are
-    admitted; the members admit them if a reconfiguration names more processes than they are. All
-    members that it does not name must have left, or be lost.
+    admitted; the members admit them if a reconfiguration names more processes than there are
+    members. All members that it does not name must have left or be lost.
 
     Attributes:
-        handle: names this process, during the life of this object.
+        handle: names this process for the lifetime of this object.
     """
 
     def __init__(self, comm: Communicator, members: Members) -> None:
@@ -203,13 +202,13 @@ class Reconfigurer:
         self.handle = f"{self._token}@{comm.address}"
 
     def settle(self, uuid: int, handles: Collection[str], timeout_s: float) -> list[int]:
-        """Waits until the group is the named processes. Returns their numbers, by rank.
+        """Waits until the group consists of the named processes. Returns their numbers, by rank.
 
-        The order is that of a list; of a set, that of joining.
+        A list gives the order; a set uses the order of joining.
 
         Raises:
             ValueError: one is not a handle of a process of this run, or two are equal.
-            PCCLTimeoutError: by then the group still had other processes, or lacked some.
+            PCCLTimeoutError: at the deadline, the group had other processes, or lacked some.
             PCCLError: INVALID_ARGUMENT: the members have given different arguments, or a process
                 that the handles do not name is in the group instead of another one.
         """
@@ -221,7 +220,7 @@ class Reconfigurer:
                 if not self._are_as_many(len(tokens), deadline):
                     continue
                 rows = _exchange(self._comm, own, RECONFIGURE_TAG, deadline.left_s)
-            except PeerLostError:  # counts the members again
+            except PeerLostError:  # recounts the members
                 continue
             except PCCLTimeoutError as error:
                 found = f"{len(self._members.ring())} peers are in the group"
@@ -249,7 +248,7 @@ class Reconfigurer:
         return tokens if isinstance(handles, Sequence) else sorted(tokens)
 
     def _are_as_many(self, wanted: int, deadline: Deadline) -> bool:
-        """True if there are `wanted` members; else waits a while, and admits newcomers."""
+        """True if there are `wanted` members; otherwise waits a while, and admits newcomers."""
         there = len(self._members.ring())
         if there == wanted:
             return True
@@ -265,7 +264,7 @@ class Reconfigurer:
 def communicator(
     address: str, shards: dist.ProcessGroup | None = None, **more: Any
 ) -> Communicator:
-    """The communicator of this process of a sharded replica; all its processes make this call.
+    """The communicator of one process of a sharded replica; all its processes make this call.
 
         dist.init_process_group("nccl")  # or gloo: the processes of this replica
         fully_shard(model)
@@ -273,8 +272,8 @@ def communicator(
             diloco = DiLoCo(comm, model, optimizer, inner_steps=50)
 
     Shard s of all replicas is peer group s of one run. The processes of a replica are a team: they
-    are admitted together, and when one of them is lost, the run goes on without the others, whose
-    calls raise `KickedError`. Start the whole replica again.
+    are admitted together, and if one of them is lost, the run continues without the others, whose
+    calls raise `KickedError`. Restart the whole replica.
 
     Args:
         address: `host:port` of the master.

@@ -1,10 +1,10 @@
 """Point-to-point calls: send and recv.
 
 Messages with one tag from one member to another arrive in the order in which they are sent: the
-n-th send and the n-th receive match by their number. A number is taken at the launch. If a message
-fails, it fails on both sides, and both give the number back, so that the next two match.
+n-th send and the n-th receive match by their number. A message takes its number at the launch. If
+it fails, it fails on both sides, and both return the number, so that the next two match.
 
-Error messages begin as those of gloo, because programs look for these words.
+Error messages begin like gloo's, because programs look for these words.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from pccl.types import DataType, Result
 
 BARRIER_TAG = (1 << 31) - 1  # the tag of monitored_barrier
 TAG_MAX = BARRIER_TAG - 1
-_GIVEN, _ROOM = 1 << 30, 1 << 31  # above the numbers of messages: tags of the exchanged sizes
+_GIVEN, _ROOM = 1 << 30, 1 << 31  # above the numbers of messages: tags for exchanging sizes
 
 
 class _Numbers:
-    """The numbers of the messages of one tag, from one member to another."""
+    """The numbers of messages with one tag, from one member to another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,13 +63,13 @@ class _Numbers:
 class _Message:
     """The handle of a message with a fixed sender and receiver.
 
-    A message may have fewer elements than the receiver's tensor, whose first elements it fills.
-    pccl fails a call if the two peers give different sizes. They then exchange the sizes, and
-    repeat it. So equal sizes, the usual case, cost nothing.
+    A message may have fewer elements than the receiver's tensor, whose first elements it fills. A
+    call of pccl fails if the two peers give different sizes. They then exchange the sizes, and
+    repeat the call. So equal sizes, the usual case, have no cost.
 
     Attributes:
-        piece: what is sent, or the memory that receives; after success, no more than was sent.
-        ended: whether its user knows that it has succeeded or failed.
+        piece: the data to send, or the memory that receives; after success, only the received part.
+        ended: whether its user knows its outcome.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class _Message:
         tag: int,
         numbers: _Numbers,
     ) -> None:
-        """`pair` is the numbers of the sender and the receiver."""
+        """`pair` has the numbers of the sender and the receiver."""
         self.piece, self.ended = piece, False
         self._comm, self._pair, self._is_sent = comm, pair, is_sent
         self._numbers, self._number = numbers, numbers.take()
@@ -95,7 +95,7 @@ class _Message:
             raise
 
     def give_back(self) -> None:
-        """Frees its number, after a failure on both sides."""
+        """Returns its number, after a failure on both sides."""
         self._numbers.give_back(self._number)
 
     def _begin(self) -> Handle:
@@ -143,11 +143,11 @@ class _Message:
 
 
 class _Request:
-    """The handle of a receive that takes the first message of any sender, or of one.
+    """The handle of a receive that takes the first message from any sender, or from one.
 
     Attributes:
-        other: the number of the sender; None: any, until a message has come.
-        message: a future of it.
+        other: the number of the sender; None: any, until a message has arrived.
+        message: a future of the message.
     """
 
     def __init__(self, mailbox: _Mailbox, other: int | None, nbytes: int) -> None:
@@ -166,7 +166,7 @@ class _Request:
         self.message.add_done_callback(lambda _: callback())
 
     def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]:
-        """Waits for a message. After a time-out, the message is for the next request."""
+        """Waits for a message. After a time-out, the message goes to the next request."""
         if not wait([self.message], timeout).done:
             why = f"no message has come within {timeout or 0.0:g} s"
             self._mailbox.end(self, PCCLTimeoutError(Result.TIMEOUT, "recv", why))
@@ -175,10 +175,10 @@ class _Request:
 
 
 class _Mailbox:
-    """All receives of one tag, since the first one from any sender.
+    """All receives with one tag, since the first one from any sender.
 
-    For each request, a receive is under way from each member whose message it would accept.
-    Requests are served in order; receives that are left over are for later requests.
+    For each request, a receive is in progress from each member whose message it would accept.
+    Requests are served in order; remaining receives are for later requests.
     """
 
     def __init__(self, post: Callable[[Tensor, int], _Message]) -> None:
@@ -186,19 +186,19 @@ class _Mailbox:
         self._post = post
         self._lock = threading.RLock()
         self._requests: list[_Request] = []
-        # by their sender, the receives that no request has got
+        # by sender, the receives without a request
         self._posted: defaultdict[int, deque[_Message]] = defaultdict(deque)
 
     def holds(self, other: int) -> bool:
-        """True if a receive from that member must queue behind others here."""
+        """True if a receive from this member must queue behind others here."""
         return bool(self._posted.get(other))
 
     def request(self, tensor: Tensor, others: list[int], other: int | None) -> _Request:
-        """Requests a message of a tensor's size, from `other` or from the first of `others`.
+        """Requests a message of a tensor's size, from `other` or the first of `others`.
 
         Raises:
             TooFewPeersError: there is no other peer.
-            PeerLostError: a member that is asked is lost.
+            PeerLostError: one of these members is lost.
         """
         with self._lock:
             request = _Request(self, other, tensor.nbytes)
@@ -224,13 +224,13 @@ class _Mailbox:
                 posted.ended = True
                 self._serve()
 
-        # not in the thread that calls back, which must not wait
+        # not in the callback's thread, which must not wait
         posted.add_done_callback(lambda: POOL.run(ended))
 
     def _serve(self) -> None:
-        """Gives ended receives to requests: those of each sender in order.
+        """Assigns ended receives to requests, in order for each sender.
 
-        If a member is lost, a request to all goes on as long as another one may send.
+        If a member is lost, a request to all continues as long as another member may send.
         """
         for other, posted in self._posted.items():
             while posted and posted[0].ended:
@@ -254,14 +254,14 @@ class _Mailbox:
                 posted.popleft()
 
     def _first(self, other: int, error: Exception | None) -> _Request | None:
-        """The request that gets a message from that member, or the error of a receive."""
+        """The request that gets a message from this member, or the error of a receive."""
         others_send = any(posted for each, posted in self._posted.items() if each != other)
         survives = isinstance(error, PeerLostError) and others_send
         accepted = (other,) if survives else (None, other)
         return next((each for each in self._requests if each.other in accepted), None)
 
     def end(self, request: _Request, error: Exception) -> None:
-        """Fails a request, unless it has its message."""
+        """Fails a request that has no message."""
         with self._lock:
             if request in self._requests:
                 self._requests.remove(request)
@@ -274,7 +274,7 @@ class _Mailbox:
 
 
 class Sends:
-    """Makes the point-to-point tasks of one group. Ranks are torch's."""
+    """Creates the point-to-point tasks of a group. Ranks are torch's."""
 
     def __init__(self, comm: Communicator, members: Members) -> None:
         self._comm = comm
@@ -296,7 +296,7 @@ class Sends:
     def recv_any(self, tensor: Tensor, tag: int) -> Task:
         """Receives a tensor from the first member that sends one.
 
-        It posts a receive from each member; messages of the others are for later receives.
+        It posts a receive from each member; messages from the others are for later receives.
         """
         _check(tag)
         if tag not in self._mailboxes:

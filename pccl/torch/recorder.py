@@ -1,10 +1,9 @@
-"""Entries of torch's flight recorder, for the groups of pccl.
+"""Entries of torch's flight recorder, for pccl groups.
 
-Only backends in C++ can write to torch's buffer. So a function that adds the entries of this
-process's groups replaces `torch._C._distributed_c10d._dump_fr_trace`. torch's own analyzer,
-`torchfrtrace`, reads such dumps. TORCH_FR_BUFFER_SIZE is the number of the latest calls that are
-kept; without it there are no entries, because a stack trace of each small call would cost a tenth
-of its time.
+Only C++ backends can write to torch's buffer. So a function that adds the entries of this process's
+groups replaces `torch._C._distributed_c10d._dump_fr_trace`. torch's own analyzer, `torchfrtrace`,
+reads such dumps. TORCH_FR_BUFFER_SIZE is the number of latest calls to keep. Without it there are
+no entries, because a stack trace of each small call would take a tenth of its time.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _numbers = itertools.count()
 def record(
     group: Any, name: str, counts: bool, inputs: Sequence[Tensor], timeout_s: float
 ) -> Callable[[bool], None]:
-    """Adds a call that begins. Returns a function that is told whether it has succeeded.
+    """Adds a call that begins. Returns a function that records its success or failure.
 
     Args:
-        group: of pccl.
+        group: the pccl group.
         name: as in a profile.
-        counts: whether all members make the call; else it is a send or recv.
+        counts: whether all members make the call; otherwise it is a send or recv.
         inputs: its tensors.
         timeout_s: its time limit.
     """

@@ -1,4 +1,4 @@
-"""Converts tensors and reductions of torch to what pccl can move and reduce."""
+"""Converts tensors and reductions of torch to forms that pccl can move and reduce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pccl.types import DataType
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements in one dimension: a view of a contiguous tensor, a copy of any other."""
+    """All elements in one dimension: a view of a contiguous tensor, or a copy of any other."""
     lying = tensor.detach()
     if lying.layout != torch.strided:
         raise ValueError(f"a tensor of layout {lying.layout} cannot be sent: pass a dense one")
@@ -25,7 +25,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Like `flat`; elements of a dtype that pccl cannot reduce become bytes."""
+    """Like `flat`, but elements of a dtype that pccl cannot reduce become bytes."""
     lying = flat(tensor)
     try:
         DataType.from_torch_dtype(lying.dtype)
@@ -40,7 +40,7 @@ def moved_size(tensor: Tensor) -> int:
 
 
 def reducible(tensor: Tensor) -> Tensor:
-    """Like `flat`; bools become bytes. Raises ValueError: pccl cannot reduce the dtype."""
+    """Like `flat`, but bools become bytes. Raises ValueError: pccl cannot reduce the dtype."""
     lying = flat(tensor)
     if tensor.dtype == torch.bool:
         return lying.view(torch.uint8)
@@ -49,7 +49,7 @@ def reducible(tensor: Tensor) -> Tensor:
 
 
 def put(tensor: Tensor, piece: Tensor) -> None:
-    """Copies `piece`, made of `tensor` by `flat` or `movable`, back to it unless it is a view."""
+    """Copies `piece`, the `flat` or `movable` form of `tensor`, back unless it is a view."""
     target = tensor.detach()
     if target.data_ptr() == piece.data_ptr():
         return
@@ -85,7 +85,7 @@ class Reduction:
     Attributes:
         op: pccl's operation; None: pccl has none.
         factor: the factor of each member's contribution; None: 1.
-        bitwise: combines two contributions, where pccl has no operation.
+        bitwise: a function that combines two contributions, if pccl has no operation.
     """
 
     op: pccl.ReduceOp | None
@@ -94,7 +94,7 @@ class Reduction:
 
     @classmethod
     def of(cls, op: object) -> Reduction:
-        """The reduction of torch's ReduceOp, or of a member of its enumeration.
+        """The reduction for torch's ReduceOp, or a member of its enumeration.
 
         Raises:
             ValueError: the argument is not a reduction.
@@ -159,5 +159,5 @@ class Reduction:
         if not whole:
             return (piece * factor).to(piece.dtype)
         wide = piece.view(torch.int64) if dtype == torch.uint64 else piece.to(torch.int64)
-        products = wide * factor.to(torch.int64)  # modulo 2**64, which is right for every dtype
+        products = wide * factor.to(torch.int64)  # modulo 2**64, which is correct for every dtype
         return products.view(dtype) if dtype == torch.uint64 else products.to(dtype)

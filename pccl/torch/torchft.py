@@ -17,7 +17,7 @@ from pccl.torch.group import ProcessGroup
 
 
 class ProcessGroupPCCL(ProcessGroupWrapper):  # type: ignore[misc]
-    """A process group of pccl that torchft reconfigures for each quorum."""
+    """A pccl process group that torchft reconfigures for each quorum."""
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> ProcessGroup:
         return by_store(store, rank, world_size, self._timeout)

@@ -1,6 +1,4 @@
-"""A collective under way, as torch sees it: a Work, futures of its result, and threads for their
-callbacks.
-"""
+"""A collective in progress, for torch: a Work, futures of its result, and threads for callbacks."""
 
 from __future__ import annotations
 
@@ -36,13 +34,13 @@ from pccl.types import Result
 T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Any])
 
-IDLE_S = 5.0  # a thread without work ends after this time
+IDLE_S = 5.0  # an idle thread ends after this time
 
 _log = logging.getLogger("pccl.torch")
 
 
 def eager(function: C) -> C:
-    """Makes torch.compile call a function, and everything that it calls, uncompiled.
+    """Makes torch.compile call a function, and all functions that it calls, uncompiled.
 
     torch.compiler.disable uses a wrapper, and imports torch._dynamo, which takes a second.
     """
@@ -55,10 +53,9 @@ def eager(function: C) -> C:
 class CallbackPool:
     """Runs each job at once, in an idle thread or a new one.
 
-    A callback of a future may wait for another collective, which needs a thread here to end. So if
-    the number of threads were limited, or callbacks ran in the thread that ends collectives, they
-    could wait for each other forever. Idle threads end after a while, and none delays the end of
-    the process.
+    A callback of a future may wait for another collective, which needs a thread here to end. With a
+    limited number of threads, or callbacks in the thread that ends collectives, they could wait for
+    each other forever. Idle threads end after a while, and no thread delays the end of the process.
     """
 
     def __init__(self) -> None:
@@ -66,7 +63,7 @@ class CallbackPool:
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 
     def run(self, job: Callable[[], None]) -> None:
-        """Runs a job soon; never waits."""
+        """Runs a job soon, without waiting."""
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
@@ -85,10 +82,10 @@ class CallbackPool:
                     if inbox in self._idle:
                         self._idle.remove(inbox)
                         return
-                job = inbox.get()  # given to this thread just now
+                job = inbox.get()  # just given to this thread
             try:
                 job()
-            except Exception:  # a callback has failed; its future has the exception, too
+            except Exception:  # a callback has failed; its future also has the exception
                 _log.exception("a callback of a collective has failed")
             del job
             with self._lock:
@@ -99,7 +96,7 @@ POOL = CallbackPool()
 
 
 def in_pool(job: Callable[[], T]) -> futures.Future[T]:
-    """Runs a job in the pool; a future of its result, or of what it raises."""
+    """Runs a job in the pool. Returns a future of its result, or of its exception."""
     future: futures.Future[T] = futures.Future()
 
     def work() -> None:
@@ -134,14 +131,15 @@ class Task:
     Attributes:
         name: for messages.
         launch: launches it with a tag; raises TooFewPeersError if this peer is alone.
-        result: what its future yields.
-        alone: does the work of a group of one.
-        settle: copies the result to the caller's tensors; called once, after success.
+        result: the value of its future.
+        alone: a function that does the work of a group of one.
+        settle: a function that copies the result to the caller's tensors; called once, after
+            success.
         failed: called once, after a failure.
-        ended: called once, with whether it has succeeded.
-        again: whether it may be launched again if a peer is lost in it.
-        source: torch's rank of the sender whose message a receive has taken.
-        counts: whether all members launch it, so that it has a tag of their sequence.
+        ended: called once, with True after success, else False.
+        again: whether it may be relaunched if a peer is lost in it.
+        source: torch's rank of the sender of a received message.
+        counts: whether all members launch it, so that it has a tag from their sequence.
     """
 
     name: str
@@ -157,12 +155,12 @@ class Task:
 
 
 class Work(BaseWork):
-    """A task under way, driven by a thread that waits for it, or by one of the callback pool.
+    """A task in progress, driven by a thread that waits for it, or by one of the callback pool.
 
     Attributes:
         task: its description.
-        error: why it has failed; None: it has not, or not yet.
-        contributors: number of members whose parts are in the result; the same on all of them.
+        error: the reason for its failure; None: it has not failed, or not yet.
+        contributors: number of contributors to the result; the same on all of them.
     """
 
     def __init__(self, task: Task, tag: int, members: Members, timeout_s: float | None) -> None:
@@ -184,8 +182,8 @@ class Work(BaseWork):
     def begin(self, under_way: set[Work]) -> None:
         """Launches it; it is in `under_way` until it ends.
 
-        A failure is reported by the future and `wait`, because C++ does not survive a call that
-        raises, for example in the middle of a backward pass. Wrong arguments do raise.
+        The future and `wait` report a failure, because C++ does not survive a call that raises, for
+        example in the middle of a backward pass. Wrong arguments do raise.
         """
         try:
             self._launch()
@@ -198,18 +196,18 @@ class Work(BaseWork):
             self.drive()
 
     def follow(self) -> None:
-        """Lets the pool end it once its collective has ended, even if nobody waits for it."""
+        """Lets the pool end it after its collective, even if no thread waits for it."""
         if self._handle is not None and not self._is_followed:
             self._is_followed = True
             self._handle.add_done_callback(lambda: POOL.run(self._drive_and_tell))
 
     def _launch(self) -> None:
-        """Launches it, or does its work alone in a group of one."""
+        """Launches it, or does the work alone in a group of one."""
         self._handle = None
         while self._handle is None:
             try:
                 self._handle = self.task.launch(self._tag)
-            except PeerLostError:  # in a call that it makes before its collective
+            except PeerLostError:  # in a call before its collective
                 self._members.refresh()
                 if not self.task.again:
                     raise
@@ -227,7 +225,7 @@ class Work(BaseWork):
         """Waits for its end and settles it; `error` is set afterwards if it has failed."""
         try:
             self._end(timeout_s)
-        finally:  # in the pool, because callbacks of the future may wait, and the caller must not
+        finally:  # in the pool, because callbacks of the future may wait, but the caller must not
             if self._ended.is_set() and self._untold is not None:
                 POOL.run(self._notify)
 
@@ -237,14 +235,14 @@ class Work(BaseWork):
         self._notify()
 
     def _notify(self) -> None:
-        """Completes the future, if there is one that is not complete."""
+        """Completes the future, if there is an incomplete one."""
         with self._lock:
             future, self._untold = self._untold, None
         if future is not None:
             future.set_result(None)
 
     def _end(self, timeout_s: float | None) -> None:
-        """Waits for its end and settles it, unless another thread has."""
+        """Waits for its end and settles it, unless another thread has done so."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -253,7 +251,7 @@ class Work(BaseWork):
                 self._conclude(timeout_s)
             except Exception as error:
                 failure = error
-            except BaseException as error:  # raised into this thread, which abandons the collective
+            except BaseException as error:  # raised in this thread, which abandons the collective
                 why = f"{type(error).__name__} in the thread that waited for it"
                 failure = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
                 raise
@@ -283,7 +281,7 @@ class Work(BaseWork):
             if isinstance(error, PeerLostError):
                 self._members.refresh()
             if isinstance(error, PCCLTimeoutError) and self._deadline.left_s == 0:
-                # the words that programs of torch look for
+                # the words that torch programs look for
                 why = f"Timed out waiting {self._timeout_s:g} s, the limit of this call or of its "
                 why += f"group: {error.message}"
                 raise PCCLTimeoutError(error.result, self.task.name, why) from error
@@ -348,7 +346,7 @@ class Work(BaseWork):
 
 
 def _in_words_of_torch(error: Exception) -> Exception:
-    """Adds gloo's words for a lost peer, which programs look for."""
+    """Adds gloo's words for a lost peer, because programs look for them."""
     if not isinstance(error, PeerLostError):
         return error
     why = f"Connection closed by peer: {error.message}"
@@ -358,7 +356,7 @@ def _in_words_of_torch(error: Exception) -> Exception:
 
 
 class CoalescedWork(BaseWork):
-    """Several Works as one; without any, it has ended.
+    """Several Works as one, which has ended if there are none.
 
     Attributes:
         works: in the order of their calls.
@@ -370,7 +368,7 @@ class CoalescedWork(BaseWork):
 
     @eager
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for all within `timeout`; zero is no limit. Raises the first error."""
+        """Waits for all within `timeout`; zero means no limit. Raises the first error."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         deadline = Deadline(seconds if seconds > 0 else None)
         for work in self.works:
@@ -382,7 +380,7 @@ class CoalescedWork(BaseWork):
 
     @eager
     def get_future(self) -> Future[Any]:
-        """A future of all results. It fails if one of them has."""
+        """A future of all results, which fails if one of them fails."""
         collected: Future[Any] = collect_all([work.get_future() for work in self.works])
 
         def results(done: Future[list[Future[Any]]]) -> list[Any]:

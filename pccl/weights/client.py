@@ -59,7 +59,7 @@ class Blob:
 
     @classmethod
     def received(cls, package: m.Package, staging: Staging) -> Blob:
-        """Takes a package that was verified completely."""
+        """Takes a completely verified package."""
         head, body = (memoryview(staging.content(i)) for i in range(ENTRIES))
         found = digests([(_address(part), part.nbytes) for part in (head, body)])
         return cls(package, head, body, tuple(found))
@@ -82,13 +82,13 @@ def _address(part: memoryview) -> int:
 
 log = logging.getLogger("pccl")
 
-RUN = 1  # the run number of all transfers: this engine makes no others
+RUN = 1  # the run number of all transfers, the only ops of this engine
 
 
 class BlobStore:
-    """Stores and serves packages for a client; this one fetches none.
+    """Stores and serves packages for a client; this class fetches none.
 
-    `work_in` is called in the thread that verifies, the others in the control thread.
+    The verifying thread calls `work_in`, the control thread the other methods.
     """
 
     def fits(self, package: m.Package) -> bool:
@@ -99,25 +99,25 @@ class BlobStore:
         """Applies a package. An exception ends the client.
 
         Returns:
-            The version that it has now (0: none), and another package that it can serve, if any.
+            The version that it now has (0: none), and another package that it can serve, if any.
         """
         return 0, None
 
     def news(self, packages: tuple[m.Package, ...], head: int) -> str:
-        """The available packages, or the newest version ever (`head`), have changed.
+        """Handles new available packages, or a new newest version (`head`).
 
         Returns:
-            Why no version can be followed any more; empty: versions can be followed.
+            The reason why it can follow no more versions; empty: it can.
         """
         return ""
 
     def over(self, fail: effects.Fail) -> None:
-        """The client has ended."""
+        """Handles the end of the client."""
         log.info("weights: %s", fail.why)
 
 
 class Options:
-    """How a client reaches the master and others: arguments of Publisher and Subscriber."""
+    """The options for reaching the master and others: arguments of Publisher and Subscriber."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Options:
 class WeightsClient(ControlThread):
     """A client that publishes or follows weights, from the first connection to the end.
 
-    It fetches what others publish if it `follows`, and serves this to others if it `relays`.
+    It fetches published versions if it `follows`, and serves them to others if it `relays`.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class WeightsClient(ControlThread):
             client=True,
         )
         self._blobs: dict[tuple[int, int], Blob] = {}
-        # by package: the op that fetches it, and its memory
+        # by package: the fetching op, and its memory
         self._incoming: dict[tuple[int, int], tuple[int, Staging]] = {}
         self._expect = effects.Expect(0, 0, ())
         self._keys: dict[int, str] = {}  # by stream: the key of the client that may connect
@@ -223,10 +223,10 @@ class WeightsClient(ControlThread):
     # ---- called by user threads ----
 
     def inquire(self, call: Call) -> None:
-        """Does nothing: no call of a client waits for others."""
+        """Does nothing, because no call of a client waits for others."""
 
     def time_out(self, call: Call, why: str) -> None:
-        """A publication cannot be taken back."""
+        """Does nothing, because a publication cannot be withdrawn."""
 
     def publish(self, call: Call, blobs: tuple[Blob, ...]) -> None:
         def begin(number: int) -> list[Any]:
@@ -237,7 +237,7 @@ class WeightsClient(ControlThread):
 
         self.begin(call, begin)
 
-    # ---- the thread that verifies ----
+    # ---- the verifying thread ----
 
     def _work_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -268,7 +268,7 @@ class WeightsClient(ControlThread):
     # ---- effects ----
 
     def _expected(self, effect: effects.Expect) -> None:
-        """From now on only the clients of transfers under way may connect."""
+        """Accepts connections only from the clients of current transfers."""
         self._expect = effect
         self._engine.expect(effect.number, effect.nonce, sorted({*self._keys.values()}))
 
@@ -325,7 +325,7 @@ class WeightsClient(ControlThread):
         to, _ = self._streams.lost(event)
         log.info("weights: the connection to %s: %s", to, event.text)
         if event.status == LIED:
-            log.warning("weights: %s sends other data than what was published", to)
+            log.warning("weights: %s sends data that differs from the published data", to)
         return self._weights.stream_lost(event.stream, event.status == LIED)
 
     def end(self) -> None:
@@ -353,14 +353,14 @@ def timed_out(what: str, timeout: float, why: str) -> PCCLTimeoutError:
 
 
 class _Backoff:
-    """The pause before a fetch goes on elsewhere."""
+    """The pause before a fetch continues elsewhere."""
 
     def __init__(self, retry: Callable[[], None]) -> None:
         self._retry = retry
         self.due_s: float | None = None
 
     def begin(self, why: str) -> None:
-        log.info("weights: a fetch goes on elsewhere: %s", why)
+        log.info("weights: a fetch continues elsewhere: %s", why)
         self.due_s = time.monotonic() + limits.WEIGHTS_REST_S
 
     def tick(self) -> None:
@@ -370,15 +370,15 @@ class _Backoff:
 
 
 class _Pace:
-    """Measures how long a fetch takes, and repeats its unanswered requests.
+    """Measures a fetch, and repeats its unanswered requests.
 
     It calls `slow`, once for each holder, when a fetch takes long.
     """
 
     def __init__(self, engine: Engine, slow: Callable[[], None]) -> None:
         self._engine, self._slow = engine, slow
-        self._op = 0  # the op of the fetch; 0: there is none
-        self.due_s: float | None = None  # when to repeat them; None: nothing is fetched
+        self._op = 0  # the op of the fetch; 0: none
+        self.due_s: float | None = None  # when to repeat them; None: there is no fetch
         self._first_s = 0.0  # when the fetch began
         self._since_s = 0.0  # when it began with its present holder
         self._is_slow = False
@@ -396,13 +396,13 @@ class _Pace:
             self._op, self.due_s = 0, None
 
     def rate(self, op: int, nbytes: int) -> int:
-        """Ends a fetch that is complete. Returns its bytes per second."""
+        """Ends a complete fetch. Returns its bytes per second."""
         seconds = max(1e-3, time.monotonic() - self._first_s)
         self.ended(op)
         return int(nbytes / seconds)
 
     def tick(self) -> None:
-        """Repeats requests, and reports that the fetch is slow, if it is time to."""
+        """Repeats requests, and reports a slow fetch, when these are due."""
         now = time.monotonic()
         if self.due_s is None or self.due_s > now:
             return

@@ -21,7 +21,7 @@ from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
 from pccl.weights.tensors import Bytes, Tensors, blob_of, found_digests
 
 VERSION_MAX = 1 << 61  # for the `version` of `publish`
-# A whole version is published again after DELTAS_MAX differences, or when the differences since the
+# It publishes another whole version after DELTAS_MAX differences, or when the differences since the
 # last one have WHOLE_FROM of its bytes.
 DELTAS_MAX = 64
 WHOLE_FROM = 0.5
@@ -29,7 +29,7 @@ WHOLE_FROM = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A version that was published.
+    """A published version.
 
     >>> published = Publication(7, delta_bytes=9_000_000, whole_bytes=None, seconds=0.4)
     >>> if published.delta_bytes is not None:
@@ -42,7 +42,7 @@ class Publication:
             were published.
         whole_bytes: bytes that any other subscriber fetches; None: it fetches the latest whole
             version, and the differences since.
-        seconds: how long the call took; afterwards subscribers can fetch the version.
+        seconds: the duration of the call, after which subscribers can fetch the version.
     """
 
     version: int
@@ -55,7 +55,7 @@ class Publisher(Closing):
     """Publishes versions of parameters, which any number of `Subscriber`s follow.
 
     It holds two copies of the parameters in host memory, and the differences since the latest whole
-    version: about half of a third copy, at most.
+    version, which take at most about half of another copy.
 
     Args:
         master: `host:port` of the run's master; without a port, 48148.
@@ -64,14 +64,14 @@ class Publisher(Closing):
         security: as for a Communicator; None: PCCL_CURVE_DIR, if it is set.
         advertise: as for a Communicator.
         port_range: as for a Communicator.
-        connect_timeout: seconds in which a master must answer; None: a minute.
+        connect_timeout: seconds within which a master must answer; None: a minute.
 
     Raises:
         MasterLostError: no master answers in that time.
-        KickedError: the master refuses it, for the reason that the message gives.
+        KickedError: the master refuses it; the message gives the reason.
         ValueError: the parameters, or another argument, cannot be used.
-        PCCLError: INVALID_USAGE: keys are missing or unsafe, or no port is free for it;
-            INTERNAL_ERROR: the system has no descriptors or threads for it.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe, or no port is free; INTERNAL_ERROR:
+            the system lacks descriptors or threads.
     """
 
     def __init__(
@@ -88,22 +88,22 @@ class Publisher(Closing):
         options = Options(master, security, advertise, port_range, connect_timeout)
         self._others = _OtherPublishers()
         self._before: Bytes | None = None  # the content of the latest version
-        self._before_is_served = False  # as a whole version, and so must not change
-        self._version = 0  # the latest one published
-        self._tried = 0  # the latest one that may or may not have been published
+        self._before_is_served = False  # a whole version, which must not change
+        self._version = 0  # the latest published one
+        self._tried = 0  # the latest one, whether the master has it or not
         self._deltas: list[int] = []  # bytes of each since the latest whole version
         self._client = client(options, self._others, "Publisher", follows=False, relays=False)
 
     @property
     def version(self) -> int:
-        """The latest version that this publisher has published; 0: none."""
+        """The latest version of this publisher; 0: none."""
         return self._version
 
     def publish(self, version: int | None = None, *, timeout: float | None = None) -> Publication:
-        """Publishes what is in the parameters now; they must not change until it returns.
+        """Publishes the current parameters, which must not change until it returns.
 
         It does not wait for subscribers. If another publisher has published since this one's latest
-        version, the call fails, and the next one publishes a whole version.
+        version, the call fails, and the next call publishes a whole version.
 
         Args:
             version: its number, such as the step of training; greater than any before, and less
@@ -111,7 +111,7 @@ class Publisher(Closing):
             timeout: seconds to wait while the master is away; None: PCCL_MASTER_PATIENCE_S.
 
         Raises:
-            PCCLError: INVALID_USAGE: another process has published meanwhile, or the number is not
+            PCCLError: INVALID_USAGE: another process has published in between, or the number is not
                 greater than the latest.
             PCCLTimeoutError: the master has not answered in that time. The version may still be
                 published; call again without a number, or with a greater one.
@@ -122,7 +122,7 @@ class Publisher(Closing):
             raise error_of("publish", self._client.over)
         if version is None:
             version = max(self._others.latest, self._version, self._tried) + 1
-        elif not 0 < version < VERSION_MAX:  # leaves numbers for publishers that give none
+        elif not 0 < version < VERSION_MAX:  # leaves numbers for publishers without explicit ones
             raise ValueError(f"version is {version}: it must be from 1 to 2**61 - 1")
         blobs = self._blobs(version)
         call = self._client.call()
@@ -130,14 +130,14 @@ class Publisher(Closing):
             self._client.publish(call, blobs)
             end = call.next(timeout)
         except BaseException:
-            self._before, self._tried = None, version  # others may have it or not
+            self._before, self._tried = None, version  # others may or may not have it
             raise
         if end is None:
             self._before, self._tried = None, version
             assert timeout is not None
             raise timed_out("publish", timeout, "the master has not answered")
         if isinstance(end, Fail):
-            self._before = None  # subscribers have another version
+            self._before = None  # subscribers have a different version
             if self._client.over is not None:
                 raise error_of("publish", self._client.over)
             raise PCCLError(Result.INVALID_USAGE, "publish", f"{end.why}: publish again")
@@ -149,7 +149,7 @@ class Publisher(Closing):
     def close(self) -> None:
         """Ends the publisher. Idempotent.
 
-        Subscribers keep what they have, and serve it to each other.
+        Subscribers keep their versions, and serve each other.
         """
         self._client.close("the publisher was closed")
 
@@ -159,7 +159,7 @@ class Publisher(Closing):
     # ---- packages ----
 
     def _blobs(self, version: int) -> tuple[Blob, ...]:
-        """Makes the packages of the version that is in the parameters now."""
+        """Makes the packages of the version in the parameters."""
         new, owner = self._tensors.read()
         found = found_digests(new)
         made: list[Blob] = []

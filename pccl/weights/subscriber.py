@@ -30,7 +30,7 @@ from pccl.weights.tensors import (
 
 log = logging.getLogger("pccl")
 
-# What to do if no holder of a version can be reached by a subscriber that only dials out.
+# The remedy if a subscriber that only dials out can reach no holder of a version.
 HINT = (
     "; this subscriber only dials out (PCCL_OUTGOING_ONLY): one that has the version must be "
     "reachable, or a peer of the run relay (PCCL_RELAY=1)"
@@ -40,20 +40,20 @@ HINT = (
 class Subscriber(Closing):
     """Follows the versions of parameters that a `Publisher` publishes.
 
-    New versions are fetched, verified and assembled in the background, in separate memory. Only
-    `swap` changes the parameters. The subscriber serves what it has fetched to other subscribers,
-    over this machine's uplink; `relay=False` is for machines whose uplink has no capacity left. It
-    holds one copy of the parameters in host memory, and a relay a second one.
+    It fetches, verifies and assembles new versions in the background, in separate memory. Only
+    `swap` changes the parameters. The subscriber serves its versions to other subscribers, over
+    this machine's uplink. Use `relay=False` if that uplink has no spare capacity. It holds one copy
+    of the parameters in host memory, and a relay holds two.
 
-    If the publisher is gone, a subscriber keeps what it has, and continues when another publisher,
-    or the same one, publishes again. If the master is away for longer than PCCL_MASTER_PATIENCE_S,
-    the subscriber ends: `wait` raises MasterLostError, and `swap` still brings the staged version.
+    If the publisher is gone, a subscriber keeps its version, and continues when any publisher
+    publishes again. If the master is away for longer than PCCL_MASTER_PATIENCE_S, the subscriber
+    ends: `wait` raises MasterLostError, and `swap` still takes the staged version.
 
     Args:
         master: `host:port` of the run's master; without a port, 48148.
-        parameters: by name; with the same names, element types and sizes as the publisher's. Their
-            content does not matter: the first `swap` overwrites all of it.
-        relay: whether it serves what it has fetched to others.
+        parameters: by name; with the same names, element types and sizes as the publisher's. The
+            first `swap` overwrites their whole content.
+        relay: whether it serves its versions to others.
         security: as for a Communicator; None: PCCL_CURVE_DIR, if it is set.
         advertise: as for a Communicator.
         port_range: as for a Communicator.
@@ -90,12 +90,12 @@ class Subscriber(Closing):
 
     @property
     def staged(self) -> int:
-        """The version that `swap` would bring; 0: none yet."""
+        """The version that `swap` would take; 0: none yet."""
         return self._stage.version
 
     @property
     def latest(self) -> int:
-        """The newest version that the master has announced; 0: none yet."""
+        """The newest version announced by the master; 0: none yet."""
         return self._stage.latest
 
     def wait(self, newer_than: int | None = None, *, timeout: float | None = None) -> int:
@@ -109,10 +109,10 @@ class Subscriber(Closing):
             The staged version.
 
         Raises:
-            PCCLTimeoutError: no newer version was staged within that time; the message says which
-                one is staged, and which was published.
+            PCCLTimeoutError: no newer version was staged within that time; the message names the
+                staged version and the published one.
             MasterLostError, KickedError: this subscriber has ended, and stages no more versions.
-            PCCLError: INVALID_ARGUMENT: what is published does not fit these parameters.
+            PCCLError: INVALID_ARGUMENT: the published version does not fit these parameters.
         """
         stage, quiet = self._stage, Quiet()
         until_s = math.inf if timeout is None else time.monotonic() + timeout
@@ -133,9 +133,9 @@ class Subscriber(Closing):
             return stage.version
 
     def swap(self) -> int:
-        """Copies the staged version into the parameters, if it is newer; nothing else changes them.
+        """Copies the staged version into the parameters, if it is newer; only this changes them.
 
-        It takes as long as the copy. If a version is being assembled, it waits for that first.
+        It takes the time of the copy. If a version is being assembled, it waits for that first.
 
         Returns:
             The version in the parameters; 0: none yet.
@@ -143,7 +143,7 @@ class Subscriber(Closing):
         return self._stage.swap()
 
     def close(self) -> None:
-        """Ends the subscriber; the parameters stay as they are. Idempotent."""
+        """Ends the subscriber, without changing the parameters. Idempotent."""
         self._client.close("the subscriber was closed")
 
     def __reduce__(self) -> str | tuple[object, ...]:
@@ -155,10 +155,10 @@ class _Stage(BlobStore):
 
     Attributes:
         changed: held while any attribute changes.
-        version: the version that is whole and verified; 0: none.
+        version: the whole, verified version; 0: none.
         swapped: the version in the parameters; 0: none.
-        latest: the newest version that was published.
-        failure: why there will be no other version; None: there may be.
+        latest: the newest published version.
+        failure: the reason why no other version will come; None: one may come.
     """
 
     def __init__(self, tensors: Tensors, relay: bool) -> None:
@@ -173,7 +173,7 @@ class _Stage(BlobStore):
 
     @property
     def lacks(self) -> str:
-        """Says what `wait` waits for."""
+        """Describes the version that `wait` waits for."""
         newer = f" ({self.latest} was published)" if self.latest > self.version else ""
         return f"version {self.version} is staged, and no newer one has come{newer}"
 
@@ -235,7 +235,7 @@ class _Stage(BlobStore):
     # ---- versions ----
 
     def _put_together(self, version: int, head: Head, blob: Blob) -> None:
-        """Applies a package to the memory; raises Damaged if that does not give its version."""
+        """Applies a package to the memory; raises Damaged if the result is not its version."""
         if head.base == 0:
             self._memory[:] = blob.body
         elif head.base == version:
@@ -251,7 +251,7 @@ class _Stage(BlobStore):
                 raise Damaged(f"{tensor.name!r} is not what was published")
 
     def _whole(self, head: Head) -> Blob | None:
-        """The whole version, if it was published: others can then fetch it from here."""
+        """The whole version, if it was published, so that others can fetch it from here."""
         wanted = [one for one in self._available if one.key == (head.version, 0)]
         if not head.base or not wanted:
             return None

@@ -1,13 +1,12 @@
-"""Parameters as they are published: their bytes, digests, and differences between two versions.
+"""Published parameters: their bytes, their digests, and differences between two versions.
 
 After a step of training in bfloat16, 1 % to 3 % of the elements have changed, most of them by one
 bit. A difference holds the exclusive or (XOR) of the old and the new bits. If few elements have
 changed, it holds the gaps between their positions and the XOR of each; otherwise the XOR of all
-elements. Bytes of equal significance are grouped, and zlib codes runs of zeros, and bytes by
-their frequency. With 2 % of the elements changed, this takes 0.20 bits for each bfloat16 element
-(measured); the theoretical limit is 0.19. zlib comes with Python on every machine. Its search for
-repetitions is off, because such data has none; so newer codecs, which search better, would gain
-nothing.
+elements. Bytes of equal significance are grouped, and zlib encodes runs of zeros, and bytes by
+frequency. With 2 % of the elements changed, this takes 0.20 bits for each bfloat16 element
+(measured); the theoretical limit is 0.19. zlib comes with every Python. Its search for repetitions
+is off, because such data has none, so newer codecs with a better search would not help.
 
 Tensors are cut into spans, which several threads process. In memory the tensors lie in the order of
 their names, each at a multiple of ALIGNMENT.
@@ -38,8 +37,10 @@ from pccl.weights.client import Blob
 Words = npt.NDArray[np.unsignedinteger]
 Bytes = npt.NDArray[np.uint8]
 
-SPARSE_UP_TO = 1 / 6  # the share of changed elements above which the XOR of all takes fewer bytes
-_HEADER = struct.Struct("<BBxxIII")  # how, bytes of a gap, changed elements, bytes, packed bytes
+SPARSE_UP_TO = 1 / 6  # the share of changed elements above which the XOR of all elements is smaller
+_HEADER = struct.Struct(
+    "<BBxxIII"
+)  # encoding, bytes of a gap, changed elements, bytes, packed bytes
 
 
 class How(IntEnum):
@@ -49,7 +50,7 @@ class How(IntEnum):
 
 
 class Damaged(ValueError):
-    """A package's bytes cannot be those of a difference, or of a head, for these tensors."""
+    """The bytes of a package are not a difference, or a head, for these tensors."""
 
 
 def words(data: Bytes, itemsize: int) -> Words:
@@ -80,7 +81,7 @@ def apply(content: Words, data: memoryview) -> int:
     """Turns the old content of a span into the new one, in place.
 
     Returns:
-        How many bytes of `data` it took.
+        The number of bytes of `data` that it used.
 
     Raises:
         Damaged: `data` is not a difference of such a span; the content may have changed.
@@ -182,10 +183,10 @@ class Tensors:
 
     Args:
         parameters: by name; numpy arrays or torch tensors, on the CPU or a CUDA device.
-        writable: whether they will be written to.
+        writable: whether the program writes to them.
 
     Raises:
-        ValueError, UnsupportedError: there are none, or they are not arrays that pccl supports.
+        ValueError, UnsupportedError: there are no parameters, or pccl does not support the arrays.
     """
 
     def __init__(self, parameters: Mapping[str, Array], *, writable: bool) -> None:
@@ -251,7 +252,7 @@ class Tensors:
         return [buffer.nbytes for buffer in self._buffers]
 
     def mismatch(self, head: Head) -> str:
-        """How the tensors of a head differ from these; empty if they match."""
+        """The difference between a head's tensors and these; empty if they match."""
         theirs, ours = {one.name: one for one in head.tensors}, {*self._names}
         for name in sorted(theirs.keys() ^ ours):
             where = "here" if name in ours else "in what was published"

@@ -4,17 +4,17 @@
  *
  * A program calls pcclInit() once. Each process is one peer of a run: it creates a communicator,
  * connects it to the run's master, and calls collectives with the other peers, which may be C or
- * Python programs. All functions return a result. After a failure, pcclGetLastError() describes the
- * cause and what to do, and the log on stderr has more (PCCL_LOG_LEVEL).
+ * Python programs. All functions return a result. After a failure, pcclGetLastError() gives the
+ * cause and the remedy, and the log on stderr has details (PCCL_LOG_LEVEL).
  *
  * Any thread may call any function, and several threads may use one communicator. Calls block
  * until the other peers of the group make the same call. Calls do what the Python API does, with
  * the same settings in environment variables: docs/reference/c.md, docs/reference/api.md,
  * docs/howto/tuning.md.
  *
- * Pointers to results must not be NULL, unless their function says so. Calls with an invalid
- * argument or a destroyed communicator or master, and calls at the wrong time, change nothing and
- * return pcclInvalidArgument or pcclInvalidUsage. */
+ * Pointers to results must not be NULL, unless the function allows it. A call with an invalid
+ * argument or a destroyed communicator or master, or at the wrong time, changes nothing and returns
+ * pcclInvalidArgument or pcclInvalidUsage. */
 
 #ifndef PCCL_H
 #define PCCL_H
@@ -47,14 +47,14 @@ typedef enum pcclResult_t {
     pcclInvalidArgument = 3,        /* an argument is not valid, or peers ask for different work */
     pcclInvalidUsage = 4,           /* the call is not allowed now, or peers are in other calls */
     pcclTooFewPeers = 5,            /* this peer is alone in its group */
-    pcclMasterConnectionFailed = 6, /* the master cannot be reached, or has gone */
+    pcclMasterConnectionFailed = 6, /* the master cannot be reached, or is gone */
     pcclRankConnectionFailed = 7,   /* another peer cannot be reached */
     pcclRankConnectionLost = 8,     /* another peer was lost: inputs are unchanged, call again */
-    pcclNoSharedStateAvailable = 9, /* no peer offers what this one must receive */
+    pcclNoSharedStateAvailable = 9, /* no peer offers the shared state that this one needs */
     pcclPendingAsyncOps = 10,       /* await the launched collectives first */
     pcclUpdateTopologyFailed = 11,
     pcclTopologyOptimizationFailed = 12,
-    pcclTimeout = 13 /* a time limit has passed, this peer's or another one's: call again */
+    pcclTimeout = 13 /* this peer's time limit, or another peer's, has passed: call again */
 } pcclResult_t;
 
 /* Element types. */
@@ -73,7 +73,7 @@ typedef enum pcclDataType_t {
     pcclDouble = 11
 } pcclDataType_t;
 
-/* Where memory is: in the host, or on the current GPU, which needs torch with CUDA. */
+/* The place of memory: in the host, or on the current GPU, which needs torch with CUDA. */
 typedef enum pcclDeviceType_t { pcclDeviceCpu = 0, pcclDeviceCuda = 1 } pcclDeviceType_t;
 
 /* The operation of a reduction. The average of integers is rounded towards 0. */
@@ -93,21 +93,21 @@ typedef enum pcclAttribute_t {
     PCCL_ATTRIBUTE_LARGEST_PEER_GROUP_WORLD_SIZE = 4  /* peers of the largest group */
 } pcclAttribute_t;
 
-/* How the content of the shared state is chosen. */
+/* A peer's role in the choice of the shared state's content. */
 typedef enum pcclSharedStateSyncStrategy_t {
     PCCL_SHARED_STATE_SYNC_STRATEGY_ENFORCE_POPULAR = 0, /* the most common content wins */
     PCCL_SHARED_STATE_SYNC_STRATEGY_RECEIVE_ONLY = 1,    /* this peer receives from the senders */
     PCCL_SHARED_STATE_SYNC_STRATEGY_SEND_ONLY = 2        /* this peer offers its content */
 } pcclSharedStateSyncStrategy_t;
 
-/* How values are distributed. Nothing uses it. */
+/* The distribution of values, which has no effect. */
 typedef enum pcclDistributionHint_t {
     pcclDistributionNone = 0,
     pcclDistributionNormal = 1,
     pcclDistributionUniform = 2
 } pcclDistributionHint_t;
 
-/* How floats are quantized on the wire. The block-wise algorithms have a scale for each 256 (8
+/* The quantization of floats on the wire. The block-wise algorithms have a scale for each 256 (8
  * bits) or 64 (4 bits) elements, and ignore quantized_datatype. docs/internals/quantization.md has
  * the errors. */
 typedef enum pcclQuantizationAlgorithm_t {
@@ -198,7 +198,7 @@ typedef struct pcclTensorInfo_t {
     size_t count; /* elements */
     pcclDataType_t datatype;
     pcclDeviceType_t device_type;
-    bool allow_content_inequality; /* the content is not compared, and only newcomers receive it */
+    bool allow_content_inequality; /* peers do not compare the content; only newcomers receive it */
 } pcclTensorInfo_t;
 
 typedef struct pcclSharedState_t {
@@ -238,7 +238,7 @@ PCCL_EXPORT const char *pcclGetLastError(void);
 PCCL_EXPORT pcclResult_t pcclCreateCommunicator(const pcclCommCreateParams_t *params,
                                                 pcclComm_t **comm_out);
 
-/* Joins the run: returns when all accepted peers have admitted this one by pcclUpdateTopology().
+/* Joins the run: returns when all accepted peers have admitted this one in pcclUpdateTopology().
  * pcclMasterConnectionFailed: no master answers; call again later. */
 PCCL_EXPORT pcclResult_t pcclConnect(pcclComm_t *comm);
 
@@ -254,14 +254,14 @@ PCCL_EXPORT pcclResult_t pcclUpdateTopology(pcclComm_t *comm);
 /* Whether peers wait; all callers get the same answer. All accepted peers of all groups call it. */
 PCCL_EXPORT pcclResult_t pcclArePeersPending(const pcclComm_t *comm, bool *pending_out);
 
-/* Measures the links between the peers, and orders the ring by them. All accepted peers call it. */
+/* Measures the links between the peers, and chooses the fastest ring. All accepted peers call it. */
 PCCL_EXPORT pcclResult_t pcclOptimizeTopology(const pcclComm_t *comm);
 
 /* ---- collectives ---- */
 
 /* Reduces `sendbuf` over all peers of the group into `recvbuf`, with the same bits on all of them.
  * pcclRankConnectionLost: a peer was lost. `sendbuf` is unchanged then, even if it is `recvbuf`:
- * call again, and the remaining peers go on. `info_out` may be NULL. */
+ * call again, and the remaining peers continue. `info_out` may be NULL. */
 PCCL_EXPORT pcclResult_t pcclAllReduce(const void *sendbuf, void *recvbuf,
                                        const pcclReduceDescriptor_t *descriptor,
                                        const pcclComm_t *comm, pcclReduceInfo_t *info_out);

@@ -1,14 +1,14 @@
 """Clients: processes that publish or follow weights beside the run.
 
-Clients are not members: they do not vote, no peer waits for them, and they learn nothing that would
-let them connect to peers. The master sends a client that seeks a package to a holder. A holder
+Clients are not members: they do not vote, no peer waits for them, and they do not get the secrets
+needed to connect to peers. The master sends a client that seeks a package to a holder. A holder
 serves few receivers at a time, and each receiver becomes a holder when it has the package, so each
 package spreads along a tree. Faster receivers, by the rates that they measure, come first and get
-the fastest free holder. A slow receiver gives its place at the holder back, so that no other client
+the fastest free holder. A slow receiver gives back its place at the holder, so that no other client
 waits for it.
 
-Clients that follow seek each difference as soon as they learn of it. The master assigns their
-holders when the difference is published, which saves a round trip.
+Followers seek each difference as soon as they learn of it. The master already assigns their holders
+when the difference is published, which saves a round trip.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Catalogue:
         self._packages: dict[Key, m.Package] = {}
         self._holders: dict[Key, dict[int, None]] = {}
         self._held: dict[int, dict[Key, None]] = {}  # by holder
-        self.head = 0  # the newest version of the weights that was ever published
+        self.head = 0  # the newest version of the weights ever published
 
     @property
     def packages(self) -> tuple[m.Package, ...]:
-        """The available packages: the newest ones, as many as fit into a message."""
+        """The newest available packages, as many as fit into a message."""
         newest = sorted(self._packages)[-m.PACKAGES_MAX :]
         return tuple(self._packages[key] for key in newest)
 
@@ -47,7 +47,7 @@ class Catalogue:
         return self._packages.get(package.key) == package and number in self.holders(package.key)
 
     def holders(self, key: Key) -> Iterable[int]:
-        """The holders of a package, in the order in which they got it."""
+        """The holders of a package, in the order of their receipt."""
         return self._holders.get(key, ())
 
     def size(self, key: Key) -> int:
@@ -56,8 +56,9 @@ class Catalogue:
         return 0 if package is None else package.nbytes
 
     def set(self, number: int, packages: Iterable[m.Package]) -> Iterator[m.Package]:
-        """Sets the packages of a client. Yields those that contradict packages of other clients,
-        which came first and stay.
+        """Sets the packages of a client.
+
+        Yields those that contradict packages of other clients, which came first and stay.
         """
         old = self._held.pop(number, {})
         new: dict[Key, None] = {}
@@ -77,7 +78,7 @@ class Catalogue:
             self._held[number] = new
 
     def _agrees(self, package: m.Package) -> bool:
-        """True unless it contradicts the packages of the same version that others hold."""
+        """True unless it contradicts other clients' packages of the same version."""
         known = self._packages.get(package.key)
         if known is not None:
             return known == package
@@ -92,7 +93,7 @@ class Catalogue:
 
 FIRST = 1 << 40  # the number of the first client; peers have lower numbers
 SLOTS = 1 << 16  # the slots of a holder, as in c/pccl_core.h
-PLACES = 2  # receivers that a holder serves at a time: with one, its link would idle in between
+PLACES = 2  # receivers that a holder serves at a time; with one, its link would idle in between
 SMALL_BYTES = 1 << 20  # smaller transfers are mostly round trips, which leave the link idle
 PLACES_SMALL = 8  # receivers of a holder at a time, for such packages
 
@@ -104,9 +105,9 @@ class Client:
     nonce: int  # admits other clients to its streams
     slot: int
     seek: m.Seek | None = None
-    foreseen: m.Seek | None = None  # `seek`, if it has not said so yet
+    foreseen: m.Seek | None = None  # it is assumed to seek `seek`, but has not said so yet
     holder: int = 0  # it fetches from this client; 0: it waits for a holder
-    slow: bool = False  # it has given its place back
+    slow: bool = False  # it has given back its place
     rate: int = 0  # bytes/s of its last fetch
     rates: dict[int, int] = field(default_factory=dict)  # bytes/s of its last fetch, by holder
     given: int = 0  # bytes/s of the last fetch from it
@@ -223,7 +224,7 @@ class Clients:
         self._assign()
 
     def _objection(self, packages: tuple[m.Package, ...]) -> str:
-        """Why these cannot be the next version; empty if they can."""
+        """The reason why these cannot be the next version; empty if they can."""
         head, version = self.catalogue.head, packages[0].version
         if any(package.base not in (0, head) for package in packages):
             return f"another process has published version {head} of the weights meanwhile"
@@ -252,8 +253,8 @@ class Clients:
         self._assign()
 
     def _foresee(self, package: m.Package) -> None:
-        """Notes which clients will seek a new package: those that have fetched its base before,
-        and fetch nothing now.
+        """Notes which clients will seek a new package: those that have fetched its base, and do not
+        fetch now.
         """
         for one in self.all.values():
             if package.base and one.version == package.base and one.rate and one.seek is None:
@@ -283,7 +284,7 @@ class Clients:
     def _request_rendezvous(self, one: Client, request: m.RendezvousRequest) -> None:
         receiver = self.all.get(request.peer)
         if receiver is None:
-            return  # it has gone meanwhile
+            return  # it has left in the meantime
         relays = self.rendezvous.relays
         for to, message in reach.rendezvous(one.info, receiver.info, request, relays):
             if to.peer in self.all:
@@ -340,11 +341,11 @@ class Clients:
         return rate, -self._taken(holder)
 
     def _places(self, key: tuple[int, int]) -> int:
-        """How many clients may fetch a package from one holder at a time."""
+        """The number of clients that may fetch a package from one holder at a time."""
         return PLACES_SMALL if self.catalogue.size(key) < SMALL_BYTES else PLACES
 
     def _taken(self, holder: Client) -> int:
-        """How many places of a holder are taken. Slow receivers take none."""
+        """The number of occupied places of a holder. Slow receivers occupy none."""
         return sum(not self.all[number].slow for number in holder.receivers)
 
     # ---- messages to clients ----

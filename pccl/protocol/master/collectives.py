@@ -1,4 +1,4 @@
-"""Collectives from their start to their outcome, and peers that cannot reach each other in them."""
+"""Collectives from start to outcome, and their peers that cannot reach each other."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def is_pair(number: int, vote: m.StartVote) -> bool:
 
 
 def mismatch(rows: Sequence[Rows]) -> tuple[int, int] | None:
-    """The first two ranks of which one gives the other a number of rows that it does not take."""
+    """The first two ranks whose numbers of given and taken rows differ."""
     taken = list(zip(*(takes for _, takes in rows), strict=True))  # by giver and taker
     for rank, (gives, _) in enumerate(rows):
         if gives != taken[rank]:
@@ -88,7 +88,7 @@ def form(vote: Vote) -> object:
 
 
 def sees_others(one: Vote, other: Vote) -> bool:
-    """True if the votes are for the same call, but by peers that disagree on ranks or members."""
+    """True if the votes are for the same call by peers that disagree on ranks or members."""
     asked: m.Spec = one.payload
     return asked.sees_others_than(other.payload)
 
@@ -152,7 +152,7 @@ class CollectiveTable:
 
     def __init__(self) -> None:
         self._running: dict[int, Running] = {}
-        self._counts: dict[int, int] = {}  # by peer: how many collectives it is a member of
+        self._counts: dict[int, int] = {}  # by peer: the number of its collectives
 
     def __iter__(self) -> Iterator[Running]:
         return iter(self._running.values())
@@ -210,7 +210,7 @@ class CollectiveTable:
 
 Combine: TypeAlias = Callable[[m.Spec, Sequence[bytes]], bytes]
 SMALL_BYTES_MAX = 3 << 20  # bytes of all results that peers may lack
-CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # why a peer may say that it could not complete
+CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # the causes that a peer may give for a failure
 REASONS = {m.Cause.TIMEOUT: Reason.TIMEOUT, m.Cause.MEMORY: Reason.MEMORY}
 
 
@@ -220,8 +220,8 @@ class Collectives(Part):
     def __init__(self, common: Common, table: CollectiveTable, combine: Combine) -> None:
         super().__init__(common)
         self._table, self._combine = table, combine
-        # the most small results that peers may lack at a time. A small result is final when it is
-        # sent: only the master's death can keep it from a living peer, and then another peer
+        # the maximum of small results that peers may lack at a time. A small result is final when
+        # it is sent: only the master's death can keep it from a living peer, and then another peer
         # reports it to the next master. All such results must fit into one message.
         self.small_max = 128
 
@@ -318,7 +318,7 @@ class Collectives(Part):
         self._outbox.fail_all(round_.calls, round_.id, result, why, cause)
 
     def _mismatch(self, round_: Round, rings: tuple[m.Ring, ...]) -> str:
-        """Says which members give other numbers of rows than others take; empty: none do."""
+        """Describes members that give other numbers of rows than others take; else empty."""
         votes = round_.votes
         order = [number for number in rings[0].order if votes[number].rows is not None]
         if not order:
@@ -391,7 +391,7 @@ class Collectives(Part):
             self._settle(running)
 
     def _settle(self, running: Running) -> None:
-        """Decides the outcome when all surviving members have voted."""
+        """Decides the outcome after the votes of all surviving members."""
         if len(running.votes) < len(running.members):  # only members vote
             return
         # when one of the two peers of a send is lost, nobody knows whether it had the result
@@ -459,7 +459,7 @@ class Collectives(Part):
         return True
 
     def resolve(self, running: Running, why: str) -> None:
-        """Interrupts a collective from before a restart whose outcome no peer knows."""
+        """Interrupts a collective from before a restart whose outcome is unknown."""
         self._table.add(running)
         self.interrupt([running], why, reason=Reason.MASTER_LOST)
 

@@ -2,9 +2,9 @@
 
 A line has one input of a master and its effects, without secrets.
 
-The reader of a log cannot take part in the run, or read its data: `Redactor` replaces secrets by
-pseudonyms and leaves payloads out. Equal secrets get equal pseudonyms, so another master that is
-fed the log decides as the first one did. The digests of the effects prove that.
+The reader of a log cannot take part in the run, or read its data: `Redactor` replaces secrets with
+pseudonyms and omits payloads. Equal secrets get equal pseudonyms, so another master that gets the
+log's inputs makes the same decisions, as the digests of the effects prove.
 
 The file is runtime/server/eventlog.py.
 """
@@ -32,11 +32,11 @@ RUN_BYTES = 7  # any number of a run has 62 bits
 
 
 class Redactor:
-    """Replaces secrets by pseudonyms.
+    """Replaces secrets with pseudonyms.
 
     Args:
-        key: makes the pseudonyms; must not be stored. None: the input is redacted already, and
-            stays as it is.
+        key: the key of the pseudonyms, which must not be stored. None: the input is already
+            redacted, and stays unchanged.
     """
 
     def __init__(self, key: bytes | None) -> None:
@@ -48,11 +48,11 @@ class Redactor:
         return int.from_bytes(self._hash(b"run %d" % number, RUN_BYTES))
 
     def event(self, event: inputs.Input) -> inputs.Input:
-        """Redacts an input, and leaves its payloads out; `sizes` gives their sizes."""
+        """Redacts an input, and omits its payloads; `sizes` gives their sizes."""
         return self._clean(event, lambda data: b"")
 
     def message(self, message: m.MasterMessage) -> m.MasterMessage:
-        """Redacts a message of the master, and replaces data by its size."""
+        """Redacts a message of the master, and replaces data with its size."""
         return self._clean(message, lambda data: b"%d" % len(data))
 
     def effect(self, effect: Effect) -> Any:
@@ -123,7 +123,7 @@ def _structures(hint: Any) -> Iterator[type[Struct]]:
 
 
 def sizes(event: inputs.Input) -> tuple[int, ...]:
-    """The sizes of the payloads that `Redactor.event` leaves out, in bytes."""
+    """The sizes in bytes of the payloads that `Redactor.event` omits."""
     match event:
         case inputs.Received(_, m.StartVote(data=data)) if data is not None:
             return (len(data),)
@@ -183,7 +183,7 @@ class Line(Struct, frozen=True, omit_defaults=True, tag="event"):
 
 
 class Gap(Struct, frozen=True, tag="gap"):
-    """Stands for inputs that could not be written."""
+    """Takes the place of inputs that could not be written."""
 
     lost: int
     why: str
@@ -302,7 +302,7 @@ SECRET = b"of a master without peers"  # its nonces reach nobody
 
 
 class Differs(Exception):
-    """A replayed master did not do what the log says; the text tells the difference."""
+    """A replayed master acted differently from the log; the text gives the difference."""
 
 
 class Replay:
@@ -313,7 +313,7 @@ class Replay:
         self._recorder = Recorder(None)
 
     def lose(self) -> None:
-        """Lines are missing: later ones cannot be fed until another master begins."""
+        """Notes missing lines: later ones cannot be fed until another master begins."""
         self.master = None
 
     def feed(self, line: Line) -> bool:

@@ -1,4 +1,4 @@
-"""The numbers and results of a run, and what a journal keeps of it for the next master."""
+"""The numbers and results of a run, and its journal for the next master."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FINISHED = Refusal(
     m.Cause.FINISHED,
 )
 WHOLE_RUN = 0  # a key of `Journal.refused`, in place of a peer's number: the run is finished
-REFUSED_MAX = 256  # the reasons for dropping peers are kept for the latest ones
+REFUSED_MAX = 256  # the reasons are kept for the latest dropped peers
 
 
 def keep_latest(refused: MutableMapping[int, Any]) -> None:
@@ -55,8 +55,8 @@ class Journal(Struct, frozen=True):
 
 
 NONCE_BYTES = 8
-# seqs and epochs begin with the number of the master's incarnation: a restarted master may not know
-# the last ones
+# seqs and epochs begin with the number of the master's incarnation, because a restarted master may
+# not know the last ones
 INCARNATION_SHIFT = 32
 EPOCH_SHIFT = 16
 
@@ -66,7 +66,7 @@ class Numbers:
 
     Args:
         secret: random bytes that only this master knows and uses; at most 64 bytes.
-        incarnation: how often the run's master was restarted; all numbers begin with it.
+        incarnation: the number of restarts of the run's master; all numbers begin with it.
 
     Attributes:
         next_seq: the next sequence number.

@@ -70,7 +70,7 @@ class Rejected(Struct, frozen=True, tag="rejected"):
 
 
 class Disconnected(Struct, frozen=True, tag="disconnected"):
-    """Connections are lost: the only evidence of a peer's death."""
+    """Connections are lost, which is the only evidence of a peer's death."""
 
     conns: tuple[bytes, ...]
     why: str

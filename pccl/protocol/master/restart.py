@@ -1,7 +1,7 @@
 """The recovery of a restarted master from what returning peers report.
 
-The journal only names the accepted peers. The peers know the rest, and a fact that no survivor
-knows cannot matter to a survivor. docs/internals/protocol.md ("A restarted master") has the rules.
+The journal has only the accepted peers. The peers know the rest, and a fact that no survivor knows
+cannot matter. docs/internals/protocol.md ("A restarted master") has the rules.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pccl.protocol.master.run import Run
 from pccl.protocol.master.topology import Group
 from pccl.types import Result
 
-WAIT_S = 5.0  # for peers to come back; they try several times a second
+WAIT_S = 5.0  # time for peers to come back; they try several times a second
 UNJOURNALED_WAIT_S = 1.0  # without a journal other groups are unknown, and may be slower
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; peers send two
 NUMBER_MAX = 1 << 62  # numbers of peers and rounds: more than can ever occur
 INCARNATION_MAX = 1 << 15  # incarnations of the master: epochs begin with them and have 32 bits
 WEIGHTS_MAX = 1 << 31
-ALL_HELD_MAX = 1 << 31  # bytes, about, of all returning peers' messages
-HELD_MAX = 1 << 28  # bytes, about, of the messages that name a run of the minority
+ALL_HELD_MAX = 1 << 31  # approximate bytes of all returning peers' messages
+HELD_MAX = 1 << 28  # approximate bytes of the messages that name a run of the minority
 RESTARTED = "the master was restarted"
 _RESULTS = frozenset(result.value for result in Result)
 _CALLED = frozenset(m.Called)
@@ -207,7 +207,7 @@ class Recovery:
 
 
 def weight(resume: m.Resume) -> int:
-    """The bytes, about, that a peer's message takes in memory."""
+    """The approximate bytes that a peer's message takes in memory."""
     numbers = sum(len(one.members) for one in resume.open)
     numbers += sum(len(one.members) for one in resume.small)
     numbers += sum(len(ring.order) for ring in resume.rings)
@@ -250,7 +250,7 @@ def _failed(resumes: Mapping[int, m.Resume]) -> list[Lacked]:
 
 
 def _unheard(collectives: Mapping[int, Unresolved]) -> Iterator[Lacked]:
-    """Starts that some members never heard of. Their votes are void: the collectives fail."""
+    """Starts that some members never received. Their votes are void: the collectives fail."""
     lost = Result.RANK_CONNECTION_LOST.value
     for seq, was in collectives.items():
         called = m.Called.COLLECTIVE, was.tag, was.pair or ()
@@ -260,7 +260,7 @@ def _unheard(collectives: Mapping[int, Unresolved]) -> Iterator[Lacked]:
 
 
 def outdated(resumes: Mapping[int, m.Resume]) -> set[int]:
-    """The peers that the run has continued without: the latest plan of their group lacks them."""
+    """The peers without which the run has continued: the latest plan of their group lacks them."""
     latest: dict[int, m.Resume] = {}
     for resume in resumes.values():
         group = resume.info.group

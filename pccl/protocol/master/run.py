@@ -1,4 +1,4 @@
-"""A run: its parts, and the steps that concern several of them."""
+"""A run: its parts, and the steps that involve several of them."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Run:
             self._go_on_without(lost, gone)
 
     def _note_loss(self, number: int, refusal: Refusal | None) -> None:
-        """Notes that an accepted peer is gone. It is told `refusal` if it tries to come back."""
+        """Notes that an accepted peer is gone. It gets `refusal` if it tries to come back."""
         self.outbox.do(Forget(number, refusal))
         if refusal is not None:
             self.refused[number] = refusal
@@ -235,7 +235,7 @@ class Run:
     # ---- patience ----
 
     def withdraw(self, number: int, call: int, seq: int) -> None:
-        """Withdraws a peer's call. Does nothing if its answer is on the way already."""
+        """Withdraws a peer's call. Does nothing if its answer is already on the way."""
         if not (
             self.collectives.withdraw(number, seq)
             or self.synchronizations.withdraw(number, call)

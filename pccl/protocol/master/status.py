@@ -1,7 +1,7 @@
-"""A snapshot of a run: its peers and groups, and what each call waits for.
+"""A snapshot of a run: its peers and groups, and the peers that each call waits for.
 
 It contains no secrets, so its reader cannot take part in the run: no run number, nonce, password or
-key. Texts that quote peers are printable. Of many waits it has only the oldest, so that its cost is
+key. Texts that quote peers are printable. It has only the oldest of many waits, so that its size is
 limited whatever the peers call.
 """
 
@@ -61,11 +61,11 @@ class PeerStatus(Struct, frozen=True):
     host: str  # the host where others reach it
     port: int  # the port where others reach it
     group: int  # the number of its group
-    accepted: bool  # whether it is accepted; if not, it is pending
+    accepted: bool  # whether it is accepted; otherwise it is pending
     here_s: float  # seconds since it joined, or since the master was restarted
     silent_s: float  # seconds since its last message. It sends none while it computes.
     synchronised: bool  # whether it took part in its group's last synchronization
-    calls: tuple[CallStatus, ...]  # the calls that it is in; of many the first ones
+    calls: tuple[CallStatus, ...]  # its current calls, or the first of many
     # seconds since anything came over its connection, including heartbeats. They continue while it
     # computes, and stop when its process or network does. null: the master's system does not tell.
     heartbeat_s: float | None = None
@@ -81,11 +81,11 @@ class WaitStatus(Struct, frozen=True):
     """A call that some peers are in and that waits for others."""
 
     call: str  # the call, with its arguments
-    group: int | None  # the group that makes it; null: all peers do
+    group: int | None  # the group that makes it; null: the whole run
     phase: Phase  # its phase
     waited_s: float  # how long the first peer has been in it; if it is RUNNING, how long all have
     entered: int  # the number of peers in it
-    missing: tuple[int, ...]  # the peers that it waits for; of many the first ones
+    missing: tuple[int, ...]  # the peers that it waits for, or the first of many
     missing_count: int  # the number of peers that it waits for
     why: str  # which peers it waits for, where these are, and their progress, in words
     # the least share of a RUNNING or RECEIVING call that a missing peer has reported; null: none
@@ -117,9 +117,8 @@ class GroupStatus(Struct, frozen=True):
     # bytes per second that each link carried in the last collective around the ring; null before
     # the first
     bus_rate: float | None
-    # the share of the time since the first collective that was not lost. Time is lost by
-    # collectives that are aborted, until the next one starts, and by waiting for peers to enter
-    # calls.
+    # the useful share of the time since the first collective. Time is lost by aborted collectives,
+    # until the next one starts, and by waiting for peers to enter calls.
     goodput: float | None
 
 
@@ -147,20 +146,20 @@ class ClientStatus(Struct, frozen=True):
 
 
 class WeightsStatus(Struct, frozen=True):
-    """The weights that are published beside the run."""
+    """The published weights."""
 
-    version: int  # the newest version that was ever published; 0: none
+    version: int  # the newest version ever published; 0: none
     followers: dict[int, int]  # the number of clients that have published nothing, by their version
-    clients: tuple[ClientStatus, ...]  # the clients; of many the first ones
+    clients: tuple[ClientStatus, ...]  # the clients, or the first of many
     clients_left_out: int  # the number of further clients
 
 
 class Status(Struct, frozen=True):
-    """A run, as its master knows it."""
+    """A run, as seen by its master."""
 
     version: str  # the version of pccl
     recovering: bool  # whether a restarted master waits for its earlier peers
-    awaited: tuple[int, ...]  # the numbers of these peers, as far as it knows them
+    awaited: tuple[int, ...]  # the numbers of these peers, if known
     peers: tuple[PeerStatus, ...]  # the registered peers
     groups: tuple[GroupStatus, ...]  # the groups that have accepted peers
     # the calls that wait: first the oldest rounds, then calls in later phases

@@ -11,7 +11,7 @@ The strategies of the peers decide which of them are candidates, and which may b
 
 Among the candidates, the highest revision wins; among its holders, the most common content; among
 equally common contents, that of the peer accepted first. So two fresh peers converge on the first
-one. A receiver gets exactly the entries that differ.
+one's content. A receiver gets exactly the entries that differ.
 
 The revision of a group's first synchronization may be anything, because a run may resume from a
 checkpoint. Each later synchronization is exactly one higher, with two exceptions. The last revision

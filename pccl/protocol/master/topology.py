@@ -1,4 +1,4 @@
-"""Each group's epoch and rings, and the peers that are dropped because others cannot reach them.
+"""Each group's epoch and rings, and the peers to drop because others cannot reach them.
 
 A peer that cannot open a stream to another one reports it. One report proves little, so the master
 dials the accused itself, and meanwhile the rings avoid the link. The evidence is: which peer could
@@ -51,7 +51,7 @@ from pccl.protocol.topology import (
 from pccl.types import Result
 
 ATTEMPTS = 3  # to open a stream to a peer that was reached before, if all rings need it
-ACCUSED_MAX = 8  # peers that one peer may accuse at a time: two are enough to judge it
+ACCUSED_MAX = 8  # peers that one peer may accuse at a time; two are enough to judge it
 SEVERAL = 2
 SEVERAL_AGAINST_DIAL = 3
 WHY_MAX = 200  # characters of what one peer says of one link
@@ -358,7 +358,7 @@ class Common:
 
 
 class Part:
-    """A part of a run; it has what is common to all parts."""
+    """A part of a run, with the objects that all parts share."""
 
     def __init__(self, common: Common) -> None:
         self._membership, self._numbers = common.membership, common.numbers

@@ -1,14 +1,14 @@
 """Rounds: peers enter them, and they commit, or fail because their votes can never match.
 
-A peer in a PAIR (send and recv) waits for one other peer only. So it blocks only the peers that
+A peer in a PAIR (send and recv) waits for only one other peer. So it blocks only the peers that
 wait for it, directly or through others.
 
-If votes differ, or peers wait in calls that exclude each other, a majority of the electors decides.
-The electors are the veterans (peers that have completed a collective or synchronization), or all
-peers if there are no veterans. A peer that disagrees with a strict majority gets an error and is
-dropped, and the others continue as after a loss. If a majority is no longer possible, all get the
-error, and no peer is dropped. While a majority is still possible, the dispute waits for peers that
-have not voted yet.
+If votes differ, or peers wait in calls that exclude each other, a majority of electors decides. The
+electors are the veterans (peers that have completed a collective or synchronization), or all peers
+if there are no veterans. A peer that disagrees with a strict majority gets an error and is dropped,
+and the others continue as after a loss. If a majority is no longer possible, all get the error, and
+no peer is dropped. While a majority is still possible, the dispute waits for peers that have not
+voted yet.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _holds(round_: Round, peer: int) -> bool:
 
 
 def are_held(rounds: OpenRounds, absent: Absent) -> set[int]:
-    """Peers that may wait for each other, and so may make no other call.
+    """Peers that may wait for each other, and so make no other call.
 
     A peer is free if it waits in no round, or only in an `are_peers_pending` of another thread, or
     only in launched collectives and sends that wait for free peers alone.
@@ -129,7 +129,7 @@ ROW_BYTES = 40  # memory of one number of rows
 Commit: TypeAlias = Callable[[Round], None]
 _Pair: TypeAlias = tuple[RoundId, RoundId]
 MISMATCH = m.Cause.MISMATCH
-TOLD_MAX = 8  # if no more rounds fail together, the voters of each hear of the others
+TOLD_MAX = 8  # if no more rounds fail together, the voters of each learn of the others
 NEVER_MEET = "the peers are in calls that can never meet: "
 ODD = "is the odd one out: it is dropped, and the others go on without it"
 
@@ -218,7 +218,7 @@ class Voting(Part):
         self.evaluate(self.open.get(PENDING))
 
     def withdraw(self, number: int, call: int) -> None:
-        """Withdraws a peer's vote. Does nothing if its answer is on the way already."""
+        """Withdraws a peer's vote. Does nothing if its answer is already on the way."""
         for round_ in list(self.open.of(number).values()):
             if round_.votes[number].call == call:
                 why = f"waited for {self._membership.names(self.absent(round_))}"
@@ -389,7 +389,7 @@ class Voting(Part):
         return sum(beside or PENDING not in self.open.of(number) for number in free)
 
     def _agreed(self, mine: Round, theirs: Round, electors: Set[int]) -> int:
-        """The most electors that ask for the same in one round and are not in the other."""
+        """The largest number of electors that agree in one round and are not in the other."""
         there = (electors & mine.votes.keys()) - theirs.votes.keys()
         if mine.id not in self._mixed:
             return len(there)
@@ -432,7 +432,7 @@ class Voting(Part):
     def _end(self, rounds: Sequence[Round], result: Result, why: str) -> None:
         """Fails rounds: voters get the error now, other members when they enter.
 
-        The voters of each round hear of the other rounds too, so that they can tell a restarted
+        The voters of each round also learn of the other rounds, so that they can tell a restarted
         master.
         """
         self._outbox.note(why)

@@ -334,7 +334,7 @@ class Peer:
         self._streams.keep({info.peer for info in plan.peers})
 
     def _compare(self, before: m.Plan, plan: m.Plan) -> None:
-        """Tells the log who has joined the group, and who is gone."""
+        """Logs which peers have joined the group, and which are gone."""
         was, now = ({info.peer: info for info in each.peers} for each in (before, plan))
         joined = tuple(str(info) for number, info in now.items() if number not in was)
         reasons = {one.peer: one for one in plan.gone}

@@ -1,14 +1,14 @@
-"""A peer's streams: around its rings, to receivers of rows, of sends, and others.
+"""A peer's streams: of its rings, to receivers of rows, of sends, and others.
 
 The rings' streams belong to an epoch. The first collective of a new epoch closes the old ones and
-opens new ones; nothing in an old epoch still needs them, because an epoch ends only when no
-collective is running or all are interrupted. Direct streams, to members that are not next on a
-ring, belong to the epoch as well. They are opened when rows for these members are first to be
-sent. If one cannot be connected, the rows travel around the rings, so nobody is blamed for it.
+opens new ones. No call still needs the old ones, because an epoch ends only when no collective is
+running or all are interrupted. Direct streams, to members that are not next on a ring, belong to
+the epoch as well. A peer opens them when it first has rows for these members. If one cannot
+connect, the rows travel around the rings, and no peer is blamed.
 
-When a collective has committed in an epoch, all members have streams of that epoch. From then on a
-peer may send data to its successors before the master has started a collective. The successors hold
-the data until the collective starts, and drop it if the epoch ends instead.
+When a collective has committed in an epoch, all members have streams of that epoch. From then on, a
+peer may send data to its successors before the master starts a collective. The successors hold the
+data until the start, and drop it if the epoch ends instead.
 """
 
 from __future__ import annotations
