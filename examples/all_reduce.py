@@ -6,8 +6,8 @@ Start the master, then two peers:
     python examples/all_reduce.py &
     python examples/all_reduce.py
 
-On other machines, PCCL_MASTER=HOST:48148 says where the master is. `pccl run -n 3` starts three
-peers, with a master, and says how many they are.
+On other machines, set PCCL_MASTER=HOST:48148. `pccl run -n 3` starts a master and three peers, and
+sets their number.
 """
 
 from __future__ import annotations

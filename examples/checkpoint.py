@@ -1,11 +1,11 @@
-"""A run that outlives all its peers: each writes a file now and then, and begins with it.
+"""A run that outlives all its peers: each regularly writes a file, and begins with it.
 
     pccl master &
     python examples/checkpoint.py /tmp/first &
     python examples/checkpoint.py /tmp/second &
 
-Kill both of them and start them again: they go on from the later of the two files, whichever of
-them has it, because the highest revision wins the first synchronization of a run.
+Kill both of them and start them again: they continue from the later of the two files, because the
+highest revision wins the first synchronization of a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pccl
 
 
 def main() -> None:
-    """Counts the steps of a run, and the steps of all its peers."""
+    """Counts the steps of a run, and of all its peers."""
     parser = argparse.ArgumentParser(description="Checkpoints of a run.")
     parser.add_argument("file", type=Path, help="of this peer")
     parser.add_argument(

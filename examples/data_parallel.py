@@ -5,8 +5,8 @@
     python examples/data_parallel.py &
 
 Kill any of them, start more of them. A newcomer gets weights, momentum and the ledger, which
-records which peer trains on which samples. Gradients are averaged in each step, so this is for fast
-links; for slow ones see examples/diloco.py.
+records which peer trains on which samples. It averages gradients in each step, so it needs fast
+links; for slow links see examples/diloco.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def average(comm: pccl.Communicator, tensors: list[object]) -> int:
         try:
             return comm.all_reduce(tensors).world_size
         except pccl.PeerLostError:
-            pass  # no tensor has changed: again, without the lost peer
+            pass  # no tensor has changed: repeat without the lost peer
         except pccl.TooFewPeersError:
             return 1
 

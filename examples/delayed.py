@@ -1,4 +1,4 @@
-"""DiLoCo over slow links: the exchange of one round runs while the next one trains.
+"""DiLoCo over slow links: the exchange of a round runs during the next round.
 
     pccl master &
     python examples/delayed.py --seed 1 &
@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> None:
                 print(f"outer step {outer.outer_step}: loss {loss.item():.3f}, {waited}")
             if diloco.outer_step >= args.steps:
                 break
-        diloco.finish()  # the mean that is under way
+        diloco.finish()  # the mean in progress
         comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 

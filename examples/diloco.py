@@ -1,11 +1,11 @@
-"""DiLoCo: peers that come and go learn one text together.
+"""DiLoCo: peers that come and go learn a text together.
 
     pccl master &
     python examples/diloco.py --seed 1 &
     python examples/diloco.py --seed 2 &
 
-Kill any of them, start more of them, whenever you like: the others notice within moments, and a
-newcomer goes on from where they are. All of them end with the same weights, to the last bit.
+Kill any of them, or start more, at any time: the others notice within moments, and a newcomer
+continues where they are. All of them end with the same weights, to the last bit.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--wire", default="fp32", choices=get_args(Wire), help="what is sent")
     args = parser.parse_args(words)
 
-    # The seed, hence the initial weights and the data, may differ on every peer: the first of a run
-    # gives its weights to the others.
+    # The seed, and so the initial weights and the data, may differ on every peer: the first peer of
+    # a run gives its weights to the others.
     torch.manual_seed(args.seed)
     model = Model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -54,7 +54,7 @@ def main(words: list[str] | None = None) -> None:
                     f"mean of {outer.contributors} peers, {outer.tx_bytes} bytes sent",
                     flush=True,
                 )
-        diloco.finish()  # what is still under way, in other modes than "sync"
+        diloco.finish()  # applies the mean in progress, in modes other than "sync"
         comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 

@@ -1,4 +1,4 @@
-"""A loop that survives: peers may be killed, and started again, at any moment.
+"""A loop that survives: peers may be killed and restarted at any moment.
 
 pccl run -n 3 -- python examples/elastic.py
 """

@@ -1,12 +1,12 @@
-"""Every sample exactly once: peers count the letters of a text together, and may be killed.
+"""Every sample exactly once: peers that may be killed count the letters of a text together.
 
     pccl master &
     python examples/exactly_once.py README.md &
     python examples/exactly_once.py README.md &
 
-Kill any of them, start more of them: another peer counts the blocks again that a lost one had
-counted but not yet shared, and no others. In training, a gradient takes the place of the count, and
-a batch that of a block.
+Kill any of them, or start more: another peer recounts the blocks that a lost peer had counted but
+not yet shared, and no others. In training, a batch takes the place of a block, and a gradient that
+of a count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 64  # bytes of a sample
 
 
 def main() -> None:
-    """Counts until all is counted."""
+    """Counts until all blocks are counted."""
     parser = argparse.ArgumentParser(description="Every sample exactly once.")
     parser.add_argument("file", type=Path, help="the text: the same for all peers")
     parser.add_argument(
@@ -62,13 +62,13 @@ def main() -> None:
 
 
 def reduce(comm: pccl.Communicator, arrays: list[np.ndarray]) -> None:
-    """Sums over the peers that are left; alone, the sum is what this one has."""
+    """Sums over the remaining peers; alone, the sum is this peer's own."""
     while True:
         try:
             comm.all_reduce(arrays, op="sum")
             return
         except pccl.PeerLostError:
-            pass  # nothing has changed: again, without it
+            pass  # nothing has changed: repeat without it
         except pccl.TooFewPeersError:
             return
 

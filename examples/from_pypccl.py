@@ -1,4 +1,4 @@
-"""A script as it is written for pypccl 1.0; docs/howto/migrate/pypccl.md says what differs.
+"""A script written for pypccl 1.0; docs/howto/migrate/pypccl.md lists the differences.
 
 pccl master &
 python examples/from_pypccl.py &
@@ -27,7 +27,7 @@ from pccl import (
 
 
 def main() -> None:
-    """Moves weights to the mean of what the peers want them to be."""
+    """Moves weights to the mean of the peers' targets."""
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--master-address",
@@ -71,11 +71,11 @@ def main() -> None:
                 weights += 0.5 * update
                 shared_state.revision += 1
                 print(f"step {shared_state.revision}, {info.world_size} peers", flush=True)
-        else:  # alone: one that replaces the others may come
+        else:  # alone: wait for a replacement
             time.sleep(0.05)
         if communicator.are_peers_pending():
             communicator.update_topology()
-    communicator.finish()  # not in pypccl: a peer that is restarted too late ends, too
+    communicator.finish()  # not in pypccl: a peer that restarts too late ends, too
     print(f"weights {weights[0]:.4f}", flush=True)
 
 

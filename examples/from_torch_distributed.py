@@ -1,11 +1,10 @@
-"""Data-parallel training as one writes it with torch.distributed;
-docs/howto/migrate/torch_distributed.md.
+"""Data-parallel training as with torch.distributed; see docs/howto/migrate/torch_distributed.md.
 
     pccl master &
     python examples/from_torch_distributed.py --seed 1 &
     python examples/from_torch_distributed.py --seed 2 &
 
-All peers begin together. One that dies costs the others a retry.
+All peers begin together. A peer that dies costs the others a retry.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def with_survivors(call: Callable[[], object]) -> None:
         except pccl.PeerLostError as error:
             print(f"again: {error}", flush=True)  # nothing has changed
         except pccl.TooFewPeersError:
-            return  # all other peers are lost: a mean over one
+            return  # all other peers are lost: the mean is this peer's own
 
 
 def main() -> None:

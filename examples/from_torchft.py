@@ -1,4 +1,4 @@
-"""Data-parallel training with peers that come and go, for comparison with a script of torchft: see
+"""Data-parallel training with peers that come and go, for comparison with torchft: see
 docs/howto/migrate/torchft.md.
 
     pccl master &
@@ -22,7 +22,7 @@ import pccl
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors, which it makes in its first step: one with gradients of zero."""
+    """Allocates the optimizer's tensors, which it creates in its first step, by a step of zeros."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -40,7 +40,7 @@ def average(comm: pccl.Communicator, gradients: dict[str, torch.Tensor]) -> int:
         try:
             return comm.all_reduce(gradients).world_size
         except pccl.PeerLostError:
-            pass  # nothing has changed: again, without it
+            pass  # nothing has changed: repeat without it
         except pccl.TooFewPeersError:
             return 1
 

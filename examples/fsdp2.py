@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --seed 1 --checkpoints one &
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --seed 2 --checkpoints two &
 
-Within a machine, torch shards parameters, gradients and optimizer state, by nccl or gloo. Between
-machines, each process averages its shard with those of the others. Kill a machine, or one of its
-processes: the others go on. Start it again: it gets what they have.
+Within a machine, torch shards parameters, gradients and optimizer state, with nccl or gloo. Between
+machines, each process averages its shard with the same shard of the others. Kill a machine, or one
+of its processes: the others continue. Restart it: it receives their state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # what is written last into a checkpoint is its metadata
+    # the metadata of a checkpoint is written last
     saved = sorted(args.checkpoints.glob("*/.metadata"), key=lambda path: int(path.parent.name))
     with pccl.torch.communicator(args.master_address) as comm:
         diloco = DiLoCo(

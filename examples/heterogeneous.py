@@ -1,11 +1,11 @@
-"""DiLoCo between machines that are not alike: each does what it can in the same time.
+"""DiLoCo between different machines: each takes as many steps as it can in the same time.
 
     pccl master &
     python examples/heterogeneous.py --seed 1 --batch 64 &
     python examples/heterogeneous.py --seed 2 --batch 16 &
 
-Each trains for `--inner-seconds`, with batches of the size that suits it. In the mean, the weight
-of each peer's progress is its number of samples. Kill any of them, start more of them.
+Each trains for `--inner-seconds` with its own batch size. The mean weighs each peer's progress by
+its number of samples. Kill any of them, or start more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The small model of bytes and the text that the examples train on. Replace them by your own."""
+"""The small byte model and the text of the examples. Replace them with your own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARY = Path(os.__file__).parent  # Python's own source code is the text
 
 
 class Model(nn.Sequential):
-    """Predicts a byte from those before it."""
+    """Predicts a byte from the bytes before it."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__(
@@ -53,7 +53,7 @@ class Text(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def options(about: str, **defaults: int) -> argparse.ArgumentParser:
-    """The arguments that all examples have."""
+    """The arguments of all examples."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument(
         "--master-address",

@@ -1,10 +1,9 @@
-"""How far a quantized all-reduce is from the exact result: the tables and the plot of
-docs/internals/quantization.md.
+"""The errors of quantized all-reduces: the tables and the plot of docs/internals/quantization.md.
 
     python examples/quantization.py [PLOT.svg]
 
-Peers are threads of this process, each with its own communicator; what goes between them is
-what would go over a network. Takes some seconds. The plot needs matplotlib.
+Peers are threads of this process, each with its own communicator, which exchange the same data as
+over a network. It takes some seconds. The plot needs matplotlib.
 """
 
 import argparse
@@ -33,12 +32,12 @@ WAYS = {
 
 
 def normal(rng: np.random.Generator) -> np.ndarray:
-    """Numbers as gradients have them within a layer."""
+    """Normally distributed numbers, like the gradients of a layer."""
     return rng.standard_normal(COUNT).astype(np.float32)
 
 
 def outliers(rng: np.random.Generator) -> np.ndarray:
-    """The same, but one in a thousand is a hundred times as large."""
+    """The same numbers, but one in a thousand is a hundred times as large."""
     return normal(rng) * np.where(rng.random(COUNT) < 0.001, np.float32(100), np.float32(1))
 
 
@@ -127,7 +126,7 @@ def plot(path: str, errors: dict[tuple[str, str, int], float]) -> None:
 
 
 def main() -> None:
-    """Prints the tables, and plots the one of sums where that is asked for."""
+    """Prints the tables, and plots the sums if asked."""
     parser = argparse.ArgumentParser(description="Errors of quantized all-reduces.")
     parser.add_argument("plot", nargs="?", metavar="PLOT.svg", help="where to plot those of sums")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""DiLoCo that outlives all its peers: each saves a file now and then, and begins with it.
+"""DiLoCo that outlives all its peers: each regularly saves a file, and begins with it.
 
     pccl master &
     python examples/resume.py /tmp/first --seed 1 &
     python examples/resume.py /tmp/second --seed 2 &
 
-Kill all of them and start them again, or more of them, or fewer: they go on from the latest file.
-With a directory that all peers share, they write one checkpoint together, in the background:
+Kill all of them, and start the same, a larger or a smaller number: they continue from the latest
+file. With a directory that all peers share, they write one checkpoint together, in the background:
 
     python examples/resume.py --together /shared/run1 --seed 1 &
     python examples/resume.py --together /shared/run1 --seed 2 &
@@ -40,10 +40,10 @@ def main(words: list[str] | None = None) -> None:
             min_peers=args.min_peers,
             alone="step",
             state=args.file if args.file and args.file.exists() else None,
-            checkpoints=together,  # a new run begins with the latest of them
+            checkpoints=together,  # a new run begins with the latest file
         )
         print(f"begins at outer step {diloco.outer_step}", flush=True)
-        seed = args.seed + 1000 * diloco.outer_step  # not the samples of the beginning once more
+        seed = args.seed + 1000 * diloco.outer_step  # does not repeat the first samples
         for batch in Text(args.text).batches(32, seed):
             if diloco.outer_step >= args.steps:
                 break
@@ -54,7 +54,7 @@ def main(words: list[str] | None = None) -> None:
                 if args.file:
                     diloco.save(args.file)  # atomic
                 print(f"outer step {outer.outer_step}: loss {loss.item():.3f}, saved", flush=True)
-        diloco.finish()  # waits for the checkpoint that is being written
+        diloco.finish()  # waits for the checkpoint in progress
         comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 

@@ -1,11 +1,11 @@
-"""DiLoCo with hundreds of times fewer bytes: of 4,096 numbers, each round sends the 64 largest.
+"""DiLoCo with hundreds of times fewer bytes: each round sends the 64 largest of 4,096 numbers.
 
     pccl master &
     python examples/sparse.py --seed 1 &
     python examples/sparse.py --seed 2 &
 
-These are the settings of SparseLoCo (arXiv 2508.15706): what is not sent stays with this peer for
-later rounds, and takes the place of the outer momentum.
+These are the settings of SparseLoCo (arXiv 2508.15706): the rest stays with this peer for later
+rounds, and takes the place of the outer momentum.
 """
 
 from __future__ import annotations

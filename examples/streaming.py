@@ -1,12 +1,12 @@
-"""DiLoCo without pauses or peaks: one part of the model after the other, while all of it trains.
+"""DiLoCo without pauses or peaks: it exchanges one part of the model at a time, during training.
 
     pccl master &
     python examples/streaming.py --seed 1 &
     python examples/streaming.py --seed 2 &
 
-Every inner_steps / fragments steps, one fragment is sent in 4 bits a number. Its mean is applied
-`overlap` steps later, which is the time that the exchange may take (arXiv 2501.18512). What a peer
-has learned meanwhile stays.
+Every inner_steps / fragments steps, each peer sends one fragment, with 4 bits per number. The mean
+is applied `overlap` steps later, which is the time for the exchange (arXiv 2501.18512). A peer
+keeps its progress since then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(words: list[str] | None = None) -> None:
                 print(f"outer step {outer.outer_step}, loss {loss.item():.3f}, {fragment}")
             if diloco.outer_step >= args.steps:
                 break
-        diloco.finish()  # the mean that is under way
+        diloco.finish()  # the mean in progress
         comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 

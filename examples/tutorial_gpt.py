@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-CONTEXT = 64  # tokens that the model sees
+CONTEXT = 64  # tokens of context
 WIDTH, HEADS, LAYERS = 96, 4, 2
 VOCABULARY = 256  # a token is a byte, so all machines have the same tokens
 
@@ -24,7 +24,7 @@ def decode(tokens: torch.Tensor) -> str:
 
 
 class Text:
-    """Python's own manual, 465,000 characters: nine tenths to train on, the rest to evaluate."""
+    """Python's manual, 465,000 characters: nine tenths for training, the rest for evaluation."""
 
     def __init__(self) -> None:
         tokens = encode("\n".join(topics.values()))
@@ -33,18 +33,18 @@ class Text:
         )
 
     def batch(self, size: int) -> torch.Tensor:
-        """Random windows to train on, of CONTEXT + 1 tokens."""
+        """Random windows for training, of CONTEXT + 1 tokens."""
         places = torch.randint(len(self.training) - CONTEXT, (size,))
         return torch.stack([self.training[i : i + CONTEXT + 1] for i in places])
 
     def held_out(self, size: int = 128) -> torch.Tensor:
-        """The same windows each time, which no peer trains on."""
+        """The same windows each time, from text that no peer trains on."""
         places = torch.linspace(0, len(self.validation) - CONTEXT - 1, size).long()
         return torch.stack([self.validation[i : i + CONTEXT + 1] for i in places])
 
 
 class Block(nn.Module):
-    """Attention, and then a perceptron."""
+    """Attention, followed by a perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each token from those before it."""
+    """Predicts each token from the tokens before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Nats for each token of windows, but the first ones."""
+        """Nats per token of the windows, without their first tokens."""
         return F.cross_entropy(self(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 

@@ -1,12 +1,12 @@
-"""Breaks a run in every way that it knows, and has an independent checker judge the outcome.
+"""Injects faults of all kinds into a run, and lets an independent checker judge the outcome.
 
     python -m stress --minutes 10 --peers 8 --seed 7 --programs loop,overlap,diloco-delayed
 
-A master and workers train (worker.py) while workers and master are killed, frozen,
-starved, restarted and replaced, disks are full, connections are reset, and programs fork; with
---network hosts are cut off, too. One seed decides all. Each worker keeps a diary, and checker.py
-judges the run by these alone. A second master must make all decisions of the master's event log
-again. The exit code is 0 only if everything held.
+A master and workers train (worker.py) while workers and master are killed, frozen, starved,
+restarted and replaced, disks are full, connections are reset, and programs fork; with --network,
+hosts are cut off, too. One seed decides all faults. Each worker keeps a diary, and checker.py
+judges the run only by these diaries. A second master must repeat all decisions in the master's
+event log. The exit code is 0 only if all checks hold.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MORE = {  # faults that workers inflict on themselves
 
 
 class States:
-    """The shared state after each step, as one process computes it."""
+    """The shared state after each step, computed by one process."""
 
     def __init__(self, elements: int) -> None:
         self._weights = np.zeros(elements, np.float32)
@@ -58,7 +58,7 @@ class States:
 
 
 class Workers(Program):
-    """The workers of a run; each group has a program of its own."""
+    """The workers of a run; each group has its own program."""
 
     steered = True
     faults = MORE
@@ -101,11 +101,11 @@ class Workers(Program):
         return self._groups[copy.number]
 
     def leave(self, copy: Copy) -> None:
-        """It ends the step, and leaves."""
+        """Lets a worker end its step and leave."""
         copy.process.say("leave")
 
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
-        """A worker holds the state once it has synchronized some time after its last fault."""
+        """Notes that a worker that synchronized some time after its last fault holds the state."""
         for copy in copies:
             for entry in self._entries(copy.number):
                 if isinstance(entry, diary.Joined | diary.Out):
@@ -126,7 +126,7 @@ class Workers(Program):
         return [self._decoder.decode(line) for line in whole.split(b"\n") if line]
 
     def judge(self, directory: Path, director: Director) -> tuple[list[str], Metrics]:
-        """Adds the faults to the diaries, and has the checker read all."""
+        """Adds the faults to the diaries, and runs the checker on all of them."""
         faults = [
             diary.Fault(at_s, what, copy.number)
             for copy in director.stage.copies

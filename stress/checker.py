@@ -1,17 +1,17 @@
-"""Reads the diaries of a stress run, and says which rules were broken.
+"""Reads the diaries of a stress run, and reports broken rules.
 
     python stress/checker.py DIRECTORY [--bound SECONDS]
 
-It knows only the diaries (diary.py), and nothing of the protocol. The rules:
+It uses only the diaries (diary.py), and does not know the protocol. The rules:
 
 - A collective has the same outcome on all workers that stay.
 - A sum contains the contribution of each of its members once.
-- The shared state of a revision is the same everywhere. It is what the steps before it make, so no
-  step was lost or done twice.
-- Revisions never go back. The state begins anew only when all that held it are gone.
+- The shared state of a revision is the same everywhere, and equals the result of the earlier steps,
+  so no step was lost or done twice.
+- Revisions never go back. The state starts over only when all its holders are gone.
 - No call takes too long, unless its caller was frozen.
 - No worker is dropped without a reason.
-- No process holds ever more memory, threads or descriptors.
+- No process leaks memory, threads or descriptors.
 
 The exit code is 1 if any rule was broken.
 """
@@ -60,11 +60,11 @@ GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
 SIZES_MIN = 8  # of a worker, to be compared
 
 
-# ---- eras: a shared state begins anew when all who held it are gone ----
+# ---- eras: a shared state starts over when all its holders are gone ----
 
-# A run that loses all workers continues with the next ones to come, from the first step. The steps
-# of before do not count any more, so each era is judged by itself. But while any worker holds the
-# state, no new era may begin.
+# A run that loses all workers continues with the next ones from the first step. Earlier steps no
+# longer count, so each era is judged separately. But no new era may begin while any worker holds
+# the state.
 
 FOREVER_S = float("inf")
 Times: TypeAlias = defaultdict[int, list[float]]  # by worker
@@ -72,7 +72,7 @@ Times: TypeAlias = defaultdict[int, list[float]]  # by worker
 
 @dataclass(eq=False)
 class Member:
-    """A worker from when it joins until its membership ends."""
+    """A worker from its joining to the end of its membership."""
 
     worker: int
     group: int = 0
@@ -85,7 +85,7 @@ class Member:
 
 @dataclass
 class _Era:
-    """An era so far: when each revision was first reached, and who has held any."""
+    """An era so far: when each revision was first reached, and the workers that have held one."""
 
     reached: dict[int, float] = field(default_factory=dict)
     holders: list[Member] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Eras:
 
     @staticmethod
     def _gone(member: Member, at_s: float, times: Times) -> bool:
-        """Whether a membership was over at that time; one of `times` of its worker may end it."""
+        """Whether a membership was over at that time; one of its worker's `times` may end it."""
         ends = [end_s for end_s in times[member.worker] if end_s >= member.since_s]
         return min([member.over_s, *ends]) <= at_s
 
@@ -167,10 +167,10 @@ def _times(faults: Sequence[Fault]) -> Times:
 
 @dataclass(frozen=True)
 class Rules:
-    """The demands of the checker."""
+    """The settings of the checker."""
 
-    # The digest of the shared state of a group and revision. If it is not known, any is right that
-    # all workers share.
+    # The digest of the shared state of a group and revision. If it is unknown, all workers must
+    # share one.
     expected: Callable[[int, int], str | None] = lambda group, revision: None
     bound_s: float = 40.0  # the longest time that a call may take
     goodput_min: float = 0.0  # the least share of undisturbed speed
@@ -218,7 +218,7 @@ class Report:
 
 
 class Checker:
-    """Checks the diaries of a run, by worker, with the faults of its director."""
+    """Checks the diaries of a run's workers, with the faults of its director."""
 
     def __init__(
         self, diaries: Mapping[int, Sequence[Entry]], faults: Sequence[Entry], rules: Rules
@@ -245,7 +245,7 @@ class Checker:
         self._measure()
         return self._report
 
-    # ---- what a worker has written ----
+    # ---- the entries of a worker ----
 
     def _live(self, worker: int, entries: Sequence[Entry]) -> Life:
         life = Life()
@@ -298,7 +298,7 @@ class Checker:
     # ---- one worker ----
 
     def _check_end(self, worker: int, life: Life) -> None:
-        """It leaves in the end, unless it was killed; it is dropped only with a reason."""
+        """Checks that it left at the end or was killed, and was dropped only with a reason."""
         starved = bool(self._befell(worker, "no-descriptors"))
         outs = [out for out in life.outs if not (starved and "INTERNAL_ERROR" in out.why)]
         ended = len(outs) < len(life.outs)  # it was told why
@@ -319,7 +319,7 @@ class Checker:
                 )
 
     def _before(self, out: Out) -> str:
-        """Other memberships that ended shortly before, in words."""
+        """Other memberships that ended shortly before, as text."""
         return "".join(
             f"; worker {worker} was {other.how} {out.at_s - other.at_s:.2f} s before: {other.why}"
             for worker, life in self._lives.items()
@@ -382,7 +382,7 @@ class Checker:
                 self._check_known(group, digests)
 
     def _check_known(self, group: int, digests: dict[int, tuple[str, int]]) -> None:
-        """The states of a group whose program is known."""
+        """Checks the states of a group whose program is known."""
         if max(digests) + 1 != len(digests):
             missing = sorted(set(range(max(digests))) - digests.keys())[:5]
             self._broken(f"nobody ever held the revisions {missing}")
@@ -397,7 +397,7 @@ class Checker:
     # ---- reductions ----
 
     def _reductions(self) -> dict[tuple[int, ...], list[Call]]:
-        """The calls that met, by revision, attempt, group, era and tag."""
+        """The matching calls, by revision, attempt, group, era and tag."""
         found: defaultdict[tuple[int, ...], list[Call]] = defaultdict(list)
         for life in self._lives.values():
             for call in life.calls:
@@ -446,7 +446,7 @@ class Checker:
                 self._broken(f"{where}: worker {call.worker}'s result is not the same all over")
 
     def _check_restored(self, key: tuple[int, ...], calls: list[Call]) -> None:
-        """A worker that was told of a failure has its own contribution back."""
+        """Checks that a worker has its own contribution back after a failure."""
         for call in calls:
             begin, end = call.begin, call.end
             if end is None or end.outcome == "done":
@@ -460,7 +460,7 @@ class Checker:
     # ---- speed ----
 
     def _measure(self) -> None:
-        """Measures the speed, as a share of that without faults, and the recoveries."""
+        """Measures the speed, as a share of the speed without faults, and the recoveries."""
         reached: dict[tuple[int, ...], float] = {}
         for life in self._lives.values():
             for call in life.calls:

@@ -1,10 +1,10 @@
-"""The diaries of a stress run, one of each worker and one of the director: JSON lines.
+"""The diaries of a stress run, one for each worker and one for the director, as JSON lines.
 
-Each worker has a file of its own, which it writes without a buffer: what it has written stays when
-it is killed. All times are of the machine's monotonic clock.
+Each worker writes its own file without a buffer, so its entries stay when it is killed. All times
+are from the machine's monotonic clock.
 
-A worker's contributions can be found again in a sum: a worker's number is a digit, to base 4, of a
-long number, so a sum says how often each has contributed, up to three times.
+A sum reveals its contributors: each worker has its own digit, to base 4, of a long number, so a sum
+shows how often each worker has contributed, up to three times.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Out(Struct, frozen=True, tag="out"):
 
 
 class Fault(Struct, frozen=True, tag="fault"):
-    """Something is done to a worker, or to the master: `worker` is -1."""
+    """A fault of a worker, or of the master, with `worker` -1."""
 
     at_s: float
     what: str
@@ -106,7 +106,7 @@ class Diary:
         os.close(self._file)
 
     def size(self) -> None:
-        """Writes what this process holds, if the system says so."""
+        """Writes the resources of this process, if the system reports them."""
         if (found := held(os.getpid())) is not None:
             self.write(Size(now(), found[0], threading.active_count(), found[2]))
 
@@ -117,7 +117,7 @@ def path_of(directory: Path, worker: int) -> Path:
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a diary, without a last line that its writer could not end.
+    """The entries of a diary, without an incomplete last line.
 
     Raises msgspec.DecodeError: another line is damaged.
     """
@@ -152,7 +152,7 @@ def contributors(total: Words) -> dict[int, int]:
 
 
 def buffer_of(words: Words, repeats: int) -> np.ndarray:
-    """The words, again and again."""
+    """The words, repeated."""
     whole = np.zeros(WORDS, np.uint64)
     for index, word in words:
         whole[index] = word

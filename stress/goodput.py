@@ -1,4 +1,4 @@
-"""Measures goodput: which part of the undisturbed training remains while peers fail.
+"""Measures goodput: the share of the undisturbed training that remains while peers fail.
 
     python stress/goodput.py --out goodput.json              # the whole table: more than an hour
     python stress/goodput.py --arms decoupled --cases fail:15,fail:5 --seconds 60
@@ -13,15 +13,13 @@ is one of the machines of a run, and has a learner. The cases:
     stop:S      one learner is stopped for S seconds, and only the others are measured, against
                 the same learners before
 
-The process that takes a place has loaded all modules before, as a spare of a scheduler would have.
-The arms are the modes of DiLoCo; "elastic", data parallel training by pccl, where a step is
-repeated without a lost peer; and "gloo", data parallel training by torch.distributed, where all
-processes are replaced if one is lost, and go on from the last checkpoint, which is written every
---inner-steps.
+A replacement process has already loaded all modules, like a scheduler's spare. The arms are the
+modes of DiLoCo; "elastic", data parallel training with pccl, which repeats a step without a lost
+peer; and "gloo", data parallel training with torch.distributed, which replaces all processes if one
+is lost, and continues from the last checkpoint, written every --inner-steps.
 
-The tokens of a learner count when they cannot be lost with it: when a mean has them, or a
-checkpoint. With --out, what the file has already is not measured again, so a run that was
-interrupted goes on.
+A learner's tokens count when they are in a mean or a checkpoint, so they cannot be lost with it.
+With --out, results in the file are not measured again, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ CASES = "none,fail:60,fail:15,fail:5,stall:10,slow,stop:60"
 
 
 def learn(arm: str, inner_steps: int, to_run: Connection) -> None:
-    """Begins when it receives its orders, and reports each step."""
+    """Runs a learner, which begins when it receives its orders, and reports each step."""
     import torch
 
     torch.set_num_threads(1)
@@ -91,7 +89,7 @@ def learn(arm: str, inner_steps: int, to_run: Connection) -> None:
                 learn_by_diloco(
                     comm, arm, model, optimizer, step, report, orders["peers"], inner_steps
                 )
-        orders["peers"] = 1  # it was stopped for too long, and takes the state of the others
+        orders["peers"] = 1  # it was stopped for too long, and receives the state of the others
 
 
 def learn_by_diloco(
@@ -224,7 +222,7 @@ class Run(Closing):
         self._directory.cleanup()
 
     def fail(self, place: int) -> None:
-        """One learner dies, and a spare takes its place; or all do, where they cannot go on."""
+        """Kills a learner, and puts a spare in its place; or all, if the others cannot continue."""
         places = range(len(self.learners)) if self._arm == "gloo" else [place]
         lost = [self.learners[each] for each in places]
         for learner in lost:
@@ -243,7 +241,7 @@ class Run(Closing):
         os.kill(pid, number)
 
     def trained(self, *places: int) -> int:
-        """Tokens on which learners have trained, whether they may be lost or not."""
+        """Tokens on which learners have trained, including those that may be lost."""
         learners = [self.learners[place] for place in places]
         return sum(learner.counted + learner.tokens for learner in learners)
 
@@ -304,7 +302,7 @@ def rate(run: Run, seconds: float, every: float, act: Callable[[int], object]) -
 
 
 def others(run: Run, seconds: float) -> float:
-    """Tokens a second of all learners but the first."""
+    """Tokens per second of all learners except the first."""
     rest = range(1, len(run.learners))
     begin_s, before = time.monotonic(), run.trained(*rest)
     run.hear(begin_s + seconds)
@@ -312,7 +310,7 @@ def others(run: Run, seconds: float) -> float:
 
 
 def measure(arm: str, case: str, options: argparse.Namespace) -> float:
-    """Tokens a second of a case; of "stop", the part that remains."""
+    """Tokens per second in a case; for "stop", the remaining share."""
     kind, _, number = case.partition(":")
     given_s = float(number or 0)
     draw = random.Random(options.seed)

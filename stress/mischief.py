@@ -1,6 +1,6 @@
-"""Faults that a worker causes in itself: it resets connections, forks, and runs programs.
+"""Faults that a worker inflicts on itself: it resets connections, forks, and runs programs.
 
-Linux has all of it; elsewhere connections stay, and where there is no fork only programs run.
+Linux supports all of them; other systems only forks and programs, or only programs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = (
 
 
 class Mischief:
-    """Does what a worker is told to do to itself."""
+    """Inflicts the faults that a worker is told to."""
 
     def __init__(self, master_port: int, fault: Callable[[str], None]) -> None:
         # whether a connection to the master was reset since `joined`: then the master may drop it
@@ -49,7 +49,7 @@ class Mischief:
         self._rng = random.Random(os.getpid())
 
     def joined(self, comm: pccl.Communicator) -> None:
-        """This communicator is what the children meddle with, from now on."""
+        """Sets the communicator that the children use from now on."""
         self._comm, self.cut_off = comm, False
 
     def do(self, what: str) -> None:
@@ -65,7 +65,7 @@ class Mischief:
     # ---- connections ----
 
     def _reset(self, kind: str) -> None:
-        """Ends one connection of that kind: an RST, or an end as a proxy makes it."""
+        """Ends one connection of that kind: with an RST, or as a proxy ends it."""
         found = [fd for fd, each in connections(self._master_port) if each == kind]
         if not found:
             return
@@ -106,7 +106,7 @@ class Mischief:
             self._fault(f"the child of {what!r} ended with {status}")
 
     def _in_child(self, what: str) -> int:
-        """Exit status of a forked child: 0 where the communicator there is dead, and says so."""
+        """Exit status of a forked child: 0 if its communicator is dead, and says so."""
         if what == "fork-and-use" and self._comm is not None:
             try:
                 self._comm.all_reduce(np.zeros(3))
@@ -121,13 +121,13 @@ class Mischief:
 
 
 def end_with_parent() -> None:
-    """For a child: a parent that is killed cannot end it."""
+    """For a child: ends it with its parent, because a killed parent cannot."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def connections(master_port: int) -> list[tuple[int, str]]:
-    """Descriptors of this process that are connections, and what they are for."""
+    """The connections of this process, by descriptor, with their purpose."""
     with ExitStack() as stack:
         twins = {}
         for name in os.listdir("/proc/self/fd"):

@@ -1,4 +1,4 @@
-"""Plays random scenarios of the protocol, replays one with a trace, or makes a failing one small.
+"""Runs random scenarios of the protocol, replays one with a trace, or shrinks a failing one.
 
     python stress/simulate.py --seeds 0:100000      # until one fails: its number is printed
     python stress/simulate.py --replay 4711         # the same run again, message by message
@@ -29,7 +29,7 @@ def seeds(text: str) -> range:
 
 
 def search(numbers: range) -> int:
-    """Plays scenario after scenario until one fails."""
+    """Runs scenarios until one fails."""
     told = begin = time.monotonic()
     for number in numbers:
         why = programs.failure(programs.draw(number))
@@ -47,7 +47,7 @@ def search(numbers: range) -> int:
 
 
 def replay(scenario: programs.Scenario) -> int:
-    """Plays one scenario and prints all that happens."""
+    """Runs one scenario and prints all its events."""
     print(programs.describe(scenario), end="\n\n")
     trace: list[str] = []
     try:
@@ -61,7 +61,7 @@ def replay(scenario: programs.Scenario) -> int:
 
 
 def shrink(number: int, tries: int) -> int:
-    """Makes the scenario of a seed small, and prints what is left."""
+    """Shrinks the scenario of a seed, and prints the rest."""
 
     def told(scenario: programs.Scenario) -> None:
         calls = sum(len(calls) for script in scenario.peers for calls in script.threads)
@@ -85,7 +85,7 @@ def main() -> int:
     what.add_argument("--shrink", type=int, metavar="SEED", help="take away what is not needed")
     parser.add_argument("--tries", type=int, default=30, help="schedules for each smaller scenario")
     args = parser.parse_args()
-    logging.getLogger("pccl").addHandler(logging.NullHandler())  # the trace says it too
+    logging.getLogger("pccl").addHandler(logging.NullHandler())  # the trace has it, too
     if args.seeds is not None:
         return search(args.seeds)
     if args.replay is not None:

@@ -108,7 +108,7 @@ THEIRS = {"gloo", "nccl", "cpu:gloo", "cpu:gloo,cuda:nccl"}
 
 
 def replace_theirs(backend: str, theirs: set[str]) -> None:
-    """Gives groups that are made with torch's backends, or by default, another one."""
+    """Replaces the backend of groups with torch's backends, or with the default one."""
     import torch.distributed as dist
 
     for name, replaced in (("init_process_group", {None, *theirs}), ("new_group", theirs)):
@@ -134,7 +134,7 @@ def _replace(before: Callable[..., Any], replaced: set[str | None], backend: str
 
 
 class Alike(str):
-    """The name of the backend, where torch's tests ask whether it is gloo."""
+    """The name of the backend, which equals "gloo" in torch's tests."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and other in {"gloo", self.__str__()}
@@ -154,7 +154,7 @@ def _same(test: Any) -> Any:
 
 
 def ignore_gates(size: int) -> None:
-    """Has torch's decorators skip no test for want of GPUs, or because gloo is not NCCL."""
+    """Stops torch's decorators from skipping tests that want GPUs, or NCCL instead of gloo."""
     from torch.testing._internal import common_distributed as common
     from torch.testing._internal import common_utils as utils
 
@@ -178,11 +178,11 @@ def ignore_gates(size: int) -> None:
     common.TIMEOUT_OVERRIDE.clear()
 
 
-NEEDED = {"no torchvision", "Skipped due to flakiness"}  # reasons to skip a test all the same
+NEEDED = {"no torchvision", "Skipped due to flakiness"}  # reasons to still skip a test
 
 
 def emulate_gpus(size: int) -> None:
-    """Does on the CPU what distributed_test.py does with CUDA devices."""
+    """Replaces the CUDA devices of distributed_test.py with the CPU."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -223,7 +223,7 @@ def emulate_gpus(size: int) -> None:
 
 
 def _cpu(device: Any) -> Any:
-    """The CPU for a CUDA device or a number of one; anything else as it is."""
+    """The CPU for a CUDA device or its number; any other value unchanged."""
     is_cuda = type(device) is int or str(device).startswith("cuda")
     return "cpu" if is_cuda else device
 
@@ -236,7 +236,7 @@ def _on_cpu(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def shipped(backend: str, size: int) -> type[unittest.TestCase]:
-    """The tests that torch ships, which skip nothing because a backend is not gloo."""
+    """The tests that torch ships, without skips for backends other than gloo."""
     import torch
     from torch.testing._internal import common_distributed as common
 
@@ -281,7 +281,7 @@ def of_file(path: Path, backend: str, size: int) -> ModuleType:
 
 
 def prepare(backend: str, size: int) -> None:
-    """In each process of a file's tests."""
+    """Prepares each process of a file's tests."""
     import torch
     from torch.testing._internal import common_distributed as common
 
@@ -300,7 +300,7 @@ def cases(suite: unittest.TestSuite | unittest.TestCase) -> Iterator[unittest.Te
 
 
 class Results(unittest.TestResult):
-    """The outcome of each test, written down at once."""
+    """The outcome of each test, written at once."""
 
     def __init__(self, file: Path, place: str) -> None:
         super().__init__()
@@ -414,7 +414,7 @@ def read(file: Path) -> dict[str, Outcome]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Runs each file with each backend in processes of its own; torch is imported once in each."""
+    """Runs each file with each backend in separate processes, which import torch once."""
     args.out.mkdir(parents=True, exist_ok=True)
     words = ["--out", str(args.out), "--part", args.part, "--only", *args.only]
     words += ["--tests", str(args.tests)] if args.tests else []
@@ -426,7 +426,7 @@ def run_all(args: argparse.Namespace) -> None:
     for file, size, backend in itertools.product(files, args.sizes, args.backends):
         results, before = args.out / f"torch_{backend}.json", -1
         one = [sys.executable, __file__, *words, "--run", backend, str(size), file]
-        # a test that ends the process has failed; the next process goes on after it
+        # a test that ends the process has failed; the next process continues after it
         while before < len(read(results)):
             before = len(read(results))
             if subprocess.run(one, timeout=FILE_S).returncode == 0:

@@ -1,8 +1,8 @@
-"""A worker of a stress run: one process, which `python -m stress` starts.
+"""A worker of a stress run: a process that `python -m stress` starts.
 
 It joins the run of PCCL_MASTER, and runs one of PROGRAMS until its stdin says "leave" or ends. Any
-other line on stdin names a fault that it inflicts on itself (mischief.py). It writes what it does
-into a diary (diary.py), which checker.py reads.
+other line on stdin names a fault that it inflicts on itself (mischief.py). It records its calls in
+a diary (diary.py), which checker.py reads.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Membership:
             self.optimize()
 
     def optimize(self) -> None:
-        """Measures links, which all members do after an admission, newcomers included."""
+        """Measures links, as do all members, including newcomers, after an admission."""
         world = self.comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE)
         if not self._optimize or world < 2:
             return
@@ -83,7 +83,7 @@ class Membership:
         except pccl.PCCLError as error:
             if error.result not in (
                 pccl.Result.TOPOLOGY_OPTIMIZATION_FAILED,
-                pccl.Result.INVALID_USAGE,  # alone by now
+                pccl.Result.INVALID_USAGE,  # alone now
             ):
                 raise
             outcome = "lost"
@@ -91,7 +91,7 @@ class Membership:
 
 
 class Loop:
-    """Synchronizes, reduces, takes a step: as DiLoCo does, without overlap."""
+    """Synchronizes, reduces, takes a step: like DiLoCo, without overlap."""
 
     def __init__(self, membership: Membership) -> None:
         self._member = membership
@@ -126,7 +126,7 @@ class Loop:
         return not sums.lost
 
     def _step(self, revision: int) -> bool:
-        """All peers of a revision contribute the same numbers. False: a peer was lost."""
+        """Takes a step, to which all peers contribute the same numbers. False: a peer was lost."""
         weights = self._weights
         gradient = gradient_of(revision, weights.size)
         parts = {
@@ -156,7 +156,7 @@ class Sums:
         self._open: dict[int, tuple[np.ndarray, Any]] = {}
 
     def launch(self, attempt: int, reduce: Callable[..., Any]) -> None:
-        """Begins those that were lost again; a blocking call ends them, too."""
+        """Relaunches the failed ones; a blocking call also ends them."""
         member = self._member
         gives = diary.contribution(member.number)
         tags, self.lost = self.lost, []
@@ -180,7 +180,7 @@ class Sums:
                     self._end(tag, "done", data, made.local_world_size)
 
     def wait(self, order: random.Random) -> None:
-        """Ends all that are under way, in any order."""
+        """Waits for all that are in progress, in any order."""
         tags = sorted(self._open)
         order.shuffle(tags)
         for tag in tags:
@@ -207,7 +207,7 @@ class Sums:
 
 
 class Overlap(Loop):
-    """Several collectives at once, which each peer awaits in another order."""
+    """Several collectives at once, which each peer awaits in a different order."""
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
@@ -230,7 +230,7 @@ class Overlap(Loop):
 
 
 class Training(ABC):
-    """Trains a model; each peer has data of its own."""
+    """Trains a model; each peer has its own data."""
 
     def __init__(self, membership: Membership) -> None:
         import torch
@@ -344,7 +344,7 @@ KNOWN = ("loop", "overlap")  # programs whose shared state is known, and that me
 
 
 class Worker:
-    """Joins, and joins again if it was dropped after it had cut its own link."""
+    """Joins, and rejoins if it was dropped after it had cut its own link."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -355,7 +355,7 @@ class Worker:
         threading.Thread(target=self._follow_commands, daemon=True).start()
 
     def live(self) -> int:
-        """Runs until it is told to leave, or is dropped; the exit code."""
+        """Runs until it is told to leave, or is dropped. Returns the exit code."""
         try:
             while self._belong() and not self._ending.is_set():
                 pass
@@ -379,7 +379,7 @@ class Worker:
         self._ending.set()
 
     def _belong(self) -> bool:
-        """Runs one membership; True if it should join again."""
+        """Runs one membership; True if it should rejoin."""
         args = self._args
         comm = pccl.Communicator(os.environ["PCCL_MASTER"], args.group)
         try:

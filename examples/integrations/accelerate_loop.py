@@ -1,4 +1,4 @@
-"""A loop of Accelerate over pccl, without a change of the script's own.
+"""A loop of Accelerate over pccl, with an unchanged script.
 
 PCCL_ACCELERATE=1 accelerate launch --cpu --num_processes 2 examples/integrations/accelerate_loop.py
 """

@@ -1,4 +1,4 @@
-"""The DiLoCo of a framework's trainer, and the command line that the examples share."""
+"""DiLoCo for a framework's trainer, and the command line that the examples share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(
     callback: type[DiLoCoTraining],
     train: Callable[[Any, str, int], object],
 ) -> None:
-    """Trains as the words of the command line say."""
+    """Trains with the settings of the command line."""
     parser = argparse.ArgumentParser(description="DiLoCo in the trainer of a framework.")
     parser.add_argument("folder", help="of the checkpoints, and of the log; of this peer alone")
     parser.add_argument("master", metavar="HOST:PORT")

@@ -1,4 +1,4 @@
-"""Data-parallel training with JAX and optax: peers may be killed, and started again, at any step.
+"""Data-parallel training with JAX and optax: peers may be killed and restarted at any step.
 
 pccl run -n 3 -- python examples/integrations/jax_data_parallel.py 200
 """
@@ -44,7 +44,7 @@ def main(steps: int) -> None:
             try:
                 gradients = average(comm, gradients)
             except pccl.PeerLostError:
-                continue  # nothing has changed: the step again, without the lost peer
+                continue  # nothing has changed: repeat the step without the lost peer
             updates, moments = optimizer.update(gradients, moments)
             trained, step = (optax.apply_updates(weights, updates), moments), step + 1
             print(f"step {step}: loss {loss:.4f}, {comm.world_size} peers", flush=True)

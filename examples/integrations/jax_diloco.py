@@ -23,7 +23,7 @@ inner, outer = optax.adam(1e-2), optax.sgd(0.7, momentum=0.9, nesterov=True)
 def main(steps: int) -> None:
     key = jax.random.key(os.getpid())  # each peer has its own data
     theta = {"in": jax.random.normal(key, (20, 64)) / 5, "out": jnp.zeros((64, 1))}
-    trained, k = (theta, outer.init(theta)), 0  # all peers have these alike
+    trained, k = (theta, outer.init(theta)), 0  # the same on all peers
     moments = inner.init(theta)  # each peer has its own
     with pccl.Communicator(os.environ.get("PCCL_MASTER", "127.0.0.1:48148")) as comm:
         while True:
@@ -42,7 +42,7 @@ def main(steps: int) -> None:
             try:
                 mean = average(comm, progress, quantization="int8")
             except pccl.PeerLostError:
-                continue  # the round again, without the lost peer
+                continue  # repeat the round without the lost peer
             updates, momentum = outer.update(mean, momentum)
             trained, k = (optax.apply_updates(theta, updates), momentum), k + 1
             print(f"outer step {k}: loss {loss:.4f}, {comm.world_size} peers", flush=True)

@@ -1,4 +1,4 @@
-"""Pytrees of JAX in the calls of pccl. Arrays of JAX are read-only, so results are new trees."""
+"""Pytrees of JAX in calls of pccl. JAX arrays are read-only, so results are new trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over pccl: `process_group_backend` of its strategy is all that changes.
+"""Lightning's Trainer over pccl: only `process_group_backend` of its strategy changes.
 
 torchrun --nproc-per-node 2 examples/integrations/lightning_ddp.py
 """

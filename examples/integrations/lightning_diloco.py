@@ -18,7 +18,7 @@ from lightning_ddp import Model, samples
 
 
 class DiLoCoCallback(DiLoCoTraining, Callback):
-    """Saves DiLoCo's state in the Trainer's checkpoints; its logger has the outer rounds."""
+    """Saves DiLoCo's state in the Trainer's checkpoints, and logs outer rounds to its logger."""
 
     saved: dict[str, Any] | None = None
 

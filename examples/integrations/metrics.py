@@ -2,8 +2,9 @@
 
     DiLoCo(comm, model, optimizer, inner_steps=50, log_metrics=tensorboard("runs/1"))
 
-Weights & Biases needs none of these: log_metrics=wandb.log, after wandb.init(). The same holds for
-mlflow.log_metrics, for `log` of an Accelerator and for `log_metrics` of Lightning's loggers.
+Weights & Biases needs none of these: pass log_metrics=wandb.log, after wandb.init(). The same
+applies to mlflow.log_metrics, to `log` of an Accelerator and to `log_metrics` of Lightning's
+loggers.
 """
 
 import re

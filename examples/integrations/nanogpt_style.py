@@ -17,7 +17,7 @@ init_process_group(backend=backend)
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 gradient_accumulation_steps = 4 // world_size
 torch.manual_seed(1337 + rank)
-with open(__file__, "rb") as text:  # the data: this file
+with open(__file__, "rb") as text:  # the data is this file
     data = torch.frombuffer(bytearray(text.read()), dtype=torch.uint8).long()
 
 

@@ -1,8 +1,8 @@
-"""Ray Train over pccl: `backend` of TorchConfig is all that changes.
+"""Ray Train over pccl: only `backend` of TorchConfig changes.
 
 python examples/integrations/ray_train.py out
 
-If a worker dies, Ray starts all of them again, from the last checkpoint.
+If a worker dies, Ray restarts all of them, from the last checkpoint.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 torchtitan_cpu.py --training.seq_len 64
 
-The options are torchtitan's. Where torchtitan 0.2.2 finds no accelerator it takes CUDA, so this
-names the CPU before torchtitan is imported, and adds what it asks of a device.
+The options are torchtitan's. Without an accelerator, torchtitan 0.2.2 assumes CUDA. So this script
+selects the CPU before it imports torchtitan, and adds missing functions to the device.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ from transformers_trainer import Sentences, small_model
 
 
 class DiLoCoCallback(DiLoCoTraining, TrainerCallback):
-    """Saves DiLoCo's state in the Trainer's checkpoints, and logs the outer rounds by the Trainer.
+    """Saves DiLoCo's state in the Trainer's checkpoints, and logs outer rounds with the Trainer.
 
     Give it the `trainer` that it is a callback of.
     """

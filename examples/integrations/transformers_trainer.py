@@ -1,4 +1,4 @@
-"""The Trainer of transformers over pccl: nothing but `ddp_backend` changes.
+"""The Trainer of transformers over pccl: only `ddp_backend` changes.
 
 torchrun --nproc-per-node 2 examples/integrations/transformers_trainer.py out
 """
@@ -14,7 +14,7 @@ import pccl.torch
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sorted tokens: what comes next is easy to learn."""
+    """Sorted tokens, whose successors are easy to learn."""
 
     def __len__(self) -> int:
         return 256

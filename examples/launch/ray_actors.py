@@ -1,10 +1,10 @@
-"""Ray: each actor is a peer; Ray restarts one that dies, and it joins the run again.
+"""Ray: each actor is a peer; Ray restarts an actor that dies, and it rejoins the run.
 
     pip install ray
     python examples/launch/ray_actors.py --peers 4
 
-max_restarts starts the actor again, max_task_retries calls its method again: both are needed. Ray
-counts no restart that it has caused itself, by preempting a node.
+max_restarts restarts the actor, max_task_retries calls its method again: both are needed. Ray does
+not count a restart that it causes itself, by preempting a node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def start(master: str, steps: int, peers: int) -> tuple[list[Any], list[Any]]:
 
 
 def main() -> None:
-    """A master in this process, and actors wherever Ray puts them."""
+    """Runs a master in this process, and actors wherever Ray puts them."""
     parser = argparse.ArgumentParser(description="Trains with peers that are Ray actors.")
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)

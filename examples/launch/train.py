@@ -1,9 +1,9 @@
-"""A peer that may be killed and started again at any moment: what schedulers do to programs.
+"""A peer that may be killed and restarted at any moment, as schedulers do.
 
     pccl run -n 2 -- python examples/launch/train.py
 
-A peer that starts, for the first time or again, gets the weights and the number of the step from
-the others. If none is left, it begins with those in its file (--checkpoint), if there is one.
+A peer that starts or restarts gets the weights and the step number from the others. If no other
+peer is left, it begins with its file (--checkpoint), if there is one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pccl
 
 
 def main(words: list[str] | None = None) -> None:
-    """Trains until all steps are made."""
+    """Trains until all steps are done."""
     parser = argparse.ArgumentParser(description="Trains a model that any peer may leave.")
     address = os.environ.get("PCCL_MASTER", "127.0.0.1:48148")
     parser.add_argument("--master-address", default=address)
@@ -39,7 +39,7 @@ def main(words: list[str] | None = None) -> None:
             comm.admit(shared, min_peers=args.min_peers)  # gives newcomers what they lack
             if step[0] >= args.steps:
                 break
-            time.sleep(args.seconds)  # this is where a model would be trained
+            time.sleep(args.seconds)  # a model would train here
             progress = np.full_like(weights, 1.0)
             try:
                 peers = comm.all_reduce(progress).world_size

@@ -1,4 +1,4 @@
-"""Measures how long training over emulated long links takes to a loss. Needs Linux, root and torch.
+"""Measures the time to a loss over emulated long links. Needs Linux, root and torch.
 
     python stress/wan/loss.py [--mbits 100 1000] [--rtt-ms 50] [--scale 50] [--output DIR]
 
@@ -113,7 +113,7 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Pace:
-    """Gives the gradients of each step the time that they are to take."""
+    """Gives the gradients of each step a fixed time."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -121,18 +121,18 @@ class Pace:
         self.late_s = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._due_s = time.monotonic() + self._step_s
 
     def end(self) -> None:
-        """Its gradients are there: waits until their time is over."""
+        """Waits until the time of the gradients is over."""
         left_s = self._due_s - time.monotonic()
         self.late_s += max(0.0, -left_s)
         time.sleep(max(0.0, left_s))
 
 
 class Trainee:
-    """What a host's process trains, and the weights to be validated in the end."""
+    """The training of a host's process, and the weights to validate at the end."""
 
     def __init__(self, job: Job, place: int) -> None:
         import torch
@@ -150,7 +150,7 @@ class Trainee:
         self._kept: list[tuple[float, Any]] = []
 
     def begin(self) -> None:
-        """All others are there."""
+        """Begins the training, when all others are present."""
         self.began_s = time.monotonic()
 
     def batch(self, step: int) -> Any:
@@ -160,7 +160,7 @@ class Trainee:
         return self._text.samples(range(begin, begin + own))
 
     def keep(self) -> None:
-        """Keeps the weights as they are now; only the first host does."""
+        """Keeps the current weights, on the first host."""
         from torch.nn.utils import parameters_to_vector
 
         self.ended_s = time.monotonic()
@@ -169,7 +169,7 @@ class Trainee:
             self._kept.append((self.ended_s - self.began_s, vector))
 
     def report(self, digest: str) -> dict[str, Any]:
-        """The losses of the kept weights, and what else was measured."""
+        """The losses of the kept weights, and other measurements."""
         from torch.nn.utils import vector_to_parameters
 
         validation, points = self._text.validation(), []
@@ -241,7 +241,7 @@ def train_diloco(trainee: Trainee, address: str, dies: bool) -> str:
     with pccl.Communicator(address, connect_timeout=60) as comm:
         trainer = diloco(trainee.run, comm, trainee.replicas, 0)
         trainee.begin()
-        step = round(trainer.progress(rounds) * job.steps)  # not 0 for one that comes back
+        step = round(trainer.progress(rounds) * job.steps)  # not 0 for a process that comes back
         due = step + INNER_STEPS
         while (progress := trainer.progress(rounds)) < 1:
             pace.begin()
@@ -286,7 +286,7 @@ def hosts(job: Job) -> Iterator[tuple[Network, str]]:
 
 
 def go(process: subprocess.Popen[str]) -> None:
-    """Has a host's process begin, as soon as it has loaded all."""
+    """Lets a host's process begin as soon as it has loaded its modules."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -304,7 +304,7 @@ def told(process: subprocess.Popen[str], timeout_s: float) -> float:
 
 
 def measure(job: Job, timeout_s: float) -> Result:
-    """Makes a run.
+    """Executes a run.
 
     Raises:
         NetworkError: this machine cannot emulate a network.
@@ -397,7 +397,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
-    """All runs; the first one of each link is the one to compare with."""
+    """All runs; the first one of each link is the baseline."""
     swept = Results(Path(experiment.__file__).parent / "results.jsonl")
     made = []
     for mbit in args.mbits:

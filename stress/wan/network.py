@@ -1,7 +1,7 @@
 """Emulated long-distance networks of several hosts on one Linux machine; needs root.
 
-A host is a network namespace. Where the module `wanem` can be imported it carries the packets, else
-the kernel's own netem does.
+A host is a network namespace. The module `wanem` carries the packets if it is installed, otherwise
+the kernel's netem.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from pccl.cli.chaos import network as network_of_chaos
 from pccl.cli.chaos.network import NetworkError, run
 
-QUEUE_MS = 50  # what may wait for a link, as time at its rate
+QUEUE_MS = 50  # capacity of a link's queue, as time at its rate
 _MTU = 1500
 _names = itertools.count()
 
@@ -33,7 +33,7 @@ class Link:
     mbit: int  # rate of each direction, Mbit/s
     rtt_ms: int
     loss: float = 0.0  # percentage of packets lost at random
-    # most bytes in a socket's buffers, of what is sent and of what is received, as usual on Linux
+    # most bytes in a socket's send and receive buffers, as usual on Linux
     buffers: tuple[int, int] = (4 << 20, 6 << 20)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Link:
 
     @property
     def sysctls(self) -> dict[str, str]:
-        """The limits of sockets' buffers; wanem sets the others itself."""
+        """The limits of sockets' buffers; wanem sets the other values itself."""
         send, receive = self.buffers
         return {
             "net.ipv4.tcp_wmem": f"4096 16384 {send}",
@@ -58,7 +58,7 @@ class Link:
         }
 
     def bound_s(self, nbytes: int) -> float:
-        """The least time in which a peer sends `nbytes` and agrees with a distant master."""
+        """The minimum time in which a peer sends `nbytes` and agrees with a distant master."""
         return nbytes * 8 / (self.mbit * 1e6) + 2 * self.rtt_ms / 1e3
 
 
@@ -69,13 +69,13 @@ class Network:
         self._spaces, self._addresses = spaces, addresses  # of all hosts
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Starts a command on a host; the process is the command's own."""
+        """Starts a command on a host. Returns the command's process."""
         enter = ["nsenter", f"--net=/run/netns/{self._spaces[host]}", "--"]
         return subprocess.Popen([*enter, *argv], text=True, **options)
 
     @contextlib.contextmanager
     def master(self, **options: Any) -> Iterator[str]:
-        """A master on the host "master"; its address."""
+        """Starts a master on the host "master". Yields its address."""
         address = f"{self._addresses['master']}:48148"
         command = [sys.executable, "-m", "pccl.master", "--listen-address", address]
         process = self.popen("master", command, **options)
@@ -119,7 +119,7 @@ def reports(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) ->
 
 
 def kind() -> str:
-    """The emulator that is used here."""
+    """The emulator in use."""
     return "wanem" if importlib.util.find_spec("wanem") else "netem"
 
 
@@ -168,7 +168,7 @@ def _wanem(
 
 @contextlib.contextmanager
 def _netem(link: Link, hosts: Sequence[str], slow: Mapping[str, int]) -> Iterator[Network]:
-    """Each host's delay, rate and loss lie on what it sends."""
+    """Sets delay, rate and loss for the packets that each host sends."""
     with network_of_chaos.Network(len(hosts) - 1) as made:
         spaces = {host: made.name(number) for number, host in enumerate(hosts)}
         for number, (host, name) in enumerate(spaces.items()):

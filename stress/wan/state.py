@@ -1,4 +1,4 @@
-"""Measures shared state on its way to a newcomer over emulated long links. Needs Linux and root.
+"""Measures the transfer of shared state to a newcomer over emulated long links. Needs Linux, root.
 
     python stress/wan/state.py [--bytes 268435456] [--iterations 3] [--cases 0 1 2]
 
@@ -29,7 +29,7 @@ FAST_MBIT = 2000  # of hosts that are no holders
 
 @dataclass(frozen=True)
 class Case:
-    """Rates of the holders' links, Mbit/s, and what lies between any two hosts."""
+    """Rates of the holders' links in Mbit/s, and the round trip and loss between any two hosts."""
 
     mbits: tuple[int, ...]
     rtt_ms: int
@@ -52,7 +52,7 @@ CASES = (
 
 
 def measure(case: Case, nbytes: int, timeout: float) -> tuple[float, list[int]]:
-    """Seconds of a transfer, and the bytes that each holder gave."""
+    """The seconds of a transfer, and the bytes from each holder."""
     holders = [f"h{i}" for i in range(len(case.mbits))]
     slow = dict(zip(holders, case.mbits, strict=True))
     link, hosts = Link(FAST_MBIT, case.rtt_ms, case.loss), [*holders, "new"]

@@ -1,4 +1,4 @@
-"""Measures what optimize_topology gains on a mesh with one slow pair. Needs Linux, root and wanem.
+"""Measures optimize_topology on a mesh with one slow pair. Needs Linux, root and wanem.
 
     python stress/wan/topology.py [--bytes 67108864] [--iterations 3] [--rtts 1 50 100]
                                   [--mbit 500] [--slow 50]

@@ -1,4 +1,4 @@
-"""Measures weights on their way outward over emulated long links. Needs Linux, root and torch.
+"""Measures the distribution of weights over emulated long links. Needs Linux, root and torch.
 
     python stress/wan/weights.py [--followers 4] [--versions 12] [--mbit 100] [--rtt 40]
 
@@ -55,7 +55,7 @@ def trained(versions: int, rate: float, width: int) -> Iterator[Weights]:
 
 
 def rsync_bytes(old: Weights, new: Weights) -> int:
-    """What rsync's algorithm sends: nothing has moved, so a block is the same or is sent."""
+    """The bytes of rsync's algorithm: without moved data, it sends each block that has changed."""
     total = 0
     for name, array in new.items():
         block = max(RSYNC_BLOCK_MIN, int(math.sqrt(array.nbytes)))
