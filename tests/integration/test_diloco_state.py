@@ -330,7 +330,7 @@ def test_a_lone_peer_that_trains_on_logs_it_once(address: str, warnings: list[st
             diloco.step()
         assert diloco.outer_step == 0
     (said,) = warnings
-    assert "is alone in its group at outer step 0" in said and "until another one joins" in said
+    assert "is alone in its group at outer step 0" in said and "until another peer joins" in said
 
 
 def test_a_group_that_waits_takes_no_step_with_fewer(address: str, warnings: list[str]) -> None:
