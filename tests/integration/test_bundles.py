@@ -84,7 +84,7 @@ def test_all_tags_of_a_bundle_are_occupied() -> None:
     with Cluster(2) as cluster:
         comm, (x, y) = cluster.comms[0], np.ones((2, 3), np.float32)
         comm.all_reduce_async(np.ones(3), tag=6)
-        with pytest.raises(pccl.PCCLError, match="a collective with tag 6 is launched"):
+        with pytest.raises(pccl.PCCLError, match="tag 6 is in use"):
             comm.all_reduce_multiple_with_retry([described(x, 5), described(y, 6)])
         assert (x == 1).all() and (y == 1).all()
         with pytest.raises(ValueError, match="overlap"):

@@ -101,7 +101,7 @@ def test_impossible_arguments_are_refused() -> None:
             with pytest.raises(error, match=words):
                 call()
         handle = comm.send_async(x, 1, tag=3)
-        with pytest.raises(pccl.PCCLError, match="tag 3 from peer 1 to peer 2 is launched"):
+        with pytest.raises(pccl.PCCLError, match="tag 3 from peer 1 to peer 2 is in use"):
             comm.send_async(x, 1, tag=3)
         with pytest.raises(pccl.PCCLError, match="PENDING_ASYNC_OPS"):
             comm.update_topology()
