@@ -382,10 +382,11 @@ def test_a_loss_during_all_reduce_costs_a_retry(three: Groups) -> None:
     begun = threading.Barrier(3)
 
     def job(group: ProcessGroup) -> list[float]:
-        tensors = [torch.full((1 << 20,), 1.0 + group.rank()) for _ in range(4)]
+        rank = group.rank()  # it changes as soon as the loss is known
+        tensors = [torch.full((1 << 20,), 1.0 + rank) for _ in range(4)]
         works = [group.allreduce([tensor]) for tensor in tensors]
         begun.wait(20)
-        if group.rank() == 1:
+        if rank == 1:
             group.communicator.close()
             return []
         for work in works:
