@@ -136,8 +136,8 @@ def test_a_peer_reports_a_failure_to_the_next_master() -> None:
 
 def test_a_newcomer_gets_no_earlier_failure() -> None:
     run = ManualRun(2)
-    for conn, tag in ((b"1", 7), (b"2", 7)):
-        run.say(conn, m.StartVote(2, tag, msgspec.structs.replace(WORK, members=3)))
+    for call in (2, 3, 4):
+        run.everyone(m.StartVote(call, 7, msgspec.structs.replace(WORK, members=3)))
     error = run.last(b"1")
     assert isinstance(error, m.CallError) and error.seq
     assert (error.called, error.tag, error.pair) == (m.Called.COLLECTIVE, 7, ())

@@ -274,6 +274,37 @@ def test_a_peer_that_comes_back_too_late_is_refused() -> None:
     assert sorted(run.master.peers) == [1]
 
 
+# ---- who comes and goes ----
+
+
+def test_rounds_of_the_topology_are_counted() -> None:
+    run = ManualRun(2)
+    for call in (2, 3, 4):
+        run.everyone(m.TopologyVote(call))
+        assert run.last(b"1") == run.last(b"2") == m.TopologyResult(call, call)
+
+
+def test_who_is_pending_is_admitted_when_the_last_peer_is_gone() -> None:
+    run = ManualRun(1)
+    run.join(b"2")
+    assert isinstance(run.last(b"2"), m.Welcome)
+    run.say(b"1", m.Leave())
+    assert isinstance(run.last(b"2"), m.Admitted)
+    assert run.notes[-2:] == [
+        "peer 1 (10.0.0.1:1): it left; 0 peers now",
+        "joined: peer 2 (10.0.0.1:1); 1 peer now",
+    ]
+
+
+def test_the_others_are_told_whether_a_peer_left_or_was_lost() -> None:
+    run = ManualRun(3)
+    run.say(b"3", m.Leave())
+    run.perform(run.master.feed(Disconnected((b"2",), "its connection broke")))
+    gone = [one for told in run.told[b"1"] if isinstance(told, m.Plan) for one in told.gone]
+    assert gone == [m.Gone(3, "it left", True), m.Gone(2, "its connection broke", False)]
+    assert run.notes[-1] == "lost: peer 2 (10.0.0.1:1): its connection broke; 1 peer now"
+
+
 # ---- why a collective fails ----
 
 

@@ -7,8 +7,18 @@ from simulation.manual import WORK, member
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer
-from pccl.protocol.peer.calls import Collective
-from pccl.protocol.peer.effects import Arrange, Effect, Fail, Fault, MembersChanged, Send, Waits
+from pccl.protocol.peer.calls import CONFIRMING, ENTERING, MOVING, Collective
+from pccl.protocol.peer.effects import (
+    Answer,
+    Arrange,
+    EagerOp,
+    Effect,
+    Fail,
+    Fault,
+    MembersChanged,
+    Send,
+    Waits,
+)
 from pccl.protocol.rounds import Grace
 from pccl.types import Result
 
@@ -205,6 +215,21 @@ def test_a_peer_that_was_never_registered_does_not_come_back() -> None:
         assert sent(peer.reconnected()) == [HELLO] * registered
 
 
+def test_a_peer_that_was_not_accepted_begins_anew_with_the_next_master() -> None:
+    """Which may be of another run."""
+    peer = Peer()
+    peer.join(1, HELLO)
+    peer.received(m.Welcome(1))
+    peer.received(members(5, 1, 2))
+    peer.received(m.WorldSizes(m.World(2, 2, 1, 2)))
+    peer.disconnected("it broke")
+    assert sent(peer.reconnected()) == [HELLO]
+    assert (peer.knowledge.plan, peer.knowledge.world) == (
+        m.Plan(0, (), (), 0),
+        m.World(0, 0, 0, 0),
+    )
+
+
 def test_a_peer_that_leaves_says_so_once() -> None:
     peer = member()
     peer.update_topology(2)
@@ -275,3 +300,103 @@ def test_a_caller_whose_time_is_up_waits_for_what_the_master_says() -> None:
     peer.received(m.Finished(9, False, "withdrawn"))
     grace = Grace(2, 1.5)
     assert sent(peer.are_peers_pending(7, grace=grace)) == [m.PendingVote(7, False, False, 2, 1500)]
+
+
+SEND = m.Spec("send", 0, 10, 1000)
+
+
+@pytest.mark.parametrize("pair", [(), (1, 2)])
+def test_an_error_says_how_far_the_call_had_come(pair: tuple[int, int] | tuple[()]) -> None:
+    phases = []
+    for happens in range(3):
+        peer = member()
+        peer.collective(Collective(2, 0, SEND if pair else WORK, pair=pair))
+        if happens > 0:
+            peer.received(m.Started(2, 9, 1))
+        if happens > 1:
+            peer.engine_complete(2, True, 0, 0)
+        actions = peer.broken("a bug") + peer.engine_settled(2, 0, 0)
+        (fail,) = [one for one in actions if isinstance(one, Fail)]
+        phases.append(fail.phase)
+    assert phases == [
+        ENTERING,
+        MOVING if pair else "while its data went around the ring",
+        CONFIRMING,
+    ]
+
+
+def test_a_lost_stream_matters_to_the_master_if_others_may_need_what_went_over_it() -> None:
+    peer = member()
+    peer.collective(Collective(2, 0, WORK))
+    peer.received(m.Started(2, 9, 1))
+    assert not peer.stream_lost(1, "reset"), "its op fails, which is a vote"
+    peer.collective(Collective(3, 1, SMALL, b"1234"))
+    peer.received(m.Started(3, 10, 1, b"5678"))
+    assert not peer.stream_lost(1, "reset"), "its data came from the master"
+    peer.engine_complete(2, False, 0, 0)
+    assert sent(peer.stream_lost(1, "reset")) == [m.Stalled(1, 0, "reset")]
+    peer = member()
+    peer.collective(Collective(2, 0, SEND, pair=(1, 2)))
+    peer.received(m.Started(2, 9, 1))
+    peer.engine_complete(2, False, 0, 0)
+    assert sent(peer.stream_lost(1, "reset")) == [m.Stalled(0, 9, "reset")], "it has no ring yet"
+
+
+def test_a_peer_reports_the_members_of_what_runs_to_the_next_master() -> None:
+    peer = member(1, 3)
+    peer.collective(Collective(2, 5, WORK))
+    peer.received(m.Started(2, 9, 1))
+    peer.collective(Collective(3, 6, SEND, pair=(1, 2)))
+    peer.received(m.Started(3, 10, 1))
+    peer.engine_complete(3, True, 0, 0)
+    peer.disconnected("it broke")
+    (resume,) = sent(peer.reconnected())
+    assert isinstance(resume, m.Resume)
+    sending = m.Open(10, (1, 2), True, 6, paired=True)
+    assert resume.open == (m.Open(9, (1, 2, 3), None, 5), sending)
+
+
+def test_a_failure_that_was_missed_is_of_a_call_that_has_not_started() -> None:
+    """Two calls may follow each other under one tag."""
+    peer = member()
+    peer.collective(Collective(2, 5, WORK))
+    peer.received(m.Started(2, 9, 1))
+    peer.disconnected("it broke")
+    peer.reconnected()
+    lost = Result.RANK_CONNECTION_LOST.value
+    assert not peer.received(m.Failed(m.Failure(8, m.Called.COLLECTIVE, 5, (), lost, "why", 0)))
+
+
+def test_rounds_whose_results_were_missed_are_answered_and_others_repeated() -> None:
+    topology, pending = m.TopologyVote(2), m.PendingVote(3)
+    for done, expected in (
+        (m.Done(), [Send(topology), Send(pending)]),
+        (m.Done(topology=1), [Answer(2, 2), Send(pending)]),
+        (m.Done(pending=1, were_pending=True), [Send(topology), Answer(3, True)]),
+        (m.Done(topology=1, pending=1), [Answer(2, 2), Answer(3, False)]),
+    ):
+        peer = member()
+        peer.update_topology(2)
+        peer.are_peers_pending(3)
+        peer.disconnected("it broke")
+        peer.reconnected()
+        assert peer.received(m.Resumed(done)) == expected
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_call_without_the_rings_says_nothing_about_them(ok: bool) -> None:
+    """After a collective around them has committed, the next one may send before its start."""
+    peer = member()
+    large = m.Spec("all_reduce", 0, 10, 1_000_000)
+    assert not any(isinstance(one, EagerOp) for one in peer.collective(Collective(2, 0, large)))
+    peer.received(m.Started(2, 9, 1))
+    peer.engine_complete(2, True, 0, 0)
+    peer.received(m.Finished(9, True))
+    for call, (seq, data) in enumerate(((10, b"1234"), (11, None)), 3):
+        peer.collective(
+            Collective(call, 0, SMALL if data else SEND, data, pair=() if data else (1, 2))
+        )
+        peer.received(m.Started(call, seq, 1, data))
+        peer.engine_complete(call, True, 0, 0)
+        peer.received(m.Finished(seq, ok))
+    assert any(isinstance(one, EagerOp) for one in peer.collective(Collective(5, 0, large)))

@@ -421,6 +421,7 @@ def test_only_the_first_of_many_clients_are_shown(monkeypatch: pytest.MonkeyPatc
 
 def test_there_are_as_many_clients_as_a_holder_has_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a slot of its own, and a number that no peer has."""
+    assert clients.SLOTS == 65536, "as c/pccl_core.h says"
     monkeypatch.setattr(clients, "SLOTS", 3)
     hub = WeightsRun(23)
     nodes = [hub.add() for _ in range(3)]
@@ -435,6 +436,27 @@ def test_there_are_as_many_clients_as_a_holder_has_slots(monkeypatch: pytest.Mon
     hub.settle()
     assert Note("client 4 (10.0.0.1:1) registered") in hub.master.feed(one_more)
     assert sorted(one.slot for one in desk.all.values()) == [0, 1, 2]
+    for one in [*desk.all.values()]:
+        hub.master.feed(Disconnected((one.conn,), "it died"))
+    late = hub.add()
+    hub.settle()
+    assert [one.slot for one in desk.all.values()] == [0] and late.number == FIRST + 5
+
+
+def test_clients_are_told_of_a_loss_that_changes_what_is_available() -> None:
+    hub = WeightsRun(24)
+    publisher, (node, other) = waiting(hub, 2)
+    hub.settle()
+    idle = hub.add(relays=False, follows=False)
+    hub.settle()
+    hub.kill(idle)
+    assert not node.into, "it held nothing"
+    hub.kill(other)
+    assert not node.into, "others hold it too"
+    hub.perform(hub.master.feed(Received(node.conn, m.Holds((), 1))))
+    hub.kill(publisher)
+    (available,) = told(node, m.Available)
+    assert available == m.Available((), 1)
 
 
 def test_a_client_that_votes_is_dropped() -> None:

@@ -12,7 +12,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Running
 from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Send
-from pccl.protocol.master.history import History, Numbers
+from pccl.protocol.master.history import REFUSED_MAX, WHOLE_RUN, History, Numbers, keep_latest
 from pccl.protocol.master.membership import NAMES_MAX, Membership, PeerRecord
 from pccl.protocol.master.synchronizations import Synchronizations
 from pccl.protocol.master.topology import Common, Optimizations
@@ -151,6 +151,15 @@ def test_numbers_never_repeat() -> None:
     numbers.begin(4)
     assert numbers.is_old(seq + 1) and not numbers.is_old(numbers.take_seq())
     assert numbers.take_epoch() > epoch + 1
+
+
+def test_the_latest_reasons_for_dropping_peers_are_kept_and_that_the_run_is_finished() -> None:
+    refused = {WHOLE_RUN: "finished"}
+    for number in range(1, REFUSED_MAX + 11):
+        refused[number] = "late"
+        keep_latest(refused)
+    assert refused.keys() == {WHOLE_RUN, *range(12, REFUSED_MAX + 11)}
+    assert WHOLE_RUN not in registered(0).peers, "it is no peer's number"
 
 
 def test_a_history_ends_with_its_last_holder() -> None:

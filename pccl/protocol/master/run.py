@@ -88,7 +88,6 @@ class Run:
             self.membership.accept(number, heard)
         for group in dict.fromkeys(map(self.membership.group_of, fresh)):
             self.groups.renew(group)
-            self.history.of(group).repeatable = True
         self.publish_world()
         for number in fresh:
             info = self.membership.info(number)
