@@ -29,7 +29,7 @@ _NONE = ffi.new("char[]", b"")
 
 
 class Peer:
-    """A communicator, with the state that a C program does not hold itself."""
+    """A communicator, with state that the C program does not hold."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -38,7 +38,7 @@ class Peer:
 
 
 class Master:
-    """A master, with whether it was started, and whether it is known to have stopped since."""
+    """A master: whether it was started, and whether it is known to have stopped since."""
 
     def __init__(self, node: MasterNode) -> None:
         self.node = node
@@ -51,7 +51,7 @@ masters: Handles[Master] = Handles("pcclMasterInstance_t *", "a master")
 
 
 def implements(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a Python function the implementation of a function of <pccl.h>."""
+    """Makes a Python function implement a function of <pccl.h>."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> int:
@@ -69,7 +69,7 @@ def implements(name: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def _fail(name: str, error: BaseException) -> Result:
-    """The result for an exception, whose text is stored for pcclGetLastError."""
+    """Stores an exception's text for pcclGetLastError, and returns its result."""
     said = str(error)
     if isinstance(error, MemoryError):
         said = f"there is not enough memory ({said or 'the system gives no more'})"

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def given(pointer: Any, name: str) -> Any:
-    """Checks that a pointer is not NULL, and returns it. Raises ValueError: it is NULL."""
+    """Returns a pointer that is not NULL. Raises ValueError: it is NULL."""
     if pointer == ffi.NULL:
         raise ValueError(f"{name} is NULL")
     return pointer
@@ -59,8 +59,8 @@ def address(socket: Any) -> str:
 def all_reduce(send: Any, recv: Any, work: Any) -> ReduceOpDescriptor:
     """The all-reduce that a pcclReduceDescriptor_t describes, with its memory.
 
-    Raises ValueError: a member is not in its enumeration, or a buffer is NULL, or the buffers
-    overlap in part.
+    Raises ValueError: a value is not in its enumeration, a buffer is NULL, or the buffers overlap
+    in part.
     """
     source = work.src_descriptor
     dtype = member(DataType, source.datatype, "src_descriptor.datatype")
@@ -97,8 +97,8 @@ def fill(info: Any, found: ReduceInfo) -> None:
 class State:
     """The shared state of a C program, which passes its entries with each call.
 
-    Whether the state is torn must be remembered between calls. So calls with the same entries use
-    the same SharedState. If it is torn and the program passes another revision, the program has
+    Calls with the same entries use the same SharedState, which remembers between calls whether the
+    state is torn. If the state is torn and the program passes another revision, the program has
     replaced the content, and a new SharedState begins.
     """
 
@@ -143,7 +143,7 @@ _numbers = itertools.count(0x1000, 0x10)  # shared by all kinds, so that no two 
 
 
 class Handles(Generic[T]):
-    """The objects of one kind that a C program has, by unique numbers in the form of pointers.
+    """A C program's objects of one kind. Their handles are unique numbers in the form of pointers.
 
     So an invalid or destroyed handle is recognized, and never dereferenced.
 

@@ -30,7 +30,7 @@ def widen(given: np.ndarray) -> np.ndarray:
 
 
 def code_of(dtype: np.dtype) -> int:
-    """The engine's number of a type that `widen` returns."""
+    """The engine's number for a type that `widen` returns."""
     return DataType.DOUBLE.value + 1 if dtype == HALVES else DataType.from_numpy_dtype(dtype).value
 
 

@@ -5,9 +5,8 @@ shape and place of each entry) and the bytes of all entries without gaps, so eve
 safetensors (https://huggingface.co/docs/safetensors) can open it. The header's metadata adds what a
 run needs to resume: the revision, and a digest of each entry to detect corruption.
 
-A file is written under a temporary name and renamed once it is on disk, so that after a crash there
-is either the old file or the new one. Loading checks the whole file before it overwrites any
-memory.
+A file is written under a temporary name and renamed once it is on disk. So a crash leaves either
+the old file or the new one. Loading checks the whole file before it overwrites any memory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _HEADER_BYTES_MAX = 100 << 20  # the limit of other readers of the format
 
 
 def _code(dtype: DataType) -> str:
-    """The format's name of an element type, such as BF16."""
+    """The format's name for an element type, such as BF16."""
     name = dtype.common_name.upper()
     return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I")
 
@@ -51,7 +50,7 @@ def save(path: str | os.PathLike[str], entries: Sequence[Entry], revision: int) 
     """Writes a file; on failure an existing one stays unchanged.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
         ValueError: an entry is named __metadata__.
     """
     header = _header(entries, revision)
@@ -86,8 +85,8 @@ def load(path: str | os.PathLike[str], entries: Sequence[Entry]) -> int:
     """Fills the entries' memory from a file and returns its revision; all or nothing.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged, or has other entries; the memory is unchanged.
+        OSError: the file cannot be read.
+        ValueError: the file is damaged, or has other entries; the memory is unchanged.
     """
     with open(path, "rb") as file, _mapped(file) as data:
         try:
@@ -146,7 +145,7 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], int]:
 
 
 def _places(header: Mapping[str, Any], entries: Sequence[Entry], size: int) -> list[int]:
-    """The offset of each entry in the data; raises ValueError for the first one that is wrong.
+    """The offset of each entry in the data; raises ValueError for the first wrong entry.
 
     The data has `size` bytes.
     """

@@ -34,8 +34,8 @@ _OTHERS = (
 class Range(NamedTuple):
     """The range of a setting, and its environment variable, if there is one.
 
-    libzmq takes milliseconds as 32-bit integers, and the system refuses waits that are too long;
-    without a range, either would fail later with an obscure error.
+    libzmq takes milliseconds as 32-bit integers, and the system refuses very long waits. A value
+    out of range would fail later, with an obscure error.
     """
 
     variable: str
@@ -73,15 +73,15 @@ class Config:
     # heartbeat timeout; a connection that is silent for this time is lost
     heartbeat_timeout_ms: int = 5000
     handshake_timeout_s: float = 5.0  # time limit for establishing a connection, with its handshake
-    # how long a peer tries to reach a master that is not up yet; None: as many attempts as the
-    # arguments of `connect` say
+    # how long a peer tries to reach a master that is not up yet; None: the arguments of `connect`
+    # give the number of attempts
     connect_timeout_s: float | None = None
     master_patience_s: float = 60.0  # how long a peer tries to reconnect to the master
-    # whether a master that has ended may come back; if not, a peer gives up when nothing listens
+    # whether a master may come back after its end; if not, a peer gives up when nothing listens
     master_returns: bool = True
     # how long a peer may keep others waiting before the master drops it; None: no limit
     straggler_s: float | None = None
-    # the most Mbit/s at which a peer sends shared state to others; None: no limit
+    # the greatest rate, in Mbit/s, at which a peer sends shared state to others; None: no limit
     sync_mbits: int | None = None
     # connections to a neighbor on another machine, unless the Communicator sets
     # p2p_connection_pool_size; 0: chosen by the round trip
@@ -91,9 +91,9 @@ class Config:
     # whether this peer joins streams of others that cannot connect to each other
     relay: bool = False
     dial_back: bool = True  # whether the master checks that it can reach a peer, by dialling it
-    # the largest all-reduce whose data travels with the votes and is reduced by the master; None:
-    # as `pccl.protocol.tuning` says. It takes one round trip to the master, and none around the
-    # ring.
+    # the largest all-reduce whose data travels with the votes, so that the master reduces it; None:
+    # `pccl.protocol.tuning` chooses. Such an all-reduce takes one round trip to the master, and
+    # none around the ring.
     inline_bytes: int | None = None
 
     @property
@@ -178,7 +178,7 @@ def _switch(env: Mapping[str, str], name: str) -> bool:
 
 
 def default_name(env: Mapping[str, str] = os.environ) -> str:
-    """The name of a peer that is given none: its host and process, and its LOCAL_RANK."""
+    """A peer's default name: its host and process, and its LOCAL_RANK."""
     rank = f"/{env['LOCAL_RANK']}" if env.get("LOCAL_RANK", "").isdecimal() else ""
     own = f":{os.getpid()}{rank}"[:PEER_NAME_CHARS_MAX]
     host = "".join(c if c.isprintable() else "?" for c in socket.gethostname())
@@ -186,7 +186,7 @@ def default_name(env: Mapping[str, str] = os.environ) -> str:
 
 
 def machine_id() -> str:
-    """Identifies what ipc:// can reach: one boot of a machine, user, network and file system."""
+    """Identifies the reach of ipc://: one boot of a machine, user, network and file system."""
     parts = [socket.gethostname(), str(uuid.getnode()), str(getattr(os, "getuid", int)())]
     boot = Path("/proc/sys/kernel/random/boot_id")
     if boot.exists():

@@ -2,9 +2,9 @@
 
 The digest of n bytes is XXH3-128 over the digests of its leaves of 4 MiB (the last may be
 shorter). So several threads can hash leaves in any order, and a receiver that knows the leaves'
-digests can verify them one by one. xxhash releases the GIL while it hashes, at about the speed at
-which one core can read memory. The digest detects drift and broken memory. It is not cryptographic,
-so it does not protect against attacks.
+digests can verify them one by one. xxhash releases the GIL while it hashes, about as fast as one
+core can read memory. The digest detects drift and broken memory. It is not cryptographic, so it
+does not protect against attacks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def digests(memory: Sequence[tuple[int, int]], threads: int | None = None) -> li
 
     Args:
         memory: what to hash.
-        threads: how many threads hash; None: as many as help. The result does not depend on it.
+        threads: how many threads hash; None: as many as help. This does not affect the result.
     """
     tables = [bytearray(DIGEST_BYTES * leaf_count(nbytes)) for _, nbytes in memory]
 

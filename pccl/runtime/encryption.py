@@ -1,8 +1,8 @@
 """CURVE on sockets: encryption, and the authentication of connections.
 
-For each connection, libzmq sends a request by ZAP (ZeroMQ RFC 27) over inproc to a handler in the
-same context, which decides whether its key is allowed. The handler is polled in the thread of its
-owner's other sockets, so it needs no locks.
+For each connection, libzmq sends a ZAP request (ZeroMQ RFC 27) over inproc to a handler in the same
+context. The handler decides whether the connection's key is allowed. Its owner's thread polls it
+with the owner's other sockets, so it needs no locks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Request(NamedTuple):
 
 
 class Zap:
-    """The ZAP handler of one context, to be made before a CURVE server binds."""
+    """The ZAP handler of one context. Create it before a CURVE server binds."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         # readable when a connection waits for `answer`
@@ -72,8 +72,8 @@ class Zap:
     def answer(self, decide: Callable[[str], bool | None]) -> None:
         """Answers the requests that have arrived.
 
-        `decide` says whether the holder of a public key may connect. None: not known yet; the
-        connection waits for a later call, within the time limit of handshakes.
+        `decide` says whether the holder of a public key may connect. If it returns None, the answer
+        is not known yet: the connection waits for a later call, within the handshake's time limit.
         """
         while self._read() or self._decided(decide):
             pass

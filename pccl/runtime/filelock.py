@@ -1,7 +1,8 @@
 """A file lock that one process holds until it ends, however it ends.
 
-The lock is on a separate file beside the protected one. That file is never removed: otherwise two
-processes could hold two locks of the same name. The system releases the lock when the process ends.
+The lock is on a separate file beside the protected one. The lock file is never removed: otherwise
+two processes could hold two locks of the same name. The system releases the lock when the process
+ends.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def identity(path: Path) -> tuple[int, int]:
 
 
 class Taken(Exception):
-    """The lock is held already; `args[0]` is the text of its holder."""
+    """Another holder has the lock; `args[0]` is the holder's text."""
 
 
 class FileLock:
@@ -50,7 +51,7 @@ class FileLock:
         path: of the lock's own file; created if it does not exist.
 
     Raises:
-        Taken: it is held already, by this process or another.
+        Taken: this process or another already holds the lock.
         OSError: the file cannot be opened.
     """
 

@@ -57,8 +57,8 @@ def close_inherited(ports: Collection[int], path: str, others: Collection[Addres
 
     Args:
         ports: the TCP ports on which the parent listens and accepts connections.
-        path: the ipc socket on which it does.
-        others: the addresses to which it has connected.
+        path: the ipc socket on which the parent listens.
+        others: the addresses to which the parent has connected.
     """
     for name in os.listdir(tcp.DESCRIPTORS) if os.path.isdir(tcp.DESCRIPTORS) else ():
         # an error: the directory's own descriptor, or not such a socket

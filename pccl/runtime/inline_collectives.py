@@ -15,10 +15,10 @@ KEPT_BYTES = 4 << 20  # the allocator keeps at most twice as much
 def keep_memory() -> None:
     """Makes the allocator keep the memory that a master frees after each round.
 
-    By default glibc returns free memory at the top of a heap to the system as soon as it has
-    128 KiB, and takes large blocks directly from the system, until the program has once freed a
-    large block. So each page of the votes, the result and the answers would cause a page fault in
-    each round, and these cost twice as much as everything else.
+    By default glibc returns free memory at the top of a heap to the system when there are 128 KiB
+    of it. Until the program has freed a large block, glibc also takes large blocks directly from
+    the system. So each page of the votes, the result and the answers would cause a page fault in
+    each round. These faults cost twice as much as everything else.
     """
     with contextlib.suppress(MemoryError):
         bytearray(KEPT_BYTES)
@@ -27,7 +27,7 @@ def keep_memory() -> None:
 def combine(work: m.Spec, parts: Sequence[bytes]) -> bytes:
     """Reduces contributions of `work.count` elements each, in their order.
 
-    It uses the kernels of the ring, so here too a 16-bit float is rounded once per contribution.
+    It uses the ring's kernels, so 16-bit floats are rounded once per contribution here, too.
     """
     dtype = DataType(work.dtype)
     if work.redop == ReduceOp.AVG.value and dtype.is_integer:

@@ -1,8 +1,8 @@
 """Every fixed timing and limit of the runtime, with its reason.
 
-Settings of the user are in config.py, limits of messages in pccl.protocol.messages. A limit of
-a single algorithm, such as the size of the pieces that it works on, stays beside it. Each limit is
-read when it is used, as `limits.NAME`.
+The user's settings are in config.py, and limits of messages in pccl.protocol.messages. A limit of
+a single algorithm, such as the size of its pieces, stays beside the algorithm. Code reads a limit
+each time it uses it, as `limits.NAME`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUIET_MAX_S = 60.0  # up to this
 ATTEMPT_INTERVAL_S = 1.0  # between the attempts of `connect`
 WELCOME_S = 10.0  # for the master's first answer; admission itself has no limit
 PROGRESS_LOOK_S = 2.0  # between two reports to the master on the progress of long ops
-WITHDRAWAL_S = 1.0  # for the master to take back the vote of a call that an exception has ended
+WITHDRAWAL_S = 1.0  # for the master to take back a call's vote, after an exception ended the call
 PENDING_AGAIN_S = 0.002  # a caller that asks for pending peers again so soon asks in a loop:
 PENDING_PATIENCE_S = 0.02  # its next "no" is delayed by this, so that it does not spin
 
@@ -30,12 +30,12 @@ MASTER_RETRY_S = 0.2  # between attempts to reconnect to the master
 LAST_WORDS_MS = 1000  # to send a Leave
 EXAMINATION_S = 10.0  # for all of `pccl doctor MASTER`; the master may take DIAL_S to dial back
 GREETING_S = 4.0  # for the first bytes of the process that listens at the master's port
-NAME_KEPT_S = 30.0  # for which the addresses of a name are cached
+NAME_KEPT_S = 30.0  # for which a name's addresses are cached
 NAME_RETRY_S = 0.5  # between look-ups of a name: a failure may be temporary
 STAGGER_S = 0.25  # until the next address of a peer is tried, too, as RFC 8305 recommends
 STREAMS_REFUSED_MAX = 3  # the membership ends when so many streams in a row get no socket
-GUESTS_MAX = 1024  # connections at a rendezvous point, not joined yet; beyond that the oldest ends
-GUEST_BYTES = 1024  # that one may send before it is joined: greeting and request are shorter
+GUESTS_MAX = 1024  # unjoined connections at a rendezvous point; beyond that the oldest is closed
+GUEST_BYTES = 1024  # from one before it is joined: greeting and request are shorter
 RENDEZVOUS_LANES = 8  # both sides must know the number before the round trip is known
 STREAM_LATE_S = 1.0  # after libzmq's own time limit, which comes first because it says more
 
@@ -44,7 +44,7 @@ STREAM_LATE_S = 1.0  # after libzmq's own time limit, which comes first because 
 SERVE_INTERVAL_S = 0.02  # PCCL_SYNC_MBITS is kept in each such interval
 TRANSFER_FAILURE_S = 0.1  # until the first failure is reported; four times as long each time,
 TRANSFER_FAILURES_MAX = 3  # so many times: longer than heartbeats take to detect a dead holder
-REMIND_S = 0.5  # between two looks at which requests are late, and are to be repeated
+REMIND_S = 0.5  # between two checks for late requests, which are then repeated
 REMINDERS_MAX = 640  # so many without any answer: the holders count as lost
 PROGRESS_S = 0.1  # between calls of the caller's callback
 PROGRESS_LOG_S = 5.0  # between lines in the log
@@ -78,9 +78,9 @@ ARRIVING_MAX = 4  # messages of a connection held back while its peer is dialled
 GRACE_S = 1.0  # after a connection has ended, its messages may still arrive for this long
 DESCRIPTORS_SPARE = 64  # a master's descriptors that are not for connections
 CONNECTIONS_MIN = 16  # connections that are always allowed
-DESCRIPTORS_REST_S = 0.2  # without a failure, before new connections are admitted again
+DESCRIPTORS_REST_S = 0.2  # without a failure, until new connections are admitted again
 MASTER_LOOK_S = 0.1  # between two checks of time limits
-MASTER_CHORES_S = 0.01  # messages may delay everything else that is due for this long
+MASTER_CHORES_S = 0.01  # for which messages may delay all other work that is due
 FAREWELL_MS = 200  # for the last messages of a master that ends
 
 # ---- the master's HTTP ----

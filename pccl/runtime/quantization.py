@@ -45,7 +45,7 @@ def fingerprint(
 
 
 def wire_format(work: Spec) -> int:
-    """The pccl_format of a collective; 0 where it is not quantized."""
+    """The pccl_format of a collective; 0 if it is not quantized."""
     algorithm = QuantizationAlgorithm(work.algorithm)
     if algorithm in _BY_BITS:
         return int(_BY_BITS[algorithm][8 * DataType(work.quantized).itemsize])

@@ -1,11 +1,11 @@
 """Resolves host names in separate threads, and finds which of several addresses answers first.
 
-Resolving a name may take half a minute if a name server is silent, and libzmq would do it in the
-thread that moves all data. So sockets connect only to numeric addresses.
+If a name server is silent, resolving a name may take half a minute. libzmq would resolve names in
+the thread that moves all data. So sockets connect only to numeric addresses.
 
-As RFC 8305 recommends, the next address is tried before the previous one has failed: in an
-unreachable network, addresses are silent more often than they refuse connections. A peer's engine
-greets everyone who connects; only the handshake of a stream shows whether it is the right peer.
+The next address is tried before the previous one has failed, which RFC 8305 recommends: addresses
+in an unreachable network are usually silent and rarely refuse connections. A peer's engine greets
+every client; only the handshake of a stream shows whether it is the right peer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def destination(address: str, port: int) -> tuple[Any, ...]:
 def first_to_answer(
     addresses: Sequence[str], port: int, limit_s: float, greets: bool
 ) -> tuple[str, dict[str, str]]:
-    """The first address that answers ("": none does), and why others do not, as far as is known.
+    """The first address that answers ("": none does), and why others do not, if known.
 
     Numeric addresses are tried in their order, with one time limit for all of them. `greets`:
     whether the listener must send a greeting; otherwise a connection is enough.
@@ -148,7 +148,7 @@ def is_address(host: str) -> bool:
 
 
 def everywhere(address: str) -> str:
-    """The wildcard address to listen on; the one of IPv6 includes IPv4 if the system has both."""
+    """The wildcard address to listen on; "::" includes IPv4 if the system has both."""
     return "::" if ":" in address or socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
@@ -189,7 +189,7 @@ def asked(host: str) -> queue.SimpleQueue[list[str] | OSError]:
 def addresses(host: str, limit_s: float) -> list[str]:
     """The addresses of a host, IPv4 first, because every peer listens there.
 
-    Raises OSError: there are none, or the look-up took longer than the limit.
+    Raises OSError: the host has none, or the look-up took longer than the limit.
     """
     if is_address(host):
         return [host]
@@ -206,9 +206,9 @@ def addresses(host: str, limit_s: float) -> list[str]:
 def reachable(host: str, port: int, limit_s: float) -> str:
     """The first address of a host at which a master answers at a port.
 
-    Of several addresses, the first one that greets as ZeroMQ does is taken. If none does, all are
-    tried in turn, each for an equal share of the time that is left, to find out why. Raises
-    OSError: there is none, or it was not found in about that time; the text says why.
+    This is the first address that sends ZeroMQ's greeting. If none does, all addresses are tried in
+    turn, each for an equal share of the remaining time, to find out why. Raises OSError: no master
+    was found in about `limit_s`; the text says why.
     """
     until_s = time.monotonic() + limit_s
     problem = OSError(f"the name {host} has no address")
@@ -234,7 +234,7 @@ class AnotherServiceError(OSError):
 def _try_connecting(address: str, port: int, limit_s: float) -> None:
     """Connects to a numeric address, and checks that a ZeroMQ socket answers.
 
-    Raises OSError: it fails, takes longer than the limit, or something else answers.
+    Raises OSError: connecting fails or takes longer than the limit, or another service answers.
     """
     began_s = time.monotonic()
     family, kind, _, _, where = destination(address, port)
@@ -247,10 +247,10 @@ def _try_connecting(address: str, port: int, limit_s: float) -> None:
 
 
 def _greeting(connection: socket.socket, limit_s: float) -> bytes:
-    """The first bytes of the other side; empty if it hangs up, or there is too little time.
+    """The other side's first bytes; empty if it hangs up or takes too long.
 
-    A ZeroMQ socket sends its greeting at once. Other services may wait for the first bytes of the
-    client, and may not answer those either.
+    A ZeroMQ socket sends its greeting at once. Other services may wait for the client's first
+    bytes, or never answer.
     """
     within_s = max(0.001, min(limit_s, limits.GREETING_S))
     for part in (1 / 8, 7 / 8):
@@ -339,7 +339,7 @@ class Resolver:
             self._ask(host, lambda: _look_up(host), partial(self._looked_up, host), then)
 
     def answering(self, host: str, port: int, limit_s: float, then: Then) -> None:
-        """As `find`; if a host has several addresses, the one that answers first at a port."""
+        """Like `find`, but chooses the first of several addresses that answers at a port."""
 
         def found(first: Found) -> None:
             addresses = [*self._known.get(host, ([], 0.0))[0]]
@@ -368,7 +368,7 @@ class Resolver:
     def _ask(
         self, key: object, work: Callable[[], R], learn: Callable[[R], Found], then: Then
     ) -> None:
-        """Has a thread do the work, unless one does already, and calls `then` with the outcome."""
+        """Does the work in a thread, unless one already does, and calls `then` with the outcome."""
         waiting = self._asked.setdefault(key, [])
         waiting.append(then)
         if len(waiting) > 1:
@@ -404,7 +404,7 @@ class Resolver:
         return Found(address)
 
     def useless(self, ways: Ways, why: str) -> str:
-        """A connection to the address found last has failed: next time others are tried first.
+        """Notes that connecting to the last address failed: other addresses go first next time.
 
         Returns:
             Why it failed, and why the other addresses did not answer.
@@ -423,5 +423,5 @@ class Resolver:
         addresses[:] = [*addresses[1:], *addresses[:1]]
 
     def forget(self) -> None:
-        """Drops the callbacks of all questions so far."""
+        """Drops the callbacks of all pending look-ups."""
         self._asked.clear()

@@ -1,7 +1,7 @@
 """The process's descriptors, threads and memory: checks that there are enough, and a higher limit.
 
-libzmq aborts the whole process if it cannot get a descriptor or thread that it needs. Checking
-first gives an error that can be caught.
+libzmq aborts the whole process if it cannot get a descriptor or a thread. An early check raises an
+error that a program can catch.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def raise_descriptor_limit() -> None:
 
 
 def streams_max() -> int:
-    """How many peers this process can have streams to at once."""
+    """The number of peers to which this process can have streams at once."""
     return max(0, descriptor_limit() - DESCRIPTORS) // STREAM_DESCRIPTORS
 
 
-# A peer needs 28 (measured), and one for each lane: a long link has up to 16 in each direction.
+# A peer needs 28 (measured), plus one per lane: a long link has up to 16 lanes in each direction.
 DESCRIPTORS = 64
 STREAM_DESCRIPTORS = 8  # descriptors of a stream with two lanes, and one in the other direction
 THREADS = 8  # threads of a peer, including libzmq's
@@ -65,7 +65,7 @@ class OutOfResourcesError(Exception):
 
 
 def out_of_resources(error: OSError) -> OutOfResourcesError | None:
-    """The error to raise instead if `error` says that descriptors, threads or memory ran out."""
+    """The error to raise if `error` means that descriptors, threads or memory ran out."""
     if error.errno not in _LACKING:
         return None
     text = error.strerror or str(error)
@@ -102,9 +102,9 @@ def _require_descriptors() -> None:
 def _require_threads() -> None:
     """Starts as many threads as a peer has, and lets each of them allocate memory.
 
-    For a thread's first allocation glibc reserves address space, and uses it again for later
-    threads. A limit (ulimit -v) may leave too little of it beside the stacks. This thread
-    allocates nothing while the others run, so all of them end even if memory is short.
+    For a thread's first allocation, glibc reserves address space, which later threads use again. A
+    limit (ulimit -v) may leave too little address space beside the stacks. This thread allocates
+    nothing while the others run, so all of them end even if memory is short.
     """
     go = _thread.allocate_lock()
     states = [_Trial() for _ in range(THREADS)]

@@ -1,8 +1,8 @@
 """Signals: handlers in pccl's own programs, and work that no exception may interrupt.
 
 These programs are pccl's commands, and scripts that only run a master. They install handlers
-explicitly, as servers do, because otherwise a process that a shell starts in the background ignores
-Ctrl-C. A library must not decide that for a program, so `MasterNode` and `Communicator` never
+explicitly, as servers do: otherwise a process that a shell starts in the background ignores Ctrl-C.
+A library must not make this decision for a program, so `MasterNode` and `Communicator` never
 replace a program's handlers.
 """
 
@@ -22,7 +22,7 @@ Handler: TypeAlias = Callable[[int, FrameType | None], None]
 def ended_by(handler: Handler) -> AbstractContextManager[None]:
     """Installs a handler for the signals that end a process; only in the main thread.
 
-    They are SIGINT, SIGTERM, and SIGHUP where it is not ignored, as it is under nohup.
+    These are SIGINT, SIGTERM, and SIGHUP unless it is ignored, as under nohup.
     """
     hangup = getattr(signal, "SIGHUP", None)
     ignored = hangup is not None and signal.getsignal(hangup) is signal.SIG_IGN
@@ -76,7 +76,7 @@ INSISTENCE = 100  # interruptions, such as Ctrl-C, after which the work is aband
 def insist(work: Callable[[], None]) -> None:
     """Runs work that must be done, and restarts it if an exception interrupts it.
 
-    Raises BaseException: the first exception that interrupted it, when the work is done.
+    Raises BaseException: when the work is done, the first exception that interrupted it.
     """
     came: BaseException | None = None
     for _ in range(INSISTENCE):
@@ -92,7 +92,7 @@ def insist(work: Callable[[], None]) -> None:
 def aside(work: Callable[[], None]) -> None:
     """Runs work to its end in a separate thread, where no exception can interrupt it.
 
-    Raises BaseException: raised by the work, or in this thread meanwhile.
+    Raises BaseException: an exception of the work, or one raised in this thread meanwhile.
     """
     claim, done = threading.Lock(), threading.Event()
     failed: list[BaseException] = []

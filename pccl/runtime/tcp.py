@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 DESCRIPTORS = "/dev/fd"
-SIZE = 192  # bytes that are read of the kernel's struct tcp_info, which only grows at its end
-_RECEIVED_AT = 128  # the offset in it of the u64 tcpi_bytes_received (since Linux 4.1)
+SIZE = 192  # bytes read from the kernel's struct tcp_info, which only grows at its end
+_RECEIVED_AT = 128  # the offset there of the u64 tcpi_bytes_received (since Linux 4.1)
 COUNTED = sys.platform == "linux"
 # The fields read: milliseconds, microseconds, numbers of packets, bytes per second.
 _FIELDS = struct.Struct("=52xI12xI28xI44xI8xQQQ8x")
@@ -23,9 +23,9 @@ class TcpInfo(NamedTuple):
     rtt_s: float  # the round trip, as the kernel smooths it
     retransmits: int  # packets that were sent again
     min_rtt_s: float  # the least round trip lately
-    delivery_rate: int  # bytes per second, as acknowledgements last came
-    busy_s: float  # the time in which bytes were on the way, or waited to be sent
-    rwnd_limited_s: float  # the part of `busy_s` in which the other side had no room for more
+    delivery_rate: int  # bytes per second, by the latest acknowledgements
+    busy_s: float  # how long bytes were in flight or waited to be sent
+    rwnd_limited_s: float  # the part of `busy_s` when the other side had no room for more
 
 
 def parse(data: bytes) -> TcpInfo | None:
@@ -38,9 +38,9 @@ def parse(data: bytes) -> TcpInfo | None:
 
 @contextlib.contextmanager
 def borrowed(descriptor: int, family: int = -1, kind: int = -1) -> Iterator[socket.socket]:
-    """A socket for a descriptor of another owner, who may have closed or reused it meanwhile.
+    """A socket for another owner's descriptor, which that owner may have closed or reused.
 
-    Raises OSError: it is not a socket. With `family` and `kind` it takes fewer system calls.
+    `family` and `kind` save system calls. Raises OSError: it is not a socket.
     """
     found = socket.socket(family, kind, fileno=descriptor)
     try:
@@ -57,7 +57,7 @@ def of(connection: socket.socket) -> TcpInfo | None:
 
 
 def of_descriptor(descriptor: int) -> TcpInfo | None:
-    """The facts about a connection whose descriptor another owner has; None if it is not TCP."""
+    """The facts about another owner's connection, by descriptor; None if it is not TCP."""
     with contextlib.suppress(OSError), borrowed(descriptor) as connection:
         return of(connection)
     return None
@@ -96,9 +96,9 @@ def received(descriptor: int) -> int | None:
 class Shutter:
     """Shuts down connections that libzmq owns, by descriptor.
 
-    libzmq reports the end of a connection before it closes the descriptor. So if it has reported
-    none after the descriptor was duplicated, the duplicate belongs to that connection. It takes
-    the place of a descriptor that was opened in advance, because there may be no free one.
+    libzmq reports the end of a connection before it closes the descriptor. So if there is no such
+    report after the descriptor was duplicated, the duplicate belongs to that connection. The
+    duplicate replaces a descriptor that was opened in advance, because there may be no free one.
     """
 
     def __init__(self) -> None:
@@ -108,9 +108,9 @@ class Shutter:
     def shut(self, descriptor: int, still: Callable[[], bool]) -> bool:
         """Shuts a connection down, unless its descriptor may have been reused meanwhile.
 
-        `still` is called after the duplication, and says whether the descriptor is still that of
-        the connection; its answer is returned. Raises OSError: the connection has just been
-        closed, or the system allows no duplicate.
+        After the duplication, `still` says whether the descriptor still belongs to the connection;
+        its answer is returned. Raises OSError: the connection has just been closed, or the system
+        allows no duplicate.
         """
         if sys.platform == "win32":
             with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as twin:

@@ -1,8 +1,8 @@
 """Waits for ZeroMQ sockets, and for other threads, with a single system call.
 
 zmq.Poller queries each socket before and after waiting, with two system calls each time. This
-module waits only for their descriptors (ZMQ_FD). Such a descriptor is edge-triggered: it becomes
-readable when libzmq has news for a socket that was found empty before, and any use of the socket,
+module waits only for the sockets' descriptors (ZMQ_FD). Such a descriptor is edge-triggered: it
+becomes readable when libzmq has news for a socket that was empty before. Any use of the socket,
 including a send, may consume that event. So a woken reader reads until the socket is empty, a
 sender reads again before it waits, and a new source is read before the first wait.
 """
@@ -27,7 +27,7 @@ def readable(source: zmq.Socket[Any]) -> bool:
 
 
 class Waiter:
-    """Sources, and for each a function that reads it until it is empty."""
+    """Sources, each with a function that reads until the source is empty."""
 
     def __init__(self) -> None:
         self._new: list[Callable[[], object]] = []
@@ -44,7 +44,7 @@ class Waiter:
         self._new.append(read)
 
     def remove(self, source: Source) -> None:
-        """Removes a source; to be called before it is closed."""
+        """Removes a source. Call this before closing the source."""
         self._selector.unregister(source)
 
     def wait(self, timeout_s: float | None) -> list[Callable[[], object]]:
@@ -53,7 +53,7 @@ class Waiter:
         return new or [key.data for key, _ in self._selector.select(timeout_s)]
 
     def wake(self) -> None:
-        """Makes `wait` return, now or the next time; from any thread, or a signal handler."""
+        """Makes the current or next `wait` return; for any thread or signal handler."""
         with contextlib.suppress(OSError):  # it is closed, or full, and will return anyway
             self._alarm.send(b"\0")
 

@@ -2,9 +2,9 @@
 
 An exception may be raised in the waiting thread at any moment. However a call ends, it must first
 release everything: then nothing refers to the caller's memory, and no peer waits for the call. So a
-caller makes the whole call, from before the first command to the end, in one `try`, and its handler
-calls `PeerClient.cancel`. Work that must not stop halfway is finished first (signals.py), and
-the exception is raised afterwards.
+caller makes the whole call in one `try`, which begins before the first command, and its handler
+calls `PeerClient.cancel`. Work that must not stop halfway is finished first (signals.py); the
+exception is raised afterwards.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Note = (
 )
 End = effects.Answer | effects.Fail
 T = TypeVar("T")
-# A caller's part in a call: it yields the number of seconds to wait for the next note, and is sent
-# the note, or None if none has come in that time.
+# A caller's part in a call: yields the number of seconds to wait for the next note, and receives
+# the note, or None if there was none in that time.
 Steps: TypeAlias = Generator[float, Note | None, T]
 
 
@@ -60,7 +60,7 @@ def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCL
 
 
 class Quiet:
-    """A wait that is logged after QUIET_S, and then after longer and longer gaps."""
+    """A wait that is logged after QUIET_S, and then at growing intervals."""
 
     def __init__(self, began_s: float | None = None) -> None:
         self._began_s = time.monotonic() if began_s is None else began_s
@@ -89,10 +89,10 @@ class Call:
         self.number = number
         self.began_s = time.monotonic()
         self.serve_op = 0  # the op that serves, in a synchronization
-        self.aim = ""  # what the call is made for, which the log says if it takes long
-        # is over when a log line is due about the peers it waits for; None: it has not waited long
+        self.aim = ""  # the purpose of the call, which the log names if it takes long
+        # says when a log line about the missing peers is due; None: the call has not waited long
         self.quiet: Quiet | None = None
-        # the last note, when it has come. Nothing refers to the caller's memory then.
+        # the last note; once it has arrived, nothing refers to the caller's memory
         self.end: End | None = None
         # called with the end; only the control thread adds to them
         self.callbacks: list[Callable[[End], None]] = []
@@ -109,7 +109,7 @@ class Call:
     def next(self, timeout_s: float | None = None) -> Note | None:
         """The next note, or None if none comes in that time; after the end, always the last one."""
         at = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:  # in slices: a signal that arrives just before a wait does not interrupt it
+        while True:  # in slices: a signal just before a wait does not interrupt it
             left_s = limits.SLICE_S if at is None else min(limits.SLICE_S, at - time.monotonic())
             note: Note | None
             try:
@@ -143,7 +143,7 @@ class Caller(Protocol):
 
 
 class Deadline:
-    """The time limit of a caller. When it has passed, the call is withdrawn, and still answered.
+    """A caller's time limit. A call past its limit is withdrawn, but still answered.
 
     Args:
         timeout_s: seconds from now; None: no limit.
@@ -192,7 +192,7 @@ class Deadline:
                 return None
 
     def follow(self, client: Caller, call: Call, steps: Steps[T]) -> T:
-        """Waits for the notes of a call on behalf of `steps`, and returns what these return."""
+        """Waits for the notes of a call on behalf of `steps`, and returns the result of `steps`."""
         try:
             seconds = next(steps)
             while True:

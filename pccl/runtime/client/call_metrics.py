@@ -1,8 +1,8 @@
 """The cost of this peer's calls: counted by the control thread, read by any thread.
 
-A collective has three spans: until all had entered it (the start vote), until this peer held the
-whole result (its data moved), until all had it (the finish vote). A small one, whose data travels
-with the votes, has only the first.
+A collective has three spans. They end when all peers have entered it (the start vote), when this
+peer holds the whole result (its data has moved), and when all hold it (the finish vote). A small
+collective, whose data travels with the votes, has only the first span.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CallMetrics:
     Args:
         engine_s: processor time of the engine's thread so far; below 0 where it is not known.
 
-    Its public attributes are those of `Stats`, and those that `Explanation` is made of.
+    `Stats` and `Explanation` are made from the public attributes.
     """
 
     def __init__(self, engine_s: Callable[[], float]) -> None:
@@ -63,7 +63,7 @@ class CallMetrics:
     # ---- what the control thread sees ----
 
     def opened(self) -> None:
-        """A stream is opened: what is counted of its connections begins at 0."""
+        """A stream is opened: the counts of its connections begin at 0."""
         self.moved_s, self._moving_since_s = 0.0, time.monotonic()
 
     def started(self, call: int, what: str) -> None:
@@ -88,7 +88,7 @@ class CallMetrics:
             self._stopped(op, marks.held_s)
 
     def ended(self, end: effects.Answer | effects.Fail, began_s: float) -> None:
-        """A call has ended that began at that time."""
+        """A call that began at `began_s` has ended."""
         now_s, marks = time.monotonic(), self._marks.pop(end.call, None)
         self._stopped(end.call, now_s)
         if isinstance(end, effects.Fail):

@@ -23,7 +23,7 @@ from pccl.version import __version__
 @dataclass(frozen=True, slots=True)
 class Examination:
     report: m.Report  # the master's report
-    address: str  # `host:port`, or several, at which the master has tried to reach this machine
+    address: str  # each `host:port` at which the master tried to reach this machine
     round_trip_s: float  # round trip to the master, from TCP's handshake
     # how far this machine's clock is ahead of the master's, within half a round trip
     clock_s: float

@@ -1,10 +1,10 @@
-"""The control thread of a peer, and the methods by which user threads give it commands.
+"""The control thread of a peer, and the methods with which user threads give it commands.
 
 User threads do only one thing themselves: they send the vote of a small collective, which saves one
-thread switch (`collective`). No exception can interrupt that halfway. The command that enters the
-call is queued first, where nothing overtakes it; then a single C call sends the vote and records
-that it was sent. Whatever happens next (the answer, a broken connection, an exception that ends the
-call), the control thread first enters the call, and knows whether the vote was sent.
+thread switch (`collective`). No exception can interrupt this halfway. The command that enters the
+call is queued first, and no later command overtakes it. Then a single C call sends the vote and
+records that it was sent. Whatever happens next (the answer, a broken connection, an exception that
+ends the call), the control thread first enters the call, and knows whether the vote was sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PeerClient(ControlThread):
 
     Attributes:
         peer: the state machine.
-        knowledge: what it knows of the run, as of the last answer.
+        knowledge: its knowledge of the run, as of the last answer.
         metrics: the cost of its calls.
 
     Raises:
@@ -143,7 +143,7 @@ class PeerClient(ControlThread):
         self._inbox.signal()
 
     def ready(self, call: Call, offset: int, length: int) -> None:
-        """Says that a progressive collective's input is in its memory between these offsets."""
+        """Reports that a progressive collective's input is ready between these offsets."""
         self._inbox.post(lambda: self._engine.ready(call.number, offset, length))
 
     def sync(self, call: Call, manifest: m.Manifest, pieces: Pieces, owner: object) -> None:
@@ -176,7 +176,7 @@ class PeerClient(ControlThread):
         self._inbox.post(lambda: self._engine.allow(call.serve_op, self.serve_limit))
 
     def fetch(self, call: Call, seq: int, pieces: Pieces, first_counted: int, owner: object) -> int:
-        """Fetches what a plan lists into these pieces; returns the number of the op."""
+        """Fetches the content of a plan into these pieces; returns the number of the op."""
         op = next(self._numbers)
 
         def begin() -> None:
@@ -193,11 +193,11 @@ class PeerClient(ControlThread):
         self._inbox.post(lambda: self._engine.remind(op, limit))
 
     def time_out(self, call: Call, why: str) -> None:
-        """Withdraws a call, which is then answered soon, with its result or a failure."""
+        """Withdraws a call. Its answer, a result or a failure, follows soon."""
         self.post(lambda: self.peer.time_out(call.number, why))
 
     def abandon(self, call: Call) -> None:
-        """The caller leaves by an exception: the call, if it has begun, is answered soon."""
+        """The caller leaves by an exception. If the call has begun, its answer follows soon."""
 
         def leave() -> None:
             if call.number in self._pending:
@@ -208,11 +208,11 @@ class PeerClient(ControlThread):
         self._inbox.post(leave)
 
     def cancel(self, call: Call) -> None:
-        """Ends a call whose caller is leaving by an exception; it may not even have begun.
+        """Ends a call whose caller leaves by an exception, even before the call has begun.
 
-        Returns when nothing refers to the caller's memory any more and, if the master is connected,
-        it has taken the vote back: no call that another peer makes from then on meets this one.
-        It waits no longer than WITHDRAWAL_S for a master that does not answer.
+        Returns when nothing refers to the caller's memory any more and a connected master has taken
+        the vote back, so that no later call of another peer meets this one. If the master does not
+        answer, it waits at most WITHDRAWAL_S.
         """
         withdrawn = threading.Event()
 

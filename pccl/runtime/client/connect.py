@@ -1,4 +1,4 @@
-"""Connects a client, a peer or a client of weights, to a master until it has joined."""
+"""Connects a peer, or a client of weights, to a master until it has joined."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger("pccl")
 
 
 class RetryPolicy:
-    """The time limits of connecting, and what is logged while the master does not answer.
+    """The time limits of connecting, and the log lines while the master does not answer.
 
-    Time counts from the construction. Raises TypeError, ValueError: an argument is invalid.
+    Time counts from construction. Raises TypeError, ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ def connect(
     """Makes a client that joins a run; returns when it has joined.
 
     Raises PCCLError: the master does not answer within the time limits (MASTER_CONNECTION_FAILED),
-    or it has refused the client; INTERNAL_ERROR: the system has no descriptors or threads for it;
-    INVALID_USAGE: no port is free for it.
+    or refuses the client; the system has no descriptors or threads for it (INTERNAL_ERROR); no port
+    is free for it (INVALID_USAGE).
     """
     name = policy.name
     try:
@@ -192,7 +192,7 @@ def connect(
 def _attempt(
     address: str, make: Callable[[str], C], joined: Callable[[C], None], policy: RetryPolicy
 ) -> str:
-    """Returns why the master does not answer, so that another attempt may succeed; else empty."""
+    """Returns why the master does not answer, if another attempt may succeed; else empty."""
     made: list[C] = []
     has_joined = False
     try:
@@ -212,7 +212,7 @@ def _attempt(
                 return note.why
             error = error_of(policy.name, note, call.began_s)
             if isinstance(error, RunFinishedError):
-                log.warning("%s", error)  # a program that does not catch it ends without a word
+                log.warning("%s", error)  # a program that does not catch it may end silently
             raise error
         joined(client)
         has_joined = True

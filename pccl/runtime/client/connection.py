@@ -1,8 +1,8 @@
 """The connection to the master: this peer's credentials, the socket, and reconnecting.
 
-A broken connection is replaced: new ones are opened, one after another, until the master answers or
-the time limit expires. The master's name is resolved again for each; if it has several addresses,
-one that answers is taken.
+A broken connection is replaced: new connections are opened, one after another, until the master
+answers or the time limit expires. Each attempt resolves the master's name again, and takes an
+address that answers if there are several.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Identity:
     # the key pair that the master allows, if encrypted; several peers may share it
     keys: KeyPair | None = None
     master_key: str = ""  # the master's public key, if encrypted
-    # the key pair of its streams, if encrypted. It is unique to this peer, so a peer that opens a
-    # stream to it knows that it has reached this one.
+    # the key pair of this peer's streams, if encrypted. It is unique to this peer, so others that
+    # open a stream with it know that they have reached this peer.
     lanes: KeyPair | None = None
 
     @classmethod
@@ -84,8 +84,8 @@ BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
-# Not -1: libzmq would then discard the unread messages of a connection that breaks, such as a
-# master's last words.
+# Not -1, which makes libzmq discard the unread messages of a broken connection, such as a master's
+# last words.
 _NEVER_MS = 1 << 30
 
 
@@ -165,7 +165,7 @@ class Dealer:
 
         Args:
             vote: the encoded message.
-            sent: an `int32_t *`, which becomes 1 when it is sent, whatever happens then.
+            sent: an `int32_t *`, which becomes 1 when the vote is sent, whatever happens next.
 
         Returns:
             True on success. False if the control thread must be woken: the vote was not sent, or
@@ -178,7 +178,7 @@ class Dealer:
         return bool(lib.pccl_mail_send(backend.table, socket, vote, len(vote), sent) == 0)
 
     def receive(self) -> Iterator[m.MasterMessage]:
-        """All messages so far. Raises ProtocolError: the master has sent something else."""
+        """All messages so far. Raises ProtocolError: the master has sent other bytes."""
         for frame in self._mail.take():
             yield from map(m.decode_from_master, m.opened(frame))
 
@@ -229,7 +229,7 @@ class MasterConnection:
         port: int,  # of the master
         config: Config,  # timings and limits
         identity: Identity,  # the keys of this peer
-        # the state machine; it is told when the connection is lost, restored or given up
+        # the state machine; it learns when the connection is lost, restored or given up
         peer: Machine,
         waiter: Waiter,  # waits for messages and events
         resolver: Resolver,  # looks up the master's name again
@@ -285,7 +285,7 @@ class MasterConnection:
         elif self._retry_at is not None and self._retry_at <= now:
             self._retry_at = None
             self._resolving = True
-            # Short at first: a silent address must not keep it from seeing the master's return.
+            # Short at first: a silent address must not hide the master's return.
             lasted_s = now - self._give_up_at + self._config.master_patience_s
             limit_s = min(self._config.handshake_timeout_s, max(4 * limits.STAGGER_S, lasted_s))
             self._resolver.answering(self.host, self.port, limit_s, self._retry)
@@ -307,7 +307,7 @@ class MasterConnection:
                 if self._give_up_at:  # this replaces a broken connection
                     self._perform(self._peer.reconnected())
             case DealerEvent.BROKEN:
-                self._read()  # the last message of a master that was stopped is the reason
+                self._read()  # a stopped master's last message gives the reason
                 self._break(
                     f"the connection to the master at {self.name} broke"
                     if self._peer.number

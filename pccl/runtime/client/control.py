@@ -1,11 +1,11 @@
 """The control thread of a client: a peer, or a client that publishes or follows weights.
 
 An exception can be raised between any two bytecodes of a user thread: by a signal handler in the
-main thread, by `PyThreadState_SetAsyncExc` in any thread. During protocol work it would separate a
-change of state from the messages and commands that belong to it, which leaves no consistent state.
-So user threads do a single atomic thing: they append a command to the inbox, and wait on a `Call`.
-The work is done by the control thread, which runs no signal handlers and is unknown to the program.
-It never blocks, and handles no bulk data.
+main thread, by `PyThreadState_SetAsyncExc` in any thread. During protocol work, it would separate a
+change of state from its messages and commands, and leave an inconsistent state. So user threads do
+a single atomic thing: they append a command to the inbox, and wait on a `Call`. The control thread
+does the work. It runs no signal handlers and is unknown to the program. It never blocks, and
+handles no bulk data.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ Command: TypeAlias = Callable[[], None]
 class Inbox:
     """Commands in the order in which they were queued.
 
-    The control thread calls `may_wait` when it is about to wait, and checks for commands once more
-    after that. So a command wakes it only if it waits. A command that comes while it works is
-    carried out with those before it, and their messages are sent together.
+    The control thread calls `may_wait` when it is about to wait, and then checks for commands once
+    more. So a command wakes the thread only if it waits. The thread carries out commands that
+    arrive while it works with the earlier ones, and sends their messages together.
 
     Args:
         wake: wakes the control thread.
@@ -102,7 +102,7 @@ class Inbox:
             try:
                 command()
             except BaseException:
-                if not self._ended:  # `end` repeats it: its call may not be known yet
+                if not self._ended:  # `end` repeats the command: its call may not be known yet
                     self._commands.appendleft(command)
                 raise
 
@@ -121,7 +121,7 @@ class Timer(Protocol):
 
     @property
     def due_s(self) -> float | None:
-        """When `tick` must be called next; None: it need not be."""
+        """When `tick` must be called next; None: not at all."""
 
     def tick(self) -> None:
         """Does whatever is due."""
@@ -175,8 +175,7 @@ class System:
 
 
 class ControlThread:
-    """The base of each client of a master: engine, streams, sockets, and the thread that drives
-    them.
+    """The base of each client of a master: engine, streams, sockets, and their thread.
 
     A subclass makes its driver, and then calls `_start`.
 
@@ -202,7 +201,7 @@ class ControlThread:
         group: int = 0,  # the peer's group
         team: tuple[int, int] = (0, 0),  # the peer's team, and the team's size
         client: bool = False,  # whether it is a client of weights, not a peer
-        system: System | None = None,  # what it uses of the operating system; None: the real one
+        system: System | None = None,  # its parts of the operating system; None: the real ones
     ) -> None:
         self._config, self._address, self._machine = config, address, machine
         self._identity, here = Identity.of(security), everywhere(address)
@@ -211,7 +210,7 @@ class ControlThread:
         self.failure: BaseException | None = None
         self._numbers = itertools.count(1)
         self._ended = threading.Event()
-        self.is_forked = False  # whether this process is a forked child, which has no such thread
+        self.is_forked = False  # whether this process is a forked child, without a control thread
         self._leaving = False
         self._due_s = math.inf  # when a timer is due
         self._working = threading.RLock()  # its holder uses the connection to the master
@@ -317,7 +316,7 @@ class ControlThread:
         return forks.FORKED if self.is_forked else self._machine.over
 
     def forked(self) -> None:
-        """Called in a forked child, which must not use what its parent has."""
+        """Called in a forked child, which must not use its parent's sockets."""
         self.is_forked = True
         self._inbox.forked()
         others = {*self._streams.ends, (self._master.address, self._master.port)}
@@ -328,7 +327,7 @@ class ControlThread:
         return Call(next(self._numbers))
 
     def join(self, call: Call) -> None:
-        """Asks to join; answered when this client is registered and, if a peer, accepted."""
+        """Asks to join; answered when this client is registered, and a peer also accepted."""
         self.begin(call, lambda number: self._machine.join(number, self.hello))
 
     def leave(self, why: str) -> None:
@@ -359,12 +358,12 @@ class ControlThread:
         return (self._thread,)
 
     def begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
-        """Makes a call: an event of the state machine, which is given the call's number."""
+        """Makes a call: an event of the state machine, which receives the call's number."""
         self._leave_to_begin(call, event)
         self._inbox.signal()
 
     def post(self, event: Callable[[], list[Any]]) -> None:
-        """Has the control thread carry out an event of the state machine."""
+        """Makes the control thread carry out an event of the state machine."""
         self._inbox.post(lambda: self._perform(event()))
 
     def verified(self, op: int, results: Sequence[tuple[int, int, bool]]) -> None:

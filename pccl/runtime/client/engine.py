@@ -79,7 +79,7 @@ class EngineOptions:
     """Settings of an engine."""
 
     io_threads: int = 1  # number of libzmq's I/O threads
-    # messages that may wait to be forwarded; if there are more, none is received
+    # messages that may wait to be forwarded; beyond that, the engine receives none
     forward_max: int = 256
     recv_hwm: int = 4  # received messages queued for each connection
     heartbeat_ms: int = 1000  # interval of heartbeats to all senders to this engine; 0: none
@@ -89,8 +89,8 @@ class EngineOptions:
     fetch_window: int = 64  # most requests in flight from a fetch to one holder
     curve_public: bytes = b""  # public key of this peer, in Z85; empty: nothing is encrypted
     curve_secret: bytes = field(default=b"", repr=False)  # its secret key
-    # the public key, or without keys the password, of the master, which may connect to check that
-    # this engine can be reached. Without keys and without this, anyone may connect.
+    # the master's public key, or its password in a run without keys. The master may connect to
+    # check that this engine can be reached. Without keys and without this, anyone may connect.
     dialler: bytes = field(default=b"", repr=False)
 
 
@@ -108,7 +108,7 @@ class Part(Struct, frozen=True):
 
 
 class Ids(TypedDict):
-    """Tells the messages of an op from others."""
+    """Distinguishes the messages of an op from others."""
 
     run: int  # the run's number, 64 bits
     tag: int  # the collective's, or the transfer's
@@ -268,7 +268,7 @@ class Engine:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time of the engine's thread so far; below 0 where the system does not tell."""
+        """The processor time of the engine's thread so far; below 0 if it is unknown."""
         if self._clock is None:
             return -1.0
         try:
@@ -310,14 +310,14 @@ class Engine:
         peer: int = 0,  # the neighbor's number
         nonce: int = 0,  # the epoch's nonce, which a neighbor without keys checks
         curve_server: str = "",  # the neighbor's public key, if this engine has keys
-        # `address:port` of the rendezvous point to which the neighbor connects, too; empty: the
+        # `address:port` of the rendezvous point that the neighbor connects to as well; empty: the
         # neighbor listens at the endpoint
         via: str = "",
     ) -> None:
         """Connects an open stream `lanes` times to a neighbor's engine.
 
-        If STREAM_UP does not follow in time, the caller must give it up (`lose_stream`). Raises
-        ValueError: the endpoint is too long.
+        If STREAM_UP does not follow in time, the caller must abandon the stream (`lose_stream`).
+        Raises ValueError: the endpoint is too long.
         """
         encoded = endpoint.encode()
         if len(encoded) >= lib.PCCL_ENDPOINT_MAX:
@@ -378,8 +378,8 @@ class Engine:
         # all_gather with slices that differ: the number of rows in the slice of each rank. The
         # `count` of a part is then the number of elements in a row.
         rows: Sequence[int] = (),
-        # all_reduce whose input is filled while it runs (`ready`): the length in offsets of a
-        # window, for which a WRITTEN event follows; 0: the input is complete
+        # for an all_reduce whose input is filled while it runs (`ready`), the length of a window in
+        # offsets; a WRITTEN event follows for each window. 0: the input is complete
         window: int = 0,
         **ids: Unpack[Ids],
     ) -> None:
@@ -478,7 +478,7 @@ class Engine:
         # the op number of the predecessor in each ring, if it may have sent chunks before its
         # start, else 0; empty: all 0
         calls: Sequence[int] = (),
-        # of an exchange, or in two stages, streams to members by rank, or 0; empty: all 0
+        # in an exchange, or in two stages: streams to members by rank, or 0; empty: all 0
         direct: Sequence[int] = (),
     ) -> None:
         """Starts a registered collective."""
@@ -502,8 +502,8 @@ class Engine:
         rings: Sequence[RingPlace],
         algorithm: Algorithm = Algorithm.RING,
     ) -> None:
-        """Lets a registered collective send before its start. Arguments are as in `start`, which
-        must repeat them, unless it names other streams."""
+        """Lets a registered collective send before its start. `start` must repeat these arguments,
+        unless it names other streams."""
         self._send(
             lib.PCCL_EAGER,
             op,
@@ -580,7 +580,7 @@ class Engine:
         self._send(lib.PCCL_COMMIT, op)
 
     def abort(self, op: int) -> None:
-        """Ends an op and restores the memory that it has overwritten in place. SETTLED follows."""
+        """Ends an op and restores memory that it has overwritten in place. SETTLED follows."""
         self._send(lib.PCCL_ABORT, op)
 
     # ---- events ----
@@ -669,8 +669,8 @@ class Directory:
 
 
 def _make() -> tuple[Path, FileLock] | None:
-    """A new directory and its lock. None if another process took the directory for an orphan:
-    between the creation of the lock file and its locking, that process may lock it.
+    """A new directory and its lock. None if another process took the directory for an orphan: that
+    process may lock the file between its creation and its locking here.
     """
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:

@@ -5,13 +5,13 @@ content is copied back afterwards. The host memory is pinned, so that the device
 it directly. Shared state is copied as a whole (`HostView`), the arrays of collectives by `Copies`.
 
 A large all-reduce is progressive. It starts when the first step of the contribution is on the host.
-The engine is told of each further step (`PeerClient.ready`), and reports each step of the result
+The engine learns of each further step (`PeerClient.ready`), and reports each step of the result
 (`written`), which is copied to the device at once. The arrays of other collectives are read as a
 whole before the collective starts, and written when it has succeeded.
 
 A collective may be aborted after steps of its result were written. If it was in place, the engine
-restores the host's copy, which is copied back to the device. A thread does this when the call ends,
-so it happens even if no caller awaits the call.
+restores the host's copy, and a thread copies this back to the device when the call ends, even if no
+caller awaits the call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 class Operand(Struct, frozen=True):
     """One array of a collective: its input, its output, and the elements of one slice or row.
 
-    `error` receives what quantizing has taken from the sum.
+    `error` receives the part of the sum that quantizing has lost.
     """
 
     send: Buffer
@@ -90,7 +90,7 @@ class Wide:
 
 
 def nothing() -> None:
-    """The result of a collective that gives its caller nothing."""
+    """The result of a collective without a result for its caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,11 @@ class Operands:
     """The arrays of a collective; keeps them alive until the engine has released them.
 
     `result` returns the arrays that hold the result, as the caller knows them.
-    In an exchange, `send_rows` are the rows that each array has for each rank, and `recv_rows` the
-    rows that it gets from each rank; empty: none. `uneven`: other peers cannot know these numbers.
+    In an exchange, each array has `send_rows` for each rank, and receives `recv_rows` from each
+    rank; empty: none. `uneven`: other peers cannot know these numbers.
     `pair`: the peers of a send, the sender first.
-    If the memory is filled, and read, while the collective runs (c/pccl_core.h, PROGRESSIVE
-    COLLECTIVES), `step` is the number of offsets of a step; the control thread calls `written` for
+    If the memory is filled and read while the collective runs (c/pccl_core.h, PROGRESSIVE
+    COLLECTIVES), `step` is the number of offsets in a step; the control thread calls `written` for
     each step that holds the result. `wide`: for an average of integers.
     """
 
@@ -154,9 +154,8 @@ class Operands:
 class Pool:
     """The memory of a serve or fetch op, kept alive by `owner`.
 
-    Pieces with numbers below `first_counted` are not payload. `reader` is called with each leaf of
-    a fetch that has arrived. A serve op sends at most `limit` bytes until it is allowed more; 0: no
-    limit.
+    Pieces with numbers below `first_counted` are not payload. `reader` is called with each arrived
+    leaf of a fetch. A serve op sends at most `limit` bytes until `allow` permits more; 0: no limit.
     """
 
     pieces: Pieces
@@ -167,7 +166,7 @@ class Pool:
 
 
 class HostMemory(Protocol):
-    """Host memory that a device copies from and to; freed with this object."""
+    """Host memory for a device's copies; freed with this object."""
 
     def data_ptr(self) -> int: ...
 
@@ -275,7 +274,7 @@ class CopyingClient(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """What to read before a step's offsets can be sent, and to write once they are final."""
+    """The copies of a step: reads before its offsets are sent, writes once they are final."""
 
     begin: int
     end: int
@@ -284,20 +283,20 @@ class Step:
 
 
 class Copies:
-    """The copies of one collective: `begin`, launch it, `go_on`, and `settle` when it has ended."""
+    """The copies of one collective: `begin`, launch the call, `go_on`; `settle` after its end."""
 
     def __init__(
         self,
         pipe: Pipe,  # makes the copies
         steps: Sequence[Step],  # what is copied, by the engine's number of the step
         order: Iterable[int],  # the numbers of the steps, in the order in which they are read
-        # whether the engine is told of each step read, and reports each step written. Otherwise
-        # there is a single step.
+        # whether the engine learns of each step read, and reports each step written; otherwise
+        # there is a single step
         progressive: bool,
         in_place: bool,  # whether results overwrite contributions before the call has succeeded
     ) -> None:
-        # the sums from which the host's result is computed before it is copied; None: the engine
-        # has written the result itself
+        # the sums that give the host's result before it is copied; None: the engine has written the
+        # result itself
         self.wide: Wide | None = None
         self._pipe, self._steps = pipe, steps
         self._progressive, self._in_place = progressive, in_place
@@ -322,7 +321,7 @@ class Copies:
         _wait(self._reads[self._order[0]])
 
     def go_on(self, client: CopyingClient, call: Call) -> None:
-        """Copies the rest in a thread until the call, which has been launched, has ended."""
+        """Copies the rest in a thread, until the launched call has ended."""
         work = threading.Thread(target=self._run, args=(client, call), name="pccl-copies")
         work.daemon = True
         client.on_end(call, self._notes.put)
@@ -393,7 +392,7 @@ class Copies:
         self._writes += map(self._pipe.write, self._steps[number].writes)
 
     def _conclude(self, end: End) -> None:
-        """Writes the rest of the result, or after a failure what the engine has restored."""
+        """Writes the rest of the result, or after a failure the restored contribution."""
         if isinstance(end, effects.Answer):
             if self.wide is not None:
                 assert isinstance(end.value, effects.Reduced)
@@ -411,9 +410,8 @@ def on_host(
 ) -> tuple[Operands, Copies | None]:
     """Moves a collective's operands to host memory, and returns them with the copies to make.
 
-    The copies are None if all arrays are in host memory already. The order in which the chunks are
-    needed follows from the tuning. Raises UnsupportedError: an array is on a device that does not
-    exist.
+    The copies are None if all arrays are already in host memory. The tuning determines the order of
+    the chunks. Raises UnsupportedError: an array is on a device that does not exist.
     """
     for operand in work.each:
         if DeviceType.CUDA in (operand.send.device_type, operand.recv.device_type):
@@ -473,7 +471,7 @@ def _moved(buffer: Buffer, twin: Stretch | None) -> Buffer:
 def _steps(
     work: Operands, size: int, pairs: Iterable[tuple[Stretch | None, Stretch | None]]
 ) -> list[Step]:
-    """The steps of an all-reduce, with what each of them reads and writes of each operand."""
+    """The steps of an all-reduce, with the reads and writes of each operand."""
     end = span(work.work)
     steps = [Step(at, min(at + size, end)) for at in range(0, end, size)]
     begin = 0  # the first offset of the operand
@@ -492,8 +490,8 @@ def _steps(
 def _order(tuning: Tuning, conditions: Conditions) -> Iterable[int]:
     """The steps in the order in which this peer is likely to need them.
 
-    The first segment is the one that it sends; then come the others, in the order in which they
-    arrive (c/pccl_core.h, THE RING).
+    The peer sends the first segment; the others follow in the order of their arrival
+    (c/pccl_core.h, THE RING).
     """
     order = conditions.rings[0].order if conditions.rings else ()
     members, position = 1, 0

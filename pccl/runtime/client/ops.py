@@ -73,7 +73,7 @@ class PendingCalls:
     """Calls by number, and memory by op.
 
     Args:
-        ended: called with the end of a call, and the time at which the call began.
+        ended: called with the end of a call, and the time of its beginning.
         withdraws: whether the master is still asked to take back the vote of a call.
     """
 
@@ -83,9 +83,9 @@ class PendingCalls:
         withdraws: Callable[[int], bool] = lambda number: False,
     ) -> None:
         self._ended, self._withdraws = ended, withdraws
-        # op -> what the engine refers to, or is about to
+        # op -> the memory that the engine uses, or is about to use
         self.memory: dict[int, Operands | Pool] = {}
-        # whether the control thread has ended; calls are then answered in their callers' threads
+        # whether the control thread has ended; callers' threads then answer their own calls
         self.closed = False
         self._calls: dict[int, Call] = {}
         self._answered: list[tuple[Call, End]] = []  # not notified yet
@@ -103,7 +103,7 @@ class PendingCalls:
             call.put(message)
 
     def note(self, effect: effects.Follow | effects.Measure | effects.Fetched) -> None:
-        """Tells a call something that is not its answer."""
+        """Gives a call a note that is not its answer."""
         self._calls[effect.call].put(effect)
 
     def warn(self, peer: int, effect: effects.Waits) -> None:
@@ -135,7 +135,7 @@ class PendingCalls:
                 self._withdrawing.pop(number).set()
 
     def watch(self, number: int, withdrawn: threading.Event) -> None:
-        """Sets the event when the master has taken back the vote of a call that was abandoned."""
+        """Sets the event when the master has taken back the vote of an abandoned call."""
         self._withdrawing[number] = withdrawn
         self.notify()
 
@@ -195,7 +195,7 @@ class Driver:
             self.effects[type(effect)](effect)
 
     def flush(self) -> None:
-        """Sends all commands, and then all messages, which may depend on these."""
+        """Sends all commands, and then all messages, which may depend on the commands."""
         if self._engine.unsent:
             self.events_wait |= self._engine.flush()
         if self._master.dealer.unsent:
@@ -237,7 +237,7 @@ class Driver:
         return []
 
     def _register(self, effect: effects.RegisterOp) -> None:
-        """Registers an op, whose memory belongs to the engine until it is settled."""
+        """Registers an op. Its memory belongs to the engine until the op is settled."""
         memory, engine = self.pending.memory[effect.op], self._engine
         ids: Ids = {"run": effect.run, "tag": effect.tag, "min_seq": effect.min_seq}
         if isinstance(memory, Pool):
@@ -285,13 +285,13 @@ class Driver:
 class Progress:
     """Asks the engine for the progress of long ops, which the master shows.
 
-    It checks from time to time, and asks about each op that was under way at two checks in a row.
+    It checks from time to time, and asks about each op that runs at two checks in a row.
     """
 
     def __init__(self, engine: Engine, peer: Peer, now: Callable[[], float]) -> None:
         self._engine, self._peer, self._now = engine, peer, now
-        self._before: set[int] = set()  # what was under way at the last check
-        self.due_s: float | None = None  # when to check next; None: nothing was under way
+        self._before: set[int] = set()  # the ops that ran at the last check
+        self.due_s: float | None = None  # when to check next; None: no op ran
 
     def started(self) -> None:
         """An op has started."""

@@ -2,7 +2,7 @@
 
 For each probe that the master requests, a peer fetches random bytes from one or more others over
 streams like those of collectives, while the others may fetch from it. A probe lasts until the rate
-stops growing: until then TCP is still finding the capacity of the link.
+stops growing, because TCP has then found the capacity of the link.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pccl.runtime.client.memory import Pieces
 
 log = logging.getLogger("pccl")
 
-_WINDOW_S = 0.25  # bytes are counted for at least this time or, if that is longer,
+_WINDOW_S = 0.25  # a window lasts at least this long or, if that is longer,
 WINDOW_SHARE = 0.4  # this share of the time until the first bytes: about two round trips
 _WINDOWS_MAX = 8  # after the first bytes; then a probe ends even if the rate still grows
 GROWTH = 1.25  # the least growth between two windows that counts
-# The pieces, in this order: on a slow link many arrive in a window, on a fast one few are needed.
+# The sizes of the pieces, in order: small ones first, so that several arrive in a slow link's
+# window, then large ones, so that few are enough for a fast link.
 SIZES = (16 << 10,) * 64 + (64 << 10,) * 64 + (256 << 10,) * 1024
 _CHECK_S = 0.03
 Arrivals: TypeAlias = list[tuple[float, int]]  # the time, and the number of bytes
@@ -57,7 +58,7 @@ def optimize(client: PeerClient, call: Call, deadline: Deadline) -> End:
 
 
 def _pieces(memory: object) -> Pieces:
-    """Pieces that share one memory, because nobody reads their content."""
+    """Pieces that share the same memory, because their content is never read."""
     return [(number, address_of(memory), size) for number, size in enumerate(SIZES)]
 
 
@@ -96,7 +97,7 @@ class _Prober:
             self._results.append((leaf.piece, leaf.leaf, True))
 
     def work(self) -> None:
-        """Has the engine fetch more, and reports if it is time to."""
+        """Makes the engine fetch more, and reports if a report is due."""
         if self._results and not (self._call.has_notes and len(self._results) < BATCH):
             self._client.verified(self._op, self._results)
             self._results = []

@@ -1,11 +1,11 @@
 """Streams to peers that cannot be reached: both ends connect to a rendezvous point.
 
-A peer behind NAT can connect to others, but they cannot connect to it. So the sender of a stream to
-it, or a third peer that relays, listens, and both ends of each lane connect there. They use SOCKS 5
-(RFC 1928), as libzmq does, up to the answer. The destination that they request is a token, which
-the master has passed on, and a side. From then on their bytes pass through the C core's pump,
-without the interpreter. The ends authenticate each other as on any other stream, and encrypt if
-they have keys. Connections that name no expected token are closed.
+A peer behind NAT can connect to others, but they cannot connect to it. So the sender of a stream,
+or a third peer that relays, listens, and both ends of each lane connect there. They use SOCKS 5
+(RFC 1928), as libzmq does, up to the answer. The requested destination is a token, which the master
+has passed on, and a side. From then on, the C core's pump moves their bytes, without the
+interpreter. The ends authenticate each other as on any other stream, and encrypt if they have keys.
+Connections that name no expected token are closed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ log = logging.getLogger("pccl")
 
 SENDS, TAKES = 1, 2  # the sides, as ports of a destination
 VERSION, CONNECT, IPV6 = 5, 1, 4  # of SOCKS
-REQUEST_BYTES = 22  # with an IPv6 address, in which the token is, and a port
-WELCOME = bytes((VERSION, 0))  # no further proof is asked for
+REQUEST_BYTES = 22  # with an IPv6 address, which holds the token, and a port
+WELCOME = bytes((VERSION, 0))  # no further proof is required
 JOINED = bytes((VERSION, 0, 0, 1, 0, 0, 0, 0, 0, 0))
 UNSENT_BYTES = 1 << 17  # as in c/engine/tcp.h; tcp.c has the reasons
 UNSENT_OPTION, PACING_OPTION = getattr(socket, "TCP_NOTSENT_LOWAT", 25), 47
@@ -54,7 +54,7 @@ class _Guest:
         self.place: tuple[str, int] | None = None  # the token and the side
 
     def receive(self) -> bool:
-        """Reads what has come. Returns whether its place has just become known.
+        """Reads the bytes that have arrived. Returns whether its place has just become known.
 
         Raises OSError, _Invalid: the connection must be closed.
         """
@@ -87,9 +87,9 @@ class _Guest:
 class RendezvousPoint:
     """A rendezvous point and its two threads.
 
-    It listens at `host` ("::": IPv6 and IPv4), on the first free one of the `ports`; empty: on any.
-    A connection waits for `limit_s` for the other side. Raises OSError: it cannot listen, or the
-    system provides no thread.
+    It listens at `host` ("::": IPv6 and IPv4) on the first free port of `ports`, or on any port if
+    `ports` is empty. A connection waits `limit_s` for the other side. Raises OSError: it cannot
+    listen, or the system provides no thread.
     """
 
     def __init__(self, host: str, ports: Sequence[int], limit_s: float) -> None:
@@ -100,7 +100,7 @@ class RendezvousPoint:
         self._waiting: dict[tuple[str, int], list[_Guest]] = {}
         self._closed = False
         self._resumes_s: float | None = None  # when it accepts connections again; None: it does
-        self._said_s = -limits.LOG_REPEAT_S  # when it last said why it does not
+        self._said_s = -limits.LOG_REPEAT_S  # when it last logged why it does not
         with contextlib.ExitStack() as made:
             self._listener = made.enter_context(_listen(host, ports))
             self.port = int(self._listener.getsockname()[1])  # where it listens
@@ -169,7 +169,7 @@ class RendezvousPoint:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in EXHAUSTED:  # the connection waits; to look at it again would spin
+            if error.errno in EXHAUSTED:  # the connection waits; an immediate retry would spin
                 now_s = time.monotonic()
                 self._waiter.remove(self._listener)
                 self._resumes_s = now_s + limits.DESCRIPTORS_REST_S
@@ -208,7 +208,7 @@ class RendezvousPoint:
                 for guest in pair:
                     _prepare(guest.connection)
                     guest.connection.sendall(JOINED)
-            except OSError:  # one of them has gone: the other one will notice
+            except OSError:  # one of them has gone; the other one will notice
                 for guest in pair:
                     guest.connection.close()
                 continue
@@ -254,7 +254,7 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Has the kernel send at once, and keep little unsent; pacing is not offered everywhere."""
+    """Makes the kernel send at once and keep little unsent; pacing is not available everywhere."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, UNSENT_OPTION, UNSENT_BYTES)
@@ -264,24 +264,24 @@ def _prepare(connection: socket.socket) -> None:
 def destination(token: str, side: int) -> str:
     """The endpoint that tells a rendezvous point which connections belong together.
 
-    It has the form of an address, so that libzmq does not look up a name when a connection ends.
+    It looks like an address, so that libzmq does not look up a name when a connection ends.
     """
     groups = ":".join(token[i : i + 4] for i in range(0, len(token), 4))
     return f"tcp://[{groups}]:{side}"
 
 
 class Rendezvous:
-    """This peer's rendezvous point, if it has one, and its connections to those of others.
+    """This peer's rendezvous point, if it has one, and its connections to other peers' points.
 
     A relay has a point from the beginning, because the port is in its first message. Any other peer
-    opens one as soon as it must send to a peer that only dials out. Raises OSError: this peer
+    opens a point when it first must send to a peer that only dials out. Raises OSError: this peer
     should relay, and cannot listen.
     """
 
     def __init__(
         self,
         engine: Engine,  # connects to rendezvous points
-        resolver: Resolver,  # resolves the names of those
+        resolver: Resolver,  # resolves their names
         config: Config,  # whether this peer relays, whether it can be reached, and its ports
         # makes a rendezvous point that listens on one of these ports, with a time limit
         point: Callable[[Sequence[int], float], RendezvousPoint],
@@ -307,10 +307,10 @@ class Rendezvous:
         return {*self._visited, ("127.0.0.1", self.port)} if self.port else {*self._visited}
 
     def ask(self, to: m.PeerInfo, lanes: int) -> tuple[str, str]:
-        """Asks that a peer connects to a stream from this one.
+        """Asks a peer to connect to a stream from this one.
 
         Returns the token of their rendezvous, and the `address:port` of its point, which is empty
-        if the master must say where. Raises OSError: this peer cannot listen.
+        if the master must choose the place. Raises OSError: this peer cannot listen.
         """
         token = self._token()
         if self._config.outgoing:

@@ -1,8 +1,8 @@
 """A peer's streams to other peers: their addresses, and the time limits of their connections.
 
 The engine opens a stream at once, so that ops can start on it, and connects it when the address is
-known. This module abandons streams that do not connect in time, for whatever reason: libzmq does
-not report a lane for which it gets no socket, and resolving a name may take arbitrarily long.
+known. This module abandons streams that do not connect in time, whatever the reason: libzmq does
+not report that it got no socket for a lane, and resolving a name may take arbitrarily long.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Stream:
     token: str = ""  # the rendezvous's token, if the peer is met
     via: str = ""  # where the peer is met, once it is known
     ways: Ways | None = None  # the ways among which the resolver chooses
-    why_lost: str = ""  # why it was lost, if the reason is longer than what the engine repeats
+    why_lost: str = ""  # why it was lost, if the reason is too long for the engine
     shares: int = 1  # streams that send at the same time as this one
     up: bool = False  # whether it was ever connected
 
@@ -58,9 +58,9 @@ class Streams:
         config: Config,  # timings and limits
         pool_size: int,  # lanes to each neighbor; 0: chosen by the engine
         local: Callable[[m.PeerInfo], bool],  # whether a peer is on this machine
-        rendezvous: Rendezvous,  # with peers that cannot be connected to
+        rendezvous: Rendezvous,  # for peers that accept no connections
         now: Callable[[], float],  # the clock
-        shortage: Callable[[], str],  # why this process gets no socket, if it does not
+        shortage: Callable[[], str],  # why this process gets no socket; empty if it does
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
         self._settings = Settings(pool_size=pool_size, lanes=config.lanes)
@@ -129,16 +129,16 @@ class Streams:
     def lost(self, event: Event) -> tuple[m.PeerInfo | None, bool]:
         """The peer of a lost stream (None if it was closed), and whether it is unreachable.
 
-        A peer does not count as unreachable if this process gets no socket, or if a stream to it
-        fails at once for the first time: the peer may have lacked memory for a moment. Raises
-        Refused: this process got no socket for the third time in a row.
+        A peer does not count as unreachable if this process gets no socket. Neither does a peer
+        whose stream fails at once for the first time: it may have lacked memory for a moment.
+        Raises Refused: this process got no socket for the third time in a row.
         """
         self._waiting.pop(event.stream, None)
         one = self._open.get(event.stream)
         if one is None:
             return None, False
         if event.status == REFUSED or one.refused:
-            self._refused += one.shares == 1  # what other streams would carry goes around the rings
+            self._refused += one.shares == 1  # the rings can replace all other streams
             if self._refused == limits.STREAMS_REFUSED_MAX:
                 times = f"{limits.STREAMS_REFUSED_MAX} times in a row"
                 why = f"this process gets no sockets, {times}: {event.text}"
@@ -161,7 +161,7 @@ class Streams:
         return (one and one.why_lost) or event.text
 
     def why(self, event: Event) -> str:
-        """Why an op has failed; if a stream is the reason, the peer at its other end is named."""
+        """Why an op has failed. If a stream is the reason, this names the peer at its other end."""
         if not event.stream:
             return event.text
         one = self._open.get(event.stream)
@@ -214,7 +214,7 @@ class Streams:
             one.why_lost = f"no address of it answers at port {one.to.port} ({found.why})"
             self._engine.lose_stream(number, one.why_lost)
 
-    # ---- peers that cannot be connected to ----
+    # ---- peers that accept no connections ----
 
     def arranged(self, message: m.Rendezvous) -> None:
         if isinstance(message, m.RendezvousJoin):
@@ -285,7 +285,7 @@ class Streams:
     # ---- the same machine ----
 
     def _uses_ipc(self, to: m.PeerInfo) -> bool:
-        """True if it connects by ipc: the peer's socket file may have been deleted."""
+        """True if a stream uses ipc: the peer's socket file must still exist."""
         if not self._local(to) or to.peer in self._without_ipc:
             return False
         try:
@@ -308,7 +308,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def shortage() -> str:
-    """Why the system refuses this process a socket, if it does: libzmq does not report it."""
+    """Why the system refuses this process a socket, if it does; libzmq does not report this."""
     try:
         socket.socket().close()
     except OSError as error:

@@ -1,7 +1,8 @@
 """One synchronization of shared state, in the thread of the caller.
 
-The peer hashes its entries and offers them. It fetches what the master's plan lists, verifies it
-leaf by leaf, and votes. The master may replace a plan at any time, for example when a holder dies.
+The peer hashes its entries and offers them. It fetches the entries in the master's plan, verifies
+them leaf by leaf, and votes. The master may replace a plan at any time, for example when a holder
+dies.
 
 If this peer's content is out of date, the plan says to fetch in place. Then a failed call leaves
 the shared state torn, and manifests say so until a call succeeds. Otherwise the peer fetches into
@@ -9,8 +10,8 @@ staging memory, and overwrites the caller's memory only when all receivers have 
 call changes nothing.
 
 An entry of several leaves has a table of their digests, which is fetched first. The elected digest
-verifies the table, and the table verifies each leaf when it arrives. So wrong data is detected at
-once, and fetched again from another holder.
+verifies the table, and the table verifies each leaf when the leaf arrives. So wrong data is
+detected at once, and fetched again from another holder.
 
 The engine numbers pieces: piece `entry` is an entry's table, piece `entries + entry` its content.
 """
@@ -48,7 +49,7 @@ from pccl.runtime.digest import (
 from pccl.tensors import Buffer
 from pccl.types import SharedStateProgress
 
-# Not cleared: staging memory is used only once all of it is written, and clearing costs time.
+# Not cleared: nothing reads staging memory before all of it is written, and clearing costs time.
 _allocate = ffi.new_allocator(should_clear_after_alloc=False)
 HUGE_PAGES_FROM = 4 << 20  # bytes
 
@@ -117,10 +118,10 @@ class Staging:
         return ffi.buffer(entry.content, entry.nbytes)
 
     def verify(self, piece: int, leaf: int) -> list[LeafResult]:
-        """Verifies a leaf that has arrived, or postpones that until its table is proven.
+        """Verifies a leaf that has arrived, or waits until its table is proven.
 
         Returns:
-            Results on this leaf, and on leaves that it allows to be verified.
+            The results for this leaf, and for leaves that waited for it.
         """
         if piece < self._all:
             return self._verify_table(self._entries[piece], piece)
@@ -159,7 +160,7 @@ class Staging:
         return piece, leaf, good
 
     def differences(self) -> Iterator[m.Difference]:
-        """How each fetched entry differs from the user's memory; to be called before `install`."""
+        """How each fetched entry differs from the user's memory. Call this before `install`."""
         found = ffi.new("pccl_difference *")
         for index, entry in self._entries.items():
             user, address = entry.user, ffi.cast("void *", entry.user.address)
@@ -167,7 +168,7 @@ class Staging:
             yield m.Difference(index, found.bytes, found.ulp, found.nans_a, found.nans_b)
 
     def install(self) -> tuple[int, ...]:
-        """Copies what is not there yet to the user's memory. Returns the indices of the entries."""
+        """Copies staged entries to the user's memory. Returns the indices of all fetched ones."""
         entries = [] if self._in_place else list(self._entries.values())
 
         def copy(index: int, begin: int, end: int) -> None:
@@ -197,7 +198,7 @@ BATCH = 64  # results on small entries, sent to the engine together
 
 
 class Synchronization:
-    """One peer's part in a synchronization: `run` takes part until it ends; see `Deadline.follow`.
+    """One peer's part in a synchronization, until its end. `Deadline.follow` drives `run`.
 
     After an exception the call is still in progress, and the caller must cancel it; the shared
     state is unchanged, torn (and `tear` was called), or completely overwritten.
@@ -280,9 +281,9 @@ class Synchronization:
         """Waits for the next note.
 
         Meanwhile a peer with a rate limit renews its allowance for serving, and a peer that fetches
-        repeats requests that were not answered. A peer whose fetch failed reports the failure only
-        if no other plan arrives soon: usually its holders have died, which the master is about to
-        notice, and nobody is to blame.
+        repeats unanswered requests. A peer whose fetch failed reports the failure only if no other
+        plan arrives soon: usually its holders have died, the master is about to notice, and no
+        living peer is to blame.
         """
         while True:
             pauses = [math.inf]
@@ -308,7 +309,7 @@ class Synchronization:
     def _follow(self, plan: m.SyncPlan, resumed: bool) -> None:
         self._plan, self._failure = plan, ""
         if resumed:
-            return  # the fetch of before continues, or is complete
+            return  # the earlier fetch continues, or is complete
         self._staging, self._complete, self._op = None, False, 0
         self._results.clear()
         if plan.fetch:
@@ -327,7 +328,7 @@ class Synchronization:
         def adopt() -> None:
             self._adopt(synced, staging.install() if staging is not None else ())
 
-        self._client.aside(adopt)  # half overwritten memory is not a valid state
+        self._client.aside(adopt)  # memory that is overwritten in part is not a valid state
 
     def _vote(self) -> None:
         self._complete = True
@@ -358,7 +359,7 @@ class _Progress:
         self._reported = self._began - limits.PROGRESS_S
 
     def report(self) -> bool:
-        """Reports if it is time to. Returns False once, when the callback has failed."""
+        """Reports if a report is due. Returns False once, when the callback has failed."""
         staging, now = self._staging, self._now()
         if staging is None:
             return True
