@@ -174,10 +174,11 @@ def test_copies_that_are_killed_one_after_the_other_are_started_again(
     """A kill does not mean that the program is wrong."""
     monkeypatch.setattr(run, "PAUSE_S", 0.1)
     once = (
-        "import os, pathlib, signal\n"
+        "import os, pathlib, signal, time\n"
         f"mark = pathlib.Path({str(tmp_path)!r}) / os.environ['LOCAL_RANK']\n"
         "if not mark.exists(): mark.touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "while len([*mark.parent.iterdir()]) < 3: pass\n"
+        "mark.with_suffix('.again').touch()\n"
+        "while len([*mark.parent.glob('*.again')]) < 3: time.sleep(0.01)\n"
     )
     status, _, err = copies(capfd, "-n", "3", program=[*PYTHON, once])
     assert status == 0, err
