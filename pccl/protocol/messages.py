@@ -6,9 +6,9 @@ appended field has a default. `Hello` carries the protocol version and is the fi
 peer.
 
 A `call` is the number that a peer gives to one of its API calls; answers repeat it. A `seq` is the
-number that the master gives to a committed collective or synchronization, or to one that fails for
-all before it begins; it never repeats in a run. A `nonce` is a secret random number; bulk data
-carries the nonce of its call.
+number that the master gives to a collective or synchronization when it commits, or when it fails
+for all peers before it begins. It never repeats in a run. A `nonce` is a secret random number; bulk
+data carries the nonce of its call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 class CollectiveKind(StrEnum):
     """The kind of a collective; the value is the API call's name."""
 
-    __hash__ = str.__hash__  # it equals its text, and Enum's own hash runs in Python, which is slow
+    __hash__ = str.__hash__  # equal to its text; Enum's own hash runs in Python, which is slow
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -74,7 +74,7 @@ def dtype_name(dtype: int) -> str:
 
 
 def elements(count: int, dtype: int, layout: str = "") -> str:
-    """A number of elements in words, with the memory order unless it is C order."""
+    """A number of elements in words, with the memory order if it is not C order."""
     order = f" ({described(layout)})" if layout else ""
     return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}{order}"
 
@@ -161,11 +161,11 @@ class MasterNotice(FromMaster):
 class PeerInfo(Value):
     """A peer and its addresses: `host`:`port`, and `ipc` on the same `machine`.
 
-    `curve` is its public key, which authenticates it; empty without encryption. `team` is the team
-    that it joins with, and `team_size` the number of its members; 0: none. `outgoing`: others
-    cannot connect to it, for example behind NAT, so it connects to them. `relay` is the port at
-    which it relays between two such peers; 0: it does not relay. `others` are further hosts at
-    which it may be reached, at the same port. `name` is for people.
+    `curve` is its public key, which authenticates it; empty without encryption. `team` is its team,
+    and `team_size` the number of the team's members; 0: none. `outgoing`: others cannot connect to
+    this peer, for example behind NAT, so it connects to them. `relay` is the port at which it
+    relays between two such peers; 0: it does not relay. `others` are further hosts at which it may
+    be reached, at the same port. `name` is for people.
     """
 
     peer: U64
@@ -196,7 +196,7 @@ class PeerInfo(Value):
 
 
 def personal(text: str, number: int) -> str:
-    """A text of the master about peers, with "you" at the reading peer's name."""
+    """A text of the master about peers, which says "you" for the reading peer."""
     title = f"peer {number} ("
     return text if f"{title}you, " in text else text.replace(title, f"{title}you, ")
 
@@ -212,9 +212,9 @@ class Gone(Value):
 class Package(Value):
     """A step from version `base` of the weights to `version`; with `base` 0, from any version.
 
-    It has two parts, each with its bytes and digest: a head, which describes the tensors, and a
-    body. The protocol does not interpret them. `content` is the digest of all tensors of that
-    version, whatever packages lead to it.
+    A package has a head, which describes the tensors, and a body, each with a size and a digest.
+    The protocol does not interpret them. `content` is the digest of all tensors of `version`; it
+    does not depend on the packages that lead there.
     """
 
     version: Version
@@ -250,8 +250,8 @@ Rings = Annotated[tuple[Ring, ...], Meta(max_length=RINGS_MAX)]
 
 
 class World(Value):
-    """World sizes: accepted peers of the run and of the group, groups, peers of the largest
-    group."""
+    """World sizes: the accepted peers of the run and of the group, the number of groups, and the
+    peers of the largest group."""
 
     global_size: U32
     local_size: U32
@@ -260,7 +260,7 @@ class World(Value):
 
 
 class Part(Value):
-    """One tensor of a collective over several; `name` is its key, if it has one.
+    """One of several tensors in a collective; `name` is its key, if it has one.
 
     `layout` is the order of its elements in memory (pccl.tensors); empty for C order.
     """
@@ -276,16 +276,16 @@ class Part(Value):
 
 
 class Spec(Value):
-    """The description of a collective, which must be the same on all peers.
+    """The description of a collective. All peers must give the same one.
 
-    `algorithm` is a QuantizationAlgorithm, and `quantized` the DataType that it quantizes to, if it
-    leaves a choice. `count` is the number of elements that each member gives; in a reduce_scatter
-    or scatter, that it receives; in an all_to_all, of a row. `root` is a rank. `members` is the
-    group's size as the caller knows it, if ranks matter or if the size decides how the data travels
-    (protocol/tuning.py); else 0. `parts` describe a list or dict of tensors; then `count` and
-    `dtype` are 0. `layout`: as in Part. `rows`: the numbers of rows by rank in an all_gather, if
-    they differ; counts are then for one row. `ring`: if ranks matter, the checksum of the order on
-    which they are based; 0: unknown.
+    `algorithm` is a QuantizationAlgorithm. `quantized` is the DataType that it quantizes to, if the
+    algorithm leaves a choice. `count` is the number of elements that each member gives; in a
+    reduce_scatter or scatter, the number that each member receives; in an all_to_all, the length of
+    a row. `root` is a rank. `members` is the group's size as the caller knows it, if ranks matter
+    or if the size decides how the data travels (protocol/tuning.py); else 0. `parts` describe a
+    list or dict of tensors; then `count` and `dtype` are 0. `layout`: as in Part. `rows`: the
+    numbers of rows by rank in an all_gather, if they differ; counts are then for one row. `ring`:
+    if ranks matter, the checksum of the ring order behind them; 0: unknown.
     """
 
     what: CollectiveKind
@@ -330,10 +330,10 @@ class Spec(Value):
         return self.what == other.what and both and mine != theirs
 
     def difference(self, other: Spec) -> str:
-        """The difference that the texts of both calls do not show; empty if there is none.
+        """The difference that the calls' texts do not show; empty if there is none.
 
-        That is the first different tensor of two lists, the first rank with other rows, and the
-        remedy for different memory orders.
+        It may be the first different tensor of two lists, or the first rank with other rows. For
+        different memory orders it includes the remedy.
         """
         pairs = list(zip(self.parts, other.parts, strict=False))
         words = ""
@@ -354,7 +354,7 @@ class Spec(Value):
 class Entry(Value):
     """One tensor of the shared state, in a manifest. `layout`: as in Part.
 
-    An empty `digest` means unknown content, which equals nothing.
+    An empty `digest` means unknown content, which is equal to no other content.
     """
 
     name: Name
@@ -366,10 +366,10 @@ class Entry(Value):
 
 
 class Manifest(Value):
-    """A peer's shared state. `strict`: divergence must be an error for all.
+    """A peer's shared state. `strict`: divergence must be an error for all peers.
 
     A group's shared state must not begin with fewer than `min_peers` peers. `torn`: an unfinished
-    transfer has overwritten a part of it, so the peer can only receive.
+    transfer has overwritten a part of the state, so the peer can only receive.
     """
 
     revision: U64
@@ -412,8 +412,8 @@ Differences = Annotated[tuple[Difference, ...], Meta(max_length=DIFFERENCES_MAX)
 
 
 class Divergence(Value):
-    """A peer that had different content at the same revision, in `count` entries; `differences`
-    describes the first ones."""
+    """A peer whose content differed at the same revision, in `count` entries. `differences`
+    describes the first of these."""
 
     peer: U64
     count: U32
@@ -423,8 +423,8 @@ class Divergence(Value):
 class Done(Value):
     """The rounds whose results a peer knows: numbers of completed rounds, and the latest results.
 
-    A restarted master compares these: if a peer waits in a round whose result another peer knows,
-    it has only missed that result.
+    A restarted master compares these. If a peer waits in a round and another peer knows its result,
+    the waiting peer has only missed the result.
     """
 
     topology: U64 = 0
@@ -433,7 +433,7 @@ class Done(Value):
     sync: U64 = 0
     revision: U64 = 0
     plan: U64 = 0  # seq of the last plan of that synchronization, if it had any
-    holds: bool = False  # it took part in synchronization number `sync`, and holds its content
+    holds: bool = False  # the peer took part in synchronization `sync`, and holds its content
     optimized: U64 = 0
     short: U64 = 0  # as in the last SyncResult
     finished: bool = False  # the run is finished
@@ -453,7 +453,7 @@ class Open(Value):
 
 
 class Failure(Value):
-    """A call that the master refused, with the same error for all members that had made it.
+    """A call that the master refused, with the same error for all members that made the call.
 
     `called` is a `Called`; `tag` and `pair` are those of a collective; the rest as in CallError.
     """
@@ -481,7 +481,7 @@ class Small(Value):
 
 
 class Hello(FromPeer, tag=1):
-    """Asks to join. `host` is the address to advertise; empty: the one that the master sees.
+    """Asks to join. `host` is the address to advertise; empty: the address that the master sees.
 
     In a run with keys, `curve` is the public key of the peer's streams; without keys, `dial` is the
     password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
@@ -521,7 +521,7 @@ class PendingVote(FromPeer, tag=3):
 
     If all voters are `patient`, the answer waits until a peer is pending. When `enough` members of
     the peer's group have entered and `grace_ms` have passed, the other members are dropped. If
-    `enough` is 0, this peer waits for all, and does not count.
+    `enough` is 0, this peer waits for all members, and does not count towards `enough`.
     """
 
     call: U64
@@ -538,7 +538,7 @@ class Hurry(FromPeer, tag=16):
 
 
 class Inquire(PeerNotice, tag=17):
-    """Asks what `call` is waiting for. `seq`: of a collective that has started; else 0."""
+    """Asks what `call` waits for. `seq`: the number of a started collective; else 0."""
 
     call: U64
     seq: U64 = 0
@@ -547,9 +547,10 @@ class Inquire(PeerNotice, tag=17):
 class StartVote(FromPeer, tag=4):
     """Enters a collective: the peer's engine knows the buffers, or `data` is the contribution.
 
-    `heard` is the greatest seq that the peer knows; it has all results up to that. `stuck`: as in
-    `PendingVote`. `gives` and `takes` are the numbers of rows of an all_to_all to each rank, and
-    from each; empty: one each. `pair`: the sender and the receiver of a send; else empty.
+    `heard` is the greatest seq that the peer knows; the peer has all results up to `heard`.
+    `stuck`: as in `PendingVote`. In an all_to_all, `gives` and `takes` are the numbers of rows to
+    each rank and from each rank; empty: one each. `pair`: the sender and the receiver of a send;
+    else empty.
     """
 
     call: U64
@@ -564,8 +565,8 @@ class StartVote(FromPeer, tag=4):
 
 
 class FinishVote(FromPeer, tag=5):
-    """Votes whether the peer holds a collective's whole result. If not, gives the reason (`why`)
-    and the `Cause`."""
+    """Votes whether the peer holds a collective's whole result. If not, `why` gives the reason and
+    `cause` the `Cause`."""
 
     seq: U64
     ok: bool
@@ -576,7 +577,7 @@ class FinishVote(FromPeer, tag=5):
 class Progress(FromPeer, tag=18):
     """A peer's progress in a long collective, or in its fetch of shared state, in thousandths.
 
-    It is only for `status`.
+    Only `status` uses it.
     """
 
     seq: U64
@@ -586,8 +587,8 @@ class Progress(FromPeer, tag=18):
 class SyncVote(FromPeer, tag=6):
     """Enters `sync_shared_state`; the peer's engine already serves the offered content.
 
-    `holds`: as in Done, for the latest synchronization of its group. A caller that left before the
-    result came holds nothing, whatever the master answered.
+    `holds`: as in Done, for the latest synchronization of its group. If the caller left before the
+    result came, the peer holds nothing, whatever the master answered.
     """
 
     call: U64
@@ -612,9 +613,9 @@ class Leave(FromPeer, tag=8):
 
 
 class Withdraw(FromPeer, tag=9):
-    """The caller's time is up: withdraws the vote of `call`, unless it has ended.
+    """The caller's time is up: withdraws the vote of `call`, unless the call has ended.
 
-    `seq`: of a collective that this peer has completed and others have not; else 0.
+    `seq`: the number of a collective that this peer has completed and others have not; else 0.
     """
 
     call: U64
@@ -630,10 +631,10 @@ class Unreached(PeerNotice, tag=11):
 
 
 class RendezvousRequest(PeerNotice, tag=19):
-    """Asks that the `outgoing` peer `peer` connects to a stream from this peer, `lanes` times.
+    """Asks the `outgoing` peer `peer` to connect to a stream from this peer, `lanes` times.
 
-    They meet at `port` of this peer; 0: it is `outgoing` itself. Connections with the same `token`
-    belong together.
+    They meet at `port` of this peer; 0: this peer is `outgoing`, too. Connections with the same
+    `token` belong together.
     """
 
     peer: U64
@@ -645,8 +646,8 @@ class RendezvousRequest(PeerNotice, tag=19):
 class Stalled(PeerNotice, tag=15):
     """The peer cannot forward data, and others may wait for it forever.
 
-    In `epoch` it has lost the stream to a neighbor, or failed otherwise, after it held the whole
-    result of a collective. If `seq` is not 0, it is that of a plan that the peer cannot fully
+    In `epoch`, it held the whole result of a collective, and then lost the stream to a neighbor or
+    failed otherwise. If `seq` is not 0, it is the number of a plan that the peer cannot fully
     serve, or of a send whose data is lost.
     """
 
@@ -668,7 +669,7 @@ class Examine(FromPeer, tag=12):
 
 
 class OptimizeVote(FromPeer, tag=13):
-    """Enters `optimize_topology`; the peer's engine already serves data to measure links with."""
+    """Enters `optimize_topology`; the peer's engine already serves data for measurements."""
 
     call: U64
 
@@ -677,7 +678,7 @@ class Measured(FromPeer, tag=14):
     """The result of a probe of the links to this peer.
 
     `rate` is in bytes per second, 0 if nothing arrived. `delay_us` is the time until the first
-    bytes, including that to connect.
+    bytes, including the time to connect.
     """
 
     seq: U64
@@ -686,12 +687,12 @@ class Measured(FromPeer, tag=14):
 
 
 class Resume(FromPeer, tag=10):
-    """An accepted peer tells a master that has lost its connections all that it knows.
+    """An accepted peer tells a master that has lost its connections everything that it knows.
 
-    `known` are the peers of its group, `open` and `finished` its collectives without and with a
-    known outcome (the latest ones: all peers know the older ones), `small` the results that others
-    may lack, `rings` those of the last Plan, `failed` the latest failures that others may lack.
-    `veteran`: it has completed a collective or synchronization in this run.
+    `known` are the peers of its group. `open` are its collectives without a known outcome.
+    `finished` are its latest collectives with one; all peers know the older outcomes. `small` and
+    `failed` are the results and the latest failures that others may lack. `rings` are the rings of
+    the last Plan. `veteran`: it has completed a collective or synchronization in this run.
     """
 
     protocol: U32
@@ -744,7 +745,7 @@ class Got(FromPeer, tag=43):
 
 
 class Slow(FromPeer, tag=44):
-    """The client's current fetch is slow: others need not wait for its place at the holder."""
+    """The client's current fetch is slow: the holder may serve another client in its place."""
 
 
 class Welcome(FromMaster, tag=64):
@@ -793,11 +794,11 @@ class WorldSizes(MasterNotice, tag=67):
 
 
 class Admitted(FromMaster, tag=68):
-    """A pending peer is accepted into `run`. `done` describes the rounds before that, and `heard`
-    is their last seq.
+    """A pending peer is accepted into `run`. `done` describes the earlier rounds, and `heard` is
+    their last seq.
 
-    The run's number distinguishes its bulk data from other runs', and allows a peer to come back to
-    a restarted master. So only members of the run get it.
+    The run's number distinguishes its bulk data from other runs' data, and allows a peer to come
+    back to a restarted master. So only members of the run get this number.
     """
 
     run: U64
@@ -806,14 +807,14 @@ class Admitted(FromMaster, tag=68):
 
 
 class TopologyResult(FromMaster, tag=69):
-    """`update_topology` or `finish` is done. It was the run's `round`-th of both together."""
+    """`update_topology` or `finish` is done. `round` counts both kinds of rounds together."""
 
     call: U64
     round: U64
 
 
 class PendingResult(FromMaster, tag=70):
-    """The answer to `are_peers_pending`, the same for all: the run's `round`-th."""
+    """The answer to `are_peers_pending`, the same for all peers. `round` counts these rounds."""
 
     call: U64
     pending: bool
@@ -823,11 +824,11 @@ class PendingResult(FromMaster, tag=70):
 class Started(FromMaster, tag=71):
     """All members have entered the collective, which starts on the rings of `epoch`.
 
-    If the contributions came with the votes, `data` is the result. If it is `final`, the collective
-    has committed. All peers have all results up to the seq `stable`.
+    If the contributions came with the votes, `data` is the result. If the result is `final`, the
+    collective has committed. All peers have all results up to the seq `stable`.
 
-    `calls`: for each ring, the call of this peer's predecessor, which may have sent data before the
-    start.
+    `calls`: for each ring, the call of this peer's predecessor. The predecessor may have sent data
+    before the start.
     """
 
     call: U64
@@ -841,7 +842,7 @@ class Started(FromMaster, tag=71):
 
 
 class Interrupt(FromMaster, tag=72):
-    """The collective may never complete: the peer must stop, and vote whether it has the result."""
+    """The collective may never complete. The peer must stop, and vote whether it has the result."""
 
     seq: U64
     why: Text
@@ -861,8 +862,8 @@ class SyncPlan(FromMaster, tag=74):
 
     The peer serves the peers `serve`, fetches the entries `fetch` from `holders`, and verifies
     `digests`. Replaces an earlier plan of the same call. `diverged`: this peer has other content at
-    the same revision, and must report how it differs. `in_place`: its own content is no longer
-    needed, so the elected content may overwrite it as it arrives.
+    the same revision, and must report the differences. `in_place`: the peer's own content is no
+    longer needed, so the elected content may overwrite it on arrival.
     """
 
     call: U64
@@ -879,10 +880,10 @@ class SyncPlan(FromMaster, tag=74):
 class SyncResult(FromMaster, tag=75):
     """All receivers have the elected content and may keep it; the shared state is at `revision`.
 
-    This was the run's `round`-th synchronization. `plan` is the seq of its last plan, if any. A
-    peer that offered a higher revision was refused, and took no part.
+    `round` counts the run's synchronizations. `plan` is the seq of the last plan, if any. A peer
+    that offered a higher revision was refused, and took no part.
 
-    If `short` is not 0, nothing was synchronized: the shared state must begin with that many peers,
+    If `short` is not 0, nothing was synchronized: the shared state must begin with `short` peers,
     and the group has fewer.
     """
 
@@ -897,8 +898,8 @@ class SyncResult(FromMaster, tag=75):
 class CallError(FromMaster, tag=76):
     """A call failed before anything happened. `result` is a pccl.Result, `cause` a `Cause`.
 
-    `seq` is not 0 if all members that made the call get this error. A restarted master must know of
-    it then. `called`, `tag` and `pair` are as in Failure.
+    `seq` is not 0 if all members that made the call get this error. A restarted master must then
+    know of it. `called`, `tag` and `pair` are as in Failure.
     """
 
     call: U64
@@ -914,15 +915,15 @@ class CallError(FromMaster, tag=76):
 class Resumed(FromMaster, tag=78):
     """The restarted master knows the run again. `done` describes the rounds that are over.
 
-    A peer that waits in one of these gets its result from this message. In all other rounds it
-    votes again.
+    A peer that waits in one of these rounds gets the result from this message. In all other rounds
+    the peer votes again.
     """
 
     done: Done
 
 
 class Missed(FromMaster, tag=79):
-    """A small collective that the peer waits in has committed, but the peer missed the result."""
+    """A small collective has committed, but this peer missed the result and still waits for it."""
 
     small: Small
 
@@ -930,8 +931,8 @@ class Missed(FromMaster, tag=79):
 class Failed(MasterNotice, tag=87):
     """A call has failed for all peers that had made it.
 
-    The peer may still wait in it, if an earlier master failed it and the answer was lost. Otherwise
-    the peer made another call, which failed for the same reason.
+    If an earlier master failed the call and the answer was lost, the peer may still wait in this
+    call. Otherwise the peer made another call, which failed for the same reason.
     """
 
     failure: Failure
@@ -940,9 +941,10 @@ class Failed(MasterNotice, tag=87):
 class Report(FromMaster, tag=80):
     """The answer to Examine.
 
-    `host` is the address that the master sees. `unreached` says why it could not reach the peer
-    there; it is empty if it could, or if it has not `dialled`. `unix_s` is the master's clock.
-    `arithmetic` is the digest that the run's peers have, and `peers` their number.
+    `host` is the address that the master sees. `unreached` says why the master could not reach the
+    peer there; it is empty if the master reached the peer, or has not `dialled`. `unix_s` is the
+    master's clock. `arithmetic` is the arithmetic digest of the run's peers, and `peers` their
+    number.
     """
 
     protocol: U32
@@ -968,7 +970,7 @@ class Probe(FromMaster, tag=81):
 
 
 class OptimizeResult(FromMaster, tag=82):
-    """`optimize_topology` is done, and rings are chosen. It was the run's `round`-th."""
+    """`optimize_topology` is done, and rings are chosen. `round` counts these rounds."""
 
     call: U64
     round: U64
@@ -997,7 +999,7 @@ class RendezvousJoin(MasterNotice, tag=84):
 
 
 class RendezvousResult(MasterNotice, tag=85):
-    """The answer to a request without a port: the two meet at `relay`; or `why` they cannot."""
+    """The answer to a request without a port: the peers meet at `relay`, or `why` they cannot."""
 
     token: Token
     relay: PeerInfo | None = None
@@ -1005,7 +1007,7 @@ class RendezvousResult(MasterNotice, tag=85):
 
 
 class RendezvousRelay(MasterNotice, tag=86):
-    """The peer must relay between the connections of these two that name the token."""
+    """The peer must relay between the connections of two peers that name the token."""
 
     token: Token
     sender: PeerInfo
@@ -1037,7 +1039,7 @@ class Available(FromMaster, tag=101):
 
 
 class Source(FromMaster, tag=102):
-    """The client fetches the package that it seeks from `holder`, in this `slot` of the holder.
+    """The client fetches its package from `holder`, in this `slot` of the holder.
 
     The `nonce` admits its stream there.
     """

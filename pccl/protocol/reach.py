@@ -1,15 +1,15 @@
 """Decides whether peers can reach each other, and how. Pure functions.
 
-A newcomer says at which hosts others may reach it, or that it cannot be reached (it is `outgoing`:
-behind NAT). An outgoing peer connects to others, but they do not connect to it. A stream to it
-needs a rendezvous point at its sender, and the master tells the outgoing peer to connect there. If
-the sender is outgoing too, the two are *apart*: they can only meet at a third peer, which relays if
-its operator has enabled that.
+A newcomer gives the hosts at which others may reach it, or says that it is `outgoing`: it cannot be
+reached, for example behind NAT. An outgoing peer connects to others, but they do not connect to it.
+A stream to an outgoing peer needs a rendezvous point at its sender, and the master tells the
+outgoing peer to connect there. If the sender is outgoing, too, the two peers are *apart*: they can
+only meet at a third peer, which relays if its operator has enabled that.
 
-The master dials a newcomer once, at the hosts that others would use. If it reaches the newcomer,
-others most likely can. If it does not, peers on the same machine may still reach the newcomer
-without a network, and peers in a private network that the master is not part of. In these cases the
-newcomer is admitted with a warning; if its neighbors cannot reach it either, it is dropped.
+The master dials a newcomer once, at the hosts that others would use. If the master reaches the
+newcomer, others most likely can. Otherwise, two kinds of peers may still reach it: peers on the
+same machine, without a network, and peers in a private network without the master. In these cases
+the newcomer is admitted with a warning; if its neighbors cannot reach it either, it is dropped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def local(one: m.PeerInfo | m.Hello, other: m.PeerInfo) -> bool:
 def ways(to: m.PeerInfo, machine: str) -> tuple[str, ...]:
     """The hosts at which a peer of this machine may reach another one.
 
-    A loopback or link-local address leads to a peer of the same machine. To others it means another
-    machine, so it is tried only if there is nothing else.
+    A loopback or link-local address leads to a peer on the same machine. On another machine the
+    address means that machine, so it is tried only if there is no other address.
     """
     near = to.machine == machine
     return tuple(host for host in to.hosts if _confined(host) == near) or to.hosts
@@ -78,7 +78,7 @@ def severed(one: m.PeerInfo, other: m.PeerInfo) -> str:
 def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
     """True if a newcomer that the master cannot reach must be refused."""
 
-    def reaches(other: m.PeerInfo) -> bool:  # perhaps in the network of the same NAT
+    def reaches(other: m.PeerInfo) -> bool:  # perhaps behind the same NAT
         same = bool(info.host == other.host and info.others and other.others)
         return local(info, other) or same
 
@@ -89,9 +89,9 @@ def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
 def concluded(answers: Mapping[str, str | None]) -> str | None:
     """Combines the results of dials to all hosts of a peer: "" if it was reached, or why not.
 
-    None: it is unknown. Other peers may reach a host that the master did not dial, if that is the
-    first one or an address that means the same machine everywhere (for example an IPv6 address,
-    when the master has no IPv6).
+    None: unknown. Other peers may reach a host that the master did not dial, if this is the first
+    host, or an address that means the same machine everywhere (for example an IPv6 address, if the
+    master has no IPv6).
 
     Args:
         answers: for each host, "" if the peer was reached there, or why not; None: not dialled.

@@ -14,7 +14,7 @@ from pccl.protocol.messages import CollectiveKind, PeerInfo, Ring, Spec
 from pccl.protocol.topology import EXACT_MAX, Hop, exact, hops
 
 ALIGNMENT = 64  # elements; shares, segments and chunks begin at its multiples (c/pccl_core.h)
-BARRED = 1 << 20  # the cost of a hop that must be avoided at any price
+BARRED = 1 << 20  # the cost of a hop to avoid at any price
 COSTLY_MAX = 4  # costly hops improved at the same time
 
 Cost = Callable[[Hop], int]
@@ -46,11 +46,11 @@ def free(hop: Hop) -> int:
 def plan_rings(
     peers: Sequence[PeerInfo], chosen: Sequence[Ring] = (), cost: Cost = free
 ) -> tuple[Ring, ...]:
-    """Rings over all peers: the chosen ones, else one; none for fewer than two peers.
+    """Rings over all peers: the chosen ones, else one ring; none for fewer than two peers.
 
     The chosen rings may contain peers that have left, and lack newcomers. `peers` are in the order
     of acceptance, which breaks ties, so every call gives the same plan. An order with a barred hop
-    is changed if that makes it cheaper; peers that are apart are barred from being neighbors.
+    is changed if a change makes it cheaper; a hop between peers that are apart is barred.
     """
     if len(peers) < 2:
         return ()
@@ -77,7 +77,7 @@ def plan_rings(
 def _spread(
     order: Sequence[int], outgoing: Collection[int], barred: Callable[[Hop], bool]
 ) -> tuple[int, ...]:
-    """The order, changed only to have as few barred hops as possible; rank 0 stays.
+    """The order with as few barred hops as possible, otherwise unchanged; rank 0 stays.
 
     A hop is `barred` if it is between two `outgoing` peers that are apart.
     """
@@ -108,14 +108,14 @@ def uses(rings: Sequence[Ring], barred: Collection[Hop]) -> bool:
 
 
 def _cheaper(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:
-    """A cheaper order, if there is one: the cheapest of few peers, a good one of many."""
+    """A cheaper order, if there is one: the cheapest for few peers, a good one for many."""
     if len(order) > EXACT_MAX:
         return _swapped(order, cost)
     return exact(order, {hop: (0, cost(hop)) for hop in permutations(order, 2)})
 
 
 def _swapped(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:
-    """Swaps peers at costly hops with others, as long as that makes the order cheaper."""
+    """Swaps peers at costly hops with others while this makes the order cheaper."""
     size, changed = len(order), list(order)
     for _ in range(size):
         paid = sorted(((cost(hop), -i) for i, hop in enumerate(hops(changed))), reverse=True)

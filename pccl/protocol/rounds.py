@@ -1,18 +1,18 @@
 """The round, the only primitive of agreement: all members vote, or nothing happens.
 
-A round is identified by its kind and key; its scope says who the members are: all accepted peers of
-the run, or those of one group. A peer votes by entering the call. When all members have voted the
-round commits; when a member disappears the rest decide without it. A peer waits in a round from its
+A round is identified by its kind and key. Its scope determines the members: all accepted peers of
+the run, or of one group. A peer votes by entering the call. When all members have voted, the round
+commits; when a member disappears, the others decide without it. A peer waits in a round from its
 vote until the round ends.
 
-Some rounds exclude each other: a peer in an exclusive call cannot enter another call before it
-returns. So if two peers of one scope wait in two such rounds, neither round can ever complete.
-Other calls may run at the same time, because a peer may have several threads; a peer with a single
-thread says that it is *stuck* in such a call. Two peers of one group that are stuck in two rounds
-can never meet either.
+Some rounds exclude each other: a peer in an exclusive call cannot enter another call before the
+first one returns. So if two peers of one scope wait in two such rounds, neither round can ever
+complete. Other calls may run at the same time, because a peer may have several threads. A peer with
+a single thread says that it is *stuck* in such a call. If two peers of one group are stuck in two
+rounds, they can never meet either.
 
 It is enough to consider pairs of rounds: a peer that can never enter a round is stuck in another
-one, which belongs to the same group or, like the first, to the whole run.
+round, which belongs to the same group or, like the first, to the whole run.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Kind(StrEnum):
     PAIR = "send and recv"
 
 
-# Pairs of kinds that one peer may wait in at the same time: collectives with different tags are
-# launched in any order, with send and recv between them, and are_peers_pending may be called while
-# they run in other threads.
+# Pairs of kinds in which one peer may wait at the same time. Collectives with different tags are
+# launched in any order, with send and recv between them; are_peers_pending may be called while they
+# run in other threads.
 COMPATIBLE = {
     frozenset((Kind.START,)),
     frozenset((Kind.START, Kind.PENDING)),
@@ -77,7 +77,7 @@ OPTIMIZE, FINISH = RoundId(Kind.OPTIMIZE, None), RoundId(Kind.FINISH, None)
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """How long a voter waits for the rest, once `enough` of its group have entered with a grace.
+    """How long a voter waits for the rest, when `enough` of its group have entered with a grace.
 
     `seconds` is at most GRACE_MAX_S.
     """
@@ -105,7 +105,7 @@ class Vote:
 
 @dataclass(slots=True)
 class Round:
-    """The votes so far, and the peers that were lost meanwhile."""
+    """The votes so far, and the peers lost meanwhile."""
 
     id: RoundId
     votes: dict[int, Vote] = field(default_factory=dict)
@@ -140,7 +140,7 @@ def described(round_id: RoundId, payload: object, peer: int) -> str:
 
 
 def paired(send: str, pair: tuple[int, int], peer: int, tag: int | None) -> str:
-    """A send or recv, in words, as one of its two peers has called it."""
+    """A send or recv, in words, from the view of one of its two peers."""
     giver, taker = pair
     if peer == giver:
         return f"{send} to peer {taker} with tag {tag}"
@@ -148,7 +148,7 @@ def paired(send: str, pair: tuple[int, int], peer: int, tag: int | None) -> str:
 
 
 def keeps(round_: Round, peer: int, other: Round) -> bool:
-    """True if a voter of the round cannot enter the other round before this one returns."""
+    """True if a voter of `round_` cannot enter `other` before `round_` returns."""
     return other.id.kind in EXCLUDED[round_.id.kind] or round_.votes[peer].stuck
 
 
@@ -172,8 +172,8 @@ def _add(counts: dict[K, int], key: K, change: int) -> None:
 class OpenRounds:
     """The rounds in which peers wait.
 
-    The indices keep the cost of a vote independent of the number of peers and rounds: whether any
-    voter stands in the way is decided by comparing two counts.
+    The indices keep the cost of a vote independent of the number of peers and rounds: comparing two
+    counts shows whether any voter stands in the way.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class OpenRounds:
         return ""
 
     def vote(self, peer: int, group: int, round_id: RoundId, vote: Vote) -> Round:
-        """A peer enters a round, which is opened if necessary. It must not be in it already."""
+        """A peer enters a round, which is opened if necessary. It must not have entered before."""
         round_ = self._rounds.get(round_id)
         if round_ is None:
             round_ = self._rounds[round_id] = Round(round_id)
@@ -259,8 +259,8 @@ class OpenRounds:
     def in_the_way(self, peer: int, mine: Round) -> Iterator[Round]:
         """Open rounds with a voter that will never enter `mine`, and that `peer` will never enter.
 
-        `peer` has just entered `mine`. Both rounds are of all peers, or of all peers of a group. In
-        a PAIR a peer waits for one peer only (see `deadlock` in master/voting.py).
+        `peer` has just entered `mine`. The members of both rounds are all peers, or all peers of a
+        group. In a PAIR, a peer waits for one peer only (see `deadlock` in master/voting.py).
         """
         if mine.id.kind is Kind.PAIR:
             return

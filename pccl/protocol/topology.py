@@ -1,20 +1,20 @@
 """From measured links to rings: which links are measured, and the best rings over them.
 
-All links of a ring carry the same bytes at the same time, so the slowest link determines the time
-of a large collective, plus the delay of going around the ring twice. The best ring in this sense is
-a bottleneck traveling salesman's tour: found exactly for few peers, by local search (2-opt and
-or-opt: Croes, 1958; Or, 1976) for many.
+All links of a ring carry the same bytes at the same time. So the slowest link determines the time
+of a large collective, plus the delay of two trips around the ring. The best ring solves a
+bottleneck traveling salesman problem. An exact search finds it for few peers; for many, local
+search (2-opt and or-opt: Croes, 1958; Or, 1976) finds a good one.
 
 One ring leaves most links of a mesh idle. If the links of a peer do not share one bottleneck,
 several rings, each with a share of the data, take a fraction of the time.
 
-In a group of n peers there are n (n - 1) links. Up to ALL_MAX peers all of them are measured, each
-peer with one other at a time. In larger groups that would take too long, and what counts there is
-which peers are near each other. A *site* is a set of peers, each of which reaches another one
-quickly. A survey finds the sites: it measures one pair from two sets of peers, which are then one
-site, or two for good. It takes about as many slots as there are sites, because the peers of a site
-are compared with those of others at the same time. The ring then leaves each site once, over the
-best link that was measured between the two.
+A group of n peers has n (n - 1) links. Up to ALL_MAX peers all links are measured, each peer with
+one other at a time. In larger groups that would take too long, and it matters only which peers are
+near each other. A *site* is a set of peers; each of them reaches another one quickly. A survey
+finds the sites: it measures one pair from two sets of peers, which are then one site, or two for
+good. It takes about as many slots as there are sites, because the peers of a site are compared with
+several other sites at the same time. The ring then leaves each site once, over the best measured
+link to the next.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NOMINAL_BYTES = 64 << 20  # on each link, in the collective for which orders are
 CHUNK_BYTES = 256 << 10  # the size of a chunk
 EXACT_MAX = 8  # peers; more have too many orders to consider all
 SPREAD_MAX = 6  # peers of a group that may have several rings: for more, choosing takes long
-SHARES = 8  # the best ring's slowest link is cut into so many, each for the ring that gains most
+SHARES = 8  # of the best ring's slowest link; each share goes to the ring that gains most
 SEARCH_STEPS = 300_000  # links considered by a local search: about half a second
-GAIN = 0.2  # an order changes only for this share of the time, because measurements vary
+GAIN = 0.2  # an order changes only if it saves this share of the time: measurements vary
 ALL_MAX = 17  # the most peers of which all pairs are measured: 17 take 17 slots, 16 take 15
 SLOTS_MAX = 32  # slots of a survey; sets that have not been compared by then count as two sites
 SITE_US = 25_000  # peers of one site get the first bytes, after five round trips, within this time
@@ -63,10 +63,10 @@ class Links:
         self,
         measured: Mapping[tuple[int, int], Link],  # by sender and receiver
         local: Callable[[int, int], bool],  # whether two peers are on one machine
-        # bytes per second that reach a peer when all peers on other machines send to it, and to
-        # each other, at once; as far as known
+        # bytes per second that reach a peer while all peers on other machines send to it and to
+        # each other, if known
         inflow: Mapping[int, int],
-        # the site of each peer, where that is known
+        # the site of each peer, if known
         site_of: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._measured, self.local, self.inflow = measured, local, inflow
@@ -143,8 +143,8 @@ def best_rings(
 ) -> tuple[Ring, ...]:
     """The best rings for the links; the current ones, unless others are clearly better.
 
-    Several only if the links to a peer are known to carry more together than each alone. The first
-    ring begins with the lowest number, so that rank 0 stays with the same peer.
+    There are several rings only if the links to a peer are known to carry more together than each
+    alone. The first ring begins with the lowest number, so that rank 0 stays with the same peer.
     """
     order = order or best_order(current[0].order, links)
     found: tuple[Ring, ...] = (Ring(order, 1),)
@@ -174,7 +174,7 @@ def best_order(current: Sequence[int], links: Links | Mapping[Hop, Link]) -> tup
 
 
 def _hop_seconds(link: Link) -> tuple[float, float]:
-    """The time of all bytes on a link, and the time that one chunk takes on it, twice around."""
+    """The time of all bytes on a link, and its part of a chunk's two trips around the ring."""
     rate = link.rate or 1
     return NOMINAL_BYTES / rate, 2 * (link.delay_us * 1e-6 + CHUNK_BYTES / rate)
 
@@ -188,7 +188,7 @@ def _order_seconds(order: Sequence[int], links: Links | Mapping[Hop, Link]) -> f
 def _spread(order: Sequence[int], links: Links) -> tuple[Ring, ...]:
     """Rings that use the links together: a packing of Hamiltonian cycles, the heaviest first.
 
-    The remaining capacity is divided into equal shares, each for the ring that is best by then.
+    The remaining capacity is divided into equal shares. Each goes to the best ring at that point.
     """
     left = {hop: links[hop] for hop in permutations(order, 2)}
     share = left[slowest(order, left)].rate // SHARES
@@ -210,7 +210,7 @@ def exact(current: Sequence[int], costs: Mapping[Hop, tuple[float, float]]) -> t
 
     Args:
         current: begins with the peer with which all orders begin.
-        costs: for each hop, the cost that counts only for the worst hop, and the one that adds up.
+        costs: for each hop, a cost that counts only if it is the greatest, and one that adds up.
     """
     best = tuple(current)
     known = [costs[hop] for hop in hops(best)]
@@ -240,7 +240,7 @@ def _search(current: Sequence[int], links: Links | Mapping[Hop, Link]) -> tuple[
 
 
 def _greedy(current: Sequence[int], links: Links | Mapping[Hop, Link]) -> list[int]:
-    """An order that goes on from each peer to the remaining one with the best rate."""
+    """An order that continues from each peer to the remaining peer with the best rate."""
     order, left = [current[0]], set(current[1:])
     while left:
         last = order[-1]
@@ -266,7 +266,7 @@ def _improved(order: list[int], links: Links | Mapping[Hop, Link]) -> list[int]:
 
 
 def _changes(order: list[int]) -> Iterator[list[int]]:
-    """The orders in which a run of neighbors is reversed, or moved elsewhere."""
+    """All orders that differ by a run of neighbors, reversed or moved elsewhere."""
     n = len(order)
     for i in range(n):
         for j in range(i + 1, n):
@@ -283,8 +283,8 @@ def _changes(order: list[int]) -> Iterator[list[int]]:
 
 
 class Everything:
-    """All links: each by itself; then, of few peers, all at once. Those that are `local` (on one
-    machine) are not measured.
+    """All links: each by itself; then, for few peers, all at once. `local` links (on one machine)
+    are not measured.
     """
 
     def __init__(self, numbers: Sequence[int], local: Callable[[int, int], bool]) -> None:
@@ -301,7 +301,7 @@ class Everything:
             self._slots.append({number: senders for number, senders in distant.items() if senders})
 
     def next(self, links: Mapping[Hop, Link]) -> Slot:
-        """The next slot, by the links that are known so far; empty: there is no more."""
+        """The next slot, given the links known so far; empty: there is no more."""
         return self._slots.popleft() if self._slots else {}
 
 
@@ -324,12 +324,11 @@ class Survey:
 
     @property
     def sites(self) -> list[tuple[int, ...]]:
-        """The sites, as far as is known; the peers of a machine are neighbors in it."""
+        """The sites found so far. A site's peers on one machine are neighbors."""
         return [tuple(peers) for peers in self._members.values()]
 
     def _learn(self, a: int, b: int, found: Sequence[Link | None]) -> None:
-        """Two peers were measured with each other; if neither has reached the other one, they are
-        at two sites."""
+        """Notes a measurement of two peers; if neither reached the other, they are at two sites."""
         one, other = self._name[a], self._name[b]
         delays = [link.delay_us for link in found if link is not None and link.rate]
         if one == other:
@@ -398,7 +397,7 @@ def tour(sites: Sequence[Sequence[int]], measured: Mapping[Hop, Link]) -> tuple[
 
 
 def _walk(site: Sequence[int], first: int | None, last: int | None) -> list[int]:
-    """The peers of a site, from the one that is entered to the one that is left."""
+    """The peers of a site, from the ring's entry to its exit."""
     middle = [peer for peer in site if peer not in (first, last)]
     begin = [] if first is None else [first]
     return [*begin, *middle, *([] if last is None or last == first else [last])]

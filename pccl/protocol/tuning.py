@@ -1,8 +1,8 @@
 """Chooses how the data of a collective travels; C and Python carry it out.
 
 `choose` is a pure function of the spec (which the votes compare), the group, and this peer's
-settings. Choices that all members must make in the same way follow from the spec and the plan,
-which are the same on all members; the sizes of chunks and steps matter to their sender only. `pccl
+settings. Some choices must be the same on all members; these follow from the spec and the plan,
+which are the same on all members. The sizes of chunks and steps matter only to their sender. `pccl
 bench --explain` prints the choice, and docs/internals/architecture.md has a table.
 """
 
@@ -32,14 +32,14 @@ KIB, MIB = 1 << 10, 1 << 20
 
 INLINE_ALWAYS_BYTES = 64 * KIB  # a contribution's size, for any number of members
 INLINE_TOTAL_BYTES = 512 * KIB  # the size of all contributions, which the master handles one by one
-# Up to so many elements, two members on one machine send each other everything. With more, the
-# additional work of the processors takes longer than the second hop of a ring.
+# Two members on one machine send each other everything, up to this number of elements. Beyond it,
+# the additional work of the processors takes longer than the second hop of a ring.
 ONE_SHOT_LOCAL_MAX = 1 << 18
-# Elements of a step, in whole alignment blocks: 4 MiB of float32. It exceeds any contribution that
-# travels with a vote, because the vote may be sent when the first step is on the host.
+# Elements of a step, in whole alignment blocks: 4 MiB of float32. A step exceeds any contribution
+# that travels with a vote, because a vote may be sent when the first step is on the host.
 STEP = 1 << 20
-# Members that send each other data directly. Each has a stream to each other one, which takes
-# about 5 descriptors at the sender and 1 at the receiver.
+# The most members that send each other data directly. Each has a stream to every other member,
+# which takes about 5 descriptors at the sender and 1 at the receiver.
 DIRECT_MAX = 128
 TRANSFER_BYTES = 4 * MIB  # a transfer of state uses the chunks of a segment of this size
 
@@ -102,10 +102,10 @@ class Tuning:
     eager: bool
     chunk_bytes: int  # the size of a message
     lanes: int  # connections to the next member; 0: chosen by the round trip
-    # elements that are copied from or to a device while others travel; 0: all are copied before and
-    # after the collective
+    # the elements of a step, which is copied from or to a device while others travel; 0: all
+    # elements are copied before and after the collective
     step: int
-    wide: bool  # whether integers are averaged, whose sums need a wider type
+    wide: bool  # whether it averages integers, whose sums need a wider type
     # whether this member sends rows, or contributions in two stages, directly to their receivers,
     # not around the rings
     direct: bool
@@ -149,7 +149,7 @@ def choose(spec: Spec, nbytes: int, conditions: Conditions) -> Tuning:
 def _inline(spec: Spec, conditions: Conditions) -> tuple[Spec, bool]:
     """The spec for the vote, and whether the contribution travels with the vote.
 
-    If that depends on the number of members, the spec has the number that the voter knows. So votes
+    If this depends on the number of members, the spec has the number that the voter knows. So votes
     with different numbers do not match, and the voters try again.
     """
     if spec.what not in INLINE or spec.parts:
@@ -180,7 +180,7 @@ def _is_one_shot(spec: Spec, conditions: Conditions) -> bool:
 
     This saves half a round trip, and another one if one peer is ahead of the other; on one machine,
     three thread switches on each side. It needs more memory bandwidth, which is the limit on one
-    machine. Quantized data is then quantized only once, not again after the reduction.
+    machine. Data is then quantized only once, not again after the reduction.
     """
     if conditions.members != 2 or not conditions.rings or spec.what != CollectiveKind.ALL_REDUCE:
         return False
@@ -188,18 +188,18 @@ def _is_one_shot(spec: Spec, conditions: Conditions) -> bool:
 
 
 def _is_two_stage(spec: Spec, conditions: Conditions) -> bool:
-    """True if contributions go directly to the owners of segments, where these reduce them.
+    """True if contributions go directly to the owners of segments, which reduce them.
 
-    A ring quantizes a partial result again at each hop, so the error grows with the members. In two
-    stages a contribution is quantized once, and the result once, with as many bytes and fewer hops.
-    Each member needs a stream to each other one.
+    A ring quantizes a partial result again at each hop, so the error grows with the members. Two
+    stages quantize each contribution once, and the result once, with as many bytes and fewer hops.
+    Each member needs a stream to every other member.
     """
     quantized = spec.what == CollectiveKind.ALL_REDUCE and bool(spec.algorithm)
     return quantized and 2 < conditions.members <= DIRECT_MAX
 
 
 def _may_be_eager(spec: Spec, rings: tuple[Ring, ...]) -> bool:
-    """True if each member has its own data for its successor, and its caller knows the ranks."""
+    """True if each member has data of its own for its successor, and the caller knows the ranks."""
     if not rings or spec.what in EXCHANGES or spec.what == CollectiveKind.BARRIER:
         return False
     order = rings[0].order

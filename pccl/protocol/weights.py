@@ -1,14 +1,15 @@
 """The state machine of a weights client: what it serves, fetches and publishes. No I/O.
 
-It fetches packages one after the other, along the path to the newest version that takes the fewest
-bytes. It asks the master for a holder and fetches from that. When the caller has applied the
-package, it serves the package to others. Both sides keep the stream to each other for the next
-package: over a long link, opening streams would take most of the time of a small one. When the
-holder is lost, or sends other data than what was published, it asks for another holder and keeps
-what it has fetched. No other client can end it; if none has what it needs, it waits.
+A client fetches packages one after the other, along the path to the newest version with the fewest
+bytes. It asks the master for a holder and fetches the package from there. When the caller has
+applied the package, the client serves it to others. Both sides keep the stream to each other for
+the next package: over a long link, opening a stream would take most of a small package's time. If
+the holder is lost, or sends data that differs from the publication, the client asks for another
+holder and keeps the data that it has. No other client can end it; if no client has the package, it
+waits.
 
-When the connection to the master breaks, transfers continue. To the next master it is a newcomer,
-and reports what it holds.
+When the connection to the master breaks, transfers continue. The client joins the next master as a
+newcomer, and reports the packages that it holds.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class RegisterFetch(Effect):
 
 
 class Allow(Effect):
-    """Whose connections are accepted while a stream is in use; with an empty key, nobody's."""
+    """Accept the owner of this key while a stream is in use; an empty key: accept nobody."""
 
     stream: int
     curve: str
@@ -68,7 +69,7 @@ class Arrived(Effect):
 
 
 class Forgotten(Effect):
-    """A package is no longer served; an op that uses its memory may not have settled yet."""
+    """A package is no longer served; an op may still use its memory until it settles."""
 
     package: m.Package
 
@@ -92,7 +93,7 @@ class Over(Effect):
     fail: Fail
 
 
-KEPT_MAX = 200  # packages kept by a holder; a message has room for a few more
+KEPT_MAX = 200  # packages that a holder keeps; a message has room for a few more
 
 
 def way(packages: Sequence[m.Package], version: int) -> tuple[m.Package, ...]:
@@ -116,8 +117,8 @@ def stale(packages: Sequence[m.Package], held: Sequence[m.Package]) -> list[m.Pa
     """The packages that a holder need not keep, given the available ones.
 
     A new subscriber begins with the newest whole version. A subscriber that is a little behind may
-    still need differences since the whole version before that. A whole version is kept until this
-    holder has a newer one.
+    still need differences since the previous whole version. A holder keeps a whole version until it
+    has a newer one.
     """
     wholes = sorted(one.version for one in packages if one.base == 0)
     own = max((one.version for one in held if one.base == 0), default=0)
@@ -135,7 +136,7 @@ class Held:
     package: m.Package
     op: int
     receivers: set[int] = field(default_factory=set)  # clients that fetch it now
-    served: set[int] = field(default_factory=set)  # these, and others whose streams are open still
+    served: set[int] = field(default_factory=set)  # these, and others whose streams are still open
 
 
 class BlobCache:
@@ -184,7 +185,8 @@ class BlobCache:
             return  # it was dropped, and the master has been told
         receiver, slot = serve.receiver.peer, serve.slot
         for other, end in list(self._ends.items()):
-            # The slot's earlier receiver has gone. This one did not get the package by its stream.
+            # The slot's earlier receiver has gone, and this one did not get the package by its
+            # stream.
             if receiver in held.served if other == receiver else end.slot == slot:
                 self._close(other)
         end = self._ends.pop(receiver, End(0, slot))
@@ -207,7 +209,7 @@ class BlobCache:
             self._close(idle)
 
     def lose(self, stream: int) -> None:
-        """A stream is lost; if a receiver fetches by it, that one tells the master."""
+        """A stream is lost; a receiver that fetches by it tells the master."""
         for receiver in [each for each, end in self._ends.items() if end.stream == stream]:
             self._close(receiver)
 
@@ -223,7 +225,7 @@ class BlobCache:
 
 
 def nonce_of(package: m.Package) -> int:
-    """The number in all requests for a package, and in all of its data."""
+    """The number in all requests for a package, and in all data of it."""
     return int.from_bytes(package.body[:8])
 
 
@@ -243,7 +245,7 @@ class Fetch:
 
     @property
     def goes_on(self) -> bool:
-        """True if it has begun, and should continue with another holder."""
+        """True if the fetch has begun, and should continue with another holder."""
         return self.op != 0 and not self.liars
 
 
@@ -291,7 +293,7 @@ class WeightsMachine:
     # ---- calls ----
 
     def join(self, call: int, hello: m.Hello) -> list[Effect]:
-        """Asks to be registered; answered when it is, and knows the available packages."""
+        """Asks to be registered; answered when registered and told the available packages."""
         if self.over is not None:
             return self._take(replace(self.over, call=call))
         self._joining, self._hello = call, hello
@@ -317,7 +319,7 @@ class WeightsMachine:
         return self._take()
 
     def taken(self, package: m.Package, version: int) -> list[Effect]:
-        """The caller has applied a package, and now has this version; 0: it has none."""
+        """The caller has applied a package and now has `version`; 0: it has none."""
         fetch, self._fetch = self._fetch, None
         assert fetch is not None and fetch.package == package
         self.version = version
@@ -374,7 +376,7 @@ class WeightsMachine:
     def _welcomed(self, welcome: m.Welcome) -> None:
         self.number, self._connected = welcome.peer, True
         self._do(Expect(welcome.peer, welcome.nonce, ()))
-        self._cache.forget_receivers()  # an earlier master has sent them
+        self._cache.forget_receivers()  # they came from an earlier master
         self._send_holds()
         for call, packages in self._publishing.items():
             self._do(Send(m.Publish(call, packages)))
@@ -467,7 +469,7 @@ class WeightsMachine:
         self._do(StartTransfer(fetch.op, SEQ, nonce_of(fetch.package), ends))
 
     def _part(self) -> None:
-        """Closes the stream to its holder."""
+        """Closes the stream to the holder."""
         if self._stream:
             self._do(CloseStream(self._stream))
         self._stream = self._holder = 0
@@ -494,7 +496,7 @@ class WeightsMachine:
     # ---- the engine ----
 
     def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Effect]:
-        """A fetch has everything, and all is verified. `settled`: no op uses its memory."""
+        """A fetch is complete and verified. `settled`: no op uses its memory."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
             fetch.state = State.TAKING
@@ -512,7 +514,7 @@ class WeightsMachine:
     def engine_failed(
         self, op: int, why: str, starved: int = 0, cause: m.Cause = m.Cause.OTHER
     ) -> list[Effect]:
-        """An op has failed. `starved`: it only lacks a stream, and can be started again."""
+        """An op has failed. `starved`: it only lacks a stream, and can start again."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
             self._part()
@@ -532,7 +534,7 @@ class WeightsMachine:
         return self._take()
 
     def stream_lost(self, stream: int, lied: bool) -> list[Effect]:
-        """A stream is lost. `lied`: because other data came than what was published."""
+        """A stream is lost. `lied`: because its data differed from the publication."""
         fetch = self._fetch
         if stream == self._stream:
             if lied and fetch is not None:

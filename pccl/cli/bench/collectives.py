@@ -1,10 +1,10 @@
 """Measures a collective over processes of one or several machines, and verifies every result.
 
-Prints the table of nccl-tests. `time` is the median over the iterations of the mean over the peers,
-and `size` the bytes of the larger buffer. algbw is size / time. busbw is algbw * 2 (n-1) / n for
-all-reduce, algbw * (n-1) / n for all-gather, reduce-scatter and all-to-all, and algbw for
-broadcast. An all-to-all is never in place, a broadcast always. `wire` is the bytes that a peer
-sends, and `switch` its voluntary context switches, in calls without pauses.
+Prints the table of nccl-tests. Each iteration's time is the mean over the peers, and `time` is the
+median over the iterations. `size` is the bytes of the larger buffer. algbw is size / time. busbw is
+algbw * 2 (n-1) / n for all-reduce, algbw * (n-1) / n for all-gather, reduce-scatter and all-to-all,
+and algbw for broadcast. An all-to-all is never in place, a broadcast always. `wire` is the bytes
+that a peer sends, and `switch` its voluntary context switches, in calls without pauses.
 
 `--against` alternates with something else, iteration by iteration, in the same processes and the
 same memory, and prints the ratio of the speeds: torch.distributed over `gloo` or `nccl`;
@@ -139,7 +139,7 @@ def chosen(
     quantization: QuantizationName | None = None,
     settings: Settings | None = None,
 ) -> Tuning:
-    """How a collective of `nbytes` travels among peers on one machine, or on several."""
+    """How a collective of `nbytes` travels between peers on one machine, or on several."""
     options = QuantizationOptions.of(quantization) if quantization else None
     count = nbytes // dtype.itemsize // blocks(what, peers)
     kind = CollectiveKind(what)
@@ -311,7 +311,7 @@ class Row:
         self.what, self.count, self.dtype, self.op = what, count, dtype, op
         self.root = 0 if what == "broadcast" else -1
         self.timings = {way: Timing.of(way, all_measured) for way in all_measured[0].times_s}
-        self.ways = [way for way in _WAYS if way in self.timings]  # those of ours that it has
+        self.ways = [way for way in _WAYS if way in self.timings]  # those of our ways that it has
         self.other = next((way for way in trials.OTHERS if way in self.timings), None)
 
     def algbw(self, way: str) -> float:
@@ -344,7 +344,7 @@ class Row:
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
     def json(self) -> dict[str, Any]:
-        """The row as nccl-tests' JSON has it; times in microseconds, rates in GB/s."""
+        """The row in the form of nccl-tests' JSON; times in microseconds, rates in GB/s."""
         found: dict[str, Any] = {"size": self.nbytes, "count": self.count, "type": self.dtype}
         found |= {"redop": self.op, "root": self.root}
         for way, timing in self.timings.items():

@@ -61,7 +61,7 @@ def job(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def title(what: str, who: str, address: str | None = None, where: str = "") -> str:
-    """The first line of a table. `address` is that of a master elsewhere."""
+    """The first line of a table. `address` is the address of a master elsewhere."""
     place = f"by the master {address}" if address else f"on {os.cpu_count()} cores"
     transport = os.environ.get("PCCL_TRANSPORT", "auto")
     return f"# pccl {__version__} bench {what}: {who} {place}{where}, transport {transport}"
@@ -76,8 +76,8 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """The seconds of each timed iteration of calls that take turns, by name.
 
-    A way is what comes before its call, untimed, and its call. With `alternate`, every second
-    iteration has them in reverse order, so that none always runs after the same other one.
+    A way is an untimed preparation and a timed call. With `alternate`, every second iteration runs
+    the ways in reverse order, so that no way always follows the same other one.
     """
     times_s: dict[str, list[float]] = {name: [] for name in ways}
     for iteration in range(warmups + iterations):

@@ -1,13 +1,13 @@
 """Measures torch's DistributedDataParallel: a small GPT over pccl and over gloo, alternately.
 
-Each iteration has one step of each way; every second iteration has them in reverse order. So other
-load on the machine affects all ways alike. Before each step, an untimed all-reduce of one element
-over the same group lets all peers begin together.
+Each iteration runs one step of each way; every second iteration runs them in reverse order. So
+other load on the machine affects all ways alike. Before each step, an untimed all-reduce of one
+element over the same group lets all peers begin together.
 
-The ways differ only in their process group. A step is timed as a whole:
-forward, backward with the all-reduce of the gradients, optimizer. Times are those of the slowest
-peer in each step; the table has medians over the steps (and minima), and steps a second as a ratio
-to gloo's. Afterwards all peers must have the same weights, to the bit.
+The ways differ only in their process group. A timed step is a whole training step: forward,
+backward with the all-reduce of the gradients, optimizer. Its time is the slowest peer's. The table
+has medians and minima over the steps, and steps per second relative to gloo. Afterwards all peers
+must have the same weights, to the bit.
 
 Between machines: start `pccl master` on one, and this command with the same arguments and
 `--master HOST` once for each of the `--peers`, anywhere. All of them print the table. gloo
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 class Trainee:
-    """A model, its replicas on all peers, and what it learns: the same for each way."""
+    """A model, its replicas on all peers, and its training text: the same for each way."""
 
     def __init__(self, job: argparse.Namespace, group: Any, wire: str | None = None) -> None:
         import torch
@@ -95,7 +95,7 @@ class Trainee:
 
 
 def train(job: argparse.Namespace, address: str) -> list[dict[str, Measured]]:
-    """Takes part in the run of the master at `address`; what all peers have measured, by way."""
+    """Takes part in the run of the master at `address`. Returns all peers' measurements, by way."""
     import torch
     import torch.distributed as dist
 

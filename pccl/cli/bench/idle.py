@@ -1,8 +1,9 @@
-"""Measures what a run costs while its peers call nothing: memory, threads, processor time, traffic.
+"""Measures the cost of a run whose peers make no calls: memory, threads, processor time, traffic.
 
 The master and the peers are processes of this machine, connected by TCP, as on several machines.
-Each peer has reduced one array. The traffic is what a peer sends and receives, with 52 bytes of TCP
-and IP headers for each segment; the processor time is from ticks of 10 ms. Linux only.
+Each peer has reduced one array. The traffic is the bytes that a peer sends and receives, with 52
+bytes of TCP and IP headers per segment; the processor time is counted in ticks of 10 ms. Linux
+only.
 """
 
 from __future__ import annotations

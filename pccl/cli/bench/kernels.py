@@ -1,9 +1,9 @@
 """Measures the kernels on one core against numpy's add of float32, in memory traffic.
 
-GB/s count all that is read and written: an addition reads two arrays and writes one. The kernel and
+GB/s count all bytes read and written: an addition reads two arrays and writes one. The kernel and
 numpy take turns, iteration by iteration; the table shows medians and, in brackets, the fastest.
-Sizes are those of the unquantized arrays, of float32 where they are quantized; "step" is one of a
-ring: dequantize, add, quantize.
+Sizes are those of the unquantized arrays (float32 for quantization). "step" is a step of a ring:
+dequantize, add, quantize.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def add_digest_arguments(parser: argparse.ArgumentParser) -> None:
 def run_digest(args: argparse.Namespace) -> int:
     """Measures the digest of shared state (XXH3-128 by leaves) against numpy's copy of the memory.
 
-    GB/s count the bytes that are hashed, or copied, once. The digest, by one thread and by as many
-    as pccl would take, and the copy take turns, iteration by iteration; the table shows medians
-    and, in brackets, the fastest.
+    GB/s count each hashed or copied byte once. Three calls take turns, iteration by iteration: the
+    digest by one thread, the digest by as many threads as pccl would use, and the copy. The table
+    shows medians and, in brackets, the fastest.
     """
     print(f"# {'size':>10}  {'one thread':>16}  {'threads':>16}  {'copy':>16}   ratio of medians")
     print(f"# {'(B)':>10}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'one':>6}  {'all':>6}")

@@ -1,8 +1,8 @@
 """Measures the master's work for each message, in runs of ten to some thousand peers. No sockets.
 
-Peers in several groups vote in every kind of round. The cost of a message is the processor's time
-to decode it, of the master's state machine, and to encode the answers. `KiB` is the memory that the
-master takes for a peer.
+Peers in several groups vote in every kind of round. The cost of a message is the processor time to
+decode it, to run the master's state machine, and to encode the answers. `KiB` is the master's
+memory for a peer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Swarm:
             assert not isinstance(action, Drop), action
 
     def everyone(self, make: Callable[[int, bytes], m.PeerMessage]) -> float:
-        """All peers send a message, in any order; microseconds of one."""
+        """All peers send a message, in any order. Returns microseconds per message."""
         self._call += 1
         sent = [(conn, m.encode(make(self._call, conn))) for conn in self.conns]
         self._draw.shuffle(sent)
@@ -65,7 +65,7 @@ class Swarm:
 
 
 def measure(peers: int, groups: int, rounds: int) -> dict[str, float]:
-    """The cost of each kind of vote in a run of that many peers, in microseconds."""
+    """The cost of each kind of vote in a run of `peers` peers, in microseconds."""
     swarm = Swarm(peers, groups)
     costs = dict.fromkeys(("start", "finish", "pending", "topology", "sync"), 0.0)
     for i in range(rounds):

@@ -1,8 +1,8 @@
 """Measures how long a run stands still when a peer dies, freezes or joins, or the master dies.
 
-The peers reduce all the time, each in a process of its own over loopback; the master is another
-process, with a journal. Times are until the last survivor has completed a collective that began
-after the event; those of a freeze do not include the heartbeat timeout. POSIX only.
+The peers reduce all the time, each in its own process, over loopback; the master is another
+process, with a journal. Times end when the last survivor has completed a collective that began
+after the event. Times of a freeze exclude the heartbeat timeout. POSIX only.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ BEGAN, ENDED, WORLD, CONNECTED_S, FIRST_S, STOP, FIELDS = range(7)  # the fields
 
 
 class Peer(NamedTuple):
-    board: SynchronizedArray[float]  # what it notes, and whether it is to stop
+    board: SynchronizedArray[float]  # its notes, and whether it must stop
     process: SpawnProcess
 
 
 def _live(address: str, nbytes: int, board: SynchronizedArray[float]) -> None:
-    """The life of a peer: reduces, admits newcomers, and records when its last collective was."""
+    """The life of a peer: reduces, admits newcomers, records the time of its last collective."""
     follow_parent()
     x = np.ones(nbytes // 4, np.float32)
     began = time.monotonic()
@@ -82,7 +82,7 @@ class Run:
         return self._lose(signal.SIGSTOP, self._heartbeat_s)
 
     def join(self) -> Iterator[float]:
-        """A newcomer's connect(), which needs all others to vote; then its first collective."""
+        """A newcomer's connect(), which needs a vote of all others; then its first collective."""
         newcomer = self._start()
         _wait_until(lambda: newcomer.board[FIRST_S] > 0, "the newcomer reduces")
         yield newcomer.board[CONNECTED_S]
@@ -100,7 +100,7 @@ class Run:
         yield self._recovered_s(began_s, "the peers reduce again") - began_s
 
     def settle(self) -> None:
-        """Waits until all reduce together, then for a random time, so the event comes anywhere."""
+        """Waits until all reduce together, then for a random time before the event."""
         self._recovered_s(time.monotonic(), "all reduce together")
         time.sleep(random.uniform(0.0, 0.2))
 
@@ -133,8 +133,8 @@ class Run:
         self._start()
 
     def _recovered_s(self, since_s: float, what: str) -> float:
-        """Waits until all have completed one collective that began after a time. Returns the end of
-        the last one."""
+        """Waits until each peer has completed a collective that began after `since_s`. Returns the
+        end of the last one."""
 
         def recovered() -> bool:
             size = len(self.peers)

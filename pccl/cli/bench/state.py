@@ -7,12 +7,12 @@ iteration also measures
 lanes   a broadcast of the same bytes from one holder to all;
 hash    the hashing of the newcomer's state;
 copy    a copy of that state in memory;
-memory  the first touch of as much memory, before the newcomer receives. This is work of the
-        operating system, and slow on a virtual machine whose host has reclaimed the memory. Without
-        it, the newcomer would wait for the sum of both.
+memory  the first touch of as much memory, before the newcomer receives. The operating system does
+        this work, slowly if the host of a virtual machine has reclaimed the memory. Without this
+        touch, the newcomer's time would include it.
 
-Times are medians, of the newcomer, and for `equal` of the slowest peer. GB/s count the
-bytes of the state.
+Times are medians: the newcomer's, and for `equal` the slowest peer's. GB/s count the bytes of the
+state.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Measured:
 
     def __init__(self) -> None:
         self.times_s: defaultdict[str, list[float]] = defaultdict(list)  # by variant: seconds
-        self.wrong = 0  # bytes that were not those of the holders, after all synchronizations
+        self.wrong = 0  # bytes that differed from the holders', after all synchronizations
 
     def time(self, way: str, call: Callable[[], object]) -> None:
         began = time.perf_counter()
@@ -112,7 +112,7 @@ def _hold(job: argparse.Namespace, address: str) -> Iterator[Measured]:
 
 
 def _come(job: argparse.Namespace, address: str) -> Iterator[Measured]:
-    with pccl.Communicator(address) as comm:  # it leaves again, so that it joins as the last one
+    with pccl.Communicator(address) as comm:  # it leaves again, so that it joins last
         comm.wait_for_peers(job.holders + 1)
         comm.barrier()
     for nbytes in common.sizes(job):
@@ -138,7 +138,7 @@ def _iterate(
     measured: Measured,
     expected: np.ndarray | None = None,
 ) -> None:
-    """The calls that all peers make. A newcomer is given the `expected` content."""
+    """The calls that all peers make. `expected`: the content, for a newcomer."""
     comm.barrier()
     measured.time("newcomer", lambda: comm.sync_shared_state(shared))
     if expected is not None:  # before the broadcast, which repairs it
@@ -154,8 +154,9 @@ def _iterate(
 def _let_in(comm: pccl.Communicator) -> None:
     """A holder admits the next newcomer, when the last one has left.
 
-    Decides only by what all holders have agreed on, because one may learn earlier than another that
-    a peer has left. The round waits for a peer that has not left yet, so afterwards it has left.
+    It decides only by facts that all holders have agreed on, because one holder may learn earlier
+    than another that a peer has left. The round waits for a peer that has not left yet, so after
+    the round that peer has left.
     """
     while not comm.are_peers_pending():
         pass

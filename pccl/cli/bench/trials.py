@@ -4,8 +4,8 @@ Each peer's contribution repeats a table of small whole numbers, so every partia
 every element type. The length of the table is a prime, so a chunk in the wrong place is detected.
 
 The ways alternate in each iteration, so that other load on the machine affects all alike. Before
-each timed call, the peers do an untimed all-reduce of one element with the same library, so that
-all start together and no way pays for the end of the one before it.
+each timed call, the peers do an untimed all-reduce of one element with the same library. So all
+start together, and no way pays for the end of the previous one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pccl.tensors import Array
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
 PERIOD = 8191
-EXACT_MAX = 256  # the largest sum that every element type has exactly: bfloat16 has 8 bits
+EXACT_MAX = 256  # the largest sum that is exact in every element type: bfloat16 has 8 bits
 VALUE_MAX = 15  # the largest value of a contribution, if there are few peers
 
 Bits = NDArray[Any]  # elements as numpy knows them; bfloat16 as the upper halves of float32
@@ -88,8 +88,8 @@ def count_wrong(bits: Bits, table: Bits) -> int:
 def error_max(dtype: DataType, op: ReduceOp, peers: int, quantization: QuantizationName) -> float:
     """How far a quantized sum or mean may be from `expected`.
 
-    Half a step for each of the `peers` times that it is quantized; a step is at most the largest
-    magnitude there, over the codes on one side of zero. As much again for rounding in `dtype`.
+    The bound has half a step for each of the `peers` quantizations, and as much again for rounding
+    in `dtype`. A step is at most the largest magnitude there, over the codes on one side of zero.
     """
     codes = 7 if quantization == "int4" else 127
     largest = [value_max(peers) * contributors for contributors in range(1, peers + 1)]
@@ -268,7 +268,7 @@ class Trial:
         self._recv = put(np.zeros(recv, self._content.dtype), job.dtype, device)
 
     def ways(self) -> dict[str, Way]:
-        """All ways of this collective by name, and the one of OTHERS that is asked for."""
+        """All ways of this collective by name, and the requested one of OTHERS."""
         found, quantization = {}, self._job.quantization
         if self._job.what != "broadcast":
             found[OUT_OF_PLACE] = self._way(self._send, self._recv, quantization)
@@ -288,7 +288,7 @@ class Trial:
         return found
 
     def check(self, way: Way) -> int:
-        """Runs it once more, from known contents, and counts the wrong elements."""
+        """Runs a way once more, from known contents, and counts the wrong elements."""
         way.reset()
         way.run()
         job, result, count, size = self._job, way.result(), self._count, self._peers
@@ -425,7 +425,7 @@ class Measured:
 
 
 def serve(number: int, job: Job, address: str, store: str) -> Iterator[Measured]:
-    """Yields what process `number` measures, size by size. torch's processes meet at `store`."""
+    """Yields the measurements of process `number` by size. torch's processes meet at `store`."""
     device = of_process(job.device, number)
     with ExitStack() as stack:
         if job.against in TORCH:
@@ -446,7 +446,7 @@ def serve(number: int, job: Job, address: str, store: str) -> Iterator[Measured]
 
 @contextmanager
 def join(address: str, job: Job) -> Iterator[pccl.Communicator]:
-    """A communicator of a run of `job.peers`, which it waits for."""
+    """A communicator of a run; waits until `job.peers` peers have joined."""
     with pccl.Communicator(address, p2p_connection_pool_size=job.lanes) as comm:
         comm.wait_for_peers(job.peers)
         yield comm

@@ -1,7 +1,7 @@
 """`pccl chaos`: runs copies of a program under faults, and reports what failed.
 
-A `Harness` runs any `Program`, from its options to its verdict; the command's own program is the
-words after `--`.
+A `Harness` runs any `Program`, from its options to its verdict. The command runs the words after
+`--`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEARTBEATS = {"PCCL_HEARTBEAT_MS": "500", "PCCL_HEARTBEAT_TIMEOUT_MS": "2000"}
 
 
 def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
-    """Adds the options of a run under faults. `copies` is what the help calls a copy."""
+    """Adds the options of a run under faults. `copies` is the help's word for copies."""
     option(parser, "--minutes MINUTES", "how long faults come", 2, positive)
     option(parser, "--seed SEED", "decides all faults", 0, whole_number(0))
     option(parser, "--calm SECONDS", "average time between two faults", 1, positive)

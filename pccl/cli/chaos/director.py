@@ -31,7 +31,7 @@ class Done:
     at_s: float  # when it happened
     over_s: float | None = None  # when it was undone
     copy: int = -1  # the copy that it hit; -1: the master, or all copies
-    moment: str = ""  # the moment that it had waited for, if that came
+    moment: str = ""  # the moment that it waited for, if that came
     skipped: str = ""  # why it did not happen
 
 
@@ -63,7 +63,7 @@ class Program:
         copies: int,  # the most that run at once
         words: tuple[list[str], list[str]],  # the command, before the options of a run and after
         command: Sequence[str],  # the command of a copy
-        grace_s: float | None = None,  # for copies to end by themselves; None: they are asked to
+        grace_s: float | None = None,  # for copies to end by themselves; None: they are told to
     ) -> None:
         self.title, self.copies, self.words, self.grace_s = title, copies, words, grace_s
         self._command = command
@@ -80,7 +80,7 @@ class Program:
     def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
         """Marks the copies that could go on alone: they are in the run, and have its state.
 
-        All are in the run once it has had as many peers for a while and makes progress.
+        All copies are in the run when it has had as many peers for a while and makes progress.
         """
         now_s = time.monotonic()
         alive = {copy.number for copy in copies if copy.ended_s is None}
@@ -113,7 +113,7 @@ class Director:
         schedule: Schedule,
         table: dict[str, Kind],  # by name
         program: Program,
-        bound_s: float,  # the run must not stand still for longer
+        bound_s: float,  # the longest time that the run may stand still
         restart_s: float | None,  # until another copy takes the place of one that has ended
         told: Callable[[Done | None], None],  # called with each fault, and with None at each tick
     ) -> None:
@@ -131,7 +131,7 @@ class Director:
         self._sized_s = 0.0
 
     def run(self, finish_s: float) -> None:
-        """Plays all faults. Then the copies end, and are killed `finish_s` after being asked to."""
+        """Plays all faults. Then tells the copies to end, and kills them after `finish_s`."""
         chronicle, program = self.chronicle, self._program
         try:
             self.stage.start_master()
@@ -205,7 +205,7 @@ class Director:
         return True
 
     def _wait_for(self, fault: Fault) -> bool:
-        """Until the fault is due and its moment has come; then it happens."""
+        """Waits until the fault is due and its moment has come; then inflicts the fault."""
         due_s = self.chronicle.faults_s + fault.at_s
         if not self._until(lambda: time.monotonic() >= due_s):
             return False
@@ -226,7 +226,7 @@ class Director:
         return True
 
     def _calm(self) -> None:
-        """Ends all faults; then all living copies must be in the run together, and continue."""
+        """Ends all faults. Then all living copies must be in the run together, and continue."""
         self._undo_all()
         if not self.stage.alive() and not self.over():
             self._start()
@@ -271,7 +271,7 @@ class Director:
         return self.stage.harm(done.fault.what, copy)
 
     def _harm_master(self, done: Done) -> Undo | None:
-        """Skips a fault before the master has recovered: otherwise the run might never go on."""
+        """Skips a fault until the master has recovered: otherwise the run might never go on."""
         busy = any(self._table[one.fault.what].target is Target.MASTER for _, one, _ in self._undos)
         busy |= self.watch.masters < self.stage.master_starts  # it is about to begin
         restart = done.fault.what == kinds.RESTART

@@ -1,8 +1,7 @@
 """The kinds of faults, schedules drawn from a seed, and the search for the faults that matter.
 
-A schedule does not depend on the course of the run. A fraction names the target of a fault: it
-selects one of the possible targets when the fault is due. So any subset of a schedule is a
-schedule, too.
+A schedule does not depend on the course of the run. A fault's target is a fraction, which selects
+one of the possible targets when the fault is due. So any subset of a schedule is a schedule, too.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class Fault(Struct, frozen=True, omit_defaults=True):
 
 
 class Schedule(Struct, frozen=True):
-    """The faults of a run, and what else a repetition needs."""
+    """The faults of a run, and everything else that a repetition needs."""
 
     seed: int  # the seed of the draw
     copies: int  # the most that run at once
@@ -113,7 +112,7 @@ class Schedule(Struct, frozen=True):
     settings: dict[str, str] = {}  # settings of the run
 
     def only(self, faults: Sequence[Fault], seconds: float | None = None) -> Schedule:
-        """With these faults, for that many seconds."""
+        """The schedule with only these faults, for this many seconds."""
         seconds = self.seconds if seconds is None else seconds
         return msgspec.structs.replace(self, faults=tuple(faults), seconds=seconds)
 
@@ -132,7 +131,7 @@ def load(path: Path) -> Schedule:
 def draw(
     seed: int, seconds: float, calm_s: float, kinds: Mapping[str, Kind], moments: Sequence[str]
 ) -> tuple[Fault, ...]:
-    """Draws faults of these kinds, for that many seconds. The seed decides all."""
+    """Draws faults of these kinds, for this many seconds. The seed determines all of them."""
     rng = random.Random(seed)
     names = sorted(kinds)
     weights = [kinds[name].weight for name in names]
@@ -156,10 +155,10 @@ T = TypeVar("T")
 
 
 def shrink(items: Sequence[T], fails: Callable[[list[T]], bool], until_s: float) -> list[T]:
-    """A subset of the items that still fails; if time suffices, each item of it is needed.
+    """A subset of the items that still fails. If time suffices, it needs each of its items.
 
     This is delta debugging (ddmin, Zeller and Hildebrandt, 2002). `fails` need not be
-    deterministic. It ends at `until_s` of the monotonic clock.
+    deterministic. The search ends at `until_s` of the monotonic clock.
     """
     found, pieces = list(items), 2
     while found and time.monotonic() < until_s:

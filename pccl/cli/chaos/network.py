@@ -1,4 +1,4 @@
-"""Hosts for the copies, which are network namespaces, and faults of their network. Linux, as root.
+"""Hosts (network namespaces) for the copies, and faults of their network. Linux, as root.
 
 A cut is silent: the host sends to a hardware address that no interface has. So cuts need only a
 bridge; `slow-link`, `delay` and `loss` need the kernel's tbf and netem.
@@ -56,7 +56,7 @@ class Network(Closing):
         return ["nsenter", f"--net=/run/netns/{self.name(host)}", "--", *command]
 
     def kinds(self) -> tuple[dict[str, kinds.Kind], dict[str, str]]:
-        """The kinds of faults that are possible; why the others are not."""
+        """The possible kinds of faults, and why the others are impossible."""
         why = {}
         for what in (*QDISCS, kinds.RESET):
             try:
@@ -68,7 +68,7 @@ class Network(Closing):
         return found, why
 
     def harm(self, what: str, host: int) -> Undo | None:
-        """Disturbs the network of a host. Returns a function that ends that, if it lasts.
+        """Disturbs the network of a host. Returns a function that ends a lasting fault.
 
         Raises NetworkError.
         """
@@ -84,7 +84,7 @@ class Network(Closing):
         return self._cut(out * (what != kinds.CUT_IN) + into * (what != kinds.CUT_OUT))
 
     def close(self) -> None:
-        """Removes the hosts, and ends what runs there."""
+        """Removes the hosts, and ends their processes."""
         for name in [*map(self.name, self._hosts), self.name("switch")]:
             with contextlib.suppress(NetworkError):  # it was not made
                 for pid in run("ip", "netns", "pids", name).split():
@@ -106,7 +106,7 @@ class Network(Closing):
             run("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/16", "dev", DEVICE)
 
     def _cut(self, pairs: Sequence[tuple[int, int]]) -> Undo:
-        """Drops all that the first host of a pair sends to the second one."""
+        """Drops all data from the first host of a pair to the second."""
         for source, target in pairs:
             self._neighbor(source, target, NOBODY)
 
@@ -121,7 +121,7 @@ class Network(Closing):
         run("ip", "-n", self.name(source), "neigh", "replace", self.addresses[target], *where)
 
     def qdisc(self, host: int, qdisc: str) -> Undo:
-        """Sets the queueing discipline of what a host sends. Returns a function that removes it."""
+        """Sets a host's queueing discipline for sending. Returns a function that removes it."""
         where = ("tc", "-n", self.name(host), "qdisc")
         run(*where, "replace", "dev", DEVICE, "root", *qdisc.split())
 

@@ -1,4 +1,4 @@
-"""The report of a run under faults: while it goes on, and afterwards."""
+"""The report of a run under faults, during the run and afterwards."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ th, td { text-align: left; border: 1px solid var(--line); padding: .25rem .6rem;
 
 
 def page(title: str, again: str, chronicle: Chronicle, copies: Sequence[Copy], run: Metrics) -> str:
-    """One HTML file. `again` is the command that makes the run again."""
+    """One HTML file. `again` is the command that repeats the run."""
     broken = chronicle.violations
     verdict = f"{len(broken)} violations" if broken else "everything held"
     parts = [
@@ -202,14 +202,14 @@ def _bar(kind: str, left: float, right: float, top: float, height: int) -> str:
     )
 
 
-# ---- what is demanded of the master ----
+# ---- the demands on the master ----
 
 GROWTH_MAX = 40, 4, 64  # descriptors, threads, MiB of the master: more is a leak
-SIZES_MIN = 20  # the least samples of one master that are compared
+SIZES_MIN = 20  # the fewest samples of one master that are compared
 
 
 def master_violations(director: Director) -> Iterator[str]:
-    """A second master must decide the same, and this one must not have grown."""
+    """Yields a violation if a second master decides otherwise, or if the master has grown."""
     check = Check()
     try:
         source = Source(director.stage.event_log)
@@ -230,7 +230,7 @@ def growth(
 ) -> Iterator[str]:
     """Yields a violation if a process holds more at the end than in the middle of its life.
 
-    Sizes are descriptors, threads and MiB; at least so many are needed to tell.
+    Sizes are descriptors, threads and MiB. With fewer than `least` sizes, it yields nothing.
     """
     if len(sizes) < least:
         return

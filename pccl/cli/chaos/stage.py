@@ -19,7 +19,7 @@ from pccl.cli.processes import Process, free_address, tail
 if sys.platform == "linux":
     import resource
 
-TERMINATED_S = 10.0  # after SIGTERM until the master is killed
+TERMINATED_S = 10.0  # from SIGTERM until the master is killed
 STARVED_S = 0.09, 0.01  # stopped and running, in turns
 FREE_FILES = 2  # descriptors that remain free
 FULL_BYTES = 1  # the size to which files can grow on a full disk
@@ -49,7 +49,7 @@ class Stage:
 
     def __init__(
         self,
-        directory: Path,  # for the master's files, and for what the copies print
+        directory: Path,  # for the master's files and the copies' output
         environment: Mapping[str, str],  # variables of all processes
         *,
         steered: bool = False,  # whether the copies read orders from their stdin
@@ -95,7 +95,7 @@ class Stage:
         return self.copies[-1]
 
     def kill(self, copy: Copy) -> None:
-        """Ends it at once, with all that it has started."""
+        """Ends a copy at once, with all processes that it has started."""
         copy.by_us = True
         copy.process.close()
         copy.process.kill_strays()
@@ -131,10 +131,10 @@ class Stage:
         with log.open("ab") as file:
             return Process(command, environment, stdin=stdin, stdout=file, stderr=file)
 
-    # ---- harm; each returns what undoes it, if anything does ----
+    # ---- harm; each function returns the undo function, if there is one ----
 
     def harm(self, what: str, copy: Copy) -> Undo | None:
-        """Inflicts a fault on a copy. Faults of the program's own are left to the copy."""
+        """Inflicts a fault on a copy. The copy itself inflicts the program's own faults."""
         match what:
             case kinds.KILL:
                 self.kill(copy)
@@ -237,4 +237,4 @@ def _exhaust(pid: int) -> Undo | None:
 def _limit(master: Process, what: str, number: int) -> Undo:
     """Limits a resource of the master, by steered.py."""
     master.say(f"{what} {number}")
-    return partial(master.say, what)  # to one that was started without the limit, if it has ended
+    return partial(master.say, what)  # a master that was restarted meanwhile has no limit

@@ -48,7 +48,7 @@ class Follower:
         self._rest = b""
 
     def lines(self) -> Iterator[Line]:
-        """The lines that were written since the last call."""
+        """The lines written since the last call."""
         while data := self._read():
             *whole, self._rest = (self._rest + data).split(b"\n")
             for text in whole:
@@ -72,7 +72,7 @@ class Follower:
             return b""
         if (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino):
             return b""
-        rest = os.read(self._file, READ_BYTES)  # what came before it was renamed
+        rest = os.read(self._file, READ_BYTES)  # written before it was renamed
         if not rest:
             self.close()
             self._rest = b""
@@ -113,7 +113,7 @@ class Watch:
     def feed(self, line: Line) -> None:
         if isinstance(line.input, inputs.Began):
             self.masters += not line.input.why
-            self.accepted.clear()  # those of before come back
+            self.accepted.clear()  # the earlier peers come back
         if line.failed:
             self.failures.append(f"the master failed: {line.failed}")
         for moment in moments(line):
@@ -155,7 +155,7 @@ class Metrics(NamedTuple):
 
 
 def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Metrics:
-    """The metrics of a run, from the times of its steps and of faults that may stop all peers."""
+    """The metrics of a run, from the times of its steps, and of faults that may stop all peers."""
     moments = sorted(steps_s)
     recoveries = []
     for at_s in faults_s:

@@ -49,8 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0 if every survivor took the last outer step with the same bits and the loss
-    fell, if there was time for that; 1 if not; 130 if it was interrupted.
+    """Returns the exit status: 0 on success, 1 on failure, 130 if interrupted.
+
+    Success means that every survivor took the last outer step with the same bits and, if there were
+    enough steps, that the loss fell.
     """
     if problem := _problem(args):
         raise Refused(problem)
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace) -> str:
-    """Why there can be no run or no chart, found out before the training; empty if there can."""
+    """Why a run or its chart is impossible, checked before the training; empty if possible."""
     missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         return (

@@ -49,7 +49,7 @@ class Averaged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The last outer step is taken; the digest is that of theta, v and k."""
+    """The last outer step is taken; `digest` is the digest of theta, v and k."""
 
     outer_step: int
     digest: str
@@ -70,7 +70,7 @@ def decode(line: str) -> Report:
 
 
 STEPS_MIN = 6  # with fewer outer steps there is no room for a kill and a join
-_FALL = 0.9  # the validation loss must fall below this fraction of its start,
+_FALL = 0.9  # the validation loss must fall below this fraction of its first value,
 _FALL_STEPS = 40  # if there are at least this many inner steps
 
 
@@ -120,10 +120,10 @@ class Director:
         peers: int,  # founders
         steps: int,
         inner_steps: int,
-        chaos: bool,  # whether a founder is killed, and the understudy, the last peer, joins
+        chaos: bool,  # whether a founder is killed and the understudy (the last peer) joins
         say: Callable[[str], object],  # prints a line
         kill: Callable[[int], object],  # kills a peer
-        go: Callable[[int], object],  # has a peer join that stands by
+        go: Callable[[int], object],  # lets a waiting peer join
     ) -> None:
         self._say, self._kill, self._go = say, kill, go
         assert peers >= 2 and (not chaos or steps >= STEPS_MIN)
@@ -148,7 +148,7 @@ class Director:
     def algbw_bytes_s(self) -> float:
         """The algorithm bandwidth of the last outer round.
 
-        It follows from the shortest time, because the slowest peer waits for no other.
+        It uses the shortest time, because the slowest peer waits for no other.
         """
         last = self._reduce_s.get(self.outer_step)
         return self.reduce_bytes / min(last) if last else 0.0
@@ -205,8 +205,8 @@ class Director:
         return None
 
     def validation_losses(self) -> tuple[float, float]:
-        """The validation loss before training and at the end, as the first finished peer measured
-        it."""
+        """The validation loss before training and at the end, measured by the first peer that
+        finished."""
         peer = next(peer for peer in self.peers if peer.state is State.FINISHED)
         return peer.validation[0][1], peer.validation[-1][1]
 

@@ -44,7 +44,7 @@ def picture(director: Director) -> Iterator[str]:
 
 
 def closing_table(director: Director) -> Iterator[str]:
-    """How it went for each peer. The losses are those of the validation."""
+    """The table of each peer's results. Losses are validation losses."""
 
     def row(peer: Peer) -> Sequence[str]:
         return (
@@ -69,13 +69,13 @@ def _table(
         yield Styled(line, _STYLES[peer.state])
 
 
-# Okabe and Ito's, which the color-blind can tell apart.
+# Okabe and Ito's palette, which color-blind readers can tell apart.
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _GREY = "#555555"
 
 
 def save(director: Director, path: Path) -> None:
-    # imported late, because that takes a second or more without any output
+    # imported late, because the import takes a second or more without any output
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator

@@ -40,7 +40,7 @@ class Corpus:
 
 
 def source_files() -> list[Path]:
-    """The files of the standard library in an order that is the same everywhere, tests left out."""
+    """The files of the standard library, without tests, in the same order everywhere."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
         (file.relative_to(root).as_posix(), file)
@@ -120,8 +120,8 @@ class GPT(nn.Module):
         """The loss on `text`.
 
         Args:
-            text: (batch, time + 1) int64 bytes, time <= context. Each byte but the first is to be
-                predicted from those before it.
+            text: (batch, time + 1) int64 bytes, time <= context. The model predicts each byte but
+                the first from the bytes before it.
 
         Returns:
             Mean cross-entropy in nats per byte, a scalar.

@@ -1,7 +1,7 @@
 """One training process of the demo: an ordinary DiLoCo script that also prints reports.
 
 It loads its text and model, waits for the line "go" on stdin, joins the run and trains to the last
-outer step. When stdin ends, the orchestrator is gone, and so this process goes too.
+outer step. When stdin ends, the orchestrator has ended, so this process ends too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FRAGMENTS, _OVERLAP = 3, 2  # with mode="streaming"
 def main() -> int:
     """Trains until the run has taken `steps` outer steps; its arguments are JSON."""
     args = argparse.Namespace(**json.loads(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator handles Ctrl-C
     go = threading.Event()
     threading.Thread(target=_follow_commands, args=(go,), daemon=True).start()
     torch.set_num_threads(1)

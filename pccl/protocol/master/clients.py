@@ -1,11 +1,11 @@
 """Clients: processes that publish or follow weights beside the run.
 
 Clients are not members: they do not vote, no peer waits for them, and they do not get the secrets
-needed to connect to peers. The master sends a client that seeks a package to a holder. A holder
-serves few receivers at a time, and each receiver becomes a holder when it has the package, so each
-package spreads along a tree. Faster receivers, by the rates that they measure, come first and get
-the fastest free holder. A slow receiver gives back its place at the holder, so that no other client
-waits for it.
+needed to connect to peers. If a client seeks a package, the master sends it to a holder. A holder
+serves few receivers at a time, and each receiver becomes a holder when it has the package. So each
+package spreads along a tree. Receivers with faster measured rates come first and get the fastest
+free holder. A slow receiver gives back its place at the holder, so that no other client waits for
+it.
 
 Followers seek each difference as soon as they learn of it. The master already assigns their holders
 when the difference is published, which saves a round trip.
@@ -58,7 +58,7 @@ class Catalogue:
     def set(self, number: int, packages: Iterable[m.Package]) -> Iterator[m.Package]:
         """Sets the packages of a client.
 
-        Yields those that contradict packages of other clients, which came first and stay.
+        Yields the packages that contradict other clients' packages, which came first and stay.
         """
         old = self._held.pop(number, {})
         new: dict[Key, None] = {}
@@ -112,7 +112,7 @@ class Client:
     rates: dict[int, int] = field(default_factory=dict)  # bytes/s of its last fetch, by holder
     given: int = 0  # bytes/s of the last fetch from it
     receivers: dict[int, None] = field(default_factory=dict)
-    version: int = 0  # the version of its weights, as it last said
+    version: int = 0  # the version of its weights that it last reported
     published: int = 0  # the newest version that it has published; 0: none
 
     def __str__(self) -> str:
@@ -253,9 +253,7 @@ class Clients:
         self._assign()
 
     def _foresee(self, package: m.Package) -> None:
-        """Notes which clients will seek a new package: those that have fetched its base, and do not
-        fetch now.
-        """
+        """Notes which clients will seek a new package: they have fetched its base, and are idle."""
         for one in self.all.values():
             if package.base and one.version == package.base and one.rate and one.seek is None:
                 one.seek = one.foreseen = m.Seek(*package.key)

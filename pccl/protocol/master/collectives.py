@@ -45,7 +45,7 @@ def goes_around(work: m.Spec) -> bool:
     """True if the collective's data uses every hop of its rings."""
     carries = work.count or any(part.count for part in work.parts)
     if work.rows and sum(rows > 0 for rows in work.rows) < 2:
-        return False  # the only member that gives rows receives nothing
+        return False  # only one member gives rows, and it receives none
     return bool(carries) and work.what in AROUND
 
 
@@ -56,8 +56,7 @@ def are_rows(work: m.Spec, rows: Rows) -> bool:
 
 
 def is_pair(number: int, vote: m.StartVote) -> bool:
-    """True if a vote for a send names this peer and another one, and a vote for another collective
-    names no peers."""
+    """True if the vote's pair is valid: this peer and another one in a send, otherwise empty."""
     if vote.work.what != CollectiveKind.SEND:
         return not vote.pair
     return len(vote.pair) == 2 and len({*vote.pair}) == 2 and number in vote.pair
@@ -106,7 +105,7 @@ def difference(round_: Round, one: int, other: int, who: str) -> str:
 
 
 def outdated(round_: Round, size: int) -> str:
-    """The error of a start round whose peers do not all know the current ranks.
+    """The error of a start round in which some peers do not know the current ranks.
 
     `size` is the size of the group.
     """
@@ -220,8 +219,8 @@ class Collectives(Part):
     def __init__(self, common: Common, table: CollectiveTable, combine: Combine) -> None:
         super().__init__(common)
         self._table, self._combine = table, combine
-        # the maximum of small results that peers may lack at a time. A small result is final when
-        # it is sent: only the master's death can keep it from a living peer, and then another peer
+        # the most small results that peers may lack at a time. A small result is final when it is
+        # sent: only the master's death can keep it from a living peer, and then another peer
         # reports it to the next master. All such results must fit into one message.
         self.small_max = 128
 
@@ -230,7 +229,7 @@ class Collectives(Part):
     def start(self, round_: Round) -> None:
         group_number = round_.id.group
         assert group_number is not None
-        # a peer that knows that it is alone does not vote, so the others have just left
+        # a peer does not vote if it knows that it is alone, so the others have just left
         if len(round_.votes) == 1:
             lost = "; ".join(round_.lost) or "the others left before it voted"
             why = f"this peer is alone in its group: {lost}"
@@ -335,7 +334,7 @@ class Collectives(Part):
         )
 
     def _deliver(self, group: int, seq: int, nbytes: int, round_: Round) -> tuple[int, bool]:
-        """The seq up to which all peers have all small results; whether this result is final."""
+        """The last seq up to which all peers have all small results; whether this one is final."""
         peers = self._membership.peers
         stable = min(peers[number].heard for number in round_.votes)
         small = self._groups[group].small
@@ -354,7 +353,7 @@ class Collectives(Part):
         seq, ok = vote.seq, vote.ok
         running = self._table.get(seq)
         if running is None and self._numbers.is_old(seq):
-            return  # from before a restart, and resolved since
+            return  # it began before a restart, and is resolved by now
         if running is None or number not in running.members or number in running.votes:
             self._dismissals.out_of_turn(number, vote)
             return
@@ -432,7 +431,7 @@ class Collectives(Part):
     def stalled(self, number: int, stalled: m.Stalled) -> bool:
         """Handles a member that holds the result, but cannot forward data that others may need.
 
-        A stalled send is named by its seq. Returns False if the message is about a synchronization.
+        For a send, the message has its seq. Returns False if it is about a synchronization.
         """
         group = self._membership.group_of(number)
         why = f"{self._membership.info(number)} could not pass on its data: {stalled.why}"
@@ -449,7 +448,7 @@ class Collectives(Part):
         return True
 
     def withdraw(self, number: int, seq: int) -> bool:
-        """Withdraws a caller from the collective with this number. False if it does not run."""
+        """Withdraws a caller from a collective. Returns False if the collective does not run."""
         running = self._table.get(seq)
         if running is None or number not in running.members:
             return False
@@ -465,14 +464,14 @@ class Collectives(Part):
 
 
 class Accusations(Part):
-    """Collects reports of streams that could not be opened, and acts on the verdicts."""
+    """Collects reports of streams that failed to open, and acts on the verdicts."""
 
     def __init__(
         self,
         common: Common,
         table: CollectiveTable,
         collectives: Collectives,
-        # groups with a synchronization, which belongs to the group's epoch but has its own streams
+        # groups with a synchronization; it belongs to the group's epoch but has its own streams
         synchronizing: Container[int],
     ) -> None:
         super().__init__(common)
@@ -496,7 +495,7 @@ class Accusations(Part):
         self._act_on_blame(group_number)
 
     def dialled(self, number: int, why: str | None) -> None:
-        """Handles the end of a dial: "" if it reached the peer, else why not; None: not made."""
+        """Handles the end of a dial: "": the peer was reached; None: not made; else why not."""
         peer = self._membership.peers.get(number)
         if peer is None or peer.info.group not in self._groups:
             return  # it has gone meanwhile
@@ -523,8 +522,8 @@ class Accusations(Part):
     def _go_around(self, group_number: int, group: Group) -> bool:
         """Plans rings that avoid the blocked links.
 
-        If there are none, links that were blocked before the last success may be used again.
-        Returns False if that does not help either.
+        If there are no such rings, links that were blocked before the last success may be used
+        again. Returns False if this does not help either.
         """
         blame = group.blame
         if uses(self._groups.plan(group_number), blame.blocked):

@@ -52,7 +52,7 @@ class Remember(Effect):
 
 
 class Forget(Effect):
-    """Write to the journal that a peer is gone, and why if it was dropped."""
+    """Write to the journal that a peer is gone, and the reason if it was dropped."""
 
     number: int
     why: Refusal | None = None
@@ -96,7 +96,7 @@ class Outbox:
 
     Args:
         peers: the registered peers, by number.
-        take_seq: takes the number of a failure that all members are told.
+        take_seq: takes the number for a failure that all members receive.
     """
 
     def __init__(self, peers: Mapping[int, PeerRecord], take_seq: Callable[[], int]) -> None:
@@ -131,8 +131,8 @@ class Outbox:
         why: str,
         cause: m.Cause = m.Cause.OTHER,
     ) -> None:
-        """Tells the members of a round that it has failed after all had voted; `calls` has
-        their calls."""
+        """Tells the members of a round that it has failed, after all had voted. `calls` has their
+        calls."""
         failure = self.failure(round_, result, why, cause)
         for number, call in calls.items():
             self.refuse(number, call, failure)
@@ -142,8 +142,8 @@ class Outbox:
     ) -> m.Failure:
         """The failure of a round, to be sent to all its voters.
 
-        It has a seq because it is an outcome. Peers that received it tell a restarted master, which
-        tells the others; these would otherwise wait for peers that have gone on.
+        A failure has a seq because it is an outcome. Peers that received it tell a restarted
+        master, which tells the others. Otherwise these would wait for peers that have gone on.
         """
         seq, called = self._take_seq(), CALLED[round_.kind]
         place = round_.tag or 0, round_.pair or ()

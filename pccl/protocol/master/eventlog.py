@@ -35,8 +35,8 @@ class Redactor:
     """Replaces secrets with pseudonyms.
 
     Args:
-        key: the key of the pseudonyms, which must not be stored. None: the input is already
-            redacted, and stays unchanged.
+        key: the key of the pseudonyms; never store it. None: the input is already redacted, and
+            stays unchanged.
     """
 
     def __init__(self, key: bytes | None) -> None:
@@ -110,7 +110,7 @@ SECRETS = {"run", "token", "curve", "nonce", "dial", "data"}
 
 @functools.cache
 def _secrets(kind: type[Struct]) -> tuple[str, ...]:
-    """The fields of a structure that are secrets, or have any inside."""
+    """The fields of a structure that are or contain secrets."""
     hints = get_type_hints(kind).items()
     return tuple(n for n, hint in hints if n in SECRETS or any(map(_secrets, _structures(hint))))
 
@@ -205,8 +205,8 @@ class Recorder:
     def matters(self, event: inputs.Input, recovering: bool, effects: Iterable[Effect]) -> bool:
         """True if an input must be recorded.
 
-        Most ticks change nothing. Recorded are ticks with effects and, while a time limit runs, the
-        first tick after another input.
+        Most ticks change nothing. A log has the ticks with effects and, while a time limit runs,
+        the first tick after another input.
         """
         if not isinstance(event, inputs.Tick):
             self._news = True
@@ -306,22 +306,22 @@ class Differs(Exception):
 
 
 class Replay:
-    """A master that is fed the lines of an event log."""
+    """A master whose inputs are the lines of an event log."""
 
     def __init__(self) -> None:
         self.master: Master | None = None  # None before the first `Began`, and after `lose`
         self._recorder = Recorder(None)
 
     def lose(self) -> None:
-        """Notes missing lines: later ones cannot be fed until another master begins."""
+        """Notes missing lines: later lines cannot be fed until another master begins."""
         self.master = None
 
     def feed(self, line: Line) -> bool:
-        """Feeds one input. Returns False if that is impossible because earlier ones are missing.
+        """Feeds one input. Returns False if this is impossible because earlier inputs are missing.
 
-        Raises Differs: the effects are not those in the log.
+        Raises Differs: the effects differ from the log.
         """
-        # a Began with `why` has effects of the master before it, which is missing here
+        # a Began with `why` has effects of the previous master, which is missing here
         comparable = self.master is not None or not getattr(line.input, "why", "")
         failed = ""
         effects: list[Effect] = []
@@ -343,7 +343,7 @@ class Replay:
         return True
 
     def happen(self, line: Line) -> list[Effect]:
-        """Feeds one input and checks nothing. Raises what the master raises."""
+        """Feeds one input without checks. Raises the master's exceptions."""
         event = refill(line.input, line.sizes)
         if isinstance(event, inputs.Began):
             return self._begin(event)
@@ -386,5 +386,5 @@ def difference(line: Line, again: Line) -> str:
 
 
 def _zeros(work: m.Spec, parts: Sequence[bytes]) -> bytes:
-    """Replaces the reduction: a log has only the sizes of contributions."""
+    """Stands in for the reduction: a log has only the sizes of contributions."""
     return bytes(len(parts[0]))

@@ -30,7 +30,7 @@ FINISHED = Refusal(
     m.Cause.FINISHED,
 )
 WHOLE_RUN = 0  # a key of `Journal.refused`, in place of a peer's number: the run is finished
-REFUSED_MAX = 256  # the reasons are kept for the latest dropped peers
+REFUSED_MAX = 256  # reasons kept, for the peers dropped last
 
 
 def keep_latest(refused: MutableMapping[int, Any]) -> None:
@@ -56,7 +56,7 @@ class Journal(Struct, frozen=True):
 
 NONCE_BYTES = 8
 # seqs and epochs begin with the number of the master's incarnation, because a restarted master may
-# not know the last ones
+# not know the last seqs and epochs
 INCARNATION_SHIFT = 32
 EPOCH_SHIFT = 16
 
@@ -78,7 +78,7 @@ class Numbers:
         self.begin(incarnation)
 
     def begin(self, incarnation: int) -> None:
-        """Begins the numbers of an incarnation; peers may know those of earlier ones."""
+        """Begins the numbers of an incarnation; peers may know numbers of earlier ones."""
         self._first_seq = self.next_seq = (incarnation << INCARNATION_SHIFT) + 1
         self.epoch = incarnation << EPOCH_SHIFT
 
@@ -114,8 +114,8 @@ class StateHistory:
     last_plan: int = 0  # seq of the last plan of the last synchronization
     holders: set[int] = field(default_factory=set)
     short: int = 0  # as in the last SyncResult
-    # whether the last revision may be synchronized again, because a peer was lost, or a collective
-    # failed, since then; while there are newcomers, it always may
+    # whether the last revision may be synchronized again, because a peer was lost or a collective
+    # failed since then; it always may while there are newcomers
     repeatable: bool = False
 
 
@@ -149,7 +149,7 @@ class History:
         return self._groups[group]
 
     def count_sync(self, group: int) -> StateHistory:
-        """Gives a number to a synchronization that has a result."""
+        """Numbers a synchronization that has a result."""
         self._syncs += 1
         state = self.of(group)
         state.syncs = self._syncs

@@ -17,7 +17,7 @@ from pccl.protocol.master.history import Journal
 class Began(Struct, frozen=True, tag="began"):
     """A master begins, with these arguments.
 
-    `why` is the reason if it replaces a master of the same process, which has lost its peers.
+    `why` is the reason if it replaces a master of the same process that has lost its peers.
     """
 
     run: int
@@ -41,7 +41,7 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Examine(Struct, frozen=True, tag="examine"):
-    """A process asks what its `Hello` would lead to. If no dial was made, `unreached` is None."""
+    """A process asks for the result of its `Hello`. `unreached` is None if no dial was made."""
 
     conn: bytes
     host: str
@@ -70,14 +70,14 @@ class Rejected(Struct, frozen=True, tag="rejected"):
 
 
 class Disconnected(Struct, frozen=True, tag="disconnected"):
-    """Connections are lost, which is the only evidence of a peer's death."""
+    """Connections are lost. Only this shows a peer's death."""
 
     conns: tuple[bytes, ...]
     why: str
 
 
 class Dialled(Struct, frozen=True, tag="dialled"):
-    """A dial has ended: "" if it reached the peer, else why not; None: it was not made."""
+    """A dial has ended: "": it reached the peer; None: it was not made; else why it failed."""
 
     peer: int
     why: str | None

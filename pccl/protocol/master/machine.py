@@ -14,8 +14,8 @@ longer than one vote:
 - A *running collective* (collectives.py) begins when its start round commits and ends with one
   outcome for all. It commits if and only if every surviving member holds the whole result. When a
   member is lost or votes that it cannot complete, the group's *epoch* ends, and every running
-  collective of the group is interrupted: members that have not voted yet stop and say whether they
-  hold the result. So a collective that all survivors have completed still commits.
+  collective of the group is interrupted: members that have not voted yet stop and vote whether they
+  hold the result. So a collective still commits if all survivors have completed it.
 - A *synchronization* (synchronizations.py) begins when its round commits and the election has
   decided which peer receives what. It ends when all receivers have verified what they fetched. When
   a member is lost, or a fetch fails, the election is repeated over the manifests of the survivors.
@@ -24,19 +24,19 @@ longer than one vote:
   measured.
 
 A restarted master knows only its journal: the accepted peers. It waits until they have come back
-and reported what they know, or until a time limit. Then it continues from the conclusions of
-restart.py. Other messages that arrive meanwhile are kept for later. A master without a journal
+and sent their knowledge, or until a time limit. Then it continues from the conclusions of
+restart.py. It keeps other messages that arrive meanwhile for later. A master without a journal
 does the same for the run that most of the returning peers name.
 
 `Master` checks whether an event is legal now, and hands each message to its part. `Run` makes the
-parts, and has the steps that concern several of them, such as admitting and removing peers.
+parts, and has the steps that involve several parts, such as admitting and removing peers.
 docs/internals/architecture.md lists the parts.
 
 Invariants
 ----------
 
 Each seq has one outcome. Sequence numbers, peer numbers and epochs never repeat. Revisions never go
-back while a holder lives. An illegal message costs only its sender the membership.
+back while a holder lives. An illegal message ends only its sender's membership.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Master:
             self.run.register(peer, hello.arithmetic, warning)
 
     def objection(self, hello: m.Hello, host: str) -> str:
-        """Why a `hello` is refused whatever its dial says; empty if it is not."""
+        """Why a `hello` is refused, whatever the result of its dial; empty if it is not."""
         info = newcomer(hello, host)
         if hello.client:
             return refusal(hello, info, None)
@@ -304,10 +304,9 @@ class Master:
         return self._recovery is not None
 
     def deserted(self, resume: m.Resume) -> bool:
-        """True if the run has lost all its peers, and the returning peer was among the last.
+        """True if the run has lost all its peers, and the returning peer was among the last ones.
 
-        Then nothing has happened without that peer, and no other peer could continue: the master
-        was cut off, not the peers.
+        Then the run cannot have continued without this peer: the master was cut off, not the peers.
         """
         known = self._recovery is None and resume.run == self.run.number
         return known and self._members.deserted_by(resume.info.peer)
@@ -318,11 +317,11 @@ class Master:
         return peer is not None and peer.accepted and resume.run == self.run.number
 
     def back_on(self, resume: m.Resume) -> bytes | None:
-        """The connection on which this peer has come back already, if a recovery is going on."""
+        """During a recovery, the connection on which this peer has already come back, if any."""
         return None if self._recovery is None else self._recovery.conn_of(resume)
 
     def reborn(self) -> tuple[Journal | None, list[Effect]]:
-        """The journal for a new master when all connections of this one are lost, and effects to
+        """The journal for a new master after the loss of all connections, and the effects to
         perform first.
 
         The journal is None if no run is known.
@@ -380,7 +379,7 @@ class Master:
         self._outbox.do(Send(conn, m.Refused(result.value, why, cause)), Drop(conn, why))
 
     def _go_on(self, recovery: Recovery) -> None:
-        """Ends the recovery, and continues from what the returned peers have told."""
+        """Ends the recovery, and continues from the reports of the returned peers."""
         self._recovery, back = None, recovery.back
         for one in recovery.outnumbered:
             self._outbox.note(f"{one.message.info} comes back, but to another run than most peers")
@@ -397,7 +396,7 @@ class Master:
             self._refuse(back.pop(number).conn, *GIVEN_UP)
         if back:
             assert recovery.run is not None
-            self.run.number = recovery.run  # without them, it is a new run
+            self.run.number = recovery.run  # without returned peers, it is a new run
             restore(self.run, back, self.now_s)
         else:
             self._outbox.note("no peer came back, so all shared state is lost")
@@ -461,7 +460,7 @@ class Master:
             self.run.synchronizations.stalled(number, stalled)
 
     def _progress(self, number: int, progress: m.Progress) -> None:
-        """For `status`; reports of ops that have ended are ignored."""
+        """Notes progress for `status`; ignores reports on ops that have ended."""
         running, sync = self.run.table.get(progress.seq), self.run.synchronizations.of(number)
         if running is not None and number in running.members:
             running.progress[number] = min(progress.done, 1000)

@@ -17,9 +17,9 @@ from pccl.version import __version__
 class Teams:
     """The registered members of each team.
 
-    A team is one replica of a model that is sharded over several processes. Each process is a peer
-    of a different group. The members of a team are admitted together, when all are registered, and
-    take the same place in the order of their groups. When one is lost, all are dropped.
+    A team is one replica of a model that is sharded over several processes, each a peer of a
+    different group. When all members of a team are registered, they are admitted together, and take
+    the same place in the order of their groups. When one member is lost, all are dropped.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Teams:
         return not info.team or len(self._members[info.team]) == info.team_size
 
     def partners(self, infos: Iterable[m.PeerInfo]) -> Iterator[tuple[int, m.PeerInfo]]:
-        """The other members of the teams of these peers, each with its team's peer among these."""
+        """The other members of these peers' teams, each with its partner among these peers."""
         lost = {info.peer: info for info in infos}
         for info in lost.values():
             for number in self._members.get(info.team, ()):
@@ -59,7 +59,7 @@ class Teams:
 
 
 def without_whole_team(infos: Mapping[int, m.PeerInfo]) -> set[int]:
-    """Those of these peers whose team is incomplete among them."""
+    """The peers, of these, whose team is not completely among these."""
     sizes: dict[int, int] = {}
     for info in infos.values():
         sizes[info.team] = sizes.get(info.team, 0) + 1
@@ -88,12 +88,12 @@ def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
 
 
 def hosts(hello: m.Hello | m.Examine, seen: str) -> tuple[str, ...]:
-    """The hosts of a peer; the first is the address that the master sees, unless it names one."""
+    """The hosts of a peer. The first is the host that it names, else the one the master sees."""
     return tuple(dict.fromkeys((hello.host or seen, *hello.others)))
 
 
 def refusal(hello: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:
-    """Why a newcomer is refused, by its first message; empty if it is not."""
+    """Why a newcomer's first message is refused; empty if it is not."""
     if hello.protocol != m.PROTOCOL_VERSION:
         return (
             f"this peer (pccl {hello.version}) speaks protocol version {hello.protocol}, the "
@@ -129,7 +129,7 @@ class PeerRecord:
     info: m.PeerInfo
     accepted: bool = False
     heard: int = 0  # the greatest seq that it is known to have heard of
-    proven: bool = False  # a collective that it took part in has gone around the rings
+    proven: bool = False  # whether a collective with this peer has gone around the rings
     veteran: bool = False  # it has completed a collective or synchronization in this run
     seen: str = ""  # its host as the master sees it
     dial: str = ""  # the password with which to dial it
@@ -200,16 +200,16 @@ class Membership:
         return number in self._accepted.get(group, ())
 
     def electors(self, numbers: Iterable[int]) -> Set[int]:
-        """Those of these peers that decide a dispute: the veterans, or all if there are none."""
+        """The peers, of these, that decide a dispute: the veterans, or all if there are none."""
         all_ = {*numbers}
         return {number for number in all_ if self._peers[number].veteran} or all_
 
     def partners(self, numbers: Collection[int]) -> dict[int, m.PeerInfo]:
-        """The team members that are lost with these peers, each with its team's peer of these."""
+        """The team members that are lost with these peers, each with its partner among these."""
         return dict(self.teams.partners(map(self.info, numbers)))
 
     def names(self, numbers: list[int]) -> str:
-        """The names of peers; of many only the first ones."""
+        """The names of peers; if there are many, only the first ones."""
         names = [str(self.info(number)) for number in numbers[:NAMES_MAX]]
         if len(numbers) > NAMES_MAX:
             names.append(f"{len(numbers) - NAMES_MAX} more")
@@ -276,12 +276,12 @@ class Membership:
             self._lost = {n: i for n, i in self._lost.items() if i.group in self._accepted}
 
     def go_on(self) -> None:
-        """Forgets the lost peers, because a message or a committed round shows that the run has
-        continued without them."""
+        """Forgets the lost peers: a message or a committed round shows that the run has continued
+        without them."""
         self._lost.clear()
 
     def deserted_by(self, number: int) -> bool:
-        """True if no peer is left, and this one was among the last ones lost."""
+        """True if no peer is left, and this peer was among the last ones lost."""
         return not self.size() and number in self._lost
 
     @property
@@ -293,11 +293,10 @@ class Membership:
 class Deadlines:
     """Finds the members that are late for a round in which others wait for a limited time.
 
-    In `are_peers_pending`, a vote may have a `Grace`. The grace of a group begins when enough of
-    its members have entered with one. Members that are still absent when it is over are late. If
-    the votes of a group differ, the most patient one counts. Votes without a grace do not count, so
-    a group with too few graces waits for all its members. Each group decides only on its own
-    members.
+    In `are_peers_pending`, a vote may have a `Grace`. A group's grace begins when enough of its
+    members have entered with one. Members that are still absent at its end are late. If the votes
+    of a group differ, the most patient vote counts. Votes without a grace do not count, so a group
+    with too few graces waits for all its members. Each group decides only on its own members.
     """
 
     def __init__(self, membership: Membership) -> None:

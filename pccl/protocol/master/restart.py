@@ -32,7 +32,7 @@ from pccl.protocol.master.topology import Group
 from pccl.types import Result
 
 WAIT_S = 5.0  # time for peers to come back; they try several times a second
-UNJOURNALED_WAIT_S = 1.0  # without a journal other groups are unknown, and may be slower
+UNJOURNALED_WAIT_S = 1.0  # without a journal, other groups are unknown and may be slower
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; peers send two
 NUMBER_MAX = 1 << 62  # numbers of peers and rounds: more than can ever occur
 INCARNATION_MAX = 1 << 15  # incarnations of the master: epochs begin with them and have 32 bits
@@ -83,7 +83,7 @@ def plausible(resume: m.Resume) -> bool:
 
 
 def _is_failure(failure: m.Failure, last_seq: int) -> bool:
-    """True if a peer may have been told of this failure, so that others can be told too."""
+    """True if a peer may have received this failure, so that others may receive it, too."""
     return (
         failure.seq <= last_seq
         and failure.result in _RESULTS
@@ -95,9 +95,9 @@ def _is_failure(failure: m.Failure, last_seq: int) -> bool:
 class Recovery:
     """The time after a restart in which the master waits for its peers.
 
-    A master with a journal knows its run and peers, and trusts no others. One without a journal
-    continues the run that most of the returning peers name, so that a stranger that comes first
-    cannot take over. If only one peer comes back, it waits longer.
+    A master with a journal knows its run and peers, and trusts no others. A master without a
+    journal continues the run that most of the returning peers name, so that a stranger that comes
+    first cannot take over. If only one peer comes back, the master waits longer.
     """
 
     def __init__(self, journal: Journal | None) -> None:
@@ -167,7 +167,7 @@ class Recovery:
     def run(self) -> int | None:
         """The run to continue; None if no run is known.
 
-        Among runs with equally many peers, it is the one named last, because an attacker that waits
+        If several runs have the most peers, the run named last wins, because an attacker that waits
         for a restart comes first.
         """
         if self._journal is not None:
@@ -260,7 +260,7 @@ def _unheard(collectives: Mapping[int, Unresolved]) -> Iterator[Lacked]:
 
 
 def outdated(resumes: Mapping[int, m.Resume]) -> set[int]:
-    """The peers without which the run has continued: the latest plan of their group lacks them."""
+    """The peers that the run has left behind: the latest plan of their group lacks them."""
     latest: dict[int, m.Resume] = {}
     for resume in resumes.values():
         group = resume.info.group
@@ -292,11 +292,11 @@ def _history(resumes: Mapping[int, m.Resume]) -> tuple[History, dict[int, m.Ring
         done, state = resume.done, history.of(resume.info.group)
         if done.sync == state.syncs and state.syncs:
             state.revision, state.last_plan, state.short = done.revision, done.plan, done.short
-        # a peer that does not know the last synchronization waits in it and missed the result
+        # a peer that does not know the last synchronization waits in it, and missed its result
         if done.holds or done.sync < state.syncs:
             state.holders.add(number)
     for state in map(history.of, rings):
-        state.repeatable = True  # it is unknown, and refusing would be worse
+        state.repeatable = True  # the fact is unknown, and a refusal would be worse
         if state.short:
             state.holders.clear()
         if not state.holders:
@@ -380,7 +380,7 @@ def restore(run: Run, back: Mapping[int, inputs.Resume], now_s: float) -> None:
         for number in sorted(was.open):
             why = "" if was.outcome else RESTARTED
             run.outbox.send(number, m.Finished(seq, was.outcome, why))
-    # by seq: the next restart assumes that a peer that knows a seq knows all earlier ones
+    # by seq: the next restart assumes that a peer with a seq knows all earlier ones
     lacked = [*missed, *_failed(resumes), *_unheard(collectives)]
     for _, number, message in sorted(lacked, key=lambda one: one[:2]):
         run.outbox.send(number, message)

@@ -28,7 +28,7 @@ LATENESS_WEIGHT = 0.1  # the weight of the latest call in a peer's moving averag
 
 
 class Run:
-    """Admits and removes peers, and tells all parts about it."""
+    """Admits and removes peers, and tells all parts."""
 
     def __init__(
         self, number: int, combine: Combine, journal: Journal | None, secret: bytes
@@ -119,11 +119,11 @@ class Run:
     ) -> None:
         """Removes peers, each for a reason, and their teams.
 
-        If `kick` is given, they receive that result and the reason. Peers that are gone already,
-        with their team, are ignored.
+        If `kick` is given, they receive this result and the reason. Peers that have already gone
+        with their team are ignored.
         """
         lost: dict[int, dict[int, str]] = {}  # by group and number: their names and reasons
-        gone: dict[int, list[m.Gone]] = {}  # by group: the losses that the others are told
+        gone: dict[int, list[m.Gone]] = {}  # by group: the losses to report to the others
         whys = {number: why for number, why in whys.items() if number in self.membership.peers}
         kicks = dict.fromkeys(whys, kick)
         partners = self.membership.partners(whys)
@@ -187,7 +187,7 @@ class Run:
             self.tally.courses.pop(group, None)
 
     def note_loss_of_state(self, group: int, numbers: Set[int]) -> None:
-        """Notes that peers do not hold their group's shared state, which may then start over."""
+        """Notes that peers do not hold their group's shared state, which may start over then."""
         if self.history.lose(group, numbers):
             self.outbox.note(f"the last holder of group {group}'s shared state is gone")
 

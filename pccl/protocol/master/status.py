@@ -1,8 +1,8 @@
 """A snapshot of a run: its peers and groups, and the peers that each call waits for.
 
-It contains no secrets, so its reader cannot take part in the run: no run number, nonce, password or
-key. Texts that quote peers are printable. It has only the oldest of many waits, so that its size is
-limited whatever the peers call.
+It contains no secrets (no run number, nonce, password or key), so its reader cannot take part in
+the run. Texts that quote peers are printable. If there are many waits, it has only the oldest, so
+its size is limited whatever the peers call.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _done(late: list[int], progress: Mapping[int, int]) -> str:
 
 
 def _elsewhere(run: Run, late: list[int]) -> str:
-    """The other calls that awaited peers are in, in words, for some of them."""
+    """The other calls of awaited peers, in words, for some of these peers."""
     stand = [
         f"; {run.membership.info(number)} is in {round_.describe(number)}"
         for number in late[:3]
@@ -275,7 +275,7 @@ def explain(run: Run, number: int, call: int, seq: int) -> str:
 
 
 def _waits(run: Run) -> Iterator[Wait]:
-    """Everything that peers wait for; of many rounds and collectives, the oldest."""
+    """All waits of peers; if there are many rounds and collectives, only the oldest."""
     for round_ in islice(run.voting.open, WAITS_MAX):
         yield _entering(run, round_)
     for running in islice(run.table, WAITS_MAX):

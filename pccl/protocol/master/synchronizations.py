@@ -1,34 +1,34 @@
 """The shared state: the election of its content and revision, and the transfers.
 
-The strategies of the peers decide which of them are candidates, and which may be overwritten:
+The strategies of the peers decide which peers are candidates, and which may be overwritten:
 
-- ENFORCE_POPULAR: every peer is a candidate. Peers with other content than the elected one receive
-  it. If one member has this strategy, all must have it; the others are dropped.
+- ENFORCE_POPULAR: every peer is a candidate. Peers whose content differs from the elected content
+  receive it. If one member has this strategy, all must have it; the others are dropped.
 - SEND_ONLY: the peer is a candidate and receives nothing. If its content is not elected, it is
   dropped.
 - RECEIVE_ONLY: the peer receives. Neither its content nor its revision is a candidate. If all peers
   are RECEIVE_ONLY, the call fails, and no peer is dropped.
 
-Among the candidates, the highest revision wins; among its holders, the most common content; among
-equally common contents, that of the peer accepted first. So two fresh peers converge on the first
-one's content. A receiver gets exactly the entries that differ.
+Among the candidates, the highest revision wins; among its holders, the most common content; if
+several contents are equally common, the content of the peer accepted first. So two fresh peers
+converge on the first one's content. A receiver gets exactly the entries that differ.
 
-The revision of a group's first synchronization may be anything, because a run may resume from a
-checkpoint. Each later synchronization is exactly one higher, with two exceptions. The last revision
-may be synchronized again if, since then, a member joined or was lost or a collective failed: a loop
-may begin again after a loss. And if newcomers take part, the revision may be any later one that all
-others agree on: a run may synchronize only when a peer has joined. A peer that offers a higher
-revision is refused: its call fails, and the others continue without it.
+A group's first synchronization may have any revision, because a run may resume from a checkpoint.
+Each later revision is exactly one higher, with two exceptions. The last revision may be
+synchronized again if, since then, a member joined, a member was lost or a collective failed: a loop
+may begin again after a loss. If newcomers take part, the revision may be any later one on which all
+others agree: a run may synchronize only when a peer has joined. If a peer offers a higher revision,
+its call fails, and the others continue without it.
 
-A receiver receives in place, into its own memory without a second copy, if its content can never be
-elected: newcomers, peers that are behind in revision, and peers without a revision when a run
-resumes. If the transfer does not end, its shared state is torn. Torn content is not a candidate, is
-never offered to others, and is received in place again.
+A receiver receives in place (into its own memory, without a second copy) if its content can never
+be elected. This applies to newcomers, peers that are behind in revision, and peers without a
+revision when a run resumes. If the transfer does not end, the receiver's shared state is torn. Torn
+content is not a candidate, is never offered to others, and is received in place again.
 
-An incompatible newcomer harms no other peer. Once a group has a shared state, its earlier members
-decide on its revision, form and strategy among themselves; newcomers are candidates only if no
-earlier member is. In a group's first synchronization the most common form wins; among equally
-common forms, the one with the highest revision.
+An incompatible newcomer harms no other peer. When a group has a shared state, its earlier members
+decide on the revision, form and strategy among themselves; newcomers are candidates only if no
+earlier member is. In a group's first synchronization the most common form wins; if several forms
+are equally common, the form with the highest revision wins.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _STRATEGIES = {strategy.value: strategy.name for strategy in SharedStateSyncStra
 class Transfer:
     """The fetches of one receiver: entries by index, their elected digests, and the holders.
 
-    `diverged`: it should have had the elected content already. `in_place`: its own content is no
-    longer needed.
+    `diverged`: the receiver should already have had the elected content. `in_place`: the receiver's
+    own content is no longer needed.
     """
 
     entries: tuple[int, ...]
@@ -73,9 +73,10 @@ NOTHING = Transfer((), (), ())
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The elected revision, what each receiver fetches, and which peers are dropped and why.
+    """The elected revision, each receiver's transfer, and the peers to drop, with the reasons.
 
-    `refused` are peers that offer a higher revision than the elected one. Only their calls fail.
+    `refused` are the peers that offer a higher revision than the elected one. Only their calls
+    fail.
     """
 
     revision: int
@@ -99,7 +100,7 @@ def elect(
     # whether a peer joined or was lost, or a collective failed, since the last one
     repeatable: bool = False,
 ) -> Decision:
-    """Decides a synchronization. A decision that drops peers decides nothing else.
+    """Decides a synchronization. A decision that drops peers has no other content.
 
     Raises Rejection: the offered revisions break the rules, or there is no candidate.
     """
@@ -149,9 +150,9 @@ def elect(
 
 
 def _worthless(manifest: Manifest, revision: int, last: int | None, newcomer: bool) -> bool:
-    """True if its content could not be elected even if all holders of the elected one were lost.
+    """True if this content could not win even if all holders of the elected content were lost.
 
-    A peer that offers a revision and does not serve it then harms no peer with useful content.
+    So a peer that offers a revision and does not serve it harms no peer with useful content.
     """
     if newcomer:
         return last is not None and manifest.revision <= last
@@ -170,7 +171,7 @@ def _nobody_offers(manifests: Mapping[int, Manifest]) -> str:
 def _impossible_strategies(
     manifests: Mapping[int, Manifest], newcomers: frozenset[int]
 ) -> dict[int, str]:
-    """Peers with an invalid strategy, or one that excludes those of the others, and why."""
+    """Peers with an invalid strategy, or one that conflicts with the others', and why."""
     valid = [peer for peer, manifest in manifests.items() if manifest.strategy in _STRATEGIES]
     veterans = [peer for peer in valid if peer not in newcomers]
     leaders = [peer for peer in valid if manifests[peer].strategy == ENFORCE_POPULAR]
@@ -206,8 +207,9 @@ def _of_common_form(standing: Mapping[int, Manifest]) -> dict[int, Manifest]:
 def _revision(electors: Mapping[int, Manifest], last: int | None, again: bool, ahead: bool) -> int:
     """The elected revision.
 
-    If `again`, it may equal the group's last one. If `ahead`, it may be any later one that more
-    than half of the electors offer: a peer that has miscounted does not end the run of the others.
+    If `again`, it may equal the group's last revision. If `ahead`, it may be any later revision
+    that more than half of the electors offer: a peer that has miscounted does not end the others'
+    run.
     """
     offered = Counter(manifest.revision for manifest in electors.values())
     top_peer = max(electors, key=lambda peer: electors[peer].revision)
@@ -325,14 +327,14 @@ class Sync:
     differences: dict[int, tuple[m.Difference, ...]] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)  # failed fetches, by involved peer
     overwritten: dict[int, set[int]] = field(default_factory=dict)  # entries, by receiver
-    stalls: int = 0  # how often it was planned again because a holder could not serve
+    stalls: int = 0  # how often a holder could not serve, so that it was planned again
     refused: frozenset[int] = frozenset()  # peers without a part: their revision is too high
     since_s: float = 0.0  # when the last peer entered it
     progress: dict[int, int] = field(default_factory=dict)  # thousandths, by receiver
 
 
 class Synchronizations(Part):
-    """Elects content and plans transfers; again if a member is lost or a fetch fails."""
+    """Elects content and plans transfers, and repeats this if a member is lost or a fetch fails."""
 
     def __init__(self, common: Common) -> None:
         super().__init__(common)
@@ -395,8 +397,8 @@ class Synchronizations(Part):
             self._end(sync)
 
     def _possible(self, planned: Mapping[int, Transfer]) -> tuple[Mapping[int, Transfer], str]:
-        """Removes holders that a receiver cannot reach. If a receiver has none left, also returns
-        why."""
+        """Removes holders that a receiver cannot reach. Also returns the reason if a receiver has
+        no holder left."""
         transfers = {}
         for number, transfer in planned.items():
             whys = {one: self._rendezvous.severed([(one, number)]) for one in transfer.holders}
@@ -435,9 +437,9 @@ class Synchronizations(Part):
             self._blame(sync, number, vote.why)
 
     def _blame(self, sync: Sync, number: int, why: str) -> None:
-        """After a failed fetch, drops a peer that took part in too many of them, or plans again."""
+        """After a failed fetch, drops a peer involved in too many of these, or plans again."""
         holders = sync.transfers[number].holders
-        # a receiver that fails with several holders is itself suspect
+        # if a receiver fails with several holders, it is the suspect
         suspects = (number, *holders) if len(holders) == 1 else (number,)
         for suspect in suspects:
             sync.failures[suspect] = sync.failures.get(suspect, 0) + 1
@@ -462,7 +464,7 @@ class Synchronizations(Part):
         """
         sync = self.of(number)
         if sync is None or sync.seq != stalled.seq:
-            return  # a newer plan has replaced that one, or the synchronization has ended
+            return  # a newer plan has replaced this plan, or the synchronization has ended
         sync.stalls += 1
         info = self._membership.info(number)
         why = f"{info} could not send the shared state: {stalled.why}"
@@ -474,7 +476,7 @@ class Synchronizations(Part):
             self._fail(sync, Result.RANK_CONNECTION_LOST, why)
 
     def withdraw(self, number: int, call: int) -> bool:
-        """Withdraws a caller, which ends the synchronization for all. False if it is in none."""
+        """Withdraws a caller, which ends its synchronization for all; False if it is in none."""
         sync = self.of(number)
         if sync is None or sync.members[number].call != call:
             return False
@@ -500,7 +502,7 @@ class Synchronizations(Part):
         self._outbox.fail_all(calls, RoundId(Kind.SYNC, sync.group), result, why, cause)
 
     def _end(self, sync: Sync) -> None:
-        """Ends a synchronization: all receivers have what they were to fetch."""
+        """Ends a synchronization: all receivers have fetched everything."""
         divergence = tuple(
             m.Divergence(number, len(transfer.entries), sync.differences[number])
             for number, transfer in sync.transfers.items()
@@ -534,7 +536,7 @@ class Synchronizations(Part):
             self._outbox.send(number, result)
 
     def _note_end(self, sync: Sync, before: Set[int]) -> None:
-        """Counts it in `tally`; `before` are the earlier holders of the state."""
+        """Counts a synchronization in `tally`; `before` are the earlier holders of the state."""
         entries = next(iter(sync.members.values())).payload.entries
         sizes = [SIZES.get(entry.dtype, 0) * entry.count for entry in entries]
         lacked = {
@@ -544,7 +546,7 @@ class Synchronizations(Part):
         self._tally.synchronized(sync.since_s, [(n, who in before) for who, n in lacked.items()])
 
     def _describe(self, sync: Sync, divergence: tuple[m.Divergence, ...]) -> str:
-        """The peers whose content was not elected, and where it differed, in words."""
+        """The peers whose content was not elected, and their differences, in words."""
         entries = next(iter(sync.members.values())).payload.entries
         peers = []
         for one in divergence:

@@ -17,7 +17,7 @@ from pccl.protocol.rounds import EXCLUSIVE, PENDING, Kind, Round
 from pccl.types import DataType, QuantizationAlgorithm
 
 K = TypeVar("K")
-# bounds of histograms, from a round on one machine to a wait that an operator must look at
+# bounds of histograms, from a round on one machine to a wait that needs an operator
 BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 
 
@@ -41,7 +41,7 @@ class Reason(StrEnum):
 
 
 class Histogram(Struct):
-    """Durations: the count between each two of BOUNDS_S, last the count above all, and the sum."""
+    """Durations: a count for each interval of BOUNDS_S, one above the last bound, and the sum."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_s: float = 0.0
@@ -85,8 +85,8 @@ class Counts(Struct):
 class Course:
     """The bandwidth and goodput of a group's collectives.
 
-    An aborted collective loses the time since its start, and the time until the next collective
-    starts: the recovery. Time is also lost while a member waits for others to enter a call.
+    An aborted collective loses the time since its start, and the recovery: the time until the next
+    collective starts. Time is also lost while a member waits for others to enter a call.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Course:
         self._interrupted_s = 0.0
 
     def started(self, now_s: float) -> float | None:
-        """Notes that a collective starts. Returns the duration of the recovery that it ends."""
+        """Notes that a collective starts. Returns the duration of the recovery that this ends."""
         if self._began_s is None:
             self._began_s = now_s
         if self._lost_since_s is None:
@@ -110,7 +110,7 @@ class Course:
         return now_s - self._interrupted_s
 
     def lost(self, since_s: float, until_s: float) -> None:
-        """Counts lost time. A part of it may have been counted already."""
+        """Counts lost time, except for parts that were counted before."""
         if self._began_s is not None:
             since_s = max(since_s, self._began_s, self._lost_until_s)
             self._lost_s += max(0.0, until_s - since_s)
@@ -142,7 +142,7 @@ LAUNCHED_S = 10.0  # a caller that has launched a call is assumed to compute for
 
 
 def stuck_since_s(round_: Round) -> float | None:
-    """The time since which a member has waited in a round and done nothing else; None: none has."""
+    """Since when a member has only waited in a round; None: no member has."""
     first = next(iter(round_.votes.values()))
     if first.stuck or round_.id.kind in EXCLUSIVE:
         return first.since_s
@@ -193,7 +193,7 @@ class Tally:
 
     def synchronized(self, since_s: float, nbytes: Iterable[tuple[int, bool]]) -> None:
         """Counts a synchronization. `nbytes` has, for each receiver, the bytes that it lacked, and
-        whether it had taken part in the previous one."""
+        whether it took part in the previous synchronization."""
         counts = self.counts
         counts.syncs.add(self.now_s - since_s)
         for number, again in nbytes:
@@ -209,8 +209,8 @@ def size(work: m.Spec) -> int:
 
 
 def factor(what: CollectiveKind, members: int) -> float:
-    """Bytes that a link of the ring carries for each byte that a member gives, as nccl-tests counts
-    them; 0 for collectives that do not use the ring."""
+    """The bytes on a link of the ring per byte that a member gives, as nccl-tests counts them; 0
+    for collectives that do not use the ring."""
     match what:
         case CollectiveKind.ALL_REDUCE:
             return 2 * (members - 1) / members

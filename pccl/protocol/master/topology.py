@@ -1,16 +1,16 @@
 """Each group's epoch and rings, and the peers to drop because others cannot reach them.
 
-A peer that cannot open a stream to another one reports it. One report proves little, so the master
-dials the accused itself, and meanwhile the rings avoid the link. The evidence is: which peer could
-not reach which since the last collective that went around the rings, which links that collective
-used, and how the master's dials ended. docs/internals/protocol.md ("A peer that cannot be reached")
-has the rules. `Blame.verdict` applies the rules 1 to 3, `Accusations` (collectives.py) 4 and 5, and
-`Blame.last_resort` 6: a peer that has just died is accused too, and is dropped when its connection
-breaks, so this rule waits for some attempts.
+If a peer cannot open a stream to another one, it reports this. One report proves little, so the
+master dials the accused itself, and meanwhile the rings avoid the link. The evidence consists of
+the links that failed since the last collective that went around the rings, the links that this
+collective used, and the results of the master's dials. docs/internals/protocol.md ("A peer that
+cannot be reached") has the rules. `Blame.verdict` applies rules 1 to 3, `Accusations`
+(collectives.py) applies 4 and 5, and `Blame.last_resort` applies 6. Rule 6 waits for some attempts:
+a peer that has just died is accused, too, and is dropped anyway when its connection breaks.
 
-A peer that only dials out (`outgoing`) connects to a rendezvous point that reach.py chooses, and
-that the master tells it. Two such peers need a third one that relays. If there is none, the rings
-avoid their link. Where that is impossible, their calls fail before anything has begun.
+A peer that only dials out (`outgoing`) connects to a rendezvous point: reach.py chooses the point,
+and the master tells the peer. Two such peers need a third one that relays. If there is none, the
+rings avoid their link. If this is impossible, their calls fail before anything has begun.
 
 `Optimizations` have the links measured, several pairs at once, and install the best rings. Only
 links within groups and between machines are measured.
@@ -50,16 +50,16 @@ from pccl.protocol.topology import (
 )
 from pccl.types import Result
 
-ATTEMPTS = 3  # to open a stream to a peer that was reached before, if all rings need it
+ATTEMPTS = 3  # to open a stream that all rings need, to a peer that was reached before
 ACCUSED_MAX = 8  # peers that one peer may accuse at a time; two are enough to judge it
 SEVERAL = 2
 SEVERAL_AGAINST_DIAL = 3
-WHY_MAX = 200  # characters of what one peer says of one link
+WHY_MAX = 200  # characters of one peer's report on one link
 NAMES_MAX = 4  # links quoted in a sentence
 
 
 class Verdict(NamedTuple):
-    """The peer to drop, and the links that are the evidence: to it, or from it."""
+    """The peer to drop, and the links to or from it that are the evidence."""
 
     guilty: int
     links: tuple[Hop, ...]
@@ -93,8 +93,8 @@ class Blame:
         return first
 
     def dialled(self, number: int, why: str | None) -> None:
-        """Notes the end of a dial: "" if it reached the accused, else why not; None: it does not
-        count, or was not made."""
+        """Notes the end of a dial: "": it reached the accused; None: it does not count, or was not
+        made; else why it failed."""
         if number in self._dialling and why is not None:
             self.dials[number] = why
         self._dialling.discard(number)
@@ -129,9 +129,9 @@ class Blame:
     def cost(self) -> Callable[[Hop], int]:
         """The cost for a ring to use a link.
 
-        A blocked link is never used. Links that have worked are best. A suspect is best placed
-        between peers that are not suspected, because an accuser's word about an accused peer proves
-        least.
+        A blocked link is never used. Links that have worked are best. The best place for a suspect
+        is between peers that are not suspected, because an accuser's word about an accused peer
+        proves least.
         """
         blocked, worked = self.blocked, self._links_that_worked()
         accusers, accused = ({link[end] for link in self._current} for end in (0, 1))
@@ -146,7 +146,7 @@ class Blame:
         return cost
 
     def verdict(self, size: int) -> Verdict | None:
-        """The peer to drop by rule 1, 2 or 3, whatever the rings are. `size` is the group's."""
+        """The peer to drop by rule 1, 2 or 3, whatever the rings. `size` is the group's size."""
         of, by = self._accusations()
         for number in sorted(of):
             if self.dials.get(number):
@@ -174,7 +174,7 @@ class Blame:
         return self._worst({*self._current}, proven)
 
     def between(self, one: int, other: int, proven: Collection[int]) -> Verdict | None:
-        """The peer to drop by rule 6, of two that must reach each other. None without evidence."""
+        """Which of two peers that must reach each other to drop by rule 6; None: no evidence."""
         return self._worst({(one, other), (other, one)} & self._current.keys(), proven)
 
     def sentence(self, verdict: Verdict, info: Callable[[int], PeerInfo]) -> str:
@@ -224,7 +224,7 @@ class Blame:
         return {hop for ring in self._worked for hop in hops(ring.order)}
 
     def _verdict(self, number: int, end: int) -> Verdict:
-        """The guilty peer, and the links that have it at one end: 0 as accuser, 1 as accused."""
+        """The verdict on a peer, with its links as accuser (`end` is 0) or as accused (1)."""
         links = sorted(link for link in self._current if link[end] == number)
         return Verdict(number, tuple(links))
 
@@ -234,7 +234,7 @@ class Group:
     epoch: int = 0
     rings: tuple[m.Ring, ...] = ()  # the optimized rings
     planned: tuple[m.Ring, ...] = ()  # the rings of this epoch
-    broken: bool = False  # whether a collective has failed in this epoch, so that streams are void
+    broken: bool = False  # whether a collective has failed in this epoch, which voids its streams
     blame: Blame = field(default_factory=Blame)
     rates: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes/s, when last measured
     # seqs and sizes of small results that some peer may lack
@@ -254,8 +254,8 @@ class Groups(dict[int, Group]):
     def repair(self, number: int) -> None:
         """Gives a group new streams, if a collective has failed since it got the current ones.
 
-        This is not done at the failure itself. Usually a peer has died; its loss is noticed soon,
-        and gives the survivors new streams anyway.
+        The failure itself does not renew the streams: usually a peer has died, and when its loss is
+        noticed soon afterwards, the survivors get new streams anyway.
         """
         if self[number].broken:
             self.renew(number)
@@ -295,7 +295,7 @@ class Rendezvous:
         return [info for info in infos if info.relay]
 
     def request(self, number: int, request: m.RendezvousRequest) -> None:
-        """Arranges a meeting for a peer that must send to one that it cannot connect to."""
+        """Arranges a meeting for a peer that cannot connect to its receiver."""
         sender = self._membership.info(number)
         if not self._membership.has(request.peer, sender.group):
             return  # the receiver has gone meanwhile
@@ -304,7 +304,7 @@ class Rendezvous:
             self._outbox.send(to.peer, message)
 
     def severed(self, pairs: Iterable[tuple[int, int]]) -> str:
-        """Why the first pair that cannot send to each other cannot; empty if all pairs can."""
+        """Why a pair cannot send to each other, for the first such pair; empty if all can."""
         for pair in pairs:
             one, other = map(self._membership.info, pair)
             if reach.apart(one, other) and not self.relays:
@@ -392,7 +392,7 @@ class Optimizations(Part):
         self._probe(self.current)
 
     def _schedule(self, numbers: list[int]) -> Schedule:
-        """The links of a group to measure: all, or for many peers those that reveal the sites."""
+        """The measurements for a group: all links, or for many peers a survey of the sites."""
         infos = {number: self._membership.info(number) for number in numbers}
         if len(numbers) <= ALL_MAX:
             relayed = bool(self._rendezvous.relays)
@@ -436,10 +436,10 @@ class Optimizations(Part):
         ):
             if self._numbers.is_unknown(measured.seq):
                 self._dismissals.out_of_turn(number, measured)
-            return  # that probe has ended meanwhile
+            return  # the probe has ended meanwhile
         senders = optimization.measuring.pop(number)
         hop = senders[0], number
-        if hop in optimization.links:  # it was measured before: this was with all others at once
+        if hop in optimization.links:  # the second measurement, with all others at once
             optimization.inflow[number] = measured.rate
         else:
             optimization.links[hop] = Link(measured.rate, measured.delay_us)
@@ -466,7 +466,7 @@ class Optimizations(Part):
             self._probe(optimization)
 
     def withdraw(self, number: int, call: int) -> bool:
-        """Withdraws a caller, which ends the optimization for all. False if it is in none.
+        """Withdraws a caller, which ends its optimization for all; False if it is in none.
 
         The rings stay as they are.
         """

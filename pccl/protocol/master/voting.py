@@ -1,7 +1,7 @@
 """Rounds: peers enter them, and they commit, or fail because their votes can never match.
 
-A peer in a PAIR (send and recv) waits for only one other peer. So it blocks only the peers that
-wait for it, directly or through others.
+A peer in a PAIR (send and recv) waits for only one other peer. So it blocks only peers that wait
+for it, directly or through others.
 
 If votes differ, or peers wait in calls that exclude each other, a majority of electors decides. The
 electors are the veterans (peers that have completed a collective or synchronization), or all peers
@@ -47,10 +47,10 @@ Absent = Callable[[Round], list[int]]  # the members that have not voted
 def deadlock(peer: int, rounds: OpenRounds, absent: Absent) -> tuple[Round, Round] | tuple[()]:
     """Two rounds in a cycle of rounds that wait for each other's voters; empty if there is none.
 
-    The first is a round of `peer`, which has just voted; the second closes the cycle.
+    `peer`, which has just voted, waits in the first round; the second round closes the cycle.
 
-    A round holds a peer that makes no other call before the round returns. A send or recv that is
-    launched but not awaited keeps its peer only from exclusive calls.
+    A round holds a peer if the peer makes no other call before the round returns. A send or recv
+    that is launched but not awaited keeps its peer only from exclusive calls.
     """
     for first in rounds.of(peer).values():
         are_held = _holds(first, peer)
@@ -69,7 +69,7 @@ def deadlock(peer: int, rounds: OpenRounds, absent: Absent) -> tuple[Round, Roun
 
 
 def _next(round_: Round, peer: int, rounds: OpenRounds, absent: Absent) -> Iterator[Round]:
-    """The rounds that hold the peers that a round waits for."""
+    """The rounds that hold the peers for which `round_` waits."""
     exclusive = round_.id.kind in EXCLUSIVE
     for awaited in absent(round_):
         for each in rounds.of(awaited).values() if awaited != peer else ():
@@ -84,8 +84,8 @@ def _holds(round_: Round, peer: int) -> bool:
 def are_held(rounds: OpenRounds, absent: Absent) -> set[int]:
     """Peers that may wait for each other, and so make no other call.
 
-    A peer is free if it waits in no round, or only in an `are_peers_pending` of another thread, or
-    only in launched collectives and sends that wait for free peers alone.
+    The other peers are free. A free peer waits in no round, or only in an `are_peers_pending` of
+    another thread, or only in launched collectives and sends that wait only for free peers.
     """
     missing = {each.id: absent(each) for each in rounds if each.id.kind in (Kind.START, Kind.PAIR)}
     found = {number for round_ in rounds for number in round_.votes}
@@ -113,7 +113,7 @@ class Stragglers:
     def late(
         self, now_s: float, waits: Iterable[tuple[object, Iterable[int], str]]
     ) -> Iterator[tuple[int, str]]:
-        """The peers that are too late, each with the title of the call that waits for it."""
+        """The peers that are too late, each with the title of the waiting call."""
         if self.limit_s is None:
             return
         began, self._since = self._since, {}
@@ -129,7 +129,7 @@ ROW_BYTES = 40  # memory of one number of rows
 Commit: TypeAlias = Callable[[Round], None]
 _Pair: TypeAlias = tuple[RoundId, RoundId]
 MISMATCH = m.Cause.MISMATCH
-TOLD_MAX = 8  # if no more rounds fail together, the voters of each learn of the others
+TOLD_MAX = 8  # if at most this many rounds fail together, the voters of each learn of the others
 NEVER_MEET = "the peers are in calls that can never meet: "
 ODD = "is the odd one out: it is dropped, and the others go on without it"
 
@@ -140,7 +140,7 @@ def _scope(one: Round, other: Round) -> int | None:
 
 
 def held(payload: m.Spec | m.Manifest, rows: Rows | None = None, data: bytes | None = None) -> int:
-    """The approximate bytes that a vote takes in memory, many times its size in a message."""
+    """The approximate bytes of a vote in memory: many times its size in a message."""
     parts = payload.parts if isinstance(payload, m.Spec) else payload.entries
     own = len(payload.rows) if isinstance(payload, m.Spec) else 0
     numbers = own + sum(map(len, rows)) if rows else own
@@ -148,7 +148,7 @@ def held(payload: m.Spec | m.Manifest, rows: Rows | None = None, data: bytes | N
 
 
 def _listed(parts: Sequence[m.Part] | Sequence[m.Entry]) -> int:
-    """The memory that a list of tensors takes; most votes have none."""
+    """The memory of a list of tensors; most votes have none."""
     if not parts:
         return 0
     texts = sum(len(part.name) + len(part.layout) for part in parts)
@@ -168,7 +168,7 @@ class Voting(Part):
     def __init__(self, common: Common, table: CollectiveTable, commit: Commit) -> None:
         super().__init__(common)
         self._table, self._commit = table, commit
-        # by peer: failures of rounds that ended together; the peer gets one if it enters its round
+        # by peer: failures of rounds that ended together; a peer that enters one gets its failure
         self._rejections: dict[int, list[Mapping[RoundId, m.Failure]]] = {}
         # unsettled disputes: rounds whose votes differ, and pairs of rounds that exclude each other
         self._mixed: dict[RoundId, None] = {}
@@ -214,7 +214,7 @@ class Voting(Part):
         self.evaluate(self.open.hurry(number, call))
 
     def newcomer(self) -> None:
-        """Handles a newcomer, which patient callers wait for."""
+        """Handles a newcomer: patient callers wait for it."""
         self.evaluate(self.open.get(PENDING))
 
     def withdraw(self, number: int, call: int) -> None:
@@ -297,7 +297,7 @@ class Voting(Part):
                 self._never_meet(ends)
 
     def _dispute(self, number: int, round_: Round) -> None:
-        """Notes the rounds that wait for a voter of this round, which cannot enter them now."""
+        """Notes the rounds that wait for a voter of this round that cannot enter them now."""
         for other in self.open.in_the_way(number, round_):
             self._barred[round_.id, other.id] = None
 
@@ -365,7 +365,7 @@ class Voting(Part):
         return True
 
     def _opponents(self, pair: _Pair) -> tuple[Round, ...]:
-        """Two rounds if they still wait for each other's voters; else empty."""
+        """The pair's rounds if they still wait for each other's voters; else empty."""
         one, other = map(self.open.get, pair)
         if one is None or other is None:
             return ()
@@ -396,8 +396,8 @@ class Voting(Part):
         return max(Counter(form(mine.votes[n]) for n in there).values(), default=0)
 
     def _bound(self, mine: Round, theirs: Round) -> list[int]:
-        """The voters of a round that another round waits for, and that cannot enter it before this
-        one returns."""
+        """The voters of `mine` for which `theirs` waits, and which cannot enter it before `mine`
+        returns."""
         group = _scope(mine, theirs)
         return [
             number
@@ -422,7 +422,7 @@ class Voting(Part):
         return "; ".join(self._calls(round_, list(round_.votes)) for round_ in rounds)
 
     def _calls(self, round_: Round, voters: Sequence[int]) -> str:
-        """The calls of voters of a round, in words; of many, the first ones and the last."""
+        """The calls of voters of a round, in words; if many, the first and the last."""
         named = voters if len(voters) <= NAMES_MAX else [*voters[: NAMES_MAX - 1], voters[-1]]
         calls = [f"{self._membership.info(n)} called {round_.describe(n)}" for n in named]
         if len(voters) > len(named):
@@ -452,7 +452,7 @@ class Voting(Part):
                     self.reject_later(number, failures)
 
     def reject_later(self, number: int, failures: Mapping[RoundId, m.Failure]) -> None:
-        """Keeps errors for a peer. It gets one of them, once, if it enters its round."""
+        """Keeps errors for a peer. It gets one of them, once, if it enters that round."""
         pending = self._rejections.setdefault(number, [])
         pending[:] = [old for old in pending if old.keys() != failures.keys()][-OPEN_MAX:]
         pending.append(failures)

@@ -42,14 +42,14 @@ class Event(Enum):
     LEFT = "its caller has gone"
 
 
-# An event that is not in the table changes nothing: an earlier event has overtaken it.
+# Events that are not in the table change nothing: an earlier event has overtaken them.
 TRANSITIONS: dict[State, dict[Event, State]] = {
     State.VOTING: {
         Event.STARTED: State.RUNNING,
         Event.RESULT: State.COMPLETE,
-        Event.BROKEN: State.ABORTING,  # an impossible chunk came early: Started will get a no
+        Event.BROKEN: State.ABORTING,  # an impossible chunk came early: votes no after Started
         Event.FAILED: State.ABORTING,
-        Event.LEFT: State.ABORTING,  # Started will get a no
+        Event.LEFT: State.ABORTING,  # votes no after Started
     },
     State.RUNNING: {
         Event.HELD: State.COMPLETE,
@@ -75,20 +75,19 @@ class Collective:
     call: int
     tag: int
     work: m.Spec
-    # the contribution if it travels with the vote, and the engine has no part in it; later the
-    # result
+    # the contribution, if it travels with the vote and the engine takes no part; later the result
     data: bytes | None = None
     stuck: bool = False  # whether this peer makes no other call before the answer
-    rows: Rows = NO_ROWS  # how many are for each rank, and from each, unless it is one each
+    rows: Rows = NO_ROWS  # the numbers of rows for each rank and from each rank; NO_ROWS: one each
     pair: tuple[int, ...] = ()  # in a send: the sender and the receiver
     nbytes: int = 0  # as in `tuning.choose`
     state: State = State.VOTING
     seq: int = 0
     members: tuple[int, ...] = ()
-    settled: bool = False  # whether the engine does not refer to the memory, or no longer
+    settled: bool = False  # whether the engine does not (or no longer) refer to the memory
     outcome: Fail | bool | None = None
     impatient: bool = False  # the caller has withdrawn
-    parting: Fail | None = None  # the answer to a caller that does not wait for the outcome
+    parting: Fail | None = None  # the answer to a caller that leaves before the outcome
     answered: bool = False  # whether that answer was given
     cause: m.Cause = m.Cause.OTHER  # why it could not complete here
     whole: bool = False  # this peer holds, or held, the whole result
@@ -172,7 +171,7 @@ def timed_out(call: int, why: str) -> Fail:
 
 
 def abandoned(call: int) -> Fail:
-    """The failure of a call that its caller left by an exception."""
+    """The failure of a call whose caller left by an exception."""
     return Fail(call, Result.RANK_CONNECTION_LOST, GONE, phase=ENTERING)
 
 

@@ -5,14 +5,13 @@ engine's op number.
 
 A small collective does not use the engine: its contribution travels with the start vote, and the
 result comes with Started. If the result is final, the collective has committed: the master has sent
-the result to all, so every living peer gets it unless the master dies. For that case each peer
-keeps the result until it has heard that no peer lacks it. If the result is not final, the
-collective is COMPLETE, and the peers vote on it. The user's memory is written when it has
-committed.
+the result to all, so every living peer gets it unless the master dies. In case the master dies,
+each peer keeps the result until it has heard that no peer lacks it. If the result is not final, the
+collective is COMPLETE, and the peers vote on it. The user's memory is written after the commit.
 
-A collective ends when two things are known, in either order: the outcome (Finished, an error of the
-start round, or the end of the run), and that the engine is settled: it no longer refers to the
-user's memory, and has restored it unless the outcome is a commit. Then the call is answered.
+A collective ends when its outcome is known and the engine is settled, in either order. The outcome
+is Finished, an error of the start round, or the end of the run. A settled engine no longer refers
+to the user's memory, and has restored it unless the outcome is a commit. Then the call is answered.
 """
 
 from __future__ import annotations
@@ -63,22 +62,22 @@ def tag_of_send(tag: int, pair: tuple[int, ...]) -> int:
 
 
 class Collectives(Part):
-    """All collectives for which this peer has voted and whose calls are not answered."""
+    """This peer's collectives, from the vote to the answer of the call."""
 
     def __init__(
         self,
         common: Common,
-        # called, with call and title, for a collective that has succeeded for the others after its
-        # caller had left
+        # called with call and title if a collective has succeeded for the others after its caller
+        # had left
         succeeded_without: Callable[[int, str], None],
     ) -> None:
         super().__init__(common)
         self._succeeded_without = succeeded_without
         self._by_call: dict[int, Collective] = {}
-        self.started: dict[int, Collective] = {}  # those that have started and have no outcome
+        self.started: dict[int, Collective] = {}  # started collectives without an outcome
         self._small: deque[m.Small] = deque()  # results that others may lack
         self._outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES_KEPT)
-        self._unvoted: set[int] = set()  # those that Resume reported without a vote
+        self._unvoted: set[int] = set()  # collectives that Resume reported without a vote
 
     def __len__(self) -> int:
         return len(self._by_call)
@@ -98,7 +97,7 @@ class Collectives(Part):
     # ---- the start ----
 
     def enter(self, one: Collective, sent: bool) -> None:
-        """A caller enters a collective; `sent`: its vote was already sent."""
+        """A caller enters a collective; `sent`: the vote was already sent."""
         self._by_call[one.call] = one
         one.settled = one.data is not None
         if not one.settled:
@@ -242,8 +241,8 @@ class Collectives(Part):
     def stream_lost(self, stream: int, why: str, up: bool) -> None:
         """A stream is lost, perhaps with data that an op had queued there.
 
-        The engine may have forgotten that op; then only this object knows that a neighbor waits.
-        A direct stream that was never `up` has carried nothing, and its rows go around the rings.
+        If the engine has forgotten the op, only this object knows that a neighbor waits. A direct
+        stream that was never `up` has carried no data, and its rows go around the rings.
         """
         if stream in self._streams.ring or (up and self._streams.is_direct(stream)):
             self._stall([one for one in self._by_call.values() if not one.pair], why)
@@ -308,7 +307,7 @@ class Collectives(Part):
             self._outbox.do(AbortOp(one.call))
 
     def _conclude(self, one: Collective) -> None:
-        """Answers the call when the outcome is known and the engine settled."""
+        """Answers the call when the outcome is known and the engine is settled."""
         if one.parting is not None and one.settled and not one.answered:
             one.answered = True
             self._outbox.do(one.parting)

@@ -52,8 +52,9 @@ class CloseStream(Effect):
 class StartOp(Effect):
     """Start the registered op of a collective, on these rings.
 
-    `calls`: the call of the predecessor in each ring, which may have sent before the start; empty:
-    none has. `direct`: streams to the receivers of rows, by rank; 0, or none: around the rings.
+    `calls`: the call of the predecessor in each ring, if the predecessor may have sent before the
+    start; empty: none has. `direct`: streams to the receivers of rows, by rank; if one is 0, or
+    missing, its rows go around the rings.
     """
 
     op: int
@@ -66,9 +67,9 @@ class StartOp(Effect):
 
 
 class EagerOp(Effect):
-    """Send what the registered op of a collective may send before it starts.
+    """Let the registered op of a collective send before it starts.
 
-    If it then starts on other streams, what was sent is void.
+    If the op then starts on other streams, the data sent before is void.
     """
 
     op: int
@@ -79,7 +80,7 @@ class EagerOp(Effect):
 class End(Struct, frozen=True):
     """A stream of a transfer, and the slot of its receiver.
 
-    A receiver's slot is its position in the group, and the same at all holders.
+    A receiver's slot is its position in the group. All holders use the same slot.
     """
 
     stream: int
@@ -129,17 +130,17 @@ class Answer(Effect):
 
 
 class Fault(Enum):
-    """The kind of a failure, which its result alone may not tell; the value is its exception."""
+    """The kind of a failure, more exact than its result; the value is its exception."""
 
     OTHER = errors.PCCLError
-    PEER_LOST = errors.PeerLostError  # or it has failed
+    PEER_LOST = errors.PeerLostError  # a peer is lost or has failed
     MASTER_LOST = errors.MasterLostError
     KICKED = errors.KickedError
     MISMATCH = errors.MismatchError
     TIMEOUT = errors.PCCLTimeoutError
     DIVERGENCE = errors.DivergenceError
     FINISHED = errors.RunFinishedError
-    REORDERED = errors.RanksChangedError  # and no peer is lost
+    REORDERED = errors.RanksChangedError  # ranks have changed, and no peer is lost
     TOO_FEW_PEERS = errors.TooFewPeersError  # fewer than the min_peers of the shared state
 
 
@@ -158,10 +159,10 @@ class Fail(Effect):
 
 
 class Follow(Effect):
-    """A synchronization has a new plan, which voids what was fetched before.
+    """A synchronization has a new plan, which voids all fetched data.
 
-    If the plan lists entries to fetch, the caller fetches them and votes with `fetched`. If it is
-    `resumed`, the current fetch continues, and what it has fetched stays valid.
+    If the plan lists entries to fetch, the caller fetches them and votes with `fetched`. If the
+    plan is `resumed`, the current fetch continues, and its data stays valid.
     """
 
     call: int
@@ -172,7 +173,7 @@ class Follow(Effect):
 class Measure(Effect):
     """A probe: the caller must fetch from all these holders at once, and call `measured`.
 
-    It voids an earlier probe; without holders there is no new one.
+    A probe voids the previous one. Without holders, there is no new probe.
     """
 
     call: int
@@ -181,7 +182,7 @@ class Measure(Effect):
 
 
 class Fetched(Effect):
-    """A fetch has ended: all has arrived, and must be verified (`ok`), or it failed."""
+    """A fetch has ended: all data has arrived and must be verified (`ok`), or the fetch failed."""
 
     call: int
     seq: int
@@ -190,7 +191,7 @@ class Fetched(Effect):
 
 
 class Arrange(Effect):
-    """The master says where this peer meets another one, or that two others meet here."""
+    """The master arranges a meeting of this peer and another one, or of two others here."""
 
     message: m.Rendezvous
 
@@ -203,9 +204,9 @@ class Waits(Effect):
 
 
 class MembersChanged(Effect):
-    """Log which peers have joined or left the group, with the reason; it has `size` peers now.
+    """Log which peers have joined or left the group, with the reason; `size` is its new size.
 
-    `begun`: the group has completed a call, so a newcomer is worth a warning.
+    `begun`: the group has completed a call, so a newcomer deserves a warning.
     """
 
     joined: tuple[str, ...]

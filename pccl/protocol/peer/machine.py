@@ -3,17 +3,18 @@
 Theory of operation
 -------------------
 
-Three kinds of events come in: calls of the API (each with a number, `call`, that the caller never
-uses twice), messages of the master, and events of the lane engine. Effects come out, to be
+Three kinds of events come in: API calls (each with a number, `call`, that the caller never uses
+twice), messages of the master, and events of the lane engine. Effects come out, to be
 performed in order: messages to send, commands to the engine, and answers to calls.
 
-When the connection to the master breaks (`disconnected`), nothing is sent, while the engine works
-on. On the next connection `Resume` tells the master everything that it may need (a peer that was
-not accepted yet says `Hello` again). When it answers `Resumed`, the peer votes again in all rounds
-in which calls still wait, because votes and answers in transit were lost with the connection.
+When the connection to the master breaks (`disconnected`), the peer sends no messages, while the
+engine continues. On the next connection, `Resume` tells the master everything that it may need (a
+peer that was not accepted yet sends `Hello` again). When the master answers `Resumed`, the peer
+votes again in all rounds in which calls still wait, because votes and answers in transit were lost
+with the connection.
 
 A caller may leave before its call ends (`cancel`, and `time_out` while the master is away). Then
-its call ends as soon as the engine is settled, and may remain as an abandoned one (state.py).
+the call ends when the engine is settled, and may remain as an abandoned call (state.py).
 
 Parts
 -----
@@ -122,7 +123,7 @@ class Peer:
     def heard_if_free(self) -> int | None:
         """The `heard` of a vote for a small collective; None if the call cannot vote at once.
 
-        If it can, the vote is all that such a call would send.
+        If it can, the call would send only this vote.
         """
         known = self.knowledge
         free = self._outbox.known and known.over is None and not self._abandoned
@@ -155,8 +156,8 @@ class Peer:
         """Answered with a bool. `stuck`: until then this peer makes no other call.
 
         `patient`: while all voters are patient, the answer False is held back (see `hurry`).
-        `grace`: members that have not voted when it is over are dropped; None: this peer waits for
-        all.
+        `grace`: members that have not voted at its end are dropped; None: this peer waits for all
+        members.
         """
         vote = m.PendingVote(call, stuck, patient)
         if grace is not None:
@@ -170,7 +171,7 @@ class Peer:
         return self._outbox.take()
 
     def inquire(self, call: int) -> list[Effect]:
-        """Asks what a call waits for. The answer, if there is one, is a `Waits`."""
+        """Asks what a call waits for. The answer, if any, is a `Waits`."""
         one = self.collectives.get(call)
         if self.number:
             self._outbox.send(m.Inquire(call, 0 if one is None else one.seq))
@@ -184,7 +185,7 @@ class Peer:
     def sync(self, call: int, serve_op: int, manifest: m.Manifest) -> list[Effect]:
         """Answered with a `Synced`; zero or more `Follow` effects come before.
 
-        `serve_op` is a fresh op number under which the offered content is served.
+        `serve_op` is a fresh op number, which serves the offered content.
         """
         return self._transfer(Transfer(call, serve_op, m.SyncVote(call, manifest)))
 
@@ -198,7 +199,7 @@ class Peer:
     def fetch(self, op: int, seq: int) -> list[Effect]:
         """Starts fetching by a plan or probe; the caller knows the memory of `op`.
 
-        Does nothing if a newer one, or the end, came in between.
+        Does nothing if a newer plan or probe, or the end, came in between.
         """
         self.transfers.fetch(op, seq)
         return self._outbox.take()
@@ -221,7 +222,7 @@ class Peer:
         return self._enter(one.call, place, lambda: self.transfers.enter(one))
 
     def _enter(self, call: int, place: int | str, enter: Callable[[], None]) -> list[Effect]:
-        """A call enters as soon as there is no abandoned call in its place."""
+        """A call enters when there is no abandoned call in its place."""
         if not self._dead(call) and not self._abandoned.keeps(call, place, enter):
             enter()
         return self._outbox.take()
@@ -238,8 +239,8 @@ class Peer:
     def time_out(self, call: int, why: str) -> list[Effect]:
         """The caller's time is up. The call is still answered, with its result or a failure.
 
-        Only the master knows whether the call has ended already. It is not asked if this peer's own
-        vote makes the call fail, and cannot be asked while it is away.
+        Only the master knows whether the call has already ended. The peer does not ask the master
+        if its own vote makes the call fail, and cannot ask while the master is away.
         """
         one = self.collectives.get(call)
         if self.over is not None or call in self._abandoned:
@@ -399,7 +400,7 @@ class Peer:
     # ---- the engine ----
 
     def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Effect]:
-        """An op holds its whole result; the caller must verify what a fetch has brought."""
+        """An op holds its whole result; the caller must verify the data of a fetch."""
         one = self.collectives.get(op)
         if one is not None:
             self.collectives.complete(one, settled, tx, rx)
@@ -430,8 +431,8 @@ class Peer:
     ) -> list[Effect]:
         """An op cannot complete.
 
-        If `starved` is not 0, the op of a transfer can be started again, and only lacks a stream to
-        a holder or receiver; it is the sequence number of the plan in which that happened.
+        If `starved` is not 0, the op of a transfer can start again, and only lacks a stream to a
+        holder or receiver. `starved` is the sequence number of the plan at that time.
         """
         one = self.collectives.get(op)
         why = f"it ran out of memory: {why}" if cause is m.Cause.MEMORY else why
@@ -460,8 +461,8 @@ class Peer:
     def unreached(self, info: m.PeerInfo, why: str, stream: int = 0) -> list[Effect]:
         """No stream to a peer could be opened. Ops that need it fail (`engine_failed`).
 
-        It is not reported in a probe, where it is a result because a ring may have other
-        neighbors, or for a direct stream. `stream`: the lost one; `stream_lost` follows.
+        The peer does not report it for a direct stream, or in a probe: there it is a result,
+        because a ring may have other neighbors. `stream`: the lost stream; `stream_lost` follows.
         """
         transfer = self.transfers.current
         if self._streams.is_direct(stream):
@@ -489,7 +490,7 @@ class Peer:
         hello, known = self._hello, self.knowledge
         if self.over is not None or hello is None:
             return self._outbox.take()
-        if not known.accepted:  # and so it knows nothing of the run
+        if not known.accepted:  # so it knows nothing of the run
             known.plan, known.world = NO_PLAN, NO_WORLD
             self._outbox.do(Send(hello))
             return self._outbox.take()
@@ -536,7 +537,7 @@ class Peer:
         for call in self._abandoned.calls:
             one = self.collectives.get(call)
             if self.over is not None:
-                return  # one of them has succeeded for the others
+                return  # the call has succeeded for the others
             if one is not None and one.unstarted:
                 self.collectives.void(one)
             elif one is None:
@@ -561,7 +562,7 @@ class Peer:
     def _end(
         self, result: Result, why: str, fault: Fault = Fault.OTHER, now: Fault | None = None
     ) -> None:
-        """Ends the membership: all calls fail; those that wait with the fault `now`, if any."""
+        """Ends the membership: all calls fail; waiting calls fail with the fault `now`, if any."""
         self._outbox.known = False  # nothing is sent from now on
         why = m.personal(why, self.number)
         self.knowledge.over = Fail(0, result, why, fault)

@@ -1,15 +1,16 @@
 """A peer's state: its run, and the calls whose callers have left before the outcome.
 
-A caller leaves by an exception, or when its time is up while the master is away, which alone knows
-the outcome. The call then ends at once: the engine's op is aborted, and the call is answered when
-the engine is settled. But the master may have the vote, and may start the call. Until this peer
-knows, the call is an *abandoned call*, and this peer votes no if it is asked. Meanwhile no other
-call in the same *place* (a collective with the same tag, or the same round) is sent to the master.
-So every message of the master, even after a restart, clearly belongs to one of the two calls.
+A caller leaves by an exception, or when its time is up while the master is away; only the master
+knows the outcome. The call then ends at once: the engine's op is aborted, and the call is answered
+when the engine is settled. But the master may have the vote, and may start the call. Until this
+peer knows, the call is an *abandoned call*, and if the call starts, this peer votes no. Meanwhile
+this peer sends the master no other call in the same *place* (a collective with the same tag, or the
+same round). So every message of the master, even after a restart, clearly belongs to one of the two
+calls.
 
-The call may have succeeded for the other peers. If its caller was told that its time was up, this
-peer must leave the run, because peers of a run never continue with different outcomes. A caller
-that left by an exception was told no outcome, so the peer stays.
+The call may have succeeded for the other peers. If the caller received a time-out, this peer must
+leave the run, because peers of a run never continue with different outcomes. If the caller left by
+an exception, it received no outcome, so the peer stays.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from pccl.protocol.tuning import DEFAULTS, Conditions, Settings
 NO_PLAN = m.Plan(0, (), (), 0)
 NO_WORLD = m.World(0, 0, 0, 0)
 
-# Messages arrive in order: a peer that has heard of the start of a collective has heard of all
-# outcomes before it. So other peers lack at most as many outcomes as there are collectives at once.
+# Messages arrive in order: a peer that has heard of a collective's start has heard of all earlier
+# outcomes. So other peers lack at most as many outcomes as there are collectives at once.
 OUTCOMES_KEPT = 1024
-FAILURE_CHARS_KEPT = 1 << 17  # in the failures' texts: the master limits the size of a Resume
+FAILURE_CHARS_KEPT = 1 << 17  # of the failures' texts: the master limits the size of a Resume
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Knowledge:
 
     @property
     def by_rank(self) -> tuple[int, ...]:
-        """The peers by rank; a peer that is alone has a rank too."""
+        """The peers by rank; a lone peer has a rank, too."""
         return self.plan.rings[0].order if self.plan.rings else (self.number,)
 
     @property
@@ -84,7 +85,7 @@ class Knowledge:
             self.failures.popleft()
 
     def all_saw(self, seq: int) -> None:
-        """All members of the group have heard of a seq, and so of all before it."""
+        """All members of the group have heard of a seq, and so of all earlier ones."""
         if self.failures and self.failures[0].seq < seq:
             left = [one for one in self.failures if one.seq > seq or one.is_run_wide]
             self.failures = deque(left, OUTCOMES_KEPT)
@@ -106,7 +107,7 @@ class AbandonedCalls:
 
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}  # by abandoned call: its place
-        self._late: set[int] = set()  # those whose callers were told of a time-out
+        self._late: set[int] = set()  # calls whose callers received a time-out
         self._behind: dict[Place, dict[int, Enter]] = {}  # functions that enter the waiting calls
 
     def __len__(self) -> int:
@@ -120,7 +121,7 @@ class AbandonedCalls:
         return list(self._places)
 
     def add(self, call: int, place: Place, late: bool) -> None:
-        """Adds an abandoned call in a place; `late`: its caller was told of a time-out."""
+        """Adds an abandoned call in a place; `late`: its caller received a time-out."""
         self._places[call] = place
         self._late |= {call} if late else set()
 
@@ -130,8 +131,8 @@ class AbandonedCalls:
     def succeeded(self, call: int, before: m.Done, done: m.Done) -> str:
         """The name of an abandoned call's round if the round has committed since; else empty.
 
-        The call took part in it: the round needed this peer's vote, and this peer has made no other
-        call of that kind since.
+        The abandoned call took part in the round: the round needed this peer's vote, and this peer
+        has made no other call of that kind since.
         """
         rounds = {
             m.TopologyVote: (Kind.TOPOLOGY, before.topology < done.topology),
@@ -167,7 +168,7 @@ class AbandonedCalls:
                 enter()
 
     def clear(self) -> list[int]:
-        """Forgets all of them. Returns the calls that waited for them and will not enter."""
+        """Forgets all abandoned calls. Returns the calls that waited for them."""
         waiting = [call for behind in self._behind.values() for call in behind]
         self._places.clear()
         self._late.clear()

@@ -1,10 +1,10 @@
-"""A peer's streams: of its rings, to receivers of rows, of sends, and others.
+"""A peer's streams: for its rings, for receivers of rows, for sends, and others.
 
-The rings' streams belong to an epoch. The first collective of a new epoch closes the old ones and
-opens new ones. No call still needs the old ones, because an epoch ends only when no collective is
-running or all are interrupted. Direct streams, to members that are not next on a ring, belong to
-the epoch as well. A peer opens them when it first has rows for these members. If one cannot
-connect, the rows travel around the rings, and no peer is blamed.
+The rings' streams belong to an epoch. The first collective of a new epoch closes the old streams
+and opens new ones. No call still needs the old streams, because an epoch ends only when no
+collective is running or all are interrupted. Direct streams lead to members that are not next on a
+ring, and belong to the epoch, too. A peer opens them when it first has rows for these members. If a
+direct stream cannot connect, the rows travel around the rings, and no peer is blamed.
 
 When a collective has committed in an epoch, all members have streams of that epoch. From then on, a
 peer may send data to its successors before the master starts a collective. The successors hold the
@@ -54,7 +54,7 @@ class Streams:
     def renew(self, epoch: int) -> None:
         """Closes the streams of an epoch, and opens the streams of another one.
 
-        Direct ones are opened when they are needed.
+        Direct streams are opened when they are needed.
         """
         if self.epoch == epoch:
             return
@@ -72,7 +72,7 @@ class Streams:
 
     @property
     def ready(self) -> bool:
-        """True if the successors hold data that is sent to them before a collective starts."""
+        """True if the successors hold data sent to them before a collective starts."""
         return bool(self.ring) and self.epoch == self.proven == self._knowledge.plan.epoch
 
     # ---- to receivers of rows ----
@@ -115,7 +115,7 @@ class Streams:
         self.close(self._sends.pop(peer) for peer in sorted(gone))
 
     def lost(self, stream: int) -> None:
-        """A direct stream, or one of a send, is lost; another one is opened when it is needed."""
+        """A direct stream or a send's stream is lost; another is opened when it is needed."""
         for streams in (self._direct, self._sends):
             for peer in [peer for peer, each in streams.items() if each == stream]:
                 self._lost.add(streams.pop(peer))
@@ -135,7 +135,7 @@ class Common:
         self.knowledge, self.outbox = knowledge, Outbox()
         self.streams = Streams(knowledge, self.outbox)
         self.abandoned = AbandonedCalls()
-        # calls that the master is asked to take back, until it answers, and why
+        # calls that the master was asked to take back, and why, until it answers
         self.withdrawals: dict[int, str] = {}
 
 

@@ -3,11 +3,11 @@
 Synchronizations transfer the shared state; optimizations transfer random bytes to measure links. A
 peer takes part in one of them at a time.
 
-A peer serves its content from its vote on, and fetches what the current plan requires. A plan says
-which peers fetch which entries from which holders. The master may replace it, for example when a
-holder has died or another receiver has failed. If the new plan requires the same content, the fetch
-continues with the new holders; otherwise it is void. Entries that a fetch in place may have
-overwritten are never offered again, neither by this peer nor by the master.
+A peer serves its content from its vote on, and fetches the content that the current plan requires.
+A plan says which peers fetch which entries from which holders. The master may replace a plan, for
+example when a holder has died or another receiver has failed. If the new plan requires the same
+content, the fetch continues with the new holders; otherwise the fetch is void. If a fetch in place
+may have overwritten entries, neither this peer nor the master offers them again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Transfer:
     content: Content | None = None  # what to fetch; None: content does not matter
     serves: bool = False  # whether this peer serves any other one under the plan
     group: m.Plan | None = None  # the group when the plan was made: slots are places in it
-    broken: str = ""  # why nothing can be served; empty if it can
+    broken: str = ""  # why serving is impossible; empty if it is possible
     fetch_op: int = 0
     fetched: bool = False  # whether everything in the plan has been fetched
     overwritten: set[int] = field(default_factory=set)  # entries, by fetches in place
@@ -101,7 +101,7 @@ class Transfers(Part):
         return one if one is not None and one.call == call else None
 
     def _by(self, seq: int) -> Transfer | None:
-        """The transfer, if this is the number of its current plan."""
+        """The transfer, if `seq` is the number of its current plan."""
         one = self.open
         return one if one is not None and one.planned and one.seq == seq else None
 
@@ -229,13 +229,13 @@ class Transfers(Part):
             self._outbox.send(m.Progress(one.seq, done))
 
     def fail(self, op: int, why: str, starved: int) -> None:
-        """An op has failed; `starved`: only for lack of streams, under the plan of this number."""
+        """An op has failed; `starved`: the number of the plan, if the op only lacked streams."""
         one = self.current
         if one is not None and op == one.serve_op:
             self._serve_failed(one, why, starved)
         elif one is not None and op == one.fetch_op and one.planned:
             if starved and starved != one.seq:
-                return  # it has got other holders since
+                return  # the fetch has got other holders since
             if not starved:
                 self._void_fetch(one)
             self._report(one, False, why)
@@ -249,7 +249,7 @@ class Transfers(Part):
             self._conclude(one)
 
     def _serve_failed(self, one: Transfer, why: str, starved: int) -> None:
-        """Serving has failed: one receiver, or all, may wait forever."""
+        """Serving has failed: one receiver or all may wait forever."""
         if not starved:
             one.broken = why
         if one.serves and starved in (0, one.seq):
@@ -282,8 +282,8 @@ class Transfers(Part):
     def _without_us(self, one: Transfer, result: m.SyncResult) -> Fail | None:
         """Why this peer had no part in a synchronization that is over; None if it had.
 
-        This follows from its manifest and the result alone. So a peer that missed the result, and
-        learns it from a restarted master, draws the same conclusion as a peer that received it.
+        This follows only from the peer's manifest and the result. So a peer that learns the result
+        from a restarted master draws the same conclusion as a peer that received it.
         """
         assert isinstance(one.vote, m.SyncVote)
         manifest = one.vote.manifest
@@ -379,6 +379,6 @@ class Transfers(Part):
 
 
 def _slot(one: Transfer, receiver: int) -> int:
-    """A receiver's number at its holders: its place in the group, the same on both sides."""
+    """A receiver's slot at its holders: its place in the group, the same on both sides."""
     assert one.group is not None
     return [info.peer for info in one.group.peers].index(receiver)

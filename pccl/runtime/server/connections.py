@@ -1,9 +1,9 @@
 """The connections to a master: their limits, their identities, and their loss.
 
-libzmq limits the size of a frame, but neither the number of frames of a message nor the time until
-a connection's first message. Incomplete messages take libzmq's memory, which is not visible here.
-But the system counts the bytes that a connection has received. If they grow without a complete
-message, that is an attack, and the connection is cut. Systems that do not count (all except Linux)
+libzmq limits the size of a frame. It limits neither the number of frames in a message nor the time
+until a connection's first message. Incomplete messages take libzmq's memory, which is not visible
+here. But Linux counts the bytes that a connection has received. If this count grows without a
+complete message, that is an attack, and the connection is cut. Other systems do not count, so they
 only have limits of time and number.
 
 An empty frame takes 2 bytes on the wire and 64 in memory. So strangers (connections that have not
@@ -11,27 +11,28 @@ sent a message) can take at most 32 times STRANGERS_BYTES of a master's memory, 
 arrives between two checks.
 
 If the system has no descriptor for a new connection, libzmq retries in a busy loop, and it cannot
-stop listening without closing the existing connections. So `Reserve` keeps a few descriptors. It
-gives them up then, and new connections are accepted and closed at once until there is room again.
+stop listening without closing the existing connections. So `Reserve` keeps a few descriptors for
+this case. When it gives them up, new connections are accepted and closed at once until there is
+room again.
 
 A connection is identified by the routing id that the ROUTER gives it, which is never reused. The
 socket's monitor reports lost connections, but only by file descriptor. A connection's first message
-reveals its descriptor. Messages and monitor events are two queues without a common order,
-and descriptors are reused, so:
+reveals its descriptor. Messages and monitor events are two queues without a common order, and
+descriptors are reused. So:
 
 - The monitor is read before a connection's first message. A connection is accepted before it can
   send, so by then all events of earlier users of its descriptor have been read.
-- If a first message arrives on the descriptor of another connection, that other one is lost.
-- If a first message arrives from a connection that the monitor has already reported as lost, it is
-  lost at once, because the monitor will not report it again.
-- If the descriptor has another user by then, the loss goes unnoticed at first. But sending to a
-  lost connection fails, which is evidence too.
-- A lost connection is *buried*, that is, its loss is handled, after all its messages were read. So
-  a peer that leaves and closes its connection is seen to leave.
+- If a first message arrives on the descriptor of another connection, the other connection is lost.
+- If a first message arrives after the monitor has reported the loss of its connection, the
+  connection counts as lost at once, because the monitor will not report it again.
+- If another connection uses the descriptor by then, the loss goes unnoticed at first. But sending
+  to a lost connection fails, and this shows the loss, too.
+- A lost connection is *buried* (its loss is handled) after all its messages were read. So if a peer
+  leaves and closes its connection, its Leave is still read.
 - Messages of a buried connection are ignored, so that they do not look like a new connection.
 
-Messages of a dropped connection are ignored. It is closed a moment later, so that it can read the
-reason.
+Messages of a dropped connection are ignored. The connection is closed a moment later, so that the
+peer can read the reason.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Guard:
         self,
         # returns the number of bytes that a descriptor has received; None: unknown
         received: Callable[[int], int | None],
-        # the most connections; further ones are cut. Half of them may be strangers; the oldest
-        # strangers beyond that are cut.
+        # the most connections; further ones are cut. At most half of these may be strangers; if
+        # there are more, the oldest strangers are cut.
         lines_max: int,
         clock: Callable[[], float] = time.monotonic,  # measures how long a look takes
     ) -> None:
@@ -95,7 +96,7 @@ class Guard:
         self._pause_s = limits.STRANGERS_LOOK_S
 
     def accepted(self, descriptor: int, now_s: float) -> Line:
-        self._lines.pop(descriptor, None)  # the latest connections are the last ones
+        self._lines.pop(descriptor, None)  # so that the latest connections are the last ones
         line = self._lines[descriptor] = Line(descriptor, now_s)
         self._pause_s = limits.STRANGERS_LOOK_S
         self._next_s = max(self._rested_s, min(self._next_s, now_s + limits.STRANGERS_LOOK_S))
@@ -121,7 +122,7 @@ class Guard:
         return self._pause_s if self._lines else None
 
     def look(self, now_s: float, drained: bool) -> list[tuple[Line, str]]:
-        """The connections to cut, and why. Looks at them only if it is time to.
+        """The connections to cut, and why. Checks them only if a check is due.
 
         Args:
             now_s: the time by the monotonic clock.
@@ -249,7 +250,7 @@ class Connections:
         self._unreachable: set[bytes] = set()  # sending to them failed, so they are lost too
         self._dead: dict[bytes, float] = {}  # by connection, when; late messages are ignored
         self._dropped: dict[bytes, float] = {}  # by connection, when; open, but ignored
-        self._surplus: list[Line] = []  # connections that there is no room for
+        self._surplus: list[Line] = []  # connections beyond the limit
         self._stuck = False  # whether a connection could not be closed
         lines_max = max(limits.CONNECTIONS_MIN, descriptor_limit() - limits.DESCRIPTORS_SPARE)
         self._guard = Guard(received, lines_max)
@@ -324,7 +325,7 @@ class Connections:
         return conn in self._lost or conn in self._unreachable
 
     def take_lost(self, now_s: float, drained: bool) -> list[bytes]:
-        """The lost connections whose loss is to be handled now. Later messages of them are ignored.
+        """The connections whose loss must be handled now. Their later messages are ignored.
 
         Args:
             now_s: the time by the monotonic clock.
@@ -334,7 +335,7 @@ class Connections:
         if drained:
             lost += self._unreachable & self.senders.keys() - set(lost)
             self._unreachable.clear()
-            # no more messages of those that ended long ago can arrive
+            # connections that ended long ago have no messages left
             recent = {c: at for c, at in self._dead.items() if now_s - at < limits.GRACE_S}
             self._dead = recent
         for conn in lost:
@@ -344,7 +345,7 @@ class Connections:
         return lost
 
     def silent_s(self, conn: bytes) -> float | None:
-        """How long nothing has come over a connection, not even a heartbeat; None: unknown."""
+        """How long a connection has been silent, even without heartbeats; None: unknown."""
         line = self.senders.get(conn)
         info = None if line is None else tcp.of_descriptor(line.descriptor)
         return None if info is None else info.silent_s
@@ -359,7 +360,7 @@ class Connections:
         return conn not in self._dead and conn not in self._dropped
 
     def drop(self, conn: bytes) -> None:
-        """Ignores messages of a connection, and closes it when it has had time to read the
+        """Ignores messages of a connection, and closes it after the peer had time to read the
         reason."""
         if conn in self.senders:
             self._dropped[conn] = time.monotonic()
@@ -411,10 +412,10 @@ class Connections:
         return self._guard.patience_s
 
     def _shed(self) -> None:
-        """Closes connections that there is no room for.
+        """Closes surplus connections.
 
-        If such a connection is lost already, a newer one may have its descriptor, and there is no
-        room for that one either.
+        If such a connection is already lost, a newer one may have its descriptor; there is no room
+        for the newer one either.
         """
         while self._surplus:
             line = self._surplus.pop()
@@ -422,7 +423,7 @@ class Connections:
                 self._shutter.shut(line.descriptor, partial(self._guard.holds, line))
 
     def _shut(self, line: Line) -> bool:
-        """Shuts a connection down. Returns False if that must be tried again: it may be open."""
+        """Shuts a connection down. Returns False if it may still be open: try again."""
 
         def is_that_one() -> bool:
             self.read_monitor()

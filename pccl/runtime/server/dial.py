@@ -1,13 +1,13 @@
 """Dials peers back to check that they can be reached, without ever blocking.
 
-A dial has two steps. First it connects and waits for the greeting that a ZeroMQ socket sends to a
-new connection. It sends nothing to other services. Then it does the handshake of a stream, with the
-peer's password or key, which only the peer itself knows. This proves that the peer was reached, and
-not another process behind a wrong port forwarding.
+A dial has two steps. First it connects, and waits for the greeting that a ZeroMQ socket sends to a
+new connection; it sends nothing to other services. Then it does the handshake of a stream, with the
+peer's password or key, which only the peer itself knows. The handshake proves that the dial reached
+the peer, and not another process behind a wrong port forwarding.
 
-Any process may request a dial, but must not learn from it what else is in the master's network:
-docs/internals/protocol.md ("A peer that cannot be reached") says what it learns, and has the
-limits. Names are resolved (in a thread) only for dials that the master itself makes.
+Any process may request a dial, but must not explore the master's network in this way:
+docs/internals/protocol.md ("A peer that cannot be reached") says what the process learns, and has
+the limits. Names are resolved (in a thread) only for the master's own dials.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNTOLD = "it has not proven that it is there"
 NAME = "dial"  # the master's user name in a handshake, as in c/pccl_core.h
 TOKEN = re.compile(r"[0-9a-f]{16,64}")
 
-# The cost of a dial for its asker, which has an allowance of ASKER_MAX and regains 1 a second.
+# The cost of a dial for its asker. An asker has an allowance of ASKER_MAX, and regains 1 a second.
 OWN_COST, OTHER_COST, ASKER_MAX = 1, 4, 64
 
 Then = Callable[[str | None], None]
@@ -100,10 +100,10 @@ class Dialler:
         asker: str | None = None,
         slow: Callable[[], None] | None = None,
     ) -> None:
-        """Begins a dial. If it cannot be made, or a limit is reached, calls `then` at once.
+        """Begins a dial. If it is impossible, or a limit is reached, calls `then` at once.
 
         Args:
-            target: the peer to dial. Its host may only be a name if the master itself asks.
+            target: the peer to dial. Its host may be a name only if the master itself asks.
             now_s: the time by the monotonic clock.
             then: called with the result.
             asker: the host that requests the dial; None: the master itself.
@@ -168,8 +168,8 @@ class Dialler:
     def _resolved(self, dial: _Dial) -> None:
         """Continues a dial when its name is resolved.
 
-        If the master finds no address, that is no evidence against the peer. Nor is an address that
-        does not answer, if there are others.
+        If the master finds no address, this is no evidence against the peer. Neither is an address
+        that does not answer, if there are others.
         """
         assert dial.found is not None
         dial.certain = False  # until the look-up ends
@@ -197,7 +197,7 @@ class Dialler:
     # ---- limits ----
 
     def _provable(self, target: Target) -> bool:
-        """True if the target has a key or a password to prove its identity with."""
+        """True if the target has a key or a password, to prove its identity."""
         if self._keys is not None:
             return KEY.fullmatch(target.curve) is not None
         return TOKEN.fullmatch(target.token) is not None
@@ -307,7 +307,7 @@ def dial_hosts(
     then: Then,  # as in `Dialler.dial`
     asker: str | None = None,  # as in `Dialler.dial`
 ) -> None:
-    """Dials a peer at its first host; if that fails or is slow, at all. Calls `then` once."""
+    """Dials a peer at its first host, then at all if that fails or is slow. Calls `then` once."""
     answers: dict[str, str | None] = dict.fromkeys(hosts)
     left = [*answers]
     others = left[1:]

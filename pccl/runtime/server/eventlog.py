@@ -1,12 +1,12 @@
-"""The files of a master's event log. Its lines are described in protocol/master/eventlog.py.
+"""The files of a master's event log. protocol/master/eventlog.py describes the lines.
 
-The current file is FILE; FILE.1 is the one before it, and so on. The part of a file that one master
-has written begins with a head, which says whether lines of this part are missing. The head has a
-fixed width, so that it can be overwritten in place, even on a full disk.
+The current file is FILE, the one before it is FILE.1, and so on. Each master's part of a file
+begins with a head, which says whether lines of this part are missing. The head has a fixed width,
+so that it can be overwritten in place, even on a full disk.
 
-The service thread makes the lines, and a separate thread writes them, so that a disk that hangs
-does not stop the service. If writing fails, the thread logs that once and retries. If more than
-`EVENT_LOG_WAITING_BYTES` of lines wait, the following ones are lost, and a line says so.
+The service thread makes the lines, and a separate thread writes them, so a hanging disk does not
+stop the service. If writing fails, the thread logs this once and retries. If more than
+`EVENT_LOG_WAITING_BYTES` of lines wait, further lines are lost, and a later line says so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEAD_START = b'{"type":"pccl event log",'
 
 
 class Head(Struct, frozen=True, tag="pccl event log"):
-    """The first line of a part that one master has written into a file."""
+    """The first line of one master's part of a file."""
 
     version: int  # the version of this format
     pccl: str  # the master's version of pccl
@@ -54,24 +54,24 @@ class Head(Struct, frozen=True, tag="pccl event log"):
 
 
 class EventLogError(Exception):
-    """An event log cannot be used. The text says which one and why."""
+    """An event log cannot be used. The text names it and says why."""
 
 
 class Damaged(NamedTuple):
-    """A line that cannot be read. `torn`: its master ended while it wrote the line."""
+    """An unreadable line. `torn`: its master ended while it wrote the line."""
 
     why: str
     torn: bool
 
 
 class EventFile:
-    """An open event log, and its lock; to be used by one thread at a time.
+    """An open event log and its lock, for one thread at a time.
 
     Args:
         path: the file; created if it does not exist, else continued.
 
     Raises:
-        EventLogError: another master uses it, it cannot be opened, or it is some other file.
+        EventLogError: another master uses the file, it cannot be opened, or it is no event log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,13 +109,13 @@ class EventFile:
         Args:
             data: whole lines.
             number: the number of the first one, among all lines of this master.
-            missing: how many lines are lost after these, as the last of these says.
+            missing: how many lines are lost after these; the last of these says the same.
 
         Raises:
             OSError: they could not be written. The caller may retry.
         """
         if self._file is not None and identity(self.path) != self._identity:
-            self._shut()  # the file was removed or replaced, with the earlier lines
+            self._shut()  # the file was removed or replaced, with its earlier lines
         if self._file is None:
             self._open(number)
         elif self._size + len(data) > limits.EVENT_LOG_BYTES and self._size > HEAD_BYTES:
@@ -170,12 +170,12 @@ class EventFile:
         assert self._file is not None
         self._file.seek(self._size)
         rest = memoryview(data)
-        while rest:  # a disk that is about to be full takes less
+        while rest:  # an almost full disk takes less
             rest = rest[self._file.write(rest) :]
         self._size += len(data)
 
     def _cut(self) -> None:
-        """Removes lines that were written only in part."""
+        """Removes partly written lines."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.truncate(self._size)
@@ -200,7 +200,7 @@ def numbered(path: Path, number: int) -> Path:
 
 
 def files(path: Path) -> list[Path]:
-    """The files of a log that are there, the oldest first."""
+    """The existing files of a log, the oldest first."""
     found = [numbered(path, number) for number in range(limits.EVENT_LOG_FILES)]
     return [file for file in reversed(found) if file.exists()]
 
@@ -253,7 +253,7 @@ UNKNOWN = -1  # an unknown number of lines is missing
 
 
 class EventLog:
-    """An event log, and the thread that writes it. To be used by one thread.
+    """An event log and the thread that writes it, for use by one thread.
 
     Raises EventLogError: it cannot be used.
     """
@@ -294,7 +294,7 @@ class EventLog:
         return effects
 
     def close(self) -> None:
-        """Writes waiting lines, if that is possible, and closes the file."""
+        """Writes waiting lines, if possible, and closes the file."""
         with self._news:
             self._ending = True
             self._news.notify_all()
@@ -351,7 +351,7 @@ class EventLog:
         return batch
 
     def _write(self, batch: list[bytes], lost: int) -> bool:
-        """Writes lines, and how many are lost after them. Returns whether that worked."""
+        """Writes lines, and how many are lost after them. Returns whether this worked."""
         why = self._failed[1] if self._failed is not None else "an error of the master"
         gap = [self._encoder.encode(Gap(lost, why)) + b"\n"] if lost else []
         try:
@@ -373,7 +373,7 @@ class EventLog:
         return True
 
     def _mark(self) -> None:
-        """Notes in the head that lines are missing, as they will be if this master ends now."""
+        """Notes in the head that lines are missing: they would be if this master ended now."""
         try:
             self._file.mark(UNKNOWN)
         except OSError as error:

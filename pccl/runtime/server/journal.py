@@ -1,19 +1,18 @@
 """The journal of a master, and the thread that writes it.
 
-A commit survives the death of the process, but not a power failure at that moment, because
-`synchronous` is NORMAL. The journal may then lack the last newcomers, which are refused and join
-again.
+SQLite's `synchronous` is NORMAL. So a commit survives the death of the process, but not a power
+failure at the same moment. After a power failure, the journal may lack the last newcomers; they are
+refused and join again.
 
-The master holds a lock on a second file while it lives. That file also says whether the journal is
-complete, by a single word that is overwritten in place, even on a full disk.
+A living master holds a lock on a second file. This file also says whether the journal is complete,
+by a single word that can be overwritten in place, even on a full disk.
 
-A separate thread writes, so that a disk that hangs does not stop the service. Changes are written
-before the messages that depend on them are sent: the service waits for the thread, but only for
-`JOURNAL_PATIENCE_S`. If that time passes, or writing fails, the master continues without the
-journal. The journal is *behind* then, the master logs that, and the thread retries until it has
-written the whole current state. A master that is restarted before that relies on the returning
-peers, as one without a journal does (protocol/master/restart.py). With `OnError.STOP` the master
-ends instead.
+A separate thread writes, so a hanging disk does not stop the service. Changes are written before
+the messages that depend on them are sent: the service waits for the thread, but only for
+`JOURNAL_PATIENCE_S`. If this time passes, or writing fails, the journal is *behind*: the master
+logs this and continues, and the thread retries until it has written the whole current state. If the
+master is restarted while the journal is behind, it relies on the returning peers, like a master
+without a journal (protocol/master/restart.py). With `OnError.STOP` the master ends instead.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ SCHEMA = f"""
 
 
 class JournalError(Exception):
-    """A journal cannot be used. The text says which one and why."""
+    """A journal cannot be used. The text names it and says why."""
 
 
 @dataclass
@@ -80,14 +79,14 @@ class State:
 
 
 class JournalFile:
-    """An open journal, and its lock; to be used by one thread at a time.
+    """An open journal and its lock, for one thread at a time.
 
     Args:
         path: the file; created if it does not exist.
         patience_s: how long to wait if another program, such as a backup, has locked the file.
 
     Raises:
-        JournalError: another master uses it, it cannot be opened, or it has another version.
+        JournalError: another master uses the file, it cannot be opened, or its version differs.
     """
 
     def __init__(self, path: Path, patience_s: float) -> None:
@@ -142,7 +141,7 @@ class JournalFile:
         return self._content.copy()
 
     def write(self, state: State) -> None:
-        """Writes what differs from the content of the file.
+        """Writes the differences from the file's content.
 
         Raises:
             OSError, sqlite3.Error, JournalError: it could not be written.
@@ -248,12 +247,12 @@ class OnError(Enum):
 
 
 class Scribe:
-    """A master's journal, and the thread that writes it. To be used by one thread.
+    """A master's journal and the thread that writes it, for use by one thread.
 
     Args:
         path: the file; created if it does not exist.
         run: the number of a new run, if the journal is empty.
-        on_error: what to do if it cannot be written.
+        on_error: what to do if the journal cannot be written.
 
     Raises:
         JournalError: it cannot be used.
@@ -273,7 +272,7 @@ class Scribe:
             if isinstance(error, JournalError):
                 raise
             raise JournalError(f"the journal {path} cannot be written: {error}") from None
-        # its content, for the master's state machine
+        # the journal's content, for the master's state machine
         self.remembered = Journal(
             state.run,
             state.incarnation,

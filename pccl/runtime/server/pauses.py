@@ -1,8 +1,8 @@
-"""Detects that this process did not run for a while: it was stopped, or the machine was asleep.
+"""Detects pauses of this process: it was stopped, or the machine was asleep.
 
-Three clocks are used. `time.monotonic` measures waits. `elapsed` also counts the sleep of the
-machine, which `time.monotonic` does not on Linux and macOS. The wall clock may be set at any
-moment, so it only dates what people read.
+The master uses three clocks. `time.monotonic` measures waits; on Linux and macOS it does not count
+the machine's sleep. `elapsed` does. The wall clock may be set at any moment, so it only dates texts
+for people.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def elapsed() -> float:
 
 
 class Pauses:
-    """The times in which this process did not run, which must not count against peers.
+    """The pauses of this process, which must not count against peers.
 
     A pause counts if it is longer than half the timeout.
 
@@ -43,8 +43,8 @@ class Pauses:
         self._running, self._elapsed = running, elapsed
         self._checked = running(), elapsed()
         self._woke_s: float | None = None  # the end of the latest pause
-        # the sum of all pauses by `time.monotonic`, which minus this is the time that the process
-        # has run
+        # the sum of all pauses by `time.monotonic`; without it, the clock shows how long the
+        # process has run
         self.total_s = 0.0
 
     def check(self, waited_s: float = 0.0) -> None:
@@ -53,7 +53,7 @@ class Pauses:
         Call it after each wait, and before anything that depends on pauses.
 
         Args:
-            waited_s: the longest time that a wait since the last check was to last.
+            waited_s: the time limit of the longest wait since the last check.
         """
         running_s, elapsed_s = self._checked
         self._checked = self._running(), self._elapsed()
@@ -74,5 +74,5 @@ class Pauses:
         return self._woke_s is not None and self._running() - self._woke_s < 2 * self._timeout_s
 
     def dealt_with(self) -> None:
-        """The pause was handled: connections that break from now on have other reasons."""
+        """The pause was handled: connections that break later have other reasons."""
         self._woke_s = None

@@ -1,7 +1,7 @@
-"""The master's loop, and the thread that it runs in.
+"""The master's loop and its thread.
 
 No connection can end the service for the others: if a message makes the state machine fail, the
-error is logged and the connection is dropped. connections.py explains how connections are
+master logs the error and drops the connection. connections.py explains how connections are
 identified.
 """
 
@@ -77,11 +77,11 @@ def _router(
 class Server:
     """A master. It listens from construction on, and serves while a thread is in `serve`.
 
-    `start` makes such a thread. It holds a lock until it ends, and sets a flag before it releases
-    the lock. `wait` uses both instead of `Thread.join`: if an exception such as KeyboardInterrupt
-    ends a join, CPython 3.11 considers the thread dead, and the process could end before the thread
-    has sent its last messages. A forked child has no such thread: `stop` and `wait` do nothing
-    there.
+    `start` makes such a thread. The thread holds a lock until it ends, and sets a flag before it
+    releases the lock. `wait` uses both instead of `Thread.join`: if an exception such as
+    KeyboardInterrupt ends a join, CPython 3.11 considers the thread dead, and the process could end
+    before the thread has sent its last messages. A forked child has no such thread, so `stop` and
+    `wait` do nothing there.
 
     Raises:
         OSError: it cannot listen at that address.
@@ -99,11 +99,11 @@ class Server:
         security: Security | None = None,
         # the file of the journal; None: a restarted master asks the peers
         state: Path | None = None,
-        # what to do if the journal cannot be written later
+        # what to do if writing the journal fails later
         on_journal_error: OnError = OnError.CONTINUE,
         # the file that records all inputs of the state machine; None: no file
         event_log: Path | None = None,
-        # host and port of HTTP, which begins with `start`; None: no HTTP
+        # host and port for HTTP, which `start` begins to serve; None: no HTTP
         http: tuple[str, int] | None = None,
     ) -> None:
         keys = None
@@ -162,7 +162,7 @@ class Server:
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _open(self, host: str, port: int, config: Config, keys: KeyPair | None) -> None:
-        """Opens everything that needs descriptors, which may run out."""
+        """Opens everything that needs descriptors; these may run out."""
         opened = self._opened
         self._waiter = Waiter()
         opened.callback(self._waiter.close)
@@ -279,8 +279,8 @@ class Server:
     def _converse(self) -> bool:
         """Reads messages and sends the answers. Returns True if no message is left.
 
-        Sending may consume the socket's notice of the next message. So answers are sent before
-        looking for it.
+        Sending may consume the socket's notice of the next message. So it sends the answers before
+        it looks for the next message.
         """
         read = 0
         while read < BATCH:
@@ -368,7 +368,7 @@ class Server:
         why: str = "",
         done: Sequence[effects.Effect] = (),
     ) -> Master:
-        """The first master, or one that replaces another: `why`, and the old one's last effects."""
+        """The first master, or one that replaces another, with `why` and the old one's effects."""
         began = inputs.Began(run, self._straggler_s, journal, why)
         master = Master.began(began, combine, secrets.token_bytes(32))
         master.now_s = time.monotonic()
@@ -385,7 +385,7 @@ class Server:
         self._perform(self._feed(event))
 
     def _begin_anew(self, why: str) -> None:
-        """Continues as after a restart, because the master was away, not its peers."""
+        """Continues as after a restart: the master was away, not its peers."""
         old = self._master
         self._flush()
         log.warning("master: %s: it goes on as after a restart", why)
@@ -457,7 +457,7 @@ class Server:
             self._happen(inputs.Rejected(conn, why))
 
     def _guarded(self, conn: bytes, make: Callable[[], inputs.Event | None]) -> None:
-        """Handles the event of a message. An exception costs only the connection that sent it."""
+        """Handles the event of a message. An exception ends only the sender's connection."""
         try:
             event = make()
             todo = [] if event is None else self._feed(event)
@@ -467,7 +467,7 @@ class Server:
         except Exception:
             log.exception("master: a message of connection %s caused an internal error", conn.hex())
             why = "an internal error of the master: see the master's log"
-            self._arriving.pop(conn, None)  # what its dial finds no longer counts
+            self._arriving.pop(conn, None)  # the result of its dial no longer counts
             todo = self._feed(inputs.Rejected(conn, why))
         self._perform(todo)
 
@@ -493,7 +493,7 @@ class Server:
         dial_hosts(self._dialler, hosts(hello, seen), target, self._awake_s, then, seen)
 
     def _receive(self, conn: bytes, data: bytes | None) -> inputs.Event | None:
-        """The event that a message is; None if its sender is dialled first."""
+        """The event for a message; None if the master first dials its sender."""
         try:
             if data is None:
                 raise m.ProtocolError("not one frame of messages")
@@ -519,8 +519,8 @@ class Server:
         return inputs.Received(conn, message)
 
     def _expect(self, resume: m.Resume) -> None:
-        """Handles the reason why a peer comes back: this process had a pause, or the loss of the
-        peer's earlier connection was not handled yet."""
+        """Handles the reason for a peer's return: this process had a pause, or has not handled the
+        loss of the peer's earlier connection yet."""
         self._pauses.check()
         if self._master.deserted(resume):
             self._begin_anew("all peers were lost, and now they come back")
@@ -535,7 +535,7 @@ class Server:
     def _perform(self, todo: list[effects.Effect]) -> None:
         last: m.MasterMessage | None = None
         data = b""
-        dials: list[effects.Dial] = []  # last: a dial may end at once, and have effects itself
+        dials: list[effects.Dial] = []  # last: a dial may end at once and have its own effects
         for effect in todo:
             match effect:
                 case effects.Send(conn, message):
@@ -569,7 +569,7 @@ class Server:
     def _flush(self) -> None:
         """Sends each connection its messages, in as few frames as possible.
 
-        The journal already has the changes that the messages depend on.
+        The journal already has the changes behind these messages.
         """
         if not self._unsent:
             return

@@ -44,7 +44,7 @@ INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def load() -> Reply:
-    """Reads the page. Its policy allows only its own script and style, by their hashes."""
+    """Reads the page. The page's policy allows only its own script and style, by their hashes."""
     text = FILE.read_bytes().decode()
     allowed = {kind: _hash(content) for kind, content in INLINE.findall(text)}
     policy = (
@@ -187,7 +187,7 @@ REQUEST = re.compile(r"([A-Z]+) (/\S*) HTTP/1\.[01]")
 HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
 TEXT, HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
 JSON, METRICS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
-NOTHING = "default-src 'none'; frame-ancestors 'none'"  # a policy: browsers load and run nothing
+NOTHING = "default-src 'none'; frame-ancestors 'none'"  # browsers must load and run nothing
 SAFE = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -226,9 +226,9 @@ def target(head: bytes, loopback: bool) -> tuple[str, bool]:
 
     Args:
         head: its first line and its headers, with the empty line after them.
-        loopback: whether only this machine is served. Then a foreign page could make a browser of
-            this machine send requests under the page's host name (DNS rebinding), so such names are
-            refused.
+        loopback: whether only this machine is served. A foreign page could make this machine's
+            browser send requests under the page's host name (DNS rebinding), so foreign names are
+            then refused.
 
     Raises:
         Unanswered: the request is refused.
@@ -250,7 +250,7 @@ def target(head: bytes, loopback: bool) -> tuple[str, bool]:
 
 
 def _is_local(host: str) -> bool:
-    """True if a Host header names this machine in a way that only the machine itself uses."""
+    """True if a Host header names this machine in a form that only the machine itself uses."""
     name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
     address = numeric(name)
     return name.lower() == "localhost" or (address is not None and address.is_loopback)
@@ -304,7 +304,7 @@ class Web:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the server. The port is free when this returns. To be called once."""
+        """Stops the server. The port is free when this returns. Must be called once."""
         if self._thread.ident is None:
             self._loop.close()
             self._socket.close()
