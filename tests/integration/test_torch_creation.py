@@ -47,25 +47,29 @@ def begin(store: dist.Store, rank: int, size: int = 2) -> ProcessGroup:
     return group
 
 
-def test_the_address_of_a_master_that_is_no_more_is_read_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Reread(dist.HashStore):
+    """A store that tells when the address of the master has been read once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.again = 0, threading.Event()
+
+    def get(self, key: str) -> bytes:
+        if key == KEY:
+            self.reads += 1
+            if self.reads > 1:
+                self.again.set()
+        return super().get(key)
+
+
+def test_the_address_of_a_master_that_is_no_more_is_read_again() -> None:
     """torchrun keeps its store, with what is in it, when it starts its processes again."""
-    store, tried = dist.HashStore(), threading.Event()
+    store = Reread()
     store.set(KEY, nobody())
-    is_open = creation._is_open
-
-    def watched(address: str, timeout_s: float) -> bool:
-        found = is_open(address, timeout_s)
-        if not found:
-            tried.set()
-        return found
-
-    monkeypatch.setattr(creation, "_is_open", watched)
 
     def member(rank: int) -> tuple[int, int]:
         if rank == 0:
-            assert tried.wait(20)
+            assert store.again.wait(20)
         group = begin(store, rank)
         found = group.getRank(), group.getSize()
         group.barrier().wait()
@@ -85,9 +89,7 @@ def test_a_group_is_created_again_before_rank_0_has_left_the_first(
     def first() -> float:
         group = begin(store, 0)
         group.barrier().wait()
-        master = group._master
-        assert master is not None
-        wait_until(lambda: any(not peer.accepted for peer in master._node.status().peers))
+        wait_until(group.communicator.are_peers_pending)
         group.shutdown()
         return again(0)
 
@@ -111,7 +113,7 @@ def test_without_a_first_member_the_address_is_not_read_for_ever() -> None:
     for address in (nobody(), ""):
         store.set(KEY, address)
         with pytest.raises(pccl.PCCLError, match="no pccl master"):
-            creation._join_the_first(store, 2, timeout=timedelta(seconds=0.1), rank=1)
+            creation.by_store(store, 1, 2, timedelta(seconds=0.1))
 
 
 def test_a_hosted_master_that_has_ended_is_not_waited_for() -> None:

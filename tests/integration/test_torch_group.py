@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -23,6 +23,7 @@ from training.groups import Groups
 
 import pccl
 from pccl import extension, kernels
+from pccl.cli.main import main
 from pccl.torch import ProcessGroup, hooks, recorder
 from pccl.torch.work import POOL
 
@@ -213,12 +214,18 @@ def test_the_profiler_shows_collectives_until_they_end(two: Groups) -> None:
     two.each(profiled)
 
 
-def test_the_flight_recorder_has_calls_of_all_groups(
-    two: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "SIZE", 3)
-    monkeypatch.setattr(recorder, "_entries", deque(maxlen=3))
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has the flight recorder read its variable again, as if the process had begun with it."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCH_FR_BUFFER_SIZE", "3")
+        importlib.reload(recorder)
+        yield
+    importlib.reload(recorder)
 
+
+@pytest.mark.usefixtures("recording")
+def test_the_flight_recorder_has_calls_of_all_groups(two: Groups) -> None:
     def job(group: ProcessGroup) -> None:
         if group.rank() == 1:
             return
@@ -410,7 +417,7 @@ def test_the_last_member_continues_alone(two: Groups) -> None:
 
 
 def test_the_store_of_a_run_is_shared_and_none_is_served_where_keys_are_in_use(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's stores are open to whoever reaches them."""
     with Cluster(2) as cluster:
@@ -418,8 +425,9 @@ def test_the_store_of_a_run_is_shared_and_none_is_served_where_keys_are_in_use(
         groups[0].get_group_store().set("key", "value")
         assert groups[1].get_group_store().get("key") == b"value"
         assert groups[1].get_group_store().add("number", 2) == 2
+    assert main(["keys", str(tmp_path / "keys")]) == 0
+    monkeypatch.setenv("PCCL_CURVE_DIR", str(tmp_path / "keys"))
     with Cluster(1) as cluster:
-        monkeypatch.setattr("pccl.torch.group.Security", SimpleNamespace(of=lambda _: object()))
         with pytest.raises(RuntimeError, match="this run has no store: keys are in use"):
             ProcessGroup(cluster.comms[0]).get_group_store().get("key")
 
@@ -505,35 +513,79 @@ class _Bucket:
         self.parameters, self.buffer = lambda: parameters, lambda: gradient
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4", "e3m0", "2bit", "sparse"])
+def averaged(
+    group: ProcessGroup, state: hooks.Quantized, parameters: list[torch.nn.Parameter], given: Tensor
+) -> tuple[Tensor, int]:
+    """The mean of gradients, and the number of its contributors."""
+    gradient = given.clone()
+    work = state.launch(_Bucket(parameters, gradient))
+    work.wait()
+    return gradient, work.contributors
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "e3m0"])
 def test_what_quantizing_takes_from_gradients_comes_with_later_ones(
     three: Groups, wire: kernels.Format
 ) -> None:
-    """One of three members leaves after half of the steps, and takes its errors with it."""
+    """All of it, when no other gradients follow; one of three members leaves after that."""
     count = 20_000  # more than travel with the votes
     states = {id(group): hooks.Quantized(wire, group) for group in three.all}
     parameters = [torch.nn.Parameter(torch.zeros(count))]
-
-    def step(group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
-        gradient, state = torch.randn(count) + 0.1, states[id(group)]
-        given = gradient.double()
-        work = state.launch(_Bucket(parameters, gradient))
-        work.wait()
-        return given, gradient, work.contributors
-
     missing = torch.zeros(count, dtype=torch.float64)
+
+    def step(given: Callable[[], Tensor], *left: int) -> None:
+        def job(group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
+            gradient = given()
+            mean = averaged(group, states[id(group)], parameters, gradient)
+            return gradient, *mean
+
+        found = three.each(job, *left)
+        assert all(torch.equal(mean, found[0][1]) for _, mean, _ in found)
+        assert [members for *_, members in found] == [3 - len(left)] * (3 - len(left))
+        missing.add_(sum(gradient.double() for gradient, *_ in found))
+        missing.sub_(len(found) * found[0][1].double())
+
+    for left in ((), (1,)):
+        if left:
+            three.all[1].communicator.close()
+        for _ in range(3):
+            step(lambda: torch.randn(count) + 0.1, *left)
+        assert missing.abs().max() > 1e-3
+        for _ in range(8):
+            step(lambda: torch.zeros(count), *left)
+        assert missing.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("wire", ["e3m0", "2bit", "sparse"])
+def test_each_contribution_has_the_errors_of_the_last_one(
+    three: Groups, wire: kernels.Format
+) -> None:
+    """One of three members leaves after half of the steps, and takes its errors with it."""
+    count = 20_000
+    states = {id(group): hooks.Quantized(wire, group) for group in three.all}
+    errors = {id(group): torch.zeros(count) for group in three.all}
+    parameters = [torch.nn.Parameter(torch.zeros(count))]
+
+    def job(group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
+        gradient = torch.randn(count) + 0.1
+        wanted, sent = gradient + errors[id(group)], torch.empty(count)
+        payload = torch.empty(kernels.quantized_size(wire, count), dtype=torch.uint8)
+        kernels.quantize(payload, wanted, wire)
+        kernels.dequantize(sent, payload, wire)
+        errors[id(group)] = wanted - sent
+        return sent, *averaged(group, states[id(group)], parameters, gradient)
+
     for number in range(6):
         left = (1,) if number > 2 else ()
         if number == 3:
             three.all[1].communicator.close()
-        found = three.each(step, *left)
-        mean, members = found[0][1], found[0][2]
-        assert members == len(found) == 3 - len(left)
-        assert all(torch.equal(each, mean) for _, each, _ in found)
-        missing += sum(given for given, _, _ in found) - members * mean.double()
-    errors = [kept.error for state in states.values() for kept in (state._kept or {}).values()]
-    assert len(errors) == 3 and errors[0].any()
-    assert torch.allclose(missing, sum(errors).double(), atol=1e-4)
+        found = three.each(job, *left)
+        assert len(found) == 3 - len(left)
+        wanted = sum(sent for sent, *_ in found) / len(found)
+        for _, mean, members in found:
+            assert members == len(found)
+            assert torch.equal(mean, found[0][1])
+            assert torch.allclose(mean, wanted, atol=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_leaves_no_error_behind(two: Groups) -> None:
@@ -571,21 +623,26 @@ def test_reductions_that_a_type_cannot_hold_are_refused(two: Groups) -> None:
 def test_errors_stay_with_their_parameters_when_buckets_are_built_anew(two: Groups) -> None:
     one, other = (torch.nn.Parameter(torch.zeros(8)) for _ in range(2))
 
+    def sent(given: Tensor) -> Tensor:
+        """What is left of it when it has been quantized."""
+        found = torch.empty(len(given))
+        payload = torch.empty(kernels.quantized_size("e3m0", len(given)), dtype=torch.uint8)
+        kernels.quantize(payload, given, "e3m0")
+        kernels.dequantize(found, payload, "e3m0")
+        return found
+
     def job(group: ProcessGroup) -> None:
-        state = hooks.Quantized("e3m0", group)
-        state.launch(_Bucket([one, other], torch.linspace(-1, 1, 16))).wait()
-        assert state._kept is not None
-        (kept,) = state._kept.values()
-        of_one, of_other = kept.error[:8].clone(), kept.error[8:].clone()
+        state, given = hooks.Quantized("e3m0", group), torch.linspace(-1, 1, 16)
+        mean, _ = averaged(group, state, [one, other], given)
+        assert torch.equal(mean, sent(given))  # both give the same
+        of_one, of_other = (given - mean).split(8)
         assert of_one.any() and of_other.any()
-        sent = torch.empty(8)  # what is left of the second one alone
-        payload = torch.empty(kernels.quantized_size("e3m0", 8), dtype=torch.uint8)
-        kernels.quantize(payload, of_other, "e3m0")
-        kernels.dequantize(sent, payload, "e3m0")
-        state.launch(_Bucket([other], torch.zeros(8))).wait()
-        assert torch.equal(state._kept[other,].error, of_other - sent)
-        assert torch.equal(state._kept[one,].error, of_one)
-        state.launch(_Bucket([other, one], torch.zeros(16))).wait()
-        assert list(state._kept) == [(other, one)]
+        mean, _ = averaged(group, state, [other], torch.zeros(8))
+        assert torch.equal(mean, sent(of_other))
+        both = torch.cat([of_other - mean, of_one])
+        mean, _ = averaged(group, state, [other, one], torch.zeros(16))
+        assert torch.equal(mean, sent(both))
+        mean, _ = averaged(group, state, [one], torch.zeros(8))
+        assert torch.equal(mean, sent((both - sent(both))[8:]))
 
     two.each(job)

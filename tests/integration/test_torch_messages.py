@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from datetime import timedelta
+from types import FrameType
 
 import pytest
 import torch
@@ -192,29 +194,26 @@ def test_a_message_may_be_smaller_than_the_tensor_that_receives_it(two: Groups) 
 
 
 def test_an_interrupted_wait_completes_the_future(two: Groups) -> None:
-    class Interrupted:
-        error = None
+    work = two.all[0].recv([torch.empty(1)], 1)
+    future = work.get_future()
 
-        def wait(self, *, timeout: float | None = None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not pccl.AsyncReduceHandle.wait.__code__:
+            frame = frame.f_back
+        if frame is not None:  # the wait has begun
+            signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 
-        def add_done_callback(self, callback: object) -> None:
-            pass
-
-    def job(group: ProcessGroup) -> None:
-        if group.rank():
-            return
-        work = group.recv([torch.empty(1)], 1)
-        future = work.get_future()
-        handle, work._handle = work._handle, Interrupted()  # type: ignore[assignment]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
         with pytest.raises(KeyboardInterrupt):
-            work.wait()
-        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
-            future.wait()
-        assert handle is not None
-        handle.wait(timeout=0)
-
-    two.each(job)
+            work.wait(timedelta(seconds=20))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        future.wait()
 
 
 def test_coalesced_calls_speak_for_all(two: Groups) -> None:
