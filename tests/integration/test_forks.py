@@ -18,10 +18,10 @@ import pccl
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
-# Two peers of one process. Each child does one thing with a communicator of its parent, while
-# another thread of the parent holds the locks that a call of the parent may hold.
+# Two peers of one process. Each child does one thing with a communicator of its parent, while other
+# threads of the parent are in calls and stand where they hold a lock.
 USES = """
-import gc, os, signal, sys, threading, time
+import contextlib, gc, linecache, os, signal, sys, threading, time
 import numpy as np
 import pccl
 from peers.cluster import Cluster
@@ -34,6 +34,29 @@ def told(call, *arguments, **named):
         assert "forked" in str(error), error
         return
     raise AssertionError(f"{call} was not refused")
+
+@contextlib.contextmanager
+def holding_a_lock(call):
+    stands, free, last = threading.Event(), threading.Event(), {}
+
+    def trace(frame, event, argument):
+        if event == "line":
+            if "lock:" in last.get(frame, ""):
+                stands.set()
+                free.wait()
+            last[frame] = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return trace if "pccl" in frame.f_code.co_filename else None
+
+    def run():
+        sys.settrace(trace)
+        call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert stands.wait(20), "it holds no lock"
+    yield
+    free.set()
+    thread.join()
 
 def wait(handle, comm):
     ok, status, _ = handle.wait()
@@ -54,14 +77,16 @@ USES = {
 }
 with Cluster(2) as cluster:
     comm, other = cluster.comms
-    handle = comm.all_reduce_async(np.ones(50_000), op="sum", tag=5)
+    pending = comm.all_reduce_async(np.ones(50_000), op="sum", tag=5)
     for name, use in USES.items():
-        with comm._membership.calls._lock, handle._lock:
+        handle = comm.all_reduce_async(np.ones(9), op="sum", tag=6)
+        ending = lambda handle=handle: handle.wait(timeout=0.01)
+        with holding_a_lock(ending), holding_a_lock(lambda: comm.rank):
             pid = os.fork()
             if pid == 0:
                 signal.alarm(10)
                 use()
-                comm = handle = cluster = None
+                comm = handle = ending = pending = cluster = None
                 gc.collect()
                 sys.stderr.flush()
                 os._exit(0)
@@ -69,7 +94,7 @@ with Cluster(2) as cluster:
         assert status == 0, f"{name}: {status}"
     x = np.ones(50_000)
     other.all_reduce(x, op="sum", tag=5)
-    assert handle.wait()[0] and (x == 2).all()
+    assert pending.wait()[0] and (x == 2).all()
     sums = cluster.each(lambda _, each: each.all_reduce(np.ones(50_000), op="sum").world_size)
     assert sums == [2, 2]
 """
@@ -93,7 +118,7 @@ with pccl.Communicator(sys.argv[1]) as comm:
     if child == 0:
         threading.Event().wait(60)  # until it is killed
         os._exit(0)
-    print(child, comm._membership._client._engine.port, flush=True)
+    print(child, flush=True)
     threading.Event().wait(60)
 """
 
@@ -113,7 +138,7 @@ def test_a_child_does_not_keep_its_parents_connections(
                 pass
             comm.update_topology()
             comm.all_reduce(np.ones(50_000))
-            child, port = map(int, parent.stdout.readline().split())
+            child, port = int(parent.stdout.readline()), master.status().peers[1].port
             try:
                 parent.kill()
                 parent.wait()

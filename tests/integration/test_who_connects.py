@@ -164,9 +164,8 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def target(comm: pccl.Communicator, transport: str) -> str:
-    client = client_of(comm)
-    engine = client._engine
-    return f"tcp://127.0.0.1:{engine.port}" if transport == "tcp" else f"ipc://{engine.ipc}"
+    hello = client_of(comm).hello
+    return f"tcp://127.0.0.1:{hello.port}" if transport == "tcp" else f"ipc://{hello.ipc}"
 
 
 def dropped(comm: pccl.Communicator) -> int:
@@ -271,7 +270,7 @@ def test_a_former_member_cannot_forge_chunks() -> None:
         push.linger = 0
         push.plain_username = str(client.knowledge.number).encode()
         push.plain_password = f"{client.knowledge.plan.nonce:016x}".encode()
-        push.connect(f"tcp://127.0.0.1:{client._engine.port}")
+        push.connect(f"tcp://127.0.0.1:{client.hello.port}")
 
         def job(index: int, comm: pccl.Communicator) -> int:
             succeeded = 0
