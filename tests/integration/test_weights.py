@@ -5,26 +5,34 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import gc
 import pickle
+import signal
+import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import zmq
 from pages import listed
+from peers.processes import Master
+from peers.strangers import speaker, welcome
 from peers.waiting import wait_until
 
 import pccl
 from pccl import weights
 from pccl.cli.main import main
 from pccl.protocol import messages as m
+from pccl.protocol.peer.effects import Answer
 from pccl.runtime import limits
-from pccl.runtime.client import control
 from pccl.runtime.client.engine import Engine
+from pccl.runtime.client.sync import Staging
+from pccl.weights.client import Blob, BlobStore, Options, WeightsClient, client
 from pccl.weights.publisher import DELTAS_MAX
+from pccl.weights.tensors import Tensors, blob_of, found_digests
 
 Parameters = dict[str, np.ndarray]
 PATIENCE_S = 20.0
@@ -49,6 +57,11 @@ def train(own: Parameters) -> None:
 
 def same(one: Parameters, other: Parameters) -> bool:
     return all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.fixture
+def address(master: pccl.MasterNode) -> str:
+    return master.address
 
 
 @pytest.fixture
@@ -88,6 +101,22 @@ def fails(kind: type[pccl.PCCLError], words: str) -> Iterator[None]:
         yield
     assert type(raised.value) is kind
     listed(f"{kind.__name__}: {raised.value}")
+
+
+@contextlib.contextmanager
+def foreign(address: str, store: BlobStore, *, follows: bool) -> Iterator[WeightsClient]:
+    """A client with a store of the test, which relays what the store has taken."""
+    options = Options(address, None, None, None, None)
+    one = client(options, store, "A test", follows=follows, relays=follows)
+    try:
+        yield one
+    finally:
+        one.close("the test is over")
+
+
+def followers_have(master: pccl.MasterNode, version: int) -> None:
+    """Waits until the master knows that all subscribers serve this version."""
+    wait_until(lambda: [*master.status().weights.followers] == [version])  # type: ignore[union-attr]
 
 
 def swapped(subscriber: weights.Subscriber, version: int) -> None:
@@ -152,7 +181,7 @@ def test_a_run_of_peers_does_not_notice(address: str, publisher: Publish, follow
 
 
 def test_after_many_differences_there_is_a_whole_version_which_relays_make_themselves(
-    publisher: Publish, follow: Follow, monkeypatch: pytest.MonkeyPatch
+    master: pccl.MasterNode, publisher: Publish, follow: Follow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pccl.weights.publisher.DELTAS_MAX", 2)
     assert DELTAS_MAX == 64
@@ -164,7 +193,7 @@ def test_after_many_differences_there_is_a_whole_version_which_relays_make_thems
         swapped(relay, version)
         train(source)
     assert found == [True, False, True, False, True]
-    wait_until(lambda: (5, 0) in relay._client._blobs)
+    followers_have(master, 5)
     trainer.close()
     late_own = blank()
     late = follow(late_own)
@@ -214,22 +243,34 @@ def test_the_later_of_two_publishers_gets_an_error_and_can_continue(
             one.publish(absurd)
 
 
-def test_a_holder_of_wrong_data_is_not_believed(publisher: Publish, follow: Follow) -> None:
+class Liar(BlobStore):
+    """Relays packages whose bytes it has changed."""
+
+    def fits(self, package: m.Package) -> bool:
+        return True
+
+    def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
+        blob.body[5 << 19] ^= 1
+        return blob.package.version, None
+
+
+def test_a_holder_of_wrong_data_is_not_believed(
+    master: pccl.MasterNode, publisher: Publish, follow: Follow
+) -> None:
     source, own = parameters(), blank()
-    trainer, liar = publisher(source), follow(blank())
-    trainer.publish()
-    swapped(liar, 1)
-    wait_until(lambda: (1, 0) in liar._client._blobs)
-    liar._client._blobs[1, 0].body[5 << 19] ^= 1
-    trainer.close()
-    victim = follow(own)
-    with fails(pccl.PCCLTimeoutError, r"\(1 was published\)"):
-        victim.wait(timeout=0.5)
-    assert victim.staged == 0 and same(own, blank())
-    honest = publisher(source)
-    honest.publish()
-    swapped(victim, 2)
-    assert same(own, source)
+    trainer = publisher(source)
+    with foreign(master.address, Liar(), follows=True):
+        trainer.publish()
+        followers_have(master, 1)
+        trainer.close()
+        victim = follow(own)
+        with fails(pccl.PCCLTimeoutError, r"\(1 was published\)"):
+            victim.wait(timeout=0.5)
+        assert victim.staged == 0 and same(own, blank())
+        honest = publisher(source)
+        honest.publish()
+        swapped(victim, 2)
+        assert same(own, source)
 
 
 def test_a_timeout_names_unreachable_holders(
@@ -249,17 +290,33 @@ def test_a_timeout_names_unreachable_holders(
     assert "(1 was published)" in said and "PCCL_RELAY=1" in said
 
 
-def test_a_base_that_has_changed_is_found_out_and_replaced(
-    publisher: Publish, follow: Follow
+def test_a_difference_from_another_base_is_found_out_and_replaced(
+    address: str, publisher: Publish, follow: Follow
 ) -> None:
     source, own = parameters(), blank()
     trainer, follower = publisher(source), follow(own)
     trainer.publish()
     swapped(follower, 1)
-    follower._stage._memory[64] ^= 1
     train(source)
-    trainer.publish()
-    swapped(follower, 2)
+    tensors = Tensors(source, writable=False)
+    new, owner = tensors.read()
+    base, whole = tensors.stretch(), tensors.stretch()
+    for memory in (base, whole):
+        for part, content in zip(tensors.within(memory), new, strict=True):
+            part[:] = content
+    base[64] ^= 1
+    pieces, sizes = tensors.differences(base, new)
+    found = found_digests(new)
+    blobs = (
+        blob_of(tensors.head(2, 1, found, sizes), np.frombuffer(b"".join(pieces), np.uint8)),
+        blob_of(tensors.head(2, 0, found, tensors.sizes), whole),
+    )
+    del new, owner
+    with foreign(address, BlobStore(), follows=False) as other:
+        call = other.call()
+        other.publish(call, blobs)
+        assert call.next(PATIENCE_S) == Answer(call.number, None)
+        swapped(follower, 2)
     assert same(own, source)
 
 
@@ -282,47 +339,82 @@ def test_parameters_that_do_not_fit_end_their_subscriber_and_no_other(
     swapped(follower, 2)
 
 
-def test_a_number_that_is_published_again_takes_nothing_away(
-    address: str, publisher: Publish, follow: Follow
-) -> None:
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
+def test_a_number_that_is_published_again_takes_nothing_away() -> None:
     """After a call that timed out, though its version arrives."""
     source, own = parameters(), blank()
-    trainer = publisher(source)
-    goes_on = threading.Event()
-    trainer._client._inbox.post(lambda: goes_on.wait(PATIENCE_S))
-    with pytest.raises(pccl.PCCLTimeoutError):
-        trainer.publish(3, timeout=0)
-    goes_on.set()
-    with pytest.raises(pccl.PCCLError, match=r"version 3 is (under way|not newer)"):
-        trainer.publish(3)
-    follower = follow(own)
-    swapped(follower, 3)
-    assert same(own, source)
-    assert trainer.publish().version == 4
-    swapped(follower, 4)
+    master = Master()
+    try:
+        with weights.Publisher(master.address, source) as trainer:
+            master.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(pccl.PCCLTimeoutError):
+                trainer.publish(3, timeout=0.01)
+            with pytest.raises(pccl.PCCLError, match="version 3 is under way"):
+                trainer.publish(3, timeout=1)
+            master.process.send_signal(signal.SIGCONT)
+            with weights.Subscriber(master.address, own) as follower:
+                swapped(follower, 3)
+                assert same(own, source)
+                with pytest.raises(pccl.PCCLError, match="version 3 is not newer"):
+                    trainer.publish(3)
+                assert trainer.publish().version == 4
+                swapped(follower, 4)
+    finally:
+        master.kill()
 
 
 def test_a_fetch_that_is_given_up_keeps_no_memory(
-    publisher: Publish, follow: Follow, monkeypatch: pytest.MonkeyPatch
+    master: pccl.MasterNode,
+    publisher: Publish,
+    follow: Follow,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trainer, follower = publisher(parameters()), follow(blank())
-    client = follower._client
-    monkeypatch.setattr(client, "verified", lambda *_: None)  # so that it never ends
-    trainer.publish()
-    wait_until(lambda: bool(client._incoming))
+    """Its only holder, which has never sent a byte, is gone, and there is another version."""
+    caplog.set_level("INFO", "pccl")
+    monkeypatch.setattr(limits, "WEIGHTS_REST_S", 0.05)
+    package = m.Package(1, 0, bytes(16), 100, bytes(16), (4 << 20) + 64, bytes(16))
+    source, own = parameters(), blank()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with speaker(zmq.DEALER, int(master.address.rpartition(":")[2])) as holder:
+            hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "127.0.0.1", port, "", "", b"", client=True)
+            holder.send(m.encode(hello))
+            assert isinstance(welcome(holder), m.Welcome)
+            holder.send(m.encode(m.Publish(1, (package,))))
+            follower = follow(own)
+            wait_until(stagings)
+            (memory,) = stagings()
+    wait_until(lambda: "a fetch continues elsewhere" in caplog.text)
+    publisher(source).publish(2)
+    swapped(follower, 2)
+    wait_until(lambda: memory() is None)
+    assert same(own, source)
 
-    def give_up() -> None:
-        machine = client._machine
-        assert machine._fetch is not None
-        machine._follows = False
-        machine._drop(machine._fetch)
-        client._perform(machine._take())
 
-    client._inbox.post(give_up)
-    wait_until(lambda: not (client._incoming or client._memory))
+def stagings() -> list[weakref.ref[Staging]]:
+    """The memory of all fetches in this process."""
+    return [weakref.ref(one) for one in gc.get_objects() if type(one) is Staging]
 
 
-def test_subscribers_need_a_key_of_the_run(tmp_path: Path) -> None:
+def test_subscribers_need_a_key_of_the_run_and_may_not_connect_after_their_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed: dict[Engine, set[str]] = {}
+    were_allowed: set[str] = set()
+    expect, admit = Engine.expect, Engine.admit
+
+    def note_expected(its: Engine, peer: int, nonce: int, keys: Iterable[str]) -> None:
+        allowed[its] = set()
+        expect(its, peer, nonce, keys)
+
+    def note_admitted(its: Engine, key: str) -> None:
+        allowed[its].add(key)
+        were_allowed.add(key)
+        admit(its, key)
+
+    monkeypatch.setattr(Engine, "expect", note_expected)
+    monkeypatch.setattr(Engine, "admit", note_admitted)
     for name in ("keys", "foreign"):
         assert main(["keys", str(tmp_path / name)]) == 0
     own_key = (tmp_path / "keys" / "master.key").read_bytes()
@@ -338,32 +430,10 @@ def test_subscribers_need_a_key_of_the_run(tmp_path: Path) -> None:
         for follower, own in zip(followers, copies, strict=True):
             swapped(follower, 1)
             assert same(own, source)
-        wait_until(lambda: not any(one._client._keys for one in (trainer, *followers)))
+        wait_until(lambda: not any(allowed.values()))
+        assert were_allowed and len(allowed) == 3
         for one in (*followers, trainer):
             one.close()
-
-
-def test_a_subscriber_may_not_connect_after_its_fetch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    admitted: list[tuple[str, ...]] = []
-    expect = Engine.expect
-
-    def spy(its: Engine, peer: int, nonce: int, keys: Iterable[str]) -> None:
-        admitted.append(tuple(keys))
-        expect(its, peer, nonce, admitted[-1])
-
-    assert main(["keys", str(tmp_path)]) == 0
-    with pccl.MasterNode("127.0.0.1:0", security=tmp_path) as master:
-        trainer = weights.Publisher(master.address, parameters(), security=tmp_path)
-        trainer.publish()
-        monkeypatch.setattr(trainer._client._engine, "expect", spy.__get__(trainer._client._engine))
-        for _ in range(2):
-            with weights.Subscriber(master.address, blank(), security=tmp_path) as follower:
-                swapped(follower, 1)
-        wait_until(lambda: len(admitted) >= 2)
-        assert set(admitted) == {()}
-        trainer.close()
 
 
 def test_no_master_is_an_error() -> None:
@@ -380,18 +450,20 @@ def test_no_descriptors_is_an_error_without_leaks(
         raise zmq.ZMQError(errno.EMFILE)
 
     before = set(threading.enumerate())
-    lacking = SimpleNamespace(Context=no_context, ZMQError=zmq.ZMQError)
-    monkeypatch.setattr(control, "zmq", lacking)
+    monkeypatch.setattr(zmq, "Context", no_context)
     with fails(pccl.PCCLError, "cannot begin: Too many open files: raise"):
         publisher(parameters())
     assert set(threading.enumerate()) <= before, "the engine's thread"
 
 
-def test_another_version_of_pccl_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = SimpleNamespace(**vars(m) | {"PROTOCOL_VERSION": m.PROTOCOL_VERSION + 1})
-    monkeypatch.setattr("pccl.runtime.client.control.m", other)
-    with fails(pccl.KickedError, r"the master refused this: .* speaks protocol"):
-        weights.Subscriber(address, blank())
+def test_another_version_of_pccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    master = Master()
+    monkeypatch.setattr(m, "PROTOCOL_VERSION", m.PROTOCOL_VERSION + 1)
+    try:
+        with fails(pccl.KickedError, r"the master refused this: .* speaks protocol"):
+            weights.Subscriber(master.address, blank())
+    finally:
+        master.kill()
 
 
 def test_staged_weights_survive_the_end_of_the_master() -> None:
