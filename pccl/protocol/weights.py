@@ -489,7 +489,10 @@ class WeightsMachine:
     def retry(self) -> list[Effect]:
         fetch = self._fetch
         if fetch is not None and fetch.state is State.RESTING and self._connected:
-            self._seek(fetch)
+            if fetch.package in self._available:
+                self._seek(fetch)
+            else:
+                self._drop(fetch)  # nobody has it any more
             self._aim()  # elsewhere, if the holder has lied and another package will do
         return self._take()
 

@@ -16,6 +16,7 @@ from pccl.protocol.master.effects import Drop, Note
 from pccl.protocol.master.inputs import Disconnected, Hello, Received
 from pccl.protocol.master.status import ClientStatus, WeightsStatus
 from pccl.protocol.peer.effects import (
+    AbortOp,
     CloseStream,
     Effect,
     Fail,
@@ -582,6 +583,16 @@ def test_a_fetch_that_has_begun_continues_with_another_holder() -> None:
     assert not sent(machine.received(available), m.Seek)
     assert fetching(machine, package(2, 0), 3)[0] == op
     assert machine.engine_settled(op + 100, 0, 0) == []
+
+
+def test_a_fetch_of_what_nobody_has_any_more_gives_way_to_the_next_version() -> None:
+    machine = client(package(2, 0))
+    op, stream = fetching(machine, package(2, 0), 9)
+    machine.received(m.Available((package(3, 0),), 3))
+    machine.stream_lost(stream, lied=False)
+    machine.engine_failed(op, "no stream is left", starved=1)
+    effects = machine.retry()
+    assert sent(effects, m.Seek) == [m.Seek(3, 0)] and sent(effects, AbortOp) == [AbortOp(op)]
 
 
 def test_a_holder_that_has_lied_is_avoided() -> None:
