@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -375,6 +375,7 @@ def test_a_fetch_that_is_given_up_keeps_no_memory(
     monkeypatch.setattr(limits, "WEIGHTS_REST_S", 0.05)
     package = m.Package(1, 0, bytes(16), 100, bytes(16), (4 << 20) + 64, bytes(16))
     source, own = parameters(), blank()
+    others = stagings()  # of other tests, until they are collected
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with speaker(zmq.DEALER, int(master.address.rpartition(":")[2])) as holder:
@@ -383,8 +384,8 @@ def test_a_fetch_that_is_given_up_keeps_no_memory(
             assert isinstance(welcome(holder), m.Welcome)
             holder.send(m.encode(m.Publish(1, (package,))))
             follower = follow(own)
-            wait_until(stagings)
-            (memory,) = stagings()
+            wait_until(lambda: stagings(others))
+            (memory,) = map(weakref.ref, stagings(others))
     wait_until(lambda: "a fetch continues elsewhere" in caplog.text)
     publisher(source).publish(2)
     swapped(follower, 2)
@@ -392,9 +393,10 @@ def test_a_fetch_that_is_given_up_keeps_no_memory(
     assert same(own, source)
 
 
-def stagings() -> list[weakref.ref[Staging]]:
-    """The memory of all fetches in this process."""
-    return [weakref.ref(one) for one in gc.get_objects() if type(one) is Staging]
+def stagings(others: Sequence[Staging] = ()) -> list[Staging]:
+    """The memory of all fetches in this process but `others`."""
+    found = [one for one in gc.get_objects() if type(one) is Staging]
+    return [one for one in found if not any(one is other for other in others)]
 
 
 def test_subscribers_need_a_key_of_the_run_and_may_not_connect_after_their_fetch(
