@@ -59,7 +59,9 @@ def rendezvous(
         ]
     if not relays:
         return [(sender, m.RendezvousResult(token, why=severed(sender, receiver)))]
-    relay = relays[(sender.peer + receiver.peer) % len(relays)]
+    # the same one for both directions; multiplied, since neighbors have similar sums
+    spread = (sender.peer + receiver.peer) * 0x9E3779B9 % (1 << 32)
+    relay = relays[spread * len(relays) >> 32]
     come = m.RendezvousJoin(sender, token, relay.host, relay.relay, lanes, relay.others)
     relaying = m.RendezvousRelay(token, sender, receiver)
     return [(relay, relaying), (receiver, come), (sender, m.RendezvousResult(token, relay))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import msgspec
@@ -107,14 +108,18 @@ def test_two_that_are_apart_meet_at_one_that_relays() -> None:
 def test_pairs_that_are_apart_are_spread_over_the_relays() -> None:
     relays = [m.PeerInfo(n, 0, "h", 1, "", f"m{n}", relay=7000 + n) for n in (7, 8, 9)]
 
-    def relay(sender: int, receiver: int) -> m.PeerInfo:
-        request = m.RendezvousRequest(receiver, TOKEN, 0, 8)
-        ends = info(sender, True), info(receiver, True)
-        (by, _), *_ = reach.rendezvous(*ends, request, relays)
-        return by
+    def relay(pair: tuple[int, int], count: int) -> int:
+        request = m.RendezvousRequest(pair[1], TOKEN, 0, 8)
+        (by, _), *_ = reach.rendezvous(*(info(n, True) for n in pair), request, relays[:count])
+        return by.peer
 
-    assert {relay(1, n).peer for n in (2, 3, 4)} == {7, 8, 9}
-    assert all(relay(1, n) == relay(n, 1) for n in (2, 3, 4)), "both ways over the same one"
+    star = [(1, n) for n in range(2, 50)]
+    neighbors = [[(n, n + step) for n in range(1, 48 * step, step)] for step in (1, 2, 3)]
+    for pairs in (star, *neighbors):
+        for count in (2, 3):
+            loads = Counter(relay(pair, count) for pair in pairs)
+            assert len(loads) == count and min(loads.values()) >= 36 // count
+    assert all(relay(pair, 3) == relay(pair[::-1], 3) for pair in star), "the same both ways"
 
 
 def test_peers_of_one_machine_are_apart_without_a_common_socket() -> None:
