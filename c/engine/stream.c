@@ -397,7 +397,7 @@ static void forgo_lane(struct stream *stream, uint16_t event)
 bool stream_lends(const struct stream *stream, uint64_t cost)
 {
     uint64_t most = stream->distant ? EAGER_MAX : NEAR_CREDIT;
-    return cost <= NEAR_CREDIT / 2 && stream->eager + cost <= most;
+    return cost <= most / 2 && stream->eager + cost <= most;
 }
 
 /* Whether a failed handshake shows that another process answers: it refuses because it is not the

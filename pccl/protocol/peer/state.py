@@ -63,8 +63,9 @@ class Knowledge:
 
     @property
     def by_rank(self) -> tuple[int, ...]:
-        """The peers by rank; a lone peer has a rank, too."""
-        return self.plan.rings[0].order if self.plan.rings else (self.number,)
+        """The peers by rank; a lone peer has a rank, too. From any thread."""
+        rings = self.plan.rings
+        return rings[0].order if rings else (self.number,)
 
     @property
     def conditions(self) -> Conditions:

@@ -17,6 +17,7 @@ from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.calls import Collective
+from pccl.protocol.ring import successors
 from pccl.protocol.tuning import Settings, Tuning
 from pccl.runtime import limits, tcp
 from pccl.runtime.client.call import Call, End
@@ -87,9 +88,8 @@ class PeerClient(ControlThread):
     def explain(self) -> Explanation:
         """The limits of the last collectives, from the metrics and the kernel's facts about the
         connections; from any thread."""
-        metrics, number, plan = self.metrics, self.knowledge.number, self.knowledge.plan
-        order = plan.rings[0].order if plan.rings else ()
-        after = order[(order.index(number) + 1) % len(order)] if number in order else 0
+        metrics, known = self.metrics, self.knowledge
+        after = (*successors(known.plan.rings, known.number), 0)[0]
         ends = {address: to for to, address in self._streams.neighbors if to.peer == after}
         master = self._master.address, self._master.port
         found = tcp.connections({*ends, master})
