@@ -7,6 +7,7 @@ complete packages to the caller's `BlobStore`.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -357,15 +358,15 @@ class _Backoff:
 
     def __init__(self, retry: Callable[[], None]) -> None:
         self._retry = retry
-        self.due_s: float | None = None
+        self.due_s = math.inf
 
     def begin(self, why: str) -> None:
         log.info("weights: a fetch continues elsewhere: %s", why)
         self.due_s = time.monotonic() + limits.WEIGHTS_REST_S
 
     def tick(self) -> None:
-        if self.due_s is not None and self.due_s <= time.monotonic():
-            self.due_s = None
+        if self.due_s <= time.monotonic():
+            self.due_s = math.inf
             self._retry()
 
 
@@ -378,7 +379,7 @@ class _Pace:
     def __init__(self, engine: Engine, slow: Callable[[], None]) -> None:
         self._engine, self._slow = engine, slow
         self._op = 0  # the op of the fetch; 0: none
-        self.due_s: float | None = None  # when to repeat them; None: there is no fetch
+        self.due_s = math.inf  # when to repeat them; inf: there is no fetch
         self._first_s = 0.0  # when the fetch began
         self._since_s = 0.0  # when it began with its present holder
         self._is_slow = False
@@ -393,7 +394,7 @@ class _Pace:
 
     def ended(self, op: int) -> None:
         if op == self._op:
-            self._op, self.due_s = 0, None
+            self._op, self.due_s = 0, math.inf
 
     def rate(self, op: int, nbytes: int) -> int:
         """Ends a complete fetch. Returns its bytes per second."""
@@ -404,7 +405,7 @@ class _Pace:
     def tick(self) -> None:
         """Repeats requests, and reports a slow fetch, when these are due."""
         now = time.monotonic()
-        if self.due_s is None or self.due_s > now:
+        if self.due_s > now:
             return
         self._engine.remind(self._op, limits.WEIGHTS_REMINDERS_MAX)
         self.due_s = now + limits.REMIND_S

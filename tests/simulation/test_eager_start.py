@@ -55,7 +55,7 @@ def reducer(size: int, slips: float) -> Program:
 
 def entered(peer: SimPeer) -> list[int]:
     """Its collectives that have not started: no other peer completes them without it."""
-    found = {call: peer.machine.collectives.get(call) for call in peer.calls_open}
+    found = {call: peer.machine.collectives.by_call.get(call) for call in peer.calls_open}
     return [call for call, one in found.items() if one is not None and one.unstarted]
 
 

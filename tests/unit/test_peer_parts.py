@@ -143,7 +143,7 @@ def test_a_collective_is_answered_when_its_outcome_is_known_and_the_engine_settl
     parts.collectives.finish(m.Finished(9, True))
     assert parts.done == [Send(m.FinishVote(9, True)), CommitOp(1)]
     parts.collectives.settle(one, 11, 22)
-    assert parts.done == [Answer(1, Reduced(3, 11, 22))] and not len(parts.collectives)
+    assert parts.done == [Answer(1, Reduced(3, 11, 22))] and not len(parts.collectives.by_call)
 
 
 def test_a_collective_that_breaks_is_voted_on_and_restored(parts: PeerParts) -> None:
@@ -554,7 +554,7 @@ def test_rows_go_around_where_no_direct_stream_can_be_connected() -> None:
 def test_a_lost_direct_stream_breaks_the_epoch_if_it_has_carried_rows() -> None:
     parts = bench_of_five()
     assert start(parts, 1)[0] == (0, 0, 0, 3, 4)
-    one = parts.collectives.get(1)
+    one = parts.collectives.by_call.get(1)
     assert one is not None
     parts.collectives.complete(one, False, 9, 9)
     parts.done.clear()

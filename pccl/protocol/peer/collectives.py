@@ -73,21 +73,15 @@ class Collectives(Part):
     ) -> None:
         super().__init__(common)
         self._succeeded_without = succeeded_without
-        self._by_call: dict[int, Collective] = {}
+        self.by_call: dict[int, Collective] = {}
         self.started: dict[int, Collective] = {}  # started collectives without an outcome
         self._small: deque[m.Small] = deque()  # results that others may lack
         self._outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES_KEPT)
         self._unvoted: set[int] = set()  # collectives that Resume reported without a vote
 
-    def __len__(self) -> int:
-        return len(self._by_call)
-
-    def get(self, call: int) -> Collective | None:
-        return self._by_call.get(call)
-
     def waiting(self, tag: int, pair: tuple[int, ...]) -> int | None:
         """The call with this tag and pair that waits for its start round, if any."""
-        found = (one for one in self._by_call.values() if one.unstarted)
+        found = (one for one in self.by_call.values() if one.unstarted)
         return next((one.call for one in found if (one.tag, one.pair) == (tag, pair)), None)
 
     @property
@@ -98,7 +92,7 @@ class Collectives(Part):
 
     def enter(self, one: Collective, sent: bool) -> None:
         """A caller enters a collective; `sent`: the vote was already sent."""
-        self._by_call[one.call] = one
+        self.by_call[one.call] = one
         one.settled = one.data is not None
         if not one.settled:
             run, tag = self._knowledge.run, one.tag
@@ -128,7 +122,7 @@ class Collectives(Part):
         if started.data is not None:
             while self._small and self._small[0].seq <= started.stable:
                 self._small.popleft()
-        one = self._by_call.get(started.call)
+        one = self.by_call.get(started.call)
         if one is None:
             return
         one.seq = started.seq
@@ -187,7 +181,7 @@ class Collectives(Part):
 
     def missed(self, small: m.Small) -> None:
         """A small collective has committed, but an earlier master could not say so."""
-        for one in list(self._by_call.values()):
+        for one in list(self.by_call.values()):
             same = one.tag == small.tag and len(one.data or b"") == len(small.data)
             if same and one.unstarted and one.data is not None:
                 one.seq = small.seq
@@ -245,9 +239,9 @@ class Collectives(Part):
         stream that was never `up` has carried no data, and its rows go around the rings.
         """
         if stream in self._streams.ring or (up and self._streams.is_direct(stream)):
-            self._stall([one for one in self._by_call.values() if not one.pair], why)
+            self._stall([one for one in self.by_call.values() if not one.pair], why)
         else:
-            self._stall([one for one in self._by_call.values() if one.stream == stream], why)
+            self._stall([one for one in self.by_call.values() if one.stream == stream], why)
         self._streams.lost(stream)
 
     def _stall(self, collectives: Iterable[Collective], why: str) -> None:
@@ -290,7 +284,7 @@ class Collectives(Part):
         self._conclude(one)
 
     def refuse(self, fail: Fail) -> None:
-        one = self._by_call[fail.call]
+        one = self.by_call[fail.call]
         self._abort(one, fail)
         self._conclude(one)
 
@@ -313,7 +307,7 @@ class Collectives(Part):
             self._outbox.do(one.parting)
         if one.outcome is None or not one.settled:
             return
-        del self._by_call[one.call]
+        del self.by_call[one.call]
         self._withdrawals.pop(one.call, None)
         if one.answered:
             self._abandoned.resolve(one.call)
@@ -355,7 +349,7 @@ class Collectives(Part):
 
     def resume(self) -> None:
         """Casts the votes that a restarted master lacks."""
-        for one in self._by_call.values():
+        for one in self.by_call.values():
             if one.unstarted and one.parting is None:
                 self._outbox.send(one.vote(self._knowledge.last_seq))
         for seq, one in self.started.items():
@@ -365,7 +359,7 @@ class Collectives(Part):
     def end(self, over: Fail) -> None:
         self.started.clear()
         self._unvoted.clear()
-        for one in list(self._by_call.values()):
+        for one in list(self.by_call.values()):
             if one.outcome is None:
                 self._abort(one, replace(over, call=one.call, phase=one.phase))
                 self._conclude(one)

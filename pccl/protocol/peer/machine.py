@@ -81,6 +81,7 @@ class Peer:
         self.transfers = Transfers(common)
         self._hello: m.Hello | None = None
         self._joining: int | None = None
+        self.over: Fail | None = None  # why it is no longer in the run; None while it is
         self._by_type: dict[type, Callable[[Any], None]] = {
             m.Started: self.collectives.start,
             m.Finished: self.collectives.finish,
@@ -112,12 +113,8 @@ class Peer:
         return self.knowledge.number
 
     @property
-    def over(self) -> Fail | None:
-        return self.knowledge.over
-
-    @property
     def idle(self) -> bool:
-        return not self.collectives and self.transfers.current is None
+        return not self.collectives.by_call and self.transfers.current is None
 
     @property
     def heard_if_free(self) -> int | None:
@@ -125,9 +122,8 @@ class Peer:
 
         If it can, the call would send only this vote.
         """
-        known = self.knowledge
-        free = self._outbox.known and known.over is None and not self._abandoned
-        return known.last_seq if free else None
+        free = self._outbox.known and self.over is None and not self._abandoned
+        return self.knowledge.last_seq if free else None
 
     def awaits_withdrawal(self, call: int) -> bool:
         """True until the master confirms that it has taken back the vote of a call."""
@@ -172,7 +168,7 @@ class Peer:
 
     def inquire(self, call: int) -> list[Effect]:
         """Asks what a call waits for. The answer, if any, is a `Waits`."""
-        one = self.collectives.get(call)
+        one = self.collectives.by_call.get(call)
         if self.number:
             self._outbox.send(m.Inquire(call, 0 if one is None else one.seq))
         return self._outbox.take()
@@ -229,10 +225,9 @@ class Peer:
 
     def _dead(self, call: int) -> bool:
         """True if this peer is out of the run; then answers the call."""
-        over = self.knowledge.over
-        if over is not None:
-            self._outbox.do(replace(over, call=call))
-        return over is not None
+        if self.over is not None:
+            self._outbox.do(replace(self.over, call=call))
+        return self.over is not None
 
     # ---- callers that leave ----
 
@@ -242,7 +237,7 @@ class Peer:
         Only the master knows whether the call has already ended. The peer does not ask the master
         if its own vote makes the call fail, and cannot ask while the master is away.
         """
-        one = self.collectives.get(call)
+        one = self.collectives.by_call.get(call)
         if self.over is not None or call in self._abandoned:
             return self._outbox.take()
         if one is not None and one.state is State.RUNNING:
@@ -260,7 +255,7 @@ class Peer:
 
     def cancel(self, call: int) -> list[Effect]:
         """The caller has left by an exception: answered when nothing refers to its memory."""
-        one = self.collectives.get(call)
+        one = self.collectives.by_call.get(call)
         if self.over is None and call not in self._abandoned:
             if one is not None and one.state is State.RUNNING:
                 self.collectives.stop(one, GONE, m.Cause.OTHER, abandoned(call))
@@ -272,7 +267,7 @@ class Peer:
     def _release(self, fail: Fail) -> None:
         """Ends a call without its outcome; an abandoned call may remain."""
         call = fail.call
-        collective, transfer = self.collectives.get(call), self.transfers.of(call)
+        collective, transfer = self.collectives.by_call.get(call), self.transfers.of(call)
         if call in self.votes:
             self.votes.release(call, fail)
         elif collective is not None:
@@ -283,7 +278,7 @@ class Peer:
             self._outbox.do(fail)
 
     def _send_withdraw(self, call: int) -> None:
-        one = self.collectives.get(call)
+        one = self.collectives.by_call.get(call)
         if call in self.votes or self.transfers.of(call):
             self._outbox.send(m.Withdraw(call))
         elif one is not None and one.outcome is None:
@@ -309,7 +304,7 @@ class Peer:
 
     def received(self, message: m.MasterMessage) -> list[Effect]:
         handler = self._by_type.get(type(message))
-        if handler is not None and self.knowledge.over is None:  # after the end, nothing counts
+        if handler is not None and self.over is None:  # after the end, nothing counts
             handler(message)
         return self._outbox.take()
 
@@ -381,7 +376,7 @@ class Peer:
         transfer = self.transfers.current
         if call in self.votes:
             self.votes.refuse(fail)
-        elif self.collectives.get(call) is not None:
+        elif self.collectives.by_call.get(call) is not None:
             self.collectives.refuse(fail)
         elif call in self._abandoned:
             self._abandoned.resolve(call)
@@ -401,7 +396,7 @@ class Peer:
 
     def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Effect]:
         """An op holds its whole result; the caller must verify the data of a fetch."""
-        one = self.collectives.get(op)
+        one = self.collectives.by_call.get(op)
         if one is not None:
             self.collectives.complete(one, settled, tx, rx)
         else:
@@ -419,7 +414,7 @@ class Peer:
         return [*self.collectives.moving, *([fetching] if fetching else [])]
 
     def engine_progress(self, op: int, done: int) -> list[Effect]:
-        one = self.collectives.get(op)
+        one = self.collectives.by_call.get(op)
         if one is not None:
             self.collectives.progress(one, done)
         else:
@@ -434,7 +429,7 @@ class Peer:
         If `starved` is not 0, the op of a transfer can start again, and only lacks a stream to a
         holder or receiver. `starved` is the sequence number of the plan at that time.
         """
-        one = self.collectives.get(op)
+        one = self.collectives.by_call.get(op)
         why = f"it ran out of memory: {why}" if cause is m.Cause.MEMORY else why
         if one is not None:
             self.collectives.fail(one, why, cause)
@@ -443,7 +438,7 @@ class Peer:
         return self._outbox.take()
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Effect]:
-        one = self.collectives.get(op)
+        one = self.collectives.by_call.get(op)
         if one is not None:
             self.collectives.settle(one, tx, rx)
         else:
@@ -535,7 +530,7 @@ class Peer:
     def _resolve_abandoned(self, before: m.Done, done: m.Done) -> None:
         """Ends all abandoned calls: their votes were lost with the earlier master."""
         for call in self._abandoned.calls:
-            one = self.collectives.get(call)
+            one = self.collectives.by_call.get(call)
             if self.over is not None:
                 return  # the call has succeeded for the others
             if one is not None and one.unstarted:
@@ -565,8 +560,8 @@ class Peer:
         """Ends the membership: all calls fail; waiting calls fail with the fault `now`, if any."""
         self._outbox.known = False  # nothing is sent from now on
         why = m.personal(why, self.number)
-        self.knowledge.over = Fail(0, result, why, fault)
-        over = replace(self.knowledge.over, fault=now or fault)
+        self.over = Fail(0, result, why, fault)
+        over = replace(self.over, fault=now or fault)
         self.knowledge.world = NO_WORLD
         if self._joining is not None:
             self._outbox.do(replace(over, call=self._joining))

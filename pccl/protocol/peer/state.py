@@ -24,7 +24,6 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.effects import Fail
 from pccl.protocol.rounds import Kind
 from pccl.protocol.tuning import DEFAULTS, Conditions, Settings
 
@@ -49,7 +48,6 @@ class Knowledge:
     veteran: bool = False  # whether it has completed a collective or synchronization in this run
     # the latest calls that have failed for all members; others may not know that yet
     failures: deque[m.Failure] = field(default_factory=lambda: deque(maxlen=OUTCOMES_KEPT))
-    over: Fail | None = None  # why it is no longer in the run; None while it is
     settings: Settings = DEFAULTS  # this peer's own
     _counted: m.Plan = NO_PLAN
     _members: tuple[int, ...] = ()

@@ -75,7 +75,7 @@ class PeerClient(ControlThread):
             team=team,
             system=system,
         )
-        self.metrics = metrics = CallMetrics(lambda: self._engine.cpu_s)
+        self.metrics = metrics = CallMetrics(self._engine.cpu_s)
         self._pending = PendingCalls(metrics.ended, peer.awaits_withdrawal)
         self._driver = PeerDriver(
             peer, self._engine, self._streams, self._master, self._pending, metrics, self.now
@@ -136,9 +136,9 @@ class PeerClient(ControlThread):
                     return
                 heard = None if self._pending.closed else self.peer.heard_if_free
                 if heard is not None:
-                    before, self._driver.mail_waits = self._driver.mail_waits, True
+                    self._driver.again.append(self._master.read)
                     if self._master.dealer.send_now(m.encode(one.vote(heard)), sent):
-                        self._driver.mail_waits = before  # unless an exception comes in between
+                        self._driver.again.pop()  # unless an exception comes in between
                         return
         self._inbox.signal()
 

@@ -8,11 +8,13 @@ address that answers if there are several.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
@@ -179,8 +181,8 @@ class Dealer:
 
     def receive(self) -> Iterator[m.MasterMessage]:
         """All messages so far. Raises ProtocolError: the master has sent other bytes."""
-        for frame in self._mail.take():
-            yield from map(m.decode_from_master, m.opened(frame))
+        messages = chain.from_iterable(map(m.opened, self._mail.take()))
+        return map(m.decode_from_master, messages)
 
     def events(self) -> Iterator[DealerEvent]:
         while True:
@@ -257,7 +259,7 @@ class MasterConnection:
         perform: Callable[[list[Any]], None],  # performs the effects of what was read
     ) -> None:
         """Opens the first connection. Raises OSError: the system provides no socket."""
-        self._read, self._perform = read, perform
+        self.read, self._perform = read, perform
         self.dealer = self._open(address)
 
     def close(self) -> None:
@@ -270,10 +272,10 @@ class MasterConnection:
         self._give_up_at = 0.0
 
     @property
-    def due_s(self) -> float | None:
+    def due_s(self) -> float:
         """When `tick` has something to do."""
         if not self._give_up_at:
-            return None
+            return math.inf
         return min(self._give_up_at, self._retry_at or self._give_up_at)
 
     def tick(self) -> None:
@@ -293,7 +295,7 @@ class MasterConnection:
     def _open(self, address: str) -> Dealer:
         self.address = address
         dealer = self._dial(address, self.port, self._config, self._identity.secure)
-        self._waiter.add(dealer.socket, self._read)
+        self._waiter.add(dealer.socket, self.read)
         self._waiter.add(dealer.monitor, self._read_monitor)
         return dealer
 
@@ -307,7 +309,7 @@ class MasterConnection:
                 if self._give_up_at:  # this replaces a broken connection
                     self._perform(self._peer.reconnected())
             case DealerEvent.BROKEN:
-                self._read()  # a stopped master's last message gives the reason
+                self.read()  # a stopped master's last message gives the reason
                 self._break(
                     f"the connection to the master at {self.name} broke"
                     if self._peer.number

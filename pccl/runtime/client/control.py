@@ -120,8 +120,8 @@ class Timer(Protocol):
     """Work that is due at some time."""
 
     @property
-    def due_s(self) -> float | None:
-        """When `tick` must be called next; None: not at all."""
+    def due_s(self) -> float:
+        """When `tick` must be called next; inf: not at all."""
 
     def tick(self) -> None:
         """Does whatever is due."""
@@ -400,47 +400,36 @@ class ControlThread:
 
     def pause(self) -> float | None:
         """How long the control thread waits if nothing happens; None: nothing has a time limit."""
-        due = [each for timer in self._timers if (each := timer.due_s) is not None]
-        self._due_s = min(due, default=math.inf)
+        self._due_s = min([timer.due_s for timer in self._timers])
         if not self._inbox.may_wait():
             return 0.0
-        if not due or self._machine.over is not None:
+        if self._due_s == math.inf or self._machine.over is not None:
             return None
         return max(0.0, self._due_s - self.now())
 
     def turn(self, ready: Sequence[Callable[[], object]]) -> bool:
-        """Handles what has happened. Returns False if the thread must end.
+        """Runs commands, reads sockets, and performs effects until nothing is left to do.
 
-        Args:
-            ready: reads what has arrived.
+        `ready`: reads what has arrived. Returns False if the thread must end.
         """
-        with self._working:
-            self._work(ready)
-        self._driver.pending.notify()
-        return not (self.failure or self._done)
-
-    def _work(self, ready: Sequence[Callable[[], object]]) -> None:
-        """Runs commands, reads sockets, and performs effects until nothing is left to do."""
         driver = self._driver
-        try:
-            self._inbox.carry_out()  # first: a message may answer a command (send_now)
-            driver.flush()  # each call of a socket may cost a wait for the global lock
-            for read in ready:
-                read()
-            if self.now() >= self._due_s:
-                for timer in self._timers:
-                    timer.tick()
-            mail = events = True
-            while mail or events:
+        with self._working:
+            try:
+                self._inbox.carry_out()  # first: a message may answer a command (send_now)
+                driver.flush()  # each call of a socket may cost a wait for the global lock
+                for read in ready:
+                    read()
+                if self.now() >= self._due_s:
+                    for timer in self._timers:
+                        timer.tick()
                 driver.flush()
-                mail, driver.mail_waits = driver.mail_waits, False
-                events, driver.events_wait = driver.events_wait, False
-                if mail:
-                    self._read_master()
-                if events:
-                    driver.read()
-        except Exception as error:
-            self._break_down(error)
+                while driver.again:
+                    driver.again.pop()()
+                    driver.flush()
+            except Exception as error:
+                self._break_down(error)
+        driver.pending.notify()
+        return not (self.failure or self._done)
 
     def _break_down(self, error: BaseException) -> None:
         """Ends the membership after an internal error, with its reason."""

@@ -266,7 +266,6 @@ class Engine:
         """Number of messages dropped as stale, foreign or malformed."""
         return int(lib.pccl_engine_dropped(self._engine)) if not self._closed else 0
 
-    @property
     def cpu_s(self) -> float:
         """The processor time of the engine's thread so far; below 0 if it is unknown."""
         if self._clock is None:

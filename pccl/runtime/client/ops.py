@@ -6,6 +6,7 @@ Only the control thread uses it, until that thread has ended.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -153,8 +154,7 @@ class Driver:
 
     Attributes:
         pending: the calls, and their memory.
-        mail_waits: whether messages of the master may be there without a further signal.
-        events_wait: whether events of the engine may be there without a further signal.
+        again: reads what may have arrived without a further signal.
         effects: the function that performs an effect, by the effect's type.
         events: the function that handles an event, by the event's kind; it returns effects.
     """
@@ -167,7 +167,7 @@ class Driver:
         master: MasterConnection,  # the connection to it
         pending: PendingCalls,  # the calls, and their memory
     ) -> None:
-        self.mail_waits = self.events_wait = True
+        self.again: list[Callable[[], None]] = []
         self.pending = pending
         self._machine, self._engine, self._streams, self._master = machine, engine, streams, master
         self.effects: dict[type, Callable[[Any], object]] = {
@@ -183,7 +183,9 @@ class Driver:
             effects.Fail: pending.answer,
         }
         self.events: dict[int, Callable[[Event], list[Any]]] = {
-            COMPLETE: self._complete,
+            COMPLETE: lambda one: machine.engine_complete(
+                one.op, one.settled, one.tx_bytes, one.rx_bytes
+            ),
             FAILED: self._failed,
             SETTLED: lambda one: machine.engine_settled(one.op, one.tx_bytes, one.rx_bytes),
             LEAF: self._leaf,
@@ -196,10 +198,10 @@ class Driver:
 
     def flush(self) -> None:
         """Sends all commands, and then all messages, which may depend on the commands."""
-        if self._engine.unsent:
-            self.events_wait |= self._engine.flush()
-        if self._master.dealer.unsent:
-            self.mail_waits |= self._master.dealer.flush()
+        if self._engine.unsent and self._engine.flush():
+            self.again.append(self.read)
+        if self._master.dealer.unsent and self._master.dealer.flush():
+            self.again.append(self._master.read)
 
     def read(self) -> None:
         """Reads all events of the engine that have arrived.
@@ -215,11 +217,6 @@ class Driver:
             self.perform(todo)
         if self._engine.broken and not self.pending.closed:
             raise RuntimeError(self._engine.broken)
-
-    def _complete(self, event: Event) -> list[Any]:
-        return self._machine.engine_complete(
-            event.op, event.settled, event.tx_bytes, event.rx_bytes
-        )
 
     def _failed(self, event: Event) -> list[Any]:
         starved = event.seq if event.status == STARVED else 0
@@ -291,22 +288,22 @@ class Progress:
     def __init__(self, engine: Engine, peer: Peer, now: Callable[[], float]) -> None:
         self._engine, self._peer, self._now = engine, peer, now
         self._before: set[int] = set()  # the ops that ran at the last check
-        self.due_s: float | None = None  # when to check next; None: no op ran
+        self.due_s = math.inf  # when to check next; inf: no op ran
 
     def started(self) -> None:
         """An op has started."""
-        if self.due_s is None:
+        if self.due_s == math.inf:
             self._check()
 
     def tick(self) -> None:
-        if self.due_s is not None and self.due_s <= self._now():
+        if self.due_s <= self._now():
             for op in self._before.intersection(self._peer.moving):
                 self._engine.query(op)
             self._check()
 
     def _check(self) -> None:
         self._before = set(self._peer.moving)
-        self.due_s = self._now() + limits.PROGRESS_LOOK_S if self._peer.moves else None
+        self.due_s = self._now() + limits.PROGRESS_LOOK_S if self._peer.moves else math.inf
 
 
 class PeerDriver(Driver):
@@ -338,6 +335,7 @@ class PeerDriver(Driver):
             effects.MembersChanged: self._members_changed,
         }
         self.events |= {
+            COMPLETE: self._complete,
             STREAM_LOST: self._stream_lost,
             PROGRESS: lambda event: peer.engine_progress(event.op, event.done),
             WRITTEN: self._written,
@@ -365,7 +363,7 @@ class PeerDriver(Driver):
 
     def _complete(self, event: Event) -> list[Any]:
         self._metrics.held(event.op)
-        return super()._complete(event)
+        return self._peer.engine_complete(event.op, event.settled, event.tx_bytes, event.rx_bytes)
 
     def _stream_lost(self, event: Event) -> list[Any]:
         to, unreached = self._streams.lost(event)

@@ -8,6 +8,7 @@ not report that it got no socket for a lane, and resolving a name may take arbit
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import stat
@@ -90,11 +91,10 @@ class Streams:
         return [(to, _host_and_port(rest)) for to, rest in open_ if rest]
 
     @property
-    def due_s(self) -> float | None:
+    def due_s(self) -> float:
         if not self._waiting:
-            return None
-        times = [t for each in self._waiting.values() for t in (each.due_s, each.retry_s) if t]
-        return min(times, default=None)
+            return math.inf
+        return min(t for each in self._waiting.values() for t in (each.due_s, each.retry_s) if t)
 
     def open(self, number: int, to: m.PeerInfo, nonce: int, shares: int = 1) -> None:
         """Opens a stream to a peer, and connects it when the address is known (`OpenStream`)."""
