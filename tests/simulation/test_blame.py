@@ -50,6 +50,10 @@ def test_a_peer_that_two_cannot_reach_is_dropped() -> None:
     assert "peer 3" in text
 
 
+def test_the_later_of_two_that_others_cannot_reach_is_dropped_first() -> None:
+    assert trouble((1, 3), (2, 3), (1, 4), (2, 4)).verdict(6) == Verdict(4, ((1, 4), (2, 4)))
+
+
 def test_against_the_masters_dial_it_takes_three_or_all_others() -> None:
     reached: dict[int, str | None] = {2: ""}
     assert trouble((1, 2), (3, 2), dials=reached).verdict(4) is None
@@ -105,7 +109,9 @@ def test_a_peer_known_to_be_reachable_stays_when_two_accuse_it() -> None:
     blame.worked((m.Ring((4, 2, 3, 1), 1),), EPOCH)
     for accuser in (1, 3):
         blame.accuse(accuser, 2, EPOCH, "")
-    blame.dialled(2, None)
+    blame.accuse(2, 3, EPOCH, "")  # what it reaches itself does not count here
+    for accused in (2, 3):
+        blame.dialled(accused, None)
     assert blame.verdict(4) is None
     blame.accuse(4, 2, EPOCH + 1, "")
     assert blame.verdict(4) is not None
@@ -132,6 +138,12 @@ def test_the_accuser_is_dropped_if_the_master_reaches_the_accused() -> None:
     assert trouble((1, 2), dials={2: ""}).last_resort(()) == Verdict(1, ((1, 2),))
 
 
+def test_of_peers_with_like_trouble_the_refuted_goes_first_and_the_cleared_last() -> None:
+    assert trouble((1, 2), (3, 4), dials={2: ""}).last_resort(()) == Verdict(1, ((1, 2),))
+    blame = trouble((1, 2), (3, 2), (1, 4), dials={2: ""})
+    assert blame.last_resort(()) == Verdict(1, ((1, 2), (1, 4)))
+
+
 def test_the_accused_is_dropped_if_it_is_new() -> None:
     assert trouble((1, 2)).last_resort({1}) == Verdict(2, ((1, 2),))
     assert trouble((2, 1)).last_resort({2}) == Verdict(1, ((2, 1),))
@@ -154,6 +166,8 @@ def test_a_peer_that_was_reached_before_has_some_attempts() -> None:
         for _ in range(2):  # more than one stream
             blame.accuse(1, 2, EPOCH + attempt, "")
         blame.dialled(2, None)
+    assert blame.last_resort({1, 2}) == Verdict(2, ((1, 2),))
+    blame.accuse(1, 2, EPOCH + ATTEMPTS, "")
     assert blame.last_resort({1, 2}) == Verdict(2, ((1, 2),))
 
 
@@ -251,6 +265,11 @@ def test_rings_that_become_one_share_their_weight() -> None:
 def test_two_peers_have_one_ring() -> None:
     infos = [peer(number) for number in (1, 2)]
     assert uses(plan_rings(infos, (), trouble((1, 2)).cost()), {(1, 2)})
+
+
+def test_what_a_link_costs_depends_on_the_suspects_at_its_ends() -> None:
+    cost = trouble((1, 2), (3, 4)).cost()
+    assert cost((5, 6)) == 0 < cost((1, 5)) == cost((5, 2)) < cost((1, 4)) < cost((1, 2))
 
 
 def test_suspects_get_unsuspected_neighbors() -> None:

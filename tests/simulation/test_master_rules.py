@@ -496,6 +496,9 @@ def test_the_ring_avoids_a_slow_link_also_after_a_loss() -> None:
     assert run.measure(2, 3) == 4
     assert isinstance(run.last(b"1"), m.OptimizeResult)
     assert run.order(b"1") == run.order(b"4") == (1, 2, 4, 3)
+    (chosen,) = (note for note in run.notes if note.startswith("the rings of group 0 are"))
+    assert chosen.startswith("the rings of group 0 are 1 -> 2 -> 4 -> 3 (weight ")
+    assert "carries 800 Mbit/s" in chosen
     run.join(b"5", machine="m5")
     run.everyone(m.TopologyVote(8))
     assert run.order(b"5") == (1, 2, 4, 3, 5)
@@ -523,6 +526,7 @@ def test_groups_are_measured_at_the_same_time_and_only_within() -> None:
     assert frozenset((2, 4)) in run.pairs()
     assert len(run.pairs()) == 2
     assert run.measure(1, 3) == 4
+    assert run.master.run.groups[1].rates.keys() == {(2, 4), (4, 2)}
 
 
 def test_peers_of_one_machine_are_not_measured() -> None:

@@ -11,9 +11,9 @@ import pytest
 from simulation import programs, recorded
 
 from pccl.protocol import messages as m
-from pccl.protocol.master import inputs
+from pccl.protocol.master import Journal, inputs
 from pccl.protocol.master.effects import Adopt, Dial, Effect, Note, Remember, Send
-from pccl.protocol.master.eventlog import Differs, Gap, Line, Recorder, Replay, refill
+from pccl.protocol.master.eventlog import Differs, Gap, Line, Recorder, Replay, difference, refill
 from pccl.protocol.master.voting import Voting
 
 SEEDS = 20
@@ -45,6 +45,35 @@ def test_another_master_does_not_do_the_same(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Differs, match="before"):
         for lines in records:
             feed(lines)
+
+
+def test_what_differs_is_told() -> None:
+    master = Recorder(b"key")
+    line = master.line(1.0, inputs.Tick(1.0), [Note("one"), Note("two")])
+    again = master.line(1.0, inputs.Tick(1.0), [Note("one"), Note("three")])
+    assert line.effects != again.effects and len(line.effects) == 16
+    assert difference(line, again) == "before: two; now: three"
+    more = msgspec.structs.replace(line, notes=("one", "two", "three"))
+    assert difference(line, more).startswith("notes before: ('one', 'two'); now: ('one', 'two', 't")
+    digest = msgspec.structs.replace(line, effects="0" * 16)
+    told = f"the effects had the digest {line.effects}, and now 0000000000000000"
+    assert difference(line, digest) == told
+    for before, now in (("", "KeyError: 7"), ("KeyError: 7", "")):
+        said = [msgspec.structs.replace(line, failed=failed) for failed in (before, now)]
+        assert difference(*said) == f"it failed with {before or 'nothing'!r}, and now with {now!r}"
+
+
+def test_the_next_master_of_a_process_begins_with_the_journal_of_the_last() -> None:
+    replay, master = Replay(), Recorder(None)
+    assert replay.feed(master.line(0.0, inputs.Began(7, None, None), []))
+    wrong = Journal(7, 1, 9, frozenset())
+    with pytest.raises(Differs, match=r"the next master began with Journal.* and now with"):
+        replay.feed(master.line(0.0, inputs.Began(7, None, wrong, "it has lost its peers"), []))
+
+
+def test_a_lost_connection_that_is_no_peers() -> None:
+    line = Recorder(None).line(0.0, inputs.Disconnected((b"?",), "it broke"), [])
+    assert (line.peer, line.gone, line.effects) == (0, (), "")
 
 
 @pytest.mark.parametrize("change", ["effects", "input", "missing"])
@@ -182,8 +211,9 @@ def test_a_record_has_no_payload_no_key_and_no_number_of_the_run() -> None:
     assert [line.sizes for line in decoded] == [(), (), (8,), (8,)]
 
 
-def test_a_size_that_no_payload_has_is_no_line() -> None:
+@pytest.mark.parametrize("size", [-1, 1 << 40])
+def test_a_size_that_no_payload_has_is_no_line(size: int) -> None:
     line = Recorder(b"key").line(0.0, inputs.Tick(1.0), [])
-    text = msgspec.json.encode(msgspec.structs.replace(line, sizes=(1 << 40,)))
+    text = msgspec.json.encode(msgspec.structs.replace(line, sizes=(size,)))
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text, type=Line | Gap)

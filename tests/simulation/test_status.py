@@ -16,6 +16,7 @@ from pccl.protocol.master.status import (
     PeerStatus,
     Phase,
     WaitStatus,
+    explain,
 )
 from pccl.protocol.master.tally import BOUNDS_S, Loss
 from pccl.protocol.rounds import Kind
@@ -75,6 +76,31 @@ def test_the_status_shows_missing_peers_and_since_when() -> None:
     first, second = status(run).waits
     assert first.why == why + "; peer 3 (10.0.0.1:1) is in are_peers_pending()"
     assert second.missing == (1, 2) and second.group is None and second.waited_s == 0.0
+
+
+def test_each_call_of_a_peer_has_its_own_explanation() -> None:
+    run = ManualRun(6)
+    for tag, call in enumerate((2, 3, 4)):
+        run.say(b"1", m.StartVote(call, tag, WORK))
+    for tag in range(3):
+        why = explain(run.master.run, 1, 2 + tag, 0)
+        assert why.startswith(f"in all_reduce(1000 elements of float32, sum) with tag {tag}: ")
+    assert explain(run.master.run, 1, 5, 0) == "", "its answer is on the way"
+    other = m.Spec("all_reduce", 0, 10, 7)
+    run.say(b"2", m.StartVote(2, 0, other))
+    calls = {peer.peer: [call.call for call in peer.calls] for peer in status(run).peers}
+    assert calls[1][0] == CALL and calls[2] == [CALL.replace("1000", "7")]
+    for conn in (b"3", b"4", b"5"):
+        run.say(conn, m.PendingVote(9))
+    assert explain(run.master.run, 1, 2, 0).count(" is in are_peers_pending()") == 3
+
+
+def test_a_question_for_newcomers_that_all_have_asked() -> None:
+    run = ManualRun(2)
+    run.say(b"1", m.PendingVote(9, patient=True))
+    assert only_wait(run).why == "peer 2 (10.0.0.1:1) must enter it"
+    run.say(b"2", m.PendingVote(9, patient=True))
+    assert only_wait(run).why == "another peer must join the run, which has 2"
 
 
 def test_a_collective_that_has_started_and_its_outcome() -> None:

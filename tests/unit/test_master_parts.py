@@ -11,7 +11,7 @@ from handlers import takes_what_it_is_given
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Running
-from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Send
+from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Send, plain
 from pccl.protocol.master.history import REFUSED_MAX, WHOLE_RUN, History, Numbers, keep_latest
 from pccl.protocol.master.membership import NAMES_MAX, Membership, PeerRecord
 from pccl.protocol.master.synchronizations import Synchronizations
@@ -99,9 +99,13 @@ def test_the_outbox_keeps_effects_in_order_until_they_are_taken() -> None:
     outbox.fail(1, 5, Result.INVALID_USAGE, "why")
     note, missed, failure = outbox.take()
     assert isinstance(note, Note) and len(note.text) < WHY_MAX + 10 and "\n" not in note.text
+    assert note == Note(note.text, warns=False) == Note(note.text)
+    assert plain("x" * WHY_MAX) == "x" * WHY_MAX
     assert missed == Send(b"1", m.Missed(m.Small(1, 2, (1,), b"")))
     assert failure == Send(b"1", m.CallError(5, Result.INVALID_USAGE.value, "why"))
     assert outbox.take() == []
+    failed = outbox.failure(RoundId(Kind.START, 0, 0), Result.TIMEOUT, "why")
+    assert (failed.called, failed.tag, failed.pair) == (m.Called.COLLECTIVE, 0, ())
 
 
 def test_membership_counts_accepted_peers() -> None:
@@ -333,18 +337,22 @@ def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:
     assert not table.gone
 
 
-def test_an_optimization_measures_links_and_installs_rings() -> None:
+@pytest.mark.parametrize("rate", [0, 10**6])
+def test_an_optimization_measures_links_and_installs_rings(rate: int) -> None:
     table = AcceptedPeers(2)
+    table.groups[0].blame.accuse(1, 2, table.groups[0].epoch, "timed out")
     optimizations = Optimizations(table)
     optimizations.begin(Round(RoundId(Kind.OPTIMIZE, None), {1: Vote(10, None), 2: Vote(20, None)}))
     probes = {number: told[0] for number, told in table.said().items()}
     assert {n: p.peers for n, p in probes.items() if isinstance(p, m.Probe)} == {1: (2,), 2: (1,)}
     seq = table.numbers.next_seq - 1
-    optimizations.measured(1, m.Measured(seq, 10**6, 10))
+    optimizations.measured(1, m.Measured(seq, rate, 10))
     assert optimizations.has(1) and not table.said()
-    optimizations.measured(2, m.Measured(seq, 10**6, 10))
+    optimizations.measured(2, m.Measured(seq, rate, 10))
     assert table.said() == {1: [m.OptimizeResult(10, 1)], 2: [m.OptimizeResult(20, 1)]}
     assert not optimizations.has(1) and table.history.optimized == 1
+    assert table.groups[0].rates == {(1, 2): rate, (2, 1): rate}
+    assert not table.groups[0].blame.blocked if rate else table.groups[0].blame.blocked
     optimizations.measured(1, m.Measured(seq + 1, 10**6, 10))
     assert list(table.gone) == [1]
 
