@@ -228,10 +228,12 @@ class Server:
             self._serving.release()
 
     def ask(self) -> Future[Status]:
-        """Asks `serve` for the status of the run; from any thread."""
+        """Asks `serve` for the status of the run; from any thread. Cancelled if `serve` ends."""
         future: Future[Status] = Future()
         self._asked.append(future)
         self._waiter.wake()
+        if self._stop:
+            future.cancel()
         return future
 
     def close(self) -> None:
@@ -274,6 +276,8 @@ class Server:
             raise
         finally:
             self._stop = True
+            for future in list(self._asked):
+                future.cancel()
             self.close()
 
     def _converse(self) -> bool:
@@ -322,6 +326,8 @@ class Server:
         self._flush()
         while self._asked:
             future = self._asked.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(self._status())
             except Exception as error:  # a request for the status must not end the service
