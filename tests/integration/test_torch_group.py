@@ -267,6 +267,7 @@ def test_sparse_tensors_are_summed(three: Groups) -> None:
 
 def test_messages_between_two_members(three: Groups) -> None:
     """Messages of one tag keep their order; a receive from any source takes the first to arrive."""
+    received = [threading.Event() for _ in range(2)]
 
     def job(group: ProcessGroup) -> list[float]:
         rank = group.rank()
@@ -277,13 +278,14 @@ def test_messages_between_two_members(three: Groups) -> None:
             group.recv([other], 1, 8).wait()
             assert other.tolist() == [[True, False], [False, True]]
             assert [work.wait() for work in works] == [True] * 3
-            found = {}
-            for _ in range(2):
+            found = []
+            for event in received:
                 number = torch.empty(1)
                 work = group.recv_anysource([number], 9)
                 work.wait()
-                found[work._source_rank()] = number.item()
-            assert found == {1: 10.0, 2: 20.0}
+                found.append((work._source_rank(), number.item()))
+                event.set()
+            assert found == [(2, 20.0), (1, 10.0)]
             last = torch.empty(1)
             group.recv([last], 2, 9).wait()  # asked for already, when another one was the first
             return [number[0].item() for number in [*numbers, last]]
@@ -291,8 +293,10 @@ def test_messages_between_two_members(three: Groups) -> None:
             for i in range(3):
                 group.send([torch.full((3,), float(i))], 0, 7)
             group.send([torch.tensor([[True, False], [False, True]])], 0, 8).wait()
+            assert received[0].wait(20)
         group.send([torch.tensor([10.0 * rank])], 0, 9).wait()
         if rank == 2:
+            assert received[1].wait(20)
             group.send([torch.tensor([30.0])], 0, 9).wait()
         return []
 
