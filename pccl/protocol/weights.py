@@ -128,6 +128,7 @@ def stale(packages: Sequence[m.Package], held: Sequence[m.Package]) -> list[m.Pa
 
 
 SEQ = 1  # the sequence number of all transfers: an op has a single package
+FAILURES_MAX = 3  # of a fetch, before another package may take its place
 STREAMS_KEPT = 8  # to receivers that fetch nothing at present
 
 
@@ -242,11 +243,12 @@ class Fetch:
     state: State = State.SEEKING
     op: int = 0  # 0: no memory yet
     liars: dict[int, None] = field(default_factory=dict)  # holders that sent other data
+    failures: int = 0
 
     @property
     def goes_on(self) -> bool:
         """True if the fetch has begun, and should continue with another holder."""
-        return self.op != 0 and not self.liars
+        return self.op != 0 and not self.liars and self.failures < FAILURES_MAX
 
 
 class WeightsMachine:
@@ -442,6 +444,9 @@ class WeightsMachine:
         self._seek(fetch)
 
     def _seek(self, fetch: Fetch) -> None:
+        if fetch.package not in self._available:
+            self._drop(fetch)  # nobody has it any more
+            return
         fetch.state = State.SEEKING
         avoid = tuple(fetch.liars)[-m.AVOIDED_MAX :]
         self._do(Send(m.Seek(*fetch.package.key, avoid)))
@@ -489,10 +494,7 @@ class WeightsMachine:
     def retry(self) -> list[Effect]:
         fetch = self._fetch
         if fetch is not None and fetch.state is State.RESTING and self._connected:
-            if fetch.package in self._available:
-                self._seek(fetch)
-            else:
-                self._drop(fetch)  # nobody has it any more
+            self._seek(fetch)
             self._aim()  # elsewhere, if the holder has lied and another package will do
         return self._take()
 
@@ -525,6 +527,7 @@ class WeightsMachine:
                 self._do(AbortOp(op))
                 fetch.op = 0
             fetch.state = State.RESTING
+            fetch.failures += 1
             self._do(Backoff(why))
         elif not starved and self._cache.fail(op):
             self._send_holds()

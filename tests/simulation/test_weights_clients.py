@@ -595,6 +595,18 @@ def test_a_fetch_of_what_nobody_has_any_more_gives_way_to_the_next_version() -> 
     assert sent(effects, m.Seek) == [m.Seek(3, 0)] and sent(effects, AbortOp) == [AbortOp(op)]
 
 
+def test_a_holder_that_a_client_cannot_reach_gives_way_to_a_slower_one() -> None:
+    hub = WeightsRun(21)
+    publisher, near = hub.add(follows=False), hub.add()
+    hub.publish(publisher, 1, 0)
+    hub.settle()
+    hub.master.run.clients.all[near.number].given = 1000
+    far = hub.add()
+    far.walls = {near}
+    hub.settle()
+    assert far.machine.version == 1
+
+
 def test_a_holder_that_has_lied_is_avoided() -> None:
     machine = client(package(2, 0))
     op, stream = fetching(machine, package(2, 0), 9)
@@ -631,7 +643,10 @@ def test_streams_to_receivers_are_closed_when_they_break_and_for_another_master(
 
 
 def story(seed: int) -> None:
-    """Publishers and subscribers come, die and lie, masters are restarted."""
+    """Publishers and subscribers come, die and lie, masters are restarted.
+
+    At the end, some subscribers cannot reach some others.
+    """
     draw = random.Random(seed)
     hub = WeightsRun(seed)
     publisher = hub.add(follows=False)
@@ -643,7 +658,8 @@ def story(seed: int) -> None:
         if deed < 0.4:
             version += 1
             call = hub.publish(publisher, version, published, whole=draw.random() < 0.3)
-            hub.settle()
+            while call not in publisher.answers:
+                hub.step()
             assert publisher.answers[call] == "", publisher.answers[call]
             published = version
         elif deed < 0.7:
@@ -668,6 +684,9 @@ def story(seed: int) -> None:
             liars = [one for one in hub.living if one is not publisher]
             for one in liars[:1]:
                 one.lies = not one.lies
+    others = [one for one in hub.living if one is not publisher]
+    for one in draw.sample(others, len(others) // 3):
+        one.walls = {*draw.sample(others, len(others) // 2)}
     hub.publish(publisher, version + 1, 0)
     hub.settle()
     shown = {one.client: one for one in weights(hub).clients}

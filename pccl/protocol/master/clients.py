@@ -95,6 +95,7 @@ FIRST = 1 << 40  # the number of the first client; peers have lower numbers
 SLOTS = 1 << 16  # the slots of a holder, as in c/pccl_core.h
 PLACES = 2  # receivers that a holder serves at a time; with one, its link would idle in between
 SMALL_BYTES = 1 << 20  # smaller transfers are mostly round trips, which leave the link idle
+FAILED = -1  # in place of a rate: less than any
 PLACES_SMALL = 8  # receivers of a holder at a time, for such packages
 
 
@@ -109,7 +110,8 @@ class Client:
     holder: int = 0  # it fetches from this client; 0: it waits for a holder
     slow: bool = False  # it has given back its place
     rate: int = 0  # bytes/s of its last fetch
-    rates: dict[int, int] = field(default_factory=dict)  # bytes/s of its last fetch, by holder
+    # bytes/s of its last fetch, by holder, or FAILED
+    rates: dict[int, int] = field(default_factory=dict)
     given: int = 0  # bytes/s of the last fetch from it
     receivers: dict[int, None] = field(default_factory=dict)
     version: int = 0  # the version of its weights that it last reported
@@ -264,6 +266,9 @@ class Clients:
         foreseen, one.foreseen = one.foreseen, None
         if seek == foreseen:
             return
+        key = seek.version, seek.base
+        if one.holder and one.seek is not None and key == (one.seek.version, one.seek.base):
+            one.rates[one.holder] = FAILED  # others come first
         self._part(one)
         one.seek, one.slow = seek, False
         self._wait_again(one)

@@ -51,6 +51,8 @@ class Node:
         self.answers: dict[int, str] = {}
         self.arrived: list[m.Package] = []
         self.rests = False
+        self.available: set[tuple[int, int]] = set()  # as the master has last said
+        self.walls: set[Node] = set()  # others that it cannot connect to
         self.blobs: set[tuple[int, int]] = set()
 
     @property
@@ -61,6 +63,8 @@ class Node:
         for effect in todo:
             match effect:
                 case common.Send(message):
+                    if isinstance(message, m.Seek):
+                        assert (message.version, message.base) in self.available, "nobody has it"
                     self.out.append(m.decode_from_peer(m.encode(message)))
                 case common.Expect(_, nonce):
                     self.door = nonce
@@ -195,7 +199,10 @@ class WeightsRun:
             self.perform(self.master.feed(Received(node.conn, message)))
 
     def receive(self, node: Node) -> None:
-        node.perform(node.machine.received(node.into.popleft()))
+        message = node.into.popleft()
+        if isinstance(message, m.Available):
+            node.available = {one.key for one in message.packages}
+        node.perform(node.machine.received(message))
 
     def _take(self, node: Node) -> None:
         what = node.arrived.pop(0)
@@ -207,15 +214,20 @@ class WeightsRun:
         found = [(op, one) for op, one in node.ops.items() if not one.serves and one.ends]
         return found[0] if found else None
 
+    def _reached(self, node: Node, stream: int) -> Node | None:
+        """The node that a stream reaches, if any."""
+        to, nonce = node.streams[stream]
+        found = (one for one in self.living if (one.number, one.door) == (to, nonce))
+        return next((one for one in found if one not in node.walls), None)
+
     def _moving(self, node: Node) -> bool:
         """Whether its fetch can go on: data comes, or it is seen that none will."""
         fetch = self._fetch(node)
         if fetch is None:
             return False
         ((stream, slot),) = fetch[1].ends.items()
-        to, nonce = node.streams[stream]
-        holder = next((one for one in self.living if one.number == to), None)
-        if holder is None or holder.door != nonce:
+        holder = self._reached(node, stream)
+        if holder is None:
             return True
         return any(
             one.serves and one.package == fetch[1].package and one.ends.get(back) == slot
@@ -229,10 +241,9 @@ class WeightsRun:
         assert fetch is not None
         op, transfer = fetch
         (stream,) = transfer.ends
-        to, nonce = node.streams[stream]
-        holder = next((one for one in self.living if one.number == to), None)
-        if holder is None or holder.door != nonce or holder.lies:
-            lied = holder is not None and holder.door == nonce and holder.lies
+        holder = self._reached(node, stream)
+        lied = holder is not None and holder.lies
+        if holder is None or lied:
             transfer.ends.clear()
             node.perform(node.machine.stream_lost(stream, lied))
             node.perform(node.machine.engine_failed(op, "its holder is lost", True))
