@@ -1,9 +1,10 @@
 """`pccl run`: runs copies of a program on this machine, and restarts those that die.
 
 Each copy is a separate peer. No copy is restarted if another one has ended with 0, because the
-training is over, or if all copies soon fail alike, because the program is wrong. When a copy fails
-or is told to end, all processes that it has started are killed. A process that survives and holds
-the copy's output does not delay the end.
+training is over, or if all copies soon fail alike, because the program is wrong. A copy that was
+restarted too late to take part would wait for other peers for ever: a master that serves only these
+copies ends then. When a copy fails or is told to end, all processes that it has started are killed.
+A process that survives and holds the copy's output does not delay the end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import BinaryIO, TextIO
 from pccl.cli.arguments import add_program, master, option, program, whole_number
 from pccl.cli.processes import Process
 from pccl.cli.terminal import Refused, painted
+from pccl.errors import PCCLTimeoutError
 from pccl.master_node import MasterNode
 from pccl.runtime.signals import ended_by, handled
 
@@ -65,17 +67,19 @@ def run(args: argparse.Namespace) -> int:
         address = args.master or (master(given) if given else None)
     except argparse.ArgumentTypeError as error:
         raise Refused(f"PCCL_MASTER: {error}") from None
+    own = None  # a master that serves only these copies
     with ExitStack() as stack:
         if address is None:
+            listen = args.with_master or LOOPBACK
             try:
-                node = stack.enter_context(MasterNode(args.with_master or LOOPBACK))
+                node = stack.enter_context(MasterNode(listen))
             except ValueError as error:  # the address is malformed
                 raise OSError(error) from None
-            address = node.address
+            own, address = node if listen == LOOPBACK else None, node.address
             print(f"pccl run: has started a master at {address}", file=sys.stderr, flush=True)
         environment = {**os.environ, "PCCL_MASTER": address, "LOCAL_WORLD_SIZE": str(args.n)}
         environment.setdefault("PYTHONUNBUFFERED", "1")
-        copies = Copies(command, environment, args.n, args.restarts)
+        copies = Copies(command, environment, args.n, args.restarts, own)
         stack.callback(copies.kill)
 
         def end(number: int, _: object) -> None:
@@ -162,11 +166,14 @@ class Copy(threading.Thread):
                 then = "it is not started again, because another copy has ended with status 0"
             status = self.status
             ended = f"signal {status - 128}" if status > 128 else f"status {status}"
-            self._note(f"ended with {ended}; {then}")
+            self.note(f"ended with {ended}; {then}")
             if over or copies.stopping.wait(pause_s):
                 return
+            if copies.succeeded:
+                self.note("it is not started again, because another copy has ended with status 0")
+                return
             if copies.failed_alike():
-                self._note("all copies have failed alike at once: it is not started again")
+                self.note("all copies have failed alike at once: it is not started again")
                 return
 
     def signal(self, number: int) -> None:
@@ -199,7 +206,7 @@ class Copy(threading.Thread):
                     stderr=lambda lines: self._print(lines, sys.stderr),
                 )
             except OSError as error:
-                self._note(f"{self._command[0]} cannot be started: {error.strerror or error}")
+                self.note(f"{self._command[0]} cannot be started: {error.strerror or error}")
                 return NOT_STARTED
         status = process.wait()
         assert status is not None
@@ -208,7 +215,7 @@ class Copy(threading.Thread):
         process.finish(GRACE_S)
         return status if status >= 0 else 128 - status
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         line = painted(f"pccl run: {text}", "yellow", sys.stderr)
         self._print([f"{line}\n".encode()], sys.stderr)
 
@@ -218,11 +225,17 @@ class Copy(threading.Thread):
 
 class Copies:
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], n: int, restarts: int
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        n: int,
+        restarts: int,
+        own: MasterNode | None = None,  # a master that serves only these copies
     ) -> None:
         self.printer = Printer()  # prints their output
         self.stopping = threading.Event()  # set when they are to end
         self.succeeded = False  # whether one of them has ended with 0
+        self._own = own
         self._stopped_s = 0.0
         self._number = 0  # the signal that ends all copies; 0: none
         self._all = [Copy(i, command, environment, restarts, self) for i in range(n)]
@@ -245,9 +258,26 @@ class Copies:
                 copy.flush()
             if self._number and time.monotonic() - self._stopped_s > GRACE_S:
                 self.kill()
+            if self._own is not None and self.succeeded and self._are_too_late(running, self._own):
+                for copy in running:
+                    copy.note("the run is over, so its master ends, and nobody can join any more")
+                self._own.interrupt()
+                self._own = None
         if self._number:
             return 128 + self._number
         return next((copy.status for copy in self._all if copy.status), 0)
+
+    @staticmethod
+    def _are_too_late(running: Sequence[Copy], own: MasterNode) -> bool:
+        """True if only restarted copies are left, and those in the run wait for other peers."""
+        if any(copy.lasted_s is None for copy in running):
+            return False
+        try:
+            status = own.status(1.0)
+        except PCCLTimeoutError:
+            return False
+        waiting = sum(wait.entered for wait in status.waits if not wait.missing_count)
+        return status.weights is None and waiting == len(status.peers)
 
     def signal(self, number: int) -> None:
         for copy in self._all:
