@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import pccl
 from pccl import operands
 from pccl.protocol import messages as m
+from pccl.support import ADVERTISED_MAX
 
 INFO = m.PeerInfo(3, 1, "10.0.0.2", 4000, "/tmp/x", "abc")
 TOKEN = "0123456789abcdef" * 2
@@ -121,6 +122,7 @@ def test_golden_bytes() -> None:
     )
     assert m.encode(m.FinishVote(9, True)).hex() == "950509c3a000"
     assert m.encode(m.Finished(9, True)).hex() == "954909c3a000"
+    assert [*m.Cause] == [*range(7)] and [*m.Called] == [*range(6)]
 
 
 def test_appended_fields_are_ignored() -> None:
@@ -140,6 +142,47 @@ def test_the_other_side_s_messages_are_refused() -> None:
         m.decode_from_peer(m.encode(m.Resumed(m.Done())))
     with pytest.raises(m.ProtocolError):
         m.decode_from_master(m.encode(m.Leave()))
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_hashes_have_one_length_and_peers_a_limited_number_of_hosts(more: int) -> None:
+    package = msgspec.structs.replace(PACKAGE, body=b"b" * (16 + more))
+    hosts = tuple(f"10.0.0.{i}" for i in range(ADVERTISED_MAX - 1 + more))
+    hello = msgspec.structs.replace(FROM_PEER[0], others=hosts)
+    for message, fits in ((m.Publish(4, (package,)), more == 0), (hello, more <= 0)):
+        if fits:
+            assert m.decode_from_peer(m.encode(message)) == message
+        else:
+            with pytest.raises(m.ProtocolError):
+                m.decode_from_peer(m.encode(message))
+
+
+def test_what_the_text_of_a_collective_says() -> None:
+    quantized = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 7, 1, 0)
+    assert str(quantized) == "all_reduce(7 elements of float32, sum, quantized by MIN_MAX to uint8)"
+    assert str(m.Part(10, 6)) == "a tensor of 6 elements of float32"
+    assert str(PARTS[0]).startswith("w of 6 elements of float32")
+
+
+def test_how_two_collectives_differ() -> None:
+    def seen(members: int, ring: int = 5) -> m.Spec:
+        return m.Spec(m.CollectiveKind.BROADCAST, 0, 10, 7, members=members, ring=ring)
+
+    assert seen(3).sees_others_than(seen(2)) and seen(2, 6).sees_others_than(seen(2))
+    assert not any(seen(a).sees_others_than(seen(b)) for a, b in ((2, 2), (0, 2), (2, 0)))
+    one, other = (m.Spec("all_reduce", 0, 0, 0, parts=(PARTS[0], m.Part(3, n))) for n in (1, 2))
+    what = "; tensor 1 is a tensor of 1 element of uint16, and a tensor of 2 elements of uint16"
+    assert one.difference(other) == what and one.difference(one) == ""
+    turned = msgspec.structs.replace(one, parts=(m.Part(10, 6, "w"), PARTS[1]))
+    assert "lie" in one.difference(turned)
+
+
+def test_what_a_transfer_has_overwritten_is_unknown() -> None:
+    entries = tuple(m.Entry(name, 10, 12, False, b"digest") for name in "abc")
+    manifest = m.Manifest(3, 0, entries)
+    torn = manifest.overwritten([1])
+    assert [entry.digest for entry in torn.entries] == [b"digest", b"", b"digest"]
+    assert manifest.whole and torn.torn and not torn.whole and manifest.overwritten([]) == manifest
 
 
 def test_oversized_messages_are_refused_unread() -> None:

@@ -13,7 +13,16 @@ from handlers import takes_what_it_is_given
 from pccl.errors import PCCLError
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer
-from pccl.protocol.peer.calls import CONFIRMING, ENTERING, GONE, Collective, Votes, timed_out
+from pccl.protocol.peer.calls import (
+    CONFIRMING,
+    ENTERING,
+    GONE,
+    Collective,
+    Votes,
+    abandoned,
+    refused,
+    timed_out,
+)
 from pccl.protocol.peer.collectives import Collectives
 from pccl.protocol.peer.effects import (
     AbortOp,
@@ -160,6 +169,14 @@ def test_a_collective_that_breaks_is_voted_on_and_restored(parts: PeerParts) -> 
 
 
 SEND = m.Spec("send", 0, 10, 1000)
+
+
+def test_only_a_call_that_another_peer_made_fail_may_succeed_when_it_is_repeated() -> None:
+    lost, no = (
+        refused(1, m.CallError(1, result.value, "why"))
+        for result in (Result.RANK_CONNECTION_LOST, Result.INVALID_ARGUMENT)
+    )
+    assert lost.again and not (no.again or timed_out(1, "why").again or abandoned(1).again)
 
 
 def test_a_send_has_a_stream_at_its_sender_alone(parts: PeerParts) -> None:

@@ -129,7 +129,7 @@ class PeerClient(ControlThread):
             self._pending.memory[number] = operands
             return self.peer.collective(one, bool(sent[0]))
 
-        self._leave_to_begin(call, begin)
+        self.begin(call, begin, wakes=False)
         if data is not None:
             with self._working:
                 if entered:

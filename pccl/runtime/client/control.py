@@ -357,10 +357,20 @@ class ControlThread:
         """Threads of this client: `close` does not wait for its end in one of them."""
         return (self._thread,)
 
-    def begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
-        """Makes a call: an event of the state machine, which receives the call's number."""
-        self._leave_to_begin(call, event)
-        self._inbox.signal()
+    def begin(self, call: Call, event: Callable[[int], list[Any]], wakes: bool = True) -> None:
+        """Makes a call: an event of the state machine, which receives the call's number.
+
+        `wakes`: whether it wakes the control thread. If not, the caller does (`Inbox.signal`).
+        """
+
+        def begin() -> None:
+            if call.end is None:  # else it is repeated, and its call was answered
+                self._driver.pending.add(call)
+                self._perform(event(call.number))
+
+        self._inbox.leave(begin)
+        if wakes:
+            self._inbox.signal()
 
     def post(self, event: Callable[[], list[Any]]) -> None:
         """Makes the control thread carry out an event of the state machine."""
@@ -374,14 +384,6 @@ class ControlThread:
                 self._engine.verified(op, piece, leaf, good)
 
         self._inbox.post(notify)
-
-    def _leave_to_begin(self, call: Call, event: Callable[[int], list[Any]]) -> None:
-        def begin() -> None:
-            if call.end is None:  # else it is repeated, and its call was answered
-                self._driver.pending.add(call)
-                self._perform(event(call.number))
-
-        self._inbox.leave(begin)
 
     # ---- the control thread ----
 
