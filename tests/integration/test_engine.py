@@ -18,7 +18,7 @@ import zmq
 from peers.engines import ALIGNMENT, DEADLINE_S, F32, NONCE, RUN, SUM, AllReduce, Peer
 
 from pccl.ext import ffi, lib, tables
-from pccl.protocol.peer.effects import End
+from pccl.protocol.peer.effects import End, StartOp
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client.engine import (
     COMPLETE,
@@ -97,8 +97,7 @@ def test_averages_of_integers_are_sums(make: Make) -> None:
             members=0,
             parts=[Part(send[who].ctypes.data, recv[who].ctypes.data, 3, I64)],
         )
-        rings = [RingPlace(1, 2, who, 0, ALIGNMENT)]
-        peer.engine.start(1, seq=1, nonce=1, chunk_bytes=4096, rings=rings)
+        peer.engine.start(StartOp(1, 1, 1, (RingPlace(1, 2, who, 0, ALIGNMENT),), 4096))
     for who, peer in enumerate(peers):
         peer.wait(COMPLETE, 1)
         assert recv[who].tolist() == [9, -9, 2**40 + 1]  # their caller divides
@@ -188,7 +187,7 @@ def test_closed_stream_fails_its_ops(make: Make) -> None:
     peers[0].engine.close_stream(1)
     assert peers[0].wait(FAILED, 1).status == lib.PCCL_ESTREAM
     again = AllReduce(peers[:1], 2, 1000)
-    peers[0].engine.start(2, seq=2, nonce=1, chunk_bytes=64, rings=[RingPlace(1, 2, 0, 0, 1024)])
+    peers[0].engine.start(StartOp(2, 2, 1, (RingPlace(1, 2, 0, 0, 1024),), 64))
     failed = peers[0].wait(FAILED, 2)
     assert (failed.stream, failed.text) == (1, "it is not open")
     np.testing.assert_array_equal(again.send, again.given)
@@ -298,9 +297,7 @@ def test_a_neighbor_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: i
         peer.engine.register_collective(
             5, run=RUN, tag=5, min_seq=4, what="broadcast", redop=SUM, members=0, parts=[part]
         )
-        peer.engine.start(
-            5, seq=5, nonce=NONCE, chunk_bytes=1 << 18, rings=[RingPlace(2, 2, 0, 0, x.size)]
-        )
+        peer.engine.start(StartOp(5, 5, NONCE, (RingPlace(2, 2, 0, 0, x.size),), 1 << 18))
         for stream in (1, 2):
             peer.wait(STREAM_UP, stream)
         assert not peer.engine.socket.poll(2000), peer.engine.events()

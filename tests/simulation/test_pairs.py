@@ -11,7 +11,7 @@ from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.calls import Collective
 from pccl.protocol.peer.collectives import tag_of_send
 from pccl.protocol.ring import RingPlace
-from pccl.protocol.tuning import Tuning, choose
+from pccl.protocol.tuning import choose
 from pccl.runtime.inline_collectives import combine
 from pccl.types import Result
 
@@ -327,9 +327,9 @@ def test_a_restarted_master_commits_no_send_with_a_lost_peer() -> None:
 # ---- a peer's side ----
 
 
-def sent(peer: Peer) -> Tuning:
-    """How a send travels."""
-    return choose(SEND, 0, peer.knowledge.conditions)
+def sent(peer: Peer) -> int:
+    """The bytes of a message of a send."""
+    return choose(SEND, 0, peer.knowledge.conditions).chunk_bytes
 
 
 def send(peer: Peer, call: int, to: int) -> list[effects.Effect]:

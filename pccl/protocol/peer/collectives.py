@@ -108,7 +108,8 @@ class Collectives(Part):
         if self._streams.ready:
             tuning = self._tuning(one)
             if tuning.eager:
-                self._outbox.do(EagerOp(one.call, self._places(one), tuning))
+                way = tuning.chunk_bytes, tuning.algorithm
+                self._outbox.do(EagerOp(one.call, self._places(one), *way))
 
     def _tuning(self, one: Collective) -> Tuning:
         return choose(one.work, one.nbytes, self._knowledge.conditions)
@@ -157,9 +158,8 @@ class Collectives(Part):
             direct = self._streams.direct(
                 receivers(one.work, one.rows[0], plan.rings, self._knowledge.number)
             )
-        self._outbox.do(
-            StartOp(one.call, seq, started.nonce, places, tuning, started.calls, direct)
-        )
+        way = tuning.chunk_bytes, tuning.algorithm
+        self._outbox.do(StartOp(one.call, seq, started.nonce, places, *way, started.calls, direct))
 
     def _start_send(self, one: Collective, started: m.Started) -> None:
         """Starts a send: its data goes around a ring of two, which uses only one of its links."""
@@ -168,7 +168,8 @@ class Collectives(Part):
         if gives:
             one.stream = self._streams.of_send(taker)
         place = RingPlace(one.stream, members=2, position=int(not gives))
-        self._outbox.do(StartOp(one.call, one.seq, started.nonce, (place,), self._tuning(one)))
+        chunk_bytes = self._tuning(one).chunk_bytes
+        self._outbox.do(StartOp(one.call, one.seq, started.nonce, (place,), chunk_bytes))
 
     def _vote_on(self, one: Collective, data: bytes) -> None:
         """A small collective has its result, which is not final."""

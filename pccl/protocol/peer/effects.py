@@ -10,7 +10,7 @@ from msgspec import Struct
 from pccl import errors
 from pccl.protocol import messages as m
 from pccl.protocol.ring import RingPlace
-from pccl.protocol.tuning import Tuning
+from pccl.protocol.tuning import Algorithm
 from pccl.types import Result
 
 
@@ -50,18 +50,20 @@ class CloseStream(Effect):
 
 
 class StartOp(Effect):
-    """Start the registered op of a collective, on these rings.
+    """Start the registered op of a collective, from this peer's places in these rings.
 
-    `calls`: the call of the predecessor in each ring, if the predecessor may have sent before the
-    start; empty: none has. `direct`: streams to the receivers of rows, by rank; if one is 0, or
-    missing, its rows go around the rings.
+    `seq`, `nonce`: what its messages have in common, and no others. `chunk_bytes`: the size of one
+    message. `calls`: the call of the predecessor in each ring, if the predecessor may have sent
+    before the start, or 0; empty: none has. `direct`: streams to the receivers of rows, by rank; if
+    one is 0, or missing, its rows go around the rings.
     """
 
     op: int
     seq: int
     nonce: int
     rings: tuple[RingPlace, ...]
-    tuning: Tuning
+    chunk_bytes: int
+    algorithm: Algorithm = Algorithm.RING
     calls: tuple[int, ...] = ()
     direct: tuple[int, ...] = ()
 
@@ -69,12 +71,14 @@ class StartOp(Effect):
 class EagerOp(Effect):
     """Let the registered op of a collective send before it starts.
 
-    If the op then starts on other streams, the data sent before is void.
+    If the op then starts on other streams, the data sent before is void. Otherwise its start
+    repeats these values.
     """
 
     op: int
     rings: tuple[RingPlace, ...]
-    tuning: Tuning
+    chunk_bytes: int
+    algorithm: Algorithm = Algorithm.RING
 
 
 class End(Struct, frozen=True):

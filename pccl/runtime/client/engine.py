@@ -30,8 +30,7 @@ from msgspec import Struct
 from pccl.ext import ffi, lib, tables
 from pccl.ext.mail import Mail
 from pccl.protocol.messages import CollectiveKind
-from pccl.protocol.peer.effects import End
-from pccl.protocol.ring import RingPlace
+from pccl.protocol.peer.effects import EagerOp, End, StartOp
 from pccl.protocol.tuning import Algorithm
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.resources import out_of_resources
@@ -465,76 +464,45 @@ class Engine:
         self._arrays.setdefault(op, []).append(array)
         return array
 
-    def start(
-        self,
-        op: int,  # its number
-        *,
-        seq: int,  # the agreed sequence number
-        nonce: int,  # the collective's nonce; other chunks do not belong to it
-        chunk_bytes: int,  # size of one message
-        rings: Sequence[RingPlace],  # this peer's place in each ring, at most PCCL_RINGS_MAX
-        algorithm: Algorithm = Algorithm.RING,  # how an all-reduce travels
-        # the op number of the predecessor in each ring, if it may have sent chunks before its
-        # start, else 0; empty: all 0
-        calls: Sequence[int] = (),
-        # in an exchange, or in two stages: streams to members by rank, or 0; empty: all 0
-        direct: Sequence[int] = (),
-    ) -> None:
-        """Starts a registered collective."""
-        self._send(
-            lib.PCCL_START,
-            op,
-            seq=seq,
-            nonce=nonce,
-            chunk_bytes=chunk_bytes,
-            rings=self._rings(op, rings, calls),
-            n_rings=len(rings),
-            algorithm=_ALGORITHMS.get(algorithm, lib.PCCL_RING),
-            direct=self._keep(op, ffi.new("uint32_t[]", direct)) if any(direct) else ffi.NULL,
-        )
+    def start(self, start: StartOp) -> None:
+        """Starts a registered collective, on at most PCCL_RINGS_MAX rings."""
+        direct, way = start.direct, self._way(start, start.calls)
+        if any(direct):
+            way["direct"] = self._keep(start.op, ffi.new("uint32_t[]", direct))
+        self._send(lib.PCCL_START, start.op, seq=start.seq, nonce=start.nonce, **way)
 
-    def start_eagerly(
-        self,
-        op: int,
-        *,
-        chunk_bytes: int,
-        rings: Sequence[RingPlace],
-        algorithm: Algorithm = Algorithm.RING,
-    ) -> None:
-        """Lets a registered collective send before its start. `start` must repeat these arguments,
-        unless it names other streams."""
-        self._send(
-            lib.PCCL_EAGER,
-            op,
-            chunk_bytes=chunk_bytes,
-            rings=self._rings(op, rings, ()),
-            n_rings=len(rings),
-            algorithm=_ALGORITHMS.get(algorithm, lib.PCCL_RING),
-        )
+    def start_eagerly(self, eager: EagerOp) -> None:
+        """Lets a registered collective send before its start."""
+        self._send(lib.PCCL_EAGER, eager.op, **self._way(eager, ()))
 
-    def _rings(
-        self, op: int, rings: Sequence[RingPlace], calls: Sequence[int]
-    ) -> list[dict[str, Any]]:
-        return [
+    def _way(self, one: StartOp | EagerOp, calls: Sequence[int]) -> dict[str, Any]:
+        rings = [
             {
                 "stream": ring.stream,
                 "members": ring.members,
                 "position": ring.position,
                 "root": ring.root,
-                "ranks": self._keep(op, ffi.new("uint16_t[]", ring.ranks))
+                "ranks": self._keep(one.op, ffi.new("uint16_t[]", ring.ranks))
                 if ring.ranks
                 else ffi.NULL,
                 "begin": ring.begin,
                 "count": ring.count,
                 "call": call,
             }
-            for ring, call in zip(rings, calls or [0] * len(rings), strict=True)
+            for ring, call in zip(one.rings, calls or [0] * len(one.rings), strict=True)
         ]
+        algorithm = _ALGORITHMS.get(one.algorithm, lib.PCCL_RING)
+        return {
+            "rings": rings,
+            "n_rings": len(rings),
+            "chunk_bytes": one.chunk_bytes,
+            "algorithm": algorithm,
+        }
 
     def start_transfer(
         self, op: int, *, seq: int, nonce: int, chunk_bytes: int, ends: Sequence[End]
     ) -> None:
-        """Starts a registered op that serves or fetches. Other arguments are as in `start`.
+        """Starts a registered op that serves or fetches. Other arguments are as in `StartOp`.
 
         `ends`: the requesters, or the holders. Later calls with the same `seq` add to them.
         """

@@ -324,7 +324,7 @@ class PeerDriver(Driver):
         self.progress = Progress(engine, peer, now)
         self.effects |= {
             effects.OpenStream: self._open_stream,
-            effects.EagerOp: self._start_eagerly,
+            effects.EagerOp: engine.start_eagerly,
             effects.StartOp: self._start,
             effects.Store: self._store,
             effects.Follow: pending.note,
@@ -385,26 +385,11 @@ class PeerDriver(Driver):
         self._metrics.opened()
         self._streams.open(effect.stream, effect.to, effect.nonce, effect.shares)
 
-    def _start_eagerly(self, effect: effects.EagerOp) -> None:
-        self._engine.start_eagerly(
-            effect.op,
-            chunk_bytes=effect.tuning.chunk_bytes,
-            rings=effect.rings,
-            algorithm=effect.tuning.algorithm,
-        )
-
     def _start(self, effect: effects.StartOp) -> None:
-        self._engine.start(
-            effect.op,
-            seq=effect.seq,
-            nonce=effect.nonce,
-            chunk_bytes=effect.tuning.chunk_bytes,
-            rings=effect.rings,
-            algorithm=effect.tuning.algorithm,
-            calls=effect.calls,
-            direct=effect.direct,
-        )
-        self._metrics.started(effect.op, effect.tuning.spec.what)
+        self._engine.start(effect)
+        memory = self.pending.memory[effect.op]
+        assert isinstance(memory, Operands)
+        self._metrics.started(effect.op, memory.work.what)
         self.progress.started()
 
     def _start_transfer(self, effect: effects.StartTransfer) -> None:

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from pccl.ext import lib
+from pccl.protocol.peer.effects import StartOp
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client.engine import (
     COMPLETE,
@@ -74,10 +75,8 @@ class AllReduce:
             )
 
     def start(self, who: int, chunk_bytes: int = 1 << 18) -> None:
-        rings = [RingPlace(1, len(self.peers), who, 0, -(-self.count // ALIGNMENT) * ALIGNMENT)]
-        self.peers[who].engine.start(
-            self.op, seq=self.op, nonce=NONCE, chunk_bytes=chunk_bytes, rings=rings
-        )
+        ring = RingPlace(1, len(self.peers), who, 0, -(-self.count // ALIGNMENT) * ALIGNMENT)
+        self.peers[who].engine.start(StartOp(self.op, self.op, NONCE, (ring,), chunk_bytes))
 
     def finish(self) -> None:
         """Waits for the result everywhere, commits, and checks it."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pccl.ext import ffi, lib
-from pccl.protocol.peer.effects import End
-from pccl.protocol.ring import RingPlace
-from pccl.protocol.tuning import Algorithm, choose
+from pccl.protocol.peer.effects import EagerOp, End, StartOp
+from pccl.protocol.tuning import choose
 from pccl.runtime.client.engine import (
     COMPLETE,
     FAILED,
@@ -193,27 +192,18 @@ class SimEngine:
         self._register(Op(op, "fetch", (run, tag), {n: where for n, *where in pieces}))  # type: ignore[misc]
 
     @command
-    def start_eagerly(self, op: int, *, rings: Sequence[RingPlace], **_: object) -> None:
+    def start_eagerly(self, eager: EagerOp) -> None:
+        rings = eager.rings
         assert all(ring.stream in self.streams for ring in rings), "a stream that is not open"
-        self.run.eager.begin(self, self.ops[op], rings)
+        self.run.eager.begin(self, self.ops[eager.op], rings)
 
     @command
-    def start(
-        self,
-        op: int,
-        *,
-        seq: int,
-        rings: Sequence[RingPlace],
-        algorithm: Algorithm,
-        calls: Sequence[int],
-        direct: Sequence[int],
-        **_: object,
-    ) -> None:
-        one = self.ops[op]
-        one.direct = tuple(stream for stream in direct if stream)
-        self._check_tuning(op, seq, rings, algorithm)
+    def start(self, start: StartOp) -> None:
+        one, rings = self.ops[start.op], start.rings
+        one.direct = tuple(stream for stream in start.direct if stream)
+        self._check_tuning(start)
         streams = [ring.stream for ring in rings if ring.stream]  # 0: it sends nothing
-        key = self._start(one, seq, [*streams, *one.direct])
+        key = self._start(one, start.seq, [*streams, *one.direct])
         one.members = rings[0].members
         for number in one.streams:
             self.streams[number].carried.add(key)
@@ -225,7 +215,7 @@ class SimEngine:
             self.streams[number] for number in one.streams if not self.streams[number].up
         )
         self.run.starters.setdefault(key, set()).add(self.peer.name)
-        self.run.eager.start(self, one, calls or [0] * len(rings))
+        self.run.eager.start(self, one, start.calls or [0] * len(rings))
 
     @command
     def start_transfer(self, op: int, *, seq: int, ends: Sequence[End], **_: object) -> None:
@@ -279,17 +269,15 @@ class SimEngine:
         op.streams, op.deaf = tuple(streams), set()
         return key
 
-    def _check_tuning(
-        self, op: int, seq: int, rings: Sequence[RingPlace], algorithm: Algorithm
-    ) -> None:
+    def _check_tuning(self, start: StartOp) -> None:
         """The members' data travels in the same way."""
-        alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in rings]
-        spec = self.peer.calls_open[op].spec
+        alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in start.rings]
+        spec = self.peer.calls_open[start.op].spec
         assert spec is not None
         eager = choose(spec, 0, self.peer.client.knowledge.conditions).eager
         self.run.agree(
-            ("the tuning", self.peer.machine.knowledge.run, seq),
-            (algorithm, eager, alike),
+            ("the tuning", self.peer.machine.knowledge.run, start.seq),
+            (start.algorithm, eager, alike),
             self.peer,
         )
 
