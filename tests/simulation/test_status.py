@@ -101,6 +101,9 @@ def test_a_question_for_newcomers_that_all_have_asked() -> None:
     assert only_wait(run).why == "peer 2 (10.0.0.1:1) must enter it"
     run.say(b"2", m.PendingVote(9, patient=True))
     assert only_wait(run).why == "another peer must join the run, which has 2"
+    run.say(b"2", m.Leave())
+    why = "another peer must join the run, which has 1 and had 1 more: if the training is over, "
+    assert only_wait(run).why == why + "end this program"
 
 
 def test_a_collective_that_has_started_and_its_outcome() -> None:

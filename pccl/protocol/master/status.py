@@ -203,6 +203,8 @@ def _entering(run: Run, round_: Round) -> Wait:
     why = f"{run.membership.names(late)} must enter it{_elsewhere(run, late)}"
     if not late and round_.id == PENDING:
         why = f"another peer must join the run, which has {len(votes)}"
+        if (gone := run.tally.counts.joined - len(votes)) > 0:
+            why += f" and had {gone} more: if the training is over, end this program"
     first = next(iter(votes))
     others: dict[int, str] = {}
     if round_.id.kind is Kind.START:
