@@ -6,28 +6,52 @@ import contextlib
 import errno
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from peers.cluster import client_of, gather, in_threads
+import zmq
+from peers.cluster import gather, in_threads
 from peers.processes import Master, Puppet, gathered, together
-from peers.waiting import machine_of, wait_until
+from peers.strangers import Relay, serving, speaker
+from peers.waiting import wait_until
 
 import pccl
 from pccl import extension
+from pccl.ext.mail import RouterMail
+from pccl.protocol import master as protocol
 from pccl.protocol.master import inputs, restart
+from pccl.protocol.master.effects import Effect
 from pccl.protocol.master.restart import WAIT_S
 from pccl.runtime.config import Config
-from pccl.runtime.server import server as server_module
+from pccl.runtime.server.connections import Connections
 from pccl.runtime.server.pauses import Pauses
 from pccl.runtime.server.server import Server
+from pccl.runtime.tcp import Shutter
+from pccl.runtime.waiter import Waiter
 
 BEATS = {"PCCL_HEARTBEAT_MS": "200", "PCCL_HEARTBEAT_TIMEOUT_MS": "1000"}
+
+
+SLEEPS = pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="no clock of sleep there")
+
+
+class Sleeper:
+    """This machine, whose sleep one of its clocks counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._slept_s, real = 0.0, time.clock_gettime
+
+        def read(clock: int) -> float:
+            return real(clock) + (self._slept_s if clock == time.CLOCK_BOOTTIME else 0.0)
+
+        monkeypatch.setattr(time, "clock_gettime", read)
+
+    def sleep(self, seconds: float) -> None:
+        self._slept_s += seconds
 
 
 class Clock:
@@ -66,46 +90,84 @@ def test_pauses_are_distinguished_from_waits(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
 def test_a_step_of_the_wall_clock_delays_nothing(
-    step_s: float, monkeypatch: pytest.MonkeyPatch
+    step_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """At the master and at the peers of one run: a loss and an admission take no longer."""
-    wall = time.time
-    with pccl.MasterNode("127.0.0.1:0") as master, contextlib.ExitStack() as opened:
-        comms = [pccl.Communicator(master.address) for _ in range(3)]
+    wall, journal = time.time, tmp_path / "master.db"
+    with pccl.MasterNode("127.0.0.1:0", state=journal) as master, contextlib.ExitStack() as opened:
+        relay = opened.enter_context(Relay(master.address))
+        comms = [pccl.Communicator(at) for at in (master.address, master.address, relay.address)]
         for one in comms:
             opened.callback(one.close)
         in_threads([lambda one=one: gather(one, 3) for one in comms])
-        assert master._server is not None
-        server = master._server
+        monkeypatch.setattr(restart, "WAIT_S", 1.0)
+        relay.refuse()  # the third peer does not come back
+        master.interrupt()
+        again = opened.enter_context(pccl.MasterNode(master.address, state=journal))
+        wait_until(lambda: len(again.status().awaited) == 1)
         monkeypatch.setattr(time, "time", lambda: wall() + step_s)
-        began_s = server._awake_s()
-        wait_until(lambda: server._awake_s() > began_s + 0.2)
-        assert server._pauses.total_s == 0.0
-        monkeypatch.setattr(restart, "WAIT_S", 0.5)
-        server._faltered = "a test"  # as after a restart: it waits for peers, one never comes
-        client_of(comms[2])._resolver.find = lambda *_: None
-        server._waiter.wake()
-        wait_until(lambda: not server._faltered and not server._master.recovering)
         in_threads([one.update_topology for one in comms[:2]])
-        assert [one.world_size for one in comms[:2]] in ([2, 2], [3, 3])
+        assert [one.world_size for one in comms[:2]] == [2, 2]
+    assert "did not run" not in caplog.text
 
 
-def test_sleep_of_the_machine_freezes_no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+class Ticks:
+    """How far a master's clock, which does not count pauses, is behind, at each tick.
+
+    Args:
+        pause_s: it pauses for this time while it handles the first message after `armed` is set.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pause_s: float = 0.0) -> None:
+        self.behind_s: list[float] = []
+        self.armed = threading.Event()
+        self.paused: int | None = None  # the number of ticks before the pause
+        feed = protocol.Master.feed
+
+        def noted(machine: protocol.Master, event: inputs.Event) -> list[Effect]:
+            if isinstance(event, inputs.Tick):
+                self.behind_s.append(time.monotonic() - event.now_s)
+            elif self.armed.is_set() and self.paused is None:
+                threading.Event().wait(pause_s)
+                self.paused = len(self.behind_s)
+            return feed(machine, event)
+
+        monkeypatch.setattr(protocol.Master, "feed", noted)
+
+    def next(self) -> float:
+        """The value at a tick that begins from now on."""
+        seen = len(self.behind_s)
+        wait_until(lambda: len(self.behind_s) > seen + 1)
+        return self.behind_s[seen + 1]
+
+
+@SLEEPS
+def test_sleep_of_the_machine_freezes_no_grace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The clock that measures graces stands still while the machine sleeps."""
-    running, elapsed, ticks = Clock(), Clock(), list[inputs.Tick]()
-    server = Server("127.0.0.1", 0, Config())
-    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=running))
-    monkeypatch.setattr(server, "_feed", lambda event: ticks.append(event) or [])
-    server._pauses = Pauses(1.0, running, elapsed)
-    with contextlib.closing(server):
-        for slept_s in (0.0, 3600.0, 0.0, 0.0):
-            running.now_s += 0.1
-            elapsed.now_s += 0.1 + slept_s
-            server._do_chores(True)
-    begin_s = ticks[0].now_s
-    after_s = [tick.now_s - begin_s for tick in ticks]
-    assert after_s == pytest.approx([0.0, 0.0, 0.1, 0.2]), "the wake-up itself is a pause"
-    assert server._pauses.woke_lately
+    sleeper, ticks = Sleeper(monkeypatch), Ticks(monkeypatch)
+    with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address):
+        before_s = ticks.next()
+        sleeper.sleep(3600.0)
+        assert abs(ticks.next() - before_s) < 1000
+        assert "it did not run for 3600." in caplog.text
+
+
+def test_a_pause_in_a_message_makes_no_peer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after the loop has checked its wait, and before the next tick."""
+    ticks = Ticks(monkeypatch, pause_s=0.4)
+    server = Server("127.0.0.1", 0, Config(heartbeat_ms=100, heartbeat_timeout_ms=500))
+    with serving(server), speaker(zmq.DEALER, server.port) as stranger:
+        ticks.next()
+        before_s = min(ticks.behind_s)
+        ticks.armed.set()
+        stranger.send(b"a connection's first message comes with the chores")
+        wait_until(lambda: ticks.paused is not None and len(ticks.behind_s) > ticks.paused)
+        assert ticks.behind_s[ticks.paused or 0] - before_s > 0.35
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
@@ -159,27 +221,32 @@ def test_a_connection_that_cannot_be_closed_yet_is_closed_later(
 ) -> None:
     """A master that goes on as after a restart does not count the time until then."""
     monkeypatch.setattr(restart, "WAIT_S", 0.3)
-    tried = threading.Semaphore(0)
+    tried, feed, failures = threading.Semaphore(0), protocol.Master.feed, iter([True])
 
     def refuses(*_: object) -> bool:
         tried.release()
         raise OSError(errno.EMFILE, "no descriptors")
+
+    def fails_once(machine: protocol.Master, event: inputs.Event) -> list[Effect]:
+        todo = feed(machine, event)
+        if isinstance(event, inputs.Received) and next(failures, False):
+            raise MemoryError  # it goes on as after a restart
+        return todo
 
     with pccl.MasterNode("127.0.0.1:0") as master, contextlib.ExitStack() as opened:
         comms = [pccl.Communicator(master.address) for _ in range(2)]
         for one in comms:
             opened.callback(one.close)
         in_threads([lambda one=one: gather(one, 2) for one in comms])
-        server = master._server
-        assert server is not None
         with monkeypatch.context() as patch:
-            patch.setattr(server._connections._shutter, "shut", refuses)
-            server._faltered = "a test"  # as after a restart
-            server._waiter.wake()
+            patch.setattr(Shutter, "shut", refuses)
+            patch.setattr(protocol.Master, "feed", fails_once)
+            call = threading.Thread(target=comms[0].update_topology)
+            call.start()
             for _ in range(12):  # two connections, 0.1 s apart: longer than WAIT_S
                 assert tried.acquire(timeout=20)
-        wait_until(lambda: not server._master.recovering)
-        in_threads([one.update_topology for one in comms])
+        in_threads([call.join, comms[1].update_topology])
+        assert not master.status().recovering
         assert [one.world_size for one in comms] == [2, 2]
 
 
@@ -212,101 +279,96 @@ def test_a_master_that_wakes_without_descriptors_loses_no_peer() -> None:
         master.kill()
 
 
-def test_a_pause_before_the_chores_makes_no_peer_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pause comes after the loop has checked its wait, for example in a message."""
-    clock, ticks = Clock(), list[inputs.Tick]()
-    server = Server("127.0.0.1", 0, Config())
-    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(server, "_feed", lambda event: ticks.append(event) or [])
-    server._pauses = Pauses(1.0, clock, clock)
-    with contextlib.closing(server):
-        for seconds in (0.0, 0.1, 100.0, 0.2):
-            clock.now_s += seconds
-            server._do_chores(True)
-    begin_s = ticks[0].now_s
-    assert [tick.now_s - begin_s for tick in ticks] == pytest.approx([0.0, 0.1, 0.1, 0.3])
-
-
 class Nap:
-    """Pauses of a server at one place of its loop. Connections break and peers come back meanwhile.
+    """The machine sleeps while a master is at one place of its loop. Connections break, and peers
+    come back, meanwhile.
 
     Args:
-        server: from now on, a clock that is set by hand tells it its pauses.
-        moment: the method of the server that begins with a pause.
+        relays: the ways of all peers to the master, by their numbers.
+        place: a function that the master's loop calls.
+        after: the nap comes after such a call, not before it.
     """
 
-    def __init__(self, server: Server, moment: str) -> None:
-        self._server = server
-        self._clock = Clock()
-        self._pauses: list[list[int]] = []
-        self._broken: set[bytes] = set()  # connections
-        server._pauses = Pauses(server._timeout_s, self._clock, self._clock)
-        original = getattr(server, moment)
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        relays: dict[int, Relay],
+        place: tuple[type, str],
+        after: bool,
+    ) -> None:
+        self._sleeper = Sleeper(monkeypatch)
+        self._relays = relays
+        self._naps: list[list[int]] = []
+        self._here = {*relays}  # the peers whose connections a master knows
+        call, feed = getattr(*place), protocol.Master.feed
 
-        def interrupted(*args: object) -> object:
-            if self._pauses and all(map(self._conn, self._pauses[0])):
-                self._sleep(self._pauses.pop(0))
-            return original(*args)
+        def interrupted(*args: Any) -> Any:
+            if not after:
+                self._nap()
+            result = call(*args)
+            if after:
+                self._nap()
+            return result
 
-        setattr(server, moment, interrupted)
+        def noted(machine: protocol.Master, event: inputs.Event) -> list[Effect]:
+            todo = feed(machine, event)
+            if isinstance(event, inputs.Resume):
+                self._here.add(event.message.info.peer)
+            return todo
 
-    def plan(self, *pauses: list[int]) -> None:
-        """Plans a pause for each set of peers whose connections break then, once all are there."""
-        self._pauses = [*pauses]
-        self._server._waiter.wake()
+        monkeypatch.setattr(protocol.Master, "feed", noted)
+        monkeypatch.setattr(*place, interrupted)
+
+    def plan(self, *naps: list[int]) -> None:
+        """Plans a nap for each set of peers whose connections break then, once all are there."""
+        self._naps = [*naps]
 
     def over(self, peers: list[int]) -> bool:
-        """True if all pauses are over, and these peers are back."""
-        return not self._pauses and all(self._conn(n) not in (None, *self._broken) for n in peers)
+        """True if all naps are over, and the master has heard of these peers since."""
+        return not self._naps and self._here.issuperset(peers)
 
-    def _conn(self, peer: int) -> bytes | None:
-        """The connection of a peer or, after the first pause, of one that has come back."""
-        master = self._server._master
-        if not self._broken:
-            return master.peers[peer].conn
-        back = master._recovery.back if master._recovery else {}
-        return back[peer].conn if peer in back else None
-
-    def _sleep(self, peers: list[int]) -> None:
-        began_s = time.monotonic()
-        conns = [conn for conn in map(self._conn, peers) if conn is not None]
-        assert len(conns) == len(peers)
-        self._broken.update(conns)
-        for conn in conns:
-            line = self._server._connections.senders[conn]
-            with socket.socket(fileno=os.dup(line.descriptor)) as one:
-                one.shutdown(socket.SHUT_RDWR)
-        assert self._server._router.poll(20_000), "nobody came back"
-        self._clock.now_s += max(self._server._timeout_s, time.monotonic() - began_s)
+    def _nap(self) -> None:
+        if not self._naps or not self._here.issuperset(self._naps[0]):
+            return
+        if threading.current_thread().name != "pccl-master":
+            return
+        lost = self._naps.pop(0)
+        self._here.difference_update(lost)
+        for peer in lost:
+            self._relays[peer].cut()
+        wait_until(self._relays[lost[0]].is_back)
+        self._sleeper.sleep(100.0)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no dup of a socket there")
+@SLEEPS
 @pytest.mark.parametrize(
-    "moment",
+    ("place", "after"),
     [
-        "_read_router",
-        "_handle_losses",
-        pytest.param("_converse", marks=pytest.mark.slow),
-        pytest.param("_flush", marks=pytest.mark.slow),
-        pytest.param("_do_chores", marks=pytest.mark.slow),
+        ((RouterMail, "take"), False),
+        ((Connections, "take_lost"), False),
+        pytest.param((RouterMail, "take"), True, marks=pytest.mark.slow),
+        pytest.param((Waiter, "wait"), True, marks=pytest.mark.slow),
     ],
 )
-def test_a_pause_at_any_moment_costs_no_peer(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_at_any_moment_costs_no_peer(
+    place: tuple[type, str], after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second pause comes while the master waits for the third peer, which never comes back."""
     monkeypatch.setattr(restart, "WAIT_S", 60.0)
     with pccl.MasterNode("127.0.0.1:0") as master, contextlib.ExitStack() as opened:
-        *comms, gone = [pccl.Communicator(master.address) for _ in range(3)]
-        for one in [*comms, gone]:
+        relays = [opened.enter_context(Relay(master.address)) for _ in range(3)]
+        comms = [pccl.Communicator(relay.address) for relay in relays]
+        for one in comms:
             opened.callback(one.close)
-        in_threads([lambda one=one: gather(one, 3) for one in [*comms, gone]])
-        numbers = sorted(extension.member(one).number for one in comms)
-        client_of(gone)._resolver.find = lambda *_: None
-        assert master._server is not None
-        nap = Nap(master._server, moment)
-        nap.plan([numbers[0], extension.member(gone).number], [numbers[0]])
-        wait_until(lambda: nap.over(numbers))
+        in_threads([lambda one=one: gather(one, 3) for one in comms])
+        numbers = [extension.member(one).number for one in comms]
+        *stay, gone = numbers
+        nap = Nap(monkeypatch, dict(zip(numbers, relays, strict=True)), place, after)
+        relays[2].refuse()
+        nap.plan([stay[0], gone], [stay[0]])
+        wait_until(lambda: nap.over(stay) and master.status().awaited == (gone,))
         monkeypatch.setattr(restart, "WAIT_S", float("-inf"))
-        wait_until(lambda: not machine_of(master).recovering)
-        assert [peer.peer for peer in master.status().peers] == numbers
-        in_threads([one.update_topology for one in comms])
-        assert [one.world_size for one in comms] == [2, 2]
+        wait_until(lambda: not master.status().recovering)
+        assert [peer.peer for peer in master.status().peers] == sorted(stay)
+        in_threads([one.update_topology for one in comms[:2]])
+        assert [one.world_size for one in comms[:2]] == [2, 2]

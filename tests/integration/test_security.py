@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from peers.cluster import Cluster, grow, in_threads
+from peers.strangers import Relay
 
 import pccl
 from pccl.cli.main import main
@@ -168,43 +166,15 @@ def test_a_key_that_is_no_longer_allowed(run: Cluster, keys: Path) -> None:
 # ---- the wire ----
 
 
-class Relay:
-    """Passes what comes in on to a master, and keeps a copy."""
-
-    def __init__(self, master: str) -> None:
-        host, port = master.split(":")
-        self.target = (host, int(port))
-        self.seen = bytearray()
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-
-    def run(self) -> None:
-        for _ in range(2):  # connect() tries the port before it uses it
-            near, _ = self.listener.accept()
-            far = socket.create_connection(self.target)
-            with near, far:
-                in_threads([lambda: self.pump(near, far), lambda: self.pump(far, near)])  # noqa: B023
-        self.listener.close()
-
-    def pump(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(ConnectionError):  # either side may close at any time
-            while data := source.recv(65536):
-                self.seen += data
-                target.sendall(data)
-        with contextlib.suppress(OSError):  # closed already
-            target.shutdown(socket.SHUT_WR)
-
-
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_messages_of_a_peer_are_encrypted(keys: Path, encrypted: bool) -> None:
     security = keys if encrypted else None
     with pccl.MasterNode("127.0.0.1:0", security=security) as master:
-        relay = Relay(master.address)
-        with pccl.Communicator(relay.address, security=security) as comm:
+        with (
+            Relay(master.address) as relay,
+            pccl.Communicator(relay.address, security=security) as comm,
+        ):
             comm.update_topology()
-        relay.thread.join()
     hello = pccl.__version__.encode()
     assert len(relay.seen) > 200
     assert (hello in relay.seen) is not encrypted

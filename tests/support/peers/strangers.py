@@ -19,6 +19,7 @@ READY_DEALER = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 AS_PUSH = b"\x0bSocket-Type\x00\x00\x00\x04PUSH"
 READY_PUSH = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
 PATIENCE_S = 20.0
+HANDSHAKE_MAX = 256  # bytes that a socket of ZeroMQ sends before its first message, at most
 Member = tuple[bytes, bytes]  # whom a stream wants, and the epoch's nonce
 
 
@@ -105,3 +106,76 @@ def welcome(stranger: zmq.Socket[bytes]) -> m.MasterMessage:
     assert stranger.poll(PATIENCE_S * 1000), "no answer"
     told.extend(m.opened(stranger.recv()))
     return m.decode_from_master(told.popleft())
+
+
+class Relay:
+    """The way of a peer to a master, which a test can cut."""
+
+    def __init__(self, master: str) -> None:
+        host, _, port = master.partition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        self.seen = bytearray()  # all that has passed, in both directions
+        self._sent = 0  # bytes that the peer has sent since the latest cut
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def is_back(self) -> bool:
+        """True if the peer has sent a message since the latest cut."""
+        return self._sent > HANDSHAKE_MAX
+
+    def cut(self) -> None:
+        """Breaks the connections; the peer may come back."""
+        ends, self._ends = self._ends, []
+        self._sent = 0
+        for end in ends:
+            with contextlib.suppress(OSError):  # the other side was faster
+                end.shutdown(socket.SHUT_RDWR)
+
+    def refuse(self) -> None:
+        """Takes no more connections."""
+        with contextlib.suppress(OSError):  # it refuses already
+            self._listener.shutdown(socket.SHUT_RDWR)  # which ends a call of `accept`
+        self._listener.close()
+
+    def close(self) -> None:
+        self.refuse()
+        self._threads[0].join()
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.socket()
+                self._ends += near, far
+                self._threads.append(threading.Thread(target=self._connect, args=(near, far)))
+                self._threads[-1].start()
+
+    def _connect(self, near: socket.socket, far: socket.socket) -> None:
+        with near, far, contextlib.suppress(OSError):  # the master is away, or it was cut
+            far.connect(self._target)
+            back = threading.Thread(target=self._pump, args=(far, near))
+            back.start()
+            self._pump(near, far)
+            back.join()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # either side may close at any time
+            while data := source.recv(65536):
+                self.seen += data
+                target.sendall(data)
+                if target.getpeername() == self._target and target in self._ends:
+                    self._sent += len(data)
+        with contextlib.suppress(OSError):  # closed already
+            target.shutdown(socket.SHUT_WR)
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
