@@ -22,11 +22,7 @@ import pccl
 from pccl.protocol import messages as m
 from pccl.runtime import limits, tcp
 from pccl.runtime.config import Config
-from pccl.runtime.server.connections import (
-    PATIENCE,
-    SHARE,
-    Guard,
-)
+from pccl.runtime.server.connections import PATIENCE, SHARE, Connections, Guard
 from pccl.runtime.server.server import Server
 
 COUNTED = pytest.mark.skipif(not tcp.COUNTED, reason="the system does not count bytes")
@@ -250,29 +246,43 @@ def test_a_master_out_of_descriptors_serves_on_and_rests() -> None:
         master.kill()
 
 
-class Flood:
-    """A monitor that tells of one failed accept after the other, as fast as it is read."""
+class Monitor:
+    """The monitor of a listening socket; events are pairs of a kind and a descriptor or errno."""
+
+    def __init__(self, *events: tuple[int, int]) -> None:
+        self._events = [*events]
+        self.flood = True  # of failed accepts, as fast as it is read
 
     def recv_multipart(self, flags: int) -> list[bytes]:
-        return [struct.pack("=hi", zmq.EVENT_ACCEPT_FAILED, errno.ENFILE), b"tcp://127.0.0.1:1"]
+        if self._events:
+            kind, value = self._events.pop(0)
+        elif self.flood:
+            kind, value = zmq.EVENT_ACCEPT_FAILED, errno.ENFILE
+        else:
+            raise zmq.Again
+        return [struct.pack("=hi", kind, value), b"tcp://127.0.0.1:1"]
 
 
-def test_a_flood_of_failed_accepts_does_not_stop_the_master(
+@pytest.mark.skipif(sys.platform == "win32", reason="descriptors of sockets are others there")
+def test_a_flood_of_failed_accepts_stops_nothing_and_closes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = Server("127.0.0.1", 0, Config())
-    connections = server._connections
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(connections, "monitor", Flood())
-            connections.read_monitor()  # returns, and the loop goes on
-            assert server._patience_s(drained=True) == 0.0
-            closed: list[int] = []
-            shut = lambda fd, still: still() and closed.append(fd)  # noqa: E731
-            patch.setattr(connections._shutter, "shut", shut)
-            connections._shut(connections._guard.accepted(7, 0.0))
-            assert not closed, "who has a descriptor by now is not known"
+    """As long as it lasts, nobody knows whose descriptor that of a connection is by now."""
+    monkeypatch.setattr(limits, "HELLO_S", 0.0)
+    with contextlib.ExitStack() as opened:
+        near, far = (opened.enter_context(end) for end in socket.socketpair())
+        connections = Connections(opened)
+        monitor = Monitor((zmq.EVENT_ACCEPTED, near.fileno()))
+        connections.monitor = monitor  # type: ignore[assignment]
+        connections.read_monitor()  # returns, and the master's loop goes on
+        assert connections.flooded, "it is to be read again at once"
+        later_s = time.monotonic() + 10 * limits.STRANGERS_LOOK_S
+        connections.cut(later_s, drained=True)
+        far.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            far.recv(1)
+        monitor.flood = False
         connections.read_monitor()
-        assert server._patience_s(drained=True) > 0
-    finally:
-        server.close()
+        assert not connections.flooded
+        connections.cut(later_s + 10 * limits.STRANGERS_LOOK_S, drained=True)
+        assert far.recv(1) == b"", "it has said nothing"
