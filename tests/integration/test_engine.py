@@ -267,8 +267,8 @@ def test_frozen_neighbor(make: Make) -> None:
 ENGINE_THAT_TAKES_NOTHING_YET = """
 import threading
 from pccl.runtime.client.engine import Engine, EngineOptions
-run, go = Engine._run, threading.Event()
-Engine._run = lambda engine: (go.wait(), run(engine))
+run, go = threading.Thread.run, threading.Event()
+threading.Thread.run = lambda thread: (go.wait(), run(thread))
 engine = Engine(EngineOptions(heartbeat_ms=100, heartbeat_timeout_ms=400), host="127.0.0.1")
 print(engine.port, flush=True)
 input()

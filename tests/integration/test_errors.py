@@ -23,13 +23,14 @@ import zmq
 from pages import listed
 from peers.cluster import Cluster
 from peers.processes import Answer, Master, Puppet, gathered
-from peers.waiting import entered, machine_of, wait_until
+from peers.waiting import entered, reached, wait_until
 
 import pccl
 from pccl import operands
 from pccl.cli.main import main
 from pccl.protocol import messages as m
 from pccl.protocol.master.history import OUTNUMBERED
+from pccl.protocol.master.status import Phase
 from pccl.protocol.rounds import HELD_MAX, OpenRounds, Vote
 from pccl.runtime.encryption import new_keys
 
@@ -89,13 +90,12 @@ def says(answer: Answer, error: str, result: str, *patterns: str) -> str:
 
 def in_the_middle(master: pccl.MasterNode, puppets: list[Puppet]) -> None:
     """All have entered a collective, and the last one stands still."""
-    machine = machine_of(master)
     puppets[-1].call("launch", value=1.0, count=LARGE, tag=0)
-    wait_until(lambda: len(machine.run.voting.open) == 1)
+    entered(master)
     os.kill(puppets[-1].process.pid, signal.SIGSTOP)
     for puppet in puppets[:-1]:
         puppet.begin("all_reduce", count=LARGE)
-    wait_until(lambda: len(machine.run.table) == 1)
+    reached(master, Phase.RUNNING)
 
 
 @POSIX
@@ -483,13 +483,13 @@ def test_a_newcomer_that_reaches_no_peer(stage: Stage, lone: Lone) -> None:
 def test_the_time_of_one_is_over(stage: Stage) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0, 0])
-        machine = machine_of(master)
         puppets[2].call("launch", value=1.0, count=LARGE, tag=0)
         entered(master)
         os.kill(puppets[2].process.pid, signal.SIGSTOP)
         puppets[1].begin("all_reduce", count=LARGE)
         puppets[0].begin("all_reduce", count=LARGE, timeout=1.0)
-        wait_until(lambda: any(running.why for running in machine.run.table))
+        running = (Phase.RUNNING, 1)  # peers
+        wait_until(lambda: [(w.phase, w.missing_count) for w in master.status().waits] == [running])
         os.kill(puppets[2].process.pid, signal.SIGCONT)
         words = rf"peer 1 \([^ ]+, 127\.0\.0\.1:\d+\) could not complete: .*, {SECONDS}"
         says(puppets[1].end(), "PCCLTimeoutError", "TIMEOUT", words)

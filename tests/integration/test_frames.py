@@ -9,12 +9,13 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import zmq
-from peers.cluster import Cluster, client_of
+from peers.cluster import Cluster
 from peers.strangers import HELLO, PATIENCE_S, serving, speaker, welcome
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.runtime.client.client import PeerClient
+from pccl.protocol.master import Master, inputs
+from pccl.protocol.master.effects import Effect
 from pccl.runtime.client.connection import Dealer
 from pccl.runtime.client.control import Inbox
 from pccl.runtime.client.engine import Engine
@@ -81,22 +82,6 @@ def test_an_illegal_message_ends_the_frame_too() -> None:
         assert not any(isinstance(each, m.TopologyResult) and each.call == 2 for each in told)
 
 
-def held(client: PeerClient, meanwhile: Callable[[], None]) -> None:
-    """Does something while the control thread is busy."""
-    busy, free = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        busy.set()
-        assert free.wait(PATIENCE_S)
-
-    client._inbox.post(hold)
-    assert busy.wait(PATIENCE_S)
-    try:
-        meanwhile()
-    finally:
-        free.set()
-
-
 def test_calls_that_come_while_a_peer_works_cost_one_frame_and_one_message_to_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,23 +100,32 @@ def test_calls_that_come_while_a_peer_works_cost_one_frame_and_one_message_to_th
         monkeypatch.setattr(kind, "flush", counted)
     with Cluster(2) as cluster:
         data = [[np.ones(30_000, np.float32) for _ in range(TAGS)] for _ in range(2)]
-        handles: list[list[pccl.AsyncReduceHandle]] = [[], []]
+        both = threading.Barrier(2)
 
-        def launch(index: int, comm: pccl.Communicator) -> None:
-            client = client_of(comm)
+        def launch(index: int, comm: pccl.Communicator) -> bool:
+            """The peer's control thread is in the callback of a handle when it makes its calls."""
+            busy, free = threading.Event(), threading.Event()
 
-            def calls() -> None:
-                handles[index] = [
-                    comm.all_reduce_async(x, op="sum", tag=tag) for tag, x in enumerate(data[index])
-                ]
+            def hold() -> None:
+                busy.set()
+                assert free.wait(PATIENCE_S)
 
-            held(client, calls)
+            first = [np.ones(1, np.float32) for _ in range(2)]
+            handles = [comm.all_reduce_async(first[0], tag=TAGS + index)]
+            handles[0].add_done_callback(hold)
+            both.wait(PATIENCE_S)
+            handles.append(comm.all_reduce_async(first[1], tag=TAGS + 1 - index))
+            assert busy.wait(PATIENCE_S)
+            for tag, x in enumerate(data[index]):
+                handles.append(comm.all_reduce_async(x, op="sum", tag=tag))
+            free.set()
+            return all([handle.wait()[0] for handle in handles])
 
-        cluster.each(launch)
-        assert all(handle.wait()[0] for each in handles for handle in each)
+        assert cluster.each(launch) == [True, True]
         assert all((x == 2).all() for each in data for x in each)
-    assert said.count(TAGS) >= 2, "the start votes of a peer did not travel together"
-    assert ordered.count(TAGS) >= 2, "nor did the orders to its engine"
+    together = [sum(size >= TAGS for size in sizes) for sizes in (said, ordered)]
+    assert together[0] >= 2, "the start votes of a peer did not travel together"
+    assert together[1] >= 2, "nor did the orders to its engine"
 
 
 def woken(waiter: Waiter) -> bool:
@@ -166,8 +160,14 @@ def test_the_master_does_its_chores_now_and_then_and_not_for_each_vote(
     """A pass of its loop for each frame, and none to look whether sending hid the next one."""
     monkeypatch.setattr("pccl.runtime.limits.MASTER_CHORES_S", 1000.0)
     chores, waits = [], []
-    do, wait = Server._do_chores, Waiter.wait
-    monkeypatch.setattr(Server, "_do_chores", lambda *args: (chores.append(1), do(*args))[1])
+    feed, wait = Master.feed, Waiter.wait
+
+    def fed(machine: Master, event: inputs.Event) -> list[Effect]:
+        if isinstance(event, inputs.Tick):  # one in each turn of the chores
+            chores.append(event)
+        return feed(machine, event)
+
+    monkeypatch.setattr(Master, "feed", fed)
     server = Server("127.0.0.1", 0, Config())
     with ExitStack() as stack:
         stack.enter_context(serving(server))

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from peers.cluster import Cluster, client_of
 from peers.processes import Puppet, Start, gathered, together
-from peers.waiting import entered, machine_of, wait_until
+from peers.waiting import entered, reached
 
 import pccl
+from pccl.protocol.master.status import Phase
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Effect
 from pccl.runtime.client.probe import rate_of
@@ -164,8 +165,7 @@ def test_a_peer_is_lost_while_links_are_measured(
             gathered(one, [0, 0, 0])
             for puppet in puppets:
                 puppet.begin("optimize_topology")
-            machine = machine_of(node)
-            wait_until(lambda: machine.run.optimizations.current is not None)
+            reached(node, Phase.MEASURING)
             os.kill(puppets[2].process.pid, getattr(signal, blow))
             assert [puppet.end() for puppet in puppets[:2]] == [{"value": None}] * 2
             assert together(puppets[:2], "insist", value=1.0) == [2.0, 2.0]

@@ -45,6 +45,7 @@ from pccl.runtime.client.engine import (
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.resolve import Found, Resolver
+from pccl.runtime.waiter import Waiter
 from pccl.support import parse_address
 
 COUNT = 100_000  # elements: too many to travel with the votes
@@ -412,16 +413,18 @@ def test_an_address_that_swallows_everything_leaves_time_for_the_next(
 ) -> None:
     names.addresses = ["127.0.0.2", "127.0.0.1"]
     waited: list[float] = []
-    connect = resolve._try_connecting
 
-    def swallow(address: str, port: int, limit_s: float) -> None:
-        waited.append(limit_s)
-        if address == "127.0.0.2":
-            threading.Event().wait(limit_s)
-            raise TimeoutError("timed out")
-        connect(address, port, limit_s)
+    class Swallowed(socket.socket):
+        def connect(self, where: Any) -> None:
+            limit_s = self.gettimeout()
+            assert limit_s is not None
+            waited.append(limit_s)
+            if where[0] == "127.0.0.2":
+                threading.Event().wait(limit_s)
+                raise TimeoutError("timed out")
+            super().connect(where)
 
-    monkeypatch.setattr(resolve, "_try_connecting", swallow)
+    monkeypatch.setattr(socket, "socket", Swallowed)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert resolve.reachable("master.example", port, LIMIT_S) == "127.0.0.1"
@@ -514,7 +517,7 @@ def test_removed_socket_files_cost_no_peer_its_membership(
 ) -> None:
     with Cluster(2) as cluster:
         assert sums(cluster) == [2, 2]
-        paths = [client_of(comm)._engine.ipc for comm in cluster.comms]
+        paths = [client_of(comm).hello.ipc for comm in cluster.comms]
         for path in paths:
             os.unlink(path)
         cluster.join()
@@ -627,12 +630,17 @@ def test_whatever_ends_the_control_thread_ends_every_wait(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
+    wait = Waiter.wait
 
-    with Cluster(2) as cluster:
-        client = client_of(cluster.comms[0])
-        monkeypatch.setattr(client._waiter, "wait", fail)
+    def fails_there(waiter: Waiter, timeout_s: float | None) -> list[Any]:
+        if threading.current_thread() in threads:
+            raise error
+        return wait(waiter, timeout_s)
+
+    with Cluster(1) as cluster:
+        threads = [one for one in threading.enumerate() if one.name == "pccl-control"]
+        cluster.join()
+        monkeypatch.setattr(Waiter, "wait", fails_there)
 
         first, second = cluster.comms
 

@@ -289,7 +289,7 @@ def test_a_former_member_cannot_forge_chunks() -> None:
             return succeeded
 
         assert cluster.each(job)[0] >= 25  # nothing is forged in every second one
-        assert client._engine.dropped > 0
+        assert dropped(cluster.comms[0]) > 0
 
 
 # ---- another peer's address ----

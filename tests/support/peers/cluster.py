@@ -62,11 +62,6 @@ def client_of(comm: pccl.Communicator) -> PeerClient:
     return comm._membership.client("a test")
 
 
-def tags_of(comm: pccl.Communicator) -> list[int]:
-    """The tags that a communicator's collectives occupy."""
-    return list(comm._membership.calls._tags)
-
-
 class Cluster:
     """`size` connected peers and their master.
 

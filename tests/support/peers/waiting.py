@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pccl
-from pccl.protocol.master import Master
+from pccl.protocol.master.status import Phase
 
 PATIENCE_S = 30.0
 PAUSE_S, PAUSE_MAX_S = 0.001, 0.02  # between two looks; longer each time, up to this
@@ -25,16 +25,19 @@ def wait_until(true: Callable[[], object], patience_s: float = PATIENCE_S) -> No
         pause_s = min(1.2 * pause_s, PAUSE_MAX_S)
 
 
-def machine_of(master: pccl.MasterNode) -> Master:
-    """The state machine of a running master."""
-    assert master._server is not None
-    return master._server._master
-
-
 def entered(master: pccl.MasterNode, votes: int = 1) -> None:
     """Waits until so many peers stand in a round."""
-    rounds = machine_of(master).run.voting
-    wait_until(lambda: sum(len(round_.votes) for round_ in rounds.open) == votes)
+
+    def found() -> int:
+        waits = master.status().waits
+        return sum(wait.entered for wait in waits if wait.phase is Phase.ENTERING)
+
+    wait_until(lambda: found() == votes)
+
+
+def reached(master: pccl.MasterNode, phase: Phase) -> None:
+    """Waits until a call is in this phase."""
+    wait_until(lambda: any(wait.phase is phase for wait in master.status().waits))
 
 
 class Gate:
