@@ -181,11 +181,14 @@ def test_a_loss_that_had_no_time_to_fall_is_no_failure() -> None:
     assert harness.director.verdict() is None
 
 
-def test_as_many_peers_as_the_machine_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    assert 3 <= demo._peers_max() <= 4
-    monkeypatch.setattr("os.cpu_count", lambda: 1000)
-    assert demo._peers_max() < 4000
+def test_as_many_peers_as_the_machine_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for cores, least, most in ((1, 3, 4), (1000, 3, 3999)):
+        monkeypatch.setattr("os.cpu_count", lambda n=cores: n)
+        assert cli.main(["demo", "--peers", "1000000"]) == 2
+        told = re.search(r"which has room for (\d+)", capsys.readouterr().err)
+        assert told is not None and least <= int(told[1]) <= most
 
 
 @pytest.mark.slow  # .ci/run has the whole demo

@@ -16,7 +16,7 @@ from training.small import DEADLINE_S, Deserter, Left, Watched, together  # noqa
 
 import pccl  # noqa: E402
 from pccl.diloco import Algorithm, DiLoCo  # noqa: E402
-from pccl.diloco.averaging import Selector, Sizes  # noqa: E402
+from pccl.diloco.averaging import Quantized, Selector, Sizes  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -120,12 +120,19 @@ def test_a_peer_explains_its_algorithm(address: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
 def test_peers_that_learn_of_a_loss_at_different_times_take_the_same_algorithm(
-    address: str, mode: str
+    address: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of three leaves in a ring round; one of the others knows it, and one does not yet."""
     ring = "all_reduce" if mode in ("sync", "streaming") else "all_reduce_async"
     entered = threading.Event()
     digests: dict[int, set[str]] = {}
+    load, own = Quantized.load, threading.local()
+
+    def load_late(averager: Quantized, *progress: Any) -> None:
+        wait_until(getattr(own, "knows", lambda: True))
+        load(averager, *progress)
+
+    monkeypatch.setattr(Quantized, "load", load_late)
 
     def survivor(ignorant: bool) -> Callable[[], Any]:
         def body() -> Any:
@@ -133,15 +140,8 @@ def test_peers_that_learn_of_a_loss_at_different_times_take_the_same_algorithm(
             with pccl.Communicator(address) as comm:
                 watched: Any = Watched(comm, **({ring: entered.set} if ignorant else {}))
                 diloco = make(watched, model, mode=mode, min_peers=3)
-                averager: Any = diloco._exchanges[0].averager
-                load = averager.load
-
-                def load_late(*progress: Any) -> None:
-                    wait_until(lambda: not algorithms or comm.world_size < 3)
-                    load(*progress)
-
                 if not ignorant:
-                    averager.load = load_late
+                    own.knows = lambda: not algorithms or comm.world_size < 3
                 for _ in range(4):
                     model.move(1.0)
                     outer = diloco.step()

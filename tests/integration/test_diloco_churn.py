@@ -41,14 +41,15 @@ class Schedule:
         self.options = options
         self.steps = self.draw.randint(6, 10)
         self.begun = threading.Event()
-        self.digests: dict[tuple[int, ...], set[str]] = {}
+        self.digests: dict[tuple[int, ...], set[bytes]] = {}
         self.lock = threading.Lock()
 
     def see(self, diloco: Any) -> None:
         # The steps of each fragment, and the run: who comes when all have ended begins another.
-        with diloco._paused(), self.lock:
-            clock = tuple(diloco._outer.clock.tolist())
-            self.digests.setdefault(clock, set()).add(diloco.state_digest())
+        state = diloco.state_dict()
+        shared = b"".join(state[name].numpy().tobytes() for name in ("theta", "velocity"))
+        with self.lock:
+            self.digests.setdefault(tuple(state["clock"].tolist()), set()).add(shared)
 
     def peer(self, address: str, number: int, leaves: tuple[str, int] | None) -> None:
         founder = number < FOUNDERS

@@ -72,10 +72,10 @@ class StoppedPeerRun:
                     model.move(self.move(number))
                     self.moved[number] += self.move(number)
                     outer = diloco.step()
-                whole = diloco._outer.fragments[0].theta
+                whole = diloco.state_dict()["theta"]
                 if number == 0:
                     self.applied += outer.contributors * (self.theta - whole)
-                    self.theta = whole.clone()
+                    self.theta = whole
                 theta = whole[0].item()
                 seen.append((outer, theta, model.flat()[0].item(), diloco.state_digest()))
                 if number != 2 and len(seen) == 3:
@@ -86,11 +86,10 @@ class StoppedPeerRun:
                 wanted -= back and outer.contributors == 3
             self.ended.wait(DEADLINE_S)
             diloco.finish()
+            state = diloco.state_dict()
             if number == 0:
-                self.applied += 3 * (self.theta - diloco._outer.fragments[0].theta)
-            self.kept[number] = (
-                diloco._exchanges[0].averager.state_dict().get("residual", torch.zeros(N))
-            )
+                self.applied += 3 * (self.theta - state["theta"])
+            self.kept[number] = state["averager"].get("residual", torch.zeros(N))
             return seen, model.flat()[0].item(), diloco.state_digest()
 
 

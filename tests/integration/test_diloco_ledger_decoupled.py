@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,52 +15,31 @@ from training.samples import EPOCHS, SAMPLES, make, train  # noqa: E402
 from training.small import DEADLINE_S, Deserter, Left, compute, together  # noqa: E402
 
 import pccl  # noqa: E402
+from pccl import extension  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Means:
-    """The contributions of peers to the means of each fragment."""
-
-    def __init__(self) -> None:
-        self._given: dict[tuple[int, int], dict[int, Any]] = defaultdict(dict)
-        self._applied: dict[tuple[int, int], set[int]] = defaultdict(set)
-
-    def follow(self, diloco: Any, peer: int) -> None:
-        for number, exchange in enumerate(diloco._exchanges):
-            load, step = exchange._load, exchange.step
-
-            def noted(exchange: Any = exchange, number: int = number, load: Any = load) -> None:
-                load()
-                if exchange.weight.value:
-                    given = exchange._state.delta.clone()
-                    self._given[number, exchange.outer_step][peer] = given
-
-            def stepped(
-                contributors: int, exchange: Any = exchange, number: int = number, step: Any = step
-            ) -> None:
-                self._applied[number, exchange.outer_step].add(peer)
-                step(contributors)
-
-            exchange._load, exchange.step = noted, stepped
-
-    def effects(self, fragment: int) -> Any:
-        """How often each sample is in a mean of this fragment."""
-        found = torch.zeros(SAMPLES * EPOCHS)
-        for (number, k), peers in self._applied.items():
-            if number == fragment:
-                found -= sum(self._given[number, k].get(peer, 0) for peer in peers)
-        return found
+def once(theta: Any, fragments: int, atol: float) -> None:
+    """Each sample is in one mean of each fragment: no other has the share of one of n peers."""
+    counts = 1 / theta.view(fragments, SAMPLES * EPOCHS)
+    off = (counts - counts.round()).abs()
+    assert (off < atol * counts**2).all() and (counts < 3.5).all(), theta
 
 
 class Run:
     def __init__(self, address: str, **options: Any) -> None:
-        self.address, self.means = address, Means()
-        self.options = {"mode": "decoupled", "min_peers": 3, "alone": "continue", **options}
+        self.address = address
+        self.options = {
+            "mode": "decoupled",
+            "min_peers": 3,
+            "alone": "continue",
+            "weight": "peers",
+            **options,
+        }
 
-    def train(self, number: int, comm: Any, before: Callable[[Any], object], **own: Any) -> Any:
+    def train(self, comm: Any, before: Callable[[Any], object], **own: Any) -> Any:
         model, ledger, diloco = make(comm, **{**self.options, **own})
-        self.means.follow(diloco, number)
         if isinstance(comm, Deserter):
             comm.armed = True
 
@@ -73,27 +51,31 @@ class Run:
             train(diloco, model, ledger, pause)
         diloco.finish()
         assert ledger.consumed == SAMPLES * EPOCHS
+        self.theta = diloco.state_dict()["theta"]
         return diloco.state_digest()
 
-    def peer(self, number: int, before: Callable[[Any], object] = lambda diloco: None) -> Any:
+    def peer(self, before: Callable[[Any], object] = lambda diloco: None) -> Any:
         with pccl.Communicator(self.address) as comm:
-            return self.train(number, comm, before)
+            return self.train(comm, before)
 
 
-@pytest.mark.parametrize(("weight", "wire"), [("rate", "fp32"), ("samples", "int8")])
+@pytest.mark.parametrize(
+    ("weight", "wire"), [("rate", "fp32"), ("peers", "fp32"), ("peers", "int8")]
+)
 def test_each_sample_is_in_one_mean(address: str, weight: str, wire: str) -> None:
     """This includes learners that have nothing left to train on while others have."""
     run = Run(address, weight=weight, wire=wire)
-    ends = together(*(lambda n=n: run.peer(n) for n in range(3)))  # type: ignore[misc]
-    assert len({*ends}) == 1
-    assert torch.equal(run.means.effects(0), torch.ones(SAMPLES * EPOCHS))
+    assert len({*together(*[run.peer] * 3)}) == 1
+    if weight == "peers":
+        once(run.theta, 1, 1e-6 if wire == "fp32" else 0.02)
+    else:
+        assert (run.theta > 0).all() and (run.theta < 1 + 1e-6).all()
 
 
 def test_each_sample_is_in_one_mean_of_each_fragment(address: str) -> None:
     run = Run(address, fragments=2)
-    assert len({*together(*(lambda n=n: run.peer(n) for n in range(3)))}) == 1  # type: ignore[misc]
-    for fragment in range(2):
-        assert torch.equal(run.means.effects(fragment), torch.ones(SAMPLES * EPOCHS))
+    assert len({*together(*[run.peer] * 3)}) == 1
+    once(run.theta, 2, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["all_gather", "are_peers_pending", "sync_shared_state"])
@@ -102,29 +84,37 @@ def test_those_of_a_peer_that_is_lost_are_given_to_others(address: str, name: st
 
     def leaves() -> None:
         with pytest.raises(Left), pccl.Communicator(address) as comm:
-            run.train(2, Deserter(comm, name, 3), lambda diloco: None)
+            run.train(Deserter(comm, name, 3), lambda diloco: None)
 
-    one, two, _ = together(lambda: run.peer(0), lambda: run.peer(1), leaves)
+    one, two, _ = together(run.peer, run.peer, leaves)
     assert one == two
-    assert torch.equal(run.means.effects(0), torch.ones(SAMPLES * EPOCHS))
+    once(run.theta, 1, 1e-6)
 
 
-def test_a_peer_that_was_dropped_gives_up_its_samples_and_joins_again(address: str) -> None:
+def test_a_peer_that_was_dropped_gives_up_its_samples_and_joins_again(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, away, back = Run(address, grace=0.3), threading.Event(), threading.Event()
+    stopped: list[pccl.Communicator] = []
+    ask = extension.are_peers_pending
 
-    def stands_still(diloco: Any) -> None:
-        if away.is_set() or diloco.outer_step < 1:
-            return
-        arrive = diloco._group.arrive
-
-        def stop(*arguments: Any) -> None:
+    def asks_late(comm: Any, grace: Any) -> bool:
+        if comm in stopped and not away.is_set():
             away.set()
             assert back.wait(DEADLINE_S)
-            arrive(*arguments)
+        return ask(comm, grace)
 
-        diloco._group.arrive = stop
-        assert away.wait(DEADLINE_S)
-        diloco._group.arrive = arrive
+    monkeypatch.setattr(extension, "are_peers_pending", asks_late)
+
+    def stands_still() -> Any:
+        with pccl.Communicator(address) as comm:
+
+            def before(diloco: Any) -> None:
+                if diloco.outer_step >= 1 and not away.is_set():
+                    stopped.append(comm)
+                    assert away.wait(DEADLINE_S)
+
+            return run.train(comm, before)
 
     def goes_on(diloco: Any) -> None:
         if diloco.outer_step >= 2 and not back.is_set():
@@ -132,10 +122,6 @@ def test_a_peer_that_was_dropped_gives_up_its_samples_and_joins_again(address: s
             wait_until(lambda: diloco.world_size == 2)
             back.set()
 
-    ends = together(
-        lambda: run.peer(0, goes_on),
-        lambda: run.peer(1, goes_on),
-        lambda: run.peer(2, stands_still),
-    )
+    ends = together(lambda: run.peer(goes_on), lambda: run.peer(goes_on), stands_still)
     assert len({*ends}) == 1 and back.is_set()
-    assert torch.equal(run.means.effects(0), torch.ones(SAMPLES * EPOCHS))
+    once(run.theta, 1, 1e-6)

@@ -16,6 +16,7 @@ from training.small import DEADLINE_S, Clock, Deserter, Hand, Left, together  # 
 import pccl  # noqa: E402
 from pccl.data import Ledger  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
+from pccl.diloco.pace import Deadline  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 ALL = range(SAMPLES * EPOCHS)
@@ -131,15 +132,13 @@ def test_samples_of_a_late_and_then_lone_peer_are_consumed_once(
     run = Run(address)
     with pccl.Communicator(address) as comm:
         model, ledger, diloco = make(comm, deadline_peers=1, mode=mode)
-        pace = diloco._pace
-        due = pace.due
+        due = Deadline.due
 
-        def late(inner_step: int) -> bool:
-            ends = due(inner_step)
-            pace.late = ends
-            return ends
+        def late(pace: Deadline, inner_step: int) -> bool:
+            pace.late = due(pace, inner_step)
+            return pace.late
 
-        monkeypatch.setattr(pace, "due", late)
+        monkeypatch.setattr(Deadline, "due", late)
         while not ledger.finished:
             run.round(model, ledger, diloco, 0.0)
             assert diloco.state_dict()["theta"].sum() == ledger.consumed, (

@@ -32,11 +32,19 @@ def address() -> Iterator[str]:
         yield master.address
 
 
+class Trained(Model):
+    """A model and its inner optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+
+
 def two(
     address: str,
-    step: Callable[[DiLoCo, Model, int, int], object],
+    step: Callable[[DiLoCo, Trained, int, int], object],
     *,
-    end: Callable[[DiLoCo], object] = DiLoCo.finish,
+    end: Callable[[DiLoCo, Trained], object] = lambda diloco, _: diloco.finish(),
     **options: Any,
 ) -> list[Any]:
     """Two peers, which take `step` of their number and the round's in each of some rounds."""
@@ -44,13 +52,14 @@ def two(
 
     def peer(number: int) -> Callable[[], Any]:
         def body() -> Any:
-            model = Model()
+            model = Trained()
             with pccl.Communicator(address) as comm:
-                diloco = make(comm, model, min_peers=2, **options)
+                usual = {"inner_steps": 1, "min_peers": 2, **options}
+                diloco = DiLoCo(comm, model, model.optimizer, **usual)
                 for k in range(ROUNDS):
                     step(diloco, model, number, k)
                 both.wait(DEADLINE_S)
-                end(diloco)
+                end(diloco, model)
                 both.wait(DEADLINE_S)
             return model.flat()
 
@@ -77,7 +86,7 @@ def test_correct_use_gives_no_warning(
 def test_a_step_of_the_optimizer_beside(address: str, warnings: list[str]) -> None:
     def twice(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
         model.move(random(10 * k + number))
-        diloco._optimizer.step()
+        model.optimizer.step()
         diloco.step()
 
     two(address, twice)
@@ -91,11 +100,11 @@ def test_a_step_of_the_optimizer_in_a_block_or_after_the_training(
     def steps(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
         with diloco:
             model.move(random(10 * k + number))
-            diloco._optimizer.step()
+            model.optimizer.step()
 
-    def end(diloco: DiLoCo) -> None:
+    def end(diloco: DiLoCo, model: Trained) -> None:
         diloco.finish()
-        diloco._optimizer.step()
+        model.optimizer.step()
 
     two(address, steps, end=end)
     assert not warnings
@@ -103,7 +112,7 @@ def test_a_step_of_the_optimizer_in_a_block_or_after_the_training(
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
 def test_no_finish(address: str, mode: str, warnings: list[str]) -> None:
-    two(address, train, end=lambda diloco: None, mode=mode)
+    two(address, train, end=lambda *_: None, mode=mode)
     gc.collect()
     said = [text for text in warnings if "without diloco.finish()" in text]
     assert len(said) == (0 if mode == "sync" else 2), warnings
@@ -148,7 +157,7 @@ def test_fewer_than_the_deadline_wants(address: str, warnings: list[str]) -> Non
 def test_a_state_of_another_mode(address: str, warnings: list[str]) -> None:
     states: list[dict[str, Any]] = []
 
-    def end(diloco: DiLoCo) -> None:
+    def end(diloco: DiLoCo, _: Model) -> None:
         states.append(diloco.state_dict())
         diloco.finish()
 

@@ -628,21 +628,21 @@ def test_a_state_with_anything_wrong_in_it_is_refused_and_changes_nothing(
         for seed in range(3):
             model.learn(seed)
             diloco.step()
-        state = diloco.state_dict()
-        before = copy.deepcopy(state)
-        accepted = []
+        state, accepted = diloco.state_dict(), []
         for path in leaves(state):
             if path[:2] == ("optimizer", "state") and len(path) > 2:
                 continue  # torch's own, which it does not check
             for wrong in wrongs(place(state, path)[path[-1]]):
                 if path == ("clock",) and getattr(wrong, "numel", int)() > 2:
                     continue  # that of a run with more fragments
-                broken = copy.deepcopy(state)
+                broken, other = copy.deepcopy(state), Net(2)
                 place(broken, path)[path[-1]] = wrong
+                inner = optimizer_of(other)
+                before = copy.deepcopy((other.state_dict(), inner.state_dict()))
                 try:
-                    diloco._load(diloco._given(broken))
+                    DiLoCo(comm, other, inner, inner_steps=1, state=broken, **options)
                 except ValueError:
-                    assert alike(diloco.state_dict(), before), path
+                    assert alike([other.state_dict(), inner.state_dict()], [*before]), path
                 else:
                     accepted.append((path, wrong))
         assert not accepted

@@ -18,7 +18,7 @@ import pytest
 from pages import listed
 from peers.cluster import grow, in_threads
 from peers.processes import Puppet
-from peers.waiting import wait_until
+from peers.waiting import a_line_more, wait_until
 
 import pccl
 from pccl.protocol.master import Master, inputs
@@ -182,8 +182,8 @@ def test_files_are_rotated_and_the_oldest_removed(
     monkeypatch.setattr(limits, "EVENT_LOG_PAUSE_S", 0.0)
     with opened(path) as (log, master):
         for _ in range(60):
-            log.feed(master, EVENT)
-            wait_until(lambda: not log._waiting)
+            with a_line_more(path):
+                log.feed(master, EVENT)
     assert [file.name for file in files(path)] == ["events.2", "events.1", "events"]
     assert all(file.stat().st_size <= 2000 for file in files(path))
     found = items(path)

@@ -384,6 +384,7 @@ def test_a_real_master_and_a_limit_on_the_size_of_files(
     assert held(path)[1]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="locks otherwise")
 def test_a_lock_file_that_cannot_be_locked_for_another_reason(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,9 +393,9 @@ def test_a_lock_file_that_cannot_be_locked_for_another_reason(
         FileLock(path)
     lock.close()
 
-    def unable(descriptor: int) -> None:
+    def unable(descriptor: int, how: int) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("pccl.runtime.filelock._take", unable)
+    monkeypatch.setattr("fcntl.flock", unable)
     with pytest.raises(OSError, match="not implemented"):
         FileLock(path)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from peers.waiting import wait_until
+from peers.waiting import a_line_more
 
 from pccl.cli.main import main
 from pccl.protocol import messages as m
@@ -190,9 +190,8 @@ def test_it_reports_lines_removed_by_rotation(
     monkeypatch.setattr(limits, "EVENT_LOG_FILES", 2)
     for peer in range(1, 5):
         for _ in range(3):
-            written = logged.log._written
-            logged.joins(peer)
-            wait_until(lambda was=written: logged.log._written > was)  # type: ignore[misc]
+            with a_line_more(path):
+                logged.joins(peer)
     logged.log.close()
     _, head = next(read(path.with_name("events.1")))
     status, _, err = replay("--check")

@@ -85,7 +85,7 @@ def test_too_few_threads_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         started.append(function)
         return really_start(function, args)
 
-    monkeypatch.setattr(resources._thread, "start_new_thread", start)
+    monkeypatch.setattr(_thread, "start_new_thread", start)
     with pytest.raises(pccl.PCCLError, match=r"INTERNAL_ERROR: it needs 8 threads, and .* 3 more"):
         pccl.Communicator("127.0.0.1:1").connect()
 

@@ -5,12 +5,15 @@ A gate is a file that a test has locked. A program of the test waits there until
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pccl
 from pccl.protocol.master.status import Phase
+from pccl.runtime.server.eventlog import HEAD_START
 
 PATIENCE_S = 30.0
 PAUSE_S, PAUSE_MAX_S = 0.001, 0.02  # between two looks; longer each time, up to this
@@ -38,6 +41,24 @@ def entered(master: pccl.MasterNode, votes: int = 1) -> None:
 def reached(master: pccl.MasterNode, phase: Phase) -> None:
     """Waits until a call is in this phase."""
     wait_until(lambda: any(wait.phase is phase for wait in master.status().waits))
+
+
+@contextlib.contextmanager
+def a_line_more(event_log: Path) -> Iterator[None]:
+    """Waits, after the block, until another line is the last one of the log's current file."""
+
+    def last() -> tuple[int, int] | None:
+        """The file and its length; None: it has no whole line after its head."""
+        with contextlib.suppress(FileNotFoundError), event_log.open("rb") as file:
+            data = file.read()
+            *_, line, rest = b"", *data.split(b"\n")
+            if line and not rest and not line.startswith(HEAD_START):
+                return os.fstat(file.fileno()).st_ino, len(data)
+        return None
+
+    before = last()
+    yield
+    wait_until(lambda: last() not in (before, None))
 
 
 class Gate:
