@@ -78,11 +78,14 @@ def fresh() -> Iterator[str]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes background writes happen at the end of a round."""
 
-    def write(writer: threading.Thread) -> None:
-        threading.Thread.start(writer)
-        writer.join()
+    start = threading.Thread.start
 
-    monkeypatch.setattr("pccl.diloco.checkpoint._Writer.start", write)
+    def started(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "pccl-checkpoint":
+            thread.join()
+
+    monkeypatch.setattr(threading.Thread, "start", started)
 
 
 MODES: dict[str, dict[str, Any]] = {

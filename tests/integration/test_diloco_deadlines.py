@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from training.small import DEADLINE_S, Hand, Model, N, make, random, together  # noqa: E402
+from training.small import DEADLINE_S, Hand, Model, N, Watched, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco.averaging import CODECS  # noqa: E402
@@ -231,20 +231,18 @@ def test_progress_that_others_may_have_is_in_no_other_round(
         assert seen[-1][1] == pytest.approx(first + ALL) and seen[-1][2] == one[-1][2]
 
 
-def test_a_peer_dropped_again_and_again_gets_the_error(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_dropped_again_and_again_gets_the_error(address: str) -> None:
     tries = []
 
-    def refused(*_: Any) -> None:
+    def refused() -> None:
         tries.append(1)
         raise pccl.KickedError(pccl.Result.RANK_CONNECTION_FAILED, "connect", "unreachable")
 
     with pccl.Communicator(address) as comm:
-        cut: Any = Cut(comm, "are_peers_pending", 1)
+        watched: Any = Watched(comm, connect=refused)
+        cut: Any = Cut(watched, "are_peers_pending", 1)
         diloco = make(cut, Model(), alone="step", deadline_peers=1)
         cut.armed = True
-        monkeypatch.setattr(diloco, "_join_again", refused)
         with pytest.raises(pccl.KickedError, match="unreachable"):
             diloco.step()
         assert len(tries) == 3

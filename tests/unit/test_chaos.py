@@ -235,12 +235,16 @@ def test_a_schedule_that_is_not_there_is_named(tmp_path: Path) -> None:
         harness(replay=str(tmp_path / "nowhere")).run()
 
 
-def test_faults_that_are_not_possible_here_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cut" not in harness()._table()
-    assert "cut" not in harness(faults=("cut", "kill"))._table()
-    assert "left out: cut: without --network" in capsys.readouterr().out
-    kept = Harness._possible(
-        Schedule(1, 2, 9.0, (Fault(1.0, "cut"), Fault(2.0, "kill"))), {"kill": kinds.KINDS["kill"]}
-    )
-    assert [fault.what for fault in kept.faults] == ["kill"]
-    assert "left out, as they are not possible here: cut" in capsys.readouterr().out
+def test_faults_that_are_not_possible_here_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, kept = tmp_path / "plan", tmp_path / "kept"
+    Schedule(1, 2, 9.0, (Fault(1.0, "cut"), Fault(2.0, "kill"))).save(plan)
+    kept.mkdir()
+    (kept / "of another run").touch()
+    for faults, first in (((), ""), (("cut", "kill"), "left out: cut: without --network")):
+        with pytest.raises(OSError, match="is not empty"):
+            harness(faults=faults, replay=str(plan), keep=kept).run()
+        told = capsys.readouterr().out
+        assert told.startswith(first)
+        assert told.endswith("left out, as they are not possible here: cut\n")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from peers.cluster import in_threads
-from peers.waiting import wait_until
 
 import pccl
 from pccl.diloco import DiLoCo
@@ -120,9 +119,7 @@ class Hand:
 
     def pass_until(self, free: threading.Event, diloco: DiLoCo) -> None:
         """The peer stops, and time passes, after its pending work has ended."""
-        flight = getattr(diloco._schedule, "_running", None)
-        handle = flight._handle if flight is not None else None
-        wait_until(lambda: handle is None or handle.done())
+        diloco.state_dict()  # waits for a mean in progress
         while not free.wait(0.02):
             self._now_s += 0.1
 
