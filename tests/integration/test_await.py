@@ -96,34 +96,6 @@ def test_a_loop_that_is_closed_before_the_end(
     assert not failed
 
 
-def test_a_copy_to_a_device_does_not_hold_up_the_loop(pair: list[pccl.Communicator]) -> None:
-    copying, released = threading.Event(), threading.Event()
-
-    class Slow:
-        """Copies that last until they are released."""
-
-        are_settled = False
-
-        def settle(self) -> None:
-            copying.set()
-            assert released.wait(PATIENCE_S)
-
-        def let_go(self) -> None:
-            released.set()
-
-    async def work() -> None:
-        ours = launch(pair[0], 1)
-        ours._copies = Slow()  # type: ignore[assignment]
-        theirs = launch(pair[1], 2)
-        task = asyncio.ensure_future(ours)
-        assert await asyncio.to_thread(copying.wait, PATIENCE_S)
-        assert not task.done()
-        released.set()
-        assert (await task)[0] and (await theirs)[0]
-
-    asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
-
-
 def test_a_failure_is_the_result_and_not_raised() -> None:
     with Cluster(2) as cluster:
         ours, other = cluster.comms

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +64,8 @@ def test_a_view_copies_device_memory_in_and_changes_out(gpu: Gpu) -> None:
     assert view.buffers[0].address == here.ctypes.data
     assert view.buffers[3].address == 0
     assert gpu.read_addresses == there
-    seen = [np.ctypeslib.as_array(each.host.bytes) for each in view._copies.values()]  # type: ignore[attr-defined]
+    places = [(ctypes.c_uint8 * 4).from_address(view.buffers[i].address) for i in (1, 2)]
+    seen = [np.ctypeslib.as_array(place) for place in places]
     assert [list(one) for one in seen] == [[1] * 4, [2] * 4]
     for one in seen:
         one[:] = 9
@@ -323,6 +327,30 @@ def test_all_three_go_on_at_the_same_time(both: Pair, monkeypatch: pytest.Monkey
     assert len(read) == 2 and all(0 < n < STEPS for n in read)
     for index in range(2):
         assert (both.reads(index), both.writes(index)) == (STEPS, STEPS)
+
+
+def test_a_copy_to_the_device_does_not_hold_up_an_event_loop(both: Pair) -> None:
+    """The collective has ended, and what is awaited waits for copies."""
+    ended, released = threading.Semaphore(0), threading.Event()
+    both.gpu.may = lambda copy: copy.kind == "read" or released.is_set()
+
+    async def work() -> list[bool]:
+        handles = [both.launch(index) for index in range(2)]
+        tasks = [asyncio.ensure_future(handle) for handle in handles]
+        for handle in handles:
+            handle.add_done_callback(ended.release)
+        for _ in handles:
+            assert await asyncio.to_thread(ended.acquire, timeout=30)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks)
+        with both.gpu.changed:
+            released.set()
+            both.gpu.changed.notify_all()
+        return [(await task)[0] for task in tasks]
+
+    assert asyncio.run(asyncio.wait_for(work(), 20)) == [True, True]
+    assert both.holds(2)
 
 
 def test_a_failed_call_restores_the_device(both: Pair) -> None:
