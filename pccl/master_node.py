@@ -285,9 +285,11 @@ def _serve_on() -> None:
         _stop_all()
     well = [_served(master) for master in list(_running)]
     if not all(well):  # the only way to still change the exit status
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(1)
+        try:
+            logging.shutdown()
+            sys.stdout.flush()
+        finally:  # a stream may be closed
+            os._exit(1)
 
 
 def _served(master: MasterNode) -> bool:
@@ -296,7 +298,7 @@ def _served(master: MasterNode) -> bool:
         try:
             master.wait()
         except PCCLError as error:
-            print(error, file=sys.stderr, flush=True)
+            logging.getLogger("pccl").error("%s", error)
             return False
         except BaseException:  # raised by one of the program's signal handlers
             _stop_all()

@@ -9,11 +9,12 @@ import functools
 import logging
 import os
 import socket
+import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import xxhash
 
@@ -215,6 +216,15 @@ LEVELS = {
 }
 
 
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to the `sys.stderr` of the moment, unless the program has closed it or has none."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(sys.stderr, "closed", sys.stderr is None):
+            self.stream = sys.stderr
+            super().emit(record)
+
+
 def configure_logging() -> None:
     """Sets the level of the `pccl` logger from PCCL_LOG_LEVEL and sends it to stderr, once.
 
@@ -223,7 +233,7 @@ def configure_logging() -> None:
     logger = logging.getLogger("pccl")
     if logger.handlers:
         return
-    handler = logging.StreamHandler()
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter("%(asctime)s pccl %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.propagate = False

@@ -84,7 +84,6 @@ class HostedMaster:
 
 @atexit.register  # registered after that of pccl.master_node, so it runs before it
 def end_all() -> None:
-    logging.raiseExceptions = False  # the streams may already be closed
     until_s = time.monotonic() + FAREWELL_S
     for master in list(_hosted):
         master.stop(until_s)

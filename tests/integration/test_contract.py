@@ -149,6 +149,19 @@ with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address)
     assert ("PCCL_LOG_LEVEL is 'LOUD'" in ended.stderr) == (level == "LOUD")
 
 
+@pytest.mark.parametrize("end", [".close()", " = None"])
+def test_without_a_stderr_nothing_is_logged(end: str) -> None:
+    program = f"""
+import sys
+import pccl
+sys.stderr{end}
+with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
+    print(comm.world_size)
+"""
+    ended = python(program, PCCL_LOG_LEVEL="INFO")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
+
+
 # ---- what is said of what cannot be ----
 
 

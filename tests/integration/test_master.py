@@ -297,6 +297,16 @@ def test_a_master_that_fails_ends_with_a_status_and_a_sentence(program: str) -> 
         assert last.endswith(f"the master at {address} has failed: RuntimeError: a bug")
 
 
+def test_a_master_that_fails_ends_with_a_status_when_the_streams_are_closed() -> None:
+    """Its log, too, goes where the program writes; it serves nevertheless."""
+    closing = "\nsys.stderr.close(); sys.stdout.close()"
+    with started("-c", BROKEN + SCRIPT + closing) as (process, address):
+        while process.poll() is None:
+            with contextlib.suppress(pccl.PCCLError):
+                pccl.Communicator(address).connect(1, timeout=5)
+        assert process.wait(20) == 1
+
+
 def fail(*_: object) -> list[object]:
     raise RuntimeError("a bug")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -178,7 +177,6 @@ def test_all_hosted_masters_of_a_program_have_one_time_to_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hosted, "FAREWELL_S", 0.5)
-    monkeypatch.setattr(logging, "raiseExceptions", True)
     masters = [HostedMaster("127.0.0.1", dist.HashStore()) for _ in range(4)]
     members = [pccl.Communicator(master.address) for master in masters]
     for member in members:
@@ -186,7 +184,6 @@ def test_all_hosted_masters_of_a_program_have_one_time_to_end(
     began = time.monotonic()
     hosted.end_all()
     assert time.monotonic() - began < 4 * 0.5
-    assert not logging.raiseExceptions  # the streams of a program may be closed at its end
     for member in members:
         member.close()
 
