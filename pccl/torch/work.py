@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -93,6 +94,43 @@ class CallbackPool:
 
 
 POOL = CallbackPool()
+
+
+class TimeLimits:
+    """Ends works whose time is up, even if no thread waits for them, but only for their futures."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due_s: dict[Work, float] = {}
+        self._looks_s = 0.0  # when it looks next
+        self._is_running = False
+
+    def add(self, work: Work, left_s: float) -> None:
+        with self._changed:
+            self._due_s[work] = due_s = time.monotonic() + left_s
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="pccl-torch", daemon=True).start()
+            elif due_s < self._looks_s:
+                self._changed.notify()
+
+    def discard(self, work: Work) -> None:
+        with self._changed:
+            self._due_s.pop(work, None)
+
+    def _run(self) -> None:
+        with self._changed:
+            while self._due_s:
+                now_s = time.monotonic()
+                for work in [one for one, due_s in self._due_s.items() if due_s <= now_s]:
+                    del self._due_s[work]
+                    POOL.run(work.drive_and_tell)
+                self._looks_s = min([now_s + IDLE_S, *self._due_s.values()])
+                self._changed.wait(self._looks_s - now_s)
+            self._is_running = False
+
+
+TIME_LIMITS = TimeLimits()
 
 
 def in_pool(job: Callable[[], T]) -> futures.Future[T]:
@@ -196,10 +234,12 @@ class Work(BaseWork):
             self.drive()
 
     def follow(self) -> None:
-        """Lets the pool end it after its collective, even if no thread waits for it."""
+        """Lets the pool end it after its collective or time, even if no thread waits for it."""
         if self._handle is not None and not self._is_followed:
             self._is_followed = True
-            self._handle.add_done_callback(lambda: POOL.run(self._drive_and_tell))
+            if (left_s := self._deadline.left_s) is not None:
+                TIME_LIMITS.add(self, left_s)
+            self._handle.add_done_callback(lambda: POOL.run(self.drive_and_tell))
 
     def _launch(self) -> None:
         """Launches it, or does the work alone in a group of one."""
@@ -229,9 +269,10 @@ class Work(BaseWork):
             if self._ended.is_set() and self._untold is not None:
                 POOL.run(self._notify)
 
-    def _drive_and_tell(self) -> None:
+    def drive_and_tell(self) -> None:
         """Like `drive`, in a thread of the pool, which callbacks may occupy."""
         self._end(None)
+        TIME_LIMITS.discard(self)
         self._notify()
 
     def _notify(self) -> None:

@@ -6,6 +6,7 @@ import importlib
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training.groups import Groups
 
 import pccl
-from pccl import extension, kernels
+from pccl import kernels
 from pccl.cli.main import main
 from pccl.torch import ProcessGroup, hooks, recorder
 from pccl.torch.work import POOL
@@ -459,46 +460,39 @@ def gradients(ddp: DistributedDataParallel, rank: int) -> list[float]:
     return [p.grad.sum().item() for p in ddp.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("when", ["in the call", "later"])
-def test_a_failure_in_a_backward_pass_is_an_error_and_the_next_one_is_right(
-    two: Groups, when: str, monkeypatch: pytest.MonkeyPatch
+def test_a_backward_pass_beside_an_exclusive_call_is_an_error_and_the_next_one_is_right(
+    two: Groups,
 ) -> None:
-    """DDP's reducer is lost if a Work raises in the call, or if its future gets an exception.
+    """In the call on the member that also makes the other call, and later on the other member.
 
-    The first leaves it with an internal assertion in each later pass, the second ends the process.
+    DDP's reducer is lost if a Work raises in the call, or if its future gets an exception. The
+    first leaves it with an internal assertion in each later pass, the second ends the process.
     """
     ready = {id(group): model_of(group) for group in two.all}
     wanted = two.each(lambda group: gradients(ready[id(group)], group.rank()))
     two.each(lambda group: gradients(ready[id(group)], group.rank()))  # buckets are made anew
-    reason = pccl.PCCLError(pccl.Result.INTERNAL_ERROR, "all_reduce", "as the test wants it")
-
-    def fails(*_: object, **__: object) -> object:
-        if when == "in the call":
-            raise reason
-        return Failing(reason)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(extension, "launch", fails)
-
-        def job(group: ProcessGroup) -> None:
-            with pytest.raises(RuntimeError, match="as the test wants it"):
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(two.all[1].communicator.update_topology)
+        wait_until(lambda: len(two.cluster.master.status().waits) == 1)
+        for group in two.all[::-1]:
+            with pytest.raises(RuntimeError, match="update_topology"):
                 gradients(ready[id(group)], group.rank())
-
-        two.each(job)
+        with pytest.raises(pccl.MismatchError, match="never meet"):
+            beside.result(20)
     assert two.each(lambda group: gradients(ready[id(group)], group.rank())) == wanted
 
 
-class Failing:
-    """A handle of a collective that fails."""
-
-    def __init__(self, error: pccl.PCCLError) -> None:
-        self.error = error
-
-    def wait(self, *, timeout: float | None = None) -> tuple[bool, int, pccl.ReduceInfo]:
-        return False, self.error.result.value, pccl.ReduceInfo(0, 0, 0)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        callback()
+def test_a_backward_pass_without_another_member_ends_when_its_time_is_up(two: Groups) -> None:
+    """No thread waits for its Works, only for their futures."""
+    ready = {id(group): model_of(group) for group in two.all}
+    wanted = two.each(lambda group: gradients(ready[id(group)], group.rank()))
+    two.each(lambda group: gradients(ready[id(group)], group.rank()))
+    for group in two.all:
+        group.set_timeout(timedelta(seconds=0.3))
+        with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.3 s"):
+            gradients(ready[id(group)], group.rank())
+        group.set_timeout(timedelta(seconds=50))
+    assert two.each(lambda group: gradients(ready[id(group)], group.rank())) == wanted
 
 
 def test_a_backward_pass_survives_a_loss(three: Groups) -> None:
