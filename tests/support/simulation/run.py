@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -48,6 +48,7 @@ EXCLUSIVE = {"update_topology", "finish", "optimize_topology", "sync_shared_stat
 RUN_WIDE = {"update_topology", "finish", "are_peers_pending", "optimize_topology"}
 INVERTED = bytes(byte ^ 255 for byte in range(256))
 FREEZE_STEPS_MAX = 5000  # after which a frozen peer goes on
+REPEATED_MAX = 10  # times that a peer says the same over one connection
 IDLE_MAX = 3  # times that all clocks go on while nothing happens
 _ODD_ONE = re.compile(r"peer (\d+) \([^)]*\) is the odd one out")
 
@@ -96,6 +97,7 @@ class SimulatedRun:
         self.dials: list[int] = []  # of peers that the master dials just now
         self.broken: deque[bytes] = deque()  # connections whose end the master does not know yet
         self.dropped: set[bytes] = set()  # connections that the master listens to no more
+        self._repeats: Counter[tuple[bytes, bytes]] = Counter()  # messages of connections
         self.history: dict[int, int] = {}  # of a group: how often its last holder has gone
         self.notes: list[str] = []
         self.steps = 0
@@ -656,8 +658,11 @@ class SimulatedRun:
                     self.notes.append(text)
 
     def _to_master(self, peer: SimPeer) -> None:
-        message = m.decode_from_peer(peer.up.popleft())
+        data = peer.up.popleft()
+        message = m.decode_from_peer(data)
         self.say(f"peer {peer.name} -> master:", message)
+        self._repeats[peer.conn, data] += not isinstance(message, m.Inquire)
+        assert self._repeats[peer.conn, data] <= REPEATED_MAX, f"it says this forever: {message}"
         if peer.conn in self.dropped:
             return
         if isinstance(message, m.Hello):
