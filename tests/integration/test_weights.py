@@ -273,6 +273,39 @@ def test_a_holder_of_wrong_data_is_not_believed(
         assert same(own, source)
 
 
+class Doubter(BlobStore):
+    """Cannot apply a difference, as if its memory had been changed."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.taken: list[tuple[int, int]] = []
+        self._then = then
+
+    def fits(self, package: m.Package) -> bool:
+        return True
+
+    def work_in(self, blob: Blob) -> tuple[int, Blob | None]:
+        self.taken.append(blob.package.key)
+        if blob.package.base:
+            self._then()
+            return 0, None
+        return blob.package.version, None
+
+
+def test_a_client_that_starts_over_takes_what_only_it_still_has(
+    master: pccl.MasterNode, publisher: Publish
+) -> None:
+    source = parameters()
+    trainer = publisher(source)
+    trainer.publish()
+    doubter = Doubter(trainer.close)
+    with foreign(master.address, doubter, follows=True):
+        followers_have(master, 1)
+        train(source)
+        trainer.publish()
+        wait_until(lambda: doubter.taken == [(1, 0), (2, 1), (1, 0)])
+        followers_have(master, 1)
+
+
 def test_a_timeout_names_unreachable_holders(
     publisher: Publish,
     follow: Follow,

@@ -649,6 +649,7 @@ def story(seed: int) -> None:
     """
     draw = random.Random(seed)
     hub = WeightsRun(seed)
+    hub.damage = 0.1
     publisher = hub.add(follows=False)
     version = published = 0
     for _ in range(draw.randint(5, 40)):
@@ -689,6 +690,8 @@ def story(seed: int) -> None:
         one.walls = {*draw.sample(others, len(others) // 2)}
     hub.publish(publisher, version + 1, 0)
     hub.settle()
+    desk = hub.master.run.clients.all
+    assert all(one.holder == 0 and one.seek is None for one in desk.values()), "places are kept"
     shown = {one.client: one for one in weights(hub).clients}
     assert shown[publisher.number - FIRST].published == version + 1
     for node in hub.living:

@@ -78,7 +78,8 @@ class Node:
                     assert what.key in self.blobs, "it serves what it does not have"
                     self.ops[op] = Transfer(what, True)
                 case weights.RegisterFetch(op, what):
-                    assert not any(one.package == what for one in self.ops.values()), "twice"
+                    fetched = [one.package for one in self.ops.values() if not one.serves]
+                    assert what not in fetched, "twice"
                     self.ops[op] = Transfer(what, False)
                 case common.StartTransfer(op, _, _, ends):
                     for end in ends:
@@ -110,6 +111,7 @@ class WeightsRun:
         self.random = random.Random(seed)
         self.nodes: list[Node] = []
         self.masters = self.conns = self.calls = 0
+        self.damage = 0.0  # how often a difference does not lead to what was published
         self.begin()
 
     def begin(self) -> None:
@@ -207,8 +209,11 @@ class WeightsRun:
     def _take(self, node: Node) -> None:
         what = node.arrived.pop(0)
         assert what.base in (0, node.machine.version), "it does not follow what is there"
-        node.blobs.add(what.key)
-        node.perform(node.machine.taken(what, what.version))
+        if what.base and self.random.random() < self.damage:
+            node.perform(node.machine.taken(what, 0))
+        else:
+            node.blobs.add(what.key)
+            node.perform(node.machine.taken(what, what.version))
 
     def _fetch(self, node: Node) -> tuple[int, Transfer] | None:
         found = [(op, one) for op, one in node.ops.items() if not one.serves and one.ends]
@@ -259,7 +264,7 @@ class WeightsRun:
 
     def _wait(self) -> bool:
         """Time passes: whoever rests seeks again, and who gets nothing gives its holder up."""
-        for node in self.living:
+        for node in self.random.sample(self.living, len(self.living)):
             if node.rests:
                 node.rests = False
                 node.perform(node.machine.retry())
