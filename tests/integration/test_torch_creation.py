@@ -163,6 +163,7 @@ def test_the_master_of_a_killed_process_is_given_up_at_once() -> None:
     words = [sys.executable, "-c", FIRST, str(store.port)]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as first:
         try:
+            store.get(creation.KEY)  # its process may take long to begin
             group = creation.by_store(store, 1, 2, timedelta(seconds=30))
             group.barrier().wait()
         finally:
