@@ -41,7 +41,6 @@ STEP = 1 << 20
 # The most members that send each other data directly. Each has a stream to every other member,
 # which takes about 5 descriptors at the sender and 1 at the receiver.
 DIRECT_MAX = 128
-TRANSFER_BYTES = 4 * MIB  # a transfer of state uses the chunks of a segment of this size
 
 _ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
 _INTEGERS = {dtype.value for dtype in DataType if dtype.is_integer}
@@ -226,6 +225,11 @@ def chunk_bytes(total: int, members: int, local: bool, quantized: bool) -> int:
         return max(32 * KIB, min(segment // 16, MIB // 4))
     least, most = (MIB // 4, MIB) if local else (32 * KIB, MIB // 4)
     return max(least, min(segment // 4, most))
+
+
+def transfer_chunk(local: bool = False) -> int:
+    """The size of a message of a transfer of state, in which no chunk waits for another."""
+    return MIB if local else MIB // 4
 
 
 def lanes(local: bool, settings: Settings) -> int:

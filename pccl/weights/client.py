@@ -173,9 +173,6 @@ class WeightsClient(ControlThread):
             machine, self._engine, self._streams, self._master, PendingCalls()
         )
         self._memory = driver.pending.memory
-        self._start_op, self._abort_op = (
-            driver.effects[each] for each in (effects.StartTransfer, effects.AbortOp)
-        )
         driver.effects |= {
             effects.Expect: self._expected,
             weights.Allow: self._allow,
@@ -193,11 +190,10 @@ class WeightsClient(ControlThread):
             weights.News: self._news,
             weights.Over: lambda one: store.over(one.fail),
         }
-        complete = driver.events[COMPLETE]
         driver.events |= {
             COMPLETE: lambda one: [
                 *machine.measured(one.op, self._pace.rate(one.op, one.rx_bytes)),
-                *complete(one),
+                *machine.engine_complete(one.op, one.settled, one.tx_bytes, one.rx_bytes),
             ],
             STREAM_LOST: self._stream_lost,
         }
@@ -303,11 +299,11 @@ class WeightsClient(ControlThread):
         self._perform([effects.RegisterOp(op, RUN, tag, 0)])
 
     def _start_transfer(self, effect: effects.StartTransfer) -> None:
-        self._start_op(effect)
+        self._engine.start_transfer(effect)
         self._pace.began(effect.op)
 
     def _abort(self, effect: effects.AbortOp) -> None:
-        self._abort_op(effect)
+        self._engine.abort(effect.op)
         self._pace.ended(effect.op)
         for key in [key for key, (op, _) in self._incoming.items() if op == effect.op]:
             del self._incoming[key]

@@ -18,7 +18,7 @@ import zmq
 from peers.engines import ALIGNMENT, DEADLINE_S, F32, NONCE, RUN, SUM, AllReduce, Peer
 
 from pccl.ext import ffi, lib, tables
-from pccl.protocol.peer.effects import End, StartOp
+from pccl.protocol.peer.effects import End, StartOp, StartTransfer
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client.engine import (
     COMPLETE,
@@ -321,11 +321,11 @@ def test_serve_and_fetch(make: Make, holders: int) -> None:
         holder.engine.open_stream(9)
         holder.engine.connect_stream(9, fetcher.endpoint("tcp"), lanes=2, hwm=2)
         holder.engine.register_serve(1, run=RUN, tag=4, min_seq=0, pieces=pieces)
-        holder.engine.start_transfer(1, seq=1, nonce=1, chunk_bytes=0, ends=[End(9, 5)])
+        holder.engine.start_transfer(StartTransfer(1, 1, 1, (End(9, 5),), 0))
         fetcher.engine.open_stream(20 + number)
         fetcher.engine.connect_stream(20 + number, holder.endpoint("tcp"), lanes=1, hwm=8)
-    ends = [End(20 + number, 5) for number in range(holders)]
-    fetcher.engine.start_transfer(1, seq=1, nonce=1, chunk_bytes=1 << 16, ends=ends)
+    ends = tuple(End(20 + number, 5) for number in range(holders))
+    fetcher.engine.start_transfer(StartTransfer(1, 1, 1, ends, 1 << 16))
     complete = fetcher.wait(COMPLETE, 1)
     assert complete.settled
     assert complete.rx_bytes == sum(piece.nbytes for piece in held)

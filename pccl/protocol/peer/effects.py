@@ -10,7 +10,7 @@ from msgspec import Struct
 from pccl import errors
 from pccl.protocol import messages as m
 from pccl.protocol.ring import RingPlace
-from pccl.protocol.tuning import Algorithm
+from pccl.protocol.tuning import Algorithm, transfer_chunk
 from pccl.types import Result
 
 
@@ -92,12 +92,16 @@ class End(Struct, frozen=True):
 
 
 class StartTransfer(Effect):
-    """Start the registered op of a transfer: serve receivers, or fetch from holders."""
+    """Start the registered op of a transfer: serve receivers, or fetch from holders.
+
+    Further starts with the same `seq` add receivers or holders.
+    """
 
     op: int
     seq: int
     nonce: int
     ends: tuple[End, ...]
+    chunk_bytes: int = transfer_chunk()
 
 
 class RegisterOp(Effect):

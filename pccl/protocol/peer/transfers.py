@@ -34,6 +34,7 @@ from pccl.protocol.peer.effects import (
     Synced,
 )
 from pccl.protocol.peer.streams import Common, Part
+from pccl.protocol.tuning import transfer_chunk
 from pccl.types import Result, SharedStateSyncStrategy
 
 RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
@@ -203,7 +204,8 @@ class Transfers(Part):
     def _start(self, one: Transfer, op: int, ends: list[tuple[int, int]]) -> None:
         """Starts a serve or fetch op on streams to (peer, slot)s."""
         streams = tuple(End(self._stream(one, peer), slot) for peer, slot in ends)
-        self._outbox.do(StartTransfer(op, one.seq, one.nonce, streams))
+        chunk_bytes = transfer_chunk(self._knowledge.conditions.local)
+        self._outbox.do(StartTransfer(op, one.seq, one.nonce, streams, chunk_bytes))
 
     def _stream(self, one: Transfer, peer: int) -> int:
         if peer not in one.streams:

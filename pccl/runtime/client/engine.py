@@ -30,7 +30,7 @@ from msgspec import Struct
 from pccl.ext import ffi, lib, tables
 from pccl.ext.mail import Mail
 from pccl.protocol.messages import CollectiveKind
-from pccl.protocol.peer.effects import EagerOp, End, StartOp
+from pccl.protocol.peer.effects import EagerOp, StartOp, StartTransfer
 from pccl.protocol.tuning import Algorithm
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.resources import out_of_resources
@@ -499,22 +499,17 @@ class Engine:
             "algorithm": algorithm,
         }
 
-    def start_transfer(
-        self, op: int, *, seq: int, nonce: int, chunk_bytes: int, ends: Sequence[End]
-    ) -> None:
-        """Starts a registered op that serves or fetches. Other arguments are as in `StartOp`.
-
-        `ends`: the requesters, or the holders. Later calls with the same `seq` add to them.
-        """
+    def start_transfer(self, start: StartTransfer) -> None:
+        """Starts a registered op that serves or fetches."""
         limit = lib.PCCL_ENDS_MAX
-        for first in range(0, max(len(ends), 1), limit):
-            some = ends[first : first + limit]
+        for first in range(0, max(len(start.ends), 1), limit):
+            some = start.ends[first : first + limit]
             self._send(
                 lib.PCCL_START,
-                op,
-                seq=seq,
-                nonce=nonce,
-                chunk_bytes=chunk_bytes,
+                start.op,
+                seq=start.seq,
+                nonce=start.nonce,
+                chunk_bytes=start.chunk_bytes,
                 ends=[{"stream": end.stream, "slot": end.slot} for end in some],
                 n_ends=len(some),
             )

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from pccl.protocol import messages as m
 from pccl.protocol.messages import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import Peer, effects
-from pccl.protocol.tuning import TRANSFER_BYTES, chunk_bytes
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.client.call_metrics import CallMetrics
@@ -176,16 +175,12 @@ class Driver:
             effects.CloseStream: lambda effect: streams.close(effect.stream),
             effects.Arrange: lambda effect: streams.arranged(effect.message),
             effects.RegisterOp: self._register,
-            effects.StartTransfer: self._start_transfer,
             effects.CommitOp: lambda effect: engine.commit(effect.op),
             effects.AbortOp: lambda effect: engine.abort(effect.op),
             effects.Answer: pending.answer,
             effects.Fail: pending.answer,
         }
         self.events: dict[int, Callable[[Event], list[Any]]] = {
-            COMPLETE: lambda one: machine.engine_complete(
-                one.op, one.settled, one.tx_bytes, one.rx_bytes
-            ),
             FAILED: self._failed,
             SETTLED: lambda one: machine.engine_settled(one.op, one.tx_bytes, one.rx_bytes),
             LEAF: self._leaf,
@@ -264,20 +259,6 @@ class Driver:
                 **ids,
             )
 
-    def _start_transfer(self, effect: effects.StartTransfer) -> None:
-        self._engine.start_transfer(
-            effect.op,
-            seq=effect.seq,
-            nonce=effect.nonce,
-            chunk_bytes=chunk_bytes(TRANSFER_BYTES, 1, self._local, False),
-            ends=effect.ends,
-        )
-
-    @property
-    def _local(self) -> bool:
-        """True if all its transfers stay on this machine."""
-        return False
-
 
 class Progress:
     """Asks the engine for the progress of long ops, which the master shows.
@@ -326,6 +307,7 @@ class PeerDriver(Driver):
             effects.OpenStream: self._open_stream,
             effects.EagerOp: engine.start_eagerly,
             effects.StartOp: self._start,
+            effects.StartTransfer: self._start_transfer,
             effects.Store: self._store,
             effects.Follow: pending.note,
             effects.Measure: pending.note,
@@ -356,10 +338,6 @@ class PeerDriver(Driver):
                 more = f"; and {len(who) - m.GONE_MAX} more" if len(who) > m.GONE_MAX else ""
                 names = "; ".join(who[: m.GONE_MAX]) + more
                 log.log(level, "peer %d: %s: %s; %s now", number, what, names, now)
-
-    @property
-    def _local(self) -> bool:
-        return self._peer.knowledge.conditions.local
 
     def _complete(self, event: Event) -> list[Any]:
         self._metrics.held(event.op)
@@ -393,7 +371,7 @@ class PeerDriver(Driver):
         self.progress.started()
 
     def _start_transfer(self, effect: effects.StartTransfer) -> None:
-        super()._start_transfer(effect)
+        self._engine.start_transfer(effect)
         self.progress.started()
 
     def _store(self, effect: effects.Store) -> None:

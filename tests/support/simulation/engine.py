@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pccl.ext import ffi, lib
-from pccl.protocol.peer.effects import EagerOp, End, StartOp
+from pccl.protocol.peer.effects import EagerOp, StartOp, StartTransfer
 from pccl.protocol.tuning import choose
 from pccl.runtime.client.engine import (
     COMPLETE,
@@ -218,9 +218,9 @@ class SimEngine:
         self.run.eager.start(self, one, start.calls or [0] * len(rings))
 
     @command
-    def start_transfer(self, op: int, *, seq: int, ends: Sequence[End], **_: object) -> None:
-        one = self.ops[op]
-        self._start(one, seq, [end.stream for end in ends])
+    def start_transfer(self, start: StartTransfer) -> None:
+        one = self.ops[start.op]
+        self._start(one, start.seq, [end.stream for end in start.ends])
         if one.kind == "serve":
             gone = {self.streams[n].to for n in one.streams if self.streams[n].lost}
             if gone:
