@@ -225,7 +225,7 @@ def test_the_evidence_of_one_peer_is_bounded() -> None:
     blame = Blame()
     for accused in range(2, 1000):
         blame.accuse(1, accused, EPOCH, "x" * 4096)
-    assert len(blame.blocked) <= ACCUSED_MAX + 1
+    assert len(blame.blocked) == ACCUSED_MAX
     assert max(map(len, blame.blocked.values())) == WHY_MAX
     found = trouble(*((1, n) for n in range(2, 8))).verdict(9)
     assert found is not None

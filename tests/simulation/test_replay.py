@@ -13,7 +13,16 @@ from simulation import programs, recorded
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, inputs
 from pccl.protocol.master.effects import Adopt, Dial, Effect, Note, Remember, Send
-from pccl.protocol.master.eventlog import Differs, Gap, Line, Recorder, Replay, difference, refill
+from pccl.protocol.master.eventlog import (
+    Differs,
+    Gap,
+    Line,
+    Recorder,
+    Replay,
+    Told,
+    difference,
+    refill,
+)
 from pccl.protocol.master.voting import Voting
 
 SEEDS = 20
@@ -58,6 +67,9 @@ def test_what_differs_is_told() -> None:
     digest = msgspec.structs.replace(line, effects="0" * 16)
     told = f"the effects had the digest {line.effects}, and now 0000000000000000"
     assert difference(line, digest) == told
+    sent = [Told("Kicked", (1,)), Told("Kicked", (2,)), Told("Kicked", (3,))]
+    told = [msgspec.structs.replace(line, told=(Told("Kicked", (1,)), one)) for one in sent[1:]]
+    assert difference(*told) == f"before: {sent[1]}; now: {sent[2]}"
     for before, now in (("", "KeyError: 7"), ("KeyError: 7", "")):
         said = [msgspec.structs.replace(line, failed=failed) for failed in (before, now)]
         assert difference(*said) == f"it failed with {before or 'nothing'!r}, and now with {now!r}"
@@ -69,6 +81,19 @@ def test_the_next_master_of_a_process_begins_with_the_journal_of_the_last() -> N
     wrong = Journal(7, 1, 9, frozenset())
     with pytest.raises(Differs, match=r"the next master began with Journal.* and now with"):
         replay.feed(master.line(0.0, inputs.Began(7, None, wrong, "it has lost its peers"), []))
+
+
+def test_a_line_as_it_is_written() -> None:
+    recorder = Recorder(None)
+    sent = [Note("x"), Send(b"?", m.Kicked(4, "out of turn")), Send(b"?", m.Kicked(5, "late"))]
+    line = recorder.line(1.5, inputs.Received(b"1", m.Leave()), [*sent[:2]])
+    what = '"input":{"type":"received","conn":"MQ==","message":[8]},"notes":["x"]'
+    told = '"told":[{"say":"Kicked","to":[0],"ok":false,"why":"out of turn"}]'
+    assert msgspec.json.encode(line).decode() == (
+        f'{{"type":"event","at_s":1.5,{what},{told},"effects":"{line.effects}"}}'
+    )
+    other = recorder.line(1.5, inputs.Received(b"1", m.Leave()), [sent[0], sent[2]])
+    assert other.effects != line.effects, "messages count"
 
 
 def test_a_lost_connection_that_is_no_peers() -> None:
@@ -214,6 +239,8 @@ def test_a_record_has_no_payload_no_key_and_no_number_of_the_run() -> None:
 @pytest.mark.parametrize("size", [-1, 1 << 40])
 def test_a_size_that_no_payload_has_is_no_line(size: int) -> None:
     line = Recorder(b"key").line(0.0, inputs.Tick(1.0), [])
+    empty = msgspec.structs.replace(line, sizes=(0,))
+    assert msgspec.json.decode(msgspec.json.encode(empty), type=Line | Gap) == empty
     text = msgspec.json.encode(msgspec.structs.replace(line, sizes=(size,)))
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text, type=Line | Gap)

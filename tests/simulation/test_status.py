@@ -92,6 +92,10 @@ def test_each_call_of_a_peer_has_its_own_explanation() -> None:
     assert calls[1][0] == CALL and calls[2] == [CALL.replace("1000", "7")]
     for conn in (b"3", b"4", b"5"):
         run.say(conn, m.PendingVote(9))
+    assert "are_peers_pending()" in explain(run.master.run, 1, 2, 0)
+    run.say(b"3", m.StartVote(2, 7, WORK))
+    assert explain(run.master.run, 1, 2, 0).count("; peer ") == 3, "of four"
+    run.say(b"3", m.Withdraw(2))
     assert explain(run.master.run, 1, 2, 0).count(" is in are_peers_pending()") == 3
 
 

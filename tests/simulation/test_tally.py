@@ -147,6 +147,15 @@ def test_a_peer_that_hangs_costs_goodput_and_is_named() -> None:
     assert 'pccl_peer_late_seconds_total{peer="3",name=""} 20.0' in metrics
 
 
+@pytest.mark.parametrize("vote", [m.TopologyVote(2), m.SyncVote(2, m.Manifest(1, 0, ()))])
+def test_any_round_of_a_group_that_waits_costs_goodput(vote: m.PeerMessage) -> None:
+    run = ManualRun(2)
+    run_one(run, 10.0, 10.0)
+    at(run, 20.0, b"1", vote)
+    run.master.now_s = 30.0
+    assert run.master.status().groups[0].goodput == 0.5
+
+
 def test_a_launched_call_costs_nothing_for_some_seconds() -> None:
     run = ManualRun(2)
     run_one(run, 10.0, 10.0)

@@ -357,6 +357,14 @@ def test_an_optimization_measures_links_and_installs_rings(rate: int) -> None:
     assert list(table.gone) == [1]
 
 
+def test_an_optimization_whose_peers_are_all_lost_is_over() -> None:
+    table = AcceptedPeers(2)
+    optimizations = Optimizations(table)
+    optimizations.begin(Round(RoundId(Kind.OPTIMIZE, None), {1: Vote(10, None), 2: Vote(20, None)}))
+    optimizations.lose({1, 2})
+    assert optimizations.current is None
+
+
 def test_every_message_of_a_peer_concerns_a_part() -> None:
     master = Master(1, lambda work, parts: b"", secret=b"secret")
     elsewhere = {m.Hello, m.Examine, m.Resume}  # a connection's first message: other events
