@@ -329,6 +329,14 @@ def test_a_group_of_one_returns_its_input() -> None:
 
 def test_many_are_under_way_at_once_and_callbacks_may_wait_for_others(two: Groups) -> None:
     """As hooks of DDP do: with any bounded number of threads this would wait for ever."""
+    meeting, added = threading.Barrier(20), threading.Event()
+
+    def total(future: torch.futures.Future[list[Tensor]]) -> float:
+        return float(future.value()[0].sum())
+
+    def together(future: torch.futures.Future[list[Tensor]]) -> float:
+        meeting.wait(60)  # all callbacks are under way
+        return total(future)
 
     def job(group: ProcessGroup) -> float:
         def more(future: torch.futures.Future[list[Tensor]]) -> float:
@@ -340,15 +348,13 @@ def test_many_are_under_way_at_once_and_callbacks_may_wait_for_others(two: Group
         works = [group.allreduce([tensor]) for tensor in launched]
         assert [work.wait() for work in works] == [True] * 30
         assert all(work.is_completed() and work.is_success() for work in works)
-        meeting = threading.Barrier(20)
-
-        def together(future: torch.futures.Future[list[Tensor]]) -> float:
-            meeting.wait(60)  # all callbacks are under way
-            return float(future.value()[0].sum())
-
+        callback = total if group.rank() else together
+        if group.rank():
+            assert added.wait(60)  # a callback that comes too late runs in `then`
         futures = [
-            group.allreduce([tensor]).get_future().then(together) for tensor in launched[:20]
+            group.allreduce([tensor]).get_future().then(callback) for tensor in launched[:20]
         ]
+        added.set()
         sums = torch.futures.wait_all(futures)
         return sum(sums) + group.allreduce([torch.ones(10)]).get_future().then(more).wait()
 
