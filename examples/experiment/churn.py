@@ -69,7 +69,7 @@ def train(run: Run) -> Result:
                     and len(news) == 2
                     and news[0] % max(1, run.size.rounds // SHOWN) == 0
                 ):
-                    show(run, news[0] / run.size.rounds)
+                    show(run, min(1.0, news[0] / run.size.rounds))  # lost samples take more rounds
                 due = run.arm.kill_every * (kills + 1)
                 if peer is peers[0] and due <= news[0] <= run.size.rounds - _LAST:
                     slot = 1 + kills % (len(peers) - 1)
