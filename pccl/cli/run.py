@@ -169,9 +169,6 @@ class Copy(threading.Thread):
             self.note(f"ended with {ended}; {then}")
             if over or copies.stopping.wait(pause_s):
                 return
-            if copies.succeeded:
-                self.note("it is not started again, because another copy has ended with status 0")
-                return
             if copies.failed_alike():
                 self.note("all copies have failed alike at once: it is not started again")
                 return
@@ -269,7 +266,7 @@ class Copies:
 
     @staticmethod
     def _are_too_late(running: Sequence[Copy], own: MasterNode) -> bool:
-        """True if only restarted copies are left, and those in the run wait for other peers."""
+        """True if only restarted copies are left, and all peers of the run wait for others."""
         if any(copy.lasted_s is None for copy in running):
             return False
         try:
@@ -277,7 +274,7 @@ class Copies:
         except PCCLTimeoutError:
             return False
         waiting = sum(wait.entered for wait in status.waits if not wait.missing_count)
-        return status.weights is None and waiting == len(status.peers)
+        return status.weights is None and 0 < waiting == len(status.peers)
 
     def signal(self, number: int) -> None:
         for copy in self._all:

@@ -12,6 +12,7 @@ from oracles.quantized import FORMATS
 from peers.cluster import Cluster
 
 import pccl
+from pccl.protocol.peer.effects import StartOp
 from pccl.protocol.tuning import Algorithm
 from pccl.runtime.client.engine import Engine
 
@@ -22,9 +23,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     started: list[object] = []
     start = Engine.start
 
-    def watched(self: Engine, op: int, **rest: object) -> None:
-        started.append(rest["algorithm"] is Algorithm.ONE_SHOT)
-        start(self, op, **rest)  # type: ignore[arg-type]
+    def watched(self: Engine, effect: StartOp) -> None:
+        started.append(effect.algorithm is Algorithm.ONE_SHOT)
+        start(self, effect)
 
     monkeypatch.setattr(Engine, "start", watched)
     return started

@@ -186,20 +186,6 @@ def test_a_copy_that_is_restarted_too_late_does_not_wait_for_ever(
     assert "MasterLostError" in err
 
 
-def test_no_copy_is_started_again_once_another_has_ended_with_0(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "PAUSE_S", 1.0)
-    gate = tmp_path / "gate"
-    last = "import os, pathlib, sys, time; gate = pathlib.Path(sys.argv[1])\n"
-    last += "if os.environ['LOCAL_RANK'] == '1': gate.touch(); print('!'); sys.exit(3)\n"
-    last += "while not gate.exists(): time.sleep(0.01)"
-    status, out, err = copies(capfd, "-n", "2", program=[*PYTHON, last, str(gate)])
-    assert status == 3
-    assert out == "[1] !\n"
-    assert "not started again, because another copy has ended with status 0" in err
-
-
 def test_copies_that_fail_alike_at_once_are_not_started_again(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
