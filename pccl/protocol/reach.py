@@ -59,7 +59,7 @@ def rendezvous(
         ]
     if not relays:
         return [(sender, m.RendezvousResult(token, why=severed(sender, receiver)))]
-    # the same one for both directions; multiplied, since neighbors have similar sums
+    # both directions of a pair use the same relay; a hash of the sum spreads the pairs of a ring
     spread = (sender.peer + receiver.peer) * 0x9E3779B9 % (1 << 32)
     relay = relays[spread * len(relays) >> 32]
     come = m.RendezvousJoin(sender, token, relay.host, relay.relay, lanes, relay.others)

@@ -97,7 +97,7 @@ POOL = CallbackPool()
 
 
 class TimeLimits:
-    """Ends works whose time is up, even if no thread waits for them, but only for their futures."""
+    """Ends works whose time is up, even if nobody waits for them, except by their futures."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -234,7 +234,7 @@ class Work(BaseWork):
             self.drive()
 
     def follow(self) -> None:
-        """Lets the pool end it after its collective or time, even if no thread waits for it."""
+        """Lets the pool end it when its collective ends or its time is up, though nobody waits."""
         if self._handle is not None and not self._is_followed:
             self._is_followed = True
             if (left_s := self._deadline.left_s) is not None:

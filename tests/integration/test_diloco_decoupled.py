@@ -12,10 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from peers.processes import Master  # noqa: E402
-from training.small import DEADLINE_S, Model, N, compute, make, random, together  # noqa: E402
+from training.small import DEADLINE_S, Model, N, StoppedSyncer, compute, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
-from pccl import extension  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 DECOUPLED = {"mode": "decoupled", "inner_steps": 4, "fragments": 2}
@@ -174,29 +173,19 @@ def test_a_stopped_peer_is_dropped_and_comes_back(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its syncer, as a stopped process; its progress is in a later mean."""
-    away, back = threading.Event(), threading.Event()
-    stopped: list[pccl.Communicator] = []
-    ask = extension.are_peers_pending
-
-    def stands_still(comm: Any, grace: Any) -> bool:
-        if comm in stopped and not away.is_set():
-            away.set()
-            assert back.wait(DEADLINE_S)
-        return ask(comm, grace)
-
-    monkeypatch.setattr(extension, "are_peers_pending", stands_still)
+    stop = StoppedSyncer(monkeypatch)
 
     def train(peer: Peer) -> None:
         diloco = peer.diloco
         peer.until(lambda: diloco.outer_step >= 2)
         if peer.number == 2:
-            stopped.append(peer.comm)
+            stop.comms.append(peer.comm)
             peer.until(lambda: bool(diloco.last_round and diloco.last_round.rejoined))
         else:
-            peer.until(lambda: away.is_set() and diloco.world_size == 2)
+            peer.until(lambda: stop.away.is_set() and diloco.world_size == 2)
             begin = diloco.outer_step
             peer.until(lambda: diloco.outer_step >= begin + 3)
-            back.set()
+            stop.back.set()
             peer.until(lambda: diloco.world_size == 3)
         peer.until(lambda: diloco.last_round is not None and diloco.last_round.contributors == 3)
 

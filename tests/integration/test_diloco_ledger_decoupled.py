@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,9 @@ torch = pytest.importorskip("torch")
 
 from peers.waiting import wait_until  # noqa: E402
 from training.samples import EPOCHS, SAMPLES, make, train  # noqa: E402
-from training.small import DEADLINE_S, Deserter, Left, compute, together  # noqa: E402
+from training.small import DEADLINE_S, Deserter, Left, StoppedSyncer, compute, together  # noqa: E402
 
 import pccl  # noqa: E402
-from pccl import extension  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -94,34 +92,24 @@ def test_those_of_a_peer_that_is_lost_are_given_to_others(address: str, name: st
 def test_a_peer_that_was_dropped_gives_up_its_samples_and_joins_again(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, away, back = Run(address, grace=0.3), threading.Event(), threading.Event()
-    stopped: list[pccl.Communicator] = []
-    ask = extension.are_peers_pending
-
-    def asks_late(comm: Any, grace: Any) -> bool:
-        if comm in stopped and not away.is_set():
-            away.set()
-            assert back.wait(DEADLINE_S)
-        return ask(comm, grace)
-
-    monkeypatch.setattr(extension, "are_peers_pending", asks_late)
+    run, stop = Run(address, grace=0.3), StoppedSyncer(monkeypatch)
 
     def stands_still() -> Any:
         with pccl.Communicator(address) as comm:
 
             def before(diloco: Any) -> None:
-                if diloco.outer_step >= 1 and not away.is_set():
-                    stopped.append(comm)
-                    assert away.wait(DEADLINE_S)
+                if diloco.outer_step >= 1 and not stop.away.is_set():
+                    stop.comms.append(comm)
+                    assert stop.away.wait(DEADLINE_S)
 
             return run.train(comm, before)
 
     def goes_on(diloco: Any) -> None:
-        if diloco.outer_step >= 2 and not back.is_set():
-            assert away.wait(DEADLINE_S)
+        if diloco.outer_step >= 2 and not stop.back.is_set():
+            assert stop.away.wait(DEADLINE_S)
             wait_until(lambda: diloco.world_size == 2)
-            back.set()
+            stop.back.set()
 
     ends = together(lambda: run.peer(goes_on), lambda: run.peer(goes_on), stands_still)
-    assert len({*ends}) == 1 and back.is_set()
+    assert len({*ends}) == 1 and stop.back.is_set()
     once(run.theta, 1, 1e-6)

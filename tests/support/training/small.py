@@ -11,6 +11,7 @@ import torch
 from peers.cluster import in_threads
 
 import pccl
+from pccl import extension
 from pccl.diloco import DiLoCo
 from pccl.protocol.master.membership import Deadlines
 
@@ -228,3 +229,25 @@ class Lost:
 
     def wait(self) -> tuple[bool, int, pccl.ReduceInfo]:
         return False, self.error.result.value, pccl.ReduceInfo(0, 0, 0)
+
+
+class StoppedSyncer:
+    """Stops a syncer of mode="decoupled" before a meeting, as a stopped process would.
+
+    Attributes:
+        comms: the communicators to stop; the first that comes is stopped.
+        away: set when it has stopped.
+        back: set it to let it continue.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.comms: list[pccl.Communicator] = []
+        self.away, self.back = threading.Event(), threading.Event()
+        self._ask = extension.are_peers_pending
+        monkeypatch.setattr(extension, "are_peers_pending", self._wait_and_ask)
+
+    def _wait_and_ask(self, comm: pccl.Communicator, grace: Any) -> bool:
+        if comm in self.comms and not self.away.is_set():
+            self.away.set()
+            assert self.back.wait(DEADLINE_S)
+        return self._ask(comm, grace)
