@@ -14,7 +14,7 @@ from pccl.errors import PCCLTimeoutError, TooFewPeersError, error_for
 from pccl.operands import Ranks
 from pccl.protocol.peer import effects
 from pccl.protocol.peer.calls import place
-from pccl.protocol.peer.state import Knowledge
+from pccl.protocol.peer.common import Knowledge
 from pccl.protocol.rounds import EXCLUSIVE, Grace
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note, error_of

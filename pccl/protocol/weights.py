@@ -22,6 +22,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pccl.protocol import messages as m
+from pccl.protocol.peer.common import Outbox
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -34,7 +35,6 @@ from pccl.protocol.peer.effects import (
     Fail,
     Fault,
     OpenStream,
-    Outbox,
     Send,
     StartTransfer,
 )

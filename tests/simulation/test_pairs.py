@@ -8,8 +8,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.inputs import Resume, Tick
 from pccl.protocol.peer import Peer, effects
-from pccl.protocol.peer.calls import Collective
-from pccl.protocol.peer.collectives import tag_of_send
+from pccl.protocol.peer.calls import Collective, tag_of_send
 from pccl.protocol.ring import RingPlace
 from pccl.protocol.tuning import choose
 from pccl.runtime.inline_collectives import combine

@@ -18,12 +18,13 @@ from pccl.protocol.peer.calls import (
     ENTERING,
     GONE,
     Collective,
+    Collectives,
     Votes,
     abandoned,
     refused,
     timed_out,
 )
-from pccl.protocol.peer.collectives import Collectives
+from pccl.protocol.peer.common import Common, Knowledge, Outbox
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -37,7 +38,6 @@ from pccl.protocol.peer.effects import (
     Follow,
     Measure,
     OpenStream,
-    Outbox,
     Reduced,
     RegisterOp,
     Send,
@@ -45,8 +45,6 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
     Synced,
 )
-from pccl.protocol.peer.state import Knowledge
-from pccl.protocol.peer.streams import Common
 from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.ring import RingPlace
 from pccl.protocol.tuning import DIRECT_MAX, Settings

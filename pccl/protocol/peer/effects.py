@@ -237,25 +237,3 @@ class Synced(Struct, frozen=True):
     tx_bytes: int
     rx_bytes: int
     divergence: tuple[m.Divergence, ...] = ()
-
-
-class Outbox:
-    """Collects effects until they are taken."""
-
-    def __init__(self) -> None:
-        # whether the master knows this peer on its current connection. If not, this peer may only
-        # introduce itself (by a `Send`), and Resume reports everything else.
-        self.known = True
-        self._effects: list[Effect] = []
-
-    def send(self, message: m.PeerMessage) -> None:
-        """Sends a message, if the master knows this peer."""
-        if self.known:
-            self._effects.append(Send(message))
-
-    def do(self, *effects: Effect) -> None:
-        self._effects += effects
-
-    def take(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
-        return effects
