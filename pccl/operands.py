@@ -21,8 +21,7 @@ from pccl.errors import ArgumentError, error_for
 from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.ring import checksum
-from pccl.runtime.client.memory import Operand, Operands, nothing
-from pccl.runtime.quantization import fingerprint
+from pccl.runtime.client.memory import Operand, Operands, fingerprint, nothing
 from pccl.tensors import (
     Array,
     Buffer,

@@ -33,7 +33,7 @@ from pccl.protocol.master.status import GroupStatus
 from pccl.protocol.messages import PROTOCOL_VERSION
 from pccl.protocol.rounds import Kind
 from pccl.protocol.topology import hops
-from pccl.runtime.client.checkup import Examination, examine
+from pccl.runtime.client.connect import Examination, examine
 from pccl.runtime.config import Config
 from pccl.support import duration_text, parse_address
 

@@ -23,10 +23,9 @@ from pccl.protocol.peer import effects
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Leaf
 from pccl.runtime.client.connect import RetryPolicy, connect
-from pccl.runtime.client.control import ControlThread
+from pccl.runtime.client.control import ControlThread, Driver, PendingCalls
 from pccl.runtime.client.engine import COMPLETE, LIED, STREAM_LOST, Engine, Event
 from pccl.runtime.client.memory import Pool
-from pccl.runtime.client.ops import Driver, PendingCalls
 from pccl.runtime.client.sync import Staging, served
 from pccl.runtime.config import Config
 from pccl.runtime.digest import Digest, digests

@@ -20,8 +20,8 @@ from pccl.ext import build, ffi, lib, tables
 from pccl.protocol import messages, ring, tuning
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
-from pccl.runtime import digest, quantization
-from pccl.runtime.client import engine
+from pccl.runtime import digest
+from pccl.runtime.client import engine, memory
 from pccl.runtime.server import dial
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
@@ -90,10 +90,10 @@ def test_element_sizes() -> None:
 
 def test_every_format_is_asked_for_by_some_algorithm() -> None:
     """And the order in the tests' own oracle is that of C."""
-    by_bits = [code for each in quantization._BY_BITS.values() for code in each.values()]
-    asked = {lib.PCCL_UNQUANTIZED, *by_bits, *quantization._BLOCKWISE.values()}
+    by_bits = [code for each in memory._BY_BITS.values() for code in each.values()]
+    asked = {lib.PCCL_UNQUANTIZED, *by_bits, *memory._BLOCKWISE.values()}
     assert asked == {*constants("pccl_format").values()}
-    known = {*quantization._BY_BITS, *quantization._BLOCKWISE, QuantizationAlgorithm.NONE}
+    known = {*memory._BY_BITS, *memory._BLOCKWISE, QuantizationAlgorithm.NONE}
     assert known == {*QuantizationAlgorithm}
 
 

@@ -9,8 +9,8 @@ import pytest
 from pccl.protocol.peer.effects import Answer, Fail, Fetched
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline
+from pccl.runtime.client.control import PendingCalls
 from pccl.runtime.client.memory import Pool
-from pccl.runtime.client.ops import PendingCalls
 from pccl.runtime.server.pauses import Pauses
 from pccl.types import Result
 

@@ -42,8 +42,8 @@ from pccl.cli.processes import collect, workers
 from pccl.cli.terminal import Refused
 from pccl.protocol.messages import CollectiveKind, Ring, Spec
 from pccl.protocol.tuning import Conditions, Settings, Tuning, choose
+from pccl.runtime.client.memory import fingerprint, wire_bytes
 from pccl.runtime.config import Config
-from pccl.runtime.quantization import fingerprint, wire_bytes
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
 _FLOATS = {  # by nccl-tests' names

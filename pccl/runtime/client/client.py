@@ -9,8 +9,13 @@ ends the call), the control thread first enters the call, and knows whether the 
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
 
 from pccl.ext import ffi
 from pccl.insight import Explanation, LinkFacts, explain
@@ -20,17 +25,148 @@ from pccl.protocol.peer.calls import Collective
 from pccl.protocol.ring import successors
 from pccl.protocol.tuning import Settings, Tuning
 from pccl.runtime import limits, tcp
-from pccl.runtime.client.call import Call, End
-from pccl.runtime.client.call_metrics import CallMetrics
-from pccl.runtime.client.control import ControlThread, System
+from pccl.runtime.client.call import Call, CallMetrics, End
+from pccl.runtime.client.connection import MasterConnection
+from pccl.runtime.client.control import ControlThread, Driver, PendingCalls, System
+from pccl.runtime.client.engine import (
+    COMPLETE,
+    PROGRESS,
+    STREAM_LOST,
+    WRITTEN,
+    Engine,
+    Event,
+)
 from pccl.runtime.client.memory import Operands, Pieces, Pool
-from pccl.runtime.client.ops import PeerDriver, PendingCalls
+from pccl.runtime.client.streams import Streams
 from pccl.runtime.config import Config
 from pccl.runtime.resources import streams_max
 from pccl.runtime.signals import insist
 from pccl.security import Security
 from pccl.support import address_text
 from pccl.types import Result
+
+log = logging.getLogger("pccl")
+
+
+class Progress:
+    """Asks the engine for the progress of long ops, which the master shows.
+
+    It checks from time to time, and asks about each op that runs at two checks in a row.
+    """
+
+    def __init__(self, engine: Engine, peer: Peer, now: Callable[[], float]) -> None:
+        self._engine, self._peer, self._now = engine, peer, now
+        self._before: set[int] = set()  # the ops that ran at the last check
+        self.due_s = math.inf  # when to check next; inf: no op ran
+
+    def started(self) -> None:
+        """An op has started."""
+        if self.due_s == math.inf:
+            self._check()
+
+    def tick(self) -> None:
+        if self.due_s <= self._now():
+            for op in self._before.intersection(self._peer.moving):
+                self._engine.query(op)
+            self._check()
+
+    def _check(self) -> None:
+        self._before = set(self._peer.moving)
+        self.due_s = self._now() + limits.PROGRESS_LOOK_S if self._peer.moves else math.inf
+
+
+class PeerDriver(Driver):
+    """The driver of a peer."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        engine: Engine,
+        streams: Streams,
+        master: MasterConnection,
+        pending: PendingCalls,
+        metrics: CallMetrics,
+        now: Callable[[], float],  # the clock
+    ) -> None:
+        super().__init__(peer, engine, streams, master, pending)
+        self._peer, self._metrics = peer, metrics
+        self.progress = Progress(engine, peer, now)
+        self.effects |= {
+            effects.OpenStream: self._open_stream,
+            effects.EagerOp: engine.start_eagerly,
+            effects.StartOp: self._start,
+            effects.StartTransfer: self._start_transfer,
+            effects.Store: self._store,
+            effects.Follow: pending.note,
+            effects.Measure: pending.note,
+            effects.Fetched: pending.note,
+            effects.Waits: lambda effect: pending.warn(peer.number, effect),
+            effects.Fail: self._fail,
+            effects.MembersChanged: self._members_changed,
+        }
+        self.events |= {
+            COMPLETE: self._complete,
+            STREAM_LOST: self._stream_lost,
+            PROGRESS: lambda event: peer.engine_progress(event.op, event.done),
+            WRITTEN: self._written,
+        }
+
+    def _fail(self, effect: effects.Fail) -> None:
+        why = m.personal(effect.why, self._peer.number)
+        self.pending.answer(effect if why == effect.why else replace(effect, why=why))
+
+    def _members_changed(self, change: effects.MembersChanged) -> None:
+        number, now = self._peer.number, f"{change.size} in its group"
+        for level, what, who in (
+            (logging.INFO, "left", change.left),
+            (logging.WARNING, "lost", change.lost),
+            (logging.WARNING if change.begun else logging.INFO, "joined", change.joined),
+        ):
+            if who:
+                more = f"; and {len(who) - m.GONE_MAX} more" if len(who) > m.GONE_MAX else ""
+                names = "; ".join(who[: m.GONE_MAX]) + more
+                log.log(level, "peer %d: %s: %s; %s now", number, what, names, now)
+
+    def _complete(self, event: Event) -> list[Any]:
+        self._metrics.held(event.op)
+        return self._peer.engine_complete(event.op, event.settled, event.tx_bytes, event.rx_bytes)
+
+    def _stream_lost(self, event: Event) -> list[Any]:
+        to, unreached = self._streams.lost(event)
+        text = self._streams.text(event)
+        log.info("peer %d: its connection to %s: %s", self._peer.number, to, text)
+        if to is None:
+            return []
+        todo = self._peer.unreached(to, text, event.stream) if unreached else []
+        up = self._streams.was_up(event.stream)
+        return todo + self._peer.stream_lost(event.stream, f"its connection to {to}: {text}", up)
+
+    def _written(self, event: Event) -> list[Any]:
+        memory = self.pending.memory.get(event.op)
+        if isinstance(memory, Operands) and memory.written is not None:
+            memory.written(event.done)
+        return []
+
+    def _open_stream(self, effect: effects.OpenStream) -> None:
+        self._metrics.opened()
+        self._streams.open(effect.stream, effect.to, effect.nonce, effect.shares)
+
+    def _start(self, effect: effects.StartOp) -> None:
+        self._engine.start(effect)
+        memory = self.pending.memory[effect.op]
+        assert isinstance(memory, Operands)
+        self._metrics.started(effect.op, memory.work.what)
+        self.progress.started()
+
+    def _start_transfer(self, effect: effects.StartTransfer) -> None:
+        self._engine.start_transfer(effect)
+        self.progress.started()
+
+    def _store(self, effect: effects.Store) -> None:
+        memory = self.pending.memory[effect.call]
+        assert isinstance(memory, Operands)
+        self._metrics.stored(effect.call, memory.work.what)
+        memory.store(effect.data)
 
 
 class PeerClient(ControlThread):

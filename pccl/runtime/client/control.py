@@ -24,23 +24,39 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import zmq
+from msgspec.structs import replace
 
 from pccl.kernels import arithmetic_digest
 from pccl.protocol import messages as m
 from pccl.protocol import reach
+from pccl.protocol.messages import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import effects
 from pccl.runtime import forks
-from pccl.runtime.client.call import Call
+from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.client.connection import Dealer, Identity, Machine, MasterConnection
-from pccl.runtime.client.engine import Engine, EngineOptions
-from pccl.runtime.client.ops import Driver
+from pccl.runtime.client.engine import (
+    FAILED,
+    LEAF,
+    NO_MEMORY,
+    SETTLED,
+    STARVED,
+    STREAM_UP,
+    Engine,
+    EngineOptions,
+    Event,
+    Ids,
+    Part,
+)
+from pccl.runtime.client.memory import Operands, Pool, wire_format
 from pccl.runtime.client.rendezvous import Rendezvous, RendezvousPoint
 from pccl.runtime.client.streams import Refused, Streams, shortage
 from pccl.runtime.config import Config, default_name, machine_id
+from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.resolve import Resolver, everywhere, further_hosts
 from pccl.runtime.signals import aside, insist
 from pccl.runtime.waiter import Waiter
 from pccl.security import Security
+from pccl.types import Result
 from pccl.version import __version__
 
 log = logging.getLogger("pccl")
@@ -172,6 +188,219 @@ class System:
     def close(self) -> None:
         """Closes what is still open, and returns when the last messages are on their way."""
         self._context.destroy(linger=0)
+
+
+def _parts(memory: Operands) -> list[Part]:
+    if memory.wide is not None:
+        memory.wide.is_used = True
+        wide = memory.wide.parts
+    else:
+        wide = [None] * len(memory.each)
+    # The engine writes the result only on the root, but needs an address on every peer.
+    unused = memory.work.what is CollectiveKind.REDUCE
+    return [
+        Part(
+            each.send.address,
+            each.recv.address or (each.send.address if unused else 0),
+            each.count,
+            each.send.dtype.value,
+            0 if each.error is None else each.error.address,
+        )
+        if copied is None
+        else Part(*copied)
+        for each, copied in zip(memory.each, wide, strict=True)
+    ]
+
+
+class PendingCalls:
+    """Calls by number, and memory by op.
+
+    Args:
+        ended: called with the end of a call, and the time of its beginning.
+        withdraws: whether the master is still asked to take back the vote of a call.
+    """
+
+    def __init__(
+        self,
+        ended: Callable[[End, float], None] = lambda end, began_s: None,
+        withdraws: Callable[[int], bool] = lambda number: False,
+    ) -> None:
+        self._ended, self._withdraws = ended, withdraws
+        # op -> the memory that the engine uses, or is about to use
+        self.memory: dict[int, Operands | Pool] = {}
+        # whether the control thread has ended; callers' threads then answer their own calls
+        self.closed = False
+        self._calls: dict[int, Call] = {}
+        self._answered: list[tuple[Call, End]] = []  # not notified yet
+        self._withdrawing: dict[int, threading.Event] = {}  # set when the vote is taken back
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._calls
+
+    def add(self, call: Call) -> None:
+        self._calls[call.number] = call
+
+    def welcomed(self, message: m.Welcome) -> None:
+        """Tells all calls that the master has registered this peer."""
+        for call in self._calls.values():
+            call.put(message)
+
+    def note(self, effect: effects.Follow | effects.Measure | effects.Fetched) -> None:
+        """Gives a call a note that is not its answer."""
+        self._calls[effect.call].put(effect)
+
+    def warn(self, peer: int, effect: effects.Waits) -> None:
+        """Logs which peers a call waits for."""
+        call = self._calls.get(effect.call)
+        if call is not None:
+            waited_s = time.monotonic() - call.began_s
+            why = f"{effect.why}; {call.aim}" if call.aim else effect.why
+            log.warning("peer %d has waited %.0f s %s", peer, waited_s, why)
+
+    def answer(self, effect: effects.Answer | effects.Fail) -> None:
+        """Ends a call; `notify` then delivers the answer."""
+        self.memory.pop(effect.call, None)  # no op of the engine needs it any more
+        call = self._calls.pop(effect.call, None)
+        if call is not None:
+            self._ended(effect, call.began_s)
+        if call is not None and self.closed:  # made after the end, in the caller's own thread
+            call.put(effect)
+        elif call is not None:
+            self._answered.append((call, effect))
+
+    def notify(self) -> None:
+        """Delivers the answers. This comes last, because woken callers compete for the GIL."""
+        answered, self._answered = self._answered, []
+        for call, end in answered:
+            call.put(end)
+        if self._withdrawing:
+            for number in [n for n in self._withdrawing if not self._withdraws(n)]:
+                self._withdrawing.pop(number).set()
+
+    def watch(self, number: int, withdrawn: threading.Event) -> None:
+        """Sets the event when the master has taken back the vote of an abandoned call."""
+        self._withdrawing[number] = withdrawn
+        self.notify()
+
+    def fail_all(self, over: effects.Fail | None) -> None:
+        ended = effects.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
+        for number in list(self._calls):
+            self.answer(replace(over or ended, call=number))
+        self.notify()
+
+
+class Driver:
+    """Performs the effects of a state machine in their order, and reads the engine's events.
+
+    Only the control thread uses it, until that thread has ended. Peers and clients of weights add their own entries to its two tables.
+
+    Attributes:
+        pending: the calls, and their memory.
+        again: reads what may have arrived without a further signal.
+        effects: the function that performs an effect, by the effect's type.
+        events: the function that handles an event, by the event's kind; it returns effects.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,  # the state machine
+        engine: Engine,  # moves bulk data
+        streams: Streams,  # opens and closes the engine's streams
+        master: MasterConnection,  # the connection to it
+        pending: PendingCalls,  # the calls, and their memory
+    ) -> None:
+        self.again: list[Callable[[], None]] = []
+        self.pending = pending
+        self._machine, self._engine, self._streams, self._master = machine, engine, streams, master
+        self.effects: dict[type, Callable[[Any], object]] = {
+            effects.Send: lambda effect: master.dealer.send(effect.message),
+            effects.Expect: lambda one: engine.expect(one.number, one.nonce, one.keys),
+            effects.CloseStream: lambda effect: streams.close(effect.stream),
+            effects.Arrange: lambda effect: streams.arranged(effect.message),
+            effects.RegisterOp: self._register,
+            effects.CommitOp: lambda effect: engine.commit(effect.op),
+            effects.AbortOp: lambda effect: engine.abort(effect.op),
+            effects.Answer: pending.answer,
+            effects.Fail: pending.answer,
+        }
+        self.events: dict[int, Callable[[Event], list[Any]]] = {
+            FAILED: self._failed,
+            SETTLED: lambda one: machine.engine_settled(one.op, one.tx_bytes, one.rx_bytes),
+            LEAF: self._leaf,
+            STREAM_UP: self._stream_up,
+        }
+
+    def perform(self, todo: list[Any]) -> None:
+        for effect in todo:
+            self.effects[type(effect)](effect)
+
+    def flush(self) -> None:
+        """Sends all commands, and then all messages, which may depend on the commands."""
+        if self._engine.unsent and self._engine.flush():
+            self.again.append(self.read)
+        if self._master.dealer.unsent and self._master.dealer.flush():
+            self.again.append(self._master.read)
+
+    def read(self) -> None:
+        """Reads all events of the engine that have arrived.
+
+        Raises:
+            RuntimeError: the engine has stopped; the text says why.
+            Refused: this process gets no sockets for its streams.
+        """
+        for event in self._engine.events():
+            todo = self.events[event.kind](event)
+            if event.settled or event.kind == SETTLED:
+                self.pending.memory.pop(event.op, None)
+            self.perform(todo)
+        if self._engine.broken and not self.pending.closed:
+            raise RuntimeError(self._engine.broken)
+
+    def _failed(self, event: Event) -> list[Any]:
+        starved = event.seq if event.status == STARVED else 0
+        cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
+        return self._machine.engine_failed(event.op, self._streams.why(event), starved, cause)
+
+    def _leaf(self, event: Event) -> list[Any]:
+        memory = self.pending.memory.get(event.op)
+        if isinstance(memory, Pool) and memory.reader is not None:
+            memory.reader(Leaf(event.op, event.piece, event.leaf))
+        return []
+
+    def _stream_up(self, event: Event) -> list[Any]:
+        self._streams.up(event.stream)
+        return []
+
+    def _register(self, effect: effects.RegisterOp) -> None:
+        """Registers an op. Its memory belongs to the engine until the op is settled."""
+        memory, engine = self.pending.memory[effect.op], self._engine
+        ids: Ids = {"run": effect.run, "tag": effect.tag, "min_seq": effect.min_seq}
+        if isinstance(memory, Pool):
+            pieces, first, op = memory.pieces, memory.first_counted, effect.op
+            if memory.reader is None:
+                limit = memory.limit
+                engine.register_serve(op, pieces=pieces, first_counted=first, limit=limit, **ids)
+            else:
+                engine.register_fetch(
+                    op, pieces=pieces, first_counted=first, leaf_bytes=LEAF_BYTES, **ids
+                )
+        elif memory.work.what in EXCHANGES:
+            rows = memory.send_rows, memory.recv_rows
+            members = max(map(len, rows))
+            parts = _parts(memory)
+            engine.register_exchange(effect.op, members=members, parts=parts, rows=rows, **ids)
+        else:
+            engine.register_collective(
+                effect.op,
+                what=memory.work.what,
+                redop=memory.work.redop,
+                members=memory.work.members,
+                parts=_parts(memory),
+                format=wire_format(memory.work),
+                rows=memory.work.rows,
+                window=memory.step,
+                **ids,
+            )
 
 
 class ControlThread:
