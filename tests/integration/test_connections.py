@@ -9,8 +9,8 @@ import pytest
 import zmq
 from peers.waiting import wait_until
 
-from pccl.ext.mail import RouterMail
 from pccl.runtime.server.connections import Connections
+from pccl.runtime.sockets import RouterMail
 
 Sockets = tuple[zmq.Socket[bytes], Connections, zmq.Context[zmq.Socket[bytes]]]
 

@@ -31,7 +31,7 @@ from pccl.runtime.server.dial import (
     dial_hosts,
 )
 from pccl.runtime.server.server import Server
-from pccl.runtime.waiter import Waiter
+from pccl.runtime.sockets import Waiter
 from pccl.security import KeyPair
 
 TOKEN = "0123456789abcdef"

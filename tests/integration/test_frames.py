@@ -21,7 +21,7 @@ from pccl.runtime.client.control import Inbox
 from pccl.runtime.client.engine import Engine
 from pccl.runtime.config import Config
 from pccl.runtime.server.server import Server
-from pccl.runtime.waiter import Waiter
+from pccl.runtime.sockets import Waiter
 
 TAGS = 16
 WORK = m.Spec("all_reduce", 0, 10, 1000)

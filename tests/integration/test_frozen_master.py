@@ -21,7 +21,6 @@ from peers.waiting import wait_until
 
 import pccl
 from pccl import extension
-from pccl.ext.mail import RouterMail
 from pccl.protocol import master as protocol
 from pccl.protocol.master import inputs, restart
 from pccl.protocol.master.effects import Effect
@@ -30,8 +29,8 @@ from pccl.runtime.config import Config
 from pccl.runtime.server.connections import Connections
 from pccl.runtime.server.pauses import Pauses
 from pccl.runtime.server.server import Server
+from pccl.runtime.sockets import RouterMail, Waiter
 from pccl.runtime.tcp import Shutter
-from pccl.runtime.waiter import Waiter
 
 BEATS = {"PCCL_HEARTBEAT_MS": "200", "PCCL_HEARTBEAT_TIMEOUT_MS": "1000"}
 

@@ -33,13 +33,13 @@ from peers.strangers import (
 from peers.waiting import wait_until
 
 import pccl
-from pccl.ext.mail import RouterMail
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master, inputs
 from pccl.protocol.master.effects import Effect
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.server.server import BATCH, Server
+from pccl.runtime.sockets import RouterMail
 
 
 def frames_of(draw: random.Random) -> list[bytes]:

@@ -14,7 +14,7 @@ import zmq
 from peers.waiting import wait_until
 
 from pccl.ext import ffi, lib, tables
-from pccl.ext.mail import KEPT_BYTES, Mail, RouterMail
+from pccl.runtime.sockets import KEPT_BYTES, Mail, RouterMail
 
 Pair = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
 

@@ -336,7 +336,7 @@ def test_a_master_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         assert again.address == address
 
 
-@pytest.mark.parametrize("where", ["pccl.runtime.waiter.socket.socketpair", "os.dup", "os.open"])
+@pytest.mark.parametrize("where", ["pccl.runtime.sockets.socket.socketpair", "os.dup", "os.open"])
 def test_a_master_without_descriptors(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")

@@ -45,7 +45,7 @@ from pccl.runtime.client.engine import (
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.resolve import Found, Resolver
-from pccl.runtime.waiter import Waiter
+from pccl.runtime.sockets import Waiter
 from pccl.support import parse_address
 
 COUNT = 100_000  # elements: too many to travel with the votes

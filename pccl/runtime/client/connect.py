@@ -1,4 +1,4 @@
-"""Reaches a master: joins its run, or only asks what it sees of this machine (for `pccl doctor`)."""
+"""Reaches a master: joins its run, or only asks what the master sees, for `pccl doctor`."""
 
 from __future__ import annotations
 

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import zmq
 
 from pccl.ext import ffi, lib, tables
-from pccl.ext.mail import Mail
 from pccl.protocol import messages as m
 from pccl.runtime import limits
 from pccl.runtime.client.engine import EngineOptions
 from pccl.runtime.config import Config
 from pccl.runtime.encryption import new_keys, require_curve, secure_client
 from pccl.runtime.resolve import Found, Resolver
-from pccl.runtime.waiter import Waiter
+from pccl.runtime.sockets import Mail, Waiter
 from pccl.security import KeyPair, Security
 from pccl.support import address_text
 from pccl.types import Result

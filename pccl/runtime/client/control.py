@@ -54,7 +54,7 @@ from pccl.runtime.config import Config, default_name, machine_id
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.resolve import Resolver, everywhere, further_hosts
 from pccl.runtime.signals import aside, insist
-from pccl.runtime.waiter import Waiter
+from pccl.runtime.sockets import Waiter
 from pccl.security import Security
 from pccl.types import Result
 from pccl.version import __version__
@@ -292,7 +292,8 @@ class PendingCalls:
 class Driver:
     """Performs the effects of a state machine in their order, and reads the engine's events.
 
-    Only the control thread uses it, until that thread has ended. Peers and clients of weights add their own entries to its two tables.
+    Only the control thread uses it, until that thread has ended. Peers and clients of weights add
+    their own entries to its two tables.
 
     Attributes:
         pending: the calls, and their memory.

@@ -28,12 +28,12 @@ import zmq
 from msgspec import Struct
 
 from pccl.ext import ffi, lib, tables
-from pccl.ext.mail import Mail
 from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer.effects import EagerOp, StartOp, StartTransfer
 from pccl.protocol.tuning import Algorithm
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.resources import out_of_resources
+from pccl.runtime.sockets import Mail
 
 log = logging.getLogger("pccl")
 

@@ -27,7 +27,7 @@ from pccl.runtime.client.engine import Engine
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import Found, Resolver, Ways
 from pccl.runtime.resources import EXHAUSTED
-from pccl.runtime.waiter import Waiter
+from pccl.runtime.sockets import Waiter
 from pccl.support import address_text
 
 log = logging.getLogger("pccl")

@@ -28,7 +28,7 @@ from pccl.protocol import reach
 from pccl.runtime import limits
 from pccl.runtime.encryption import secure_client
 from pccl.runtime.resolve import BEGUN, GREETING, asked, destination, is_address
-from pccl.runtime.waiter import Waiter, readable
+from pccl.runtime.sockets import Waiter, readable
 from pccl.security import KeyPair
 from pccl.support import KEY, address_text
 

@@ -24,7 +24,6 @@ import zmq
 from msgspec.structs import replace
 
 from pccl.errors import PCCLError
-from pccl.ext.mail import RouterMail
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, Status, effects, inputs
 from pccl.protocol.master.membership import hosts
@@ -39,7 +38,7 @@ from pccl.runtime.server.eventlog import EventLog
 from pccl.runtime.server.journal import JournalError, OnError, Scribe
 from pccl.runtime.server.pauses import Pauses
 from pccl.runtime.server.web import Web
-from pccl.runtime.waiter import Waiter
+from pccl.runtime.sockets import RouterMail, Waiter
 from pccl.security import KeyPair, Security
 
 log = logging.getLogger("pccl")
