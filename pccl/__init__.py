@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pccl import cuda
-from pccl.collective import AsyncReduceHandle
 from pccl.communicator import Communicator
 from pccl.descriptors import ReduceDescriptor, ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import (
@@ -21,6 +20,7 @@ from pccl.errors import (
     UnsupportedError,
 )
 from pccl.insight import Explanation, Stats
+from pccl.membership import AsyncReduceHandle
 from pccl.security import Security
 from pccl.shared_state import SharedState, TensorInfo
 from pccl.types import (

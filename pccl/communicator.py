@@ -30,6 +30,7 @@ are then no longer in use. The other peers may still have succeeded.
 from __future__ import annotations
 
 import array
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,8 +38,7 @@ from functools import partial
 from numbers import Integral
 from typing import Any, Literal, NoReturn, Self
 
-from pccl import collective, operands
-from pccl.collective import AsyncReduceHandle
+from pccl import operands
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import (
     DivergenceError,
@@ -50,7 +50,7 @@ from pccl.errors import (
     not_picklable,
 )
 from pccl.insight import Explanation, LogMetrics, Stats
-from pccl.membership import Membership
+from pccl.membership import AsyncReduceHandle, Membership
 from pccl.operands import A, Arrays, Root
 from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
@@ -80,6 +80,8 @@ from pccl.types import (
     SharedStateSyncInfo,
     SharedStateSyncStrategy,
 )
+
+log = logging.getLogger("pccl")
 
 
 class Communicator(Closing):
@@ -466,7 +468,7 @@ class Communicator(Closing):
             raise DivergenceError(Result.INVALID_ARGUMENT, "run", why)
         for other, digest in enumerate(found):
             if digest != elected:
-                collective.log.warning("rank %d ended the run with another shared state", other)
+                log.warning("rank %d ended the run with another shared state", other)
 
     def finish(self, *, timeout: float | None = None) -> None:
         """Finishes the run: all accepted peers must call it after their last step.
@@ -631,7 +633,7 @@ class Communicator(Closing):
         work = operands.all_reduce(send, recv, op, options, operand_descriptor)
         if check is not None:
             timeout = self._check(check, send, tag, timeout)
-        return collective.run(self._membership, "all_reduce", work, tag, timeout)
+        return self._membership.run("all_reduce", work, tag, timeout)
 
     def _check(self, check: str, send: Arrays, tag: int, timeout: float | None) -> float | None:
         """Returns the time that is left."""
@@ -640,7 +642,7 @@ class Communicator(Closing):
             raise ValueError(f'check is {check!r}: it may be "finite"')
         known = self._membership.client("all_reduce").knowledge
         work, accused = operands.accusation(send, known.number)
-        collective.run(self._membership, "all_reduce", work, tag, timeout)
+        self._membership.run("all_reduce", work, tag, timeout)
         if accused[0] >= 0:
             who = known.plan.names.get(accused[0], f"peer {accused[0]}")
             why = f"{who} has sent numbers that are not finite"
@@ -672,7 +674,7 @@ class Communicator(Closing):
         """
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.all_reduce(send, recv, op, options, operand_descriptor)
-        return collective.launch(self._membership, "all_reduce_async", work, tag)
+        return self._membership.launch("all_reduce_async", work, tag)
 
     def all_reduce_multiple_with_retry(
         self,
@@ -703,9 +705,7 @@ class Communicator(Closing):
                 descriptor or `max_in_flight` is not positive. INVALID_USAGE.
         """
         name = "all_reduce_multiple_with_retry"
-        return collective.run_with_retry(
-            self._membership, name, descriptors, max_in_flight, timeout
-        )
+        return self._membership.run_with_retry(name, descriptors, max_in_flight, timeout)
 
     def all_gather(
         self,
@@ -739,7 +739,7 @@ class Communicator(Closing):
             TypeError: `rows` are not integers.
         """
         work = operands.all_gather(send, recv, self._membership.known_ranks("all_gather"), rows)
-        result: A = collective.run(self._membership, "all_gather", work, tag, timeout).result
+        result: A = self._membership.run("all_gather", work, tag, timeout).result
         return result
 
     def all_gather_async(
@@ -753,7 +753,7 @@ class Communicator(Closing):
         """Launches `all_gather` and returns at once; the handle's `result` is its return value."""
         ranks = self._membership.known_ranks("all_gather_async")
         work = operands.all_gather(send, recv, ranks, rows)
-        return collective.launch(self._membership, "all_gather_async", work, tag)
+        return self._membership.launch("all_gather_async", work, tag)
 
     def reduce_scatter(
         self,
@@ -785,7 +785,7 @@ class Communicator(Closing):
         ranks = self._membership.known_ranks("reduce_scatter")
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.reduce_scatter(send, recv, op, options, ranks)
-        result: A = collective.run(self._membership, "reduce_scatter", work, tag, timeout).result
+        result: A = self._membership.run("reduce_scatter", work, tag, timeout).result
         return result
 
     def reduce_scatter_async(
@@ -802,7 +802,7 @@ class Communicator(Closing):
         ranks = self._membership.known_ranks("reduce_scatter_async")
         options = operands.quantization_of(quantization_options, quantization)
         work = operands.reduce_scatter(send, recv, op, options, ranks)
-        return collective.launch(self._membership, "reduce_scatter_async", work, tag)
+        return self._membership.launch("reduce_scatter_async", work, tag)
 
     def broadcast(
         self,
@@ -842,14 +842,14 @@ class Communicator(Closing):
             TypeError: `root` is not a rank.
         """
         work = operands.broadcast(arrays, root, self._membership.known_ranks("broadcast"))
-        return collective.run(self._membership, "broadcast", work, tag, timeout)
+        return self._membership.run("broadcast", work, tag, timeout)
 
     def broadcast_async(
         self, arrays: Arrays, *, root: int | Literal["first"] = 0, tag: int = 0
     ) -> AsyncReduceHandle:
         """Launches `broadcast` and returns at once."""
         work = operands.broadcast(arrays, root, self._membership.known_ranks("broadcast_async"))
-        return collective.launch(self._membership, "broadcast_async", work, tag)
+        return self._membership.launch("broadcast_async", work, tag)
 
     def reduce(
         self,
@@ -887,7 +887,7 @@ class Communicator(Closing):
         work = operands.reduce(
             send, recv, root, op, options, self._membership.known_ranks("reduce")
         )
-        return collective.run(self._membership, "reduce", work, tag, timeout)
+        return self._membership.run("reduce", work, tag, timeout)
 
     def reduce_async(
         self,
@@ -905,7 +905,7 @@ class Communicator(Closing):
         work = operands.reduce(
             send, recv, root, op, options, self._membership.known_ranks("reduce_async")
         )
-        return collective.launch(self._membership, "reduce_async", work, tag)
+        return self._membership.launch("reduce_async", work, tag)
 
     def gather(
         self,
@@ -937,7 +937,7 @@ class Communicator(Closing):
             TypeError: `root` is not a rank.
         """
         work = operands.gather(send, recv, root, self._membership.known_ranks("gather"))
-        result: A | None = collective.run(self._membership, "gather", work, tag, timeout).result
+        result: A | None = self._membership.run("gather", work, tag, timeout).result
         return result
 
     def gather_async(
@@ -945,7 +945,7 @@ class Communicator(Closing):
     ) -> AsyncReduceHandle:
         """Launches `gather` and returns at once; the handle's `result` is its return value."""
         work = operands.gather(send, recv, root, self._membership.known_ranks("gather_async"))
-        return collective.launch(self._membership, "gather_async", work, tag)
+        return self._membership.launch("gather_async", work, tag)
 
     def scatter(
         self,
@@ -977,7 +977,7 @@ class Communicator(Closing):
             TypeError: `root` is not a rank.
         """
         work = operands.scatter(send, recv, root, self._membership.known_ranks("scatter"))
-        result: A | Arrays = collective.run(self._membership, "scatter", work, tag, timeout).result
+        result: A | Arrays = self._membership.run("scatter", work, tag, timeout).result
         return result
 
     def scatter_async(
@@ -990,7 +990,7 @@ class Communicator(Closing):
     ) -> AsyncReduceHandle:
         """Launches `scatter` and returns at once; the handle's `result` is its return value."""
         work = operands.scatter(send, recv, root, self._membership.known_ranks("scatter_async"))
-        return collective.launch(self._membership, "scatter_async", work, tag)
+        return self._membership.launch("scatter_async", work, tag)
 
     def all_to_all(
         self,
@@ -1026,7 +1026,7 @@ class Communicator(Closing):
         """
         ranks = self._membership.known_ranks("all_to_all")
         work = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
-        result: A = collective.run(self._membership, "all_to_all", work, tag, timeout).result
+        result: A = self._membership.run("all_to_all", work, tag, timeout).result
         return result
 
     def all_to_all_async(
@@ -1041,7 +1041,7 @@ class Communicator(Closing):
         """Launches `all_to_all` and returns at once; the handle's `result` is its return value."""
         ranks = self._membership.known_ranks("all_to_all_async")
         work = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
-        return collective.launch(self._membership, "all_to_all_async", work, tag)
+        return self._membership.launch("all_to_all_async", work, tag)
 
     # ---- between two peers ----
 
@@ -1075,12 +1075,12 @@ class Communicator(Closing):
             OverflowError: `tag` is negative or above 2**64 - 1.
         """
         work = operands.send(arrays, self._membership.pair("send", to, True))
-        return collective.run(self._membership, "send", work, tag, timeout)
+        return self._membership.run("send", work, tag, timeout)
 
     def send_async(self, arrays: Arrays, to: int, *, tag: int = 0) -> AsyncReduceHandle:
         """Launches `send` and returns at once. The arrays must not be touched until `wait()`."""
         work = operands.send(arrays, self._membership.pair("send_async", to, True))
-        return collective.launch(self._membership, "send_async", work, tag)
+        return self._membership.launch("send_async", work, tag)
 
     def recv(
         self, arrays: Arrays, source: int, *, tag: int = 0, timeout: float | None = None
@@ -1102,12 +1102,12 @@ class Communicator(Closing):
             PCCLError, ValueError, TypeError, OverflowError: as for `send`.
         """
         work = operands.recv(arrays, self._membership.pair("recv", source, False))
-        return collective.run(self._membership, "recv", work, tag, timeout)
+        return self._membership.run("recv", work, tag, timeout)
 
     def recv_async(self, arrays: Arrays, source: int, *, tag: int = 0) -> AsyncReduceHandle:
         """Launches `recv` and returns at once; the handle's `result` is `arrays`."""
         work = operands.recv(arrays, self._membership.pair("recv_async", source, False))
-        return collective.launch(self._membership, "recv_async", work, tag)
+        return self._membership.launch("recv_async", work, tag)
 
     def send_recv(
         self,
@@ -1136,7 +1136,7 @@ class Communicator(Closing):
         pair, name = self._membership.pair, "send_recv"
         work = [operands.send(arrays, pair(name, rank, True)) for rank, arrays in sends.items()]
         work += [operands.recv(arrays, pair(name, rank, False)) for rank, arrays in recvs.items()]
-        collective.run_all(self._membership, name, work, tag, timeout)
+        self._membership.run_all(name, work, tag, timeout)
 
     # ---- agreements ----
 
@@ -1147,7 +1147,7 @@ class Communicator(Closing):
             PCCLError, OverflowError: as for `all_reduce`, but never TOO_FEW_PEERS.
         """
         if not self._membership.is_alone("barrier"):
-            collective.run(self._membership, "barrier", operands.barrier(), tag, timeout)
+            self._membership.run("barrier", operands.barrier(), tag, timeout)
 
     def commit(self, ok: bool = True, *, tag: int = 0, timeout: float | None = None) -> bool:
         """True if all peers of the group pass `ok=True`; the same answer on all of them.
@@ -1167,7 +1167,7 @@ class Communicator(Closing):
         """
         work, votes = operands.vote(ok)
         try:
-            collective.run(self._membership, "commit", work, tag, timeout)
+            self._membership.run("commit", work, tag, timeout)
         except PeerLostError:
             return False
         except TooFewPeersError:
@@ -1178,4 +1178,4 @@ class Communicator(Closing):
         """Enters `barrier`; the handle's `wait()` returns when all peers have entered it."""
         if self._membership.is_alone("barrier"):
             return AsyncReduceHandle(None)
-        return collective.launch(self._membership, "barrier", operands.barrier(), tag)
+        return self._membership.launch("barrier", operands.barrier(), tag)

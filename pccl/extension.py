@@ -20,9 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from pccl import collective
-from pccl.collective import AsyncReduceHandle
 from pccl.communicator import Communicator
+from pccl.membership import AsyncReduceHandle
 from pccl.operands import Ranks
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.tuning import DIRECT_MAX
@@ -102,14 +101,14 @@ def launch(comm: Communicator, name: str, work: Operands, tag: int) -> AsyncRedu
         work: made by a function of `pccl.operands`.
         tag: as for `Communicator.all_reduce`.
     """
-    return collective.launch(comm._membership, name, work, tag)
+    return comm._membership.launch(name, work, tag)
 
 
 def run(
     comm: Communicator, name: str, work: Operands, tag: int, timeout: float | None = None
 ) -> ReduceInfo:
     """Launches a collective and waits for it; `timeout` is in seconds."""
-    return collective.run(comm._membership, name, work, tag, timeout)
+    return comm._membership.run(name, work, tag, timeout)
 
 
 # ---- rounds ----

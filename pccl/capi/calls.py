@@ -15,10 +15,10 @@ from pccl import cuda, extension, operands
 from pccl.capi import values
 from pccl.capi.libpccl import ffi, lib
 from pccl.capi.values import Handles, given
-from pccl.collective import AsyncReduceHandle
 from pccl.communicator import Communicator
 from pccl.errors import PCCLError, error_for
 from pccl.master_node import MasterNode
+from pccl.membership import AsyncReduceHandle
 from pccl.runtime.config import configure_logging
 from pccl.types import Attribute, ReduceInfo, Result, SharedStateSyncStrategy
 
