@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from network import Link, kind, network
+from network import Link, kind, network, run_script
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,4 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -13,10 +13,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pccl.cli.chaos import network as network_of_chaos
 from pccl.cli.chaos.network import NetworkError, run
@@ -116,6 +116,14 @@ def reports(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) ->
             raise SystemExit(f"host {host}: its process ended with status {process.returncode}")
         found.append(json.loads(printed))
     return found
+
+
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Ends with the status of `main`, or with a message if no network can be emulated here."""
+    try:
+        sys.exit(main())
+    except NetworkError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: no emulated network here: {error}")
 
 
 def kind() -> str:

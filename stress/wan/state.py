@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
-from network import Link, kind, network
+from network import Link, kind, network, run_script
 
 import pccl
 
@@ -112,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from statistics import median
 from typing import Any
 
 import numpy as np
-from network import Link, network
+from network import Link, network, run_script
 
 import pccl
 
@@ -96,4 +95,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from network import Link, kind, network, reports
+from network import Link, kind, network, reports, run_script
 
 from pccl.weights import Publisher, Subscriber
 
@@ -170,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

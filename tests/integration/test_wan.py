@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from pccl.cli.chaos.network import NetworkError
+
 FOLDER = Path(__file__).resolve().parents[2] / "stress" / "wan"
 NETWORK = FOLDER / "network.py"
 
@@ -95,7 +97,7 @@ def test_a_short_run_over_an_emulated_link(
     job = loss.jobs(loss.parser().parse_args())[-1]
     try:
         result = loss.measure(job, 300.0)
-    except loss.NetworkError as error:
+    except NetworkError as error:
         pytest.skip(f"no emulated network: {error}")
     assert result.job == job and result.sent_mb > 0
     assert 2 < result.points[-1][1] < result.points[0][1] < 6

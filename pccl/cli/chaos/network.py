@@ -123,7 +123,12 @@ class Network(Closing):
     def qdisc(self, host: int, qdisc: str) -> Undo:
         """Sets a host's queueing discipline for sending. Returns a function that removes it."""
         where = ("tc", "-n", self.name(host), "qdisc")
-        run(*where, "replace", "dev", DEVICE, "root", *qdisc.split())
+        try:
+            run(*where, "replace", "dev", DEVICE, "root", *qdisc.split())
+        except NetworkError as error:
+            module = f"sch_{qdisc.split()[0]}"
+            text = f"{error} (it takes the kernel's module {module}: try `modprobe {module}`)"
+            raise NetworkError(text) from None
 
         def undo() -> None:
             with contextlib.suppress(NetworkError):  # another fault has replaced it, and ended
