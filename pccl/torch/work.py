@@ -29,6 +29,7 @@ from pccl.errors import (
     TooFewPeersError,
 )
 from pccl.extension import Deadline
+from pccl.runtime import forks
 from pccl.torch.members import Members
 from pccl.types import Result
 
@@ -60,6 +61,11 @@ class CallbackPool:
     """
 
     def __init__(self) -> None:
+        self.forked()
+        forks.watch(self)
+
+    def forked(self) -> None:
+        """Begins without threads, as a forked child does."""
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 
@@ -100,6 +106,11 @@ class TimeLimits:
     """Ends works whose time is up, even if nobody waits for them, except by their futures."""
 
     def __init__(self) -> None:
+        self.forked()
+        forks.watch(self)
+
+    def forked(self) -> None:
+        """Begins without a thread, as a forked child does."""
         self._changed = threading.Condition()
         self._due_s: dict[Work, float] = {}
         self._looks_s = 0.0  # when it looks next

@@ -150,3 +150,70 @@ def test_a_child_does_not_keep_its_parents_connections(
                     pass
             finally:
                 os.kill(child, signal.SIGKILL)
+
+
+# A member of a group of torch, with idle threads and a collective in progress, forks two children,
+# which make a group of their own.
+GROUPS = """
+import os, signal, sys, threading
+from datetime import timedelta
+import torch, torch.distributed as dist
+import pccl.torch
+from pccl.torch.work import in_pool
+
+def child(rank):
+    signal.alarm(20)  # kills it, if no thread ends a collective
+    dist.destroy_process_group()
+    url = f"pccl://{sys.argv[2]}?world_size=2&rank={rank}"
+    dist.init_process_group("pccl", init_method=url)
+    for seconds in (20, 0.1):
+        ours = dist.all_reduce(torch.ones(9), async_op=True).get_future()
+        assert ours.wait()[0].tolist() == [2.0] * 9
+    if rank == 0:  # its time is up, because the other child does not make this call
+        dist.group.WORLD.set_timeout(timedelta(seconds=0.1))
+        late = dist.all_reduce(torch.ones(9), async_op=True).get_future()
+        try:
+            late.wait()
+        except RuntimeError as error:
+            assert "Timed out" in str(error), error
+        else:
+            raise AssertionError("it has not failed")
+        os.write(done[1], b".")
+    else:
+        os.read(done[0], 1)
+
+url = f"pccl://{sys.argv[1]}?world_size=2&rank={sys.argv[3]}"
+dist.init_process_group("pccl", init_method=url)
+if dist.get_rank() == 0:
+    in_pool(dist.get_rank).result()  # leaves an idle thread
+    pending = dist.all_reduce(torch.ones(9), async_op=True)
+    children, done = [], os.pipe()
+    for rank in range(2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                child(rank)
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+    assert [os.waitpid(each, 0)[1] for each in children] == [0, 0]
+else:
+    sys.stdin.read()
+"""
+
+
+def test_children_of_a_member_make_a_group_of_their_own() -> None:
+    pytest.importorskip("torch")
+    with pccl.MasterNode("127.0.0.1:0") as theirs, pccl.MasterNode("127.0.0.1:0") as own:
+        command = [sys.executable, "-c", GROUPS, theirs.address, own.address]
+        with (
+            subprocess.Popen([*command, "1"], stdin=subprocess.PIPE) as other,
+            subprocess.Popen([*command, "0"], stderr=subprocess.PIPE, text=True) as parent,
+        ):
+            _, told = parent.communicate()
+            assert parent.returncode == 0, told
+            assert other.stdin is not None
+            other.stdin.close()
+    assert other.returncode == 0
