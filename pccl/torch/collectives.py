@@ -106,15 +106,19 @@ class Collectives:
         self._under_way: set[Work] = set()
 
     def _drain(self) -> None:
-        """Waits until all collectives have succeeded or failed."""
+        """Waits until all collectives have succeeded or failed.
+
+        After a failure it abandons the others, which another member may never launch.
+        """
         for work in list(self._under_way):
-            work.drive()
+            work.drive(0.0 if self.members.failed else None)
         self._sends.give_up()
 
     def _restart(self) -> None:
         """Resets the tags, so that the members' next calls match; no call may be in progress."""
         with self._launching:
             self._next_tag = FIRST_TAG
+            self.members.failed = False
 
     def run(
         self,

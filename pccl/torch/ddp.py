@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Base
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pccl import PeerLostError, Result, SharedStateSyncStrategy, extension
+from pccl import MismatchError, PeerLostError, Result, SharedStateSyncStrategy, extension
 from pccl.kernels import Wire
 from pccl.shared_state import SharedState, TensorInfo
 from pccl.torch import hooks
@@ -146,12 +146,13 @@ class Phase:
         self._revision = 0
         self._pending: Future[bool] | None = None
 
-    def step(self) -> None:
+    def step(self, failed: bool = False) -> None:
         """Begins the next step, and admits newcomers since the last one.
 
-        All replicas call this equally often. Without newcomers it runs no collective.
+        All replicas call this equally often. Without newcomers it runs no collective. If the last
+        step has `failed`, it also fails on the replicas that are still in it, and all synchronize.
         """
-        if self._pending is not None and self._pending.result():
+        if self._pending is not None and (self._pending.result() or failed):
             self._group.admit()
             self.synchronize()
         self.steps += 1
@@ -164,6 +165,8 @@ class Phase:
                 return extension.are_peers_pending(self._group.communicator)
             except PeerLostError:
                 continue
+            except MismatchError:  # another replica's step has failed
+                return True
 
     def synchronize(self) -> None:
         """Synchronizes the state of the run to all replicas; at the beginning, that of rank 0.
@@ -274,9 +277,11 @@ class DistributedDataParallel(Base):
             optimizer.zero_grad()
 
     A replica that is lost in a backward pass costs a retry: the remaining replicas average the
-    gradients. Newcomers are admitted between two steps. A newcomer's constructor receives
-    parameters, buffers, the states and the number of steps from the others; the newcomer must not
-    run a collective between `init_process_group` and this constructor.
+    gradients. A backward pass that fails on one replica in another way fails on all, and all can go
+    on with the next forward pass, before which they synchronize. Newcomers are admitted between two
+    steps. A newcomer's constructor receives parameters, buffers, the states and the number of steps
+    from the others; the newcomer must not run a collective between `init_process_group` and this
+    constructor.
 
     All replicas must run the same number of forward passes for training; passes without gradients,
     and in `no_sync()`, do not count. When the run begins, all replicas receive the model of rank 0.
@@ -331,8 +336,20 @@ class DistributedDataParallel(Base):
     def forward(self, *inputs: Any, **more: Any) -> Any:
         """The forward pass of the model; in training it begins a step, and admits newcomers."""
         if self.training and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._phase.step()
+            self._phase.step(self._has_failed())
         return super().forward(*inputs, **more)  # type: ignore[no-untyped-call]
+
+    def _has_failed(self) -> bool:
+        """True if the last backward pass has failed; then the next one can begin."""
+        group: ProcessGroup = self.process_group  # type: ignore[assignment]
+        members = group.members
+        try:
+            self.reducer._rebuild_buckets()  # does nothing, after a pass that has ended
+        except RuntimeError:
+            members.failed = True
+        if members.failed:
+            self._update_process_group(group)  # type: ignore[no-untyped-call]
+        return members.failed
 
 
 class Replicas:

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from pccl import (
     AsyncReduceHandle,
     Communicator,
+    MismatchError,
     PCCLTimeoutError,
     PeerLostError,
     Result,
@@ -140,12 +141,20 @@ class ProcessGroup(Collectives, BaseGroup):
     def admit(self) -> int:
         """Admits waiting processes after the end of all collectives. All members call it.
 
+        After a failure here, those in which other members still wait for this one fail at once.
+
         Returns the number of members, the same on all.
         """
         self._drain()
-        size = extension.update_topology(self._comm)
-        self.agree()
-        return size
+        while True:
+            try:
+                size = extension.update_topology(self._comm)
+            except MismatchError:  # with such a collective
+                if not self.members.failed:
+                    raise
+            else:
+                self.agree()
+                return size
 
     @property
     def origin(self) -> int:

@@ -39,6 +39,7 @@ class Members:
         own: the number of this peer in its run; 0 before it has joined.
         order: the numbers of the peers, by torch's rank.
         changed: called after each change of the order.
+        failed: whether a collective has failed here since the members last agreed on their order.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -47,6 +48,7 @@ class Members:
         self.own = 0
         self.order: tuple[int, ...] = (0,)
         self.changed: Callable[[], None] = lambda: None
+        self.failed = False
 
     def enter(self) -> None:
         self.own = extension.member(self._comm).number

@@ -314,6 +314,7 @@ class Work(BaseWork):
     def _finish(self, error: Exception | None) -> None:
         if error is not None:
             self.error = _in_words_of_torch(error)
+            self._members.failed |= self.task.counts
             self.task.failed()
         self.task.ended(error is None)
         self._ended.set()

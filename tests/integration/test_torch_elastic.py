@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import pytest
 import torch
@@ -170,3 +171,49 @@ def test_another_model_is_refused(cluster: Cluster) -> None:
 
     with pytest.raises(ValueError, match="the run trains another model"):
         cluster.each(job)
+
+
+class Slip(Exception):
+    pass
+
+
+@pytest.mark.parametrize("what", ["an exception", "its time is up"])
+def test_a_backward_pass_that_fails_on_one_replica_fails_on_all_and_can_be_repeated(
+    cluster: Cluster, what: str
+) -> None:
+    """It fails at once, although the other buckets wait for the group's limit of 30 minutes."""
+    until, failed = 8, threading.Event()
+
+    def slip(_: torch.Tensor) -> None:
+        raise Slip
+
+    def train(number: int, comm: pccl.Communicator) -> list[torch.Tensor]:
+        model, group = new_model(number), ProcessGroup(comm)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.0001)
+        failures = done = 0
+        while done < until:
+            odd = done == 3 and not failures
+            hooks = []
+            if odd and number == 0 and what == "an exception":
+                hooks.append(model.get_parameter("1.weight").register_hook(slip))
+            elif odd and number == 0:
+                group.set_timeout(timedelta(seconds=0.2))
+            elif odd:
+                failed.wait(20)
+            try:
+                loss_of(ddp, data(number, done)).backward()
+                optimizer.step()
+                done += 1
+            except (Slip, RuntimeError):
+                failures += 1
+                failed.set()
+                group.set_timeout(timedelta(minutes=30))
+            optimizer.zero_grad()
+            for hook in hooks:
+                hook.remove()
+        assert failures == 1
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    first, second = cluster.each(train)
+    assert all(map(torch.equal, first, second))
