@@ -45,6 +45,7 @@ def rendezvous(
     receiver: m.PeerInfo,  # the receiver of its stream
     request: m.RendezvousRequest,  # the sender's message
     relays: Sequence[m.PeerInfo],  # the peers that relay
+    failures: int = 0,  # how often these two did not meet: next time, at the next relay
 ) -> list[tuple[m.PeerInfo, m.MasterMessage]]:
     """The messages that follow when a sender asks its receiver to connect, by recipient."""
     token, lanes, port = request.token, request.lanes, request.port
@@ -61,7 +62,7 @@ def rendezvous(
         return [(sender, m.RendezvousResult(token, why=severed(sender, receiver)))]
     # both directions of a pair use the same relay; a hash of the sum spreads the pairs of a ring
     spread = (sender.peer + receiver.peer) * 0x9E3779B9 % (1 << 32)
-    relay = relays[spread * len(relays) >> 32]
+    relay = relays[((spread * len(relays) >> 32) + failures) % len(relays)]
     come = m.RendezvousJoin(sender, token, relay.host, relay.relay, lanes, relay.others)
     relaying = m.RendezvousRelay(token, sender, receiver)
     return [(relay, relaying), (receiver, come), (sender, m.RendezvousResult(token, relay))]

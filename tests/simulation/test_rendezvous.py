@@ -244,3 +244,25 @@ def test_weights_come_only_from_holders_that_can_send_them() -> None:
     run.say(b"g", m.RendezvousRequest(taker.receiver.peer, TOKEN, 4001, 8))
     come = run.last(b"f")
     assert isinstance(come, m.RendezvousJoin) and (come.host, come.port) == ("g", 4001)
+
+
+def test_a_relay_that_one_of_two_does_not_reach_is_given_up_for_these_two() -> None:
+    run = run_of("o", "o", "r", "r", "r")
+
+    def relay() -> int:
+        run.say(b"1", m.RendezvousRequest(2, TOKEN, 0, 8))
+        met = run.last(b"1")
+        assert isinstance(met, m.RendezvousResult) and met.relay is not None
+        return met.relay.peer
+
+    tried = []
+    for left in (2, 1, 0):
+        epoch = run.master.run.groups[0].epoch
+        tried += [relay(), relay()]
+        assert not run.master.run.groups[0].blame.blocked
+        for one, other in ((1, 2), (2, 1)):
+            run.say(b"%d" % one, m.Unreached(other, epoch, "it did not come"))
+        renewed = run.master.run.groups[0].epoch > epoch
+        assert renewed == (left > 0), "with new streams they try the next"
+    assert tried[::2] == tried[1::2] and {*tried} == {3, 4, 5}
+    assert (1, 2) in run.master.run.groups[0].blame.blocked, "they have tried all"

@@ -116,6 +116,7 @@ class Client:
     receivers: dict[int, None] = field(default_factory=dict)
     version: int = 0  # the version of its weights that it last reported
     published: int = 0  # the newest version that it has published; 0: none
+    meetings: int = 0  # with senders that cannot connect to it
 
     def __str__(self) -> str:
         return f"client {self.info.peer - FIRST} ({self.info.where})"
@@ -288,8 +289,9 @@ class Clients:
         receiver = self.all.get(request.peer)
         if receiver is None:
             return  # it has left in the meantime
-        relays = self.rendezvous.relays
-        for to, message in reach.rendezvous(one.info, receiver.info, request, relays):
+        receiver.meetings += 1  # each at the next relay: it may not reach the last one
+        way = request, self.rendezvous.relays, receiver.meetings
+        for to, message in reach.rendezvous(one.info, receiver.info, *way):
             if to.peer in self.all:
                 self._send(self.all[to.peer], message)
             else:

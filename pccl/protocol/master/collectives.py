@@ -487,6 +487,10 @@ class Accusations(Part):
             return  # it has gone meanwhile
         if accused == number or unreached.epoch > group.epoch:
             return
+        if self._rendezvous.give_up(number, accused, unreached.epoch):
+            if unreached.epoch == group.epoch:
+                self._renew(group_number, number, accused, plain(unreached.why))
+            return
         if group.blame.accuse(number, accused, unreached.epoch, plain(unreached.why)):
             if other.info.outgoing:  # no dial can reach it
                 group.blame.dialled(accused, None)
@@ -531,10 +535,15 @@ class Accusations(Part):
             if uses(self._groups.plan(group_number), blame.blocked):
                 return False
         used = [link for link in blame.blocked if uses(group.planned, (link,))]
-        if used and group_number not in self._synchronizing:
-            a, b = used[0]
-            why = f"{self._membership.info(a)} could not reach {self._membership.info(b)}"
-            self._outbox.note(f"{why} ({blame.blocked[a, b]}): the rings go another way")
-            self._groups.renew(group_number)
-            self._collectives.interrupt(self._table.of_group(group_number), why)
+        if used:
+            self._renew(group_number, *used[0], blame.blocked[used[0]])
         return True
+
+    def _renew(self, group_number: int, accuser: int, accused: int, why: str) -> None:
+        """Gives a group new streams, which go another way."""
+        if group_number not in self._synchronizing:
+            what = f"{self._membership.info(accuser)} could not reach "
+            what += f"{self._membership.info(accused)}"
+            self._outbox.note(f"{what} ({why}): the rings go another way")
+            self._groups.renew(group_number)
+            self._collectives.interrupt(self._table.of_group(group_number), what)

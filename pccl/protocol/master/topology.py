@@ -288,6 +288,8 @@ class Rendezvous:
 
     def __init__(self, membership: Membership, outbox: Outbox) -> None:
         self._membership, self._outbox = membership, outbox
+        # by pair: how many relays it has given up, and the epoch in which it gave up the last one
+        self._given_up: dict[frozenset[int], tuple[int, int]] = {}
 
     @property
     def relays(self) -> list[m.PeerInfo]:
@@ -300,8 +302,22 @@ class Rendezvous:
         if not self._membership.has(request.peer, sender.group):
             return  # the receiver has gone meanwhile
         receiver = self._membership.info(request.peer)
-        for to, message in reach.rendezvous(sender, receiver, request, self.relays):
+        failures, _ = self._given_up.get(frozenset((number, request.peer)), (0, 0))
+        for to, message in reach.rendezvous(sender, receiver, request, self.relays, failures):
             self._outbox.send(to.peer, message)
+
+    def give_up(self, number: int, accused: int, epoch: int) -> bool:
+        """Gives up the relay at which two peers did not meet. True if they have not tried all."""
+        one, other = map(self._membership.info, (number, accused))
+        if not reach.apart(one, other) or len(self.relays) < 2:
+            return False
+        pair, present = frozenset((number, accused)), self._membership.peers.keys()
+        self._given_up = {each: at for each, at in self._given_up.items() if each <= present}
+        failures, last = self._given_up.get(pair, (0, -1))
+        if epoch > last:  # only one of the two directions counts
+            failures += 1
+            self._given_up[pair] = failures, epoch
+        return failures % len(self.relays) > 0
 
     def severed(self, pairs: Iterable[tuple[int, int]]) -> str:
         """Why a pair cannot send to each other, for the first such pair; empty if all can."""
