@@ -32,6 +32,7 @@ class Learner:
         self._actions: list[Action] = []
         self._measure: Action | None = None
         self._due = 1  # inner steps until the measurement
+        self._is_late = False  # whether it has not measured for the last meeting
         self._step_s, self._stepped_s = 0.0, time.monotonic()  # duration and end of the last step
         self._paused = self._meeting = self._stopped = False
         self._error: BaseException | None = None
@@ -97,15 +98,19 @@ class Learner:
             self.lock.notify_all()
 
     def expect(self, steps: int, measure: Action) -> None:
-        """Asks the learner to measure its progress after `steps` inner steps."""
+        """Asks the learner to measure its progress after `steps` inner steps.
+
+        If it was late for the last meeting, it measures after its current step.
+        """
         with self.lock:
-            self._due, self._measure = steps, measure
+            self._due, self._measure = 0 if self._is_late else steps, measure
             self.lock.notify_all()
 
     def wait_until_due(self, pace: Forecast) -> bool:
         """Waits until the learner has measured, or the forecast is over.
 
-        Returns False if there is no learner any more.
+        After the forecast it waits a little for the end of a step, unless the learner was late
+        before: it may be stopped. Returns False if there is no learner any more.
         """
         patience: Deadline | None = None
         with self.lock:
@@ -116,7 +121,8 @@ class Learner:
                 if left_s is not None and left_s <= 0:
                     self._due = 0  # at the end of its current step
                     self.lock.notify_all()
-                    patience = patience or Deadline(pace.patience_s(self._step_s))
+                    patience_s = 0.0 if self._is_late else pace.patience_s(self._step_s)
+                    patience = patience or Deadline(patience_s)
                     left_s = patience.left_s
                     if not left_s:
                         break
@@ -127,8 +133,8 @@ class Learner:
     def take(self) -> bool:
         """Ends the measurement. Returns whether the learner has measured."""
         with self.lock:
-            missing, self._measure = self._measure, None
-            return missing is None
+            self._is_late, self._measure = self._measure is not None, None
+            return not self._is_late
 
     def met(self) -> None:
         with self.lock:

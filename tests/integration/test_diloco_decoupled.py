@@ -15,6 +15,8 @@ from peers.processes import Master  # noqa: E402
 from training.small import DEADLINE_S, Model, N, StoppedSyncer, compute, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
+from pccl.diloco.decoupled import Learner  # noqa: E402
+from pccl.diloco.pace import Forecast  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 DECOUPLED = {"mode": "decoupled", "inner_steps": 4, "fragments": 2}
@@ -167,6 +169,34 @@ def test_a_stopped_learner_costs_the_others_nothing(address: str, wire: str) -> 
     found.check()
     if wire == "fp32":
         assert found.sizes() >= {2, 3}, "its syncer took part with weight 0"
+
+
+def test_a_stopped_learner_is_waited_for_once() -> None:
+    """Then its syncer meets the others without it, until it has taken a step again."""
+    waited: list[str] = []
+
+    class Due(Forecast):
+        def left_s(self) -> float:
+            return 0.0
+
+        def patience_s(self, step_s: float) -> float:
+            waited.append("a while")
+            return 0.01
+
+    learner, pace, measured = Learner(), Due(1, None), list[str]()
+
+    def meet(steps: int = 0) -> bool:
+        learner.expect(4, lambda: measured.append("its progress"))
+        for _ in range(steps):
+            learner.stepped()
+        assert learner.wait_until_due(pace)
+        learner.met()
+        return learner.take()
+
+    assert not meet() and waited
+    before = len(waited)
+    assert not meet() and not meet() and len(waited) == before
+    assert meet(steps=1) and measured
 
 
 def test_a_stopped_peer_is_dropped_and_comes_back(
