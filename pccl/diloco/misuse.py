@@ -56,10 +56,10 @@ class Misuse:
                 "the model that DiLoCo was made with"
             )
         self._steps, self._gradients = 0, False
-        for name in self._replaced():
+        for name in self._not_averaged():
             self._warn(
-                f"parameter {name!r} has been replaced by another tensor since DiLoCo was made, "
-                "and DiLoCo averages the old one: copy into a parameter, as "
+                f"parameter {name!r} has been replaced by another tensor, added or unfrozen since "
+                "DiLoCo was made, and DiLoCo does not average it: copy into a parameter, as "
                 "load_state_dict(..., assign=False) does, and make DiLoCo after all changes of the "
                 "model"
             )
@@ -77,11 +77,13 @@ class Misuse:
                 "start more peers, or pass a smaller deadline_peers"
             )
 
-    def _replaced(self) -> Iterator[str]:
+    def _not_averaged(self) -> Iterator[str]:
         model = self._model()
         if model is not None:
-            now = dict(model.named_parameters())
-            yield from (name for name, p in self._trained if now.get(name) is not p)
+            trained = dict(self._trained)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and trained.get(name) is not parameter:
+                    yield name
 
     def finished(self) -> None:
         """Records that `finish` has applied the mean: the script may step the optimizer again."""

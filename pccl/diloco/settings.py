@@ -331,10 +331,16 @@ def decode(encoded: torch.Tensor) -> dict[str, Any]:
     return settings
 
 
+_DIGESTS = {
+    "parameters": "the digest of the names and shapes of the trained parameters",
+    "not_trained": "the digest of the names and shapes of frozen parameters and buffers",
+}
+
+
 def describe_mismatch(*, run: torch.Tensor, own: torch.Tensor) -> str:
     theirs, ours = decode(run), decode(own)
     differences = ", ".join(
-        f"{key} is {theirs.get(key)!r} in the run and {ours.get(key)!r} here"
+        f"{_DIGESTS.get(key, key)} is {theirs.get(key)!r} in the run and {ours.get(key)!r} here"
         for key in sorted(theirs.keys() | ours.keys())
         if theirs.get(key) != ours.get(key)
     )

@@ -118,15 +118,18 @@ def test_no_finish(address: str, mode: str, warnings: list[str]) -> None:
     assert len(said) == (0 if mode == "sync" else 2), warnings
 
 
-def test_a_parameter_that_was_replaced(address: str, warnings: list[str]) -> None:
-    def replaced(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
+@pytest.mark.parametrize("name", ["bias", "more"])
+def test_a_parameter_that_was_replaced_or_added(
+    address: str, warnings: list[str], name: str
+) -> None:
+    def changed(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
         if k == 1:
-            model.bias = torch.nn.Parameter(model.bias.detach().clone())
+            setattr(model, name, torch.nn.Parameter(model.bias.detach().clone()))
         train(diloco, model, number, k)
 
-    two(address, replaced)
+    two(address, changed)
     assert len(warnings) == 2, warnings
-    assert all(text.startswith("parameter 'bias' has been replaced") for text in warnings)
+    assert all(text.startswith(f"parameter '{name}' has been replaced") for text in warnings)
 
 
 def test_a_round_without_gradients(address: str, warnings: list[str]) -> None:
