@@ -44,7 +44,7 @@ _COMMANDS = {
     "arms": "the table of all arms, and the figure of the gap against the bytes saved",
 }
 _BY_SIZE = (BASELINE, "sync-1", "sync-2", "sync-4", "sync-8", "sync-4-int4")
-_SMALLEST = next(iter(SIZES.values()))
+SMALLEST = next(iter(SIZES.values()))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,7 +112,7 @@ def main(words: list[str] | None = None) -> int:
 def _sweep(arms: Sequence[Arm]) -> list[Run]:
     sources = dict.fromkeys(arm.like or arm.name for arm in arms)
     return [
-        Run(_SMALLEST, ARMS[name], rates, SWEEP_SEED)
+        Run(SMALLEST, ARMS[name], rates, SWEEP_SEED)
         for name in sources
         for rates in ARMS[name].grid
     ]
@@ -120,7 +120,7 @@ def _sweep(arms: Sequence[Arm]) -> list[Run]:
 
 def _runs(results: Results, arms: Sequence[Arm], sizes: Sequence[Size], seeds: int) -> list[Run]:
     """All arms with the rates that the sweep has chosen."""
-    chosen = [(arm, results.rates(arm, _SMALLEST)) for arm in arms]
+    chosen = [(arm, results.rates(arm, SMALLEST)) for arm in arms]
     return [
         Run(size, arm, rates, seed)
         for size in sizes
@@ -134,10 +134,10 @@ def _show(
     options: argparse.Namespace, results: Results, arms: Sequence[Arm], sizes: Sequence[Size]
 ) -> None:
     if options.what == "sweep":
-        print(tables.sweep(results, arms, _SMALLEST))
+        print(tables.sweep(results, arms, SMALLEST))
         return
     places = [(size, arm) for size in sizes for arm in arms]
-    found = [tables.row_of(results, arm, size, _SMALLEST, options.seeds) for size, arm in places]
+    found = [tables.row_of(results, arm, size, SMALLEST, options.seeds) for size, arm in places]
     rows = [row for row in found if row is not None]
     print(tables.arms(rows, [place for place, row in zip(places, found, strict=True) if not row]))
     from experiment import figures

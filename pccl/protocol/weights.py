@@ -576,4 +576,5 @@ class WeightsMachine:
         return self._next
 
     def _take(self, *more: Effect) -> list[Effect]:
-        return [*self._outbox.take(), *more]
+        self._do(*more)
+        return self._outbox.take()

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -74,12 +75,13 @@ def publish(address: str, folder: Path, seconds: float, whole: bool) -> None:
     files = sorted(folder.glob("*.npz"))
     parameters = dict(np.load(files[0]))
     told = []
-    with Publisher(address, parameters, connect_timeout=30) as publisher:
+    with ExitStack() as opened:
         for number, file in enumerate(files, 1):
             for name, array in np.load(file).items():
                 parameters[name][...] = array
-            if whole:
-                publisher._before = None
+            if whole or number == 1:  # a new publisher begins with a whole version
+                made = Publisher(address, parameters, connect_timeout=30)
+                publisher = opened.enter_context(made)
             began_s = time.monotonic()
             done = publisher.publish(number)
             nbytes = done.whole_bytes if done.delta_bytes is None else done.delta_bytes

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from peers.cluster import Cluster
 from peers.ports import unused_port
 from peers.waiting import wait_until
 
@@ -169,19 +170,41 @@ def test_a_package_that_cannot_be_imported_is_told(build: Build, tmp_path: Path)
 
 
 def test_torn_content_stays_torn_until_it_has_another_revision() -> None:
-    memory, name = np.zeros(3), ffi.new("char[]", b"x")
+    count = 9 << 20
+    memory, name = np.zeros(count, np.uint8), ffi.new("char[]", b"x")
     infos = ffi.new("pcclTensorInfo_t[1]")
-    infos[0].name, infos[0].count, infos[0].datatype = name, 3, pccl.DataType.DOUBLE.value
+    infos[0].name, infos[0].count, infos[0].datatype = name, count, pccl.DataType.UINT8.value
     infos[0].data = ffi.cast("void *", memory.ctypes.data)
     given = ffi.new("pcclSharedState_t *", {"revision": 3, "count": 1, "infos": infos})
     state = values.State()
-    state.of(given)._tear([0])
-    assert state.of(given).torn
-    given.revision = 4
-    assert not state.of(given).torn and state.of(given).revision == 4
-    state.of(given)._tear([0])
-    infos[0].count = 2
-    assert not state.of(given).torn
+    newest, also = (pccl.SharedState.from_tensors({"x": np.ones(count, np.uint8)}) for _ in "ab")
+    newest.revision = also.revision = 9
+
+    def stop(progress: pccl.SharedStateProgress) -> None:
+        raise LookupError("in the middle")
+
+    def tear(index: int, comm: pccl.Communicator) -> None:
+        """The newest content begins to arrive, and no more."""
+        if index == 0:
+            with pytest.raises(pccl.PCCLTimeoutError):
+                comm.sync_shared_state(newest)
+        else:
+            with pytest.raises(LookupError, match="in the middle"):
+                comm.sync_shared_state(state.of(given), progress=stop)
+
+    with Cluster(2) as cluster:
+        cluster.each(lambda index, comm: comm.sync_shared_state(also if index else newest))
+        newest.push_revision()
+        cluster.each(tear)
+        assert state.of(given).torn
+        given.revision = 4
+        whole = state.of(given)
+        given.revision = 5
+        assert state.of(given) is whole and not whole.torn and whole.revision == 5
+        cluster.each(tear)
+        assert state.of(given).torn
+        infos[0].count = count - 1
+        assert not state.of(given).torn
 
 
 @pytest.mark.slow

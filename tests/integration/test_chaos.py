@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -83,11 +84,36 @@ def test_a_program_that_fails_is_named_and_its_faults_are_kept(
     assert kinds.load(here / "chaos-5.json").faults == ()
 
 
+class Rehearsal(Stage):
+    """Copies without processes. A script, if there is one, goes on whenever the director looks
+    which have ended."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, {})
+        self.killed: list[Copy] = []
+        self.script: Iterator[None] = iter(())
+
+    def start_master(self) -> None:
+        pass
+
+    def start(self, command: Sequence[str]) -> Copy:
+        copy = Copy(len(self.copies), 1, None, self.directory, time.monotonic())  # type: ignore[arg-type]
+        self.copies.append(copy)
+        return copy
+
+    def kill(self, copy: Copy) -> None:
+        self.killed.append(copy)
+
+    def reap(self) -> list[Copy]:
+        next(self.script, None)
+        return []
+
+
 def staged(path: Path) -> Director:
     """A run of three copies that are not started."""
     program = Program("x", 3, ([], []), ["true"])
     plan = kinds.Schedule(7, 3, 60.0, (kinds.Fault(1.0, "freeze", lasts_s=2.0),))
-    stage = Stage(path, {})
+    stage = Rehearsal(path)
     director = Director(stage, plan, kinds.KINDS, program, 40.0, 5.0, lambda _: None)
     now_s = time.monotonic()
     director.chronicle.faults_s = now_s - 10
@@ -112,33 +138,46 @@ def test_a_run_is_shown_on_a_terminal_and_in_lines(tmp_path: Path) -> None:
     assert line.endswith("0 calls, 2 peers, 3 copies, 1 frozen")
 
 
-def test_another_copy_takes_the_place_of_one_that_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_copy_takes_the_place_of_one_that_has_ended(tmp_path: Path) -> None:
+    """After 100 s, and where no fault has started one already."""
+    stage, program = Rehearsal(tmp_path), Program("x", 3, ([], []), ["true"])
+    plan = kinds.Schedule(7, 3, 1000.0, ())
+    director = Director(stage, plan, kinds.KINDS, program, 1000.0, 100.0, lambda _: None)
+    director.watch.accepted = {1, 2, 3}
+    program.begin(tmp_path)
+
+    def script() -> Iterator[None]:
+        copies, now_s = stage.copies, time.monotonic()
+        copies[0].ended_s, copies[2].ended_s = now_s - 50, now_s
+        yield
+        assert len(copies) == 3
+        copies[0].ended_s -= 100
+        for _ in range(3):
+            yield
+            assert len(copies) == 4
+        copies[2].ended_s -= 150
+        for _ in range(3):
+            yield
+            assert len(copies) == 5
+        copies[4].ended_s = now_s - 150
+        stage.start([])
+        for _ in range(3):
+            yield
+            assert len(copies) == 6
+        for copy in stage.alive():
+            copy.ended_s = now_s
+        told.append("all have ended")
+
+    told: list[str] = []
+    stage.script = script()
+    director.run(0.0)
+    assert told and not director.chronicle.violations and len(stage.copies) == 6
+
+
+def test_one_is_spared_that_could_go_on_alone(tmp_path: Path) -> None:
     director = staged(tmp_path)
-    copies = director.stage.copies
-
-    def start(command: list[str]) -> None:
-        copies.append(Copy(len(copies), 1, None, tmp_path, 100.0))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(director.stage, "start", start)
-    copies[0].ended_s, copies[2].ended_s = 50.0, 60.0
-    for before_s, number in ((49.0, 3), (50.0, 4), (55.0, 4), (60.0, 5), (70.0, 5)):
-        director._replace(before_s)
-        assert len(copies) == number
-    copies[4].ended_s = 80.0
-    copies.append(Copy(5, 1, None, tmp_path, 81.0))  # type: ignore[arg-type]
-    director._replace(90.0)  # a fault has started one already
-    assert len(copies) == 6
-
-
-def test_one_is_spared_that_could_go_on_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    director = staged(tmp_path)
-    first, frozen, last = director.stage.copies
-    killed: list[Copy] = []
-    monkeypatch.setattr(director.stage, "kill", killed.append)
+    assert isinstance(director.stage, Rehearsal)
+    (first, frozen, last), killed = director.stage.copies, director.stage.killed
     kill = Done(kinds.Fault(1.0, "kill"), 1.0)
     assert not director.can_spare([first]) and director.can_spare([last])
     director.perform(kill)

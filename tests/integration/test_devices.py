@@ -21,7 +21,6 @@ from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
 from pccl.protocol import tuning
 from pccl.protocol.peer import effects
-from pccl.runtime.client import memory
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import Copies, HostView, Operand, Operands, on_host
@@ -417,6 +416,40 @@ def test_an_exception_before_the_launch(both: Pair, monkeypatch: pytest.MonkeyPa
     assert both.holds(2)
 
 
+class Told:
+    """A client of a progressive collective. It is told of each step when that is on the host, and
+    then may end the call.
+
+    Attributes:
+        steps: the offsets of each step, as it is told of them.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self._all, self._left = threading.Event(), steps
+
+    def ready(self, call: Call, offset: int, length: int) -> None:
+        self.steps.append((offset, offset + length))
+        if len(self.steps) == self._left:
+            self._all.set()
+
+    def time_out(self, call: Call, why: str) -> None:
+        raise AssertionError(why)
+
+    def on_end(self, call: Call, callback: Callable[[End], None]) -> None:
+        self.callback = callback
+
+    def play(self, copied: Copies, *written: int) -> None:
+        """All steps are read; the engine reports some as final, and then its success."""
+        copied.begin()
+        copied.go_on(self, Call(1))
+        assert self._all.wait(30)
+        for number in written:
+            copied.written(number)
+        self.callback(effects.Answer(1, None))
+        copied.settle()
+
+
 def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several, one of them twice, one on the host, one empty: each byte is read once, and written
     once, in the step in which its offset is."""
@@ -436,18 +469,28 @@ def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     moved, copied = staged(Operands(work, each))
     assert copied is not None and moved.step
     assert [one.send.device_type for one in moved.each] == [pccl.DeviceType.CPU] * 5
-    begins = [0, 320, 384, 1408, 1408]
-    seen: dict[int, list[int]] = {0: [], 2: [], 4: []}
-    for step in copied._steps:
-        assert step.end - step.begin == 128 or step.end == 1728
-        assert step.reads == step.writes
-        for one in step.reads:
-            index = next(i for i in seen if moved.each[i].send.address == one.host.data_ptr())
-            size = dtypes[index].itemsize
-            assert step.begin <= begins[index] + one.begin // size
-            assert begins[index] + (one.end - 1) // size < step.end
-            seen[index] += range(one.begin, one.end)
-    assert seen == {i: [*range(counts[i] * dtypes[i].itemsize)] for i in seen}
+    steps = [(begin, min(begin + 128, 1728)) for begin in range(0, 1728, 128)]
+    client = Told(len(steps))
+    client.play(copied, 5, 0)
+    assert client.steps == steps
+
+    def bytes_of(begin: int, end: int) -> list[tuple[int, int, int]]:
+        """Where the offsets of a step are: the number of the array, and its bytes."""
+        places = [
+            (i, max(begin - first, 0), min(end - first, counts[i]))
+            for i, first in ((0, 0), (2, 384), (4, 1408))
+        ]
+        size = [dtype.itemsize for dtype in dtypes]
+        return [(i, at * size[i], to * size[i]) for i, at, to in places if at < to]
+
+    def copies(kind: str) -> list[tuple[int, int, int]]:
+        hosts = [one.send.address for one in moved.each]
+        found = [one.stretch for one in gpu.made if one.kind == kind]
+        return [(hosts.index(one.host.data_ptr()), one.begin, one.end) for one in found]
+
+    assert copies("read") == [place for step in steps for place in bytes_of(*step)]
+    order = [steps[5], steps[0], *steps[1:5], *steps[6:]]  # those that were final, then the rest
+    assert copies("write") == [place for step in order for place in bytes_of(*step)]
 
 
 def test_progressive_input_never_travels_with_its_vote(
@@ -479,14 +522,21 @@ def test_progressive_input_never_travels_with_its_vote(
 
 @pytest.mark.parametrize("position", range(3))
 def test_steps_are_read_in_the_order_of_sending(
-    position: int, monkeypatch: pytest.MonkeyPatch
+    position: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "STEP", 64)
     known = tuning.Conditions(5 + position, 3, (m.Ring((5, 6, 7), 1),), True, True)
-    work = m.Spec("all_reduce", 0, 10, 64 * 9)
-    found = [*memory._order(tuning.choose(work, 0, known), known)]
+    work, held = m.Spec("all_reduce", 0, 10, 64 * 9), gpu.hold(np.zeros(64 * 9, np.float32))
+    there = Buffer.at(held, 64 * 9, FLOAT, None, pccl.DeviceType.CUDA)
+    one = Operands(work, (Operand(there, there, there.count),))
+    _, copied = on_host(one, tuning.choose(work, 0, known), known)
+    assert copied is not None
+    client = Told(9)
+    client.play(copied)
     segments = [(position - i) % 3 for i in range(3)]
-    assert found == [3 * segment + i for segment in segments for i in range(3)]
+    read = [3 * segment + i for segment in segments for i in range(3)]
+    assert client.steps == [(64 * i, 64 * i + 64) for i in read]
+    assert [one.stretch.begin for one in gpu.made if one.kind == "read"] == [256 * i for i in read]
 
 
 @pytest.mark.skipif(cuda.is_available(), reason="there is a GPU")
@@ -511,14 +561,6 @@ def test_without_a_gpu_it_is_said_before_anybody_is_involved() -> None:
             shared.save("never written")
         shared = pccl.SharedState.from_tensors({"x": np.ones(3)})
         assert cluster.comms[0].sync_shared_state(shared).hashed_bytes == 24
-
-
-def test_tensors_are_seen_in_their_memory_order() -> None:
-    """A copy in C's order would be written to in place of the tensor."""
-    torch = pytest.importorskip("torch")
-    tensor = torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    seen = cuda.Cuda()._bytes(Buffer.of(tensor))
-    assert (seen.data_ptr(), seen.numel()) == (tensor.data_ptr(), 4 * 96)
 
 
 # ---- a real GPU ----

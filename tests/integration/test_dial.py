@@ -17,7 +17,7 @@ from peers.strangers import HELLO, PATIENCE_S, serving, speaker, welcome
 from peers.waiting import wait_until
 
 from pccl.protocol import messages as m
-from pccl.runtime import limits, resolve
+from pccl.runtime import limits
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.config import Config
 from pccl.runtime.encryption import new_keys
@@ -195,16 +195,24 @@ def test_the_masters_own_dials_resolve_names_and_count_only_proofs(
 ) -> None:
     """Else a peer that can resolve no names could accuse those that have one, and be believed."""
     answer = threading.Event()
-    names: dict[str, list[str] | OSError] = {
+    names: dict[str | bytes, list[str]] = {
         "peer.name": [LOCAL],
         "two.addresses": ["127.0.0.2", LOCAL],
-        "no.name": OSError("the name no.name does not resolve"),
+        "no.name": [],
+        "slow.name": [LOCAL],
     }
+    by_number = socket.getaddrinfo
 
-    def look_up(host: str) -> list[str] | OSError:
-        return names[host] if host in names else [LOCAL][: answer.wait()]
+    def by_name(host: str | bytes, *more: Any, **named: Any) -> list[Any]:
+        if host not in names:
+            return by_number(host, *more, **named)
+        if host == "slow.name":
+            answer.wait()
+        if not names[host]:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [found for each in names[host] for found in by_number(each, *more, **named)]
 
-    monkeypatch.setattr(resolve, "_look_up", look_up)
+    monkeypatch.setattr(socket, "getaddrinfo", by_name)
     engine = Engine(EngineOptions(dialler=TOKEN.encode()), host=LOCAL)
     assert caller.dial(Target("peer.name", engine.port, token=TOKEN), None) == ""
     refused = caller.dial(Target("peer.name", 1, token=TOKEN), None)

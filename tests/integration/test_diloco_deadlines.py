@@ -14,7 +14,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from training.small import DEADLINE_S, Hand, Model, N, Watched, make, random, together  # noqa: E402
+from training.small import (  # noqa: E402
+    DEADLINE_S,
+    Hand,
+    Lost,
+    Model,
+    N,
+    Places,
+    Watched,
+    make,
+    random,
+    together,
+)
 
 import pccl  # noqa: E402
 from pccl.diloco.averaging import CODECS  # noqa: E402
@@ -178,15 +189,25 @@ def test_a_peer_stopped_until_the_others_finish_does_not_train_alone(
 class Cut:
     """A communicator that is dropped from the run instead of its `nth` call of `name`.
 
+    Args:
+        comm: that one.
+        name: of the call.
+        nth: of them, once it is armed.
+        fails: whether the last all_reduce_async before that has failed, for another lost peer.
+
     Attributes:
         armed: whether it counts.
     """
 
-    def __init__(self, comm: pccl.Communicator, name: str, nth: int) -> None:
-        self._comm, self._name, self._left = comm, name, nth
+    def __init__(
+        self, comm: pccl.Communicator, name: str, nth: int, *, fails: bool = False
+    ) -> None:
+        self._comm, self._name, self._left, self._fails = comm, name, nth, fails
         self.armed = False
 
     def __getattr__(self, name: str) -> Any:
+        if self._fails and self.armed and self._left == 1 and name == "all_reduce_async":
+            return lambda *_, **__: Lost()
         if self.armed and name == self._name:
             self._left -= 1
             if self._left == 0:
@@ -229,6 +250,91 @@ def test_progress_that_others_may_have_is_in_no_other_round(
     assert dropped[1][1] == pytest.approx(first), "nothing is beside theta"
     for seen in (one, two, dropped):
         assert seen[-1][1] == pytest.approx(first + ALL) and seen[-1][2] == one[-1][2]
+
+
+ROUNDS: dict[str, dict[str, Any]] = {
+    "sync": {"inner_steps": 2},
+    "delayed": {"inner_steps": 2, "mode": "delayed"},
+    "streaming": {"inner_steps": 4, "mode": "streaming", "fragments": 2, "overlap": 1},
+}
+STEPS = 100  # of a peer, at most
+SHARES = torch.tensor([0.5, 1 / 3])  # of a step in a mean of two, or of three
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "nth", "fails", "gone", "kept"),
+    [
+        ("sync", "all_reduce", 2, False, {2, 3}, set()),
+        ("sync", "sync_shared_state", 2, False, set(), set()),
+        ("delayed", "all_reduce_async", 2, False, {2, 3}, set()),
+        ("delayed", "all_gather_async", 3, False, {4, 5}, set()),
+        ("delayed", "all_gather_async", 3, True, set(), {4, 5}),
+        ("streaming", "all_reduce_async", 2, False, {1, 3}, {2}),
+        ("streaming", "all_gather_async", 3, False, {2, 4}, {5}),
+        ("streaming", "all_gather_async", 3, True, set(), {2, 4, 5}),
+    ],
+)
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_a_dropped_peer_keeps_exactly_what_no_other_can_have(
+    address: str,
+    hand: Hand,
+    mode: str,
+    name: str,
+    nth: int,
+    fails: bool,
+    gone: set[int],
+    kept: set[int],
+    decay: float,
+) -> None:
+    """Each step of each peer is in one mean. Those of the dropped one since its last mean may be in
+    none if it has begun to give them away (`gone`); else it has them beside theta (`kept`)."""
+    ended = threading.Barrier(3)
+
+    def peer(number: int) -> Any:
+        model, taken, seen, back = Places(3, STEPS), 0, [], 0
+        with pccl.Communicator(address) as comm:
+            cut: Any = Cut(comm, name, nth, fails=fails)
+            options = {**PLAIN, **GRACE, **ROUNDS[mode], "late_decay": decay}
+            diloco = make(cut, model, min_peers=3, **options)  # type: ignore[arg-type]
+            cut.armed = number == 2
+            beside = None
+            while back < 2:  # rounds of all since it is back
+                hand.clock.work(1.0)
+                model.move(number, taken)
+                taken += 1
+                outer = diloco.step()
+                if outer is None:
+                    continue
+                again = any(one.rejoined or one.admitted for one in seen)
+                back += again and outer.contributors == 3
+                seen.append(outer)
+                if outer.rejoined:
+                    beside = model.steps(model.flat())[2]
+                elif outer.contributors == 2 and not again and not outer.admitted:
+                    while not comm.are_peers_pending():
+                        pass
+            ended.wait(DEADLINE_S)
+            diloco.finish()
+            theta = diloco.state_dict()["theta"]
+            assert torch.equal(model.flat(), theta)
+            return taken, model.steps(-theta), beside, diloco.state_digest()
+
+    *others, (last, shares, beside, digest) = together(*(lambda i=i: peer(i) for i in range(3)))  # type: ignore[misc]
+    assert [other[-1] for other in others] == [digest] * 2
+    if name != "all_gather_async":  # others cannot have them, for it was not in their collective
+        assert not shares[2, sorted(gone)].any()
+    here = {step for step in range(STEPS) if beside[step] < -0.4}
+    assert here == kept
+    assert beside[sorted(kept)].tolist() == pytest.approx([-decay] * len(kept))
+    for number, (taken, *_) in enumerate((*others, (last,))):
+        whole = taken - 3 if mode == "streaming" else taken  # the last steps end with their peer
+        for step in range(whole):
+            share = float(shares[number, step])
+            if number == 2 and step in gone:
+                assert share == 0
+            else:
+                share /= decay if number == 2 and step in kept else 1.0
+                assert (SHARES - share).abs().min() < 1e-5, (number, step, share)
 
 
 def test_a_peer_dropped_again_and_again_gets_the_error(address: str) -> None:

@@ -12,7 +12,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from peers.processes import Master  # noqa: E402
-from training.small import DEADLINE_S, Model, N, StoppedSyncer, compute, make, random, together  # noqa: E402
+from training.small import (  # noqa: E402
+    DEADLINE_S,
+    Model,
+    N,
+    Places,
+    StoppedSyncer,
+    compute,
+    make,
+    random,
+    together,
+)
 
 import pccl  # noqa: E402
 from pccl.diloco.decoupled import Learner  # noqa: E402
@@ -30,29 +40,11 @@ def address() -> Iterator[str]:
         yield master.address
 
 
-class Places(torch.nn.Module):
-    """A model in which each step of each peer has an effect at a place of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = torch.nn.ParameterList(torch.zeros(PEERS, STEPS // 2) for _ in range(2))
-
-    def move(self, peer: int, step: int) -> None:
-        """Moves that place by -1 with SGD of learning rate 1."""
-        for index, part in enumerate(self.parts):
-            part.grad = torch.zeros(PEERS, STEPS // 2)
-            if step % 2 == index:
-                part.grad[peer, step // 2] = 1.0
-
-    def flat(self) -> Any:
-        return torch.cat([part.detach().flatten() for part in self.parts])
-
-
 class Peer:
     """A learner that has made `taken` steps."""
 
     def __init__(self, number: int, comm: Any, **options: Any) -> None:
-        self.number, self.comm, self.model, self.taken = number, comm, Places(), 0
+        self.number, self.comm, self.model, self.taken = number, comm, Places(PEERS, STEPS), 0
         self.diloco = make(comm, self.model, **{**DECOUPLED, **options})  # type: ignore[arg-type]
 
     def step(self) -> Any:
@@ -93,8 +85,9 @@ class Run:
         in two of which one is of three, has the share of one.
         """
         assert len({*self.digests.values()}) == 1
+        steps = Places(PEERS, STEPS).steps
         for peer, (shares, left) in enumerate(
-            zip(_steps(-self.theta), _steps(self.residual), strict=True)
+            zip(steps(-self.theta), steps(self.residual), strict=True)
         ):
             taken = self.taken.get(peer, 0)
             assert not shares[taken:].any()
@@ -108,11 +101,6 @@ class Run:
         """The numbers of contributors of its means, if nothing is quantized."""
         shares = -self.theta
         return {*(1 / shares[shares != 0]).round().int().tolist()}
-
-
-def _steps(flat: Any) -> Any:
-    """The values of each step of each peer."""
-    return flat.view(2, PEERS, STEPS // 2).permute(1, 2, 0).reshape(PEERS, STEPS)
 
 
 def run(

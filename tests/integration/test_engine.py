@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ import pytest
 import zmq
 from peers.engines import ALIGNMENT, DEADLINE_S, F32, NONCE, RUN, SUM, AllReduce, Peer
 
-from pccl.ext import ffi, lib, tables
+from pccl.ext import lib, tables
 from pccl.protocol.peer.effects import End, StartOp, StartTransfer
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client.engine import (
@@ -414,13 +417,43 @@ def test_choice_of_filling(monkeypatch: pytest.MonkeyPatch) -> None:
     tables.load.cache_clear()
 
 
-@pytest.mark.parametrize("lacking", ["ctx_new", "socket", "msg_init_size"])
-def test_trying_libzmq_out_without_memory(lacking: str) -> None:
-    found = tables.load("libzmq").table
-    table = ffi.new("pccl_zmq *", found[0])
-    kind = ffi.typeof(getattr(table, lacking))
-    nothing = ffi.NULL if kind.result.kind == "pointer" else -1
-    fails = ffi.callback(kind, lambda *_: nothing)
-    setattr(table, lacking, fails)
-    with pytest.raises(MemoryError):
-        tables._try_out(table)
+FAULTS = {  # functions of libzmq that do not do what they should
+    "no context": "void *zmq_ctx_new(void) { errno = EMFILE; return 0; }",
+    "no socket": "void *zmq_socket(void *context, int kind) { errno = EMFILE; return 0; }",
+    "no message": "int zmq_msg_init_size(void *message, size_t n) { errno = EMFILE; return -1; }",
+    "nothing is sent": "int zmq_msg_send(void *message, void *socket, int flags) { return 100; }",
+    "another version": "void zmq_version(int *a, int *b, int *c) { *a = *b = *c = 1; }",
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pyzmq's wheels hide libzmq there")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_libzmq_that_does_not_work(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In front of the functions of pyzmq's extension module stands a faulty one."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    name = next(name for name in sys.modules if name.endswith("._zmq"))
+    real = Path(str(sys.modules[name].__file__))
+    (tmp_path / "faulty.c").write_text(
+        f"#include <errno.h>\n#include <stddef.h>\n{FAULTS[fault]}\n"
+    )
+    command = ["cc", "-shared", "-fPIC", "faulty.c", "-o", real.name]
+    subprocess.run([*command, "-Wl,--no-as-needed", str(real)], cwd=tmp_path, check=True)
+    faulty = ModuleType(name)
+    faulty.__file__ = str(tmp_path / real.name)
+    monkeypatch.setitem(sys.modules, name, faulty)
+    tables.load.cache_clear()
+    try:
+        if fault.startswith("no "):
+            # there may be memory enough without descriptors, and to say the contrary would mislead
+            with pytest.raises(MemoryError, match="no socket or message: Too many open files"):
+                tables.load("auto")
+            return
+        why = "did not arrive" if fault == "nothing is sent" else r"found libzmq \[1, 1, 1\]"
+        with pytest.raises(ImportError, match=why):
+            tables.load("libzmq")
+        assert tables.load("auto").name == "pyzmq"
+    finally:
+        tables.load.cache_clear()

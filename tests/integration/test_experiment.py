@@ -154,7 +154,7 @@ def test_a_short_run(name: str) -> None:
 def test_what_is_there_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(experiment, "_SMALLEST", TINY)
+    monkeypatch.setattr(experiment, "SMALLEST", TINY)
     words = ["sweep", "--arms", BASELINE, "--jobs", "2", "--results", str(tmp_path / "results")]
     assert experiment.main(words) == 0
     out, err = capsys.readouterr()

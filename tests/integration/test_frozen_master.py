@@ -16,7 +16,7 @@ import pytest
 import zmq
 from peers.cluster import gather, in_threads
 from peers.processes import Master, Puppet, gathered, together
-from peers.strangers import Relay, serving, speaker
+from peers.strangers import Proxy, serving, speaker
 from peers.waiting import wait_until
 
 import pccl
@@ -27,7 +27,8 @@ from pccl.protocol.master.effects import Effect
 from pccl.protocol.master.restart import WAIT_S
 from pccl.runtime.config import Config
 from pccl.runtime.server.connections import Connections
-from pccl.runtime.server.server import Pauses, Server
+from pccl.runtime.server.pauses import Pauses
+from pccl.runtime.server.server import Server
 from pccl.runtime.sockets import RouterMail, Waiter
 from pccl.runtime.tcp import Shutter
 
@@ -96,13 +97,13 @@ def test_a_step_of_the_wall_clock_delays_nothing(
     """At the master and at the peers of one run: a loss and an admission take no longer."""
     wall, journal = time.time, tmp_path / "master.db"
     with pccl.MasterNode("127.0.0.1:0", state=journal) as master, contextlib.ExitStack() as opened:
-        relay = opened.enter_context(Relay(master.address))
-        comms = [pccl.Communicator(at) for at in (master.address, master.address, relay.address)]
+        proxy = opened.enter_context(Proxy(master.address))
+        comms = [pccl.Communicator(at) for at in (master.address, master.address, proxy.address)]
         for one in comms:
             opened.callback(one.close)
         in_threads([lambda one=one: gather(one, 3) for one in comms])
         monkeypatch.setattr(restart, "WAIT_S", 1.0)
-        relay.refuse()  # the third peer does not come back
+        proxy.refuse()  # the third peer does not come back
         master.interrupt()
         again = opened.enter_context(pccl.MasterNode(master.address, state=journal))
         wait_until(lambda: len(again.status().awaited) == 1)
@@ -282,7 +283,7 @@ class Nap:
     come back, meanwhile.
 
     Args:
-        relays: the ways of all peers to the master, by their numbers.
+        proxies: the ways of all peers to the master, by their numbers.
         place: a function that the master's loop calls.
         after: the nap comes after such a call, not before it.
     """
@@ -290,14 +291,14 @@ class Nap:
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
-        relays: dict[int, Relay],
+        proxies: dict[int, Proxy],
         place: tuple[type, str],
         after: bool,
     ) -> None:
         self._sleeper = Sleeper(monkeypatch)
-        self._relays = relays
+        self._proxies = proxies
         self._naps: list[list[int]] = []
-        self._here = {*relays}  # the peers whose connections a master knows
+        self._here = {*proxies}  # the peers whose connections a master knows
         call, feed = getattr(*place), protocol.Master.feed
 
         def interrupted(*args: Any) -> Any:
@@ -333,8 +334,8 @@ class Nap:
         lost = self._naps.pop(0)
         self._here.difference_update(lost)
         for peer in lost:
-            self._relays[peer].cut()
-        wait_until(self._relays[lost[0]].is_back)
+            self._proxies[peer].cut()
+        wait_until(self._proxies[lost[0]].is_back)
         self._sleeper.sleep(100.0)
 
 
@@ -354,15 +355,15 @@ def test_a_pause_at_any_moment_costs_no_peer(
     """The second pause comes while the master waits for the third peer, which never comes back."""
     monkeypatch.setattr(restart, "WAIT_S", 60.0)
     with pccl.MasterNode("127.0.0.1:0") as master, contextlib.ExitStack() as opened:
-        relays = [opened.enter_context(Relay(master.address)) for _ in range(3)]
-        comms = [pccl.Communicator(relay.address) for relay in relays]
+        proxies = [opened.enter_context(Proxy(master.address)) for _ in range(3)]
+        comms = [pccl.Communicator(proxy.address) for proxy in proxies]
         for one in comms:
             opened.callback(one.close)
         in_threads([lambda one=one: gather(one, 3) for one in comms])
         numbers = [extension.member(one).number for one in comms]
         *stay, gone = numbers
-        nap = Nap(monkeypatch, dict(zip(numbers, relays, strict=True)), place, after)
-        relays[2].refuse()
+        nap = Nap(monkeypatch, dict(zip(numbers, proxies, strict=True)), place, after)
+        proxies[2].refuse()
         nap.plan([stay[0], gone], [stay[0]])
         wait_until(lambda: nap.over(stay) and master.status().awaited == (gone,))
         monkeypatch.setattr(restart, "WAIT_S", float("-inf"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from peers.cluster import Cluster, grow, in_threads
-from peers.strangers import Relay
+from peers.strangers import Proxy
 
 import pccl
 from pccl.cli.main import main
@@ -171,13 +171,13 @@ def test_messages_of_a_peer_are_encrypted(keys: Path, encrypted: bool) -> None:
     security = keys if encrypted else None
     with pccl.MasterNode("127.0.0.1:0", security=security) as master:
         with (
-            Relay(master.address) as relay,
-            pccl.Communicator(relay.address, security=security) as comm,
+            Proxy(master.address) as proxy,
+            pccl.Communicator(proxy.address, security=security) as comm,
         ):
             comm.update_topology()
     hello = pccl.__version__.encode()
-    assert len(relay.seen) > 200
-    assert (hello in relay.seen) is not encrypted
+    assert len(proxy.seen) > 200
+    assert (hello in proxy.seen) is not encrypted
 
 
 # ---- files ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import secrets
 import struct
@@ -22,7 +23,7 @@ import pccl
 from pccl.cli.main import main
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.client import PeerClient
-from pccl.runtime.client.engine import ANOTHER, COMPLETE, STREAM_LOST, EngineOptions
+from pccl.runtime.client.engine import ANOTHER, COMPLETE, STREAM_LOST, Engine, EngineOptions
 from pccl.runtime.encryption import new_keys, secure_client
 from pccl.security import KeyPair
 
@@ -169,7 +170,10 @@ def target(comm: pccl.Communicator, transport: str) -> str:
 
 
 def dropped(comm: pccl.Communicator) -> int:
-    return client_of(comm)._engine.dropped
+    """How many messages its engine has dropped."""
+    port = client_of(comm).hello.port
+    engines = [one for one in gc.get_objects() if type(one) is Engine and one.port == port]
+    return engines[0].dropped
 
 
 def reduce(run: Cluster, count: int = 100_000) -> None:

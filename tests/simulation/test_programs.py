@@ -6,7 +6,7 @@ import pytest
 from simulation import programs
 from simulation.seeds import parts
 
-from pccl.protocol.master.voting import Voting
+from pccl.protocol.rounds import OpenRounds
 
 
 @parts(4000, 1200, 100)
@@ -38,7 +38,7 @@ def test_a_failure_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Of two peers, or of three: the first one is accepted at once, and need not call anything.
     """
-    monkeypatch.setattr(Voting, "_settle_barred", lambda *_: False)
+    monkeypatch.setattr(OpenRounds, "in_the_way", lambda *_: ())
     seed = next(s for s in range(1000) if programs.failure(programs.draw(s)))
     small = programs.shrink(programs.draw(seed))
     assert programs.failure(small)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import errno
 import re
 import struct
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +16,13 @@ from oracles import collectives as oracle
 
 from pccl.ext import build, ffi, lib, tables
 from pccl.protocol import messages, ring, tuning
+from pccl.protocol.messages import Spec
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
 from pccl.runtime import digest
 from pccl.runtime.client import engine, memory
 from pccl.runtime.server import dial
-from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
+from pccl.types import DataType, QuantizationAlgorithm, QuantizationOptions, ReduceOp
 
 C = Path(__file__).resolve().parents[2] / "c"
 HEADER = (C / "pccl_core.h").read_text(encoding="utf-8")
@@ -90,11 +89,27 @@ def test_element_sizes() -> None:
 
 def test_every_format_is_asked_for_by_some_algorithm() -> None:
     """And the order in the tests' own oracle is that of C."""
-    by_bits = [code for each in memory._BY_BITS.values() for code in each.values()]
-    asked = {lib.PCCL_UNQUANTIZED, *by_bits, *memory._BLOCKWISE.values()}
-    assert asked == {*constants("pccl_format").values()}
-    known = {*memory._BY_BITS, *memory._BLOCKWISE, QuantizationAlgorithm.NONE}
-    assert known == {*QuantizationAlgorithm}
+    asked = {
+        algorithm: {
+            memory.wire_format(Spec("all_reduce", 0, DataType.FLOAT.value, 1, *found))
+            for target in DataType
+            if (found := quantized(algorithm, target)) is not None
+        }
+        for algorithm in QuantizationAlgorithm
+    }
+    assert asked.pop(QuantizationAlgorithm.NONE) == {lib.PCCL_UNQUANTIZED}
+    assert all(lib.PCCL_UNQUANTIZED not in formats for formats in asked.values())
+    formats = {*constants("pccl_format").values()} - {lib.PCCL_UNQUANTIZED}
+    assert sorted(code for each in asked.values() for code in each) == sorted(formats)
+
+
+def quantized(algorithm: QuantizationAlgorithm, target: DataType) -> tuple[int, int] | None:
+    """A Spec's numbers for an algorithm that can make elements of this type."""
+    try:
+        options = QuantizationOptions(target, algorithm)
+        return memory.fingerprint(options, DataType.FLOAT, ReduceOp.SUM)
+    except ValueError:
+        return None
 
 
 def test_collectives_go_by_their_names() -> None:
@@ -148,7 +163,7 @@ def test_an_event_is_read_as_c_writes_it() -> None:
     """Names, order, offsets, sizes and signs."""
     layout = fields("pccl_event")
     assert tuple(layout) == engine.Event._fields
-    codes = re.findall(r"\d*[a-zA-Z]", engine._EVENT.format.removeprefix("@"))
+    codes = re.findall(r"\d*[a-zA-Z]", engine.EVENT.format.removeprefix("@"))
     assert len(codes) == len(layout), "one code for each field"
     end = ""
     for code, (name, field) in zip(codes, layout.items(), strict=True):
@@ -156,7 +171,7 @@ def test_an_event_is_read_as_c_writes_it() -> None:
         assert struct.calcsize("@" + end) == field.offset + ffi.sizeof(field.type), name
         assert struct.calcsize(code) == ffi.sizeof(field.type), name
         assert code.islower() == field.type.cname.startswith(("int", "char")), name
-    assert engine._EVENT.size == ffi.sizeof("pccl_event")
+    assert engine.EVENT.size == ffi.sizeof("pccl_event")
 
 
 def test_options_and_places_have_the_fields_of_their_structs() -> None:
@@ -171,14 +186,16 @@ def test_options_and_places_have_the_fields_of_their_structs() -> None:
 
 
 def test_the_table_names_functions_of_libzmq() -> None:
-    """Each has its callback for pyzmq, or is one that the plain messages fill in."""
-    library = tables._find_library() if tables.load().name == "libzmq" else None
-    plain = ffi.new("pccl_zmq *")
+    """For pyzmq each has its callback, or is one that the plain messages fill in."""
+    plain, filled = ffi.new("pccl_zmq *"), tables.load("pyzmq").table
     lib.pccl_plain_fill(plain)
     for name in fields("pccl_zmq"):
-        assert library is None or hasattr(library, "zmq_" + name.rstrip("_"))
-        assert (name in tables._CALLBACKS) != bool(getattr(plain, name)), name
-        assert (f"pccl_py_{name}(" in build.CALLBACKS) == (name in tables._CALLBACKS)
+        callback = f"pccl_py_{name}"
+        own = getattr(plain, name)
+        assert bool(own) != (f"{callback}(" in build.CALLBACKS), name
+        assert getattr(filled, name) == (own or getattr(lib, callback)), name
+    if tables.load().name == "libzmq":
+        assert all(getattr(tables.load().table, name) for name in fields("pccl_zmq"))
 
 
 def test_constants_of_zeromq() -> None:
@@ -189,18 +206,6 @@ def test_constants_of_zeromq() -> None:
     for name, value in found:
         pythonic = name.removeprefix("EVENT_") if not hasattr(zmq, name) else name
         assert getattr(zmq, pythonic) == int(value, 0), name
-
-
-def test_an_error_of_libzmq_has_its_reason() -> None:
-    """Without descriptors there is memory enough, and to say the contrary would mislead."""
-    table = SimpleNamespace(
-        ctx_new=lambda: 1,
-        socket=lambda context, kind: ffi.NULL,
-        errno_=lambda: errno.EMFILE,
-        ctx_term=lambda context: 0,
-    )
-    with pytest.raises(MemoryError, match="no socket or message: Too many open files"):
-        tables._try_out(table)
 
 
 def test_the_extension_is_built_from_this_header() -> None:

@@ -3,6 +3,7 @@ a GPU, and what is queued is only noted."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -100,14 +101,30 @@ def test_copies_begin_after_the_queued_work_of_the_caller(piped: Piped) -> None:
     assert piped.driver.log[3:] == ["stream 1 has done it", "stream 2 has done it"]
 
 
-def test_a_drained_pipe_also_comes_after_what_other_threads_have_queued() -> None:
+def test_a_drained_pipe_also_comes_after_what_other_threads_have_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Shared state is read after all work on the device, on whatever stream."""
-    driver, device = Driver(), cuda.Cuda()
+    driver = Driver()
     driver.cuda.synchronize = lambda device: driver.log.append(f"all work on {device} is done")
-    device._torch = driver
-    buffer = Buffer.of(torch.arange(8.0))
+    monkeypatch.setitem(sys.modules, "torch", driver)
+    device, buffer = cuda.Cuda(), Buffer.of(torch.arange(8.0))
     device.pipe([buffer])
     assert driver.log[0] == "the caller's is at e"
     driver.log.clear()
     device.pipe([buffer], drained=True)
     assert driver.log[:2] == ["all work on cpu is done", "the caller's is at e"]
+
+
+def test_tensors_are_copied_in_their_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in C's order would be written to in place of the tensor."""
+    tensor = torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    monkeypatch.setitem(sys.modules, "torch", Driver())
+    buffer, host = Buffer.of(tensor), torch.zeros(4 * 96, dtype=torch.uint8)
+    pipe = cuda.Cuda().pipe([buffer])
+    pipe.read(Stretch(buffer, host, 0, 4 * 96))
+    in_memory = tensor.permute(0, 2, 3, 1).reshape(-1)
+    assert torch.equal(host.view(torch.float32), in_memory)
+    host.view(torch.float32).neg_()
+    pipe.write(Stretch(buffer, host, 0, 4 * 96))
+    assert torch.equal(tensor, -torch.arange(96.0).view(2, 3, 4, 4))

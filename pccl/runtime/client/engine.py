@@ -63,8 +63,8 @@ COLLECTIVES: dict[CollectiveKind, int] = {
     CollectiveKind.BARRIER: lib.PCCL_ALL_REDUCE,  # without data
 }
 
-_EVENT = struct.Struct("@IiQIIQQQIIQ160s")  # a pccl_event
-assert _EVENT.size == ffi.sizeof("pccl_event")
+EVENT = struct.Struct("@IiQIIQQQIIQ160s")  # a pccl_event
+assert EVENT.size == ffi.sizeof("pccl_event")
 
 _ALGORITHMS: dict[Algorithm, int] = {
     Algorithm.ONE_SHOT: lib.PCCL_ONE_SHOT,
@@ -551,7 +551,7 @@ class Engine:
         """Takes all events so far, in order. After `close` there are none."""
         found: list[Event] = []
         for data in () if self._closed else self._mail.take():
-            kind, status, op, stream, settled, *rest, text = _EVENT.unpack(data)
+            kind, status, op, stream, settled, *rest, text = EVENT.unpack(data)
             if kind == SETTLED or settled:
                 self._arrays.pop(op, None)
             text = text.partition(b"\0")[0].decode(errors="replace") if status else ""

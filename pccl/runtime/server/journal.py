@@ -332,10 +332,9 @@ class Scribe:
         with self._news:
             self._news.notify_all()
             asked = self._asked
-            if self._failed is None:
-                self._news.wait_for(
-                    lambda: self._written >= asked or self._failed is not None, self._patience_s
-                )
+            self._news.wait_for(
+                lambda: self._written >= asked or self._failed is not None, self._patience_s
+            )
             if self._written >= asked:
                 return
             if self._failed is None:

@@ -108,8 +108,8 @@ def welcome(stranger: zmq.Socket[bytes]) -> m.MasterMessage:
     return m.decode_from_master(told.popleft())
 
 
-class Relay:
-    """The way of a peer to a master, which a test can cut."""
+class Proxy:
+    """A TCP proxy between a peer and a master, which a test can cut."""
 
     def __init__(self, master: str) -> None:
         host, _, port = master.partition(":")
@@ -174,7 +174,7 @@ class Relay:
         with contextlib.suppress(OSError):  # closed already
             target.shutdown(socket.SHUT_WR)
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> Proxy:
         return self
 
     def __exit__(self, *exception: object) -> None:

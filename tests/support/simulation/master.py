@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.history import History
 from pccl.protocol.master.restart import Recovery
@@ -39,9 +40,12 @@ class Watched(Master):
         dismissals.drop_for = self._watch_drops
         history.lose, history.restore = self._watch_lose, self._watch_restore
         self._restored = False
-        voting = self.run.voting
-        self._fail, self._drop_odd = voting._end, voting._drop
-        voting._end, voting._drop = self._watch_end, self._watch_drop
+        self._dismiss, self._failure = dismissals.dismiss_all, self.run.outbox.failure
+        dismissals.dismiss_all, self.run.outbox.failure = self._watch_dismiss, self._watch_failure
+        self._close = self.run.voting.open.close
+        self.run.voting.open.close = self._watch_close
+        self._split: list[Round] = []  # rounds without a majority, which fail together
+        self._why = ""
 
     def _watch_drops(self, group: int, verdict: Verdict) -> None:
         size, syncs = self.run.membership.size(group), self.run.synchronizations.current
@@ -80,9 +84,12 @@ class Watched(Master):
             for form in {*asks.values()}:
                 yield round_, {number for number, its in asks.items() if its == form}
 
-    def _watch_drop(self, whys: Mapping[int, str], result: Result) -> None:
-        """A dropped peer disagrees with a majority: in another call, or with other arguments."""
-        for number in whys:
+    def _watch_dismiss(
+        self, whys: Mapping[int, str], result: Result, cause: m.Cause = m.Cause.OTHER
+    ) -> None:
+        """A peer dropped for a mismatch disagrees with a majority: it is in another call, or has
+        other arguments."""
+        for number in whys if cause is m.Cause.MISMATCH else ():
             group = self.peers[number].info.group
             against = [
                 camp
@@ -93,9 +100,25 @@ class Watched(Master):
             ]
             assert against, f"peer {number} was dropped, and no majority stands against it"
             self.odd(number)
-        self._drop_odd(whys, result)
+        self._dismiss(whys, result, cause)
 
-    def _watch_end(self, rounds: Sequence[Round], result: Result, why: str) -> None:
+    def _watch_failure(
+        self, round_id: RoundId, result: Result, why: str, cause: m.Cause = m.Cause.OTHER
+    ) -> m.Failure:
+        """Rounds that fail for a mismatch fail together, and are closed after that."""
+        round_ = self.run.voting.open.get(round_id)
+        if cause is m.Cause.MISMATCH and round_ is not None:
+            self._split.append(round_)
+            self._why = why
+        return self._failure(round_id, result, why, cause)
+
+    def _watch_close(self, round_: Round) -> None:
+        split, self._split = self._split, []
+        if split:
+            self._judge(split)
+        self._close(round_)
+
+    def _judge(self, rounds: Sequence[Round]) -> None:
         """No peer of a majority gets an error, unless a send or recv is in the way."""
         if all(round_.id.kind is not Kind.PAIR for round_ in rounds):
             groups = [round_.id.group for round_ in rounds if round_.id.group is not None]
@@ -103,9 +126,8 @@ class Watched(Master):
             for mine, camp in self._camps():
                 others = {n for one in rounds if one is not mine for n in one.votes}
                 most = mine in rounds and self._most(members, camp - others)
-                assert not most, f"most ask for the same, and got an error: {why}"
-        self.parted([(n, c, one.id) for one in rounds for n, c in one.calls.items()], why)
-        self._fail(rounds, result, why)
+                assert not most, f"most ask for the same, and got an error: {self._why}"
+        self.parted([(n, c, one.id) for one in rounds for n, c in one.calls.items()], self._why)
 
     def _go_on(self, recovery: Recovery) -> None:
         self._restored = False

@@ -113,6 +113,8 @@ class SimulatedRun:
 
     def _new_master(self, number: int, journal: Journal | None = None) -> Master:
         secret = self.random.randbytes(32)
+        # when it recovers: a master that has no journal with peers takes whoever comes
+        self.expects_known_peers = journal is not None and bool(journal.accepted)
         master = Watched(number, self.combine, self.straggler_s, journal, secret=secret)
         master.blamed = self.blamed.__setitem__
         master.bereft = self._begin_history
@@ -346,8 +348,8 @@ class SimulatedRun:
 
     def given_up_by_master(self, peer: SimPeer) -> bool:
         """Whether the run goes on without a peer that does not know it yet."""
-        if (recovery := self.master._recovery) is not None:
-            return recovery._complete and peer.machine.number not in self.journal
+        if self.master.recovering:
+            return self.expects_known_peers and peer.machine.number not in self.journal
         return not self.master.knows(peer.conn)
 
     def note_heard(self, of: m.CallError | m.Failure, peer: SimPeer) -> None:

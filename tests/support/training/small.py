@@ -37,6 +37,31 @@ class Model(torch.nn.Module):
         return torch.cat([self.weight.detach().flatten(), self.bias.detach()]).clone()
 
 
+class Places(torch.nn.Module):
+    """A model in which each step of each peer has an effect at a place of its own, in one of two
+    parts by turns."""
+
+    def __init__(self, peers: int, steps: int) -> None:
+        super().__init__()
+        self.shape = peers, steps // 2
+        self.parts = torch.nn.ParameterList(torch.zeros(self.shape) for _ in range(2))
+
+    def move(self, peer: int, step: int) -> None:
+        """Moves that place by -1 with SGD of learning rate 1."""
+        for index, part in enumerate(self.parts):
+            part.grad = torch.zeros(self.shape)
+            if step % 2 == index:
+                part.grad[peer, step // 2] = 1.0
+
+    def flat(self) -> Any:
+        return torch.cat([part.detach().flatten() for part in self.parts])
+
+    def steps(self, flat: Any) -> Any:
+        """The values at the places of each step of each peer."""
+        peers, half = self.shape
+        return flat.view(2, peers, half).permute(1, 2, 0).reshape(peers, 2 * half)
+
+
 def random(seed: int) -> Any:
     return torch.randn(N, generator=torch.Generator().manual_seed(seed))
 
