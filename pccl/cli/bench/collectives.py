@@ -36,7 +36,7 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import option, whole_number
-from pccl.cli.bench import common, trials
+from pccl.cli.bench import options, trials
 from pccl.cli.bench.trials import GLOO, IN_PLACE, NCCL, OUT_OF_PLACE, Job, Measured, blocks
 from pccl.cli.processes import collect, workers
 from pccl.cli.terminal import Refused
@@ -68,8 +68,8 @@ _OF_GLOO_ON_GPUS = ("all_reduce", "broadcast")  # https://docs.pytorch.org/docs/
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    common.add_sizes(parser, "4K", "256M", 2)
-    common.add_iterations(parser, 20, 5)
+    options.add_sizes(parser, "4K", "256M", 2)
+    options.add_iterations(parser, 20, 5)
     option(parser, "-d --datatype", "element type", "float", choices=_DTYPES)
     if what in trials.REDUCING:
         option(parser, "-o --op", "operation", "sum", choices=_OPS)
@@ -79,14 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         parser.set_defaults(op="none", quantize=None)
     text = "verify every element of one more call of each size"
     option(parser, "-c --check 0|1", text, 1, whole_number(0, 1))
-    common.add_run(parser)
+    options.add_run(parser)
     text = "connections to the next peer (default: one on this machine, else by the round trip)"
     option(parser, "--lanes N", text, kind=whole_number(1, 256))
     text = "alternate with this, in processes on this machine"
     option(parser, "--against", text, choices=trials.OTHERS)
     text = "where the arrays are; cuda: torch tensors"
     option(parser, "--device", text, "cpu", choices=("cpu", "cuda"))
-    common.add_json(parser)
+    options.add_json(parser)
     text = "say how each size travels, on one machine and on several; measure nothing"
     option(parser, "--explain", text)
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints; 1 if an element was wrong."""
     if problem := _problem(args):
         raise Refused(problem)
-    dtype, sizes = _DTYPES[args.datatype], common.sizes(args)
+    dtype, sizes = _DTYPES[args.datatype], options.sizes(args)
     job = Job(
         what=args.measurement,
         peers=args.peers,
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     found: dict[str, object] = {"results": [row.json() for row in rows]}
     found["out_of_bounds"] = {"count": wrong, "okay": wrong == 0}
     found["average_bus_bandwidth"] = {"bandwidth": average_busbw(rows)}
-    common.write_json(args, found)
+    options.write_json(args, found)
     return 1 if wrong else 0
 
 
@@ -140,10 +140,10 @@ def chosen(
     settings: Settings | None = None,
 ) -> Tuning:
     """How a collective of `nbytes` travels between peers on one machine, or on several."""
-    options = QuantizationOptions.of(quantization) if quantization else None
+    how = QuantizationOptions.of(quantization) if quantization else None
     count = nbytes // dtype.itemsize // blocks(what, peers)
     kind = CollectiveKind(what)
-    spec = Spec(kind, op.value, dtype.value, count, *fingerprint(options, dtype, op))
+    spec = Spec(kind, op.value, dtype.value, count, *fingerprint(how, dtype, op))
     rings = (Ring(tuple(range(1, peers + 1)), 1),)
     known = Conditions(1, peers, rings, together, together, settings or Settings())
     return choose(spec, wire_bytes(spec, dtype, count * blocks(what, peers)), known)
@@ -223,7 +223,7 @@ def _problem_with_torch(args: argparse.Namespace) -> str:
 def _title(job: Job, master: str | None) -> str:
     who = f"{job.peers} processes"
     return (
-        f"{common.title(job.what, who, master, trials.described(job.device))}, "
+        f"{options.title(job.what, who, master, trials.described(job.device))}, "
         f"lanes {job.lanes or 'auto'}\n"
         f"# medians of {job.iterations} iterations after {job.warmups} warm-ups"
         + (f", quantized to {job.quantization}" if job.quantization else "")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, get_args
 
 import pccl
 from pccl.cli.arguments import option, whole_number
-from pccl.cli.bench import common
+from pccl.cli.bench import options, trials
 from pccl.cli.processes import collect, workers
 from pccl.cli.terminal import Refused
 from pccl.kernels import Format
@@ -108,7 +108,7 @@ def train(job: argparse.Namespace, address: str) -> list[dict[str, Measured]]:
         ways = {GLOO: Trainee(job, gloo), PCCL: Trainee(job, own)}
         ways |= {f"{PCCL} {wire}": Trainee(job, own, wire) for wire in job.wire or ()}
         turns = {name: (way.prepare, way.step) for name, way in ways.items()}
-        times_s = common.in_turns(turns, job.iters, job.warmup_iters, alternate=True)
+        times_s = trials.in_turns(turns, job.iters, job.warmup_iters, alternate=True)
         found: list[Any] = [None] * job.peers
         dist.all_gather_object(
             found, {name: way.measured(times_s[name]) for name, way in ways.items()}
@@ -133,15 +133,15 @@ _NUMBERS = (  # name, default, meaning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_iterations(parser, 20, 3)
-    common.add_run(parser)
+    options.add_iterations(parser, 20, 3)
+    options.add_run(parser)
     text = "also measure pccl with gradients in these formats"
     option(parser, "--wire", text, choices=get_args(Format), nargs="+")
     for name, default, meaning in _NUMBERS:
         option(parser, f"{name} N", meaning, default, whole_number(1))
     text = "torch's threads in each process (default: the cores divided among the processes)"
     option(parser, "--threads N", text, kind=whole_number(1))
-    common.add_json(parser)
+    options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     args.threads = args.threads or max(
         1, (os.cpu_count() or 1) // (1 if args.master else args.peers)
     )
-    job = common.job(args)
+    job = options.job(args)
     if args.master:
         rows = _rows(train(job, args.master))
     else:
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
             workers(job.peers, serve, job, node.address) as results,
         ):
             rows = _rows(collect(results)[0])
-    title = common.title("ddp", f"{job.peers} processes", args.master)
+    title = options.title("ddp", f"{job.peers} processes", args.master)
     print(
         f"{title}\n# a GPT of {rows[0]['parameters'] / 1e6:.1f} million parameters "
         f"({job.layers} layers, width {job.width}), {job.batch} x {job.length} tokens, "
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
             f"{row['way']:>13} {times:>20} {row['steps_per_s']:9.2f} {row['of_gloo']:8.2f} "
             f"{row['loss']:8.4f}  {'equal' if row['equal'] else 'DIFFER'}"
         )
-    common.write_json(args, {"peers": job.peers, "results": rows})
+    options.write_json(args, {"peers": job.peers, "results": rows})
     return 0 if all(row["equal"] for row in rows) else 1
 
 

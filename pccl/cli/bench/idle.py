@@ -21,7 +21,7 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import option, whole_number
-from pccl.cli.bench.common import PEERS_MAX
+from pccl.cli.bench.options import PEERS_MAX
 from pccl.cli.processes import WorkerError, collect, free_address, held, start_master, workers
 from pccl.cli.terminal import Refused
 

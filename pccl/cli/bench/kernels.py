@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pccl.cli.arguments import option
-from pccl.cli.bench import common, trials
+from pccl.cli.bench import options, trials
 from pccl.ext import ffi, lib
 from pccl.runtime.digest import digests
 from pccl.types import DataType, QuantizationName, ReduceOp
@@ -36,8 +36,8 @@ _FORMATS: dict[QuantizationName, int] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_sizes(parser, "1M", "128M", 128)
-    common.add_iterations(parser, 20, 5)
+    options.add_sizes(parser, "1M", "128M", 128)
+    options.add_iterations(parser, 20, 5)
     choices = [*(op.name.lower() for op in ReduceOp), "all"]
     option(parser, "-o --op", "operation", "sum", choices=choices)
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"# {'(B)':>10}  {'':>16}  {'(GB/s)':>15}  {'(GB/s)':>15}")
     all_wrong = 0
     ops = list(ReduceOp) if args.op == "all" else [ReduceOp[args.op.upper()]]
-    for nbytes in common.sizes(args):
+    for nbytes in options.sizes(args):
         kernels = [_reduce(dtype, op, nbytes) for op in ops for dtype in DataType]
         for name in _FORMATS:
             kernels += _quantized(name, nbytes)
@@ -139,8 +139,8 @@ def _operands(dtype: DataType, nbytes: int, op: ReduceOp = ReduceOp.SUM) -> list
 
 
 def add_digest_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_sizes(parser, "1M", "1G", 32)
-    common.add_iterations(parser, 7, 2)
+    options.add_sizes(parser, "1M", "1G", 32)
+    options.add_iterations(parser, 7, 2)
 
 
 def run_digest(args: argparse.Namespace) -> int:
@@ -152,7 +152,7 @@ def run_digest(args: argparse.Namespace) -> int:
     """
     print(f"# {'size':>10}  {'one thread':>16}  {'threads':>16}  {'copy':>16}   ratio of medians")
     print(f"# {'(B)':>10}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'one':>6}  {'all':>6}")
-    for nbytes in common.sizes(args):
+    for nbytes in options.sizes(args):
         words = np.random.default_rng(nbytes).integers(0, 1 << 63, -(-nbytes // 8), np.int64)
         memory: NDArray[np.uint8] = words.view(np.uint8)[:nbytes]
         region = [(memory.ctypes.data, nbytes)]
@@ -178,7 +178,7 @@ def _rates(
 ) -> list[tuple[float, float]]:
     """The median and the best GB/s of calls that take turns, each with its bytes."""
     turns = {str(i): (lambda: None, call) for i, call in enumerate(calls)}
-    times_s = common.in_turns(turns, args.iters, args.warmup_iters).values()
+    times_s = trials.in_turns(turns, args.iters, args.warmup_iters).values()
     return [
         (nbytes / median(times) / 1e9, nbytes / min(times) / 1e9)
         for nbytes, times in zip(traffic, times_s, strict=True)

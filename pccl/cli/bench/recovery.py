@@ -26,7 +26,7 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import option, size, whole_number
-from pccl.cli.bench.common import PEERS_MAX
+from pccl.cli.bench.options import PEERS_MAX
 from pccl.cli.processes import follow_parent, free_address, start_master
 from pccl.cli.terminal import Refused
 

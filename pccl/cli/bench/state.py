@@ -30,7 +30,7 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import option, whole_number
-from pccl.cli.bench import common
+from pccl.cli.bench import options
 from pccl.cli.processes import collect, workers
 from pccl.cli.terminal import Refused
 from pccl.ext import ffi, lib
@@ -55,12 +55,12 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_sizes(parser, "256M", "256M", 2)
-    common.add_iterations(parser, 7, 2)
+    options.add_sizes(parser, "256M", "256M", 2)
+    options.add_iterations(parser, 7, 2)
     option(parser, "--entries N", "entries of the state", 16, whole_number(1))
-    holders = whole_number(1, common.PEERS_MAX)
+    holders = whole_number(1, options.PEERS_MAX)
     option(parser, "--holders N", "peers that hold the state", 2, holders)
-    common.add_json(parser)
+    options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,20 +69,20 @@ def run(args: argparse.Namespace) -> int:
         raise Refused("an entry has a byte at least, and -b is no more than -e")
     who, entries = f"{args.holders} holders and a newcomer", f", {args.entries} entries"
     print(
-        f"{common.title('state', who, where=entries)}\n# medians (minima) of {args.iters} "
+        f"{options.title('state', who, where=entries)}\n# medians (minima) of {args.iters} "
         f"iterations after {args.warmup_iters} warm-ups\n{_head()}",
         flush=True,
     )
     results = []
     with (
         pccl.MasterNode("127.0.0.1:0") as master,
-        workers(args.holders + 1, take_part, common.job(args), master.address) as connections,
+        workers(args.holders + 1, take_part, options.job(args), master.address) as connections,
     ):
-        for nbytes in common.sizes(args):
+        for nbytes in options.sizes(args):
             results.append(_row(nbytes, args.warmup_iters, collect(connections)))
             print(_text(results[-1]), flush=True)
     found = {"entries": args.entries, "holders": args.holders, "results": results}
-    common.write_json(args, found)
+    options.write_json(args, found)
     return 1 if any(row["nwrong"] for row in results) else 0
 
 
@@ -99,7 +99,7 @@ def _hold(job: argparse.Namespace, address: str) -> Iterator[Measured]:
         comm.wait_for_peers(job.holders + 1)
         comm.barrier()
         revision = 1
-        for nbytes in common.sizes(job):
+        for nbytes in options.sizes(job):
             content = _content(nbytes)
             measured = Measured()
             for _ in range(job.warmup_iters + job.iters):
@@ -115,7 +115,7 @@ def _come(job: argparse.Namespace, address: str) -> Iterator[Measured]:
     with pccl.Communicator(address) as comm:  # it leaves again, so that it joins last
         comm.wait_for_peers(job.holders + 1)
         comm.barrier()
-    for nbytes in common.sizes(job):
+    for nbytes in options.sizes(job):
         expected = _content(nbytes)
         own, copied = np.empty_like(expected), np.empty_like(expected)
         measured = Measured()

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import pccl
-from pccl.cli.bench.common import in_turns
 from pccl.tensors import Array
 from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
 
@@ -33,6 +33,29 @@ EXACT_MAX = 256  # the largest sum that is exact in every element type: bfloat16
 VALUE_MAX = 15  # the largest value of a contribution, if there are few peers
 
 Bits = NDArray[Any]  # elements as numpy knows them; bfloat16 as the upper halves of float32
+
+
+def in_turns(
+    ways: Mapping[str, tuple[Callable[[], object], Callable[[], object]]],
+    iterations: int,
+    warmups: int,
+    *,
+    alternate: bool = False,
+) -> dict[str, list[float]]:
+    """The seconds of each timed iteration of calls that take turns, by name.
+
+    A way is an untimed preparation and a timed call. With `alternate`, every second iteration runs
+    the ways in reverse order, so that no way always follows the same other one.
+    """
+    times_s: dict[str, list[float]] = {name: [] for name in ways}
+    for iteration in range(warmups + iterations):
+        order = list(ways.items())
+        for name, (prepare, call) in order[:: -1 if alternate and iteration % 2 else 1]:
+            prepare()
+            began_s = time.perf_counter()
+            call()
+            times_s[name].append(time.perf_counter() - began_s)
+    return {name: times[warmups:] for name, times in times_s.items()}
 
 
 def value_max(peers: int) -> int:

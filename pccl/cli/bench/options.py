@@ -1,12 +1,10 @@
-"""Shared by all measurements: options as in nccl-tests, alternating calls, title and results."""
+"""Options that measurements share, as in nccl-tests; the title and the results that they write."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import time
-from collections.abc import Callable, Mapping
 
 from pccl import __version__
 from pccl.cli.arguments import master, option, output, size, whole_number
@@ -65,26 +63,3 @@ def title(what: str, who: str, address: str | None = None, where: str = "") -> s
     place = f"by the master {address}" if address else f"on {os.cpu_count()} cores"
     transport = os.environ.get("PCCL_TRANSPORT", "auto")
     return f"# pccl {__version__} bench {what}: {who} {place}{where}, transport {transport}"
-
-
-def in_turns(
-    ways: Mapping[str, tuple[Callable[[], object], Callable[[], object]]],
-    iterations: int,
-    warmups: int,
-    *,
-    alternate: bool = False,
-) -> dict[str, list[float]]:
-    """The seconds of each timed iteration of calls that take turns, by name.
-
-    A way is an untimed preparation and a timed call. With `alternate`, every second iteration runs
-    the ways in reverse order, so that no way always follows the same other one.
-    """
-    times_s: dict[str, list[float]] = {name: [] for name in ways}
-    for iteration in range(warmups + iterations):
-        order = list(ways.items())
-        for name, (prepare, call) in order[:: -1 if alternate and iteration % 2 else 1]:
-            prepare()
-            began_s = time.perf_counter()
-            call()
-            times_s[name].append(time.perf_counter() - began_s)
-    return {name: times[warmups:] for name, times in times_s.items()}
