@@ -132,10 +132,12 @@ class Peer:
 
     def join(self, call: int, hello: m.Hello) -> list[Effect]:
         """Asks to join; answered when this peer is accepted."""
-        if not self._dead(call):  # the connection may have failed before
+
+        def enter() -> None:
             self._joining, self._hello = call, hello
             self._outbox.send(hello)
-        return self._outbox.take()
+
+        return self._enter(call, type(hello).__name__, enter)
 
     def update_topology(self, call: int) -> list[Effect]:
         """Answered with the size of the group when pending peers have been accepted."""
@@ -218,15 +220,11 @@ class Peer:
 
     def _enter(self, call: int, place: int | str, enter: Callable[[], None]) -> list[Effect]:
         """A call enters when there is no abandoned call in its place."""
-        if not self._dead(call) and not self._abandoned.keeps(call, place, enter):
+        if self.over is not None:  # before it joined, the connection may have failed
+            self._outbox.do(replace(self.over, call=call))
+        elif not self._abandoned.keeps(call, place, enter):
             enter()
         return self._outbox.take()
-
-    def _dead(self, call: int) -> bool:
-        """True if this peer is out of the run; then answers the call."""
-        if self.over is not None:
-            self._outbox.do(replace(self.over, call=call))
-        return self.over is not None
 
     # ---- callers that leave ----
 
