@@ -1,9 +1,10 @@
 """Measures the loss that training with little communication costs, and the bytes that it saves.
 
 A byte-level GPT learns the source code of Python's standard library: 20 bytes for each of its
-parameters, in 160 rounds of 30 steps. It does so with the gradients of all peers averaged in each
-step, and in the ways of DiLoCo. All runs of a size and a seed have the same initial weights, and
-the same samples in each step: with M peers, each takes one M-th.
+parameters, in 160 rounds of 30 steps; a long run has twice as many of both. It does so with the
+gradients of all peers averaged in each step, and in the ways of DiLoCo. All runs of a size and a
+seed have the same initial weights, and the same samples in each step: with M peers, each takes one
+M-th.
 
 A sweep at the smallest size chooses the learning rates of each arm, with as many runs for each.
 Every run adds a line to the file of results, and what is there is not made again.
@@ -32,6 +33,7 @@ from experiment.runs import (
     Results,
     Run,
     Size,
+    arms_of,
 )
 from pccl.cli.arguments import whole_number
 from pccl.cli.processes import follow_parent
@@ -120,13 +122,12 @@ def _sweep(arms: Sequence[Arm]) -> list[Run]:
 
 def _runs(results: Results, arms: Sequence[Arm], sizes: Sequence[Size], seeds: int) -> list[Run]:
     """All arms with the rates that the sweep has chosen."""
-    chosen = [(arm, results.rates(arm, SMALLEST)) for arm in arms]
     return [
         Run(size, arm, rates, seed)
         for size in sizes
         for seed in range(1, seeds + 1)
-        for arm, rates in chosen
-        if rates is not None
+        for arm in arms_of(size, arms)
+        if (rates := results.rates(arm, SMALLEST)) is not None
     ]
 
 
@@ -136,7 +137,7 @@ def _show(
     if options.what == "sweep":
         print(tables.sweep(results, arms, SMALLEST))
         return
-    places = [(size, arm) for size in sizes for arm in arms]
+    places = [(size, arm) for size in sizes for arm in arms_of(size, arms)]
     found = [tables.row_of(results, arm, size, SMALLEST, options.seeds) for size, arm in places]
     rows = [row for row in found if row is not None]
     print(tables.arms(rows, [place for place, row in zip(places, found, strict=True) if not row]))
@@ -145,6 +146,7 @@ def _show(
     options.output.mkdir(parents=True, exist_ok=True)
     rows = [row for row in rows if row.arm.name != BASELINE]
     if options.what == "sizes":
+        rows = [row for row in rows if not row.size.is_long]
         figures.sizes(rows, options.output / "experiment-sizes.svg")
     else:
         print(tables.bars(rows))

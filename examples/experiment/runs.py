@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-TOKENS_PER_PARAMETER = 20
+TOKENS_EACH = 20
 INNER_STEPS = 30
 PEERS_MAX = 8
 
 
-class Size(msgspec.Struct, frozen=True):
-    """A model, and how many samples it takes for 20 tokens a parameter in rounds of 30 steps."""
+class Size(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model, and how many samples it takes for its tokens in rounds of 30 steps."""
 
     name: str
     width: int
@@ -24,6 +24,12 @@ class Size(msgspec.Struct, frozen=True):
     heads: int = 4
     context: int = 32
     rounds: int = 160
+    tokens_each: int = TOKENS_EACH  # for each parameter
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has more tokens than the law is for."""
+        return self.tokens_each > TOKENS_EACH
 
     @property
     def steps(self) -> int:
@@ -39,7 +45,7 @@ class Size(msgspec.Struct, frozen=True):
     @property
     def batch(self) -> int:
         """Samples of a step, of all peers together: a multiple of the largest number of peers."""
-        wanted = TOKENS_PER_PARAMETER * self.parameters / (self.steps * self.context)
+        wanted = self.tokens_each * self.parameters / (self.steps * self.context)
         return PEERS_MAX * max(1, round(wanted / PEERS_MAX))
 
     @property
@@ -54,6 +60,8 @@ SIZES = {
         Size("60k", width=44, layers=2),
         Size("200k", width=68, layers=3),
         Size("600k", width=108, layers=4),
+        Size("60k-long", width=44, layers=2, rounds=320, tokens_each=40),
+        Size("200k-long", width=68, layers=3, rounds=320, tokens_each=40),
     )
 }
 
@@ -122,6 +130,12 @@ _ARMS = (
     Arm("churn-4", like="sync-4", kill_every=5),
 )
 ARMS = {arm.name: arm for arm in _ARMS}
+_LONG = (BASELINE, "sync-4", "sparse-4")
+
+
+def arms_of(size: Size, arms: Iterable[Arm]) -> list[Arm]:
+    """Those that are run at a size: the longer sizes are for `sparse-4`."""
+    return [arm for arm in arms if not size.is_long or arm.name in _LONG]
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from experiment.runs import ARMS, BASELINE, Arm, Rates, Result, Results, Run, Size
+from experiment.runs import ARMS, BASELINE, Arm, Rates, Result, Results, Run, Size, arms_of
 
 # Losses of arXiv 2503.09799, table 4 (C4, H = 30, tuned): data parallel, then M = 1, 2, 4, 8.
 PUBLISHED = {
@@ -101,7 +101,9 @@ def arms(rows: Sequence[Row], missing: Sequence[tuple[Size, Arm]]) -> str:
     head += ["times fewer", "kills"]
     lines = []
     for row in rows:
-        has_law = row.arm.peers > 1 and not row.arm.options and not row.arm.kill_every
+        has_law = row.arm.peers > 1 and not (
+            row.arm.options or row.arm.kill_every or row.size.is_long
+        )
         spread = f" ± {100 * row.spread:.2f}" if len(row.gaps) > 1 else ""
         kills = sum(result.kills for result in row.results) / len(row.results)
         lines.append(
@@ -120,7 +122,7 @@ def arms(rows: Sequence[Row], missing: Sequence[tuple[Size, Arm]]) -> str:
     text = table(head, lines)
     for size in dict.fromkeys(size for size, _ in missing):
         names = ", ".join(arm.name for other, arm in missing if other == size)
-        text += f"\nNot run with {size.name} parameters: {names}.\n"
+        text += f"\nNot run with N = {size.name}: {names}.\n"
     return text
 
 
@@ -160,6 +162,8 @@ def bars(rows: Sequence[Row]) -> str:
             ("sparse-4", "twice sync-4", sync and 2 * sync.gap, 1000),
             ("churn-4", "1 % more than sync-4", sync and sync.gap + 0.01, 0),
         ):
+            if not arms_of(size, [ARMS[name]]):
+                continue
             row = found.get((size, name))
             lines.append([size.name, name, text, *_reached(row, allowed, saving)])
     return table(["N", "arm", "gap at most", "that is", "measured", "reached"], lines)

@@ -22,6 +22,7 @@ from experiment.runs import (  # noqa: E402
     Results,
     Run,
     Size,
+    arms_of,
 )
 from experiment.text import Text  # noqa: E402
 
@@ -50,7 +51,23 @@ def test_a_size_says_what_its_model_has_and_learns(size: Size) -> None:
     assert size.parameters == sum(p.numel() for p in model.parameters())
     assert all(size.batch % arm.peers == 0 for arm in ARMS.values())
     if size is not TINY:
-        assert 19 < size.tokens / size.parameters < 22
+        assert 0.95 < size.tokens / size.parameters / size.tokens_each < 1.1
+
+
+def test_a_long_run_is_for_what_needs_it() -> None:
+    long = SIZES["200k-long"]
+    found = [arm.name for arm in arms_of(long, ARMS.values())]
+    assert found == [BASELINE, "sync-4", "sparse-4"]
+    assert arms_of(SIZES["200k"], ARMS.values()) == [*ARMS.values()]
+    rates = ARMS["sparse-4"].grid[0]
+    runs = [Run(long, ARMS[name], rates, 1) for name in found[1:]]
+    rows = [
+        tables.Row(run.arm, long, rates, (made(run, 1.0, 5.0),), (gap,))
+        for run, gap in zip(runs, (0.02, 0.03), strict=True)
+    ]
+    bars = tables.bars(rows).splitlines()[2:]
+    assert len(bars) == 1 and "sparse-4 | twice sync-4 | +4.00 % | +3.00 %" in bars[0]
+    assert bars[0].endswith("| yes |")
 
 
 def test_all_sweeps_of_arms_have_the_same_size() -> None:
@@ -90,7 +107,7 @@ def test_gaps_are_of_the_same_seed_and_what_was_not_run_is_named(tmp_path: Path)
     assert row.saving == pytest.approx(TINY.steps * 6 * TINY.parameters / 1e4)
     assert tables.row_of(results, ARMS["muon-4-int4"], TINY, TINY, seeds=3) is None
     text = tables.arms([row], [(TINY, ARMS["muon-4-int4"])])
-    assert "| +2.50 % ± 0.71 | 2 |" in text and "Not run with tiny parameters: muon-4-int4." in text
+    assert "| +2.50 % ± 0.71 | 2 |" in text and "Not run with N = tiny: muon-4-int4." in text
     bars = tables.bars([row])
     assert "| +2.50 % at 1/534 of the bytes | yes |" in bars and "| not run |  |" in bars
     figures.sizes([row], tmp_path / "sizes.svg")
