@@ -65,7 +65,8 @@ def save(path: str | os.PathLike[str], entries: Sequence[Entry], revision: int) 
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A new file that replaces the one at `path` when its content is on disk.
 
-    If the body raises, or the process dies meanwhile, the old file stays.
+    If the body raises, or the process dies meanwhile, the old file stays. Raises OSError: the file
+    cannot be written, although torch.save, in the body, raises a RuntimeError then.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -75,8 +76,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        lacking = error.__context__ if isinstance(error, RuntimeError) else error
+        if isinstance(lacking, OSError) and lacking.filename is None:
+            raise OSError(lacking.errno, lacking.strerror, str(path)) from error
         raise
     sync_directory(path.parent)
 
