@@ -34,8 +34,9 @@ from pccl.types import ReduceInfo, SharedStateSyncInfo
 
 __all__ = [
     "DIRECT_MAX", "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
-    "are_peers_pending", "await_newcomers", "expect_no_return", "launch", "member", "names",
-    "ranks", "repeat_until_enough", "ring", "run", "synchronize_once", "update_topology",
+    "are_peers_pending", "await_newcomers", "expect_no_return", "has_synchronized", "launch",
+    "member", "names", "ranks", "repeat_until_enough", "ring", "run", "synchronize_once",
+    "update_topology",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -139,6 +140,11 @@ def await_newcomers(
         PCCLTimeoutError: the deadline has passed.
     """
     return comm._membership.await_newcomers(deadline or Deadline(None), patience_s)
+
+
+def has_synchronized(comm: Communicator) -> bool:
+    """True if this peer has synchronized shared state since it joined."""
+    return comm._membership.synced
 
 
 def synchronize_once(

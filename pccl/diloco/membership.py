@@ -42,6 +42,11 @@ class Group:
 
     def join(self, config: torch.Tensor, min_peers: int) -> None:
         """Joins the run, or starts one with others; `config` is an entry of the shared state."""
+        if extension.has_synchronized(self._comm):
+            raise ValueError(
+                "this communicator has synchronized other shared state already, perhaps that of an "
+                "earlier DiLoCo: connect another Communicator for each DiLoCo"
+            )
         own_config = config.clone()
         self._sync(self._complete, min_peers)
         if not torch.equal(own_config, config):
