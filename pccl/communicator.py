@@ -35,7 +35,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from typing import Any, Literal, NoReturn, Self
 
 from pccl import operands
@@ -67,6 +66,7 @@ from pccl.support import (
     parse_advertised,
     parse_ports,
     require,
+    whole,
 )
 from pccl.types import (
     Attribute,
@@ -136,8 +136,9 @@ class Communicator(Closing):
         name: str | None = None,
     ) -> None:
         self._host, self._port = parse_address(address)
-        require("peer_group", peer_group, Integral)
-        require("p2p_connection_pool_size", p2p_connection_pool_size, Integral)
+        peer_group = whole("peer_group", peer_group)
+        p2p_connection_pool_size = whole("p2p_connection_pool_size", p2p_connection_pool_size)
+        team, team_size = whole("team", team), whole("team_size", team_size)
         if not 0 <= peer_group < 1 << 32:
             raise ValueError(f"peer_group is {peer_group}: it must be in 0 to 2**32 - 1")
         most = RANGES["lanes"].most
@@ -561,8 +562,9 @@ class Communicator(Closing):
                 it does not.
         """
         deadline = Deadline(timeout)
-        if min_peers < 1:
-            raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
+        min_peers = whole("min_peers", min_peers)
+        if not 1 <= min_peers < 1 << 64:
+            raise ValueError(f"min_peers is {min_peers}: it must be in 1 to 2**64 - 1")
         require("strategy", strategy, SharedStateSyncStrategy)
 
         options = strategy, raise_on_divergence, min_peers, progress

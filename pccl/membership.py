@@ -38,7 +38,7 @@ from pccl.runtime.client.memory import Copies, Operands, Wide, nothing, on_host
 from pccl.runtime.config import Config
 from pccl.runtime.forks import FORKED
 from pccl.runtime.signals import aside
-from pccl.support import require
+from pccl.support import require, whole
 from pccl.types import ReduceInfo, Result
 
 log = logging.getLogger("pccl")
@@ -171,11 +171,11 @@ class AsyncReduceHandle:
         if membership is None:
             self._end = effects.Answer(0, effects.Reduced(1, 0, 0))
             return
-        for tag in tags:
+        self._tags = [whole("tag", tag) for tag in tags]
+        for tag in self._tags:
             if not 0 <= tag < 1 << 64:
                 raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
-        self._client = membership.one_of_several(name)
-        self._name, self._tags = name, tags
+        self._client, self._name = membership.one_of_several(name), name
         self._calls, self._ranks = membership.calls, membership.ranks
         self._call = self._client.call()
         self._copies: Copies | None = None

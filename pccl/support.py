@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from abc import ABC, abstractmethod
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from types import TracebackType
-from typing import Self
+from typing import Self, SupportsIndex
 
 DEFAULT_PORT = 48148  # the port of a master
 ADVERTISED_MAX = 8  # hosts that a peer may advertise
@@ -17,6 +18,14 @@ def require(what: str, value: object, kind: type) -> None:
     """Raises TypeError unless an argument is of this type."""
     if not isinstance(value, kind):
         raise TypeError(f"{what} is {value!r}: it must be of type {kind.__name__}")
+
+
+def whole(what: str, value: SupportsIndex) -> int:
+    """An argument that is a whole number, possibly one of numpy's. Raises TypeError: it is none."""
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise TypeError(f"{what} is {value!r}: it must be a whole number") from None
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ import xxhash
 
 from pccl.extension import GRACE_MAX_S
 from pccl.kernels import Wire
+from pccl.support import whole
 
 AlonePolicy = Literal["continue", "step", "wait"]
 BufferMode = Literal["local", "first", "mean"]
@@ -83,7 +84,7 @@ def rates(
 def checked_steps(inner_steps: InnerSteps) -> InnerSteps:
     """The inner steps in the form in which peers compare them."""
     if not isinstance(inner_steps, Sequence):
-        return inner_steps
+        return whole("inner_steps", inner_steps)
     points = _checked("inner_steps", inner_steps)
     assert isinstance(points, Sequence)
     return tuple((k, int(steps)) for k, steps in points)
@@ -318,7 +319,7 @@ def layout_digest(layout: list[tuple[str, list[int]]]) -> str:
 
 
 def encode(config: dict[str, Any]) -> torch.Tensor:
-    text = json.dumps(config, sort_keys=True).encode()
+    text = json.dumps(config, sort_keys=True, default=float).encode()  # one of numpy's
     if len(text) > _CONFIG_BYTES:
         raise ValueError(
             f"the settings have {len(text)} bytes, more than {_CONFIG_BYTES}: {text!r}"

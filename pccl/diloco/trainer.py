@@ -70,7 +70,7 @@ from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Stopwatch, 
 from pccl.insight import LogMetrics
 from pccl.kernels import Wire
 from pccl.runtime.checkpoint import replacing
-from pccl.support import require
+from pccl.support import require, whole
 
 _REJOINS_MAX = 3  # in a row, without a round between them
 _log = logging.getLogger("pccl.diloco")
@@ -218,6 +218,9 @@ class DiLoCo:
             given["deadline_peers"] = 1
         given["weight"] = weight or ("rate" if mode == "decoupled" else "peers")
         given["inner_steps"] = None if inner_steps is None else checked_steps(inner_steps)
+        for setting in ("min_peers", "fragments", "overlap", "deadline_peers", "quarantine"):
+            if given[setting] is not None:
+                given[setting] = whole(setting, given[setting])
         require("model", model, torch.nn.Module)
         require("inner_optimizer", inner_optimizer, torch.optim.Optimizer)
         if ledger is not None:

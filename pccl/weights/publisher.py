@@ -14,7 +14,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 from pccl.runtime.client.call import error_of
 from pccl.security import Security
-from pccl.support import Closing
+from pccl.support import Closing, whole
 from pccl.tensors import Array
 from pccl.types import Result
 from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
@@ -122,7 +122,8 @@ class Publisher(Closing):
             raise error_of("publish", self._client.over)
         if version is None:
             version = max(self._others.latest, self._version, self._tried) + 1
-        elif not 0 < version < VERSION_MAX:  # leaves numbers for publishers without explicit ones
+        version = whole("version", version)
+        if not 0 < version < VERSION_MAX:  # leaves numbers for publishers without explicit ones
             raise ValueError(f"version is {version}: it must be from 1 to 2**61 - 1")
         blobs = self._blobs(version)
         call = self._client.call()

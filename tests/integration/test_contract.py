@@ -25,6 +25,7 @@ from peers.cluster import Cluster
 from peers.processes import Start, gathered
 
 import pccl
+from pccl import weights
 
 NAMES = """cuda Communicator MasterNode ReduceOp Attribute SharedStateSyncStrategy DataType
 DistributionHint QuantizationAlgorithm ReduceOperandDescriptor QuantizationOptions ReduceDescriptor
@@ -191,6 +192,35 @@ WRONG: dict[str, Callable[[], object]] = {
 def test_an_argument_of_a_wrong_type_is_a_type_error(says: str) -> None:
     with pytest.raises(TypeError, match=f"^{re.escape(says)}"):
         WRONG[says]()
+
+
+def test_numbers_that_are_not_whole_cost_nothing_and_those_of_numpy_are_as_good_as_others() -> None:
+    with Cluster(2) as cluster:
+
+        def calls(_: int, comm: pccl.Communicator) -> None:
+            for size in (3, 100_000):  # by way of the master, and around the ring
+                for wrong in (1.5, np.float32(2), "3", float("nan")):
+                    with pytest.raises(TypeError, match=r"^tag is .*: it must be a whole number"):
+                        comm.all_reduce(np.ones(size), tag=wrong)  # type: ignore[arg-type]
+                for tag in (np.int64(3), np.uint8(4), True):
+                    comm.all_reduce(np.ones(size), tag=tag)  # type: ignore[arg-type]
+            shared = pccl.SharedState.from_tensors({"x": np.zeros(3)})
+            with pytest.raises(TypeError, match=r"^min_peers is 2\.5: it must be a whole number"):
+                comm.sync_shared_state(shared, min_peers=2.5)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="min_peers is 18446744073709551616"):
+                comm.sync_shared_state(shared, min_peers=1 << 64)
+            comm.sync_shared_state(shared, min_peers=np.int64(2))  # type: ignore[arg-type]
+
+        cluster.each(calls)
+        address = cluster.master.address
+        with weights.Publisher(address, {"x": np.zeros(3)}) as publisher:
+            with pytest.raises(TypeError, match=r"^version is 2\.5: it must be a whole number"):
+                publisher.publish(2.5)  # type: ignore[arg-type]
+            assert publisher.publish(np.int64(2)).version == 2  # type: ignore[arg-type]
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        more = {"team": np.int64(7), "team_size": np.int8(1)}
+        with pccl.Communicator(master.address, np.int64(7), **more) as comm:  # type: ignore[arg-type]
+            assert comm.world_size == 1
 
 
 def test_objects_bound_to_a_process_cannot_be_pickled_or_copied() -> None:

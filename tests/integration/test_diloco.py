@@ -261,6 +261,36 @@ def test_a_peer_alone_trains_on_without_outer_steps_and_lets_a_newcomer_in(addre
     )
 
 
+def test_a_second_diloco_of_a_communicator_is_refused(address: str) -> None:
+    with pccl.Communicator(address) as comm:
+        diloco, model = make(comm, Model()), Model()
+        with pytest.raises(ValueError, match="connect another Communicator for each DiLoCo"):
+            make(comm, model)
+        diloco.finish()
+
+
+def test_settings_may_be_numbers_of_numpy(address: str) -> None:
+    """Peers compare them as other numbers."""
+    numbers = {"deadline_peers": 2, "inner_steps": 2, "min_peers": 2, "outer_lr": 0.5, "grace": 0.5}
+
+    def peer(kind: Callable[[Any], Any]) -> Callable[[], int]:
+        def body() -> int:
+            model, given = Model(), {name: kind(value) for name, value in numbers.items()}
+            with pccl.Communicator(address) as comm:
+                diloco = make(comm, model, **given)
+                for k in range(4):
+                    model.move(random(k))
+                    diloco.step()
+                return diloco.outer_step
+
+        return body
+
+    assert together(peer(lambda value: value), peer(lambda value: np.array(value)[()])) == [2, 2]
+    with pccl.Communicator(address) as comm:
+        with pytest.raises(TypeError, match=r"^inner_steps is 2\.5: it must be a whole number"):
+            make(comm, Model(), inner_steps=2.5)
+
+
 def test_other_settings_are_refused_by_name(address: str) -> None:
     why = r"inner_steps is 2 in the run and 7 here$"
     refuse(address, why, {"inner_steps": 2}, {"inner_steps": 7})
