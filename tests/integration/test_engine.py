@@ -272,7 +272,7 @@ import threading
 from pccl.runtime.client.engine import Engine, EngineOptions
 run, go = threading.Thread.run, threading.Event()
 threading.Thread.run = lambda thread: (go.wait(), run(thread))
-engine = Engine(EngineOptions(heartbeat_ms=100, heartbeat_timeout_ms=400), host="127.0.0.1")
+engine = Engine(EngineOptions(heartbeat_ms=200, heartbeat_timeout_ms=2000), host="127.0.0.1")
 print(engine.port, flush=True)
 input()
 go.set()
@@ -284,7 +284,7 @@ engine.close()
 @pytest.mark.parametrize("lanes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_neighbor_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: int) -> None:
     """Its own successor may be slow: heartbeats must not wait behind what it has not taken."""
-    (peer,) = make(1, heartbeat_ms=100, heartbeat_timeout_ms=800)
+    (peer,) = make(1, heartbeat_ms=200, heartbeat_timeout_ms=2000)
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE_THAT_TAKES_NOTHING_YET],
         stdin=subprocess.PIPE,
@@ -303,7 +303,7 @@ def test_a_neighbor_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: i
         peer.engine.start(StartOp(5, 5, NONCE, (RingPlace(2, 2, 0, 0, x.size),), 1 << 18))
         for stream in (1, 2):
             peer.wait(STREAM_UP, stream)
-        assert not peer.engine.socket.poll(2000), peer.engine.events()
+        assert not peer.engine.socket.poll(5000), peer.engine.events()
         busy.stdin.write(b"\n")
         busy.stdin.flush()
         assert peer.wait(COMPLETE, 5).tx_bytes == x.nbytes
