@@ -72,7 +72,15 @@ class CallsInFlight:
         excludes it.
         """
         with self._lock:
-            self._may_enter(name)
+            if name in EXCLUSIVE and self._tags:
+                in_use = sorted(self._tags, key=str)
+                why = f"collectives were not awaited (tags {in_use}): wait() for them first"
+                raise error_for(Result.PENDING_ASYNC_OPS, name, why)
+            rounds = self._rounds.keys()
+            others = rounds if name in EXCLUSIVE else rounds & (EXCLUSIVE | {name})
+            if others:
+                why = f"another thread of this peer is in {min(others)}()"
+                raise error_for(Result.INVALID_USAGE, name, why)
             if not tags:
                 self._rounds[name] = call
             self.any_collective |= bool(tags)
@@ -81,17 +89,6 @@ class CallsInFlight:
                 if self._tags.setdefault(tag, call) is not call:
                     why = f"tag {tag} is in use by a collective: wait() for it, or use another tag"
                     raise error_for(Result.INVALID_ARGUMENT, name, why)
-
-    def _may_enter(self, name: str) -> None:
-        if name in EXCLUSIVE and self._tags:
-            tags = sorted(self._tags, key=str)
-            why = f"collectives were not awaited (tags {tags}): wait() for them first"
-            raise error_for(Result.PENDING_ASYNC_OPS, name, why)
-        rounds = self._rounds.keys()
-        others = rounds & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else rounds
-        if others:
-            why = f"another thread of this peer is in {min(others)}()"
-            raise error_for(Result.INVALID_USAGE, name, why)
 
     def leave(self, call: Call) -> None:
         """Ends a call, if it began. Idempotent."""

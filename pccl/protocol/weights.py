@@ -576,5 +576,4 @@ class WeightsMachine:
         return self._next
 
     def _take(self, *more: Effect) -> list[Effect]:
-        self._do(*more)
-        return self._outbox.take()
+        return [*self._outbox.take(), *more]

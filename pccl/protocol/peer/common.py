@@ -191,17 +191,16 @@ class Outbox:
         # introduce itself (by a `Send`), and Resume reports everything else.
         self.known = True
         self._effects: list[Effect] = []
+        self.do = self._effects.append  # adds an effect
 
     def send(self, message: m.PeerMessage) -> None:
         """Sends a message, if the master knows this peer."""
         if self.known:
             self._effects.append(Send(message))
 
-    def do(self, *effects: Effect) -> None:
-        self._effects += effects
-
     def take(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
+        effects = self._effects.copy()
+        self._effects.clear()
         return effects
 
 
