@@ -77,6 +77,15 @@ class Mail:
             raise _error(waiting)
         return waiting > 0
 
+    def send_now(self, data: bytes, sent: ctypes.Array[ctypes.c_int32]) -> bool:
+        """Sends a message in a single call, which sets sent[0] to 1, whatever happens next.
+
+        Returns False if it was not sent, or if messages wait.
+        """
+        if self._by_python or self._socket.closed:
+            return False
+        return self._send(data, len(data), sent) == 0
+
     def take(self) -> list[bytes]:
         """Receives all waiting messages, until the socket is empty."""
         taken: list[bytes] = []

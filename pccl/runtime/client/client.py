@@ -9,6 +9,7 @@ ends the call), the control thread first enters the call, and knows whether the 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import threading
@@ -17,7 +18,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pccl.ext import ffi
 from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
@@ -257,7 +257,7 @@ class PeerClient(ControlThread):
         data = operands.contribution() if tuning.inline else None
         rows, pair, spec = operands.rows, operands.pair, tuning.spec
         one = Collective(call.number, tag, spec, data, stuck, rows, pair, tuning.nbytes)
-        sent, entered = ffi.new("int32_t *"), False
+        sent, entered = (ctypes.c_int32 * 1)(), False
 
         def begin(number: int) -> list[effects.Effect]:
             nonlocal entered

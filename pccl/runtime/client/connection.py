@@ -7,6 +7,7 @@ address that answers if there are several.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
-from pccl.ext import ffi, lib, tables
 from pccl.protocol import messages as m
 from pccl.runtime import limits
 from pccl.runtime.client.engine import EngineOptions
@@ -161,22 +161,13 @@ class Dealer:
             return True  # the connection broke; its monitor knows why, and is read next
         return waiting
 
-    def send_now(self, vote: bytes, sent: Any) -> bool:
-        """Sends the vote of a small collective from its caller's thread, in a single C call.
+    def send_now(self, vote: bytes, sent: ctypes.Array[ctypes.c_int32]) -> bool:
+        """Sends the encoded vote of a small collective from its caller's thread.
 
-        Args:
-            vote: the encoded message.
-            sent: an `int32_t *`, which becomes 1 when the vote is sent, whatever happens next.
-
-        Returns:
-            True on success. False if the control thread must be woken: the vote was not sent, or
-            the socket has messages to read that would otherwise go unnoticed.
+        Returns False if the control thread must be woken: the vote was not sent, or the socket has
+        messages to read that would otherwise go unnoticed.
         """
-        backend = tables.load()
-        if backend.name != "libzmq":  # the other backend calls back into Python
-            return False
-        socket = ffi.cast("void *", self.socket.underlying)
-        return bool(lib.pccl_mail_send(backend.table, socket, vote, len(vote), sent) == 0)
+        return self._mail.send_now(vote, sent)
 
     def receive(self) -> Iterator[m.MasterMessage]:
         """All messages so far. Raises ProtocolError: the master has sent other bytes."""

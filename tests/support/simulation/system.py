@@ -6,8 +6,9 @@ thread, and moves its clock.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pccl.protocol import messages as m
 from pccl.runtime.client.connection import DealerEvent
@@ -72,7 +73,7 @@ class SimDealer:
         self._peer.conversation.said(message)  # others may be heard before it is sent
         self.unsent.append(message)
 
-    def send_now(self, vote: bytes, sent: Any) -> bool:
+    def send_now(self, vote: bytes, sent: ctypes.Array[ctypes.c_int32]) -> bool:
         sent[0] = 1
         message = m.decode_from_peer(vote)
         self._peer.conversation.said(message)
