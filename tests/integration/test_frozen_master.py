@@ -27,8 +27,7 @@ from pccl.protocol.master.effects import Effect
 from pccl.protocol.master.restart import WAIT_S
 from pccl.runtime.config import Config
 from pccl.runtime.server.connections import Connections
-from pccl.runtime.server.pauses import Pauses
-from pccl.runtime.server.server import Server
+from pccl.runtime.server.server import Pauses, Server
 from pccl.runtime.sockets import RouterMail, Waiter
 from pccl.runtime.tcp import Shutter
 

@@ -11,7 +11,7 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline
 from pccl.runtime.client.control import PendingCalls
 from pccl.runtime.client.memory import Pool
-from pccl.runtime.server.pauses import Pauses
+from pccl.runtime.server.server import Pauses
 from pccl.types import Result
 
 

@@ -15,15 +15,19 @@ from pathlib import Path
 from pccl.cli.chaos import kinds
 from pccl.cli.chaos.network import Network, NetworkError, Undo
 from pccl.cli.processes import Process, free_address, tail
+from pccl.master import main
 
-if sys.platform == "linux":
+if sys.platform != "win32":
     import resource
+
+    LIMITS = {"fsize": resource.RLIMIT_FSIZE, "nofile": resource.RLIMIT_NOFILE}
 
 TERMINATED_S = 10.0  # from SIGTERM until the master is killed
 STARVED_S = 0.09, 0.01  # stopped and running, in turns
 FREE_FILES = 2  # descriptors that remain free
 FULL_BYTES = 1  # the size to which files can grow on a full disk
 SPIN = "while True: pass"
+STEERED = f"import {__name__} as stage; stage.serve_steered()"
 STOP, CONTINUE = getattr(signal, "SIGSTOP", 0), getattr(signal, "SIGCONT", 0)  # not on Windows
 
 
@@ -78,7 +82,7 @@ class Stage:
             "--state": str(self.directory / "journal"),
             "--event-log": str(self.event_log),
         } | ({"--curve-dir": self._curve_dir} if self._curve_dir else {})
-        command = [sys.executable, "-P", "-m", "pccl.cli.chaos.steered"]
+        command = [sys.executable, "-P", "-c", STEERED]
         command += [word for option in options.items() for word in option]
         self.master_starts += 1
         self.master = self._start(0, command, self.directory / "master.log", {}, stdin=True)
@@ -235,6 +239,30 @@ def _exhaust(pid: int) -> Undo | None:
 
 
 def _limit(master: Process, what: str, number: int) -> Undo:
-    """Limits a resource of the master, by steered.py."""
+    """Limits a resource of the master, which `serve_steered` runs."""
     master.say(f"{what} {number}")
     return partial(master.say, what)  # a master that was restarted meanwhile has no limit
+
+
+def serve_steered() -> None:
+    """Runs `pccl master` with limits that can be changed from outside, by lines on its stdin.
+
+    "fsize N" and "nofile N" set a limit, as if the disk were full or no descriptors were left;
+    without N they lift it. The master sets its own limits, because only Linux lets another process
+    do that.
+    """
+    threading.Thread(target=_apply_limits, daemon=True).start()
+    sys.exit(main())
+
+
+def _apply_limits() -> None:
+    """Sets limits as the lines on stdin say. Ends when stdin does, because the parent has ended."""
+    rest = b""
+    while data := os.read(0, 4096):  # not sys.stdin, whose lock could block the exit
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            name, *numbers = line.decode().split()
+            if sys.platform != "win32":
+                hard = resource.getrlimit(LIMITS[name])[1]
+                resource.setrlimit(LIMITS[name], (int(numbers[0]) if numbers else hard, hard))
+    os._exit(0)
