@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 
 from training.small import (  # noqa: E402
     DEADLINE_S,
+    Cut,
     Hand,
-    Lost,
     Model,
     N,
     Places,
@@ -186,37 +186,6 @@ def test_a_peer_stopped_until_the_others_finish_does_not_train_alone(
 # ---- where else a peer may be dropped ----
 
 
-class Cut:
-    """A communicator that is dropped from the run instead of its `nth` call of `name`.
-
-    Args:
-        comm: that one.
-        name: of the call.
-        nth: of them, once it is armed.
-        fails: whether the last all_reduce_async before that has failed, for another lost peer.
-
-    Attributes:
-        armed: whether it counts.
-    """
-
-    def __init__(
-        self, comm: pccl.Communicator, name: str, nth: int, *, fails: bool = False
-    ) -> None:
-        self._comm, self._name, self._left, self._fails = comm, name, nth, fails
-        self.armed = False
-
-    def __getattr__(self, name: str) -> Any:
-        if self._fails and self.armed and self._left == 1 and name == "all_reduce_async":
-            return lambda *_, **__: Lost()
-        if self.armed and name == self._name:
-            self._left -= 1
-            if self._left == 0:
-                self._comm.close()
-                why = pccl.Result.RANK_CONNECTION_FAILED
-                raise pccl.KickedError(why, name, "as the test has it")
-        return getattr(self._comm, name)
-
-
 @pytest.mark.parametrize(
     ("name", "of_second_round"),
     [("all_reduce", BOTH), ("sync_shared_state", ALL), ("all_gather_async", ALL)],
@@ -262,16 +231,18 @@ SHARES = torch.tensor([0.5, 1 / 3])  # of a step in a mean of two, or of three
 
 
 @pytest.mark.parametrize(
-    ("mode", "name", "nth", "fails", "gone", "kept"),
+    ("mode", "name", "nth", "how", "gone", "kept"),
     [
-        ("sync", "all_reduce", 2, False, {2, 3}, set()),
-        ("sync", "sync_shared_state", 2, False, set(), set()),
-        ("delayed", "all_reduce_async", 2, False, {2, 3}, set()),
-        ("delayed", "all_gather_async", 3, False, {4, 5}, set()),
-        ("delayed", "all_gather_async", 3, True, set(), {4, 5}),
-        ("streaming", "all_reduce_async", 2, False, {1, 3}, {2}),
-        ("streaming", "all_gather_async", 3, False, {2, 4}, {5}),
-        ("streaming", "all_gather_async", 3, True, set(), {2, 4, 5}),
+        ("sync", "all_reduce", 2, "", {2, 3}, set()),
+        ("sync", "all_reduce", 2, "late", set(), {2}),
+        ("sync", "sync_shared_state", 2, "", set(), set()),
+        ("delayed", "all_reduce_async", 2, "", {2, 3}, set()),
+        ("delayed", "all_gather_async", 3, "", {4, 5}, set()),
+        ("delayed", "all_gather_async", 3, "failed", set(), {4, 5}),
+        ("streaming", "all_reduce_async", 2, "", {1, 3}, {2}),
+        ("streaming", "sync_shared_state", 2, "", set(), {2, 4, 5}),
+        ("streaming", "all_gather_async", 3, "", {2, 4}, {5}),
+        ("streaming", "all_gather_async", 3, "failed", set(), {2, 4, 5}),
     ],
 )
 @pytest.mark.parametrize("decay", [1.0, 0.5])
@@ -281,34 +252,39 @@ def test_a_dropped_peer_keeps_exactly_what_no_other_can_have(
     mode: str,
     name: str,
     nth: int,
-    fails: bool,
+    how: str,
     gone: set[int],
     kept: set[int],
     decay: float,
 ) -> None:
     """Each step of each peer is in one mean. Those of the dropped one since its last mean may be in
-    none if it has begun to give them away (`gone`); else it has them beside theta (`kept`)."""
+    none if it has begun to give them away (`gone`); else it has them beside theta (`kept`): if it
+    was "late", so that its weight was 0, or its collective has "failed" on all."""
     ended = threading.Barrier(3)
 
     def peer(number: int) -> Any:
         model, taken, seen, back = Places(3, STEPS), 0, [], 0
         with pccl.Communicator(address) as comm:
-            cut: Any = Cut(comm, name, nth, fails=fails)
+            cut: Any = Cut(comm, name, nth, fails=how == "failed")
             options = {**PLAIN, **GRACE, **ROUNDS[mode], "late_decay": decay}
             diloco = make(cut, model, min_peers=3, **options)  # type: ignore[arg-type]
             cut.armed = number == 2
-            beside = None
+            beside, since = None, 0
             while back < 2:  # rounds of all since it is back
-                hand.clock.work(1.0)
+                slow = how == "late" and number == 2 and taken == 2
+                hand.clock.work(10.0 if slow else 1.0)
                 model.move(number, taken)
                 taken += 1
                 outer = diloco.step()
                 if outer is None:
                     continue
+                if seen and seen[-1].rejoined and mode != "streaming":
+                    assert taken == since + 2, "its next round is a whole one"
                 again = any(one.rejoined or one.admitted for one in seen)
                 back += again and outer.contributors == 3
                 seen.append(outer)
                 if outer.rejoined:
+                    since = taken
                     beside = model.steps(model.flat())[2]
                 elif outer.contributors == 2 and not again and not outer.admitted:
                     while not comm.are_peers_pending():

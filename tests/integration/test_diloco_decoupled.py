@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,6 +15,9 @@ torch = pytest.importorskip("torch")
 from peers.processes import Master  # noqa: E402
 from training.small import (  # noqa: E402
     DEADLINE_S,
+    Cut,
+    Deserter,
+    Left,
     Model,
     N,
     Places,
@@ -25,8 +29,6 @@ from training.small import (  # noqa: E402
 )
 
 import pccl  # noqa: E402
-from pccl.diloco.decoupled import Learner  # noqa: E402
-from pccl.diloco.pace import Forecast  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 DECOUPLED = {"mode": "decoupled", "inner_steps": 4, "fragments": 2}
@@ -43,8 +45,9 @@ def address() -> Iterator[str]:
 class Peer:
     """A learner that has made `taken` steps."""
 
-    def __init__(self, number: int, comm: Any, **options: Any) -> None:
-        self.number, self.comm, self.model, self.taken = number, comm, Places(PEERS, STEPS), 0
+    def __init__(self, number: int, comm: Any, model: Places | None = None, **options: Any) -> None:
+        self.number, self.comm, self.taken = number, comm, 0
+        self.model = model or Places(PEERS, STEPS)
         self.diloco = make(comm, self.model, **{**DECOUPLED, **options})  # type: ignore[arg-type]
 
     def step(self) -> Any:
@@ -108,15 +111,16 @@ def run(
     numbers: int,
     train: Callable[[Peer], object],
     result: Run | None = None,
+    through: Callable[[pccl.Communicator], Any] = lambda comm: comm,
     **options: Any,
 ) -> Run:
-    """Peers that train, and finish."""
+    """Peers that train, and finish; `through` gives the communicators that they use."""
     result = result or Run()
 
     def body(number: int) -> Callable[[], Any]:
         def run() -> Any:
             with pccl.Communicator(address) as comm:
-                peer = Peer(number, comm, **{**PLAIN, "min_peers": numbers, **options})
+                peer = Peer(number, through(comm), **{**PLAIN, "min_peers": numbers, **options})
                 train(peer)
                 peer.diloco.finish()
                 with lock:
@@ -159,34 +163,6 @@ def test_a_stopped_learner_costs_the_others_nothing(address: str, wire: str) -> 
         assert found.sizes() >= {2, 3}, "its syncer took part with weight 0"
 
 
-def test_a_stopped_learner_is_waited_for_once() -> None:
-    """Then its syncer meets the others without it, until it has taken a step again."""
-    waited: list[str] = []
-
-    class Due(Forecast):
-        def left_s(self) -> float:
-            return 0.0
-
-        def patience_s(self, step_s: float) -> float:
-            waited.append("a while")
-            return 0.01
-
-    learner, pace, measured = Learner(), Due(1, None), list[str]()
-
-    def meet(steps: int = 0) -> bool:
-        learner.expect(4, lambda: measured.append("its progress"))
-        for _ in range(steps):
-            learner.stepped()
-        assert learner.wait_until_due(pace)
-        learner.met()
-        return learner.take()
-
-    assert not meet() and waited
-    before = len(waited)
-    assert not meet() and not meet() and len(waited) == before
-    assert meet(steps=1) and measured
-
-
 def test_a_stopped_peer_is_dropped_and_comes_back(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +184,155 @@ def test_a_stopped_peer_is_dropped_and_comes_back(
         peer.until(lambda: diloco.last_round is not None and diloco.last_round.contributors == 3)
 
     run(address, 3, train, grace=0.3).check()
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "sync_shared_state"])
+def test_a_peer_that_is_dropped_in_a_meeting_gives_no_step_twice(address: str, call: str) -> None:
+    """What it has given to that mean is lost if the others have made the mean without it."""
+    back = threading.Event()
+
+    def train(peer: Peer) -> None:
+        diloco = peer.diloco
+        peer.until(lambda: diloco.outer_step >= 2)
+        if peer.number == 2:
+            peer.comm.armed = True
+            peer.until(lambda: bool(diloco.last_round and diloco.last_round.rejoined))
+            back.set()
+        peer.until(back.is_set)
+        seen = diloco.outer_step
+        peer.until(lambda: diloco.outer_step >= seen + 2 and diloco.world_size == 3)
+
+    found = run(address, 3, train, through=lambda comm: Cut(comm, call, 1), grace=20.0)
+    assert len({*found.digests.values()}) == 1
+    steps = Places(PEERS, STEPS).steps(-found.theta)
+    for number, taken in found.taken.items():
+        shares = steps[number, :taken]
+        lost = shares == 0
+        assert (number == 2 and call == "all_reduce") or not lost.any()
+        assert lost.sum() < taken / 2
+        sizes = 1 / shares[~lost]
+        assert (sizes - sizes.round()).abs().max() < 1e-5, "in no mean, or in one"
+
+
+# ---- against an oracle ----
+
+BY = 3.0  # by which each step moves: in a mean of two or three peers, all numbers have few bits
+LR, MU = 0.5, 0.5
+
+
+class History:
+    """theta and v after each mean of each of two fragments, as all peers have seen them."""
+
+    def __init__(self, steps: int) -> None:
+        self.places = Places(PEERS, steps)
+        self.seen: list[dict[int, tuple[Any, Any]]] = [{}, {}]  # by the number of means
+        self.lock = threading.Lock()
+
+    def add(self, state: dict[str, Any]) -> None:
+        """All peers hold the same bits."""
+        whole = [self.places.steps(state[name]).numpy() for name in ("theta", "velocity")]
+        for fragment, seen in enumerate(self.seen):
+            theta, v = (each[:, fragment::2].copy() for each in whole)
+            with self.lock:
+                before = seen.setdefault(int(state["clock"][fragment]), (theta, v))
+            assert [each.tobytes() for each in before] == [theta.tobytes(), v.tobytes()]
+
+    def means(self, fragment: int, near: float) -> list[Any]:
+        """The means that v says there were, in numpy; theta must follow from them."""
+        seen, lr, mu = self.seen[fragment], np.float32(LR), np.float32(MU)
+        assert sorted(seen) == [*range(len(seen))], "a mean was not seen"
+        found = []
+        for k in range(len(seen) - 1):
+            (theta, v), (after, v_after) = seen[k], seen[k + 1]
+            found.append(v_after - mu * v)
+            wanted = theta - lr * (found[-1] + mu * v_after)
+            assert np.abs(wanted - after).max() <= near
+        return found
+
+    def sizes(self, near: float, residual: Any) -> tuple[set[int], Any]:
+        """The numbers of peers in the means, and what all have given at each place, in means and
+        in their residuals."""
+        sizes, given = set(), self.places.steps(residual).numpy().copy()
+        for fragment in range(2):
+            size = PEERS
+            for mean in self.means(fragment, near):
+                if mean.max() > BY / 2 / PEERS:  # else only of what quantization had left
+                    size = round(BY / float(mean.max()))
+                sizes.add(size)
+                given[:, fragment::2] += size * mean
+        return sizes, given
+
+
+@pytest.mark.parametrize(("wire", "near", "lost"), [("fp32", 0.0, 0.0), ("int8", 1e-6, 0.1)])
+def test_theta_momentum_and_weights_equal_the_oracle(
+    address: str, wire: str, near: float, lost: float
+) -> None:
+    """Also after a peer is killed in a meeting: what others cannot have is lost, with its residual.
+
+    Learners look at the state after each step, and wait for each other: so no mean is missed.
+    """
+    steps = 400
+    history = History(steps)
+    of_all, of_rest = threading.Barrier(PEERS), threading.Barrier(PEERS - 1)
+    taken: dict[int, int] = {}
+    residual = torch.zeros(PEERS * steps)  # the sum of those of the survivors
+    options = {"outer_lr": LR, "outer_momentum": MU, "weight": "peers", "grace": 50.0}
+
+    def look(peer: Peer) -> Any:
+        """The weights are theta, perhaps of one mean ago, and what the learner has not given."""
+        state, w = peer.diloco.state_dict(), peer.model.steps(peer.model.flat()).numpy()
+        history.add(state)
+        for fragment in range(2 if wire == "fp32" else 0):
+            latest, count = int(state["clock"][fragment]), len(range(fragment, peer.taken, 2))
+            found = []
+            for k in range(max(latest - 1, 0), latest + 1):
+                wanted = history.seen[fragment][k][0].copy()
+                own = wanted[peer.number, :count]
+                own[own == 0] = -BY
+                found.append(np.array_equal(wanted, w[:, fragment::2]))
+            assert any(found)
+        return state
+
+    def body(number: int) -> None:
+        with pccl.Communicator(address) as comm:
+            dies: Any = Deserter(comm, "sync_shared_state" if wire == "int8" else "all_reduce", 1)
+            model = Places(PEERS, steps, BY)
+            peer = Peer(number, dies, model, min_peers=PEERS, wire=wire, **options)
+            alone_at = None
+            while alone_at is None or peer.diloco.outer_step < alone_at + 3:
+                peer.step()
+                taken[number] = peer.taken
+                outer_step = int(look(peer)["clock"][:2].min())
+                if number == 2 and outer_step >= 3:
+                    dies.armed = True
+                    of_all.abort()
+                    continue
+                try:
+                    of_all.wait(DEADLINE_S)
+                except threading.BrokenBarrierError:
+                    alone_at = outer_step if alone_at is None else alone_at
+                    of_rest.wait(DEADLINE_S)
+            peer.diloco.finish()
+            state = look(peer)
+            assert torch.equal(model.flat(), state["theta"])
+            with history.lock:
+                residual.add_(state["averager"].get("residual", 0.0))
+
+    def die() -> None:
+        with pytest.raises(Left):
+            body(2)
+
+    together(lambda: body(0), lambda: body(1), die)
+    sizes, given = history.sizes(near, residual)
+    assert sizes >= {2, 3}
+    for number in range(PEERS):
+        for fragment in range(2):
+            times = given[number, fragment::2] / BY
+            count = len(range(fragment, taken[number], 2))
+            if number == 2:  # the last ones were in no mean
+                count = int(np.count_nonzero(times > 0.5))
+            assert count and np.abs(times[:count] - 1).max() <= lost
+            assert np.abs(times[count:]).max() <= lost
 
 
 def test_a_newcomer_receives_theta_while_the_others_train(address: str) -> None:

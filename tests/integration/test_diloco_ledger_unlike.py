@@ -149,12 +149,14 @@ def test_samples_of_a_late_and_then_lone_peer_are_consumed_once(
         assert torch.equal(diloco.state_dict()["theta"], torch.ones(SAMPLES * EPOCHS))
 
 
+@pytest.mark.parametrize("weight", ["peers", "samples"])
 @pytest.mark.parametrize("mode", ["sync", "delayed"])
 def test_samples_of_a_peer_left_behind_are_given_to_others(
-    address: str, hand: Hand, mode: str
+    address: str, hand: Hand, mode: str, weight: str
 ) -> None:
-    """It stands still in its second round, and joins again without the progress of that."""
-    options = {"deadline_peers": 2, "grace": 0.05, "min_peers": 3, "mode": mode}
+    """It stands still in its second round, and joins again without the progress of that, which
+    gives it no weight either."""
+    options = {"deadline_peers": 2, "grace": 0.05, "min_peers": 3, "mode": mode, "weight": weight}
     free = threading.Event()
     run = Run(address, hand.clock)
 

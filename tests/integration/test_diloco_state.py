@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peers.cluster import client_of
 
 torch = pytest.importorskip("torch")
 
@@ -20,10 +19,13 @@ from peers.waiting import wait_until  # noqa: E402
 from training.small import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
 
 import pccl  # noqa: E402
+from pccl import extension  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
 from pccl.diloco.pace import Reminder  # noqa: E402
-from pccl.protocol.peer import Peer  # noqa: E402
-from pccl.protocol.peer.effects import Effect  # noqa: E402
+from pccl.protocol import messages as m  # noqa: E402
+from pccl.protocol.master import inputs  # noqa: E402
+from pccl.protocol.master.eventlog import Line  # noqa: E402
+from pccl.runtime.server.eventlog import read  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -376,26 +378,18 @@ def test_a_group_that_waits_takes_no_step_with_fewer(address: str, warnings: lis
     assert said and "it has 2 peers and needs 3" in said[0]
 
 
-def test_waiting_for_others_does_not_poll(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_others_does_not_poll(tmp_path: Path) -> None:
     """It asks once whether others are there, before it begins and when it is alone."""
-    asked: list[Peer] = []
-    ask = Peer.are_peers_pending
-
-    def counted(peer: Peer, *arguments: Any) -> list[Effect]:
-        asked.append(peer)
-        return ask(peer, *arguments)
-
-    monkeypatch.setattr(Peer, "are_peers_pending", counted)
-    left = threading.Event()
+    log, left = tmp_path / "events", threading.Event()
 
     def peer(steps: int) -> int:
         model = Model()
-        with pccl.Communicator(address) as comm:
+        with pccl.Communicator(master.address) as comm:
             diloco = make(comm, model, min_peers=2, alone="wait")
             for _ in range(steps):
                 model.move(1.0)
                 diloco.step()
-            return asked.count(client_of(comm).peer)
+            return extension.member(comm).number
 
     def later(job: Callable[[], object]) -> None:
         threading.Event().wait(0.5)  # in which whoever polls does it again and again
@@ -409,8 +403,12 @@ def test_waiting_for_others_does_not_poll(address: str, monkeypatch: pytest.Monk
         assert left.wait(DEADLINE_S)
         later(lambda: peer(1))
 
-    times, _, _ = together(lambda: peer(2), lambda: later(leaver), successor)
-    assert times <= 6  # two waits, and once in each of two rounds
+    with pccl.MasterNode("127.0.0.1:0", event_log=log) as master:
+        number, _, _ = together(lambda: peer(2), lambda: later(leaver), successor)
+    heard = [line for _, line in read(log) if isinstance(line, Line) and line.peer == number]
+    said = [line.input.message for line in heard if isinstance(line.input, inputs.Received)]
+    asked = [message for message in said if isinstance(message, m.PendingVote)]
+    assert 0 < len(asked) <= 6  # two waits, and once in each of two rounds
 
 
 def test_waiting_for_the_first_peers_is_logged(

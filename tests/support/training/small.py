@@ -41,17 +41,17 @@ class Places(torch.nn.Module):
     """A model in which each step of each peer has an effect at a place of its own, in one of two
     parts by turns."""
 
-    def __init__(self, peers: int, steps: int) -> None:
+    def __init__(self, peers: int, steps: int, by: float = 1.0) -> None:
         super().__init__()
-        self.shape = peers, steps // 2
+        self.shape, self.by = (peers, steps // 2), by
         self.parts = torch.nn.ParameterList(torch.zeros(self.shape) for _ in range(2))
 
     def move(self, peer: int, step: int) -> None:
-        """Moves that place by -1 with SGD of learning rate 1."""
+        """Moves that place by -`by` with SGD of learning rate 1."""
         for index, part in enumerate(self.parts):
             part.grad = torch.zeros(self.shape)
             if step % 2 == index:
-                part.grad[peer, step // 2] = 1.0
+                part.grad[peer, step // 2] = self.by
 
     def flat(self) -> Any:
         return torch.cat([part.detach().flatten() for part in self.parts])
@@ -254,6 +254,37 @@ class Lost:
 
     def wait(self) -> tuple[bool, int, pccl.ReduceInfo]:
         return False, self.error.result.value, pccl.ReduceInfo(0, 0, 0)
+
+
+class Cut:
+    """A communicator that is dropped from the run instead of its `nth` call of `name`.
+
+    Args:
+        comm: that one.
+        name: of the call.
+        nth: of them, once it is armed.
+        fails: whether the last all_reduce_async before that has failed, for another lost peer.
+
+    Attributes:
+        armed: whether it counts.
+    """
+
+    def __init__(
+        self, comm: pccl.Communicator, name: str, nth: int, *, fails: bool = False
+    ) -> None:
+        self._comm, self._name, self._left, self._fails = comm, name, nth, fails
+        self.armed = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self._fails and self.armed and self._left == 1 and name == "all_reduce_async":
+            return lambda *_, **__: Lost()
+        if self.armed and name == self._name:
+            self._left -= 1
+            if self._left == 0:
+                self._comm.close()
+                why = pccl.Result.RANK_CONNECTION_FAILED
+                raise pccl.KickedError(why, name, "as the test has it")
+        return getattr(self._comm, name)
 
 
 class StoppedSyncer:
