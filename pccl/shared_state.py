@@ -220,6 +220,7 @@ class SharedState:
                 f"names: it must be at most {m.LIST_BYTES_MAX}. Make it fewer, larger tensors"
             )
         self.tensor_infos = list(tensor_infos)
+        self._module: torch.nn.Module | None = None  # the one with these entries
         self._revision = 0
 
     @property
@@ -255,6 +256,12 @@ class SharedState:
         """Adds 1 to the revision; call it when the content has advanced."""
         self.revision += 1
 
+    def _check(self) -> None:
+        """Raises ArgumentError if a tensor has other memory by now."""
+        now = {} if self._module is None else self._module.state_dict()
+        for info in self.tensor_infos:
+            info._buffer.check(info.name, now.get(info.name, info._array))
+
     def _digest(self) -> bytes:
         """The digest of the content that must be equal on all peers."""
         like = [info for info in self.tensor_infos if not info.allow_content_inequality]
@@ -270,8 +277,10 @@ class SharedState:
 
         Raises:
             OSError: the file cannot be written.
-            ValueError: an entry is named __metadata__, or the content is `torn`.
+            ValueError: an entry is named __metadata__, the content is `torn`, or a tensor has
+                other memory by now.
         """
+        self._check()
         if self.torn:
             raise ValueError(
                 "the shared state is torn: a sync_shared_state() that failed has overwritten a "
@@ -289,8 +298,9 @@ class SharedState:
         Raises:
             OSError: the file cannot be read.
             ValueError: the file is damaged or holds other entries; the message names the first
-                difference. Memory and revision are unchanged.
+                difference. Or a tensor has other memory by now. Memory and revision are unchanged.
         """
+        self._check()
         ordered = [in_c_order(buffer) for buffer in self._buffers]
         memory = HostView(ordered, range(len(ordered)))
         revision = checkpoint.load(path, self._entries(memory))
@@ -340,7 +350,9 @@ class SharedState:
         """
         if not hasattr(module, "state_dict"):
             raise TypeError(f"module is {module!r}, which has no state_dict()")
-        return cls.from_tensors(module.state_dict())
+        made = cls.from_tensors(module.state_dict())
+        made._module = module
+        return made
 
 
 # ---- sync_shared_state ----
@@ -362,6 +374,7 @@ def sync_shared_state(
 ) -> SharedStateSyncInfo:
     """Makes the shared state of all peers of the group bit-identical; see `Communicator`."""
     client = membership.client("sync_shared_state")
+    shared_state._check()
     if shared_state.torn and strategy is SharedStateSyncStrategy.SEND_ONLY:
         raise error_for(Result.INVALID_ARGUMENT, "sync_shared_state", f"SEND_ONLY, but {TORN}")
     entries = tuple(

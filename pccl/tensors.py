@@ -104,6 +104,15 @@ class Buffer:
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
+    def check(self, name: str, array: object) -> None:
+        """Raises ArgumentError if an array, whose memory this was, is a tensor with another now."""
+        if is_torch(array) and array.data_ptr() != self.address:
+            raise ArgumentError(
+                f"{name!r} has other memory than before, as after module.half(), module.to(), "
+                "load_state_dict(assign=True), tensor.resize_() or tensor.data = ...: make this "
+                "object after such changes, or write into the tensor by copy_()"
+            )
+
     @property
     def order(self) -> str:
         return described("" if self.layout is None else str(self.layout))

@@ -211,7 +211,11 @@ class Tensors:
         return memory
 
     def read(self) -> tuple[list[Bytes], object]:
-        """The current content (not a copy, on the CPU), and an object that keeps it alive."""
+        """The current content (not a copy, on the CPU), and an object that keeps it alive.
+
+        Raises ArgumentError: a tensor has other memory by now.
+        """
+        self._check()
         view = HostView(self._buffers)
         each = [
             np.frombuffer(ffi.buffer(ffi.cast("char *", one.address), one.nbytes), np.uint8)
@@ -220,7 +224,11 @@ class Tensors:
         return each, view
 
     def write(self, memory: Bytes, which: Sequence[int]) -> None:
-        """Copies the tensors with these indices from a stretch to the program's parameters."""
+        """Copies the tensors with these indices from a stretch to the program's parameters.
+
+        Raises ArgumentError: a tensor has other memory by now.
+        """
+        self._check()
         chosen = [self._buffers[index] for index in which]
         view = HostView(chosen, range(len(chosen)))
         starts = [self._starts[index] for index in which]
@@ -231,6 +239,10 @@ class Tensors:
 
         each_span([buffer.nbytes for buffer in chosen], copy)
         view.write_back(range(len(chosen)))
+
+    def _check(self) -> None:
+        for name, buffer in zip(self._names, self._buffers, strict=True):
+            buffer.check(name, buffer.owner)
 
     def within(self, memory: Bytes) -> list[Bytes]:
         return [

@@ -509,3 +509,49 @@ def test_an_entry_above_4_gib(tmp_path: Path) -> None:
             patience_s=280,
         )
         assert [info.rx_bytes for info in infos] == [0, count]
+
+
+def _half(model: Any) -> None:
+    model.half()
+
+
+def _other_data(model: Any) -> None:
+    model.weight.data = model.weight.data.clone()
+
+
+def _assigned(model: Any) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def _resized(model: Any) -> None:
+    model.weight.data.resize_(100, 100)
+
+
+@pytest.mark.parametrize("change", [_half, _other_data, _assigned, _resized])
+def test_a_module_that_has_other_memory_by_now_is_an_error(change: Any, tmp_path: Path) -> None:
+    """Else its peers would receive what it no longer trains."""
+    torch = pytest.importorskip("torch")
+    from pccl import weights
+
+    with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
+        model = torch.nn.Linear(3, 3)
+        shared = pccl.SharedState.from_module(model)
+        shared.save(tmp_path / "file")
+        publisher = weights.Publisher(master.address, dict(model.named_parameters()))
+        comm.sync_shared_state(shared)
+        shared.push_revision()
+        change(model)
+        calls = [
+            partial(comm.sync_shared_state, shared),
+            partial(shared.save, tmp_path / "file"),
+            partial(shared.load, tmp_path / "file"),
+        ]
+        with publisher:
+            for call in calls if change is _assigned else [*calls, publisher.publish]:
+                with pytest.raises(
+                    ValueError, match=r"^'(weight|bias)' has other memory than before"
+                ):
+                    call()
+        anew = pccl.SharedState.from_module(torch.nn.Linear(3, 3))
+        anew.push_revision()
+        comm.sync_shared_state(anew)
