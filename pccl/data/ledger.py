@@ -25,7 +25,7 @@ from pccl.communicator import Communicator
 from pccl.data import rows
 from pccl.errors import AGAIN, PCCLError
 from pccl.shared_state import TensorInfo
-from pccl.support import require
+from pccl.support import require, whole
 from pccl.types import Result
 
 _HEAD = 4  # samples, end, fresh, rows
@@ -59,6 +59,9 @@ class Ledger:
     def __init__(
         self, samples: int, *, share: int, epochs: int | None = 1, peers_max: int = 64
     ) -> None:
+        samples, share = whole("samples", samples), whole("share", share)
+        peers_max = whole("peers_max", peers_max)
+        epochs = None if epochs is None else whole("epochs", epochs)
         if samples < 1 or share < 1 or (epochs is not None and epochs < 1):
             raise ValueError(f"samples={samples}, share={share}, epochs={epochs}: at least 1 each")
         if not 1 <= peers_max <= _SET:

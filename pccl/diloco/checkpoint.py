@@ -42,6 +42,7 @@ from pccl.diloco.schedule import Schedule
 from pccl.diloco.settings import decode
 from pccl.diloco.stats import gather_row
 from pccl.runtime.checkpoint import replacing, sync_directory
+from pccl.support import whole
 
 _SAVED = {"config", "parameters", "clock", "theta", "velocity", "revision", "frozen", "buffers"}
 _log = logging.getLogger("pccl.diloco")
@@ -221,6 +222,8 @@ class Checkpoints:
     whole: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
         if self.every < 1 or self.keep < 1:
             raise ValueError(f"every={self.every} and keep={self.keep} must be at least 1")
 

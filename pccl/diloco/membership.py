@@ -49,8 +49,8 @@ class Group:
             )
         own_config = config.clone()
         self._sync(self._complete, min_peers)
-        if not torch.equal(own_config, config):
-            raise ValueError(describe_mismatch(run=config, own=own_config))
+        if why := describe_mismatch(run=config, own=own_config):
+            raise ValueError(why)
         self.claim()
 
     def rejoin(self, config: torch.Tensor) -> None:

@@ -339,10 +339,11 @@ _DIGESTS = {
 
 
 def describe_mismatch(*, run: torch.Tensor, own: torch.Tensor) -> str:
+    """How the settings differ; empty if they do not. 1 and 1.0 are the same."""
     theirs, ours = decode(run), decode(own)
     differences = ", ".join(
         f"{_DIGESTS.get(key, key)} is {theirs.get(key)!r} in the run and {ours.get(key)!r} here"
         for key in sorted(theirs.keys() | ours.keys())
         if theirs.get(key) != ours.get(key)
     )
-    return f"this peer's DiLoCo settings differ from the run's: {differences}"
+    return differences and f"this peer's DiLoCo settings differ from the run's: {differences}"

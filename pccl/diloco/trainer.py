@@ -295,9 +295,9 @@ class DiLoCo:
         if not self._entered:
             self._misuse.optimizer_stepped()
             return
-        self._count(None)
+        samples = self._count(None)
         self._misuse.inner_step()
-        self._after_inner_step(None)
+        self._after_inner_step(samples)
 
     # ---- its parts ----
 
@@ -588,7 +588,7 @@ class DiLoCo:
             PCCLError: the communicator is unusable (kicked, master lost). Lost peers do not raise.
             ValueError: `samples` is negative, missing, or more than the ledger has given.
         """
-        self._count(samples)
+        samples = self._count(samples)
         self._misuse.inner_step()
         self._stepping = True
         try:
@@ -602,22 +602,23 @@ class DiLoCo:
         self._optimizer.zero_grad()
         return self._after_inner_step(samples)
 
-    def _count(self, samples: int | None) -> None:
-        """Adds `samples` to this peer's samples; None counts as one."""
+    def _count(self, samples: int | None) -> int:
+        """Adds `samples` to this peer's samples, and returns them; None counts as one."""
         if samples is None and self._ledger.counted:
             raise ValueError(
                 "a ledger whose rounds may end early must know how many samples a step has trained "
                 "on: diloco.step(samples=len(batch))"
             )
-        samples = 1 if samples is None else samples
+        samples = 1 if samples is None else whole("samples", samples)
         with self._lock:
             for exchange in self._exchanges:
                 exchange.weight.count(samples)
             self._ledger.train(samples)
+        return samples
 
-    def _after_inner_step(self, samples: int | None) -> OuterRound | None:
+    def _after_inner_step(self, samples: int) -> OuterRound | None:
         with self._lock:
-            self._work = self._work.plus(1, 1 if samples is None else samples)
+            self._work = self._work.plus(1, samples)
         if self._learner is not None:
             seen = self._seen_round
             self._learner.stepped()

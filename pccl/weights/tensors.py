@@ -31,6 +31,7 @@ from pccl.protocol.messages import NAME_CHARS_MAX
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import reserve
 from pccl.runtime.digest import DIGEST_BYTES, SPAN_BYTES, digests, each_span, root_digest
+from pccl.support import require
 from pccl.tensors import Array, Buffer
 from pccl.weights.client import Blob
 
@@ -190,6 +191,7 @@ class Tensors:
     """
 
     def __init__(self, parameters: Mapping[str, Array], *, writable: bool) -> None:
+        require("parameters", parameters, Mapping)
         if not parameters:
             raise ValueError("there are no parameters")
         self._names = sorted(parameters)

@@ -26,6 +26,7 @@ from peers.processes import Start, gathered
 
 import pccl
 from pccl import weights
+from pccl.data import Ledger
 
 NAMES = """cuda Communicator MasterNode ReduceOp Attribute SharedStateSyncStrategy DataType
 DistributionHint QuantizationAlgorithm ReduceOperandDescriptor QuantizationOptions ReduceDescriptor
@@ -184,6 +185,8 @@ WRONG: dict[str, Callable[[], object]] = {
     "timeout is 'x'": lambda: pccl.Communicator("h:1").connect(timeout="x"),  # type: ignore[arg-type]
     "an entry of a shared state is 1": lambda: pccl.SharedState([1]),  # type: ignore[list-item]
     "tensors is 5": lambda: pccl.SharedState.from_tensors(5),  # type: ignore[arg-type]
+    "samples is 2.5": lambda: Ledger(2.5, share=1),  # type: ignore[arg-type]
+    "parameters is [": lambda: weights.Publisher("h:1", [np.zeros(3)]),  # type: ignore[arg-type]
     "module is 5": lambda: pccl.SharedState.from_module(5),  # type: ignore[arg-type]
 }
 

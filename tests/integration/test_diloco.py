@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 from training.small import DEADLINE_S, Model, N, desert, make, random, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
+from pccl.diloco import Checkpoints  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "diloco.py"
 
@@ -269,18 +270,20 @@ def test_a_second_diloco_of_a_communicator_is_refused(address: str) -> None:
         diloco.finish()
 
 
-def test_settings_may_be_numbers_of_numpy(address: str) -> None:
+def test_settings_may_be_numbers_of_numpy(address: str, tmp_path: Path) -> None:
     """Peers compare them as other numbers."""
-    numbers = {"deadline_peers": 2, "inner_steps": 2, "min_peers": 2, "outer_lr": 0.5, "grace": 0.5}
+    counts = {"deadline_peers": 2, "inner_steps": 2, "min_peers": 2}
+    numbers = {**counts, "outer_lr": 0.5, "grace": 1, "late_decay": 1, "weight": "samples"}
 
     def peer(kind: Callable[[Any], Any]) -> Callable[[], int]:
         def body() -> int:
             model, given = Model(), {name: kind(value) for name, value in numbers.items()}
+            given["checkpoints"] = Checkpoints(tmp_path, every=kind(100))
             with pccl.Communicator(address) as comm:
                 diloco = make(comm, model, **given)
                 for k in range(4):
                     model.move(random(k))
-                    diloco.step()
+                    diloco.step(samples=kind(3))
                 return diloco.outer_step
 
         return body
@@ -289,6 +292,9 @@ def test_settings_may_be_numbers_of_numpy(address: str) -> None:
     with pccl.Communicator(address) as comm:
         with pytest.raises(TypeError, match=r"^inner_steps is 2\.5: it must be a whole number"):
             make(comm, Model(), inner_steps=2.5)
+        diloco = make(comm, Model())
+        with pytest.raises(TypeError, match=r"^samples is 1\.5: it must be a whole number"):
+            diloco.step(samples=1.5)  # type: ignore[arg-type]
 
 
 def test_other_settings_are_refused_by_name(address: str) -> None:
