@@ -198,6 +198,9 @@ class Phase:
         plan = self._agree(_Plan(origin, self._begun, self._revision, self.steps, own, layout))
         try:
             _check(plan.layout, layout)
+            if plan.states.keys() != own.keys():
+                here = f"{[*own]} in this process: pass the same `states` everywhere"
+                raise ValueError(f"the states are {[*plan.states]} in the run, and {here}")
         except ValueError:
             self._group.abort()  # the others continue without this process
             raise
@@ -225,6 +228,10 @@ class Phase:
                 if isinstance(each, torch.optim.Optimizer):
                     state = sharded_again(each, state)
                 each.load_state_dict(state)
+                if lacking := _lacking(each):
+                    self._group.abort()
+                    why = f"its state has no {lacking}, which that of this process needs"
+                    raise ValueError(f"the run's {name!r} is another kind of optimizer: {why}")
         self.steps, self._begun = plan.steps, True
         return plan
 
@@ -267,6 +274,13 @@ def _check(run: list[_Entry], own: list[_Entry]) -> None:
         raise ValueError(f"the run's model has {len(run)} tensors, that of this process {len(own)}")
 
 
+def _lacking(loaded: Stateful) -> list[str]:
+    """The settings that an optimizer lacks after it has loaded the state of another kind."""
+    if not isinstance(loaded, torch.optim.Optimizer):
+        return []
+    return sorted(loaded.defaults.keys() - set.intersection(*map(set, loaded.param_groups)))
+
+
 class DistributedDataParallel(Base):
     """torch's DistributedDataParallel, with replicas that may join or be lost at any step.
 
@@ -295,7 +309,8 @@ class DistributedDataParallel(Base):
         arguments: other arguments of torch's class.
 
     Raises:
-        ValueError: the group is not one of pccl, or an argument contradicts the elasticity.
+        ValueError: the group is not one of pccl, an argument contradicts the elasticity, or the run
+            has another model or other states.
     """
 
     def __init__(

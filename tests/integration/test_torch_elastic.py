@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -171,6 +172,31 @@ def test_another_model_is_refused(cluster: Cluster) -> None:
 
     with pytest.raises(ValueError, match="the run trains another model"):
         cluster.each(job)
+
+
+@pytest.mark.parametrize("what", ["other states", "another optimizer"])
+def test_other_states_are_refused_and_the_others_go_on(cluster: Cluster, what: str) -> None:
+    def job(i: int, comm: pccl.Communicator) -> str:
+        model, group = new_model(0), ProcessGroup(comm)
+        odd = group.rank() == 1
+        kind = torch.optim.SGD if odd and what == "another optimizer" else torch.optim.Adam
+        optimizer = kind(model.parameters(), 0.1)
+        states = {"optimizer": optimizer} if what == "another optimizer" or not odd else {}
+        try:
+            ddp = DistributedDataParallel(model, states, process_group=group)
+        except ValueError as error:
+            return str(error)
+        for step in range(3):
+            loss_of(ddp, data(i, step)).backward()
+            optimizer.step()
+        return f"{group.size()} left"
+
+    said = {
+        "other states": r"the states are \['optimizer'\] in the run, and \[\] in this process",
+        "another optimizer": r"the run's 'optimizer' is another kind of optimizer: .*'momentum'",
+    }
+    one, other = sorted(cluster.each(job))
+    assert one == "1 left" and re.match(said[what], other)
 
 
 class Slip(Exception):
