@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
-from peers.cluster import Cluster, client_of
+from peers.cluster import Cluster, client_of, grow, in_threads
 from peers.processes import Puppet, Start, gathered, together
-from peers.waiting import entered, reached
+from peers.waiting import PATIENCE_S, entered, reached
 
 import pccl
+from pccl.protocol.master.eventlog import Line
 from pccl.protocol.master.status import Phase
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Effect
 from pccl.runtime.client.probe import rate_of
+from pccl.runtime.server.eventlog import read
 
 TCP = {"PCCL_TRANSPORT": "tcp"}  # or peers of one machine would have nothing to measure
 
@@ -123,12 +127,30 @@ def comm_sum(comm: pccl.Communicator) -> np.float32:
             pass
 
 
-def test_peers_of_one_machine_have_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PCCL_TRANSPORT", "auto")
-    monkeypatch.setattr(Peer, "measured", lambda *_: pytest.fail("a link was measured"))
-    with Cluster(3) as cluster:
-        orders = cluster.each(lambda _, comm: (comm.optimize_topology(), ring(comm))[1])
-        assert orders == [[1, 2, 3]] * 3
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_peers_of_one_machine_have_nothing_to_measure(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PCCL_TRANSPORT", transport)
+    log, ended = tmp_path / "events", threading.Barrier(3)
+
+    def peer() -> list[int]:
+        with pccl.Communicator(master.address) as comm:
+            grow(comm, 3)
+            comm.optimize_topology()
+            order = ring(comm)
+            ended.wait(PATIENCE_S)
+            return order
+
+    with pccl.MasterNode("127.0.0.1:0", event_log=log) as master:
+        orders = in_threads([peer] * 3)
+    assert all(sorted(order) == [1, 2, 3] for order in orders)
+    lines = [line for _, line in read(log) if isinstance(line, Line)]
+    asked = [told for line in lines for told in line.told if told.say == "Probe"]
+    if transport == "auto":
+        assert not asked and orders == [[1, 2, 3]] * 3
+    else:
+        assert asked, "peers that only reach each other by TCP measure"
 
 
 def test_one_peer_of_each_group_is_enough() -> None:

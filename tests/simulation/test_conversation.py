@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import pytest
 from simulation import conversation, programs
@@ -182,6 +183,16 @@ def runs() -> Iterator[SimulatedRun]:
         yield simulate(seed)
         yield storm(seed)
         yield programs.play(programs.draw(seed))
+
+
+def test_every_message_is_in_a_table() -> None:
+    """Or is one of those by which nobody joins, or by which weights are published and followed."""
+    said = {what.split(",")[0].split(" ")[1] for _, _, what in conversation.lines()}
+    in_rounds = {m.TopologyVote, m.PendingVote, m.TopologyResult, m.PendingResult}  # Vote, Result
+    elsewhere = {m.Examine, m.Report, m.Publish, m.Holds, m.Seek, m.Got, m.Slow}
+    elsewhere |= {m.Published, m.Available, m.Source, m.Serve, m.Served}
+    for kind in {*get_args(m.PeerMessage), *get_args(m.MasterMessage)} - elsewhere - in_rounds:
+        assert kind.__name__ in said
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from pccl.protocol.master.inputs import Disconnected, Hello, Received
 from pccl.protocol.master.status import ClientStatus, WeightsStatus
 from pccl.protocol.peer.effects import (
     AbortOp,
+    Arrange,
     CloseStream,
     Effect,
     Fail,
@@ -708,3 +709,13 @@ def test_stories(first: int) -> None:
         except BaseException:
             print(f"seed {seed}")
             raise
+
+
+def test_a_client_meets_a_peer_that_cannot_connect_to_it() -> None:
+    machine = WeightsMachine(True, True, lambda package: True)
+    sender = m.PeerInfo(3, 0, "10.0.0.3", 1, "", "machine")
+    for message in (
+        m.RendezvousJoin(sender, "0" * 16, "10.0.0.3", 7, 1),
+        m.RendezvousResult("0" * 16, why="nobody relays"),
+    ):
+        assert machine.received(message) == [Arrange(message)]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 
 import pytest
-from handlers import takes_what_it_is_given
 
 from pccl.protocol import messages as m
-from pccl.protocol.master import Master
 from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Running
 from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Send, plain
 from pccl.protocol.master.history import REFUSED_MAX, WHOLE_RUN, History, Numbers, keep_latest
@@ -363,15 +360,6 @@ def test_an_optimization_whose_peers_are_all_lost_is_over() -> None:
     optimizations.begin(Round(RoundId(Kind.OPTIMIZE, None), {1: Vote(10, None), 2: Vote(20, None)}))
     optimizations.lose({1, 2})
     assert optimizations.current is None
-
-
-def test_every_message_of_a_peer_concerns_a_part() -> None:
-    master = Master(1, lambda work, parts: b"", secret=b"secret")
-    elsewhere = {m.Hello, m.Examine, m.Resume}  # a connection's first message: other events
-    clients = {m.Publish, m.Holds, m.Seek, m.Got, m.Slow}  # test_weights_clients.py
-    handled = {m.Leave, m.Inquire, *master._by_type, *clients}
-    assert handled == {*typing.get_args(m.PeerMessage)} - elsewhere
-    assert takes_what_it_is_given(master._by_type)
 
 
 def test_effects_are_values() -> None:

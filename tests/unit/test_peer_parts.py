@@ -8,11 +8,9 @@ import typing
 
 import msgspec
 import pytest
-from handlers import takes_what_it_is_given
 
 from pccl.errors import PCCLError
 from pccl.protocol import messages as m
-from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import (
     CONFIRMING,
     ENTERING,
@@ -48,7 +46,6 @@ from pccl.protocol.peer.effects import (
 from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.ring import RingPlace
 from pccl.protocol.tuning import DIRECT_MAX, Settings
-from pccl.protocol.weights import WeightsMachine
 from pccl.types import Result
 
 WORK = m.Spec("all_reduce", 0, 10, 1000)
@@ -447,22 +444,6 @@ def test_an_optimization_continues_with_a_restarted_master(parts: PeerParts, pro
     assert AbortOp(2) in parts.done and parts.knowledge.done.optimized == 5
     parts.transfers.settle(2, 0, 0)
     assert parts.done == [Answer(1, None)]
-
-
-def test_every_message_of_the_master_concerns_a_part() -> None:
-    handlers = Peer()._by_type
-    follower = WeightsMachine(True, True, lambda package: True)._by_type
-    concerned = handlers.keys() | follower.keys()
-    assert concerned == {*typing.get_args(m.MasterMessage)} - {m.Report}
-    assert handlers.keys() & follower.keys() == {
-        m.Welcome,
-        m.Refused,
-        m.Kicked,
-        m.CallError,
-        m.RendezvousJoin,
-        m.RendezvousResult,
-    }
-    assert takes_what_it_is_given(handlers)
 
 
 def test_every_fault_is_an_exception_of_the_api() -> None:
