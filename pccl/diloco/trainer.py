@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import xxhash
+from torch.nn.parameter import is_lazy
 
 from pccl import (
     Communicator,
@@ -843,9 +844,12 @@ class DiLoCo:
 
 
 def _trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    for name, p in model.named_parameters():
+        if p.is_meta or is_lazy(p):
+            raise ValueError(f"parameter {name!r} has no content yet: initialize the model first")
+        if p.requires_grad and not p.is_floating_point():
+            raise ValueError(f"parameter {name!r} is of {p.dtype}: it must be of real numbers")
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("the model has no parameter that requires a gradient")
-    if any(not p.is_floating_point() for _, p in named):
-        raise ValueError("parameters must be real floating-point tensors")
     return named

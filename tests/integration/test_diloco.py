@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 from training.small import DEADLINE_S, Model, N, desert, make, random, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
-from pccl.diloco import Checkpoints  # noqa: E402
+from pccl.diloco import Checkpoints, DiLoCo  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "diloco.py"
 
@@ -268,6 +268,25 @@ def test_a_second_diloco_of_a_communicator_is_refused(address: str) -> None:
         with pytest.raises(ValueError, match="connect another Communicator for each DiLoCo"):
             make(comm, model)
         diloco.finish()
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: torch.nn.Linear(2, 2, device="meta"), "'weight' has no content yet"),
+        (lambda: torch.nn.LazyLinear(2), "'weight' has no content yet"),
+        (lambda: torch.nn.Linear(2, 2, dtype=torch.complex64), "'weight' is of torch.complex64"),
+        (lambda: torch.nn.Linear(2, 2).requires_grad_(False), "no parameter that requires a grad"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(
+    address: str, model: Callable[[], Any], why: str
+) -> None:
+    given = model()
+    with pccl.Communicator(address) as comm:
+        optimizer = torch.optim.SGD(given.parameters(), 0.1)
+        with pytest.raises(ValueError, match=why):
+            DiLoCo(comm, given, optimizer, inner_steps=1)
 
 
 def test_settings_may_be_numbers_of_numpy(address: str, tmp_path: Path) -> None:
