@@ -169,12 +169,16 @@ def _steps(
     """All inner steps; `at_once` calls a function for all peers, each in its thread."""
     size, shape = run.size, (run.arm.peers, run.size.batch // run.arm.peers, -1)
     options = run.arm.options or {}
+    every, fragments = run.arm.inner_steps, options.get("fragments", 1)
     # a step in which no mean is made or applied waits for no peer
-    every, overlap = run.arm.inner_steps // options.get("fragments", 1), options.get("overlap", 0)
+    late = (0, options.get("overlap", 0))
+    meetings = {
+        (p * every // fragments + steps) % every for p in range(fragments) for steps in late
+    }
     for step in range(size.steps):
         samples = text.samples(range(step * size.batch, (step + 1) * size.batch))
         replicas.backward(samples.view(shape), step / size.steps)
-        for_all = at_once if (step + 1) % every in (0, overlap) else map
+        for_all = at_once if (step + 1) % every in meetings else map
         list(for_all(lambda trainer: trainer.step(), trainers))
         if (step + 1) % (size.steps // SHOWN) == 0:
             show(run, (step + 1) / size.steps)

@@ -168,6 +168,15 @@ def test_a_short_run(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_fragments_need_not_divide_the_steps_of_a_round() -> None:
+    run = run_of("streaming-4-int4")
+    options = {"mode": "streaming", "fragments": 4, "overlap": 3}
+    arm = msgspec.structs.replace(run.arm, options=options)
+    assert 2 < training.train(msgspec.structs.replace(run, arm=arm)).loss < 6
+
+
+@pytest.mark.slow
 def test_what_is_there_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
