@@ -150,7 +150,8 @@ def _show(
         figures.sizes(rows, options.output / "experiment-sizes.svg")
     else:
         print(tables.bars(rows))
-        figures.savings(rows, options.output / "experiment-bytes.svg")
+        if any(row.saving for row in rows):  # a single peer sends nothing
+            figures.savings(rows, options.output / "experiment-bytes.svg")
 
 
 # ---- the runs ----

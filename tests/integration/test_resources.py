@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
 
 import pccl
+from pccl.ext import ffi, tables
 from pccl.runtime import resources
 
 resource = pytest.importorskip("resource", reason="limits of a process are a thing of POSIX")
@@ -72,6 +74,24 @@ def test_descriptors_that_are_taken_after_it_has_looked_are_an_error_of_the_syst
         assert raised.value.result == pccl.Result.INTERNAL_ERROR
         assert "Too many open files: raise this process's limits" in str(raised.value)
         comm.connect()  # it has left nothing behind
+        comm.close()
+
+
+def test_descriptors_that_are_taken_before_the_engine_has_its_sockets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As above, for the sockets that the C core makes."""
+    backend = tables.load()
+    table = ffi.new("pccl_zmq *", backend.table[0])
+    table.socket = none = ffi.callback("void *(void *, int)", lambda context, kind: ffi.NULL)
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        comm = pccl.Communicator(master.address)
+        with monkeypatch.context() as patched, pytest.raises(pccl.PCCLError) as raised:
+            patched.setattr(tables, "load", lambda: replace(backend, table=table))
+            comm.connect()
+        assert raised.value.result == pccl.Result.INTERNAL_ERROR, none
+        assert "lane engine: raise this process's limits" in str(raised.value)
+        comm.connect()
         comm.close()
 
 

@@ -585,7 +585,7 @@ def _new_engine(backend: tables.Backend, options: EngineOptions) -> Any:
 
     Raises:
         ValueError: an option is out of range.
-        OSError: ZeroMQ cannot create the sockets.
+        OSError: ZeroMQ cannot create the sockets: there are no descriptors left.
         MemoryError: there is not enough memory.
     """
     error = ffi.new("int *")
@@ -599,7 +599,7 @@ def _new_engine(backend: tables.Backend, options: EngineOptions) -> Any:
         raise ValueError(f"an engine cannot work with {options}")
     if error[0] == lib.PCCL_ENOMEM:
         raise MemoryError("no memory for a lane engine")
-    raise OSError("ZeroMQ cannot make the sockets of a lane engine")
+    raise OSError(errno.EMFILE, "ZeroMQ cannot make the sockets of a lane engine")
 
 
 # ---- the directory of the ipc socket ----
