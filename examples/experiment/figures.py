@@ -15,7 +15,7 @@ from experiment.tables import Row, law, published
 
 # of Okabe and Ito: readable for the color-blind
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-_MARKS = ("o", "s", "^", "D")
+_MARKS = ("o", "s", "^", "D", "v", "P")  # of as many series as colours
 
 
 def sizes(rows: Sequence[Row], path: Path) -> None:
