@@ -16,6 +16,11 @@ def test_every_call_ends_and_every_round_has_one_outcome(part: range) -> None:
         assert not why, f"seed {seed} (python stress/simulate.py --shrink {seed}): {why}"
 
 
+def test_a_vote_that_is_taken_back_may_end_other_calls_of_its_peer() -> None:
+    """Seed 3085333: the master failed when one of two threads of a peer gave its call up."""
+    assert not programs.failure(programs.draw(3085333))
+
+
 def test_a_seed_replays_exactly() -> None:
     traces: list[list[str]] = [[], []]
     for trace in traces:

@@ -226,7 +226,8 @@ class Voting(Part):
                 self._outbox.fail(number, call, Result.TIMEOUT, why, m.Cause.TIMEOUT)
                 for own in list(self.open.of(number).values()):
                     self._dispute(number, own)  # it may have waited for this peer
-                self._settle()
+                self._settle()  # may end further rounds of this peer
+                return
 
     def absent(self, round_: Round) -> list[int]:
         return [number for number in self._members(round_) if number not in round_.votes]
