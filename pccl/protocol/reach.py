@@ -45,7 +45,7 @@ def rendezvous(
     receiver: m.PeerInfo,  # the receiver of its stream
     request: m.RendezvousRequest,  # the sender's message
     relays: Sequence[m.PeerInfo],  # the peers that relay
-    failures: int = 0,  # how often these two did not meet: next time, at the next relay
+    failures: int = 0,  # times that these two did not meet; each time, the next relay follows
 ) -> list[tuple[m.PeerInfo, m.MasterMessage]]:
     """The messages that follow when a sender asks its receiver to connect, by recipient."""
     token, lanes, port = request.token, request.lanes, request.port

@@ -66,7 +66,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A new file that replaces the one at `path` when its content is on disk.
 
     If the body raises, or the process dies meanwhile, the old file stays. Raises OSError: the file
-    cannot be written, although torch.save, in the body, raises a RuntimeError then.
+    cannot be written; this replaces the RuntimeError that torch.save raises in that case.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

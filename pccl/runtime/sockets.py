@@ -78,7 +78,7 @@ class Mail:
         return waiting > 0
 
     def send_now(self, data: bytes, sent: ctypes.Array[ctypes.c_int32]) -> bool:
-        """Sends a message in a single call, which sets sent[0] to 1, whatever happens next.
+        """Sends a message in a single C call. sent[0] becomes 1 then, even if an exception follows.
 
         Returns False if it was not sent, or if messages wait.
         """

@@ -102,7 +102,7 @@ def test_its_own_limit_always_wins(
 ) -> None:
     monkeypatch.setattr(limits, "LAST_WORDS_MS", 60_000)  # nobody waits for them where nobody hears
     with state() as address:
-        # a busy machine may need longer than that to register a peer
+        # on a busy machine, the master may register the peer only after the first limits
         for limit_s in (LIMIT_S, 1.0, 3.0, 9.0, 27.0) if state is not_admitting else (LIMIT_S,):
             comm = pccl.Communicator(address, connect_timeout=patience)
             began_s = time.monotonic()

@@ -219,15 +219,16 @@ class Voting(Part):
 
     def withdraw(self, number: int, call: int) -> None:
         """Withdraws a peer's vote. Does nothing if its answer is already on the way."""
-        for round_ in list(self.open.of(number).values()):
-            if round_.votes[number].call == call:
-                why = f"waited for {self._membership.names(self.absent(round_))}"
-                self.open.take_back(number, round_)
-                self._outbox.fail(number, call, Result.TIMEOUT, why, m.Cause.TIMEOUT)
-                for own in list(self.open.of(number).values()):
-                    self._dispute(number, own)  # it may have waited for this peer
-                self._settle()  # may end further rounds of this peer
-                return
+        own = self.open.of(number).values()
+        round_ = next((one for one in own if one.votes[number].call == call), None)
+        if round_ is None:
+            return
+        why = f"waited for {self._membership.names(self.absent(round_))}"
+        self.open.take_back(number, round_)
+        self._outbox.fail(number, call, Result.TIMEOUT, why, m.Cause.TIMEOUT)
+        for other in self.open.of(number).values():
+            self._dispute(number, other)  # it may have waited for this peer
+        self._settle()
 
     def absent(self, round_: Round) -> list[int]:
         return [number for number in self._members(round_) if number not in round_.votes]
