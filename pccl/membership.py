@@ -27,7 +27,7 @@ from pccl.errors import (
 from pccl.operands import Ranks
 from pccl.protocol.peer import effects
 from pccl.protocol.peer.calls import place
-from pccl.protocol.peer.common import Knowledge
+from pccl.protocol.peer.state import Knowledge
 from pccl.protocol.rounds import EXCLUSIVE, Grace
 from pccl.protocol.tuning import choose
 from pccl.runtime import limits

@@ -22,7 +22,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.common import Outbox
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -38,6 +37,7 @@ from pccl.protocol.peer.effects import (
     Send,
     StartTransfer,
 )
+from pccl.protocol.peer.state import Outbox
 from pccl.types import Result
 
 

@@ -13,8 +13,8 @@ from pccl.protocol.master.effects import WHY_MAX
 from pccl.protocol.master.inputs import Resume
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import Collective
-from pccl.protocol.peer.common import OUTCOMES_KEPT
 from pccl.protocol.peer.effects import Fail, Fault, Send
+from pccl.protocol.peer.state import OUTCOMES_KEPT
 from pccl.runtime.limits import STRANGER_BYTES
 from pccl.types import Result
 

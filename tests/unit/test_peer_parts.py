@@ -22,7 +22,6 @@ from pccl.protocol.peer.calls import (
     refused,
     timed_out,
 )
-from pccl.protocol.peer.common import Common, Knowledge, Outbox
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -43,6 +42,7 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
     Synced,
 )
+from pccl.protocol.peer.state import Common, Knowledge, Outbox
 from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.ring import RingPlace
 from pccl.protocol.tuning import DIRECT_MAX, Settings

@@ -12,7 +12,6 @@ import xxhash
 from msgspec.structs import replace
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.common import OUTCOMES_KEPT, Common, Part
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -25,6 +24,7 @@ from pccl.protocol.peer.effects import (
     StartOp,
     Store,
 )
+from pccl.protocol.peer.state import OUTCOMES_KEPT, Common, Part
 from pccl.protocol.ring import RingPlace, places, receivers
 from pccl.protocol.tuning import Tuning, choose
 from pccl.types import Result

@@ -14,13 +14,13 @@ votes again in all rounds in which calls still wait, because votes and answers i
 with the connection.
 
 A caller may leave before its call ends (`cancel`, and `time_out` while the master is away). Then
-the call ends when the engine is settled, and may remain as an abandoned call (common.py).
+the call ends when the engine is settled, and may remain as an abandoned call (state.py).
 
 Parts
 -----
 
 `Peer` passes each event to the part that handles it: `Votes` for calls that are one round,
-`Collectives`, and `Transfers`. These share the objects in `Common` (common.py).
+`Collectives`, and `Transfers`. These share the objects in `Common` (state.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from pccl.protocol.peer.calls import (
     refused,
     timed_out,
 )
-from pccl.protocol.peer.common import NO_PLAN, NO_WORLD, Common, Knowledge
 from pccl.protocol.peer.effects import (
     Answer,
     Arrange,
@@ -58,6 +57,7 @@ from pccl.protocol.peer.effects import (
     Send,
     Waits,
 )
+from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, Common, Knowledge
 from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.tuning import DEFAULTS, Settings

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import ENTERING, WHY_MAX
-from pccl.protocol.peer.common import Common, Part
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -34,6 +33,7 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
     Synced,
 )
+from pccl.protocol.peer.state import Common, Part
 from pccl.protocol.tuning import transfer_chunk
 from pccl.types import Result, SharedStateSyncStrategy
 

@@ -1,4 +1,4 @@
-"""What the parts of a peer share: its knowledge of the run, abandoned calls, and its streams."""
+"""The state that the parts of a peer share: its knowledge of the run, abandoned calls, streams."""
 
 from __future__ import annotations
 
