@@ -91,29 +91,22 @@ class Pipe:
 
     def read(self, stretch: Any) -> Any:
         """Begins to copy a stretch from its device. Returns the event of its end."""
-        on_device, on_host = self._ends(stretch)
-        return self._copy(on_host, on_device, self._streams[on_device.device][0])
+        return self._copy(stretch, writes=False)
 
     def write(self, stretch: Any) -> Any:
         """Begins to copy a stretch to its device. Returns the event of its end."""
-        on_device, on_host = self._ends(stretch)
-        return self._copy(on_device, on_host, self._streams[on_device.device][1])
+        return self._copy(stretch, writes=True)
 
-    def _of(self, buffer: Buffer) -> torch.Tensor:
-        return self._memory[buffer.address, buffer.nbytes]
-
-    def _ends(self, stretch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        part = slice(stretch.begin, stretch.end)
-        return self._of(stretch.buffer)[part], stretch.host[part]
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> Any:
-        with self._torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            return self._mark(stream)
-
-    def _mark(self, stream: Any) -> Any:
+    def _copy(self, stretch: Any, writes: bool) -> Any:
+        part, buffer = slice(stretch.begin, stretch.end), stretch.buffer
+        on_device = self._memory[buffer.address, buffer.nbytes][part]
+        on_host = stretch.host[part]
+        stream = self._streams[on_device.device][writes]
         done = self._torch.cuda.Event(blocking=True)
-        done.record(stream)
+        with self._torch.cuda.stream(stream):
+            target, source = (on_device, on_host) if writes else (on_host, on_device)
+            target.copy_(source, non_blocking=True)
+            done.record(stream)
         return done
 
 

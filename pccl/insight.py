@@ -236,13 +236,12 @@ def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
     )
     why = f"the shortest of the last {len(spans)} took {duration_text(least_s)}{trip}"
     yield Cause.VOTES, votes * least_s, votes * least_s, why
-    late = [one.entering_s - least_s for one in samples]
-    why = f"of the last {count}, the longest wait took {duration_text(max(late))}"
-    yield Cause.LATE, sum(late) / count, sum(late) / count, why
+    waits = {Cause.LATE: [one.entering_s - least_s for one in samples]}
     if votes == 2:
-        end = [one.finishing_s - least_s for one in samples]
-        why = f"of the last {count}, the longest wait took {duration_text(max(end))}"
-        yield Cause.END, sum(end) / count, sum(end) / count, why
+        waits[Cause.END] = [one.finishing_s - least_s for one in samples]
+    for cause, each in waits.items():
+        why = f"of the last {count}, the longest wait took {duration_text(max(each))}"
+        yield cause, sum(each) / count, sum(each) / count, why
 
 
 def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import xxhash
 
@@ -26,10 +26,35 @@ if TYPE_CHECKING:
 Format = Literal["int8", "int4", "e3m0", "2bit", "sparse"]  # see `quantize`
 Wire = Literal["fp32", Format]  # the formats that DiLoCo and the hooks of DDP send
 
-_BLOCKS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
-_PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # names in C
-
 _SELF_TEST_BYTES = 1 << 22  # the results of the self-test take 2.3 MB
+
+
+class _Codec(NamedTuple):
+    """The functions of the C core for a format."""
+
+    size: Callable[[int], int]  # of the data, from the count of the numbers
+    encode: Callable[[CData, CData, int], object]  # (data, numbers, count)
+    # (numbers, data, count); the result is true if the data is malformed
+    decode: Callable[[CData, CData, int], object]
+    add: Callable[[CData, CData, int], object]
+
+
+def _of_blocks(format: int) -> _Codec:
+    made = lib.pccl_quantized_size, lib.pccl_quantize, lib.pccl_dequantize, lib.pccl_dequantize_add
+    return _Codec(*(partial(function, format, DataType.FLOAT.value) for function in made))
+
+
+def _of_payload(name: str) -> _Codec:
+    return _Codec(*(getattr(lib, f"pccl_{name}_{what}") for what in _Codec._fields))
+
+
+_CODECS: dict[Format, _Codec] = {
+    "int8": _of_blocks(lib.PCCL_BLOCK_8),
+    "int4": _of_blocks(lib.PCCL_BLOCK_4),
+    "e3m0": _of_payload("e3m0"),
+    "2bit": _of_payload("stat2"),
+    "sparse": _of_payload("sparse"),
+}
 
 
 def subtract(out: Array, a: Array, b: Array) -> None:
@@ -57,9 +82,7 @@ def add(out: Array, a: Array, b: Array, *, divisor: int = 1) -> None:
 
 def quantized_size(format: Format, count: int) -> int:
     """The number of bytes of `count` quantized float32 numbers, whatever their values."""
-    if format in _PAYLOADS:
-        return int(_of_payload(format, "size")(count))
-    return int(lib.pccl_quantized_size(_BLOCKS[format], DataType.FLOAT.value, count))
+    return int(_CODECS[format].size(count))
 
 
 def quantize(out: Array, values: Array, format: Format) -> None:
@@ -80,7 +103,7 @@ def quantize(out: Array, values: Array, format: Format) -> None:
     """
     data, numbers = Buffer.of(out, writable=True), Buffer.of(values)
     _check_quantized(data, numbers, format)
-    _writer(format)(_bytes(data), _pointer(numbers), numbers.count)
+    _CODECS[format].encode(_bytes(data), _pointer(numbers), numbers.count)
 
 
 def dequantize(out: Array, data: Array, format: Format) -> None:
@@ -89,14 +112,7 @@ def dequantize(out: Array, data: Array, format: Format) -> None:
     Also raises ValueError if, with "sparse", the places do not increase within each run; the
     content of `out` is then unspecified.
     """
-    _read(out, data, format, "decode")
-
-
-def _read(out: Array, data: Array, format: Format, how: Literal["decode", "add"]) -> None:
-    numbers, given = Buffer.of(out, writable=True), Buffer.of(data)
-    _check_quantized(given, numbers, format)
-    if _reader(format, how)(_pointer(numbers), _bytes(given), numbers.count):
-        raise _malformed(given, format)
+    _read(out, data, format, _CODECS[format].decode)
 
 
 def accumulate(out: Array, data: Array, format: Format) -> None:
@@ -104,7 +120,16 @@ def accumulate(out: Array, data: Array, format: Format) -> None:
 
     With "sparse", it changes only the numbers that were sent.
     """
-    _read(out, data, format, "add")
+    _read(out, data, format, _CODECS[format].add)
+
+
+def _read(
+    out: Array, data: Array, format: Format, how: Callable[[CData, CData, int], object]
+) -> None:
+    numbers, given = Buffer.of(out, writable=True), Buffer.of(data)
+    _check_quantized(given, numbers, format)
+    if how(_pointer(numbers), _bytes(given), numbers.count):
+        raise ValueError(f"{given} are not bytes of numbers quantized as {format}")
 
 
 def divide(out: Array, divisor: int) -> None:
@@ -189,31 +214,6 @@ def _check_quantized(data: Buffer, numbers: Buffer, format: Format) -> None:
         raise ValueError(f"{numbers} takes {size} bytes as {format}, and {data} has another size")
     if data.overlaps(numbers):
         raise ValueError("the arrays overlap")
-
-
-def _malformed(data: Buffer, format: Format) -> ValueError:
-    return ValueError(f"{data} are not bytes of numbers quantized as {format}")
-
-
-def _writer(format: Format) -> Callable[[CData, CData, int], object]:
-    """Encodes: (data, numbers, how many)."""
-    if format in _PAYLOADS:
-        return _of_payload(format, "encode")
-    return partial(lib.pccl_quantize, _BLOCKS[format], DataType.FLOAT.value)
-
-
-def _reader(format: Format, how: Literal["decode", "add"]) -> Callable[[CData, CData, int], object]:
-    """Decodes or adds: (numbers, data, how many). The result is true if the data is invalid."""
-    if format in _PAYLOADS:
-        return _of_payload(format, how)
-    read = lib.pccl_dequantize if how == "decode" else lib.pccl_dequantize_add
-    return partial(read, _BLOCKS[format], DataType.FLOAT.value)
-
-
-def _of_payload(format: Format, what: str) -> Callable[..., Any]:
-    """The function of the C core for a format in `_PAYLOADS`."""
-    found: Callable[..., Any] = getattr(lib, f"pccl_{_PAYLOADS[format]}_{what}")
-    return found
 
 
 def _bytes(buffer: Buffer) -> CData:

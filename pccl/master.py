@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 
+from pccl.cli.arguments import option
 from pccl.errors import PCCLError
 from pccl.master_node import MasterNode, serve_until_signal
 from pccl.runtime.config import configure_logging
@@ -16,49 +17,36 @@ from pccl.support import DEFAULT_PORT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--listen-address",
-        default=f"0.0.0.0:{DEFAULT_PORT}",
-        metavar="HOST:PORT",
-        help="where to listen for peers; port 0 takes a free one (default: %(default)s)",
+    text = "where to listen for peers; port 0 takes a free one"
+    option(parser, "--listen-address HOST:PORT", text, f"0.0.0.0:{DEFAULT_PORT}")
+    text = "journal (SQLite) from which a restarted master resumes the run"
+    option(parser, "--state FILE", text)
+    text = (
+        "when the journal cannot be written: continue without it, log that, and write again when "
+        "that works; or end with status 1"
     )
-    parser.add_argument(
-        "--state",
-        metavar="FILE",
-        help="journal (SQLite) from which a restarted master resumes the run",
+    choices = [choice.value for choice in OnError]
+    option(parser, "--on-journal-error", text, OnError.CONTINUE.value, choices=choices)
+    text = (
+        "record all inputs of the master in FILE, without payloads and keys, for `pccl replay` "
+        "(default: nowhere)"
     )
-    parser.add_argument(
-        "--on-journal-error",
-        choices=[choice.value for choice in OnError],
-        default=OnError.CONTINUE.value,
-        help="when the journal cannot be written: continue without it, log that, and write again "
-        "when that works; or end with status 1 (default: %(default)s)",
+    option(parser, "--event-log FILE", text)
+    text = (
+        "encrypt, and admit only peers that DIR allows; `pccl keys` creates it (default: "
+        "PCCL_CURVE_DIR; without that there is no encryption)"
     )
-    parser.add_argument(
-        "--event-log",
-        metavar="FILE",
-        help="record all inputs of the master in FILE, without payloads and keys, for "
-        "`pccl replay` (default: nowhere)",
+    option(parser, "--curve-dir DIR", text)
+    text = (
+        "where the run can be watched over HTTP, read-only; without HOST, from this machine only "
+        "(default: nowhere)"
     )
-    parser.add_argument(
-        "--curve-dir",
-        metavar="DIR",
-        help="encrypt, and admit only peers that DIR allows; `pccl keys` creates it "
-        "(default: PCCL_CURVE_DIR; without that there is no encryption)",
+    option(parser, "--http [HOST:]PORT", text)
+    text = (
+        "do not dial peers to check whether they can be reached: for a master whose network is not "
+        "that of the peers"
     )
-    parser.add_argument(
-        "--http",
-        metavar="[HOST:]PORT",
-        help="where the run can be watched over HTTP, read-only; without HOST, from this machine "
-        "only (default: nowhere)",
-    )
-    parser.add_argument(
-        "--no-dial-back",
-        dest="dial_back",
-        action="store_false",
-        help="do not dial peers to check whether they can be reached: for a master whose "
-        "network is not that of the peers",
-    )
+    option(parser, "--no-dial-back", text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             on_journal_error=args.on_journal_error,
             event_log=args.event_log,
             http=args.http,
-            dial_back=args.dial_back,
+            dial_back=not args.no_dial_back,
         )
         serve_until_signal(master)
     except (PCCLError, ValueError) as error:  # ValueError: a setting is malformed

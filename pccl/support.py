@@ -6,7 +6,6 @@ import operator
 import re
 from abc import ABC, abstractmethod
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from types import TracebackType
 from typing import Self, SupportsIndex
 
 DEFAULT_PORT = 48148  # the port of a master
@@ -126,10 +125,5 @@ class Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
