@@ -126,13 +126,14 @@ def test_uneven_rows_do_not_show_that_a_ring_works() -> None:
 
 @pytest.mark.parametrize("tag", [0, 1])  # rows, and quantized contributions
 def test_calls_succeed_without_direct_streams_once_the_rings_avoid_all_walls(tag: int) -> None:
-    calls = (Call("update_topology"), *[Call("all_reduce", tag)] * 6)
+    calls = (Call("update_topology"), *[Call("all_reduce", tag)] * 9)
     forgone = 0
     for seed in range(20):
         trace: list[str] = []
         scripts = tuple(Script(0, (calls,), cut_from=((i + 2) % 5,)) for i in range(5))
         play(Scenario(seed, scripts, rows=True, lawful=True), trace)
         forgone += sum("loses its stream" in line for line in trace)
-        last = [line for line in trace if "returns from all_" in line][-5:]
-        assert len(last) == 5 and not any("RANK_CONNECTION_LOST" in line for line in last)
+        ends = [line for line in trace if "returns from all_" in line]
+        good = [i for i, line in enumerate(ends) if "Reduced(" in line]
+        assert len(good) >= 10 and not any("could not" in line for line in ends[good[-5] :])
     assert forgone > 20

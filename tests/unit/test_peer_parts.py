@@ -88,11 +88,12 @@ def test_the_outbox_is_silent_before_the_introduction() -> None:
 
 
 def test_streams_around_the_rings_are_of_an_epoch(parts: PeerParts) -> None:
-    parts.streams.renew(5)
+    parts.streams.renew()
     assert parts.done == [OpenStream(1, INFOS[2], 0)] and parts.streams.ring == (1,)
-    parts.streams.renew(5)
+    parts.streams.renew()
     assert not parts.done
-    parts.streams.renew(6)
+    parts.knowledge.plan = msgspec.structs.replace(parts.knowledge.plan, epoch=6)
+    parts.streams.renew()
     assert parts.done == [CloseStream(1), OpenStream(2, INFOS[2], 0)]
     parts.streams.end()
     assert parts.done == [CloseStream(2)] and not parts.streams.ring
@@ -138,10 +139,11 @@ def test_a_collective_is_answered_when_its_outcome_is_known_and_the_engine_settl
 ) -> None:
     one = Collective(1, 4, WORK)
     parts.collectives.enter(one, sent=False)
-    assert parts.done == [RegisterOp(1, 7, 4, 0), Send(m.StartVote(1, 4, WORK))]
+    opened = OpenStream(1, INFOS[2], 0)  # while others enter
+    assert parts.done == [opened, RegisterOp(1, 7, 4, 0), Send(m.StartVote(1, 4, WORK))]
     parts.collectives.start(m.Started(1, 9, 5, nonce=3))
-    opened, started = parts.done
-    assert isinstance(opened, OpenStream) and isinstance(started, StartOp)
+    (started,) = parts.done
+    assert isinstance(started, StartOp)
     assert (started.op, started.seq, started.nonce) == (1, 9, 3)
     parts.collectives.complete(one, settled=False, tx=10, rx=20)
     parts.collectives.finish(m.Finished(9, True))
@@ -255,12 +257,16 @@ def test_a_caller_that_has_left_has_no_result_to_vote_for(parts: PeerParts) -> N
 def test_a_transfer_serves_fetches_and_ends(parts: PeerParts) -> None:
     vote = m.SyncVote(1, m.Manifest(0, 0, ()), holds=False)
     parts.transfers.enter(Transfer(1, 2, vote))
-    assert parts.done == [RegisterOp(2, 7, 0, 0), Send(msgspec.structs.replace(vote, holds=False))]
+    assert parts.done == [
+        RegisterOp(2, 7, 0, 0),
+        OpenStream(1, INFOS[2], 0),  # for the collectives that follow
+        Send(msgspec.structs.replace(vote, holds=False)),
+    ]
     parts.transfers.planned(m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4))
     plan = m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4)
     assert parts.done == [
-        OpenStream(1, INFOS[2], 0),
-        StartTransfer(2, 9, 4, (End(1, 2),)),  # peer 3 is the third of the group
+        OpenStream(2, INFOS[2], 0),
+        StartTransfer(2, 9, 4, (End(2, 2),)),  # peer 3 is the third of the group
         Follow(1, plan),
     ]
     parts.transfers.fetch(8, seq=5)  # by a plan that is no longer in force
@@ -268,14 +274,14 @@ def test_a_transfer_serves_fetches_and_ends(parts: PeerParts) -> None:
     parts.transfers.fetch(8, 9)
     assert parts.done == [
         RegisterOp(8, 7, 0, 8),
-        OpenStream(2, INFOS[0], 0),
-        StartTransfer(8, 9, 4, (End(2, 1),)),
+        OpenStream(3, INFOS[0], 0),
+        StartTransfer(8, 9, 4, (End(3, 1),)),
     ]
     parts.transfers.complete(8, False, 100)
     parts.transfers.fetched(9, True, "", ())
     assert parts.done == [Fetched(1, 9, True, ""), Send(m.FetchedVote(9, True))]
     parts.transfers.synced(m.SyncResult(1, 3, 1, 9))
-    assert parts.done == [CommitOp(2), CommitOp(8), CloseStream(1), CloseStream(2)]
+    assert parts.done == [CommitOp(2), CommitOp(8), CloseStream(2), CloseStream(3)]
     parts.transfers.settle(2, 50, 0)
     parts.transfers.settle(8, 0, 100)
     assert parts.done == [Answer(1, Synced(3, 50, 100))] and parts.transfers.current is None
@@ -285,19 +291,19 @@ def test_a_fetch_continues_under_another_plan(parts: PeerParts) -> None:
     parts.transfers.enter(Transfer(1, 2, m.SyncVote(1, m.Manifest(0, 0, ()))))
     parts.transfers.planned(m.SyncPlan(1, 9, (), (1, 3), (0,), (b"digest",)))
     parts.transfers.fetch(8, 9)
-    assert len(parts.done) == 7
+    assert len(parts.done) == 8
     second = m.SyncPlan(1, 10, (), (3,), (0,), (b"digest",))
     parts.transfers.planned(second)
     assert parts.done == [
-        OpenStream(3, INFOS[2], 0),
-        StartTransfer(8, 10, 0, (End(3, 1),)),
-        CloseStream(1),
+        OpenStream(4, INFOS[2], 0),
+        StartTransfer(8, 10, 0, (End(4, 1),)),
         CloseStream(2),
+        CloseStream(3),
         Follow(1, second, resumed=True),
     ]
     third = m.SyncPlan(1, 11, (), (3,), (0,), (b"other",))
     parts.transfers.planned(third)
-    assert parts.done == [AbortOp(8), CloseStream(3), Follow(1, third)]
+    assert parts.done == [AbortOp(8), CloseStream(4), Follow(1, third)]
 
 
 def test_a_probe_is_a_transfer_that_is_measured(parts: PeerParts) -> None:
@@ -410,7 +416,7 @@ def test_a_synchronization_continues_with_a_restarted_master(
         parts.done.clear()
     parts.transfers.resume(m.Done(sync=4), m.Done(sync=4))
     voided = m.SyncPlan(1, 0, (), (), (), ())
-    again = [AbortOp(8), CloseStream(1), CloseStream(2), Follow(1, voided)] if planned else []
+    again = [AbortOp(8), CloseStream(2), CloseStream(3), Follow(1, voided)] if planned else []
     assert parts.done == [*again, Send(vote)]
 
 
@@ -532,7 +538,8 @@ def test_rows_go_directly_to_receivers_that_are_not_next_on_a_ring() -> None:
     scatter = m.Spec("scatter", 0, 10, 5, root=3, members=5)
     assert start(parts, 4, scatter) == ((0, 0, 0, 0, 0), [])
     assert start(parts, 5, WORK) == ((), [])
-    parts.streams.renew(6)
+    parts.knowledge.plan = msgspec.structs.replace(parts.knowledge.plan, epoch=6)
+    parts.streams.renew()
     assert {one.stream for one in parts.done if isinstance(one, CloseStream)} == {1, 2, 3, 4}
 
 

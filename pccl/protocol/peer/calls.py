@@ -351,6 +351,8 @@ class Collectives(Part):
             run, tag = self._knowledge.run, one.tag
             if one.pair:
                 tag = tag_of_send(tag, one.pair)
+            else:
+                self._streams.renew()
             self._outbox.do(RegisterOp(one.call, run, tag, self._knowledge.last_seq))
             self._start_eagerly(one)
         if not sent:
@@ -403,7 +405,7 @@ class Collectives(Part):
             self._start_send(one, started)
             return
         one.epoch = started.epoch
-        self._streams.renew(started.epoch)
+        self._streams.renew()
         places, tuning = self._places(one), self._tuning(one)
         direct: tuple[int, ...] = ()
         if tuning.direct:

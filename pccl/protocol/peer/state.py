@@ -207,12 +207,12 @@ class Outbox:
 class Streams:
     """This peer's streams: for its rings, for receivers of rows, for sends, and others.
 
-    The rings' streams belong to an epoch. The first collective of a new epoch closes the old
-    streams and opens new ones. No call still needs the old streams, because an epoch ends only when
-    no collective is running or all are interrupted. Direct streams lead to members that are not
-    next on a ring, and belong to the epoch, too. A peer opens them when it first has rows for these
-    members. If a direct stream cannot connect, the rows travel around the rings, and no peer is
-    blamed.
+    The rings' streams belong to an epoch. The first collective or synchronization that this peer
+    enters in a new epoch closes the old streams and opens new ones, which connect while others
+    enter. No call still needs the old streams, because an epoch ends only when no collective is
+    running or all are interrupted. Direct streams lead to members that are not next on a ring, and
+    belong to the epoch, too. A peer opens them when it first has rows for these members. If a
+    direct stream cannot connect, the rows travel around the rings, and no peer is blamed.
 
     When a collective has committed in an epoch, all members have streams of that epoch. From then
     on, a peer may send data to its successors before the master starts a collective. The successors
@@ -244,18 +244,18 @@ class Streams:
         for stream in streams:
             self._outbox.do(CloseStream(stream))
 
-    def renew(self, epoch: int) -> None:
-        """Closes the streams of an epoch, and opens the streams of another one.
+    def renew(self) -> None:
+        """Closes the streams of an earlier epoch, and opens those of the current one.
 
         Direct streams are opened when they are needed.
         """
-        if self.epoch == epoch:
+        plan = self._knowledge.plan
+        if self.epoch == plan.epoch:
             return
         self._close_epoch()
-        plan = self._knowledge.plan
         infos = {info.peer: info for info in plan.peers}
         to = successors(plan.rings, self._knowledge.number)
-        self.ring, self.epoch = tuple(self.open(infos[n]) for n in to), epoch
+        self.ring, self.epoch = tuple(self.open(infos[n]) for n in to), plan.epoch
 
     def _close_epoch(self) -> None:
         self._clear()

@@ -114,6 +114,7 @@ class Transfers(Part):
         if isinstance(transfer.vote, m.SyncVote):  # an abandoned call may have decided it by now
             holds = self._knowledge.done.holds
             transfer.vote = replace(transfer.vote, holds=holds)
+            self._streams.renew()  # collectives usually follow: their streams connect meanwhile
         self._outbox.send(transfer.vote)
 
     @property
