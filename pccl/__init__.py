@@ -84,14 +84,10 @@ __all__ = [
 ]
 
 
-# slow imports that only some programs need
-_LAZY = {"MasterNode": "pccl.master_node"}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name != "MasterNode":  # whose import is slow, and which only some programs need
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    found = globals()[name] = import_module("pccl.master_node").MasterNode
     return found
 
 

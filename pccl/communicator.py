@@ -136,24 +136,16 @@ class Communicator(Closing):
         name: str | None = None,
     ) -> None:
         self._host, self._port = parse_address(address)
-        peer_group = whole("peer_group", peer_group)
-        p2p_connection_pool_size = whole("p2p_connection_pool_size", p2p_connection_pool_size)
+        self._group = whole("peer_group", peer_group, range(1 << 32))
+        lanes = range(RANGES["lanes"].most + 1)
+        self._pool_size = whole("p2p_connection_pool_size", p2p_connection_pool_size, lanes)
         team, team_size = whole("team", team), whole("team_size", team_size)
-        if not 0 <= peer_group < 1 << 32:
-            raise ValueError(f"peer_group is {peer_group}: it must be in 0 to 2**32 - 1")
-        most = RANGES["lanes"].most
-        if not 0 <= p2p_connection_pool_size <= most:
-            raise ValueError(
-                f"p2p_connection_pool_size is {p2p_connection_pool_size}: it must be in 0 to {most}"
-            )
         if not (0 < team < 1 << 64 and 0 < team_size < 1 << 16) and (team, team_size) != (0, 0):
             raise ValueError(
                 f"team is {team}, and team_size {team_size}: they must be in 1 to 2**64 - 1 and in "
                 "1 to 65535, or both 0"
             )
-        self._group = peer_group
         self._team = team, team_size
-        self._pool_size = p2p_connection_pool_size
         self._security = security
         self._settings: dict[str, Any] = {}
         if advertise is not None:
@@ -562,11 +554,8 @@ class Communicator(Closing):
                 it does not.
         """
         deadline = Deadline(timeout)
-        min_peers = whole("min_peers", min_peers)
-        if not 1 <= min_peers < 1 << 64:
-            raise ValueError(f"min_peers is {min_peers}: it must be in 1 to 2**64 - 1")
+        min_peers = whole("min_peers", min_peers, range(1, 1 << 64))
         require("strategy", strategy, SharedStateSyncStrategy)
-
         options = strategy, raise_on_divergence, min_peers, progress
 
         def synchronized() -> SharedStateSyncInfo:

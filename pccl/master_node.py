@@ -11,6 +11,7 @@ import sys
 import threading
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -74,13 +75,17 @@ class MasterNode:
         http: str | int | None = None,
         dial_back: bool = True,
     ) -> None:
-        self._dial_back = dial_back
-        self._on_journal_error = OnError(on_journal_error)
-        self._state = None if state is None else Path(state)
-        self._event_log = None if event_log is None else Path(event_log)
         self._host, self._port = parse_address(listen_address)
-        self._http = None if http is None else parse_listening(str(http))
-        self._security = security
+        self._security, self._dial_back = security, dial_back
+        self._make_server = partial(
+            Server,
+            self._host,
+            self._port,
+            state=None if state is None else Path(state),
+            on_journal_error=OnError(on_journal_error),
+            event_log=None if event_log is None else Path(event_log),
+            http=None if http is None else parse_listening(str(http)),
+        )
         self._server: Server | None = None
 
     def __reduce__(self) -> NoReturn:
@@ -134,8 +139,7 @@ class MasterNode:
         try:
             require_resources()
             config = replace(Config.from_env(), dial_back=self._dial_back)
-            files = self._state, self._on_journal_error, self._event_log
-            server = Server(self._host, self._port, config, security, *files, self._http)
+            server = self._make_server(config=config, security=security)
         except OutOfResourcesError as error:
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", str(error)) from None
         except (JournalError, EventLogError) as error:

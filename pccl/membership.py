@@ -45,6 +45,8 @@ log = logging.getLogger("pccl")
 
 T = TypeVar("T")
 
+TAGS = range(1 << 64)
+
 
 class CallsInFlight:
     """The calls in progress, and which calls may begin beside them.
@@ -168,10 +170,7 @@ class AsyncReduceHandle:
         if membership is None:
             self._end = effects.Answer(0, effects.Reduced(1, 0, 0))
             return
-        self._tags = [whole("tag", tag) for tag in tags]
-        for tag in self._tags:
-            if not 0 <= tag < 1 << 64:
-                raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
+        self._tags = [whole("tag", tag, TAGS, OverflowError) for tag in tags]
         self._client, self._name = membership.one_of_several(name), name
         self._calls, self._ranks = membership.calls, membership.ranks
         self._call = self._client.call()

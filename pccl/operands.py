@@ -13,7 +13,7 @@ import array as bytes_of
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
@@ -319,9 +319,7 @@ def all_to_all(
     recv_rows: Sequence[int] | None,
     ranks: Ranks,
 ) -> Operands:
-    uneven = False
     if send_rows is not None and recv_rows is not None:
-        uneven = True
         gives = _numbers("send_rows", send_rows, ranks)
         takes = _numbers("recv_rows", recv_rows, ranks)
         sent, received = (sum(gives), "send_rows says"), (sum(takes), "recv_rows says")
@@ -339,16 +337,10 @@ def all_to_all(
             each.append(Operand(read, written, read.count // ranks.members))
     if any(operand.send.overlaps(operand.recv) for operand in each):
         raise ValueError("send and recv overlap: an all_to_all cannot be in place")
-    work = make(
-        CollectiveKind.ALL_TO_ALL,
-        given,
-        each,
-        result,
-        ranks=ranks,
-        send_rows=gives,
-        recv_rows=takes,
+    what, uneven = CollectiveKind.ALL_TO_ALL, send_rows is not None
+    return make(
+        what, given, each, result, ranks=ranks, send_rows=gives, recv_rows=takes, uneven=uneven
     )
-    return replace(work, uneven=True) if uneven else work
 
 
 def barrier() -> Operands:
@@ -522,6 +514,7 @@ def make(
     rows: tuple[int, ...] = (),
     send_rows: tuple[int, ...] = (),
     recv_rows: tuple[int, ...] = (),
+    uneven: bool = False,
     pair: tuple[int, ...] = (),
 ) -> Operands:
     """The operands of a collective over these arrays; `ranks` if it depends on ranks.
@@ -547,7 +540,7 @@ def make(
     members, ring = (ranks.members, ranks.ring) if ranks is not None else (0, 0)
     arrays = one.dtype, one.count, *quantized, root, members, parts, one.layout, rows, ring
     spec = m.Spec(what, 0 if redop is None else redop.value, *arrays)
-    return Operands(spec, tuple(each), send_rows, recv_rows, pair=pair, result=result)
+    return Operands(spec, tuple(each), send_rows, recv_rows, uneven, pair=pair, result=result)
 
 
 def _part(operand: Operand, name: str) -> m.Part:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from pccl.runtime.client.client import PeerClient
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import Synchronization
 from pccl.runtime.digest import digests, root_digest
-from pccl.support import require
+from pccl.support import require, whole
 from pccl.tensors import (
     Array,
     Buffer,
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("pccl")
-
-REVISION_MAX = (1 << 64) - 1
 
 
 class TensorInfo:
@@ -247,10 +244,7 @@ class SharedState:
 
     @revision.setter
     def revision(self, value: int) -> None:
-        revision = operator.index(value)
-        if not 0 <= revision <= REVISION_MAX:
-            raise OverflowError(f"revision is {revision}: it must be in 0 to 2**64 - 1")
-        self._revision = revision
+        self._revision = whole("revision", value, range(1 << 64), OverflowError)
 
     def push_revision(self) -> None:
         """Adds 1 to the revision; call it when the content has advanced."""

@@ -19,12 +19,25 @@ def require(what: str, value: object, kind: type) -> None:
         raise TypeError(f"{what} is {value!r}: it must be of type {kind.__name__}")
 
 
-def whole(what: str, value: SupportsIndex) -> int:
-    """An argument that is a whole number, possibly one of numpy's. Raises TypeError: it is none."""
+def whole(
+    what: str,
+    value: SupportsIndex,
+    within: range | None = None,
+    error: type[Exception] = ValueError,
+) -> int:
+    """An argument that is a whole number, possibly one of numpy's.
+
+    Raises TypeError: it is none; `error`: it is not within the range.
+    """
     try:
-        return int(operator.index(value))
+        number = int(operator.index(value))
     except TypeError:
         raise TypeError(f"{what} is {value!r}: it must be a whole number") from None
+    if within is not None and number not in within:
+        bits = within.stop.bit_length() - 1
+        most = f"2**{bits} - 1" if bits >= 32 and within.stop == 1 << bits else within.stop - 1
+        raise error(f"{what} is {number}: it must be in {within.start} to {most}")
+    return number
 
 
 def parse_address(address: str) -> tuple[str, int]:

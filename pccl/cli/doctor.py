@@ -59,10 +59,9 @@ class Finding(NamedTuple):
     needed: bool = False  # whether pccl needs this to work
 
     def show(self) -> None:
-        verdict = {True: painted("ok   ", "green"), None: "     "}.get(self.good)
-        verdict = verdict or (
-            painted("BAD  ", "red") if self.needed else painted("hint ", "yellow")
-        )
+        verdict = painted("ok   ", "green") if self.good else "     "
+        if self.good is False:
+            verdict = painted("BAD  ", "red") if self.needed else painted("hint ", "yellow")
         print(f"{verdict}{self.title:<16}{self.fact}", flush=True)
         if self.good is False:
             print(f"{'':21}-> {self.cure}", flush=True)

@@ -279,9 +279,6 @@ class Fleet(Closing):
     def kill(self, number: int) -> None:
         self._processes[number].kill()
 
-    def signal(self, number: int, what: int) -> None:
-        self._processes[number].signal(what)
-
     def errors(self, number: int) -> str:
         """The last lines of one process's stderr."""
         return tail(self._errors(number))

@@ -144,6 +144,7 @@ class StreamsHarness:
             self.rendezvous,  # type: ignore[arg-type]
             time.monotonic,
             shortage,
+            machine_id(),
         )
 
     def work(self) -> None:

@@ -153,7 +153,7 @@ def test_revisions() -> None:
         state.push_revision()
     with pytest.raises(OverflowError, match="2\\*\\*64"):
         state.revision = -1
-    with pytest.raises(TypeError, match="integer"):
+    with pytest.raises(TypeError, match="must be a whole number"):
         state.revision = 1.5  # type: ignore[assignment]
     assert state.revision == (1 << 64) - 1
 

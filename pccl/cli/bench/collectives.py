@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import pccl
@@ -252,19 +253,11 @@ def _between_machines(master: str, job: Job) -> Iterator[list[Measured]]:
 
 
 def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:
-    """The measurements of all peers; numbers below 2**53 survive as float64."""
-    names, checked = list(own.times_s), bool(own.wrong)
-    numbers = [*own.sent.values(), *own.switches.values(), *own.wrong.values()]
-    numbers += np.ravel(list(own.times_s.values())).tolist()
-    ends = np.cumsum([len(names), len(own.switches), len(names) * checked])
-    found = []
-    for values in comm.all_gather(np.array(numbers, np.float64)):
-        sent, switches, wrong, times = np.split(values, ends)
-        by_name = zip(names, times.reshape(len(names), -1).tolist(), strict=True)
-        counts = [dict(zip(names, map(int, each), strict=False)) for each in (wrong, sent)]
-        switched = dict(zip(names, map(float, switches), strict=False))
-        found.append(Measured(dict(by_name), counts[0], counts[1], switched))
-    return found
+    """The measurements of all peers."""
+    text = np.frombuffer(msgspec.json.encode(own), np.uint8)
+    sizes = comm.all_gather(np.array([text.size])).ravel().tolist()
+    parts = np.split(comm.all_gather(text, rows=sizes), np.cumsum(sizes)[:-1])
+    return [msgspec.json.decode(part.tobytes(), type=Measured) for part in parts]
 
 
 # ---- the table and the JSON ----

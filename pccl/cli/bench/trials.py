@@ -275,7 +275,7 @@ class Job:
     against: str | None = None  # one of OTHERS, which takes turns with it
     quantization: QuantizationName | None = None  # as `Communicator.all_reduce` takes it
     lanes: int = 0  # connections to the next peer; 0: as pccl chooses
-    device: str = "cpu"  # where the arrays are: one of DEVICES
+    device: str = "cpu"  # where the arrays are: "cpu" or "cuda"
 
 
 class Trial:

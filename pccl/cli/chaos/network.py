@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pccl.cli.chaos import kinds
 from pccl.support import Closing
@@ -107,18 +108,15 @@ class Network(Closing):
 
     def _cut(self, pairs: Sequence[tuple[int, int]]) -> Undo:
         """Drops all data from the first host of a pair to the second."""
-        for source, target in pairs:
-            self._neighbor(source, target, NOBODY)
 
-        def undo() -> None:
+        def set_cut(cut: bool) -> None:
             for source, target in pairs:
-                self._neighbor(source, target, self._mac(target))
+                neighbor = ("ip", "-n", self.name(source), "neigh", "replace")
+                mac = ("lladdr", NOBODY if cut else self._mac(target))
+                run(*neighbor, self.addresses[target], *mac, "dev", DEVICE, "nud", "permanent")
 
-        return undo
-
-    def _neighbor(self, source: int, target: int, mac: str) -> None:
-        where = ("lladdr", mac, "dev", DEVICE, "nud", "permanent")
-        run("ip", "-n", self.name(source), "neigh", "replace", self.addresses[target], *where)
+        set_cut(True)
+        return partial(set_cut, False)
 
     def qdisc(self, host: int, qdisc: str) -> Undo:
         """Sets a host's queueing discipline for sending. Returns a function that removes it."""

@@ -61,7 +61,7 @@ def line_of(done: Done, director: Director) -> str:
     copies = director.stage.alive()
     frozen = sum(copy.stopped for copy in copies)
     at_s = done.at_s - director.chronicle.faults_s
-    whom = f": {_whom(done)}" if done.copy >= 0 else ""
+    whom = f": copy {done.copy}" if done.copy >= 0 else ""
     lasts = f" for {done.fault.lasts_s:.1f} s" if done.fault.lasts_s else ""
     moment = f" ({done.moment})" if done.moment else ""
     why = f", but {done.skipped}" if done.skipped else ""

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -176,25 +177,20 @@ class Stage:
 
 def burn() -> Undo:
     """Other programs use all processors."""
-    command = [sys.executable, "-S", "-E", "-c", SPIN]
-    burners = [Process(command, os.environ) for _ in range(os.cpu_count() or 1)]
-
-    def end() -> None:
-        for burner in burners:
-            burner.close()
-
-    return end
+    burners = ExitStack()
+    for _ in range(os.cpu_count() or 1):
+        command = [sys.executable, "-S", "-E", "-c", SPIN]
+        burners.enter_context(Process(command, os.environ))
+    return burners.close
 
 
 def _freeze(copy: Copy) -> Undo:
-    copy.stopped = True
-    copy.process.signal(STOP)
+    def set_stopped(stopped: bool) -> None:
+        copy.stopped = stopped
+        copy.process.signal(STOP if stopped else CONTINUE)
 
-    def thaw() -> None:
-        copy.stopped = False
-        copy.process.signal(CONTINUE)
-
-    return thaw
+    set_stopped(True)
+    return partial(set_stopped, False)
 
 
 def _starve(process: Process) -> Undo:

@@ -7,7 +7,6 @@ its size is limited whatever the peers call.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -15,6 +14,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from pccl.protocol.master.clients import FIRST, Clients
@@ -330,7 +330,7 @@ def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
         groups=tuple(_groups(run, now_s)),
         waits=tuple(_status_of_wait(wait, now_s) for wait in waits),
         waits_left_out=sum(max(0, len(of) - WAITS_MAX) for of in (run.voting.open, run.table)),
-        counts=copy.deepcopy(run.tally.counts),
+        counts=msgspec.convert(msgspec.to_builtins(run.tally.counts), Counts),  # a copy
         weights=_weights(run.clients),
     )
 

@@ -22,7 +22,7 @@ from pccl.protocol.tuning import Settings, high_water_mark, lanes
 from pccl.runtime import limits
 from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
 from pccl.runtime.client.rendezvous import SENDS, Rendezvous, destination
-from pccl.runtime.config import Config, machine_id
+from pccl.runtime.config import Config
 from pccl.runtime.forks import Address
 from pccl.runtime.resolve import Found, Resolver, Ways, is_address
 from pccl.support import address_text
@@ -62,12 +62,13 @@ class Streams:
         rendezvous: Rendezvous,  # for peers that accept no connections
         now: Callable[[], float],  # the clock
         shortage: Callable[[], str],  # why this process gets no socket; empty if it does
+        here: str,  # this machine, as `machine_id` identifies it
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
         self._settings = Settings(pool_size=pool_size, lanes=config.lanes)
         self._local, self._rendezvous, self._now = local, rendezvous, now
         self._shortage = shortage
-        self._limit_s, self._machine = config.handshake_timeout_s, machine_id()
+        self._limit_s, self._machine = config.handshake_timeout_s, here
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # those that are not connected yet
         self._without_ipc: set[int] = set()  # neighbors on this machine, reached by TCP instead

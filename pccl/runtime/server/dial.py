@@ -211,11 +211,11 @@ class Dialler:
                 for who, (spent, at_s) in self._spent.items()
                 if spent > now_s - at_s
             }
+            if len(self._spent) >= limits.ASKERS_MAX:
+                return False
         spent, at_s = self._spent.get(asker, (0.0, now_s))
         spent = max(0.0, spent - (now_s - at_s)) + cost
-        if spent > ASKER_MAX or (
-            asker not in self._spent and len(self._spent) >= limits.ASKERS_MAX
-        ):
+        if spent > ASKER_MAX:
             return False
         self._spent[asker] = (spent, now_s)
         return True

@@ -82,7 +82,15 @@ class EventFile:
         self._missing = 0  # since the head
         self._head = Head(VERSION, __version__, os.getpid(), 0.0, 0.0, 0, 0)
         try:
-            self._lock = FileLock(path.with_name(path.name + ".lock"))
+            with contextlib.ExitStack() as opened:
+                self._lock = FileLock(path.with_name(path.name + ".lock"))
+                opened.callback(self._lock.close)
+                with contextlib.suppress(OSError):  # informs people only
+                    self._lock.leave(f"process {os.getpid()}")
+                if not _is_log(path):
+                    raise self._error("it is not an event log of a master, but some other file")
+                self._open(0)
+                opened.pop_all()
         except Taken as error:
             holder = f" ({error})" if str(error) else ""
             raise self._error(
@@ -90,18 +98,6 @@ class EventFile:
             ) from None
         except OSError as error:
             raise self._error(error.strerror or str(error)) from None
-        try:
-            with contextlib.suppress(OSError):  # informs people only
-                self._lock.leave(f"process {os.getpid()}")
-            if not _is_log(path):
-                raise self._error("it is not an event log of a master, but some other file")
-            self._open(0)
-        except OSError as error:
-            self._lock.close()
-            raise self._error(error.strerror or str(error)) from None
-        except EventLogError:
-            self._lock.close()
-            raise
 
     def write(self, data: bytes, number: int, missing: int) -> None:
         """Appends lines: all of them, or none.
@@ -149,8 +145,10 @@ class EventFile:
         try:
             self._identity = identity(self.path)
             self._size = self._file.seek(0, os.SEEK_END)
-            if self._size and self._last_byte() != b"\n":
-                self._append(b"\n")  # ends the torn line of an earlier master
+            if self._size:
+                self._file.seek(self._size - 1)
+                if self._file.read(1) != b"\n":
+                    self._append(b"\n")  # ends the torn line of an earlier master
             self._head_at = self._size
             now = time.time(), time.monotonic()
             self._head = Head(VERSION, __version__, os.getpid(), *now, number, 0)
@@ -160,11 +158,6 @@ class EventFile:
             self._cut()
             self._shut()
             raise
-
-    def _last_byte(self) -> bytes:
-        assert self._file is not None
-        self._file.seek(self._size - 1)
-        return self._file.read(1)
 
     def _append(self, data: bytes) -> None:
         assert self._file is not None

@@ -98,24 +98,20 @@ class JournalFile:
         try:
             if path.is_dir():
                 raise IsADirectoryError("it is a directory")
-            self._lock = FileLock(path.with_name(path.name + ".lock"))
+            with contextlib.ExitStack() as opened:
+                self._lock = FileLock(path.with_name(path.name + ".lock"))
+                opened.callback(self._lock.close)
+                self._marked = self._lock.text.startswith("behind")
+                with contextlib.suppress(OSError):  # informs people only
+                    self._mark(self._marked)
+                self._open()
+                opened.pop_all()
         except Taken as error:
             holder = "".join(f" ({word.strip()})" for word in str(error).split(",")[1:])
             why = f"another master{holder} uses it: stop that one, or give each a file of its own"
             raise JournalError(f"the journal {path}: {why}") from None
-        except OSError as error:
-            raise self._error(error) from None
-        self._marked = self._lock.text.startswith("behind")
-        with contextlib.suppress(OSError):  # informs people only
-            self._mark(self._marked)
-        try:
-            self._open()
         except (OSError, sqlite3.Error) as error:
-            self._lock.close()
             raise self._error(error) from None
-        except JournalError:
-            self._lock.close()
-            raise
 
     @property
     def complete(self) -> bool:

@@ -203,32 +203,35 @@ class Server:
         self._sent = False  # since the router was last found empty
         self._unsent: dict[bytes, list[bytes]] = {}  # messages by connection, until `_flush`
         run = secrets.randbits(62)
-        self._opened = contextlib.ExitStack()
         try:
-            self._open(host, port, config, keys)
-            if state is not None:
-                self._journal = Scribe(state, run, on_journal_error)
-                self._opened.callback(self._journal.close)
-            if event_log is not None:
-                self._events = EventLog(event_log)
-                self._opened.callback(self._events.close)
-            if http is not None:
-                self.web = Web(*http, self.ask)
-                self._opened.callback(self.web.close)
+            with contextlib.ExitStack() as opened:
+                self._open(opened, host, port, config, keys)
+                if state is not None:
+                    self._journal = Scribe(state, run, on_journal_error)
+                    opened.callback(self._journal.close)
+                if event_log is not None:
+                    self._events = EventLog(event_log)
+                    opened.callback(self._events.close)
+                if http is not None:
+                    self.web = Web(*http, self.ask)
+                    opened.callback(self.web.close)
+                self._opened = opened.pop_all()
         except zmq.ZMQError as error:
-            self.close()
             raise OSError(error.errno, f"ZeroMQ cannot make its sockets: {error}") from None
-        except BaseException:
-            self.close()
-            raise
         remembered = None if self._journal is None else self._journal.remembered
         self._master = self._new_master(run, remembered)
         self.host = host
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def _open(self, host: str, port: int, config: Config, keys: KeyPair | None) -> None:
+    def _open(
+        self,
+        opened: contextlib.ExitStack,
+        host: str,
+        port: int,
+        config: Config,
+        keys: KeyPair | None,
+    ) -> None:
         """Opens everything that needs descriptors; these may run out."""
-        opened = self._opened
         self._waiter = Waiter()
         opened.callback(self._waiter.close)
         self._connections = Connections(opened)
