@@ -44,4 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(args.measure(args))
+    measure = args.measure
+    del args.run, args.measure, args.parser  # the rest can be sent to processes
+    return int(measure(args))

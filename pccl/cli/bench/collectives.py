@@ -94,8 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; 1 if an element was wrong."""
-    if problem := _problem(args):
-        raise Refused(problem)
+    _check(args)
     dtype, sizes = _DTYPES[args.datatype], options.sizes(args)
     job = Job(
         what=args.measurement,
@@ -170,55 +169,54 @@ def explained(job: Job, sizes: Sequence[int]) -> Iterator[str]:
         yield f"{nbytes:>12}  {here!s:<48}{apart}"
 
 
-def _problem(args: argparse.Namespace) -> str:
-    """Why it cannot be measured; empty if it can."""
+def _check(args: argparse.Namespace) -> None:
+    """Raises Refused: it cannot be measured."""
     what, dtype, against = args.measurement, _DTYPES[args.datatype], args.against
     if against in trials.TORCH:
-        problem = _problem_with_torch(args)
+        _check_torch(args)
     elif dtype is DataType.BFLOAT16 and importlib.util.find_spec("torch") is None:
-        problem = "torch not found; pip install torch brings bfloat16"
-    else:
-        problem = trials.missing(args.device)
-    if problem:
-        return problem
+        raise Refused("torch not found; pip install torch brings bfloat16")
+    if why := trials.missing(args.device):
+        raise Refused(why)
+    if against in trials.TORCH and args.device == "cuda":
+        _check_gpus(args)
     if against == "unquantized" and not args.quantize:
-        return "--against unquantized needs --quantize"
+        raise Refused("--against unquantized needs --quantize")
     elements = trials.ELEMENTS_MIN.get(against, 0)
     if elements and (what != "all_reduce" or args.minbytes < dtype.itemsize * elements):
-        return f"--against {against} is for all_reduce, of {elements} elements or more"
+        raise Refused(f"--against {against} is for all_reduce, of {elements} elements or more")
     if args.quantize and (args.datatype not in _FLOATS or args.op not in ("sum", "avg")):
-        return f"--quantize is for sums and means of {', '.join(_FLOATS)}"
+        raise Refused(f"--quantize is for sums and means of {', '.join(_FLOATS)}")
     least = dtype.itemsize * blocks(what, args.peers)
     if not least <= args.minbytes <= args.maxbytes:
-        return f"sizes must be at least {least} bytes, and -b no more than -e"
-    return ""
+        raise Refused(f"sizes must be at least {least} bytes, and -b no more than -e")
 
 
-def _problem_with_torch(args: argparse.Namespace) -> str:
-    """Why torch.distributed cannot be measured; empty if it can."""
+def _check_torch(args: argparse.Namespace) -> None:
+    against = args.against
     if importlib.util.find_spec("torch") is None:
-        return f"torch not found; pip install torch brings what --against {args.against} needs"
+        raise Refused(f"torch not found; pip install torch brings what --against {against} needs")
     if args.master:
-        return f"--against {args.against} measures processes of this machine: leave out --master"
+        raise Refused(f"--against {against} measures processes of this machine: leave out --master")
     for asked in (args.datatype, args.op):
-        if asked in _NOT_IN[args.against]:
-            return f"{args.against} has no {asked}"
-    if args.against == NCCL and args.device != "cuda":
-        return "nccl moves GPU memory only: add --device cuda"
-    missing = trials.missing(args.device)
-    if missing or args.device == "cpu":
-        return missing
-    if args.against == NCCL:
-        import torch
+        if asked in _NOT_IN[against]:
+            raise Refused(f"{against} has no {asked}")
+    if against == NCCL and args.device != "cuda":
+        raise Refused("nccl moves GPU memory only: add --device cuda")
 
-        if not torch.distributed.is_nccl_available():
-            return f"torch {torch.__version__} is built without nccl"
-        if torch.cuda.device_count() < args.peers:
-            gpus = torch.cuda.device_count()
-            return f"nccl needs a GPU for each process: there are {gpus}, for --peers {args.peers}"
-    elif args.measurement not in _OF_GLOO_ON_GPUS:
-        return f"gloo has no {args.measurement} of GPU memory: only {', '.join(_OF_GLOO_ON_GPUS)}"
-    return ""
+
+def _check_gpus(args: argparse.Namespace) -> None:
+    import torch
+
+    what, gpus = args.measurement, torch.cuda.device_count()
+    if args.against == GLOO:
+        if what not in _OF_GLOO_ON_GPUS:
+            raise Refused(f"gloo has no {what} of GPU memory: only {', '.join(_OF_GLOO_ON_GPUS)}")
+    elif not torch.distributed.is_nccl_available():
+        raise Refused(f"torch {torch.__version__} is built without nccl")
+    elif gpus < args.peers:
+        peers = args.peers
+        raise Refused(f"nccl needs a GPU for each process: there are {gpus}, for --peers {peers}")
 
 
 def _title(job: Job, master: str | None) -> str:

@@ -151,21 +151,20 @@ def run(args: argparse.Namespace) -> int:
     args.threads = args.threads or max(
         1, (os.cpu_count() or 1) // (1 if args.master else args.peers)
     )
-    job = options.job(args)
     if args.master:
-        rows = _rows(train(job, args.master))
+        rows = _rows(train(args, args.master))
     else:
         with (
             pccl.MasterNode("127.0.0.1:0") as node,
-            workers(job.peers, serve, job, node.address) as results,
+            workers(args.peers, serve, args, node.address) as results,
         ):
             rows = _rows(collect(results)[0])
-    title = options.title("ddp", f"{job.peers} processes", args.master)
+    title = options.title("ddp", f"{args.peers} processes", args.master)
     print(
         f"{title}\n# a GPT of {rows[0]['parameters'] / 1e6:.1f} million parameters "
-        f"({job.layers} layers, width {job.width}), {job.batch} x {job.length} tokens, "
-        f"buckets of {job.bucket_mib} MiB\n"
-        f"# medians (minima) of {job.iters} steps after {job.warmup_iters} warm-ups, in turns\n"
+        f"({args.layers} layers, width {args.width}), {args.batch} x {args.length} tokens, "
+        f"buckets of {args.bucket_mib} MiB\n"
+        f"# medians (minima) of {args.iters} steps after {args.warmup_iters} warm-ups, in turns\n"
         f"#{'over':>12} {'ms a step':>20} {'steps/s':>9} {'of gloo':>8} {'loss':>8}  weights"
     )
     for row in rows:
@@ -174,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
             f"{row['way']:>13} {times:>20} {row['steps_per_s']:9.2f} {row['of_gloo']:8.2f} "
             f"{row['loss']:8.4f}  {'equal' if row['equal'] else 'DIFFER'}"
         )
-    options.write_json(args, {"peers": job.peers, "results": rows})
+    options.write_json(args, {"peers": args.peers, "results": rows})
     return 0 if all(row["equal"] for row in rows) else 1
 
 

@@ -52,12 +52,6 @@ def sizes(args: argparse.Namespace) -> list[int]:
     return found
 
 
-def job(args: argparse.Namespace) -> argparse.Namespace:
-    """The options alone, which can be sent to a process."""
-    parts = ("run", "measure", "parser")  # functions and the parser
-    return argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in parts})
-
-
 def title(what: str, who: str, address: str | None = None, where: str = "") -> str:
     """The first line of a table. `address` is the address of a master elsewhere."""
     place = f"by the master {address}" if address else f"on {os.cpu_count()} cores"

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     results = []
     with (
         pccl.MasterNode("127.0.0.1:0") as master,
-        workers(args.holders + 1, take_part, options.job(args), master.address) as connections,
+        workers(args.holders + 1, take_part, args, master.address) as connections,
     ):
         for nbytes in options.sizes(args):
             results.append(_row(nbytes, args.warmup_iters, collect(connections)))

@@ -488,15 +488,14 @@ def measure(comm: pccl.Communicator, job: Job, count: int, device: str) -> Measu
     times_s = in_turns(turns, job.iterations, job.warmups)
     ours = {name: way for name, way in found.items() if name not in TORCH}
     sent = {name: way.sent() for name, way in ours.items()}
-    switches = {name: _switches(way, job.iterations) for name, way in ours.items()}
+    counted = {} if os.name == "nt" else ours
+    switches = {name: _switches(way, job.iterations) for name, way in counted.items()}
     wrong = {name: trial.check(way) for name, way in ours.items()} if job.check else {}
-    return Measured(times_s, wrong, sent, {} if os.name == "nt" else switches)
+    return Measured(times_s, wrong, sent, switches)
 
 
 def _switches(way: Way, calls: int) -> float:
     """How often the threads of this process have to wait in a call, one call after the other."""
-    if os.name == "nt":
-        return 0.0
     import resource
 
     way.meet()

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     Success means that every survivor took the last outer step with the same bits and, if there were
     enough steps, that the loss fell.
     """
-    if problem := _problem(args):
-        raise Refused(problem)
+    _check(args)
     try:
         return _perform(args)
     except KeyboardInterrupt:
@@ -63,32 +62,33 @@ def run(args: argparse.Namespace) -> int:
         return 130
 
 
-def _problem(args: argparse.Namespace) -> str:
-    """Why a run or its chart is impossible, checked before the training; empty if possible."""
+def _check(args: argparse.Namespace) -> None:
+    """Raises Refused: a run or its chart is impossible."""
     missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
-        return (
+        raise Refused(
             f"{' and '.join(missing)} not found: in the clone of pccl, "
             """pip install -e ".[demo]" brings what is needed"""
         )
     if args.peers < 2 or args.steps < 1 or args.inner_steps < 1:
-        return "it takes at least 2 peers, 1 outer step and 1 inner step"
+        raise Refused("it takes at least 2 peers, 1 outer step and 1 inner step")
     if args.steps < STEPS_MIN and not args.no_chaos:
-        return f"a kill and a join take {STEPS_MIN} outer steps; or use --no-chaos"
+        raise Refused(f"a kill and a join take {STEPS_MIN} outer steps; or use --no-chaos")
     if args.peers > (most := _peers_max()):
-        return f"{args.peers} peers are too many for this machine, which has room for {most}"
+        raise Refused(
+            f"{args.peers} peers are too many for this machine, which has room for {most}"
+        )
     try:
         output(str(args.output))
     except argparse.ArgumentTypeError as error:
-        return str(error)
+        raise Refused(error) from None
     kind = args.output.suffix[1:]
     if kind not in ("", "png"):
         from matplotlib.backend_bases import FigureCanvasBase
 
         known = sorted(FigureCanvasBase.get_supported_filetypes())
         if kind.lower() not in known:
-            return f"{args.output}: a chart can be {', '.join(known)}, not {kind}"
-    return ""
+            raise Refused(f"{args.output}: a chart can be {', '.join(known)}, not {kind}")
 
 
 def _peers_max() -> int:

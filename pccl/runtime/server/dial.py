@@ -18,6 +18,7 @@ import queue
 import re
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -64,9 +65,7 @@ class _Dial:
         self.failed = ""  # why it has failed, reported only when its time is up
         self.found: queue.SimpleQueue[list[str] | OSError] | None = None  # addresses of a name
         self.certain = True  # whether a failure is evidence against the peer
-        self.plain: socket.socket | None = None
-        self.push: zmq.Socket[bytes] | None = None
-        self.monitor: zmq.Socket[bytes] | None = None
+        self.opened = ExitStack()  # closes the sockets of its present step
 
 
 class Dialler:
@@ -137,20 +136,21 @@ class Dialler:
     def _connect(self, dial: _Dial) -> None:
         try:
             family, kind, protocol, _, address = destination(dial.target.host, dial.target.port)
-            dial.plain = socket.socket(family, kind, protocol)
+            plain = socket.socket(family, kind, protocol)
         except OSError:  # no such address family, or no descriptors: no evidence against the peer
             self._give_up(dial)
             return
-        dial.plain.setblocking(False)
-        number = dial.plain.connect_ex(address)
+        dial.opened.callback(plain.close)
+        plain.setblocking(False)
+        number = plain.connect_ex(address)
         if number == errno.ENETUNREACH and ":" in dial.target.host:  # the master has no IPv6
-            dial.plain.close()
-            dial.plain = None
             self._give_up(dial)
             return
-        self._waiter.add(dial.plain, lambda: self._read_greeting(dial))
         if number not in BEGUN:
             self._end(dial, _text(number))
+            return
+        self._waiter.add(plain, lambda: self._read_greeting(dial, plain))
+        dial.opened.callback(self._waiter.remove, plain)
 
     def tick(self, now_s: float) -> None:
         """Continues with names that were resolved, and ends dials whose time is up."""
@@ -222,17 +222,17 @@ class Dialler:
 
     # ---- the two steps ----
 
-    def _read_greeting(self, dial: _Dial) -> None:
-        if dial not in self._dials or dial.plain is None:
+    def _read_greeting(self, dial: _Dial, plain: socket.socket) -> None:
+        if dial not in self._dials:
             return
         try:
-            said = dial.plain.recv(len(GREETING))
+            said = plain.recv(len(GREETING))
         except OSError as error:
             if error.errno not in NOT_YET:
                 self._end(dial, _text(error.errno or 0))
             return
         if said == GREETING:
-            self._hang_up(dial)
+            dial.opened.close()
             try:
                 self._shake_hands(dial)
             except zmq.ZMQError:  # for example no descriptors: no evidence against the peer
@@ -244,7 +244,8 @@ class Dialler:
 
     def _shake_hands(self, dial: _Dial) -> None:
         target = dial.target
-        dial.push = push = self._context.socket(zmq.PUSH)
+        push = self._context.socket(zmq.PUSH)
+        dial.opened.callback(push.close, linger=0)
         milliseconds = int(limits.DIAL_S * 1000)
         options = {
             zmq.LINGER: 0,
@@ -260,42 +261,32 @@ class Dialler:
         else:
             push.setsockopt(zmq.PLAIN_USERNAME, NAME.encode())
             push.setsockopt(zmq.PLAIN_PASSWORD, target.token.encode())
-        dial.monitor = push.get_monitor_socket(
+        monitor = push.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
-        self._waiter.add(dial.monitor, lambda: self._read_monitor(dial))
+        dial.opened.callback(monitor.close, linger=0)
+        dial.opened.callback(push.disable_monitor)
+        self._waiter.add(monitor, lambda: self._read_monitor(dial, monitor))
+        dial.opened.callback(self._waiter.remove, monitor)
         push.connect(f"tcp://{address_text(target.host, target.port)}")
 
-    def _read_monitor(self, dial: _Dial) -> None:
-        if dial not in self._dials or dial.monitor is None or not readable(dial.monitor):
+    def _read_monitor(self, dial: _Dial, monitor: zmq.Socket[bytes]) -> None:
+        if dial not in self._dials or not readable(monitor):
             return
-        event = parse_monitor_message(dial.monitor.recv_multipart(zmq.DONTWAIT))
+        event = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
         reached = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._end(dial, "" if reached else ANOTHER)
 
     def _end(self, dial: _Dial, why: str) -> None:
-        self._hang_up(dial)
+        dial.opened.close()
         if why and not dial.explains:
             dial.failed = UNTOLD  # reported when the time is up, which does not reveal why
             return
         self._dials.remove(dial)
         dial.then(why if dial.certain or not why else None)
 
-    def _hang_up(self, dial: _Dial) -> None:
-        if dial.plain is not None:
-            self._waiter.remove(dial.plain)
-            dial.plain.close()
-        if dial.push is not None:
-            dial.push.disable_monitor()
-        if dial.monitor is not None:
-            self._waiter.remove(dial.monitor)
-            dial.monitor.close(linger=0)
-        if dial.push is not None:
-            dial.push.close(linger=0)
-        dial.plain = dial.push = dial.monitor = None
-
     def _forget(self, dial: _Dial) -> None:
-        self._hang_up(dial)
+        dial.opened.close()
         self._dials.remove(dial)
 
 
