@@ -14,13 +14,8 @@ from pccl.support import duration_text
 
 BUSY = 0.8  # a link or processor that is busy for at least this share of the time is the limit
 NEGLIGIBLE = 0.03  # smaller shares of the time are omitted
-STEPS = {  # consecutive hops, with n members, until the first bytes are everywhere
-    "all_reduce": lambda n: 2 * n - 2,
-    "reduce_scatter": lambda n: n - 1,
-    "all_gather": lambda n: n - 1,
-    "broadcast": lambda n: n - 1,
-    "reduce": lambda n: n - 1,
-}
+# times around the ring until the first bytes are everywhere
+AROUND = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1, "reduce": 1}
 # called with metrics by name and the number of the step, as are wandb.log and Lightning's loggers
 LogMetrics: TypeAlias = Callable[[dict[str, Any], int], object]
 
@@ -120,6 +115,9 @@ class Cause(Enum):
     END = "waiting for the others to have the result, if all had it at once"
 
 
+HALVED = (Cause.LINK, Cause.RECEIVER, Cause.ELSEWHERE, Cause.CPU)  # if these were twice as fast
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """One part of a collective's time, with its cause.
@@ -197,8 +195,8 @@ def explain(
     sent = sum(one.tx_bytes for one in chosen)
     parts = [*_votes(chosen, master_s), *_data(chosen, link)]
     limits = [
-        Limit(cause, spent_s, mean_s - saved_s, why)
-        for cause, spent_s, saved_s, why in parts
+        Limit(cause, spent_s, mean_s - (spent_s / 2 if cause in HALVED else spent_s), why)
+        for cause, spent_s, why in parts
         if spent_s > NEGLIGIBLE * mean_s
     ]
     limits.sort(key=lambda one: -one.seconds)
@@ -206,8 +204,7 @@ def explain(
     return Explanation(chosen[0].what, len(chosen), mean_s, rate, tuple(limits))
 
 
-# The cause, its seconds of the mean, the seconds saved without it, and the measurement.
-Part = tuple[Cause, float, float, str]
+Part = tuple[Cause, float, str]  # the cause, its seconds of the mean, and the measurement
 
 
 def _slowest_kind(samples: Sequence[Sample]) -> list[Sample]:
@@ -235,13 +232,13 @@ def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
         else f"; the round trip to the master alone takes {duration_text(master_s)}"
     )
     why = f"the shortest of the last {len(spans)} took {duration_text(least_s)}{trip}"
-    yield Cause.VOTES, votes * least_s, votes * least_s, why
+    yield Cause.VOTES, votes * least_s, why
     waits = {Cause.LATE: [one.entering_s - least_s for one in samples]}
     if votes == 2:
         waits[Cause.END] = [one.finishing_s - least_s for one in samples]
     for cause, each in waits.items():
         why = f"of the last {count}, the longest wait took {duration_text(max(each))}"
-        yield cause, sum(each) / count, sum(each) / count, why
+        yield cause, sum(each) / count, why
 
 
 def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
@@ -251,27 +248,27 @@ def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
     if not moving_s or samples[0].small:
         return
     steps_s = 0.0
-    if link is not None and samples[0].what in STEPS:
-        steps = STEPS[samples[0].what](samples[0].members)
+    if link is not None and (around := AROUND.get(samples[0].what)):
+        steps = around * (samples[0].members - 1)
         steps_s = min(moving_s, steps * link.rtt_s / 2)
         trip = duration_text(link.rtt_s)
         why = f"{steps} steps, each half a round trip; that to {link.to} takes {trip}"
-        yield Cause.STEPS, steps_s, steps_s, why
-    rest_s = moving_s - steps_s
+        yield Cause.STEPS, steps_s, why
     known = [one.engine_s for one in samples if one.engine_s is not None]
     cpu = None if len(known) < count else sum(known) / count / moving_s
     if cpu is not None and cpu >= BUSY:
         why = f"pccl's thread was busy for {100 * cpu:.0f} % of the time in which data moved"
-        yield Cause.CPU, rest_s, rest_s / 2, why
+        cause = Cause.CPU
     elif link is not None and link.full >= BUSY:
         why = f"{link.to} had no room for more for {100 * link.full:.0f} % of the time"
-        yield Cause.RECEIVER, rest_s, rest_s / 2, why
+        cause = Cause.RECEIVER
     elif link is not None and link.busy >= BUSY:
         again = f", and {link.retransmits} packets were lost on it" if link.retransmits else ""
         why = f"that to {link.to} was busy for {100 * link.busy:.0f} % of the time{again}"
-        yield Cause.LINK, rest_s, rest_s / 2, why
+        cause = Cause.LINK
     else:
         own = "" if link is None else f"; the link to {link.to} for {100 * link.busy:.0f} %"
         ours = f"pccl's thread here was busy for {100 * (cpu or 0):.0f} % of the time"
         ours = "how busy pccl's thread was is not known" if cpu is None else ours
-        yield Cause.ELSEWHERE, rest_s, rest_s / 2, f"{ours}{own}"
+        cause, why = Cause.ELSEWHERE, f"{ours}{own}"
+    yield cause, moving_s - steps_s, why

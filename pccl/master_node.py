@@ -195,11 +195,11 @@ class MasterNode:
         server = self._server
         if server is None:
             return
-        server.wait()
+        failure = server.wait()
         _running.discard(self)
         if not _running:
             _handle_sigterm(False)
-        if (failure := server.failure) is not None:
+        if failure is not None:
             kind = "" if isinstance(failure, JournalError) else f"{type(failure).__name__}: "
             why = f"the master at {self.address} has failed: {kind}{failure}"
             raise error_for(Result.INTERNAL_ERROR, func_name, why) from failure

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pccl import cuda, extension, operands
@@ -221,20 +222,9 @@ def create_master(address: Any, made: Any) -> None:
 @implements("pcclRunMaster")
 def run_master(master: Any) -> None:
     found = masters[master]
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.node.run()
-        except BaseException as error:
-            failures.append(error)
-
     # In Python's main thread it would handle SIGTERM, which belongs to the program.
-    starter = threading.Thread(target=run, name="pccl-run-master")
-    starter.start()
-    starter.join()
-    for failure in failures:
-        raise failure
+    with ThreadPoolExecutor(1, "pccl-run-master") as starter:
+        starter.submit(found.node.run).result()
     found.started, found.stopped = True, False
 
 

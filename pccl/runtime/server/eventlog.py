@@ -262,9 +262,8 @@ class EventLog:
         self._lost = 0  # lines lost since `_failed`
         self._failed: tuple[float, str] | None = None  # since when writing fails, and why
         self._broken = False  # whether making a line has failed, which is logged once
-        self._ending = False
         self._news = threading.Condition()
-        self._over = threading.Event()
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="pccl-events", daemon=True)
         try:
             self._thread.start()
@@ -289,9 +288,8 @@ class EventLog:
     def close(self) -> None:
         """Writes waiting lines, if possible, and closes the file."""
         with self._news:
-            self._ending = True
+            self._ending.set()
             self._news.notify_all()
-        self._over.set()
         self._thread.join(limits.JOURNAL_CLOSE_S)
 
     def note(
@@ -322,16 +320,16 @@ class EventLog:
     def _work(self) -> None:
         while True:
             with self._news:
-                while not (self._waiting or self._missing or self._ending):
+                while not (self._waiting or self._missing or self._ending.is_set()):
                     self._news.wait()
-                batch, ending = self._take(), self._ending
+                batch, ending = self._take(), self._ending.is_set()
                 lost = self._missing if len(batch) == len(self._waiting) else 0
             written = self._write(batch, lost) if batch or lost else True
             if ending and not (written and (self._waiting or self._missing)):
                 self._file.close()
                 return
             pause_s = limits.EVENT_LOG_PAUSE_S if written else limits.JOURNAL_RETRY_S
-            self._over.wait(pause_s)
+            self._ending.wait(pause_s)
 
     def _take(self) -> list[bytes]:
         batch: list[bytes] = []

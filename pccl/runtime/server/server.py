@@ -142,11 +142,10 @@ def _router(
 class Server:
     """A master. It listens from construction on, and serves while a thread is in `serve`.
 
-    `start` makes such a thread. The thread holds a lock until it ends, and sets a flag before it
-    releases the lock. `wait` uses both instead of `Thread.join`: if an exception such as
-    KeyboardInterrupt ends a join, CPython 3.11 considers the thread dead, and the process could end
-    before the thread has sent its last messages. A forked child has no such thread, so `stop` and
-    `wait` do nothing there.
+    `start` makes such a thread. `wait` waits for a future instead of `Thread.join`: if an exception
+    such as KeyboardInterrupt ends a join, CPython 3.11 considers the thread dead, and the process
+    could end before the thread has sent its last messages. A forked child has no such thread, so
+    `stop` and `wait` do nothing there.
 
     Raises:
         OSError: it cannot listen at that address.
@@ -192,10 +191,9 @@ class Server:
         self._journal: Scribe | None = None
         self._events: EventLog | None = None
         self.web: Web | None = None
-        self.failure: BaseException | None = None  # what ended the thread of `start`
+        self._ended: Future[None] = Future()  # of the thread of `start`
         self._pid = os.getpid()
-        self._over = self._stop = False
-        self._serving = threading.Lock()
+        self._stop = False
         self._chores_due_s = 0.0
         self._ticked_s = self._awake_s()  # the time of the latest tick, without pauses
         self._asked: deque[Future[Status]] = deque()  # requests of other threads
@@ -266,34 +264,34 @@ class Server:
 
     def start(self) -> None:
         """Serves in a thread. Raises RuntimeError, and closes everything, if there is none."""
-        self._serving.acquire()
         try:
             if self.web is not None:
                 self.web.start()
             threading.Thread(target=self._work, name="pccl-master", daemon=True).start()
         except RuntimeError:
             self.close()
-            self._over = True
+            self._ended.set_result(None)
             raise
 
     @property
     def over(self) -> bool:
         """True if the thread of `start` has ended, or is not of this process."""
-        return self._over or os.getpid() != self._pid
+        return os.getpid() != self._pid or self._ended.done()
 
-    def wait(self) -> None:
-        while not self.over:
-            if self._serving.acquire(timeout=limits.SLICE_S):
-                self._serving.release()
+    def wait(self) -> BaseException | None:
+        """Returns when the thread of `start` has ended: the exception that ended it, if any."""
+        while os.getpid() == self._pid:
+            with contextlib.suppress(TimeoutError):
+                return self._ended.exception(limits.SLICE_S)
+        return None
 
     def _work(self) -> None:
         try:
             self.serve()
         except BaseException as error:
-            self.failure = error
-        finally:
-            self._over = True
-            self._serving.release()
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
 
     def ask(self) -> Future[Status]:
         """Asks `serve` for the status of the run; from any thread. Cancelled if `serve` ends."""
