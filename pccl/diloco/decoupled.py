@@ -50,12 +50,12 @@ class Learner:
     def _serve(self) -> None:
         if self._error is not None:
             raise self._error
-        actions, self._actions = self._actions, []
+        while self._actions:
+            self._actions[0]()
+            del self._actions[0]  # after an exception such as Ctrl-C, the next call goes on here
         if self._measure is not None and (self.ends or self.steps >= self._due):
-            actions.append(self._measure)
+            self._measure()
             self._measure, self.steps = None, 0
-        for action in actions:
-            action()
         self.lock.notify_all()
 
     @contextmanager

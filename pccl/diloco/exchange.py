@@ -97,7 +97,7 @@ class AsyncAverage:
         """
         handle, self._handle = self._handle, None
         if handle is None:
-            return self._info is not None
+            return self._info is not None or self._error is not None
         committed, _, _ = handle.wait()
         certain = (*AGAIN, Result.TOO_FEW_PEERS)
         return committed or (handle.error is None or handle.error.result not in certain)

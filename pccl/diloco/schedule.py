@@ -262,8 +262,8 @@ class Schedule:
 
     def _wait(self, group: Group) -> None:
         if self._running is not None:
-            running, self._running = self._running, None
-            self._mean = self._assess(group, self._current.exchange.wait(running))
+            average = self._current.exchange.wait(self._running)
+            self._mean, self._running = self._assess(group, average), None
 
     def _assess(self, group: Group, average: Average) -> _Mean:
         exchange = self._current.exchange

@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from pccl import (
     Communicator,
     KickedError,
+    PCCLError,
     ReduceInfo,
     Result,
     SharedState,
@@ -252,6 +253,7 @@ class DiLoCo:
         self._stepping = False  # in `step`, which counts the inner step itself
         self._entered = False  # a `with` block, in which the script steps the optimizer
         self._rejoins = 0  # since this peer's last round
+        self._astray = False  # an exception has left a call in the middle of a round
         self._rounds = 0  # rounds begun here
         self._shares: tuple[PeerShare, ...] = ()  # the work of each peer, from the last meeting
         self._ended = 0  # meetings since the end of all learners
@@ -587,6 +589,7 @@ class DiLoCo:
 
         Raises:
             PCCLError: the communicator is unusable (kicked, master lost). Lost peers do not raise.
+                After any other exception, such as Ctrl-C, the next step rejoins the run if needed.
             ValueError: `samples` is negative, missing, or more than the ledger has given.
         """
         samples = self._count(samples)
@@ -626,19 +629,32 @@ class DiLoCo:
             self._seen_round = self._last_round
             return self._last_round if self._last_round is not seen else None
         self._inner_step += 1
-        if self._pace.due(self._inner_step):
+        if self._astray or self._pace.due(self._inner_step):
             return self._meet()
         try:
-            if not self._schedule.arrives(self._inner_step):
-                self._schedule.poll()
-                return None
-            with self._stopwatch.round():
-                outcome = self._schedule.arrive(self._group)
+            with self._whole():
+                if not self._schedule.arrives(self._inner_step):
+                    self._schedule.poll()
+                    return None
+                with self._stopwatch.round():
+                    outcome = self._schedule.arrive(self._group)
         except KickedError:
             if self._settings.deadline_peers is None:
                 raise  # with deadlines, the next meeting finds this, too, and rejoins
             return None
         return self._logged(self._report(outcome))
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """If an exception such as Ctrl-C leaves the block, the next step joins the run again: which
+        calls the other peers wait for, and what they have applied, is unknown then."""
+        before, self._astray = self._astray, True
+        try:
+            yield
+        except PCCLError:
+            self._astray = before
+            raise
+        self._astray = False
 
     def _meet_beside(self) -> bool:
         """Runs a meeting of the syncer; returns False after the last."""
@@ -649,7 +665,17 @@ class DiLoCo:
     def _meet(self) -> OuterRound | None:
         """Runs the meeting at the end of a round."""
         self._misuse.unfinished = False  # if it raises, the user should see that error
-        self._inner_step = 0
+        astray = self._astray
+        with self._whole():
+            self._inner_step = 0
+            report = self._rejoined(None) if astray else self._met()
+            self._begin_round()
+        self._logged(report)
+        if self._quarantine is not None:
+            self._quarantine.check()
+        return report
+
+    def _met(self) -> OuterRound | None:
         try:
             with self._stopwatch.round():
                 outcome = self._schedule.meet(self._group)
@@ -661,15 +687,9 @@ class DiLoCo:
             if not (outcome is not None and outcome.admitted):  # newcomers are not at this place
                 self._save_together()
             report = self._report(outcome)
-            self._rejoins = 0
         except KickedError as error:
-            outcome = self._rejoin(error)
-            self._share(outcome.admitted)
-            report = self._report(outcome)
-        self._begin_round()
-        self._logged(report)
-        if self._quarantine is not None:
-            self._quarantine.check()
+            return self._rejoined(error)
+        self._rejoins = 0
         return report
 
     def _save_together(self) -> None:
@@ -677,22 +697,34 @@ class DiLoCo:
             with self._stopwatch.round():
                 self._saver.meet(self.outer_step)
 
-    def _rejoin(self, error: KickedError) -> Outcome:
-        """Rejoins the run, after it has continued without this peer."""
+    def _rejoined(self, error: KickedError | None) -> OuterRound | None:
+        """Rejoins the run, after it has continued without this peer.
+
+        None: after an exception has left a call in the middle of a round.
+        """
         while True:
-            self._rejoins += 1
-            given_up = error.result is Result.RANK_CONNECTION_FAILED
-            if self._settings.deadline_peers is None or not given_up:
-                raise error
-            if self._rejoins > _REJOINS_MAX:
-                raise error
-            _log.warning("the run has continued without this peer, which rejoins: %s", error)
+            if error is None:
+                what = "an exception has ended a call of this peer in the middle of a round"
+                if self._replica.size > 1:
+                    raise RuntimeError(f"{what}: start all processes of its replica again")
+                _log.warning("%s: it leaves the run and rejoins, so the others go on", what)
+                self._comm.close()
+            else:
+                self._rejoins += 1
+                given_up = error.result is Result.RANK_CONNECTION_FAILED
+                if self._settings.deadline_peers is None or not given_up:
+                    raise error
+                if self._rejoins > _REJOINS_MAX:
+                    raise error
+                _log.warning("the run has continued without this peer, which rejoins: %s", error)
             try:
                 with self._stopwatch.round():
                     self._join_again()
-                return Outcome(contributors=0, retries=0, admitted=True, rejoined=True)
+                break
             except KickedError as again:
                 error = again
+        self._share(admitted=True)
+        return self._report(Outcome(contributors=0, retries=0, admitted=True, rejoined=True))
 
     def _join_again(self) -> None:
         rescued = self._schedule.rescue()
@@ -751,7 +783,8 @@ class DiLoCo:
             return
         before = self._rounds
         for batch in loader:
-            if self._rounds > before and self._settings.ends_early:
+            last = self._last_round
+            if self._rounds > before and (self._settings.ends_early or (last and last.rejoined)):
                 return
             if self._rounds > before:
                 raise ValueError(
@@ -805,10 +838,17 @@ class DiLoCo:
         """
         if self._learner is not None:
             self._learner.finish()
-        self._schedule.finish(self._group)
-        if self._saver is not None:
-            self._saver.finish(self.outer_step)
-        self._replica.all(True)
+        if self._astray:
+            _log.warning(
+                "an exception has ended a call of this peer in the middle of a round: the model "
+                "keeps this peer's own progress, and lacks the mean that was under way"
+            )
+        else:
+            with self._whole():
+                self._schedule.finish(self._group)
+                if self._saver is not None:
+                    self._saver.finish(self.outer_step)
+                self._replica.all(True)
         self._misuse.finished()
 
     # ---- checkpoints ----

@@ -9,68 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import linecache
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
 from peers.cluster import Cluster, in_threads
+from peers.injected import Injected, Tracer
 from peers.waiting import wait_until
 
 import pccl
 
-PACKAGE = str(Path(pccl.__file__).parent)
 SHORT_S, LONG_S = 0.05, 30.0
 LARGE = 100_000  # elements, which go around the ring
 SAMPLES = 12  # of the lines of each call, where not all of them are tried
-
-
-class Injected(BaseException):
-    """No handler of pccl's can expect it."""
-
-
-@dataclass
-class Tracer:
-    """Raises Injected at some lines of pccl that this thread executes, counted from 1.
-
-    Not at a `with` or a `try`, where CPython lets no exception of a signal or of another thread in,
-    and nothing would handle it: a tracer hears of a `with` once more at the end of its body, before
-    what it holds is released; and the beginning of a `try` in another one is in neither.
-    """
-
-    at: frozenset[int] = frozenset()
-    lines: int = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line" and not self._begins_block(frame):
-            self.lines += 1
-            if self.lines in self.at:
-                sys.settrace(self)  # which an exception of a tracer ends
-                raise Injected
-        return self
-
-    def _begins_block(self, frame: FrameType) -> bool:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        return line.lstrip().startswith(("with ", "try:"))
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Follows what this thread does."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 import threading
@@ -12,7 +13,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from training.small import DEADLINE_S, Deserter, Left, Model, compute, make, together  # noqa: E402
+from peers.injected import Injected, Tracer  # noqa: E402
+from training.samples import BATCH, Shares  # noqa: E402
+from training.samples import make as with_samples  # noqa: E402
+from training.small import (  # noqa: E402
+    DEADLINE_S,
+    Deserter,
+    Left,
+    Model,
+    Places,
+    compute,
+    make,
+    together,
+)
 from training.small import random as numbers  # noqa: E402
 
 import pccl  # noqa: E402
@@ -152,3 +165,94 @@ def test_so_they_do_in_many_schedules(mode: str, wire: str) -> None:
     # With deadlines, graces are a millisecond: peers are dropped, and join again, all the time.
     for seed in range(30 if "deadlines" in mode else 100):
         hold_the_same_bits(mode, wire, seed)
+
+
+# ---- an exception that the program catches, out of a step ----
+
+STEPS = 2000  # of a peer, at most
+TRACED = range(4, 10)  # two rounds
+OUTER_STEPS = 6
+SAMPLES = 6  # of the lines in those steps, where not all of them are tried
+
+
+def step(diloco: Any, number: int, taken: int, tracer: Tracer, **options: Any) -> None:
+    """A step, of the first peer under the tracer, which catches what that raises."""
+    if number or taken not in TRACED or (tracer.at and tracer.lines >= max(tracer.at)):
+        diloco.step(**options)
+        return
+    with contextlib.suppress(Injected), tracer.tracing():
+        diloco.step(**options)
+
+
+def trains(number: int, comm: pccl.Communicator, tracer: Tracer, mode: str) -> Any:
+    """Trains. Each step of each peer has its effect once; one peer may lose those of a round."""
+    model, taken = Places(2, STEPS), 0
+    options = {"min_peers": 2, "outer_lr": 1.0, "outer_momentum": 0.0, **CAUGHT[mode]}
+    diloco = make(comm, model, **options)  # type: ignore[arg-type]
+    while diloco.outer_step < OUTER_STEPS:
+        model.move(number, min(taken, STEPS - 1))
+        step(diloco, number, taken, tracer)
+        taken += 1
+    found = diloco.state_digest(), model.steps(-diloco.state_dict()["theta"])
+    diloco.finish()
+    halves = found[1][:, : STEPS - 1]
+    assert (((halves - 0.5).abs() < 1e-6) | (halves == 0)).all(), halves
+    assert (halves[1, : max(0, taken - 10)] > 0).all()
+    return found[0]
+
+
+def trains_samples(number: int, comm: pccl.Communicator, tracer: Tracer, mode: str) -> Any:
+    """Trains on each sample of a ledger once, but for those of a step that was not taken."""
+    model, ledger, diloco = with_samples(comm, min_peers=2, **CAUGHT[mode])
+    taken = 0
+    while not ledger.finished:
+        for places in diloco.round_of(Shares(ledger)):
+            model.learn(places)
+            step(diloco, number, taken, tracer, samples=BATCH)
+            taken += 1
+    diloco.finish()
+    theta = diloco.state_dict()["theta"]
+    allowed = torch.tensor([0, 1 / 2, 1])
+    assert ((theta[:, None] - allowed).abs().min(dim=1).values < 1e-6).all(), theta
+    assert (theta == 0).sum() <= BATCH, theta
+    return diloco.state_digest()
+
+
+CAUGHT: dict[str, dict[str, Any]] = {
+    "sync": {"inner_steps": 3},
+    "delayed": {"mode": "delayed", "inner_steps": 3},
+    "streaming": {"mode": "streaming", "inner_steps": 6, "fragments": 2, "overlap": 1},
+    "ledger": {"inner_steps": 3},
+}
+
+
+def lines_of_steps(mode: str, line: int | None = None) -> int:
+    """Two peers train; one catches an exception at that line of its steps. Returns their lines."""
+    tracer = Tracer(frozenset() if line is None else {line})
+
+    def peer(number: int) -> Any:
+        with pccl.Communicator(master.address) as comm:
+            train = trains_samples if mode == "ledger" else trains
+            return train(number, comm, tracer, mode)
+
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        ours, theirs = together(lambda: peer(0), lambda: peer(1))
+    assert ours == theirs, (mode, line)
+    return tracer.lines
+
+
+def caught(mode: str, step: int | None) -> None:
+    lines = lines_of_steps(mode)
+    for line in range(1, lines, step or lines // SAMPLES):
+        lines_of_steps(mode, line)
+
+
+@pytest.mark.parametrize("mode", CAUGHT)
+def test_an_exception_that_a_program_catches_costs_the_others_nothing(mode: str) -> None:
+    caught(mode, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", CAUGHT)
+def test_so_it_is_at_each_line(mode: str) -> None:
+    caught(mode, 7)
