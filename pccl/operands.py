@@ -60,7 +60,7 @@ class Ranks:
         return cls(order.index(number), len(order), order.index(min(order)), checksum(order))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes longer, in each call
 class Several:
     """The arrays of a collective in order, with their names if they came in a dict."""
 

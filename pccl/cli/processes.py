@@ -1,7 +1,7 @@
 """Processes that commands start: their groups, their output, and their ends.
 
 A `Process` leads its own process group. When it ends, the rest of the group is killed, so nothing
-that it has started keeps a GPU, a port or a pipe. A group is signalled only before its leader is
+that it has started keeps a GPU, a port or a pipe. A group is signaled only before its leader is
 reaped: afterwards its number may belong to another group.
 """
 

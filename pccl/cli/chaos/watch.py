@@ -8,6 +8,7 @@ import itertools
 import os
 import statistics
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class Follower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: int | None = None
+        self._file: FileIO | None = None
         self._rest = b""
 
     def lines(self) -> Iterator[Line]:
@@ -58,21 +59,21 @@ class Follower:
 
     def close(self) -> None:
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
     def _read(self) -> bytes:
         try:
             if self._file is None:
-                self._file = os.open(self._path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-            if data := os.read(self._file, READ_BYTES):
+                self._file = self._path.open("rb", buffering=0)
+            if data := self._file.read(READ_BYTES):
                 return data
-            now, mine = os.stat(self._path), os.fstat(self._file)  # has the next one begun?
+            renamed = not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return b""
-        if (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino):
+        if not renamed:
             return b""
-        rest = os.read(self._file, READ_BYTES)  # written before it was renamed
+        rest = self._file.read(READ_BYTES)  # written before that
         if not rest:
             self.close()
             self._rest = b""

@@ -114,7 +114,7 @@ class GPT(nn.Module):
         self.position = nn.Parameter(torch.zeros(shape.context, shape.width))
         self.blocks = nn.Sequential(*(Block(shape.width, shape.heads) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(shape.width)
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """The loss on `text`.
@@ -132,7 +132,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -93,7 +93,7 @@ def nothing() -> None:
     """The result of a collective without a result for its caller."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes longer, in each call
 class Operands:
     """The arrays of a collective; keeps them alive until the engine has released them.
 

@@ -60,7 +60,7 @@ SHARE = 50  # a pause between looks is at least this many times as long as a loo
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class Connection:
     descriptor: int
     since_s: float  # when it was accepted, or its latest message was read
     counted: int = 0  # bytes received until then
@@ -84,99 +84,99 @@ class Guard:
         received: Callable[[int], int | None],
         # the most connections; further ones are cut. At most half of these may be strangers; if
         # there are more, the oldest strangers are cut.
-        lines_max: int,
+        connections_max: int,
         clock: Callable[[], float] = time.monotonic,  # measures how long a look takes
     ) -> None:
         self._clock = clock
         self._received = received
-        self._lines_max = lines_max
-        self._lines: dict[int, Line] = {}  # by descriptor, in the order of their acceptance
+        self._connections_max = connections_max
+        self._open: dict[int, Connection] = {}  # by descriptor, in the order of their acceptance
         self._next_s = 0.0
         self._rested_s = 0.0  # the earliest time of the next look, by SHARE
         self._pause_s = limits.STRANGERS_LOOK_S
 
-    def accepted(self, descriptor: int, now_s: float) -> Line:
-        self._lines.pop(descriptor, None)  # so that the latest connections are the last ones
-        line = self._lines[descriptor] = Line(descriptor, now_s)
+    def accepted(self, descriptor: int, now_s: float) -> Connection:
+        self._open.pop(descriptor, None)  # so that the latest connections are the last ones
+        connection = self._open[descriptor] = Connection(descriptor, now_s)
         self._pause_s = limits.STRANGERS_LOOK_S
         self._next_s = max(self._rested_s, min(self._next_s, now_s + limits.STRANGERS_LOOK_S))
-        return line
+        return connection
 
     @property
     def full(self) -> bool:
-        return len(self._lines) > self._lines_max
+        return len(self._open) > self._connections_max
 
-    def gone(self, descriptor: int) -> Line | None:
-        return self._lines.pop(descriptor, None)
+    def gone(self, descriptor: int) -> Connection | None:
+        return self._open.pop(descriptor, None)
 
-    def at(self, descriptor: int) -> Line | None:
-        return self._lines.get(descriptor)
+    def at(self, descriptor: int) -> Connection | None:
+        return self._open.get(descriptor)
 
-    def holds(self, line: Line) -> bool:
+    def holds(self, connection: Connection) -> bool:
         """True if the descriptor still belongs to this connection."""
-        return self._lines.get(line.descriptor) is line
+        return self._open.get(connection.descriptor) is connection
 
     @property
     def patience_s(self) -> float | None:
         """The longest time until the next look; None: until a connection is accepted."""
-        return self._pause_s if self._lines else None
+        return self._pause_s if self._open else None
 
-    def look(self, now_s: float, drained: bool) -> list[tuple[Line, str]]:
+    def look(self, now_s: float, drained: bool) -> list[tuple[Connection, str]]:
         """The connections to cut, and why. Checks them only if a check is due.
 
         Args:
             now_s: the time by the monotonic clock.
             drained: whether all messages that have arrived have been read.
         """
-        if now_s < self._next_s or not self._lines:
+        if now_s < self._next_s or not self._open:
             return []
         began_s = self._clock()
         limit_s = limits.HELLO_S if drained else PATIENCE * limits.HELLO_S
         cuts = []
-        for line in self._lines.values():
-            if not line.cut and (why := self._see(line, now_s, limit_s)):
-                cuts.append((line, why))
-                line.cut = True
-        for line, why in self._crowd():
-            cuts.append((line, why))
-            line.cut = True
+        for connection in self._open.values():
+            if not connection.cut and (why := self._see(connection, now_s, limit_s)):
+                cuts.append((connection, why))
+                connection.cut = True
+        for connection, why in self._crowd():
+            cuts.append((connection, why))
+            connection.cut = True
         ended_s = now_s + self._clock() - began_s
-        strangers = any(line.stranger for line in self._lines.values())
+        strangers = any(connection.stranger for connection in self._open.values())
         self._pause_s = limits.STRANGERS_LOOK_S if strangers else limits.KNOWN_LOOK_S
         self._rested_s = ended_s + SHARE * (ended_s - now_s)
         self._next_s = max(self._rested_s, ended_s + self._pause_s)
         return cuts
 
-    def _see(self, line: Line, now_s: float, limit_s: float) -> str:
-        if line.active:
-            line.active, line.since_s = False, now_s
-            line.counted = self._received(line.descriptor) or line.counted
+    def _see(self, connection: Connection, now_s: float, limit_s: float) -> str:
+        if connection.active:
+            connection.active, connection.since_s = False, now_s
+            connection.counted = self._received(connection.descriptor) or connection.counted
             return ""
-        waited_s = now_s - line.since_s
-        if line.stranger and waited_s > limit_s:
+        waited_s = now_s - connection.since_s
+        if connection.stranger and waited_s > limit_s:
             return f"it has said nothing for {limit_s:g} s"
-        most = limits.STRANGER_BYTES if line.stranger else limits.KNOWN_BYTES
-        unread = self._unread(line)
+        most = limits.STRANGER_BYTES if connection.stranger else limits.KNOWN_BYTES
+        unread = self._unread(connection)
         if unread > most + limits.HEARTBEAT_BYTES_S * waited_s:
             return f"it has sent {unread} bytes of a message without an end"
         return ""
 
-    def _unread(self, line: Line) -> int:
-        total = self._received(line.descriptor)
-        return 0 if total is None else total - line.counted
+    def _unread(self, connection: Connection) -> int:
+        total = self._received(connection.descriptor)
+        return 0 if total is None else total - connection.counted
 
-    def _crowd(self) -> list[tuple[Line, str]]:
+    def _crowd(self) -> list[tuple[Connection, str]]:
         """The strangers to cut because they are too many, or take too much memory together."""
-        strangers = [line for line in self._lines.values() if line.stranger and not line.cut]
-        surplus = strangers[: max(0, len(strangers) - self._lines_max // 2)]
-        cuts = [(line, "too many connections say nothing") for line in surplus]
-        sizes = [(self._unread(line), line) for line in strangers[len(surplus) :]]
+        strangers = [one for one in self._open.values() if one.stranger and not one.cut]
+        surplus = strangers[: max(0, len(strangers) - self._connections_max // 2)]
+        cuts = [(connection, "too many connections say nothing") for connection in surplus]
+        sizes = [(self._unread(connection), connection) for connection in strangers[len(surplus) :]]
         total = sum(size for size, _ in sizes)
-        for size, line in sorted(sizes, key=lambda pair: -pair[0]):
+        for size, connection in sorted(sizes, key=lambda pair: -pair[0]):
             if total <= limits.STRANGERS_BYTES:
                 break
             total -= size
-            cuts.append((line, "too much arrives that is no message yet"))
+            cuts.append((connection, "too much arrives that is no message yet"))
         return cuts
 
 
@@ -244,16 +244,16 @@ class Connections:
 
     def __init__(self, opened: contextlib.ExitStack) -> None:
         # connections that have sent a message and are not buried; read only
-        self.senders: dict[bytes, Line] = {}
+        self.senders: dict[bytes, Connection] = {}
         self.flooded = False  # whether the monitor may have more events and must be read again
         self._lost: list[bytes] = []  # lost connections, to be buried
         self._unreachable: set[bytes] = set()  # sending to them failed, so they are lost too
         self._dead: dict[bytes, float] = {}  # by connection, when; late messages are ignored
         self._dropped: dict[bytes, float] = {}  # by connection, when; open, but ignored
-        self._surplus: list[Line] = []  # connections beyond the limit
+        self._surplus: list[Connection] = []  # connections beyond the limit
         self._stuck = False  # whether a connection could not be closed
-        lines_max = max(limits.CONNECTIONS_MIN, descriptor_limit() - limits.DESCRIPTORS_SPARE)
-        self._guard = Guard(received, lines_max)
+        connections_max = max(limits.CONNECTIONS_MIN, descriptor_limit() - limits.DESCRIPTORS_SPARE)
+        self._guard = Guard(received, connections_max)
         self._shutter = Shutter()
         opened.callback(self._shutter.close)
         self._reserve = Reserve()
@@ -292,9 +292,9 @@ class Connections:
             if earlier is not None and earlier.conn:
                 self._lost.append(earlier.conn)
             if kind == zmq.EVENT_ACCEPTED:
-                line = self._guard.accepted(value, time.monotonic())
+                connection = self._guard.accepted(value, time.monotonic())
                 if self._reserve.spent or self._guard.full:
-                    self._surplus.append(line)
+                    self._surplus.append(connection)
         self.flooded = True
 
     def learn(self, conn: bytes, origin: tuple[int, str] | None) -> bool:
@@ -307,15 +307,15 @@ class Connections:
             log.debug("master: connection %s is of no known kind", conn.hex())
             return False
         descriptor, host = origin
-        line = self._guard.at(descriptor)
-        if line is None:
-            line = Line(descriptor, time.monotonic())
+        connection = self._guard.at(descriptor)
+        if connection is None:
+            connection = Connection(descriptor, time.monotonic())
             self._lost.append(conn)
-        elif line.conn:
-            self._lost.append(line.conn)
-            line = self._guard.accepted(descriptor, time.monotonic())
-        line.conn, line.host = conn, host.removeprefix("::ffff:")  # IPv4 seen by IPv6
-        self.senders[conn] = line
+        elif connection.conn:
+            self._lost.append(connection.conn)
+            connection = self._guard.accepted(descriptor, time.monotonic())
+        connection.conn, connection.host = conn, host.removeprefix("::ffff:")  # IPv4 seen by IPv6
+        self.senders[conn] = connection
         return True
 
     def unreachable(self, conn: bytes) -> None:
@@ -346,8 +346,8 @@ class Connections:
 
     def silent_s(self, conn: bytes) -> float | None:
         """How long a connection has been silent, even without heartbeats; None: unknown."""
-        line = self.senders.get(conn)
-        info = None if line is None else tcp.of_descriptor(line.descriptor)
+        connection = self.senders.get(conn)
+        info = None if connection is None else tcp.of_descriptor(connection.descriptor)
         return None if info is None else info.silent_s
 
     # ---- ignored connections ----
@@ -380,9 +380,9 @@ class Connections:
         """
         self._shed()
         self._reserve.tick(now_s)
-        for line, why in self._guard.look(now_s, drained):
-            line.cut = self._shut(line)
-            if line.cut:
+        for connection, why in self._guard.look(now_s, drained):
+            connection.cut = self._shut(connection)
+            if connection.cut:
                 log.info("master: a connection is closed: %s", why)
         self._stuck = False
         for conn in [conn for conn, at in self._dropped.items() if now_s - at >= limits.GRACE_S]:
@@ -418,20 +418,20 @@ class Connections:
         for the newer one either.
         """
         while self._surplus:
-            line = self._surplus.pop()
+            connection = self._surplus.pop()
             with contextlib.suppress(OSError):
-                self._shutter.shut(line.descriptor, partial(self._guard.holds, line))
+                self._shutter.shut(connection.descriptor, partial(self._guard.holds, connection))
 
-    def _shut(self, line: Line) -> bool:
+    def _shut(self, connection: Connection) -> bool:
         """Shuts a connection down. Returns False if it may still be open: try again."""
 
         def is_that_one() -> bool:
             self.read_monitor()
-            return self._guard.holds(line) and not self.flooded
+            return self._guard.holds(connection) and not self.flooded
 
         try:
-            if self._shutter.shut(line.descriptor, is_that_one):
+            if self._shutter.shut(connection.descriptor, is_that_one):
                 return True
         except OSError as error:  # it has just been closed, or there are no descriptors
-            log.debug("master: descriptor %d: %s", line.descriptor, error)
-        return not self._guard.holds(line)
+            log.debug("master: descriptor %d: %s", connection.descriptor, error)
+        return not self._guard.holds(connection)

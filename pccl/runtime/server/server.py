@@ -505,8 +505,8 @@ class Server:
         if data is not None:
             with contextlib.suppress(m.ProtocolError):
                 messages = m.opened(data)
-        if (line := connections.senders.get(conn)) is not None:
-            line.hear()
+        if (sender := connections.senders.get(conn)) is not None:
+            sender.hear()
         for message in messages:
             self._deliver(conn, message)
         return len(messages)
