@@ -158,7 +158,7 @@ class MasterNode:
         try:
             server.start()
         except RuntimeError as error:
-            _running.discard(self)
+            self._end("MasterNode.run")
             why = f"no thread could be started: {error}"
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", why) from None
 

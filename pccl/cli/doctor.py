@@ -35,6 +35,7 @@ from pccl.protocol.rounds import Kind
 from pccl.protocol.topology import hops
 from pccl.runtime.client.connect import Examination, examine
 from pccl.runtime.config import Config
+from pccl.runtime.resources import descriptor_limit
 from pccl.support import duration_text, parse_address
 
 PACKAGES = ("pyzmq", "numpy", "cffi", "msgspec", "xxhash", "torch")
@@ -111,11 +112,9 @@ def _software() -> Iterator[Finding]:
 
 def _system() -> Iterator[Finding]:
     if sys.platform != "win32":
-        import resource
-
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        files = descriptor_limit()
         cure = f"ulimit -n {FILES_MIN}: each connection takes one"
-        yield Finding("open files", str(soft), soft >= FILES_MIN, cure)
+        yield Finding("open files", str(files), files >= FILES_MIN, cure)
     ipv4 = Path("/proc/sys/net/ipv4")
     if not ipv4.exists():
         return

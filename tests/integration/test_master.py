@@ -324,13 +324,14 @@ def test_the_failure_of_a_master_is_raised_in_its_program(monkeypatch: pytest.Mo
 
 def test_a_master_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     master = pccl.MasterNode("127.0.0.1:0")
-    start = threading.Thread.start
+    start, handler = threading.Thread.start, signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patched:
         patched.setattr(
             threading.Thread, "start", lambda t: fail() if t.name == "pccl-master" else start(t)
         )
         with pytest.raises(pccl.PCCLError, match="INTERNAL_ERROR: no thread could be started"):
             master.run()
+    assert signal.getsignal(signal.SIGTERM) == handler
     address = master.address
     with pccl.MasterNode(address) as again:  # its port is free
         assert again.address == address

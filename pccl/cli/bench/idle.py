@@ -15,6 +15,8 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -24,6 +26,7 @@ from pccl.cli.arguments import option, whole_number
 from pccl.cli.bench.options import PEERS_MAX
 from pccl.cli.processes import WorkerError, collect, free_address, held, start_master, workers
 from pccl.cli.terminal import Refused
+from pccl.runtime import tcp
 
 SETTLE_S = 3.0  # after a collective, until links are measured and memory is released
 HEADER_BYTES = 52  # TCP with timestamps, and IPv4
@@ -74,14 +77,12 @@ def _idle(number: int, address: str, peers: int, seconds: int) -> Iterator[int]:
 def _traffic() -> int:
     """The bytes that this process's TCP connections have carried, with their headers."""
     total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(name))) as sock:
-                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-                acked, received, sent_segments, received_segments = _TCP_INFO.unpack(info)
-        except (OSError, struct.error):  # it is no TCP connection, or is closed
-            continue
-        total += acked + received + HEADER_BYTES * (sent_segments + received_segments)
+    for name in os.listdir(tcp.DESCRIPTORS):
+        # an error: it is no TCP connection, or is closed
+        with suppress(OSError, struct.error), tcp.borrowed(int(name)) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            acked, received, sent_segments, received_segments = _TCP_INFO.unpack(info)
+            total += acked + received + HEADER_BYTES * (sent_segments + received_segments)
     return total
 
 
@@ -93,6 +94,5 @@ def _held(pid: int) -> tuple[int, int]:
 
 
 def _cpu_s(pid: int) -> float:
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        fields = file.read().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -24,6 +24,7 @@ from pccl.cli.chaos.stage import Stage
 from pccl.cli.chaos.watch import MOMENTS, Metrics
 from pccl.cli.terminal import Progress, painted
 
+BOUND_S = 40  # by default, the run must not stand still for longer
 FINISH_S = 20.0  # a copy that has not ended this long after the order to end is killed
 VIOLATIONS_SHOWN, FAULTS_SHOWN = 20, 8
 HEARTBEATS = {"PCCL_HEARTBEAT_MS": "500", "PCCL_HEARTBEAT_TIMEOUT_MS": "2000"}
@@ -35,7 +36,8 @@ def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
     option(parser, "--seed SEED", "decides all faults", 0, whole_number(0))
     option(parser, "--calm SECONDS", "average time between two faults", 1, positive)
     option(parser, "--faults KIND,...", "only these kinds", kind=lambda text: text.split(","))
-    option(parser, "--bound SECONDS", "the run must not stand still for longer", 40, positive)
+    text = "the run must not stand still for longer"
+    option(parser, "--bound SECONDS", text, BOUND_S, positive)
     text = f"start another {copies} this long after one has ended (default: when a fault says so)"
     option(parser, "--restart SECONDS", text, kind=positive)
     text = f"run each {copies} in its own network namespace, and disturb the network too; Linux, "
@@ -102,6 +104,8 @@ class Harness:
         more = ["--network"] * args.network
         if args.restart is not None:
             more += ["--restart", f"{args.restart:g}"]
+        if args.bound != BOUND_S:
+            more += ["--bound", f"{args.bound:g}"]
         if saved:
             return ["--replay", str(seed), *more]
         faults = ["--faults", ",".join(args.faults)] if args.faults else []
@@ -211,6 +215,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`pccl chaos`: the exit code is 0 if everything held."""
     command, own = program(args), ["pccl", "chaos", "-n", str(args.n)]
+    own += ["--finish", str(args.finish)] if args.finish is not None else []
     title = f"pccl chaos: {command[0]}, {args.n} copies"
     copies = Program(title, args.n, (own, ["--", *command]), command, args.finish)
     return Harness(args, copies).run()
