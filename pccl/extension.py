@@ -18,9 +18,10 @@ call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pccl.communicator import Communicator
+from pccl.errors import AGAIN, PCCLError, TooFewPeersError
 from pccl.membership import AsyncReduceHandle
 from pccl.operands import Ranks
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
@@ -34,8 +35,8 @@ from pccl.types import ReduceInfo, SharedStateSyncInfo
 
 __all__ = [
     "DIRECT_MAX", "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
-    "are_peers_pending", "await_newcomers", "expect_no_return", "has_synchronized", "launch",
-    "member", "names", "ranks", "repeat_until_enough", "ring", "run", "synchronize_once",
+    "are_peers_pending", "await_newcomers", "expect_no_return", "gather", "has_synchronized",
+    "launch", "member", "names", "ranks", "repeat_until_enough", "ring", "run", "synchronize_once",
     "update_topology",
 ]  # fmt: skip
 
@@ -110,6 +111,22 @@ def run(
 ) -> ReduceInfo:
     """Launches a collective and waits for it; `timeout` is in seconds."""
     return comm._membership.run(name, work, tag, timeout)
+
+
+def gather(comm: Communicator, own: Any) -> Any:
+    """The arrays of all peers by rank, as one of shape (peers, *own.shape).
+
+    If a peer is lost, the survivors gather again; one that is alone has only its own.
+    """
+    while True:
+        _ = comm.rank  # a gather uses the ranks that this thread has seen
+        try:
+            return comm.all_gather(own)
+        except TooFewPeersError:
+            return own[None]
+        except PCCLError as error:
+            if error.result not in AGAIN:
+                raise
 
 
 # ---- rounds ----

@@ -24,10 +24,12 @@ def whole(
     value: SupportsIndex,
     within: range | None = None,
     error: type[Exception] = ValueError,
+    *,
+    least: int | None = None,
 ) -> int:
     """An argument that is a whole number, possibly one of numpy's.
 
-    Raises TypeError: it is none; `error`: it is not within the range.
+    Raises TypeError: it is none; `error`: it is not within the range, or not at least `least`.
     """
     try:
         number = int(operator.index(value))
@@ -37,6 +39,8 @@ def whole(
         bits = within.stop.bit_length() - 1
         most = f"2**{bits} - 1" if bits >= 32 and within.stop == 1 << bits else within.stop - 1
         raise error(f"{what} is {number}: it must be in {within.start} to {most}")
+    if least is not None and number < least:
+        raise error(f"{what}={number} must be at least {least}")
     return number
 
 

@@ -21,12 +21,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from pccl import extension
 from pccl.communicator import Communicator
 from pccl.data import rows
-from pccl.errors import AGAIN, PCCLError
 from pccl.shared_state import TensorInfo
 from pccl.support import require, whole
-from pccl.types import Result
 
 _HEAD = 4  # samples, end, fresh, rows
 _ROWS_EACH = 8
@@ -59,21 +58,15 @@ class Ledger:
     def __init__(
         self, samples: int, *, share: int, epochs: int | None = 1, peers_max: int = 64
     ) -> None:
-        samples, share = whole("samples", samples), whole("share", share)
-        peers_max = whole("peers_max", peers_max)
-        epochs = None if epochs is None else whole("epochs", epochs)
-        if samples < 1 or share < 1 or (epochs is not None and epochs < 1):
-            raise ValueError(f"samples={samples}, share={share}, epochs={epochs}: at least 1 each")
-        if not 1 <= peers_max <= _SET:
-            raise ValueError(f"peers_max={peers_max} must be in 1 to {_SET}")
-        end = _ENDLESS if epochs is None else samples * epochs
+        samples = whole("samples", samples, least=1)
+        end = _ENDLESS if epochs is None else samples * whole("epochs", epochs, least=1)
         if end > _ENDLESS:
             raise ValueError(f"{samples} samples in {epochs} epochs are too many to count")
-        self.wanted = share
+        self.wanted = whole("share", share, least=1)
         self._lock = threading.RLock()  # one thread may claim and settle while another trains
         self._share: tuple[range, ...] = ()
-        self.peers_max = peers_max
-        self._rows_max = _ROWS_EACH * peers_max
+        self.peers_max = whole("peers_max", peers_max, range(1, _SET + 1))
+        self._rows_max = _ROWS_EACH * self.peers_max
         self._settings = samples, end
         self._state = np.zeros(_HEAD + 4 * self._rows_max, np.int64)
         self._state[:2] = self._settings
@@ -108,7 +101,8 @@ class Ledger:
                 f"this peer's ledger is of {_count(*self._settings)}, and the run's of "
                 f"{_count(*map(int, self._state[:2]))}"
             )
-        wants = _gather(comm, self._want(self.wanted if wanted is None else wanted))
+        own = np.array(self._want(self.wanted if wanted is None else wanted), np.int64)
+        wants = [rows.Want(*row) for row in extension.gather(comm, own).tolist()]
         if len(wants) > self.peers_max:
             raise ValueError(f"{len(wants)} peers: the ledger is made for up to {self.peers_max}")
         with self._lock:
@@ -280,22 +274,6 @@ def _without(samples: range, others: list[range]) -> list[range]:
             first = other.stop
     parts.append(range(first, max(first, samples.stop)))
     return [part for part in parts if part]
-
-
-def _gather(comm: Communicator, want: rows.Want) -> list[rows.Want]:
-    """The requests of all peers, in the order of ranks; after a loss, of the survivors."""
-    own = np.array(want, np.int64)
-    while True:
-        _ = comm.rank  # a gather uses the ranks that this thread has seen
-        try:
-            gathered = comm.all_gather(own)
-        except PCCLError as error:
-            if error.result is Result.TOO_FEW_PEERS:
-                return [want]
-            if error.result not in AGAIN:
-                raise
-        else:
-            return [rows.Want(*map(int, row)) for row in gathered]
 
 
 def _count(samples: int, end: int) -> str:

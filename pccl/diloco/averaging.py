@@ -99,43 +99,20 @@ class Votes:
 class Total:
     """Sums over all peers: weights, contributors (weights above 0), late peers, and votes."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: int | None, votes: Votes) -> None:
+        self.weight = 1 if weight is None else weight  # the factor of this peer's progress
         self.own: torch.Tensor | None = None  # this peer's; None: all peers weigh the same
         self._sum = torch.zeros(3, dtype=torch.int64)
-        self._votes = Votes([], [])
-
-    def load(self, weight: int | None, votes: Votes) -> None:
-        self.own = None
+        self.sent = list(votes.sent)
+        self.received = list(votes.received)  # the buffers for the sums of an all-reduce
         if weight is not None:
             self.own = torch.tensor([weight, int(weight > 0), int(votes.late)])
-        self._votes = votes
-
-    @property
-    def weight(self) -> int:
-        """The factor of this peer's progress."""
-        return 1 if self.own is None else int(self.own[0])
-
-    @property
-    def weighs(self) -> bool:
-        return self.own is not None
-
-    @property
-    def sent(self) -> Tensors:
-        return [*self._votes.sent, *([] if self.own is None else [self.own])]
-
-    @property
-    def received(self) -> Tensors:
-        """The buffers for the sums of an all-reduce."""
-        return [*self._votes.received, *([] if self.own is None else [self._sum])]
+            self.sent.append(self.own)
+            self.received.append(self._sum)
 
     def add_up(self, rows: Sequence[torch.Tensor]) -> None:
         for row, sum in zip(rows, self.received, strict=True):
             torch.sum(row, 0, dtype=sum.dtype, out=sum)
-
-    @property
-    def weights(self) -> int:
-        """The sum of all weights in the last mean; 0 before it."""
-        return int(self._sum[0])
 
     @property
     def contributors(self) -> int | None:
@@ -145,13 +122,11 @@ class Total:
     @property
     def late(self) -> int:
         """Peers whose weight is 0 because they came too late."""
-        return 0 if self.own is None else int(self._sum[2])
+        return int(self._sum[2])
 
     def divisor(self, peers: int) -> int:
         """The divisor of a sum over `peers` peers; 1 if all weights are 0."""
-        if self.own is None:
-            return peers
-        return _divisor(self.weights)
+        return peers if self.own is None else _divisor(int(self._sum[0]))
 
 
 def _divisor(weights: int) -> int:
@@ -181,11 +156,11 @@ class Averager:
 
     def __init__(self) -> None:
         self._progress: Tensors = []
-        self.total = Total()
+        self.total = Total(None, Votes([], []))
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
         """Prepares what is sent, which is the same in all attempts."""
-        self.total.load(weight, votes)
+        self.total = Total(weight, votes)
         self._progress = [_weighed(each, weight) for each in progress]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
@@ -200,7 +175,7 @@ class Averager:
 
     def store(self, means: Tensors) -> None:
         """Writes the means of a successful launched attempt."""
-        if self.total.weighs:
+        if self.total.own is not None:
             divisor = self.total.divisor(1)
             kernels.divide(means[0], divisor)
             for mean in means[1:]:
@@ -221,7 +196,7 @@ class Averager:
 
     @property
     def _op(self) -> ReduceOp:
-        return ReduceOp.SUM if self.total.weighs else ReduceOp.AVG
+        return ReduceOp.AVG if self.total.own is None else ReduceOp.SUM
 
     def _operands(self, means: Tensors) -> tuple[Any, Any]:
         if len(means) == 1 and not self.total.sent:
@@ -400,7 +375,7 @@ class Quantized(Averager):
             self._next.zero_()
             super().load([self._room, *others], weight, votes)
             return
-        self.total.load(weight, votes)
+        self.total = Total(weight, votes)
         weighed = _weighed(self._room, weight)
         kernels.quantize(self._payload, weighed, self._codec.format)
         kernels.dequantize(self._next, self._payload, self._codec.format)

@@ -16,7 +16,7 @@ import threading
 import zipfile
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,6 @@ import xxhash
 
 from pccl import Communicator, extension
 from pccl.diloco.exchange import Exchange, LedgerHooks
-from pccl.diloco.membership import Group
 from pccl.diloco.model import (
     Buffers,
     Frozen,
@@ -59,7 +58,6 @@ class Checkpoint:
     _outer: Outer
     _exchanges: Sequence[Exchange]
     _schedule: Schedule
-    group: Group = field(init=False)  # set by the constructor
 
     def state_dict(self, sharded: bool) -> dict[str, Any]:
         """The state, not copied."""
@@ -77,7 +75,7 @@ class Checkpoint:
         return {"buffers": self._buffers.state_dict()}
 
     def shared(self, sharded: bool = True) -> dict[str, Any]:
-        schedule = self._schedule.state_dict(self.group)
+        schedule = self._schedule.state_dict()
         if "means" in schedule:  # in modes without fragments; dcp.load fills in a sharded state
             means = schedule["means"] or (self._exchanges[0].means if sharded else [])
             schedule["means"] = [self._outer.join([mean], sharded) for mean in means[:1]]
@@ -88,7 +86,7 @@ class Checkpoint:
             **self._outer.state_dict(sharded),
             "schedule": schedule,
             **self._ledger.state_dict(),
-            "revision": self.group.shared.revision,
+            "revision": self._schedule.group.shared.revision,
             "frozen": self._frozen.state_dict(sharded),
             **({} if self._buffers.mode == "local" else {"buffers": self._buffers.state_dict()}),
         }
@@ -151,21 +149,15 @@ class Checkpoint:
         if means := schedule.get("means"):
             schedule["means"] = [*self._outer.cut(means[0]), *means[1:]]
         self._schedule.load(schedule)
-        self._load_averagers(state.get("averager", {}))
-        self.group.shared.revision = state["revision"]
+        for key, saved in state.get("averager", {}).items():
+            for exchange, piece in zip(self._exchanges, self._outer.cut(saved), strict=True):
+                exchange.averager.load_state_dict({key: piece})
+        self._schedule.group.shared.revision = state["revision"]
 
     def averagers(self, sharded: bool) -> dict[str, Saved]:
         states = [exchange.averager.state_dict() for exchange in self._exchanges]
         keys = states[0]
         return {key: self._outer.join([state[key] for state in states], sharded) for key in keys}
-
-    def _load_averagers(self, joined: Mapping[str, Saved]) -> None:
-        states: list[dict[str, torch.Tensor]] = [{} for _ in self._exchanges]
-        for key, saved in joined.items():
-            for state, piece in zip(states, self._outer.cut(saved), strict=True):
-                state[key] = piece
-        for exchange, state in zip(self._exchanges, states, strict=True):
-            exchange.averager.load_state_dict(state)
 
     def forget(self) -> None:
         """Forgets the residuals, because the run has continued since the loaded state."""
@@ -223,9 +215,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-        if self.every < 1 or self.keep < 1:
-            raise ValueError(f"every={self.every} and keep={self.keep} must be at least 1")
+            object.__setattr__(self, name, whole(name, getattr(self, name), least=1))
 
     def config(self) -> dict[str, Any]:
         return {"checkpoints_every": self.every, "checkpoints_whole": self.whole}

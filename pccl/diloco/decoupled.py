@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from pccl.diloco.exchange import Exchange
-from pccl.diloco.membership import Group
 from pccl.diloco.pace import Forecast
 from pccl.diloco.schedule import Fragment, Schedule
 from pccl.extension import Deadline
@@ -161,9 +160,9 @@ class Decoupled(Schedule):
     def expect(self, inner_steps: int) -> None:
         self._learner.expect(inner_steps, self._fragments[self.next_fragment].exchange.measure)
 
-    def _enter(self, group: Group, patient: bool) -> None:
+    def _enter(self, patient: bool) -> None:
         self._forecast.patient = self._learner.ends
-        super()._enter(group, patient)
+        super()._enter(patient)
         self._forecast.mark()
 
     def _measure(self, exchange: Exchange) -> None:
@@ -200,7 +199,7 @@ class Decoupled(Schedule):
             exchange.discard()
         return lost
 
-    def finish(self, group: Group) -> None:
+    def finish(self) -> None:
         """Sets the model to theta, except fragments that still have their own progress."""
         for fragment in self._fragments:
             if not fragment.exchange.weight.trained:

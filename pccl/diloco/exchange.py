@@ -264,8 +264,6 @@ class Weight:
         self._replica = replica
 
     def count(self, samples: int) -> None:
-        if samples < 0:
-            raise ValueError(f"samples={samples} must not be negative")
         self._trained = self._trained.plus(1, samples)
 
     def measure(self) -> None:
@@ -551,9 +549,7 @@ class Quarantine:
 
     _comm: Communicator
     _replica: Replica
-    _rounds: (
-        int  # the number of consecutive rounds without its progress after which a peer is dropped
-    )
+    _rounds: int  # in a row without its progress, after which a peer is dropped
     _outliers: Outliers
     names: tuple[str, ...] = ()  # of the peers that were excluded last time
     _times: Counter[int] = field(default_factory=Counter)  # in a row, by the peer's number

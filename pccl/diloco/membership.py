@@ -91,15 +91,12 @@ class Group:
                 "waits for others before the next outer step: "
                 f"it has {peers} peers and needs {self._settings.least_peers}",
             )
-            if self._await_newcomers(extension.FOREVER_S):
+            with self._meter.timed("admit"):
+                have_come = extension.await_newcomers(self._comm) > 0
+            if have_come:
                 self.agree(admitted=True)
                 self.claim(0)  # for newcomers; the others still have the samples of this round
                 return
-
-    def _await_newcomers(self, patience_s: float) -> bool:
-        """Admits newcomers when they come; False if none came, or another peer stopped waiting."""
-        with self._meter.timed("admit"):
-            return extension.await_newcomers(self._comm, patience_s) > 0
 
     def agree(self, admitted: bool, changed: SharedState | None = None) -> None:
         """Checks that all peers hold the same state, and sends it to admitted newcomers.
@@ -156,9 +153,8 @@ class Group:
 
     def suffices(self, average: Average, outer_step: int) -> bool:
         """True if the outer step uses the mean; warns if this peer is alone."""
-        if average.peers < self._settings.least_peers or average.contributors == 0:
-            return False
-        if self.lacks_the_late(average):
+        too_few = average.peers < self._settings.least_peers or average.contributors == 0
+        if too_few or self.lacks_the_late(average):
             return False
         if average.info is not None:
             self._reminder.reset()
@@ -170,10 +166,6 @@ class Group:
             outer_step, "continues to train, without outer steps, until another peer joins"
         )
         return False
-
-    @property
-    def size(self) -> int:
-        return self._comm.world_size
 
     def waits(self, peers: int) -> bool:
         """True if a round of `peers` peers waits for others."""

@@ -8,15 +8,18 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
+from torch.utils._pytree import tree_map, tree_map_only
 
 from pccl import Communicator, extension
 from pccl.diloco.settings import BufferMode
 from pccl.shared_state import TensorInfo
+from pccl.types import DataType
 
 Saved = torch.Tensor | Mapping[str, torch.Tensor]  # flat in the order of the model, or by name
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -117,18 +120,15 @@ class Sharded(Replica):
             module.reshard()
 
     def whole(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        whole: torch.Tensor = self._joint(like, part).full_tensor()
+        joint: Any = self.joint(like, part)
+        whole: torch.Tensor = joint.full_tensor()
         return whole.cpu()
 
     def joint(self, like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        own: torch.Tensor = self._joint(like, part)
-        return own
-
-    def _joint(self, like: torch.Tensor, part: torch.Tensor) -> Any:
         from torch.distributed.tensor import DTensor
 
         assert isinstance(like, DTensor)
-        return DTensor.from_local(
+        joint: torch.Tensor = DTensor.from_local(
             part.detach().to(self._mesh.device_type),
             like.device_mesh,
             like.placements,
@@ -136,6 +136,7 @@ class Sharded(Replica):
             shape=like.shape,
             stride=like.stride(),
         )
+        return joint
 
     def part(self, like: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
         """Cuts a whole tensor as `like` is cut, without communication."""
@@ -170,17 +171,7 @@ def check_team(comm: Communicator, replica: Replica) -> None:
 
 _NAMED_MAX = 5  # differences in a message
 _KINDS = (torch.float32, torch.float64, torch.int64)  # dtypes of buffers between rounds
-_TYPES_OF_ENTRIES = {
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
+_TYPES_OF_ENTRIES = {dtype.common_name for dtype in DataType}
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -197,15 +188,16 @@ class Frozen:
     def __init__(self, model: torch.nn.Module, replica: Replica) -> None:
         self._replica = replica
         self._parameters = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+        self.layout = [(name, list(p.shape)) for name, p in self._parameters.items()]
         self._copies: dict[str, torch.Tensor] = {}
         self.entries: list[TensorInfo] = []
         for name, parameter in self._parameters.items():
-            lying = local(parameter)
-            if lying.device.type not in ("cpu", "cuda") or not lying.is_contiguous():
-                lying = self._copies[name] = torch.empty(lying.shape, dtype=lying.dtype)
-            if lying.dtype not in _TYPES_OF_ENTRIES:
-                lying = lying.reshape(-1).view(torch.uint8)
-            self.entries.append(TensorInfo.from_torch(lying, f"diloco.frozen.{name}"))
+            content = local(parameter)
+            if content.device.type not in ("cpu", "cuda") or not content.is_contiguous():
+                content = self._copies[name] = torch.empty(content.shape, dtype=content.dtype)
+            if _name_of(content.dtype) not in _TYPES_OF_ENTRIES:
+                content = content.reshape(-1).view(torch.uint8)
+            self.entries.append(TensorInfo.from_torch(content, f"diloco.frozen.{name}"))
         self.gather()
 
     @torch.no_grad()
@@ -217,9 +209,6 @@ class Frozen:
     def put(self) -> None:
         for name, kept in self._copies.items():
             local(self._parameters[name]).copy_(kept)
-
-    def layout(self) -> list[tuple[str, list[int]]]:
-        return [(name, list(p.shape)) for name, p in self._parameters.items()]
 
     def hash_into(self, digest: xxhash.xxh3_128) -> None:
         for parameter in self._parameters.values():
@@ -272,14 +261,17 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module, mode: BufferMode) -> None:
         self.mode = mode
-        self._places = list(_places(model))
-        count = {kind: sum(p.shape.numel() for p in self._of(kind)) for kind in _KINDS}
-        self._flat = {kind: torch.zeros(n, dtype=kind) for kind, n in count.items() if n}
+        every = list(_places(model))
+        self.layout = [(place.name, list(place.shape)) for place in every]
+        self._flat: dict[str, torch.Tensor] = {}  # by the name of a dtype
+        self._places: list[list[_Place]] = []  # of each flat tensor
+        for kind in _KINDS:
+            places = [place for place in every if place.kind == kind]
+            if count := sum(place.shape.numel() for place in places):
+                self._flat[_name_of(kind)] = torch.zeros(count, dtype=kind)
+                self._places.append(places)
         self.means = [torch.zeros_like(flat) for flat in self.shared] if mode == "mean" else []
         self.gather()
-
-    def _of(self, kind: torch.dtype) -> list[_Place]:
-        return [place for place in self._places if place.kind == kind]
 
     @property
     def shared(self) -> list[torch.Tensor]:
@@ -289,26 +281,21 @@ class Buffers:
         return [
             TensorInfo.from_torch(
                 flat,
-                f"diloco.buffers.{self.mode}.{_name_of(kind)}",
+                f"diloco.buffers.{self.mode}.{name}",
                 allow_content_inequality=self.mode == "local",
             )
-            for kind, flat in self._flat.items()
+            for name, flat in self._flat.items()
         ]
-
-    def layout(self) -> list[tuple[str, list[int]]]:
-        return [(place.name, list(place.shape)) for place in self._places]
 
     @torch.no_grad()
     def gather(self) -> None:
-        for kind, flat in self._flat.items():
-            for place, view in self._views(kind, flat):
-                view.copy_(place.tensor())
+        for place, view in self._views(self.shared):
+            view.copy_(place.tensor())
 
     @torch.no_grad()
     def put(self) -> None:
-        for kind, flat in self._flat.items():
-            for place, view in self._views(kind, flat):
-                place.tensor().copy_(view)
+        for place, view in self._views(self.shared):
+            place.tensor().copy_(view)
 
     def adopt(self) -> None:
         """Copies the agreed content to the model."""
@@ -324,51 +311,45 @@ class Buffers:
         """
         if self.mode != "mean":
             return []
-        return [
-            torch.cat(
-                [self._move(place, view).flatten() for place, view in self._views(kind, flat)]
-            )
-            for kind, flat in self._flat.items()
-        ]
-
-    def _move(self, place: _Place, base: torch.Tensor) -> torch.Tensor:
-        now = place.tensor()
-        begin = base.to(now.dtype).to(base.dtype)  # rounded to the model's dtype
-        now = now.to(base.device, base.dtype)
-        return torch.where(torch.isfinite(base), now - begin, now)
+        moves = [torch.empty_like(flat) for flat in self.shared]
+        for (place, base), (_, move) in zip(
+            self._views(self.shared), self._views(moves), strict=True
+        ):
+            now = place.tensor()
+            begin = base.to(now.dtype).to(base.dtype)  # rounded to the model's dtype
+            now = now.to(base.device, base.dtype)
+            move.copy_(torch.where(torch.isfinite(base), now - begin, now))
+        return moves
 
     @torch.no_grad()
     def reclaim(self, moves: list[torch.Tensor]) -> None:
-        if self.mode != "mean":
-            return
-        for (kind, _), move in zip(self._flat.items(), moves, strict=True):
-            for place, change in self._views(kind, move):
+        if self.mode == "mean":
+            for place, change in self._views(moves):
                 place.tensor().copy_(_moved(place.tensor().to(change), change))
 
     @torch.no_grad()
     def advance(self) -> None:
         if self.mode == "mean":
-            for flat, mean in zip(self._flat.values(), self.means, strict=True):
+            for flat, mean in zip(self.shared, self.means, strict=True):
                 flat.copy_(_moved(flat, mean))
 
-    def _views(
-        self, kind: torch.dtype, flat: torch.Tensor
-    ) -> Iterator[tuple[_Place, torch.Tensor]]:
-        places = self._of(kind)
-        pieces = torch.split(flat, [place.shape.numel() for place in places])
-        for place, piece in zip(places, pieces, strict=True):
-            yield place, piece.view(place.shape)
+    def _views(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[_Place, torch.Tensor]]:
+        """The places, each with its part of flat tensors like `shared`."""
+        for places, flat in zip(self._places, flats, strict=True):
+            pieces = torch.split(flat, [place.shape.numel() for place in places])
+            for place, piece in zip(places, pieces, strict=True):
+                yield place, piece.view(place.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {_name_of(kind): flat for kind, flat in self._flat.items()}
+        return dict(self._flat)
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        own = {_name_of(kind): flat.shape for kind, flat in self._flat.items()}
+        own = {name: flat.shape for name, flat in self._flat.items()}
         check_shapes("flat buffer", own, {name: saved.shape for name, saved in state.items()})
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        for kind, flat in self._flat.items():
-            flat.copy_(state[_name_of(kind)])
+        for name, flat in self._flat.items():
+            flat.copy_(state[name])
 
 
 def _places(model: torch.nn.Module) -> Iterator[_Place]:
@@ -447,10 +428,13 @@ class InnerState:
         state = self._optimizer.state_dict()
         if self.replica.is_sharded:
             self._check_kind(state)
-            values = state["state"].items()
-            state = {**state, "state": {i: self._mapped(each, sharded) for i, each in values}}
+            if not sharded:
+                state = {**state, "state": tree_map_only(torch.Tensor, self._whole, state["state"])}
         state = _with_keys(state, str) if sharded else state
         return {"type": type(self._optimizer).__name__, "state": state}
+
+    def _whole(self, value: torch.Tensor) -> torch.Tensor:
+        return self.replica.whole(value, local(value)) if is_sharded(value) else value
 
     def _check_kind(self, state: Mapping[str, Any]) -> None:
         if "state" not in state:
@@ -459,26 +443,17 @@ class InnerState:
                 "saved: it is not in the form that torch's own optimizers have"
             )
 
-    def _mapped(self, values: Mapping[str, Any], sharded: bool) -> dict[str, Any]:
-        def saved(value: Any) -> Any:
-            if not is_sharded(value):
-                return value
-            return value if sharded else self.replica.whole(value, local(value))
-
-        return {name: saved(value) for name, value in values.items()}
-
     def load(self, saved: Mapping[str, Any]) -> None:
         """Loads such a state, or raises ValueError."""
         remedy = 'remove "optimizer" from the state to begin with a fresh one'
-        if not isinstance(saved, Mapping) or not {"type", "state"} <= {*saved}:
+        is_valid = isinstance(saved, Mapping) and {"type", "state"} <= {*saved}
+        if not is_valid or not isinstance(saved["state"], Mapping):
             raise ValueError(f"the state of the inner optimizer is invalid: {remedy}")
         kind, own = saved["type"], type(self._optimizer).__name__
         if kind != own:
             raise ValueError(
                 f"the state is of the inner optimizer {kind}, and this peer's is {own}: {remedy}"
             )
-        if not isinstance(saved["state"], Mapping):
-            raise ValueError(f"the state of the inner optimizer is invalid: {remedy}")
         state = _with_keys(
             copied(dict(saved["state"])), lambda key: int(key) if str(key).isdigit() else key
         )
@@ -486,7 +461,7 @@ class InnerState:
             self._check_kind(state)
             parameters = self.parameters
             state["state"] = {
-                index: self._parts(parameters[index], values)
+                index: tree_map_only(torch.Tensor, partial(self._part, parameters[index]), values)
                 for index, values in state["state"].items()
                 if index < len(parameters)
             }
@@ -500,15 +475,10 @@ class InnerState:
                 f"the inner optimizer of the state does not fit: {error}; {remedy}"
             ) from error
 
-    def _parts(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        def part(value: Any) -> Any:
-            if not is_sharded(parameter) or not torch.is_tensor(value):
-                return value
-            if is_sharded(value) or value.shape != parameter.shape:
-                return value
-            return self.replica.joint(parameter, self.replica.part(parameter, value))
-
-        return {name: part(value) for name, value in values.items()}
+    def _part(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if not is_sharded(parameter) or is_sharded(value) or value.shape != parameter.shape:
+            return value
+        return self.replica.joint(parameter, self.replica.part(parameter, value))
 
 
 def _with_keys(state: Any, key: Callable[[Any], Any]) -> Any:
@@ -520,11 +490,9 @@ def _with_keys(state: Any, key: Callable[[Any], Any]) -> Any:
 
 def copied(state: Any) -> Any:
     """A deep copy that, unlike `copy.deepcopy`, also handles DTensors that are views."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if isinstance(state, dict):
-        return {name: copied(value) for name, value in state.items()}
-    return [copied(each) for each in state] if isinstance(state, list) else copy.deepcopy(state)
+    return tree_map(
+        lambda each: each.detach().clone() if torch.is_tensor(each) else copy.deepcopy(each), state
+    )
 
 
 def _complete(state: dict[Any, Any], like: Mapping[Any, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import torch
 
 from pccl.kernels import Wire
+from pccl.support import whole
 
 
 class Preset(TypedDict):
@@ -27,9 +28,7 @@ def muloco(peers: int, wire: Wire = "int4") -> Preset:
     The outer step is Nesterov's, with eta 0.7 and mu 0.6 for one peer, and 0.9 and 0.8 for eight or
     more. In between, they grow with the logarithm of the expected number of `peers`.
     """
-    if peers < 1:
-        raise ValueError(f"peers={peers} must be at least 1")
-    share = min(math.log2(peers) / 3, 1.0)
+    share = min(math.log2(whole("peers", peers, least=1)) / 3, 1.0)
     return {
         "inner_steps": 30,
         "outer_lr": round(0.7 + 0.2 * share, 3),
@@ -96,14 +95,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.hidden = _hidden(model, trained, tuple(adamw))
         rest = [p for name, p in trained.items() if name not in self.hidden]
-        self._muon = torch.optim.Muon(
+        muon = torch.optim.Muon(
             [trained[name] for name in self.hidden],
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-        self._each: dict[str, torch.optim.Optimizer] = {"muon": self._muon}
+        self._each: dict[str, torch.optim.Optimizer] = {"muon": muon}
         if rest:
             self._each["adamw"] = torch.optim.AdamW(
                 rest, lr=lr, betas=betas, weight_decay=weight_decay

@@ -36,13 +36,10 @@ class OuterOptimizer:
         peers: int,
     ) -> None:
         """Updates theta and the velocity by a mean of `peers`, with the same bits everywhere."""
-        lr, momentum = self.rates.at(outer_step, peers)
+        lr, momentum = rates = self.rates.at(outer_step, peers)
         kernels.outer_sgd(
             theta, velocity, gradient, lr=lr, momentum=momentum, nesterov=self._nesterov
         )
-
-    def log(self, outer_step: int, peers: int) -> None:
-        lr, momentum = rates = self.rates.at(outer_step, peers)
         if rates != self._logged:
             self._logged = rates
             _log.info(
@@ -97,10 +94,8 @@ class OuterState:
             kernels.subtract(end, begin, end)
 
     def step(self, peers: int) -> None:
-        outer_step = int(self.steps)
-        self.optimizer.log(outer_step, peers)
         self.optimizer.step(
-            self.theta, self.velocity, self.mean, outer_step=outer_step, peers=peers
+            self.theta, self.velocity, self.mean, outer_step=int(self.steps), peers=peers
         )
         self.steps += 1
 
@@ -277,16 +272,13 @@ class Outer:
         return sum(fragment.theta.nbytes for fragment in self.fragments)
 
     def entries(self) -> list[list[TensorInfo]]:
-        suffixes = (
-            [f".{p}" for p in range(len(self.fragments))] if len(self.fragments) > 1 else [""]
-        )
-        return [
-            [
-                TensorInfo.from_torch(fragment.theta, f"diloco.theta{suffix}"),
-                TensorInfo.from_torch(fragment.velocity, f"diloco.velocity{suffix}"),
-            ]
-            for fragment, suffix in zip(self.fragments, suffixes, strict=True)
-        ]
+        found = []
+        for number, fragment in enumerate(self.fragments):
+            suffix = f".{number}" if len(self.fragments) > 1 else ""
+            theta = TensorInfo.from_torch(fragment.theta, f"diloco.theta{suffix}")
+            velocity = TensorInfo.from_torch(fragment.velocity, f"diloco.velocity{suffix}")
+            found.append([theta, velocity])
+        return found
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors that are equal on all peers, except the run's name."""

@@ -43,6 +43,8 @@ class Schedule:
     `overlap` is None if a mean is applied when the progress of the next round is measured.
     """
 
+    group: Group  # set before the first round; its shared state has the `entries`
+
     def __init__(
         self,
         fragments: Sequence[Fragment],
@@ -111,9 +113,9 @@ class Schedule:
         if self._running is not None:
             self._running.poll()
 
-    def arrive(self, group: Group) -> Outcome | None:
+    def arrive(self) -> Outcome | None:
         """Applies the mean in progress, if there is one; does not wait for other peers."""
-        mean = self._take(group)
+        mean = self._take()
         if mean is None:
             return None
         exchange = self._current.exchange
@@ -127,65 +129,65 @@ class Schedule:
             self._short = mean.short
         return None if mean.short else self._outcome(mean.average)
 
-    def meet(self, group: Group) -> Outcome | None:
+    def meet(self) -> Outcome | None:
         """Ends a round: averages its fragment, or launches the averaging and returns None."""
         short, self._short = self._short, 0
         if short:
             self._announce(None)
-            group.wait_for_others(self._current.exchange.outer_step, short)
+            self.group.wait_for_others(self._current.exchange.outer_step, short)
         self._reached[0] = max(int(self._reached), int(self._position(0)) + 1)
-        self._enter(group, patient=short > 0)
-        arrived = self._take(group) if self._restarts else None
+        self._enter(patient=short > 0)
+        arrived = self._take() if self._restarts else None
         if arrived is not None and not arrived.suffices:
             self._give_back()
             if arrived.short:
                 self._short = arrived.short
-                return self.meet(group)
-        outcome = None if self._restarts else self.arrive(group)
+                return self.meet()
+        outcome = None if self._restarts else self.arrive()
         self._current = self._fragments[self.next_fragment]
         exchange = self._current.exchange
         self._measure(exchange)
         exchange.vet()
         if self._overlap == 0:
-            return self._average_now(group)
+            return self._average_now()
         if self._restarts:
-            outcome = self._step_late(group, arrived)
-        pending = group.are_pending()
+            outcome = self._step_late(arrived)
+        pending = self.group.are_pending()
         if pending and not self._restarts:
-            return self._average_now(group, pending)
+            return self._average_now(pending)
         self._turn += 1
         if outcome is not None and pending:
-            self._hand_over(group)
+            self._hand_over()
             return replace(outcome, admitted=True)
         if self._unchecked is not None:  # all peers must have applied the same mean
-            group.agree(admitted=False, changed=self._unchecked.shared)
+            self.group.agree(admitted=False, changed=self._unchecked.shared)
             self._unchecked = None
-        self._launch(group)
+        self._launch()
         return outcome
 
-    def _enter(self, group: Group, patient: bool) -> None:
-        group.arrive(self._pace, patient)
+    def _enter(self, patient: bool) -> None:
+        self.group.arrive(self._pace, patient)
 
     def _measure(self, exchange: Exchange) -> None:
         exchange.weight.late = self._pace.late
         exchange.measure()
 
-    def _average_now(self, group: Group, pending: bool = False) -> Outcome | None:
+    def _average_now(self, pending: bool = False) -> Outcome | None:
         """Computes a mean and applies it; admits newcomers."""
         exchange = self._current.exchange
-        mean = self._run(group)
+        mean = self._run()
         if mean.short:
             self._short = mean.short
-            return self.meet(group)
+            return self.meet()
         self._stepped = mean.suffices
         if mean.suffices:
             exchange.step(mean.average.contributors)
-        pending = pending or group.are_pending()
+        pending = pending or self.group.are_pending()
         if pending:
-            group.admit()
+            self.group.admit()
         self._turn += 1
         if mean.suffices or pending:
-            group.agree(pending, None if self._unchecked else self._current.shared)
+            self.group.agree(pending, None if self._unchecked else self._current.shared)
             self._unchecked = None
         if mean.suffices:
             self._adopt(self._current)
@@ -193,7 +195,7 @@ class Schedule:
             exchange.keep()
         return self._outcome(mean.average, admitted=pending)
 
-    def _step_late(self, group: Group, mean: _Mean | None) -> Outcome:
+    def _step_late(self, mean: _Mean | None) -> Outcome:
         """Applies the mean of the last round, after the measurement of this round's progress."""
         current = self._current
         applied = mean is not None and mean.suffices
@@ -205,13 +207,13 @@ class Schedule:
         retries = mean.average.retries if mean is not None else 0
         return Outcome(contributors, retries, admitted=False)
 
-    def _hand_over(self, group: Group) -> None:
+    def _hand_over(self) -> None:
         """Computes a mean that newcomers receive, and that all apply in the next meeting."""
-        mean = self._run(group)
+        mean = self._run()
         self._mean = mean if mean.suffices else None
-        group.admit()
+        self.group.admit()
         self._announce(self._mean)
-        group.agree(admitted=True)
+        self.group.agree(admitted=True)
         self._unchecked = None
         if self._mean is not None:
             self._adopt(self._current)
@@ -224,25 +226,25 @@ class Schedule:
         """Counts this peer as on time, because no peer has waited for it."""
         self._pace.late = self._current.exchange.weight.late = False
 
-    def _run(self, group: Group) -> _Mean:
+    def _run(self) -> _Mean:
         """Averages in the foreground, including late peers if too few others have contributed."""
         exchange = self._current.exchange
         average = exchange.run()
-        if group.lacks_the_late(average):  # all peers find the same
+        if self.group.lacks_the_late(average):  # all peers find the same
             self._on_time()
             again = exchange.run()
             average = replace(again, retries=again.retries + average.retries)
         if average.info is None:
             self._on_time()
-        return self._assess(group, average)
+        return self._assess(average)
 
-    def _launch(self, group: Group) -> None:
+    def _launch(self) -> None:
         exchange = self._current.exchange
         try:
             self._running = exchange.launch()
         except TooFewPeersError:
             self._on_time()
-            self._mean = self._assess(group, Average(None, 0))
+            self._mean = self._assess(Average(None, 0))
         if self._restarts and self._mean is not None and not self._mean.suffices:
             self._short = self._mean.short
             self._mean = None
@@ -250,9 +252,9 @@ class Schedule:
         elif self._restarts:
             self._adopt(self._current)
 
-    def _take(self, group: Group) -> _Mean | None:
+    def _take(self) -> _Mean | None:
         """Waits for the mean in progress, and removes it; None if there is none."""
-        self._wait(group)
+        self._wait()
         mean, self._mean = self._mean, None
         if mean is None and self._contributors[0]:  # this is a newcomer's first round
             received = Average(None, 0, weighty=int(self._contributors[0]))
@@ -260,19 +262,19 @@ class Schedule:
         self._contributors[0] = 0
         return mean
 
-    def _wait(self, group: Group) -> None:
+    def _wait(self) -> None:
         if self._running is not None:
             average = self._current.exchange.wait(self._running)
-            self._mean, self._running = self._assess(group, average), None
+            self._mean, self._running = self._assess(average), None
 
-    def _assess(self, group: Group, average: Average) -> _Mean:
+    def _assess(self, average: Average) -> _Mean:
         exchange = self._current.exchange
         weight = exchange.weight
         is_empty = average.info is None and (weight.late or weight.excluded)
-        suffices = group.suffices(average, exchange.outer_step) and not is_empty
+        suffices = self.group.suffices(average, exchange.outer_step) and not is_empty
         if suffices:
             exchange.accept(average)
-        waits = not suffices and group.waits(average.peers)
+        waits = not suffices and self.group.waits(average.peers)
         return _Mean(average, suffices, average.peers if waits else 0)
 
     def _outcome(self, average: Average, admitted: bool = False) -> Outcome:
@@ -338,9 +340,9 @@ class Schedule:
             if keep and fragment.exchange in rescued:
                 fragment.exchange.reclaim(self._late_decay)
 
-    def finish(self, group: Group) -> None:
+    def finish(self) -> None:
         """Applies the mean in progress. The model becomes theta, unless this peer had no mean."""
-        mean = self._take(group)
+        mean = self._take()
         if mean is not None:
             self._stepped = mean.suffices
             if mean.suffices:
@@ -371,11 +373,11 @@ class Schedule:
             ]
         return own
 
-    def state_dict(self, group: Group) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint; in modes that restart, waits for the mean in progress."""
         state: dict[str, Any] = {"turn": int(self._turn)}
         if self._restarts:
-            self._wait(group)
+            self._wait()
             mean = self._mean
             contributors = int(self._contributors[0])
             if mean is not None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from pccl import Communicator, PCCLError, ReduceInfo, Result, SharedStateSyncInfo
+from pccl import Communicator, ReduceInfo, SharedStateSyncInfo, extension
 from pccl.diloco.averaging import Algorithm
-from pccl.errors import AGAIN
 
 
 class Work(NamedTuple):
@@ -61,22 +60,7 @@ def gather_shares(
 def gather_row(comm: Communicator, own: Sequence[float]) -> list[list[float]]:
     """The rows of all peers in the order of ranks; after a loss, those of the survivors."""
     sent = torch.tensor(own, dtype=torch.float64)
-    while True:
-        _ = comm.rank  # a gather uses the ranks that this thread has seen
-        try:
-            handle = comm.all_gather_async(sent)
-            committed, _, _ = handle.wait()
-            if committed:
-                break
-            assert handle.error is not None
-            raise handle.error
-        except PCCLError as error:
-            if error.result is Result.TOO_FEW_PEERS:
-                return [sent.tolist()]
-            if error.result not in AGAIN:
-                raise
-    gathered: Any = handle.result  # a tensor
-    rows: list[list[float]] = gathered.tolist()
+    rows: list[list[float]] = extension.gather(comm, sent).tolist()
     return rows
 
 
@@ -167,15 +151,28 @@ class Outcome:
 
 
 class Meter:
-    """Counts the bytes of all rounds, and the seconds of the current one by activity."""
+    """Counts bytes, and measures training and rounds; a round may have several parts, with training
+    between them.
 
-    def __init__(self) -> None:
+    `beside`: training goes on during a round.
+    """
+
+    def __init__(self, beside: bool) -> None:
         self.last_reduce: ReduceInfo | None = None  # the last committed one
         self.tx_bytes = self.rx_bytes = 0
-        self.begin_round()
+        self._beside = beside
+        self._inside_s = 0.0  # rounds, in all
+        self.begin()
 
-    def begin_round(self) -> None:
-        self.seconds = {"reduce": 0.0, "admit": 0.0, "sync": 0.0}
+    def begin(self) -> None:
+        """Begins to measure the first round."""
+        self._shared = self._now()
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._seconds: dict[str, Any] = {"reduce_s": 0.0, "admit_s": 0.0, "sync_s": 0.0}
+        self._bytes = self.tx_bytes, self.rx_bytes
+        self._began = self._now()
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -183,25 +180,11 @@ class Meter:
         try:
             yield
         finally:
-            self.seconds[what] += time.monotonic() - began_s
+            self._seconds[f"{what}_s"] += time.monotonic() - began_s
 
     def count(self, info: ReduceInfo | SharedStateSyncInfo) -> None:
         self.tx_bytes += info.tx_bytes
         self.rx_bytes += info.rx_bytes
-
-
-class Stopwatch:
-    """Measures training and rounds; a round may have several parts, with training between them.
-
-    `beside`: training goes on during a round.
-    """
-
-    def __init__(self, meter: Meter, beside: bool) -> None:
-        self._meter = meter
-        self._beside = beside
-        self._inside_s = 0.0  # rounds, in all
-        self._shared = self._now()
-        self._begin()
 
     def _now(self) -> tuple[float, float]:
         return time.monotonic(), self._inside_s
@@ -211,11 +194,6 @@ class Stopwatch:
         now_s, inside_s = self._now()
         paused_s = 0.0 if self._beside else inside_s - begin[1]
         return now_s - begin[0] - paused_s, paused_s
-
-    def _begin(self) -> None:
-        self._meter.begin_round()
-        self._bytes = self._meter.tx_bytes, self._meter.rx_bytes
-        self._began = self._now()
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -239,25 +217,18 @@ class Stopwatch:
         peers: tuple[PeerShare, ...],
     ) -> OuterRound:
         """The report of the round that has ended; starts the next one."""
-        meter = self._meter
         tx_before, rx_before = self._bytes
         report = OuterRound(
             outer_step=outer_step,
-            contributors=outcome.contributors,
-            retries=outcome.retries,
-            admitted=outcome.admitted,
-            rejoined=outcome.rejoined,
-            fragment=outcome.fragment,
+            **asdict(outcome),
             compute_s=self._since(self._began)[0],
-            reduce_s=meter.seconds["reduce"],
-            admit_s=meter.seconds["admit"],
-            sync_s=meter.seconds["sync"],
+            **self._seconds,
             total_s=self._inside_s - self._began[1],
-            tx_bytes=meter.tx_bytes - tx_before,
-            rx_bytes=meter.rx_bytes - rx_before,
+            tx_bytes=self.tx_bytes - tx_before,
+            rx_bytes=self.rx_bytes - rx_before,
             algorithm=algorithm,
             excluded=excluded,
             peers=peers,
         )
-        self._begin()
+        self._begin_round()
         return report

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -68,7 +67,7 @@ from pccl.diloco.settings import (
     layout_digest,
     rates,
 )
-from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Stopwatch, Work, gather_shares
+from pccl.diloco.stats import Meter, Outcome, OuterRound, PeerShare, Work, gather_shares
 from pccl.insight import LogMetrics
 from pccl.kernels import Wire
 from pccl.runtime.checkpoint import replacing
@@ -220,9 +219,11 @@ class DiLoCo:
             given["deadline_peers"] = 1
         given["weight"] = weight or ("rate" if mode == "decoupled" else "peers")
         given["inner_steps"] = None if inner_steps is None else checked_steps(inner_steps)
-        for setting in ("min_peers", "fragments", "overlap", "deadline_peers", "quarantine"):
+        counts = {"min_peers": 1, "fragments": 1, "overlap": 0}
+        counts |= {"deadline_peers": 1, "quarantine": 1}
+        for setting, least in counts.items():
             if given[setting] is not None:
-                given[setting] = whole(setting, given[setting])
+                given[setting] = whole(setting, given[setting], least=least)
         require("model", model, torch.nn.Module)
         require("inner_optimizer", inner_optimizer, torch.optim.Optimizer)
         if ledger is not None:
@@ -270,9 +271,11 @@ class DiLoCo:
             self._checkpoint.forget()
         self._check_whole()
         self._inner_step = 0
-        self._begin()
+        self._schedule.begin()  # these copy the shared state to the model
+        self._outer.adopt()
+        self._buffers.put()
         self._work = Work()
-        self._stopwatch = Stopwatch(self._meter, beside=self._learner is not None)
+        self._meter.begin()
         self._watch(model)
         self._begin_round()
         if self._learner is not None and isinstance(self._pace, Forecast):
@@ -309,7 +312,7 @@ class DiLoCo:
         settings, replica = self._settings, self._replica
         named = _trained_parameters(model)
         self._parameters = dict(model.named_parameters())
-        self._meter = Meter()
+        self._meter = Meter(beside=settings.mode == "decoupled")
         self._frozen = Frozen(model, replica)
         self._buffers = Buffers(model, settings.buffers)
         self._outer = Outer(
@@ -323,7 +326,7 @@ class DiLoCo:
                 **settings.config(),
                 # without dtypes: a bf16 peer on a GPU and an fp32 one on a CPU may be in one run
                 "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
-                "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
+                "not_trained": layout_digest([*self._frozen.layout, *self._buffers.layout]),
                 "shard": [replica.index, replica.size],
                 **(checkpoints.config() if checkpoints is not None else {}),
             }
@@ -355,7 +358,7 @@ class DiLoCo:
             self._saver = Saver(
                 checkpoints, self._comm, replica, self._checkpoint, self._inner, beside, self._turn
             )
-        self._group = self._checkpoint.group = self._group_of()
+        self._group = self._schedule.group = self._group_of()
 
     def _exchanges_of(self, model: torch.nn.Module, named: Named) -> list[Exchange]:
         """The exchanges, one for each fragment; the buffers are averaged with the last one."""
@@ -433,12 +436,6 @@ class DiLoCo:
             self._replica,
         )
 
-    def _begin(self) -> None:
-        """Copies the shared state to the model."""
-        self._schedule.begin()
-        self._outer.adopt()
-        self._buffers.put()
-
     def _begin_round(self) -> None:
         steps = self._settings.steps_at(self.outer_step, self._schedule.next_fragment)
         self._pace.begin(steps)
@@ -449,7 +446,7 @@ class DiLoCo:
     def _check_whole(self) -> None:
         """Checks that all processes of this replica have received the state of the same replica."""
         own = [*self._outer.clock.tolist(), self._group.shared.revision]
-        if any(said != own for said in self._replica.exchange(own)):
+        if any(row != own for row in self._replica.exchange(own)):
             raise RuntimeError(
                 "a replica was lost at the moment when the run began, and only some of its shards "
                 "were received: start all replicas again"
@@ -613,7 +610,7 @@ class DiLoCo:
                 "a ledger whose rounds may end early must know how many samples a step has trained "
                 "on: diloco.step(samples=len(batch))"
             )
-        samples = 1 if samples is None else whole("samples", samples)
+        samples = 1 if samples is None else whole("samples", samples, least=0)
         with self._lock:
             for exchange in self._exchanges:
                 exchange.weight.count(samples)
@@ -636,8 +633,8 @@ class DiLoCo:
                 if not self._schedule.arrives(self._inner_step):
                     self._schedule.poll()
                     return None
-                with self._stopwatch.round():
-                    outcome = self._schedule.arrive(self._group)
+                with self._meter.round():
+                    outcome = self._schedule.arrive()
         except KickedError:
             if self._settings.deadline_peers is None:
                 raise  # with deadlines, the next meeting finds this, too, and rejoins
@@ -677,25 +674,22 @@ class DiLoCo:
 
     def _met(self) -> OuterRound | None:
         try:
-            with self._stopwatch.round():
-                outcome = self._schedule.meet(self._group)
+            with self._meter.round():
+                outcome = self._schedule.meet()
                 self._group.claim()
-                self._replica.all(
-                    True
-                )  # if one process left now, the others would be dropped with it
-            self._share(outcome is not None and outcome.admitted)
-            if not (outcome is not None and outcome.admitted):  # newcomers are not at this place
-                self._save_together()
+                # if one process left now, the others would be dropped with it
+                self._replica.all(True)
+            admitted = outcome is not None and outcome.admitted
+            self._share(admitted)
+            saver = None if admitted else self._saver  # newcomers are not at this place
+            if saver is not None and saver.is_due(self.outer_step):
+                with self._meter.round():
+                    saver.meet(self.outer_step)
             report = self._report(outcome)
         except KickedError as error:
             return self._rejoined(error)
         self._rejoins = 0
         return report
-
-    def _save_together(self) -> None:
-        if self._saver is not None and self._saver.is_due(self.outer_step):
-            with self._stopwatch.round():
-                self._saver.meet(self.outer_step)
 
     def _rejoined(self, error: KickedError | None) -> OuterRound | None:
         """Rejoins the run, after it has continued without this peer.
@@ -712,13 +706,12 @@ class DiLoCo:
             else:
                 self._rejoins += 1
                 given_up = error.result is Result.RANK_CONNECTION_FAILED
-                if self._settings.deadline_peers is None or not given_up:
-                    raise error
-                if self._rejoins > _REJOINS_MAX:
+                rejoins = self._settings.deadline_peers is not None and given_up
+                if not rejoins or self._rejoins > _REJOINS_MAX:
                     raise error
                 _log.warning("the run has continued without this peer, which rejoins: %s", error)
             try:
-                with self._stopwatch.round():
+                with self._meter.round():
                     self._join_again()
                 break
             except KickedError as again:
@@ -744,10 +737,10 @@ class DiLoCo:
             learner, idle_s, ends = self._learner, 0.0, False
             if learner is not None:
                 idle_s, learner.idle_s, ends = learner.idle_s, 0.0, learner.ends
-        own = self._stopwatch.share(work.steps, work.samples, self._pace.late, idle_s)
+        own = self._meter.share(work.steps, work.samples, self._pace.late, idle_s)
         self._shares = (own,)
         if self._settings.unlike and not admitted:  # newcomers are not at this place
-            with self._stopwatch.round():
+            with self._meter.round():
                 self._shares, all_end = gather_shares(self._comm, own, ends)
             self._ended = self._ended + 1 if all_end else 0
             self._pace.set_speeds([(share.compute_s, share.inner_steps) for share in self._shares])
@@ -757,7 +750,7 @@ class DiLoCo:
             return None
         algorithm = self._exchanges[outcome.fragment].averager.algorithm
         excluded = self._quarantine.names if self._quarantine is not None else ()
-        self._last_round = self._stopwatch.report(
+        self._last_round = self._meter.report(
             self.outer_step, outcome, algorithm, excluded, self._shares
         )
         self._misuse.round(outcome, self._exchanges[outcome.fragment])
@@ -814,12 +807,7 @@ class DiLoCo:
         self._entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         """Calls `finish`, unless an exception has ended the block."""
         self._entered = False
         if kind is None:
@@ -845,7 +833,7 @@ class DiLoCo:
             )
         else:
             with self._whole():
-                self._schedule.finish(self._group)
+                self._schedule.finish()
                 if self._saver is not None:
                     self._saver.finish(self.outer_step)
                 self._replica.all(True)

@@ -7,10 +7,9 @@ import io
 import logging
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -117,8 +116,7 @@ class Stateful(Protocol):
 _Entry = tuple[str, list[int], str]  # name, shape and type of a tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     origin: int
     begun: bool
     revision: int
@@ -182,7 +180,7 @@ class Phase:
             except PeerLostError as error:
                 _log.info("the replicas synchronize again: %s", error)
         received = [plan.steps, 0 if plan.begun else plan.origin]
-        if any(said != received for said in self._group.shards(received)):
+        if any(row != received for row in self._group.shards(received)):
             self._group.abort()
             why = (
                 "the replica that sent the state was lost when only some shards of this one had "
@@ -249,21 +247,17 @@ class Phase:
         return found
 
     def _agree(self, own: _Plan) -> _Plan:
-        group = self._group
+        """The plan of rank 0."""
+        group, is_first = self._group, self._group.getRank() == 0
         if group.getSize() == 1:
             return own
-        data = torch.empty(0, dtype=torch.uint8)
-        if group.getRank() == 0:
-            plan = {name: getattr(own, name) for name in own.__dataclass_fields__}
-            data = torch.frombuffer(bytearray(packed(plan)), dtype=torch.uint8)
-        size = torch.tensor([len(data)])
+        content = bytearray(packed(own._asdict()) if is_first else b"")
+        size = torch.tensor([len(content)])
         group.broadcast([size], 0).wait()
-        if group.getRank() == 0:
-            group.broadcast([data], 0).wait()
-            return own
-        data = torch.empty(int(size), dtype=torch.uint8)
-        group.broadcast([data], 0).wait()
-        return _Plan(**unpacked(data.numpy().tobytes()))
+        if not is_first:
+            content = bytearray(int(size))
+        group.broadcast([torch.frombuffer(content, dtype=torch.uint8)], 0).wait()
+        return own if is_first else _Plan(**unpacked(bytes(content)))
 
 
 def _check(run: list[_Entry], own: list[_Entry]) -> None:
@@ -465,7 +459,7 @@ def average(group: ProcessGroup, gradient: torch.Tensor) -> None:
         work = group.allreduce([gradient], dist.ReduceOp.AVG)
         work.wait()
         contributors = [work.contributors]
-        if all(said == contributors for said in group.shards(contributors)):
+        if all(row == contributors for row in group.shards(contributors)):
             return
         gradient.detach().copy_(own)
 

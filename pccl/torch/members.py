@@ -95,12 +95,10 @@ ROW_BYTES = 512
 AGREE_TAG, RECONFIGURE_TAG = 1 << 31, (1 << 31) + 1  # torch's collectives have higher tags
 
 
-def _exchange(comm: Communicator, row: R, tag: int, timeout_s: float | None = None) -> list[R]:
+def _gather(comm: Communicator, row: R, tag: int, timeout_s: float | None = None) -> list[R]:
     """The rows of all members, in any order.
 
-    Raises:
-        PeerLostError: a member was lost meanwhile.
-        PCCLTimeoutError: a member has not called this in time.
+    Raises PeerLostError: a member was lost meanwhile; PCCLTimeoutError: one has not come in time.
     """
     text = msgspec.json.encode(row)
     assert len(text) <= ROW_BYTES
@@ -152,10 +150,8 @@ def agree(comm: Communicator, members: Members, own: Offer, shards: Shards) -> l
 
     Members keep their order, and newcomers come last. Peers that begin together are ordered by the
     ranks with which they were started, or else by joining. If a replica has several processes, each
-    in a different group, all these groups have the same replicas in the same order.
-
-    Returns:
-        The offers of all members, in their order.
+    in a different group, all these groups have the same replicas in the same order. Returns the
+    offers of all members, in their order.
     """
     own.number = members.own
     own.rank = members.rank if own.begun else own.rank
@@ -163,7 +159,7 @@ def agree(comm: Communicator, members: Members, own: Offer, shards: Shards) -> l
         own.origin = min(number for (number,) in shards([own.number]))
     while True:
         try:
-            offers = _exchange(comm, own, AGREE_TAG)
+            offers = _gather(comm, own, AGREE_TAG)
         except PeerLostError:
             continue
         # a replica may be lost when only some groups have agreed
@@ -221,7 +217,7 @@ class Reconfigurer:
             try:
                 if not self._are_as_many(len(tokens), deadline):
                     continue
-                rows = _exchange(self._comm, own, RECONFIGURE_TAG, deadline.left_s)
+                rows = _gather(self._comm, own, RECONFIGURE_TAG, deadline.left_s)
             except PeerLostError:  # recounts the members
                 continue
             except PCCLTimeoutError as error:
@@ -294,10 +290,10 @@ def communicator(
 def exchange(shards: dist.ProcessGroup | None, device: torch.device) -> Shards:
     """A function that gathers numbers from the processes of a replica, by torch on `device`."""
 
-    def said(numbers: list[int]) -> list[list[int]]:
+    def gather(numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, device=device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(shards))]
         dist.all_gather(gathered, mine, group=shards)
         return [each.tolist() for each in gathered]
 
-    return said
+    return gather

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -45,19 +46,16 @@ class _Numbers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._next = 0
-        self._free: list[int] = []
+        self._fresh = itertools.count()
+        self._returned: list[int] = []
 
     def take(self) -> int:
         with self._lock:
-            if self._free:
-                return heapq.heappop(self._free)
-            self._next += 1
-            return self._next - 1
+            return heapq.heappop(self._returned) if self._returned else next(self._fresh)
 
     def give_back(self, number: int) -> None:
         with self._lock:
-            heapq.heappush(self._free, number)
+            heapq.heappush(self._returned, number)
 
 
 class _Message:
@@ -196,9 +194,7 @@ class _Mailbox:
     def request(self, tensor: Tensor, others: list[int], other: int | None) -> _Request:
         """Requests a message of a tensor's size, from `other` or the first of `others`.
 
-        Raises:
-            TooFewPeersError: there is no other peer.
-            PeerLostError: one of these members is lost.
+        Raises PeerLostError: one of these members is lost; TooFewPeersError: all are.
         """
         with self._lock:
             request = _Request(self, other, tensor.nbytes)

@@ -33,12 +33,7 @@ def record(
 ) -> Callable[[bool], None]:
     """Adds a call that begins. Returns a function that records its success or failure.
 
-    Args:
-        group: the pccl group.
-        name: as in a profile.
-        counts: whether all members make the call; otherwise it is a send or recv.
-        inputs: its tensors.
-        timeout_s: its time limit.
+    `counts`: whether all members make the call; otherwise it is a send or recv.
     """
     own, number = (group.getGroupName(), group.getGroupDesc()), next(_numbers)
     ranks = list(range(group.getSize()))

@@ -17,21 +17,21 @@ from pccl.types import DataType
 
 def flat(tensor: Tensor) -> Tensor:
     """All elements in one dimension: a view of a contiguous tensor, or a copy of any other."""
-    lying = tensor.detach()
-    if lying.layout != torch.strided:
-        raise ValueError(f"a tensor of layout {lying.layout} cannot be sent: pass a dense one")
-    lying = lying.resolve_conj().resolve_neg().contiguous()
-    return (torch.view_as_real(lying) if lying.is_complex() else lying).view(-1)
+    dense = tensor.detach()
+    if dense.layout != torch.strided:
+        raise ValueError(f"a tensor of layout {dense.layout} cannot be sent: pass a dense one")
+    dense = dense.resolve_conj().resolve_neg().contiguous()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense).view(-1)
 
 
 def movable(tensor: Tensor) -> Tensor:
     """Like `flat`, but elements of a dtype that pccl cannot reduce become bytes."""
-    lying = flat(tensor)
+    elements = flat(tensor)
     try:
-        DataType.from_torch_dtype(lying.dtype)
+        DataType.from_torch_dtype(elements.dtype)
     except ValueError:
-        return lying.view(torch.uint8)
-    return lying
+        return elements.view(torch.uint8)
+    return elements
 
 
 def moved_size(tensor: Tensor) -> int:
@@ -41,11 +41,11 @@ def moved_size(tensor: Tensor) -> int:
 
 def reducible(tensor: Tensor) -> Tensor:
     """Like `flat`, but bools become bytes. Raises ValueError: pccl cannot reduce the dtype."""
-    lying = flat(tensor)
+    elements = flat(tensor)
     if tensor.dtype == torch.bool:
-        return lying.view(torch.uint8)
-    DataType.from_torch_dtype(lying.dtype)
-    return lying
+        return elements.view(torch.uint8)
+    DataType.from_torch_dtype(elements.dtype)
+    return elements
 
 
 def put(tensor: Tensor, piece: Tensor) -> None:
@@ -94,11 +94,7 @@ class Reduction:
 
     @classmethod
     def of(cls, op: object) -> Reduction:
-        """The reduction for torch's ReduceOp, or a member of its enumeration.
-
-        Raises:
-            ValueError: the argument is not a reduction.
-        """
+        """The reduction for torch's ReduceOp, or a member of its enumeration."""
         kind = getattr(op, "op", op)
         if kind in _SAME:
             factor = None
@@ -113,11 +109,7 @@ class Reduction:
         raise ValueError(f"{op} is not a reduction that torch.distributed defines")
 
     def for_dtypes(self, tensors: Sequence[Tensor]) -> pccl.ReduceOp:
-        """pccl's operation on the elements of all these tensors.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """pccl's operation on the elements of all these tensors. Raises ValueError: it has none."""
         op, dtypes = self.op, {tensor.dtype for tensor in tensors}
         assert op is not None
         unlike = [dtype for dtype in dtypes if dtype.is_complex]
@@ -143,8 +135,7 @@ class Reduction:
     def scaled(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
         """The elements of a tensor of `dtype`, times the factor.
 
-        Raises:
-            ValueError: the dtype cannot hold the products, or cannot be added.
+        Raises ValueError: the dtype cannot hold the products, or cannot be added.
         """
         if self.factor is None:
             return piece

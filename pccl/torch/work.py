@@ -135,7 +135,7 @@ class TimeLimits:
                 now_s = time.monotonic()
                 for work in [one for one, due_s in self._due_s.items() if due_s <= now_s]:
                     del self._due_s[work]
-                    POOL.run(work.drive_and_tell)
+                    POOL.run(work.drive_and_notify)
                 self._looks_s = min([now_s + IDLE_S, *self._due_s.values()])
                 self._changed.wait(self._looks_s - now_s)
             self._is_running = False
@@ -225,7 +225,7 @@ class Work(BaseWork):
         self._handle: Handle | None = None
         self._is_followed = False
         self._future: Future[Any] | None = None
-        self._untold: Future[None] | None = None  # completes `_future`
+        self._to_notify: Future[None] | None = None  # completes `_future`
         self._under_way: set[Work] = set()
 
     def begin(self, under_way: set[Work]) -> None:
@@ -250,7 +250,7 @@ class Work(BaseWork):
             self._is_followed = True
             if (left_s := self._deadline.left_s) is not None:
                 TIME_LIMITS.add(self, left_s)
-            self._handle.add_done_callback(lambda: POOL.run(self.drive_and_tell))
+            self._handle.add_done_callback(lambda: POOL.run(self.drive_and_notify))
 
     def _launch(self) -> None:
         """Launches it, or does the work alone in a group of one."""
@@ -277,10 +277,10 @@ class Work(BaseWork):
         try:
             self._end(timeout_s)
         finally:  # in the pool, because callbacks of the future may wait, but the caller must not
-            if self._ended.is_set() and self._untold is not None:
+            if self._ended.is_set() and self._to_notify is not None:
                 POOL.run(self._notify)
 
-    def drive_and_tell(self) -> None:
+    def drive_and_notify(self) -> None:
         """Like `drive`, in a thread of the pool, which callbacks may occupy."""
         self._end(None)
         TIME_LIMITS.discard(self)
@@ -289,7 +289,7 @@ class Work(BaseWork):
     def _notify(self) -> None:
         """Completes the future, if there is an incomplete one."""
         with self._lock:
-            future, self._untold = self._untold, None
+            future, self._to_notify = self._to_notify, None
         if future is not None:
             future.set_result(None)
 
@@ -364,8 +364,8 @@ class Work(BaseWork):
         """
         with self._lock:
             if self._future is None:
-                self._untold = Future()
-                self._future = self._untold.then(self._outcome)
+                self._to_notify = Future()
+                self._future = self._to_notify.then(self._outcome)
         if self._ended.is_set():
             self._notify()
         self.follow()

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pccl.errors import PCCLTimeoutError
@@ -28,45 +28,34 @@ from pccl.runtime.client.engine import COMPLETE, LIED, STREAM_LOST, Engine, Even
 from pccl.runtime.client.memory import Pool
 from pccl.runtime.client.sync import Staging, served
 from pccl.runtime.config import Config
-from pccl.runtime.digest import Digest, digests
+from pccl.runtime.digest import digests
 from pccl.security import Security
 from pccl.support import parse_address, parse_advertised, parse_ports
 from pccl.tensors import Buffer
 from pccl.types import DataType, Result
 
 ENTRIES = 2  # the head and the body; pieces with lower numbers are their tables of digests
+RUN = 1  # the run number of all transfers, the only ops of this engine
+
+log = logging.getLogger("pccl")
 
 
-@dataclass(frozen=True, slots=True)
 class Blob:
     """A package and its two parts, in memory that does not change."""
 
-    package: m.Package
-    head: memoryview
-    body: memoryview
-    found: tuple[Digest, ...]
-
-    @classmethod
-    def of(
-        cls, version: int, base: int, content: bytes, head: memoryview, body: memoryview
-    ) -> Blob:
-        """Makes a package, and computes its digests."""
-        found = digests([(_address(part), part.nbytes) for part in (head, body)])
-        package = m.Package(
-            version, base, content, head.nbytes, found[0].root, body.nbytes, found[1].root
+    def __init__(
+        self, version: int, base: int, content: bytes, head: memoryview, body: memoryview
+    ) -> None:
+        self.head, self.body = head, body
+        self._found = digests([(_address(part), part.nbytes) for part in (head, body)])
+        roots = [each.root for each in self._found]
+        self.package = m.Package(
+            version, base, content, head.nbytes, roots[0], body.nbytes, roots[1]
         )
-        return cls(package, head, body, tuple(found))
-
-    @classmethod
-    def received(cls, package: m.Package, staging: Staging) -> Blob:
-        """Takes a completely verified package."""
-        head, body = (memoryview(staging.content(i)) for i in range(ENTRIES))
-        found = digests([(_address(part), part.nbytes) for part in (head, body)])
-        return cls(package, head, body, tuple(found))
 
     @property
     def pool(self) -> Pool:
-        pieces, tables = served(_buffers(self.package, self.head, self.body), self.found)
+        pieces, tables = served(_buffers(self.package, self.head, self.body), self._found)
         return Pool(pieces, ENTRIES, (self, tables))
 
 
@@ -78,11 +67,6 @@ def _buffers(package: m.Package, *parts: memoryview) -> list[Buffer]:
 
 def _address(part: memoryview) -> int:
     return address_of(ffi.from_buffer("char[]", part))
-
-
-log = logging.getLogger("pccl")
-
-RUN = 1  # the run number of all transfers, the only ops of this engine
 
 
 class BlobStore:
@@ -249,7 +233,8 @@ class WeightsClient(ControlThread):
         self.post(lambda: self._weights.broken(why, result))
 
     def _take(self, package: m.Package, staging: Staging) -> None:
-        blob = Blob.received(package, staging)
+        parts = [memoryview(staging.content(i)) for i in range(ENTRIES)]
+        blob = Blob(package.version, package.base, package.content, *parts)
         version, more = self._store.work_in(blob)
 
         def notify() -> None:

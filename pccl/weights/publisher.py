@@ -20,7 +20,8 @@ from pccl.types import Result
 from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
 from pccl.weights.tensors import Bytes, Tensors, blob_of, found_digests
 
-VERSION_MAX = 1 << 61  # for the `version` of `publish`
+# above each `version` of `publish`: leaves numbers for publishers that pass none
+VERSION_MAX = 1 << 61
 # It publishes another whole version after DELTAS_MAX differences, or when the differences since the
 # last one have WHOLE_FROM of its bytes.
 DELTAS_MAX = 64
@@ -122,27 +123,22 @@ class Publisher(Closing):
             raise error_of("publish", self._client.over)
         if version is None:
             version = max(self._others.latest, self._version, self._tried) + 1
-        version = whole("version", version)
-        if not 0 < version < VERSION_MAX:  # leaves numbers for publishers without explicit ones
-            raise ValueError(f"version is {version}: it must be from 1 to 2**61 - 1")
+        version = whole("version", version, range(1, VERSION_MAX))
         blobs = self._blobs(version)
+        content, self._before = self._before, None  # until it is certain that others have it
+        before, self._tried = self._tried, version
         call = self._client.call()
-        try:
-            self._client.publish(call, blobs)
-            end = call.next(timeout)
-        except BaseException:
-            self._before, self._tried = None, version  # others may or may not have it
-            raise
+        self._client.publish(call, blobs)
+        end = call.next(timeout)
         if end is None:
-            self._before, self._tried = None, version
             assert timeout is not None
             raise timed_out("publish", timeout, "the master has not answered")
         if isinstance(end, Fail):
-            self._before = None  # subscribers have a different version
+            self._tried = before
             if self._client.over is not None:
                 raise error_of("publish", self._client.over)
             raise PCCLError(Result.INVALID_USAGE, "publish", f"{end.why}: publish again")
-        self._version = version
+        self._before, self._version = content, version
         bytes_of = {blob.package.base == 0: blob.package.nbytes for blob in blobs}
         seconds = time.monotonic() - began_s
         return Publication(version, bytes_of.get(False), bytes_of.get(True), seconds)

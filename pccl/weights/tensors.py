@@ -38,10 +38,13 @@ from pccl.weights.client import Blob
 Words = npt.NDArray[np.unsignedinteger]
 Bytes = npt.NDArray[np.uint8]
 
+U64 = Annotated[int, Meta(ge=0)]
+
+ALIGNMENT = 64
+HEAD_BYTES_MAX = 256 << 20  # enough for a million tensors
 SPARSE_UP_TO = 1 / 6  # the share of changed elements above which the XOR of all elements is smaller
-_HEADER = struct.Struct(
-    "<BBxxIII"
-)  # encoding, bytes of a gap, changed elements, bytes, packed bytes
+# encoding, bytes of a gap, changed elements, bytes, packed bytes
+_HEADER = struct.Struct("<BBxxIII")
 
 
 class How(IntEnum):
@@ -101,13 +104,13 @@ def apply(content: Words, data: memoryview) -> int:
         raise Damaged("it is of another size")
     raw = _unpack(data[_HEADER.size : end], nbytes)
     if how == How.DENSE:
-        content ^= _words(raw, size)
+        content ^= _from_planes(raw, size)
         return end
-    gaps = _words(raw[: count * width], width).astype(np.int64)
+    gaps = _from_planes(raw[: count * width], width).astype(np.int64)
     places = np.cumsum(gaps + 1) - 1
     if gaps.size and (gaps.min() < 0 or places.min() < 0 or places[-1] >= content.size):
         raise Damaged("it leads out of the tensor")
-    content[places] ^= _words(raw[count * width :], size)
+    content[places] ^= _from_planes(raw[count * width :], size)
     return end
 
 
@@ -117,7 +120,7 @@ def _planes(values: Words) -> bytes:
     return columns.T.tobytes()
 
 
-def _words(planes: memoryview, size: int) -> Words:
+def _from_planes(planes: memoryview, size: int) -> Words:
     columns = np.frombuffer(planes, np.uint8).reshape(size, -1)
     found: Words = np.ascontiguousarray(columns.T).view(np.dtype(f"u{size}")).reshape(-1)
     return found
@@ -137,12 +140,6 @@ def _unpack(packed: memoryview, nbytes: int) -> memoryview:
     if len(raw) != nbytes or not unpacker.eof:
         raise Damaged("it has another size than it says")
     return memoryview(raw)
-
-
-ALIGNMENT = 64
-HEAD_BYTES_MAX = 256 << 20  # enough for a million tensors
-
-U64 = Annotated[int, Meta(ge=0)]
 
 
 class Tensor(Struct, array_like=True, frozen=True):
@@ -318,7 +315,7 @@ class Tensors:
 def blob_of(head: Head, body: Bytes) -> Blob:
     """A package. The same content always gives the same bytes."""
     encoded = memoryview(msgspec.msgpack.encode(head))
-    return Blob.of(head.version, head.base, head.content, encoded, memoryview(body.data))
+    return Blob(head.version, head.base, head.content, encoded, memoryview(body.data))
 
 
 def found_digests(each: Sequence[Bytes]) -> list[bytes]:

@@ -35,6 +35,7 @@ FOUNDERS = 4
 CALLS = [
     "all_reduce",
     "all_reduce_async",
+    "all_gather",
     "all_gather_async",
     "are_peers_pending",
     "update_topology",

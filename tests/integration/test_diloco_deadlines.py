@@ -188,7 +188,7 @@ def test_a_peer_stopped_until_the_others_finish_does_not_train_alone(
 
 @pytest.mark.parametrize(
     ("name", "of_second_round"),
-    [("all_reduce", BOTH), ("sync_shared_state", ALL), ("all_gather_async", ALL)],
+    [("all_reduce", BOTH), ("sync_shared_state", ALL), ("all_gather", ALL)],
 )
 def test_progress_that_others_may_have_is_in_no_other_round(
     address: str, hand: Hand, name: str, of_second_round: float
@@ -237,12 +237,12 @@ SHARES = torch.tensor([0.5, 1 / 3])  # of a step in a mean of two, or of three
         ("sync", "all_reduce", 2, "late", set(), {2}),
         ("sync", "sync_shared_state", 2, "", set(), set()),
         ("delayed", "all_reduce_async", 2, "", {2, 3}, set()),
-        ("delayed", "all_gather_async", 3, "", {4, 5}, set()),
-        ("delayed", "all_gather_async", 3, "failed", set(), {4, 5}),
+        ("delayed", "all_gather", 3, "", {4, 5}, set()),
+        ("delayed", "all_gather", 3, "failed", set(), {4, 5}),
         ("streaming", "all_reduce_async", 2, "", {1, 3}, {2}),
         ("streaming", "sync_shared_state", 2, "", set(), {2, 4, 5}),
-        ("streaming", "all_gather_async", 3, "", {2, 4}, {5}),
-        ("streaming", "all_gather_async", 3, "failed", set(), {2, 4, 5}),
+        ("streaming", "all_gather", 3, "", {2, 4}, {5}),
+        ("streaming", "all_gather", 3, "failed", set(), {2, 4, 5}),
     ],
 )
 @pytest.mark.parametrize("decay", [1.0, 0.5])
@@ -297,7 +297,7 @@ def test_a_dropped_peer_keeps_exactly_what_no_other_can_have(
 
     *others, (last, shares, beside, digest) = together(*(lambda i=i: peer(i) for i in range(3)))  # type: ignore[misc]
     assert [other[-1] for other in others] == [digest] * 2
-    if name != "all_gather_async":  # others cannot have them, for it was not in their collective
+    if name != "all_gather":  # others cannot have them, for it was not in their collective
         assert not shares[2, sorted(gone)].any()
     here = {step for step in range(STEPS) if beside[step] < -0.4}
     assert here == kept
