@@ -120,8 +120,8 @@ def test_it_shows_the_followers_of_the_weights(tmp_path: Path) -> None:
     assert text.startswith(">") and ">version 12 · 2 with version 12 · 1 with version 11<" in text
     rows = [re.findall(r">([^<]*)</td>", row) for row in text.split("<tbody")[1].split("<tr ")[1:]]
     assert rows == [
-        ["1", "10.0.0.9:41", "12", "12", "", "", "", "3"],
-        ["3", "[fd00::3]:41", "11", "", "12", "1, slowly", "98 Mbit/s", ""],
+        ["1", "", "10.0.0.9:41", "12", "12", "", "", "", "3"],
+        ["3", "", "[fd00::3]:41", "11", "", "12", "1, slowly", "98 Mbit/s", ""],
         [],
     ]
     with shown(a_run()) as address:
