@@ -25,6 +25,7 @@ from pccl.types import DataType, DeviceType, Result
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from torch.distributed.tensor import DTensor
 
 # cached: computing a dtype's name takes longer than reading all other attributes of an array
 _numpy_dtype = functools.lru_cache(DataType.from_numpy_dtype)
@@ -228,6 +229,12 @@ def is_torch(array: object) -> TypeGuard[torch.Tensor]:
     """True for a torch tensor, Parameters included."""
     torch_module = sys.modules.get("torch")
     return torch_module is not None and isinstance(array, torch_module.Tensor)
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """True for a DTensor; False without importing its module, which loads slowly."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_finite(array: Array) -> bool:

@@ -33,7 +33,6 @@ from pccl.diloco.model import (
     Replica,
     Saved,
     check_shapes,
-    is_sharded,
     local,
 )
 from pccl.diloco.outer import Outer
@@ -42,6 +41,7 @@ from pccl.diloco.settings import decode
 from pccl.diloco.stats import gather_row
 from pccl.runtime.checkpoint import replacing, sync_directory
 from pccl.support import whole
+from pccl.tensors import is_sharded
 
 _SAVED = {"config", "parameters", "clock", "theta", "velocity", "revision", "frozen", "buffers"}
 _log = logging.getLogger("pccl.diloco")

@@ -5,7 +5,6 @@ optimizer's state. Nothing here communicates with other replicas.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from pccl import Communicator, extension
 from pccl.diloco.settings import BufferMode
 from pccl.shared_state import TensorInfo
+from pccl.tensors import is_sharded
 from pccl.types import DataType
 
 Saved = torch.Tensor | Mapping[str, torch.Tensor]  # flat in the order of the model, or by name
@@ -32,12 +32,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return part
     own: torch.Tensor = part.to_local()
     return own
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """True for a DTensor; False without importing its module, which loads slowly."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class Replica:

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Base
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pccl import MismatchError, PeerLostError, Result, SharedStateSyncStrategy, extension
 from pccl.kernels import Wire
 from pccl.shared_state import SharedState, TensorInfo
+from pccl.tensors import is_sharded
 from pccl.torch import hooks
 from pccl.torch.group import TIMEOUT, ProcessGroup
 from pccl.torch.members import communicator, exchange
@@ -40,11 +39,13 @@ _BUFFERS = next(name for name in ("forward_sync_buffers", "broadcast_buffers") i
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a sharded tensor; any other tensor itself."""
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local() if is_sharded(tensor) else tensor.detach()
 
 
 def sharded_again(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Rebuilds the state of an optimizer of sharded parameters from local parts."""
+    from torch.distributed.tensor import DTensor  # loads slowly, like FSDPModule
+
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def like(parameter: Tensor, part: Tensor) -> Tensor:
@@ -405,6 +406,8 @@ class Replicas:
         shards: dist.ProcessGroup | None = None,
         timeout: timedelta = TIMEOUT,
     ) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if not modules:
             raise ValueError("the model is not sharded: call fully_shard() first")
@@ -467,6 +470,6 @@ def average(group: ProcessGroup, gradient: torch.Tensor) -> None:
 def _device(model: torch.nn.Module) -> torch.device:
     """The device of the tensors that the processes of a replica exchange."""
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
+        if is_sharded(parameter):
             return torch.device(parameter.device_mesh.device_type)
     raise ValueError("the model has no sharded parameters: call fully_shard() first")

@@ -332,6 +332,7 @@ dist.all_reduce(one)
 dist.monitored_barrier()
 assert type(dist.group.WORLD).__module__ == "pccl.torch.group"
 dist.destroy_process_group()
+assert "torch.distributed.tensor" not in sys.modules, "half a second that only sharded models need"
 """
 BROKEN = """
 import os

@@ -6,8 +6,6 @@ result that is a NaN is the one positive quiet NaN, as the kernels store it.
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -93,11 +91,10 @@ def _divide(total: Array, divisor: int) -> Array:
 
 def mean(inputs: list[Array]) -> Array:
     """The average of integers, rounded towards zero."""
-    exact = [
-        math.trunc(Fraction(sum(each), len(inputs)))
-        for each in zip(*(a.tolist() for a in inputs), strict=True)
-    ]
-    return np.array(exact, inputs[0].dtype)
+    wide = np.int64 if inputs[0].itemsize < 8 else object  # an integer of Python: no sum overflows
+    total = sum(array.astype(wide) for array in inputs)
+    size = abs(total) // len(inputs)
+    return np.where(total < 0, -size, size).astype(inputs[0].dtype)
 
 
 def _reduce_floats(a: Array, b: Array, op: str, dtype: str, divisor: int) -> Array:
