@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import re
 import secrets
 import signal
 import socket
@@ -35,7 +34,6 @@ MARK = "LOCAL_RUN_COPY"  # an environment variable that marks a process's descen
 POLL_S = 0.02
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # TerminateProcess on Windows
 Heard: TypeAlias = Callable[[Sequence[bytes]], object]  # receives lines of output
-_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # ends of lines, even overwritten ones
 
 
 class Process(Closing):
@@ -177,7 +175,8 @@ class Output(threading.Thread):
             while data := os.read(self._pipe.fileno(), OUTPUT_BYTES):
                 with self._lock:
                     self._moved_s = time.monotonic()
-                    *lines, self._rest = _ENDS.split(self._rest + data)
+                    lines = (self._rest + data).splitlines(keepends=True)
+                    self._rest = b"" if lines[-1].endswith(b"\n") else lines.pop()
                     if len(self._rest) > OUTPUT_BYTES:
                         lines, self._rest = [*lines, self._rest], b""
                     if lines:

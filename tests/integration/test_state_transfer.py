@@ -245,7 +245,7 @@ def test_a_newcomer_needs_no_second_copy() -> None:
         text = Path("/proc/self/status").read_text(encoding="ascii")
         return int(text.split(f"{name}:")[1].split()[0]) << 10
 
-    count = 192 * MIB
+    count = 128 * MIB
     with Cluster(2) as cluster:
         arrays = [np.full(count, index + 1, np.uint8) for index in range(2)]
         before: list[int] = []

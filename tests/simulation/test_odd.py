@@ -361,7 +361,7 @@ def test_a_restarted_master_knows_the_veterans(knows: str) -> None:
 # ---- whole runs ----
 
 
-@parts(1200, 500, 50)
+@parts(1200, 300, 50)
 def test_peers_that_agree_with_most_never_pay_for_one_that_does_not(part: range) -> None:
     paid = 0
     for seed in part:
