@@ -106,12 +106,17 @@ class Buffer:
         return self.count * self.dtype.itemsize
 
     def check(self, name: str, array: object) -> None:
-        """Raises ArgumentError if an array, whose memory this was, is a tensor with another now."""
-        if is_torch(array) and array.data_ptr() != self.address:
+        """Raises ArgumentError if an array, whose memory this was, has other memory now."""
+        now: tuple[int, int] | None = None
+        if is_torch(array):
+            now = array.data_ptr(), array.nbytes
+        elif is_numpy(array):
+            now = array.ctypes.data, array.nbytes
+        if now not in (None, (self.address, self.nbytes)):
             raise ArgumentError(
                 f"{name!r} has other memory than before, as after module.half(), module.to(), "
-                "load_state_dict(assign=True), tensor.resize_() or tensor.data = ...: make this "
-                "object after such changes, or write into the tensor by copy_()"
+                "load_state_dict(assign=True), array.resize() or tensor.data = ...: make this "
+                "object after such changes, or copy into the tensor or array"
             )
 
     @property

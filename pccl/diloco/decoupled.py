@@ -193,7 +193,6 @@ class Decoupled(Schedule):
 
     def rescue(self) -> list[Exchange]:
         """The exchanges whose last progress may be in a mean."""
-        self._learner.take()
         lost = [each.exchange for each in self._fragments if each.exchange.gave_away()]
         for exchange in lost:
             exchange.discard()

@@ -589,6 +589,11 @@ class DiLoCo:
                 After any other exception, such as Ctrl-C, the next step rejoins the run if needed.
             ValueError: `samples` is negative, missing, or more than the ledger has given.
         """
+        if callable(scaler):
+            raise TypeError(
+                "diloco.step() takes no closure: put the loop into `with diloco:`, and call "
+                "optimizer.step(closure)"
+            )
         samples = self._count(samples)
         self._misuse.inner_step()
         self._stepping = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +14,9 @@ from pccl.protocol.peer.effects import Fail
 from pccl.runtime.client.call import error_of
 from pccl.security import Security
 from pccl.support import Closing, whole
-from pccl.tensors import Array
 from pccl.types import Result
 from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
-from pccl.weights.tensors import Bytes, Tensors, blob_of, found_digests
+from pccl.weights.tensors import Bytes, Parameters, Tensors, blob_of, found_digests
 
 # above each `version` of `publish`: leaves numbers for publishers that pass none
 VERSION_MAX = 1 << 61
@@ -60,8 +58,9 @@ class Publisher(Closing):
 
     Args:
         master: `host:port` of the run's master; without a port, 48148.
-        parameters: by name, as `dict(model.named_parameters())` or `model.state_dict()`; numpy
-            arrays or torch tensors.
+        parameters: a torch module; or numpy arrays or torch tensors by name. `publish` raises
+            ValueError if they have other memory by now. A module shows that even after
+            `model.half()`, unlike its `state_dict()`, which then keeps the old memory.
         security: as for a Communicator; None: PCCL_CURVE_DIR, if it is set.
         advertise: as for a Communicator.
         port_range: as for a Communicator.
@@ -78,7 +77,7 @@ class Publisher(Closing):
     def __init__(
         self,
         master: str,
-        parameters: Mapping[str, Array],
+        parameters: Parameters,
         *,
         security: Security | str | os.PathLike[str] | None = None,
         advertise: str | None = None,

@@ -7,7 +7,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
 
 from pccl.errors import not_picklable
 from pccl.protocol import messages as m
@@ -16,12 +15,12 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Quiet, error_of
 from pccl.security import Security
 from pccl.support import Closing
-from pccl.tensors import Array
 from pccl.weights.client import Blob, BlobStore, Options, client, timed_out
 from pccl.weights.tensors import (
     HEAD_BYTES_MAX,
     Damaged,
     Head,
+    Parameters,
     Tensors,
     blob_of,
     found_digests,
@@ -51,8 +50,8 @@ class Subscriber(Closing):
 
     Args:
         master: `host:port` of the run's master; without a port, 48148.
-        parameters: by name; with the same names, element types and sizes as the publisher's. The
-            first `swap` overwrites their whole content.
+        parameters: as for a Publisher, with the same names, element types and sizes. The first
+            `swap` overwrites their whole content.
         relay: whether it serves its versions to others.
         security: as for a Communicator; None: PCCL_CURVE_DIR, if it is set.
         advertise: as for a Communicator.
@@ -70,7 +69,7 @@ class Subscriber(Closing):
     def __init__(
         self,
         master: str,
-        parameters: Mapping[str, Array],
+        parameters: Parameters,
         *,
         relay: bool = True,
         security: Security | str | os.PathLike[str] | None = None,

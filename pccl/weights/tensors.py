@@ -18,7 +18,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -45,6 +45,15 @@ HEAD_BYTES_MAX = 256 << 20  # enough for a million tensors
 SPARSE_UP_TO = 1 / 6  # the share of changed elements above which the XOR of all elements is smaller
 # encoding, bytes of a gap, changed elements, bytes, packed bytes
 _HEADER = struct.Struct("<BBxxIII")
+
+
+class Module(Protocol):
+    """torch.nn.Module."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
+Parameters = Mapping[str, Array] | Module
 
 
 class How(IntEnum):
@@ -180,21 +189,24 @@ class Tensors:
     """The parameters of a program.
 
     Args:
-        parameters: by name; numpy arrays or torch tensors, on the CPU or a CUDA device.
+        parameters: by name; numpy arrays or torch tensors, on the CPU or a CUDA device. Or the
+            module with them.
         writable: whether the program writes to them.
 
     Raises:
         ValueError, UnsupportedError: there are no parameters, or pccl does not support the arrays.
     """
 
-    def __init__(self, parameters: Mapping[str, Array], *, writable: bool) -> None:
-        require("parameters", parameters, Mapping)
-        if not parameters:
+    def __init__(self, parameters: Parameters, *, writable: bool) -> None:
+        self._module: Any = parameters if hasattr(parameters, "state_dict") else None
+        named: Any = parameters if self._module is None else self._module.state_dict()
+        require("parameters", named, Mapping)
+        if not named:
             raise ValueError("there are no parameters")
-        self._names = sorted(parameters)
+        self._names = sorted(named)
         if any(not 0 < len(name) <= NAME_CHARS_MAX for name in self._names):
             raise ValueError(f"a parameter's name has 1 to {NAME_CHARS_MAX} characters")
-        self._buffers = [Buffer.of(parameters[name], writable=writable) for name in self._names]
+        self._buffers = [Buffer.of(named[name], writable=writable) for name in self._names]
         self._starts, at = [], 0
         for buffer in self._buffers:
             self._starts.append(at)
@@ -240,8 +252,9 @@ class Tensors:
         view.write_back(range(len(chosen)))
 
     def _check(self) -> None:
+        now = {} if self._module is None else self._module.state_dict()
         for name, buffer in zip(self._names, self._buffers, strict=True):
-            buffer.check(name, buffer.owner)
+            buffer.check(name, now.get(name, buffer.owner))
 
     def within(self, memory: Bytes) -> list[Bytes]:
         return [

@@ -214,6 +214,21 @@ def test_a_peer_that_is_dropped_in_a_meeting_gives_no_step_twice(address: str, c
         assert (sizes - sizes.round()).abs().max() < 1e-5, "in no mean, or in one"
 
 
+def test_a_peer_that_has_given_away_quantized_progress_keeps_its_error(address: str) -> None:
+    """Others may have applied it, so what they lack is what the quantization has left."""
+    with pccl.Communicator(address) as comm:
+        cut: Any = Cut(comm, "all_gather_async", 1)
+        model = Model()
+        diloco = make(cut, model, wire="int8", **DECOUPLED)
+        cut.armed = True
+        while not (diloco.last_round and diloco.last_round.rejoined):
+            compute()
+            model.move(random(0))
+            diloco.step()
+        diloco.finish()
+        assert diloco.state_dict()["averager"]["residual"].any()
+
+
 # ---- against an oracle ----
 
 BY = 3.0  # by which each step moves: in a mean of two or three peers, all numbers have few bits

@@ -132,6 +132,23 @@ def test_a_parameter_that_was_replaced_or_added(
     assert all(text.startswith(f"parameter '{name}' has been replaced") for text in warnings)
 
 
+def test_an_optimizer_that_needs_a_closure(address: str) -> None:
+    """It steps in a block: a step of DiLoCo takes no closure, and says so."""
+
+    def steps(diloco: DiLoCo, model: Trained, number: int, k: int) -> None:
+        def closure() -> float:
+            model.move(random(10 * k + number))
+            return 1.0
+
+        with pytest.raises(TypeError, match=r"takes no closure: put the loop into `with diloco:`"):
+            diloco.step(closure)  # type: ignore[arg-type]
+        with diloco:
+            model.optimizer.step(closure)
+
+    ours, theirs = two(address, steps)
+    assert torch.equal(ours, theirs)
+
+
 def test_a_round_without_gradients(address: str, warnings: list[str]) -> None:
     two(address, lambda diloco, model, number, k: diloco.step())
     assert len(warnings) == 2, warnings

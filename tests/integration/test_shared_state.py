@@ -537,7 +537,8 @@ def test_a_module_that_has_other_memory_by_now_is_an_error(change: Any, tmp_path
         model = torch.nn.Linear(3, 3)
         shared = pccl.SharedState.from_module(model)
         shared.save(tmp_path / "file")
-        publisher = weights.Publisher(master.address, dict(model.named_parameters()))
+        named = weights.Publisher(master.address, dict(model.named_parameters()))
+        publisher = weights.Publisher(master.address, model)
         comm.sync_shared_state(shared)
         shared.push_revision()
         change(model)
@@ -546,8 +547,9 @@ def test_a_module_that_has_other_memory_by_now_is_an_error(change: Any, tmp_path
             partial(shared.save, tmp_path / "file"),
             partial(shared.load, tmp_path / "file"),
         ]
-        with publisher:
-            for call in calls if change is _assigned else [*calls, publisher.publish]:
+        with named, publisher:
+            calls.append(publisher.publish)
+            for call in calls if change is _assigned else [*calls, named.publish]:
                 with pytest.raises(
                     ValueError, match=r"^'(weight|bias)' has other memory than before"
                 ):
@@ -555,3 +557,16 @@ def test_a_module_that_has_other_memory_by_now_is_an_error(change: Any, tmp_path
         anew = pccl.SharedState.from_module(torch.nn.Linear(3, 3))
         anew.push_revision()
         comm.sync_shared_state(anew)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1_000_000])
+def test_an_array_that_was_resized_is_an_error(size: int) -> None:
+    """Else pccl would read memory that is no longer the program's."""
+    with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
+        array = np.zeros(4)
+        shared = pccl.SharedState.from_tensors({"x": array})
+        comm.sync_shared_state(shared)
+        array.resize(size, refcheck=False)
+        shared.push_revision()
+        with pytest.raises(ValueError, match=r"^'x' has other memory than before"):
+            comm.sync_shared_state(shared)
