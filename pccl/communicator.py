@@ -42,6 +42,7 @@ from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import (
     DivergenceError,
     NotFiniteError,
+    PCCLError,
     PCCLTimeoutError,
     PeerLostError,
     TooFewPeersError,
@@ -159,6 +160,7 @@ class Communicator(Closing):
         Deadline(connect_timeout, "connect_timeout")  # raises if it is not a valid time
         self._connect_timeout = connect_timeout
         self._membership = Membership()
+        self._astray = False  # an exception has left `run` in the middle
 
     # ---- joining and leaving ----
 
@@ -417,11 +419,34 @@ class Communicator(Closing):
             log_metrics: a function such as `wandb.log`, called after each step with
                 `stats().flat()` and the number of the step. If it raises, so does `run`.
 
+        If the step, or Ctrl-C, ends it by another exception than a PCCLError, it may be called
+        again: the peer leaves the run and joins again, with the shared state of the others.
+
         Raises:
             DivergenceError: at the end, this peer's shared state differs from the most common one;
                 if two are equally common, the lowest rank decides. The others finish.
             PCCLError: a call failed for another reason than a lost peer.
         """
+        if self._astray:
+            log.warning("an exception has ended run(): this peer leaves the run and joins it again")
+            self.close()
+            self.connect()
+        self._astray = True
+        try:
+            self._run(step, shared_state, steps, min_peers, log_metrics)
+        except PCCLError:
+            self._astray = False
+            raise
+        self._astray = False
+
+    def _run(
+        self,
+        step: Callable[[int], object],
+        shared_state: SharedState,
+        steps: int,
+        min_peers: int,
+        log_metrics: LogMetrics | None,
+    ) -> None:
         self.admit(shared_state, min_peers=min_peers)
         while (number := shared_state.revision) < steps:
             try:

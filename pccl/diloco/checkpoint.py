@@ -75,6 +75,11 @@ class Checkpoint:
         return {"buffers": self._buffers.state_dict()}
 
     def shared(self, sharded: bool = True) -> dict[str, Any]:
+        if self._schedule.group.shared.torn:
+            raise ValueError(
+                "this peer has received only a part of the shared state, because it has not "
+                "rejoined the run: there is no state to save"
+            )
         schedule = self._schedule.state_dict()
         if "means" in schedule:  # in modes without fragments; dcp.load fills in a sharded state
             means = schedule["means"] or (self._exchanges[0].means if sharded else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -145,6 +146,39 @@ def test_the_last_peer_waits_for_others(address: str) -> None:
     found = [future.result(50) for future in futures.values()]
     np.testing.assert_array_equal(found[0], found[1])
     assert peers.steps["a"] == [*range(200)]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("peers", [1, 2])
+def test_a_run_that_an_exception_has_ended_may_be_called_again(
+    address: str, peers: int, when: str
+) -> None:
+    """The step's exception, before or after its collective, costs the other peer nothing."""
+
+    def peer(number: int) -> np.ndarray:
+        weights, state = state_of(100)
+        errors = [RuntimeError("of the test")] if number == 0 else []
+
+        def step(number: int) -> None:
+            progress = np.full_like(weights, number)
+            if number == 5 and errors and when == "before":
+                raise errors.pop()
+            if peers > 1:
+                comm.all_reduce(progress)
+            if number == 5 and errors:
+                raise errors.pop()
+            np.add(weights, progress, out=weights)
+
+        with pccl.Communicator(address) as comm:
+            with contextlib.suppress(RuntimeError):
+                comm.run(step, state, steps=20, min_peers=peers)
+            if number == 0:
+                comm.run(step, state, steps=20, min_peers=peers)
+        return weights
+
+    with ThreadPoolExecutor(peers) as pool:
+        for found in pool.map(peer, range(peers)):
+            np.testing.assert_array_equal(found, np.full(100, sum(range(20)), np.float32))
 
 
 def test_what_happens_before_a_run_does_not_keep_it_from_synchronizing(address: str) -> None:

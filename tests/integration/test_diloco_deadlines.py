@@ -313,6 +313,30 @@ def test_a_dropped_peer_keeps_exactly_what_no_other_can_have(
                 assert (SHARES - share).abs().min() < 1e-5, (number, step, share)
 
 
+def test_a_peer_that_has_received_a_part_of_the_state_saves_none(address: str) -> None:
+    """Its files would mix theta of two rounds."""
+
+    class Partial(Cut):
+        def sync_shared_state(self, state: pccl.SharedState, **_: Any) -> Any:
+            if not self.armed:
+                return self._comm.sync_shared_state(state)
+            state._tear([2])
+            self._comm.close()
+            raise pccl.KickedError(pccl.Result.RANK_CONNECTION_FAILED, "sync", "of the test")
+
+    with pccl.Communicator(address) as comm:
+        partial: Any = Partial(comm, "all_reduce", 1)
+        model = Model()
+        diloco = make(partial, model, **GRACE)
+        diloco.state_dict()
+        partial.armed = True
+        model.move(1.0)
+        with pytest.raises(pccl.KickedError):
+            diloco.step()
+        with pytest.raises(ValueError, match="only a part of the shared state"):
+            diloco.state_dict()
+
+
 def test_a_peer_dropped_again_and_again_gets_the_error(address: str) -> None:
     tries = []
 
