@@ -299,8 +299,7 @@ class TwoStageMean:
             weights = rows[:, : rows.shape[1] - len(codes)].contiguous().view(torch.int64)
             self.divisor = _divisor(int(weights[:, 0].sum()))
         if len(mean):
-            for number, payload in enumerate(payloads):
-                (kernels.accumulate if number else kernels.dequantize)(mean, payload, format)
+            _add_up(mean, payloads.unbind(), format)
             kernels.divide(mean, self.divisor)
             kernels.quantize(codes, mean, format)
             kernels.dequantize(decoded, codes, format)
@@ -328,6 +327,17 @@ class TwoStageMean:
     @property
     def own_part(self) -> range:
         return self.parts[self._ranks.rank]
+
+
+def _add_up(total: torch.Tensor, payloads: Sequence[torch.Tensor], format: kernels.Format) -> None:
+    """total = the sum of the quantized numbers of all ranks."""
+    for rank, payload in enumerate(payloads):
+        try:
+            (kernels.accumulate if rank else kernels.dequantize)(total, payload, format)
+        except ValueError as error:
+            raise ValueError(
+                f"rank {rank} of {len(payloads)} has sent an invalid pseudo-gradient: {error}"
+            ) from error
 
 
 def _parts(count: int, members: int) -> list[range]:
@@ -422,25 +432,13 @@ class Quantized(Averager):
             self._gathered = []
             self.total.add_up(rows[len(others) :])
             divisor = self.total.divisor(len(payloads))
-            self._store_sum(payloads, mean, divisor)
+            _add_up(mean, payloads, self._codec.format)
+            kernels.divide(mean, divisor)
         for other, row in zip(others, rows[: len(others)], strict=True):
             other.copy_(row[0])
             last = len(row) - 1
             for rank in range(1, len(row)):
                 kernels.add(other, other, row[rank], divisor=divisor if rank == last else 1)
-
-    def _store_sum(
-        self, payloads: Sequence[torch.Tensor], mean: torch.Tensor, divisor: int
-    ) -> None:
-        for rank, payload in enumerate(payloads):
-            read = kernels.accumulate if rank else kernels.dequantize
-            try:
-                read(mean, payload, self._codec.format)
-            except ValueError as error:
-                raise ValueError(
-                    f"rank {rank} of {len(payloads)} has sent an invalid pseudo-gradient: {error}"
-                ) from error
-        kernels.divide(mean, divisor)
 
     def _store_parts(self, attempt: TwoStageMean, mean: torch.Tensor) -> tuple[Tensors, int]:
         for part, codes in zip(attempt.parts, attempt.codes, strict=True):

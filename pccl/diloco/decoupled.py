@@ -91,7 +91,7 @@ class Learner:
 
     # ---- for the syncer's thread ----
 
-    def leave(self, action: Action) -> None:
+    def enqueue(self, action: Action) -> None:
         with self.lock:
             self._actions.append(action)
             self.lock.notify_all()
@@ -176,10 +176,10 @@ class Decoupled(Schedule):
         exchange, weight = fragment.exchange, fragment.exchange.weight
         exchange.measured = exchange.sent = False
         if weight.excluded:
-            self._learner.leave(lambda: self._give_theta(fragment))
+            self._learner.enqueue(lambda: self._give_theta(fragment))
         else:
             counted = not weight.late
-            self._learner.leave(lambda: exchange.rebase(counted))
+            self._learner.enqueue(lambda: exchange.rebase(counted))
 
     def _begin_anew(self) -> None:
         for fragment in self._fragments:
@@ -206,11 +206,11 @@ class Decoupled(Schedule):
 
     def resume(self, rescued: Sequence[Exchange], keep: bool) -> None:
         if not keep:
-            self._learner.leave(self._begin_anew)
+            self._learner.enqueue(self._begin_anew)
             return
         for fragment in self._fragments:
             counted = fragment.exchange in rescued
-            self._learner.leave(lambda f=fragment, c=counted: f.exchange.rebase(c))  # type: ignore[misc]
+            self._learner.enqueue(lambda f=fragment, c=counted: f.exchange.rebase(c))  # type: ignore[misc]
 
 
 def start(

@@ -28,9 +28,10 @@ class Pace:
     The number is known when the round begins, and does not change if a mean is applied meanwhile.
     """
 
-    def __init__(self, waits_for_all: bool = True) -> None:
+    waits_for_all = True  # whether it waits for all others, however late
+
+    def __init__(self) -> None:
         self.late = False  # whether this peer may arrive before it has taken all its inner steps
-        self.waits_for_all = waits_for_all  # whether it waits for all others, however late
         self._inner_steps = 1  # in this round
 
     def begin(self, inner_steps: int) -> None:
@@ -96,7 +97,8 @@ class Seconds(Pace):
     """
 
     def __init__(self, seconds: float, grace: float, enough: int | None, replica: Replica) -> None:
-        super().__init__(waits_for_all=enough is None)
+        super().__init__()
+        self.waits_for_all = enough is None
         self._replica = replica
         self._enough = enough
         self._seconds = seconds
@@ -134,8 +136,10 @@ class Deadline(Pace):
     could always be late for the same fragments.
     """
 
+    waits_for_all = False
+
     def __init__(self, enough: int, grace: float | None, fragments: int) -> None:
-        super().__init__(waits_for_all=False)
+        super().__init__()
         self._enough = enough
         self._may_be_late = fragments == 1
         self._given_s = grace

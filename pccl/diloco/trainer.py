@@ -354,7 +354,7 @@ class DiLoCo:
         )
         self._saver, self._turn = None, torch.tensor([-1, 0, 0])
         if checkpoints is not None:
-            beside = self._learner.leave if self._learner is not None else lambda action: action()
+            beside = self._learner.enqueue if self._learner is not None else lambda action: action()
             self._saver = Saver(
                 checkpoints, self._comm, replica, self._checkpoint, self._inner, beside, self._turn
             )

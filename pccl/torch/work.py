@@ -197,7 +197,7 @@ class Task:
     alone: Callable[[], None] = nothing
     settle: Callable[[], object] = nothing
     failed: Callable[[], None] = nothing
-    ended: Callable[[bool], object] = bool
+    ended: Callable[[bool], object] = lambda well: None
     again: bool = False
     source: Callable[[], int] = lambda: -1
     counts: bool = True

@@ -62,8 +62,7 @@ class Publisher(Closing):
             ValueError if they have other memory by now. A module shows that even after
             `model.half()`, unlike its `state_dict()`, which then keeps the old memory.
         security: as for a Communicator; None: PCCL_CURVE_DIR, if it is set.
-        advertise: as for a Communicator.
-        port_range: as for a Communicator.
+        advertise, port_range: as for a Communicator.
         connect_timeout: seconds within which a master must answer; None: a minute.
 
     Raises:

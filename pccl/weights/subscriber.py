@@ -53,17 +53,10 @@ class Subscriber(Closing):
         parameters: as for a Publisher, with the same names, element types and sizes. The first
             `swap` overwrites their whole content.
         relay: whether it serves its versions to others.
-        security: as for a Communicator; None: PCCL_CURVE_DIR, if it is set.
-        advertise: as for a Communicator.
-        port_range: as for a Communicator.
-        connect_timeout: seconds in which a master must answer; None: a minute.
+        security, advertise, port_range, connect_timeout: as for `Publisher`.
 
     Raises:
-        MasterLostError: no master answers in that time.
-        KickedError: the master refuses it, for the reason that the message gives.
-        ValueError: the parameters, or another argument, cannot be used.
-        PCCLError: INVALID_USAGE: keys are missing or unsafe, or no port is free for it;
-            INTERNAL_ERROR: the system has no descriptors or threads for it.
+        MasterLostError, KickedError, ValueError, PCCLError: as for `Publisher`.
     """
 
     def __init__(
