@@ -150,20 +150,19 @@ class Learner:
 class Decoupled(Schedule):
     """The schedule of a syncer: each mean is applied at once, while the learner trains."""
 
+    _pace: Forecast
+
     def __init__(self, fragments: Sequence[Fragment], pace: Forecast, learner: Learner) -> None:
         super().__init__(fragments, pace, overlap=0, alpha=0.0, late_decay=1.0)
-        self._forecast = pace
         self._learner = learner
-        for fragment in fragments:
-            fragment.exchange.separate(learner.lock)
 
     def expect(self, inner_steps: int) -> None:
         self._learner.expect(inner_steps, self._fragments[self.next_fragment].exchange.measure)
 
     def _enter(self, patient: bool) -> None:
-        self._forecast.patient = self._learner.ends
+        self._pace.patient = self._learner.ends
         super()._enter(patient)
-        self._forecast.mark()
+        self._pace.mark()
 
     def _measure(self, exchange: Exchange) -> None:
         measured = self._learner.take() and exchange.weight.measured

@@ -8,7 +8,7 @@ import secrets
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -325,19 +325,15 @@ class Exchange:
     _replica: Replica
     _quarantine: Quarantine | None
     _radial: Radial | None
+    _lock: AbstractContextManager[object]  # of the thread that calls `measure` and `rebase`
     _moves: list[torch.Tensor] = field(default_factory=list)  # of the buffers
     measured: bool = False  # d, since the model last received theta
     sent: bool = False  # likewise
     alike: bool | None = None  # whether all peers have sent the same; None: unknown
     _loaded: bool = False  # whether the averager has progress that no applied mean has
-    _lock: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def __post_init__(self) -> None:
         self._check = ConsistencyCheck(self._replica)
-
-    def separate(self, lock: AbstractContextManager[object]) -> None:
-        """From now on, another thread with the lock calls `measure`, `adopt` and `rebase`."""
-        self._lock = lock
 
     # ---- the model ----
 
@@ -389,11 +385,10 @@ class Exchange:
             self._state.step(contributors)
             self.ledger.settle(applied=True)
             self._buffers.advance()
-        if self._buffers.mode == "first":
+        shared = self._buffers.shared
+        if self._buffers.mode == "first" and shared:
             self._buffers.gather()
-            shared = self._buffers.shared
-            if shared:
-                self._until_committed(lambda: self._comm.broadcast(shared, root="first"))
+            self._until_committed(lambda: self._comm.broadcast(shared, root="first"))
 
     def adopt(self, keep: float = 0.0) -> None:
         """Copies theta and shared buffers to the model, which keeps `keep` of its parameters."""

@@ -37,7 +37,8 @@ class Group:
     _ledger: LedgerHooks
     _meter: Meter
     _replica: Replica
-    _pace: Pace | None = None
+    _pace: Pace
+    _patient: bool = True  # whether it waits for the others without limit in this round
     _reminder: Reminder = field(default_factory=lambda: Reminder(_log))
 
     def join(self, config: torch.Tensor, min_peers: int) -> None:
@@ -62,18 +63,18 @@ class Group:
         self.shared.revision = min(self.shared.revision, 1)
         self.join(config, min_peers=1)
 
-    def arrive(self, pace: Pace, patient: bool) -> None:
+    def arrive(self, patient: bool) -> None:
         """Waits for the others at the beginning of a round; if `patient`, without limit.
 
         Raises KickedError if the others did not wait for this peer.
         """
-        self._pace = None if patient else pace
-        if not pace.waits_for_all:
+        self._patient = patient
+        if not self._pace.waits_for_all:
             self.are_pending()
 
     def are_pending(self) -> bool:
         with self._meter.timed("admit"):
-            grace = self._pace.grace if self._pace is not None else None
+            grace = None if self._patient else self._pace.grace
             if grace is None:
                 return self._comm.are_peers_pending()
             return extension.are_peers_pending(self._comm, grace)

@@ -166,7 +166,7 @@ class Schedule:
         return outcome
 
     def _enter(self, patient: bool) -> None:
-        self.group.arrive(self._pace, patient)
+        self.group.arrive(patient)
 
     def _measure(self, exchange: Exchange) -> None:
         exchange.weight.late = self._pace.late

@@ -383,6 +383,7 @@ class DiLoCo:
                 self._replica,
                 self._quarantine,
                 Radial(fragment, [id(named[i][1]) in plain for i in group]) if radial else None,
+                self._lock,
             )
             for fragment, group in zip(fragments, self._outer.groups, strict=True)
         ]
@@ -434,6 +435,7 @@ class DiLoCo:
             self._ledger,
             self._meter,
             self._replica,
+            self._pace,
         )
 
     def _begin_round(self) -> None:
