@@ -237,6 +237,7 @@ class TwoStageMean:
         self._ranks = extension.ranks(ring, extension.member(comm).number)
         members = self._ranks.members
         self.parts = _parts(count, members)
+        self.own_part = self.parts[self._ranks.rank]
         self._sizes = [kernels.quantized_size(codec.format, len(part)) for part in self.parts]
         header = _bytes_of(weights) if weights is not None else payload[:0]
         sent = [each for piece in torch.split(payload, self._sizes) for each in (header, piece)]
@@ -289,7 +290,7 @@ class TwoStageMean:
         if self.error is not None:
             return
         members, rank, format = self._ranks.members, self._ranks.rank, self._codec.format
-        mean = torch.empty(len(self.parts[rank]))
+        mean = torch.empty(len(self.own_part))
         codes = torch.empty(self._sizes[rank], dtype=torch.uint8)
         decoded = torch.empty_like(mean)
         rows = self._received.view(members, len(self._received) // members)
@@ -323,10 +324,6 @@ class TwoStageMean:
             torch.stack([row[i].clone().view(each.dtype).view(each.shape) for row in cut])
             for i, each in enumerate(self._beside)
         ]
-
-    @property
-    def own_part(self) -> range:
-        return self.parts[self._ranks.rank]
 
 
 def _add_up(total: torch.Tensor, payloads: Sequence[torch.Tensor], format: kernels.Format) -> None:

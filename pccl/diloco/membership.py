@@ -32,6 +32,7 @@ class Group:
     shared: SharedState  # synchronized in every round
     _complete: SharedState  # synchronized when newcomers were admitted
     _settings: Settings
+    _config: torch.Tensor  # the settings, as an entry of the shared state
     _frozen: Frozen
     _buffers: Buffers
     _ledger: LedgerHooks
@@ -41,27 +42,27 @@ class Group:
     _patient: bool = True  # whether it waits for the others without limit in this round
     _reminder: Reminder = field(default_factory=lambda: Reminder(_log))
 
-    def join(self, config: torch.Tensor, min_peers: int) -> None:
-        """Joins the run, or starts one with others; `config` is an entry of the shared state."""
+    def join(self, min_peers: int) -> None:
+        """Joins the run, or starts one with others."""
         if extension.has_synchronized(self._comm):
             raise ValueError(
                 "this communicator has synchronized other shared state already, perhaps that of an "
                 "earlier DiLoCo: connect another Communicator for each DiLoCo"
             )
-        own_config = config.clone()
+        own_config = self._config.clone()
         self._sync(self._complete, min_peers)
-        if why := describe_mismatch(run=config, own=own_config):
+        if why := describe_mismatch(run=self._config, own=own_config):
             raise ValueError(why)
         self.claim()
 
-    def rejoin(self, config: torch.Tensor) -> None:
+    def rejoin(self) -> None:
         """Rejoins the run, after it has continued without this peer."""
         with self._meter.timed("admit"):
             self._comm.connect()
         # The others may have started another run with a lower revision than this peer's. So this
         # peer offers revision 1, which is still above a first-time newcomer's 0.
         self.shared.revision = min(self.shared.revision, 1)
-        self.join(config, min_peers=1)
+        self.join(min_peers=1)
 
     def arrive(self, patient: bool) -> None:
         """Waits for the others at the beginning of a round; if `patient`, without limit.

@@ -266,7 +266,7 @@ class DiLoCo:
         if state is not None:
             self._load(self._given(state))
         begins = self._group.shared.revision
-        self._group.join(self._config, settings.min_peers)
+        self._group.join(settings.min_peers)
         if self._group.shared.revision != begins:
             self._checkpoint.forget()
         self._check_whole()
@@ -430,6 +430,7 @@ class DiLoCo:
             SharedState(always),
             SharedState(always + at_joins),
             self._settings,
+            self._config,
             self._frozen,
             self._buffers,
             self._ledger,
@@ -733,7 +734,7 @@ class DiLoCo:
             for exchange in self._exchanges:
                 exchange.weight.drop()
         self._outer.rename()  # if all others have ended, this is a new run
-        self._group.rejoin(self._config)
+        self._group.rejoin()
         self._schedule.resume(rescued, keeps)
         self._pace.rejoin()
 

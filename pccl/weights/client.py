@@ -135,15 +135,8 @@ class WeightsClient(ControlThread):
     ) -> None:
         self._store = store
         self._weights = machine = weights.WeightsMachine(follows, relays, store.fits)
-        super().__init__(
-            options.host,
-            options.port,
-            address,
-            options.config,
-            options.security,
-            machine,
-            client=True,
-        )
+        at, config = (options.host, options.port, address), options.config
+        super().__init__(*at, config, options.security, machine, client=True)
         self._blobs: dict[tuple[int, int], Blob] = {}
         # by package: the fetching op, and its memory
         self._incoming: dict[tuple[int, int], tuple[int, Staging]] = {}
