@@ -58,7 +58,7 @@ def test_late_joiners_only_receive(part: range) -> None:
         run.finish()
 
 
-@parts(400, 250, 50)
+@parts(400, 150, 50)
 def test_every_run_ends_and_agrees(part: range) -> None:
     for seed in part:
         try:
@@ -68,7 +68,7 @@ def test_every_run_ends_and_agrees(part: range) -> None:
             raise
 
 
-@parts(400, 250, 50)
+@parts(400, 150, 50)
 def test_newcomers_continue_when_all_veterans_die(part: range) -> None:
     ended = 0
     for seed in part:
@@ -81,7 +81,7 @@ def test_newcomers_continue_when_all_veterans_die(part: range) -> None:
     assert ended > 0.8 * len(part), "newcomers that are not given up make all their steps"
 
 
-@parts(400, 250, 50)
+@parts(400, 150, 50)
 def test_a_loop_that_starts_over_after_a_loss_continues(part: range) -> None:
     for seed in part:
         try:
