@@ -201,14 +201,14 @@ def test_shared_state() -> None:
     assert (wait.call, wait.phase) == ("sync_shared_state()", Phase.RECEIVING)
     assert (wait.waited_s, wait.entered, wait.missing) == (3.0, 2, (2,))
     assert wait.why == "peer 2 (10.0.0.1:1) must receive it"
-    assert status(run).groups[0].synchronising
+    assert status(run).groups[0].synchronizing
     run.say(b"2", m.FetchedVote(run.master.run.numbers.next_seq - 1, True))
     (group,) = status(run).groups
-    assert (group.revision, group.holders, group.synchronising) == (1, 2, False)
-    assert all(peer.synchronised for peer in status(run).peers)
+    assert (group.revision, group.holders, group.synchronizing) == (1, 2, False)
+    assert all(peer.synchronized for peer in status(run).peers)
     run.join(b"3")
     run.everyone(m.TopologyVote(3))
-    assert [peer.synchronised for peer in status(run).peers] == [True, True, False]
+    assert [peer.synchronized for peer in status(run).peers] == [True, True, False]
 
 
 def test_links_that_are_measured() -> None:

@@ -64,7 +64,7 @@ class PeerStatus(Struct, frozen=True):
     accepted: bool  # whether it is accepted; otherwise it is pending
     here_s: float  # seconds since it joined, or since the master was restarted
     silent_s: float  # seconds since its last message. It sends none while it computes.
-    synchronised: bool  # whether it took part in its group's last synchronization
+    synchronized: bool  # whether it took part in its group's last synchronization
     calls: tuple[CallStatus, ...]  # its current calls, or the first of many
     # seconds since anything came over its connection, including heartbeats. They continue while it
     # computes, and stop when its process or network does. null: the master's system does not tell.
@@ -113,7 +113,7 @@ class GroupStatus(Struct, frozen=True):
     running: int  # the number of its running collectives
     revision: int | None  # the revision of its shared state; null: it has none
     holders: int  # the number of peers that took part in its last synchronization
-    synchronising: bool  # whether a synchronization is in progress
+    synchronizing: bool  # whether a synchronization is in progress
     # bytes per second that each link carried in the last collective around the ring; null before
     # the first
     bus_rate: float | None
