@@ -257,3 +257,35 @@ def test_an_exception_that_a_program_catches_costs_the_others_nothing(mode: str)
 @pytest.mark.parametrize("mode", CAUGHT)
 def test_so_it_is_at_each_line(mode: str) -> None:
     caught(mode, 7)
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
+def test_a_program_that_catches_an_exception_may_save_and_finish(mode: str) -> None:
+    """As after Ctrl-C. It waits for nobody, and the other peer goes on."""
+
+    def stops() -> Any:
+        with pccl.Communicator(master.address) as comm:
+            leaving: Any = Deserter(comm, "sync_shared_state", 2)
+            diloco = make(leaving, model := Model(), min_peers=2, **CAUGHT[mode])
+            leaving.armed = True
+            with pytest.raises(Left):
+                while True:
+                    model.move(1.0)
+                    diloco.step()
+            state = diloco.state_dict()
+            diloco.finish()
+            return state
+
+    def goes_on() -> None:
+        with pccl.Communicator(master.address) as comm:
+            diloco = make(comm, model := Model(), min_peers=2, alone="step", **CAUGHT[mode])
+            while diloco.outer_step < OUTER_STEPS:
+                model.move(1.0)
+                diloco.step()
+            diloco.finish()
+
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        state, _ = together(stops, goes_on)
+    with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
+        resumed = make(comm, Model(), state=state, alone="step", **CAUGHT[mode])
+        assert torch.equal(resumed.state_dict()["theta"], state["theta"])
