@@ -637,7 +637,7 @@ class DiLoCo:
         if self._astray or self._pace.due(self._inner_step):
             return self._meet()
         try:
-            with self._whole():
+            with self._or_rejoin():
                 if not self._schedule.arrives(self._inner_step):
                     self._schedule.poll()
                     return None
@@ -650,7 +650,7 @@ class DiLoCo:
         return self._logged(self._report(outcome))
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _or_rejoin(self) -> Iterator[None]:
         """If an exception such as Ctrl-C leaves the block, the next step joins the run again: which
         calls the other peers wait for, and what they have applied, is unknown then."""
         before, self._astray = self._astray, True
@@ -671,7 +671,7 @@ class DiLoCo:
         """Runs the meeting at the end of a round."""
         self._misuse.unfinished = False  # if it raises, the user should see that error
         astray = self._astray
-        with self._whole():
+        with self._or_rejoin():
             self._inner_step = 0
             report = self._rejoined(None) if astray else self._met()
             self._begin_round()
@@ -840,7 +840,7 @@ class DiLoCo:
                 "keeps this peer's own progress, and lacks the mean that was under way"
             )
         else:
-            with self._whole():
+            with self._or_rejoin():
                 self._schedule.finish()
                 if self._saver is not None:
                     self._saver.finish(self.outer_step)
