@@ -288,7 +288,14 @@ def test_theta_momentum_and_weights_equal_the_oracle(
     """
     steps = 400
     history = History(steps)
-    of_all, of_rest = threading.Barrier(PEERS), threading.Barrier(PEERS - 1)
+    alone: dict[int, list[int]] = {0: [], 1: []}  # the outer steps that each survivor has seen
+    ended = threading.Event()  # for both at once: who went on would wait for the other
+
+    def decide() -> None:
+        if all(seen[-1] >= seen[0] + 3 for seen in alone.values()):
+            ended.set()
+
+    of_all, of_rest = threading.Barrier(PEERS), threading.Barrier(PEERS - 1, decide)
     taken: dict[int, int] = {}
     residual = torch.zeros(PEERS * steps)  # the sum of those of the survivors
     options = {"outer_lr": LR, "outer_momentum": MU, "weight": "peers", "grace": 50.0}
@@ -313,8 +320,7 @@ def test_theta_momentum_and_weights_equal_the_oracle(
             dies: Any = Deserter(comm, "sync_shared_state" if wire == "int8" else "all_reduce", 1)
             model = Places(PEERS, steps, BY)
             peer = Peer(number, dies, model, min_peers=PEERS, wire=wire, **options)
-            alone_at = None
-            while alone_at is None or peer.diloco.outer_step < alone_at + 3:
+            while not ended.is_set():
                 peer.step()
                 taken[number] = peer.taken
                 outer_step = int(look(peer)["clock"][:2].min())
@@ -325,7 +331,7 @@ def test_theta_momentum_and_weights_equal_the_oracle(
                 try:
                     of_all.wait(DEADLINE_S)
                 except threading.BrokenBarrierError:
-                    alone_at = outer_step if alone_at is None else alone_at
+                    alone[number].append(outer_step)
                     of_rest.wait(DEADLINE_S)
             peer.diloco.finish()
             state = look(peer)
