@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ from pccl.diloco.stats import Meter, Work, gather_row
 from pccl.errors import AGAIN
 
 _log = logging.getLogger("pccl.diloco")
+
+T = TypeVar("T")
 
 
 _FAR = 10.0  # times the median norm: such a pseudo-gradient is an outlier
@@ -77,6 +79,7 @@ class AsyncAverage:
         self._retries = 0
         self._info: ReduceInfo | None = None
         self._error: PCCLError | None = None
+        self._maybe_applied = False  # whether an attempt of unknown outcome may have succeeded
 
     def poll(self) -> None:
         """Relaunches if a peer was lost; does not wait."""
@@ -95,28 +98,39 @@ class AsyncAverage:
 
         Returns False only if it has certainly failed on all peers, so that none has the mean.
         """
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return self._info is not None or self._error is not None
-        committed, _, _ = handle.wait()
-        certain = (*AGAIN, Result.TOO_FEW_PEERS)
-        return committed or (handle.error is None or handle.error.result not in certain)
+        handle = self._handle
+        if handle is not None:
+            committed, _, _ = self._attempting(handle.wait)
+            certain = handle.error and handle.error.result in (*AGAIN, Result.TOO_FEW_PEERS)
+            self._maybe_applied |= committed or not certain
+            self._handle = None
+        return self._maybe_applied or self._info is not None or self._error is not None
 
     def _end_attempt(self, handle: Handle) -> None:
-        committed, _, info = handle.wait()
-        self._handle = None
+        committed, _, info = self._attempting(handle.wait)
         if committed:
             self._info = info
-            return
-        assert handle.error is not None
+        else:
+            assert handle.error is not None
+            try:
+                if _may_repeat(handle.error):
+                    self._retries += 1
+                    self._handle = self._attempting(self._launch)
+                    return
+            except TooFewPeersError:
+                pass  # it is alone
+            except PCCLError as error:
+                self._error, self._handle = error, None
+                raise
+        self._handle = None
+
+    def _attempting(self, call: Callable[[], T]) -> T:
         try:
-            if _may_repeat(handle.error):
-                self._retries += 1
-                self._handle = self._launch()
-        except TooFewPeersError:
-            pass  # it is alone
-        except PCCLError as error:
-            self._error = error
+            return call()
+        except PCCLError:
+            raise
+        except BaseException:  # such as Ctrl-C: it has abandoned an attempt
+            self._maybe_applied = True
             raise
 
 

@@ -321,14 +321,14 @@ class Schedule:
     def rescue(self) -> list[Exchange]:
         """Ends background work after the run has continued without this peer, and returns the
         exchanges that hold progress for the next mean."""
-        running, self._running = self._running, None
+        running = self._running
         if running is not None and running.drain():
             self._current.exchange.discard()
         elif running is not None and self._restarts:
             self._give_back()
         elif running is not None:
             self._current.exchange.keep()
-        self._mean, self._short, self._unchecked = None, 0, None
+        self._running, self._mean, self._short, self._unchecked = None, None, 0, None
         return [each.exchange for each in self._fragments if each.exchange.rescue()]
 
     def resume(self, rescued: Sequence[Exchange], keep: bool) -> None:
