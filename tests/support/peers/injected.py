@@ -26,14 +26,16 @@ class Tracer:
 
     Not at a `with` or a `try`, where CPython lets no exception of a signal or of another thread in,
     and nothing would handle it: a tracer hears of a `with` once more at the end of its body, before
-    what it holds is released; and the beginning of a `try` in another one is in neither.
+    what it holds is released; and the beginning of a `try` in another one is in neither. Nor in a
+    `__del__`, where Python ignores exceptions.
     """
 
     at: frozenset[int] = frozenset()
     lines: int = 0
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE) or code.co_name == "__del__":
             return None
         if event == "line" and not self._begins_block(frame):
             self.lines += 1
