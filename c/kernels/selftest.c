@@ -14,7 +14,7 @@
 
 enum {
     ELEMENTS = 203,          /* several vectors of any width, and a rest */
-    QUANTIZED = 2 * 256 + 75, /* several blocks of any format, and a rest */
+    QUANTIZED = 256 + 75,    /* a block of the largest format, several of others, and a rest */
     PAYLOAD = 4096 + 75      /* several blocks of any encoding, a chunk, and a rest */
 };
 

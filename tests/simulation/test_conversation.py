@@ -163,12 +163,24 @@ def failed_meanwhile(called: m.Called) -> set[conversation.Line]:
     return one.talk.used
 
 
+def left_before_the_result() -> set[conversation.Line]:
+    """The lines used by a peer whose caller leaves before a small collective has its result."""
+    one = Belonging()
+    one.perform(one.machine.collective(Collective(2, 0, m.Spec("all_reduce", 0, 10, 1), b"1234")))
+    one.perform(one.machine.cancel(2))
+    one.hear(m.Started(2, 1, 1, b"5678", final=False))
+    one.hear(m.Finished(1, False))
+    one.perform(one.machine.leave("done"))
+    return one.talk.used
+
+
 def used() -> Iterator[set[conversation.Line]]:
     """The lines that happen: in what is rare, then in one simulated run after the other."""
     yield cut_off("lost failed back")
     yield cut_off("lost back interrupt lost back")
     yield cut_off("lost back held interrupt lost back")
     yield cut_off("lost back held interrupt resumed")
+    yield left_before_the_result()
     yield failed_meanwhile(m.Called.SYNC)
     yield failed_meanwhile(m.Called.OPTIMIZE)
     for peer in (*arrivals(), *frozen_holder()):

@@ -77,7 +77,10 @@ COLLECTIVE: Table = {
         "< Failed": OVER,
         "< CallError": OVER,
     },
-    "reduced": {"> FinishVote yes": "complete"},
+    "reduced": {
+        "> FinishVote yes": "complete",
+        "> FinishVote no": "aborting",  # its caller has left
+    },
     "running": {
         "> Progress": "running",
         "> FinishVote yes": "complete",
