@@ -181,6 +181,20 @@ def test_an_address_is_connected_at_once_and_given_up_when_no_lane_stands() -> N
     assert harness.streams.why(failed(1)) == "its connection to a neighbor: refused"
 
 
+def test_streams_that_fail_together_blame_nobody_but_the_next_one_does() -> None:
+    """The peer at their other ends may be dying, or lack memory for a moment."""
+    harness = StreamsHarness(limit_s=20)
+    for stream in (1, 2):
+        harness.streams.open(stream, NUMBER, 5)
+    for stream in (1, 2):
+        assert harness.streams.lost(lost(stream)) == (NUMBER, False)
+    failed_s = time.monotonic()
+    while time.monotonic() == failed_s:  # a clock may be coarse
+        pass
+    harness.streams.open(3, NUMBER, 5)
+    assert harness.streams.lost(lost(3)) == (NUMBER, True)
+
+
 class Listeners:
     """Addresses of this machine at one port: some greet as engines do, some are silent."""
 

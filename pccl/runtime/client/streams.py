@@ -34,6 +34,7 @@ log = logging.getLogger("pccl")
 class _Stream:
     to: m.PeerInfo
     nonce: int
+    opened_s: float
     due_s: float
     endpoint: str = ""  # once it is known
     retry_s: float = 0.0  # when to resolve the name again
@@ -72,7 +73,8 @@ class Streams:
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # those that are not connected yet
         self._without_ipc: set[int] = set()  # neighbors on this machine, reached by TCP instead
-        self._doubted: set[int] = set()  # peers to which the latest stream failed at once
+        # peers to which the latest stream failed at once, and when
+        self._doubted: dict[int, float] = {}
         self._refused = 0  # streams in a row for which there was no socket
 
     @property
@@ -99,7 +101,8 @@ class Streams:
 
     def open(self, number: int, to: m.PeerInfo, nonce: int, shares: int = 1) -> None:
         """Opens a stream to a peer, and connects it when the address is known (`OpenStream`)."""
-        one = _Stream(to, nonce, self._now() + self._limit_s, shares=shares)
+        now = self._now()
+        one = _Stream(to, nonce, now, now + self._limit_s, shares=shares)
         self._open[number] = self._waiting[number] = one
         self._engine.open_stream(number)
         if self._uses_ipc(to):
@@ -121,7 +124,7 @@ class Streams:
         one = self._open.get(number)
         if one is not None:
             one.up = True
-            self._doubted.discard(one.to.peer)
+            self._doubted.pop(one.to.peer, None)
 
     def was_up(self, number: int) -> bool:
         one = self._open.get(number)
@@ -131,7 +134,8 @@ class Streams:
         """The peer of a lost stream (None if it was closed), and whether it is unreachable.
 
         A peer does not count as unreachable if this process gets no socket. Neither does a peer
-        whose stream fails at once for the first time: it may have lacked memory for a moment.
+        whose stream fails at once for the first time, with others that are open by then: it may
+        have lacked memory for a moment, or be dying.
         Raises Refused: this process got no socket for the third time in a row.
         """
         self._waiting.pop(event.stream, None)
@@ -152,8 +156,8 @@ class Streams:
             return one.to, False  # the next stream shows whether it can be reached
         if one.ways is not None:
             one.why_lost = self._resolver.useless(one.ways, self.text(event))
-        if self._now() < one.due_s and one.to.peer not in self._doubted:
-            self._doubted.add(one.to.peer)
+        now = self._now()
+        if now < one.due_s and one.opened_s <= self._doubted.setdefault(one.to.peer, now):
             return one.to, False
         return one.to, True
 
