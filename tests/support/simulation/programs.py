@@ -368,17 +368,18 @@ class Facade:
 
     def _sync(self, call: Call) -> Waits[None]:
         peer = self.peer
-        revision, text = peer.content
-        if call.tag % 2:
-            text = f"of peer {peer.name} at {revision}"
+        revision, before = peer.content
+        text = f"of peer {peer.name} at {revision}" if call.tag % 2 else before
         advance = {1: 0, 3: 5}.get(call.variant, 1)  # the same again, or too much, is an error
-        if not advance and text != peer.content[1]:
+        if not advance and text != before:
             self.play.disown(peer)
         peer.content = (revision + advance, text)
         wanted = 2 + call.tag % 2 if call.what == "begin" else 0
         self.play.begun |= wanted > 0
         end = yield from peer.sync("y" if call.variant == 2 else "x", min_peers=wanted)
         if isinstance(end, Fail):
+            if text != before:
+                self.play.disown(peer)
             peer.content = (revision, text)
             if self.lawful and not self.play.split:  # only with what another run has left
                 assert self.play.begun or end.result is not Result.TOO_FEW_PEERS, end
