@@ -378,9 +378,9 @@ class Facade:
         self.play.begun |= wanted > 0
         end = yield from peer.sync("y" if call.variant == 2 else "x", min_peers=wanted)
         if isinstance(end, Fail):
+            peer.content = (revision, text)
             if text != before:
                 self.play.disown(peer)
-            peer.content = (revision, text)
             if self.lawful and not self.play.split:  # only with what another run has left
                 assert self.play.begun or end.result is not Result.TOO_FEW_PEERS, end
                 assert end.result is not Result.INVALID_ARGUMENT or revision >= CHECKPOINT, end
