@@ -15,7 +15,7 @@ from pccl.support import duration_text
 BUSY = 0.8  # a link or processor that is busy for at least this share of the time is the limit
 NEGLIGIBLE = 0.03  # smaller shares of the time are omitted
 # times around the ring until the first bytes are everywhere
-AROUND = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1, "reduce": 1}
+LAPS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1, "reduce": 1}
 # called with metrics by name and the number of the step, as are wandb.log and Lightning's loggers
 LogMetrics: TypeAlias = Callable[[dict[str, Any], int], object]
 
@@ -248,8 +248,8 @@ def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
     if not moving_s or samples[0].small:
         return
     steps_s = 0.0
-    if link is not None and (around := AROUND.get(samples[0].what)):
-        steps = around * (samples[0].members - 1)
+    if link is not None and (laps := LAPS.get(samples[0].what)):
+        steps = laps * (samples[0].members - 1)
         steps_s = min(moving_s, steps * link.rtt_s / 2)
         trip = duration_text(link.rtt_s)
         why = f"{steps} steps, each half a round trip; that to {link.to} takes {trip}"

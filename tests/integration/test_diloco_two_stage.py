@@ -117,7 +117,7 @@ def test_a_peer_sends_a_byte_for_a_parameter_however_many_there_are(address: str
     assert sent == pytest.approx(0.5625 * 2 * 7 / 8, rel=0.05)
 
 
-@pytest.mark.parametrize("rounds", [100, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [200, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["sync", "delayed"])
 def test_nothing_is_lost_over_many_rounds(
     address: str, mode: str, rounds: int, monkeypatch: pytest.MonkeyPatch

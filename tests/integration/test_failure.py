@@ -61,7 +61,7 @@ def churn(start: Start, kills: int, count: int, seed: int, what: str = "all_redu
 )
 @pytest.mark.timeout(150)
 def test_kill_one_of_three_again_and_again(workers: Start) -> None:
-    churn(workers, kills=4, count=100_003, seed=int(time.time()))
+    churn(workers, kills=6, count=100_003, seed=int(time.time()))
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_two_peers_reduce_on_while_strangers_send_garbage(target: str, backend: 
 
         def attack() -> int:
             try:
-                for _ in range(2):
+                for _ in range(3):
                     bombard(port, kind, ready, draw, member)
             finally:
                 stop.set()

@@ -36,7 +36,7 @@ def test_no_siege_does_harm(part: range) -> None:
             raise
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=100)
 @given(st.randoms(use_true_random=False), st.integers(0, 1000))
 def test_hypothesis_finds_no_harmful_siege(draw: random.Random, seed: int) -> None:
     hostile_run(draw_script(draw, blows=15), seed)

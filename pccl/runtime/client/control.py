@@ -471,7 +471,7 @@ class ControlThread:
                 lambda request: self._perform(machine.rendezvous(request)),
             )
             opened.callback(self._rendezvous.close)
-            here = machine_id()
+            this_machine = machine_id()
             self._streams = Streams(
                 self._engine,
                 self._resolver,
@@ -481,7 +481,7 @@ class ControlThread:
                 self._rendezvous,
                 self.now,
                 system.shortage,
-                here,
+                this_machine,
             )
             self._master = MasterConnection(
                 host,
@@ -502,7 +502,7 @@ class ControlThread:
                 config.first_host,
                 self._engine.port,
                 self._engine.ipc if config.ipc else "",
-                here,
+                this_machine,
                 b"" if client else arithmetic_digest(),
                 self._identity.curve,
                 self._identity.token,
