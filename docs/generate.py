@@ -14,7 +14,7 @@ A line `<!-- built: MAKER ARGUMENTS -->` is filled only when Sphinx builds the p
 listing FILE [from TEXT] [until TEXT] | listing FILE function NAME      a part of a file
 sequence (one `a -> b: Message ...` on each of the next lines)          who says what to whom
 class NAME ... | classes FILE | module FILE                             signatures and docstrings
-command NAME                            the options of a sub-command of `pccl`
+commands                                the sub-commands of `pccl` and their options
 strategies                              how all-reduces of some sizes travel
 output COMMAND ...                      what `pccl COMMAND ...` prints
 plans STEP PEERS:UPLINK ...             what it recommends, for models of three sizes
@@ -54,7 +54,7 @@ MAKERS = {
     "class": lambda *names: api.classes(ROOT, *names),
     "classes": lambda path: api.all_classes(ROOT, path),
     "module": lambda path: api.module(ROOT, path),
-    "command": commands.command,
+    "commands": commands.commands,
     "output": commands.output,
     "plans": commands.plans,
     "faults": commands.faults,

@@ -13,7 +13,12 @@ from pccl.cli.bench.collectives import chosen
 from pccl.cli.chaos import kinds
 
 
-def command(name: str) -> str:
+def commands() -> str:
+    """All sub-commands, each under a heading of its own."""
+    return "\n\n".join(f"### {name}\n\n{_command(name)}" for name in cli.COMMANDS)
+
+
+def _command(name: str) -> str:
     """What a sub-command is for, and its options, with those of the commands below it."""
     top = cli.parser(name)
     parser = _below(top)[name]

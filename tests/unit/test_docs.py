@@ -12,6 +12,7 @@ from textwrap import dedent
 import pytest
 
 import pccl
+from pccl.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -61,6 +62,14 @@ def test_all_settings_are_listed() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert read(page) == generate.up_to_date(read(page)), "run `python docs/generate.py`"
+
+
+def test_the_site_has_what_stands_in_no_file() -> None:
+    site = "".join(generate.built(read(page)) for page in PAGES)
+    assert "<!-- built" not in site
+    for command in cli.COMMANDS:
+        assert f"\n### {command}\n\n`pccl {command}" in site
+    assert "| `--listen-address HOST:PORT` | where to listen for peers; port 0" in site
 
 
 def test_impossible_parts_are_errors() -> None:
