@@ -21,7 +21,6 @@ plans STEP PEERS:UPLINK ...             what it recommends, for models of three 
 faults                                  the kinds of faults of `pccl chaos`
 messages peer|master | values | limits  of the control protocol
 combinations                            which settings of DiLoCo go together
-versions                                of both protocols
 integrations                            the runs of tests/integration/test_integrations.py
 conversation NAME                       a table of tests/support/simulation/conversation.py
 transitions | exclusions                the states of a collective; which calls may meet
@@ -63,7 +62,6 @@ MAKERS = {
     "messages": wire.messages,
     "values": wire.values,
     "combinations": combinations.table,
-    "versions": wire.versions,
     "limits": wire.limits,
     "conversation": wire.conversation,
     "transitions": wire.transitions,

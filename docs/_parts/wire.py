@@ -16,7 +16,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import TRANSITIONS, Event, State
 from pccl.protocol.rounds import EXCLUDED, RUN_WIDE, Kind
 
-ROOT = Path(__file__).resolve().parents[2]
+NOTICES = m.PeerNotice, m.MasterNotice  # legal whenever a peer is accepted
 
 # The names of the types that stand for numbers and texts within limits.
 _NAMES = {
@@ -40,7 +40,10 @@ def messages(sender: str) -> str:
     """All messages of "peer" or "master", by tag."""
     union = {"peer": m.PeerMessage, "master": m.MasterMessage}[sender]
     structs = sorted(typing.get_args(union), key=lambda one: one.__struct_config__.tag)
-    return "\n".join(_struct(one, f", tag {one.__struct_config__.tag}") for one in structs)
+    when = {one: ", at any time" if issubclass(one, NOTICES) else "" for one in structs}
+    return "\n".join(
+        _struct(one, f", tag {one.__struct_config__.tag}{when[one]}") for one in structs
+    )
 
 
 def values() -> str:
@@ -49,22 +52,13 @@ def values() -> str:
     return "\n".join(_struct(one, "") for one in kinds)
 
 
-def versions() -> str:
-    """The versions that messages carry."""
-    source = (ROOT / "c" / "engine" / "wire.c").read_text(encoding="utf-8")
-    data = re.search(r"WIRE_VERSION = (\d+)", source)
-    assert data is not None
-    return (
-        f"The control protocol has version {m.PROTOCOL_VERSION} (in Hello), "
-        f"bulk data version {data[1]} (in every message)."
-    )
-
-
 def limits() -> str:
     """The constants of the module that defines the messages, with their comments."""
     text = Path(m.__file__).read_text(encoding="utf-8")
     rows = ["| name | value | meaning |", "| --- | --- | --- |"]
     for name, why in re.findall(r"^([A-Z][A-Z_]+) = \d[^#\n]*(?:# (.*))?$", text, re.MULTILINE):
+        if name == "PROTOCOL_VERSION":  # not a limit
+            continue
         rows.append(f"| `{name}` | {getattr(m, name):,} | {why} |")
     return "\n".join(rows)
 
@@ -73,10 +67,20 @@ def conversation(name: str) -> str:
     """A table of tests/support/simulation/conversation.py, which each simulated message is in."""
     rows = ["| state | sender | message | next state |", "| --- | --- | --- | --- |"]
     for state, allowed in talk.TABLES[name].items():
-        for index, (words, after) in enumerate(allowed.items()):
+        for index, (words, after) in enumerate(_together(allowed).items()):
             who = {">": "peer", "<": "master"}[words[0]]
             rows.append(f"| {'' if index else state} | {who} | {words[2:]} | {after} |")
     return "\n".join(rows)
+
+
+def _together(allowed: dict[str, str]) -> dict[str, str]:
+    """What may be said in a state; one line for all notices, in a state where all may come."""
+    for sign, base in zip("><", NOTICES, strict=True):
+        notices = {f"{sign} {kind.__name__}" for kind in base.__subclasses__()}
+        if notices <= allowed.keys():
+            name = f"{sign} any {base.__name__}"
+            allowed = {name if said in notices else said: to for said, to in allowed.items()}
+    return allowed
 
 
 def transitions() -> str:

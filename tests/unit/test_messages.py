@@ -2,114 +2,38 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation.hostile import anything, kinds
 
 import pccl
 from pccl import operands
 from pccl.protocol import messages as m
 from pccl.support import ADVERTISED_MAX
 
-INFO = m.PeerInfo(3, 1, "10.0.0.2", 4000, "/tmp/x", "abc")
-TOKEN = "0123456789abcdef" * 2
-ENTRY = m.Entry("w", 10, 12, False, b"\1\2")
 PARTS = (m.Part(10, 6, "w", "2x3/1,2"), m.Part(3, 1))
 PACKAGE = m.Package(3, 2, b"c" * 16, 9, b"h" * 16, 1 << 40, b"b" * 16)
-FAILURE = m.Failure(9, m.Called.COLLECTIVE, 7, (1, 2), 6, "they are apart", 0)
-FROM_PEER: list[m.PeerMessage] = [
-    m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", client=True),
-    m.Publish(4, (PACKAGE,)),
-    m.Holds((PACKAGE, PACKAGE), 3),
-    m.Seek(3, 2, (7, 8)),
-    m.Got(1 << 30),
-    m.Slow(),
-    m.Hello(1, "0.1.0", 2, "", 4000, "/tmp/x", "abc", b"\7"),
-    m.TopologyVote(5),
-    m.PendingVote(6),
-    m.PendingVote(6, patient=True),
-    m.Hurry(6),
-    m.Inquire(6, 9),
-    m.StartVote(7, 3, m.Spec("all_reduce", 0, 10, 1000, 1, 2)),
-    m.StartVote(7, 3, m.Spec("all_reduce", 0, 10, 1), b"data", 6),
-    m.StartVote(7, 3, m.Spec("broadcast", 0, 10, 6, layout="2x3/1,2")),
-    m.StartVote(7, 3, m.Spec("all_gather", 0, 0, 0, parts=PARTS)),
-    m.StartVote(7, 3, m.Spec("all_to_all", 0, 10, 6, members=2), gives=(1, 1 << 40), takes=(0, 2)),
-    m.StartVote(7, 3, m.Spec("all_gather", 0, 10, 4, members=3, rows=(5, 0, 1 << 40))),
-    m.StartVote(7, 3, m.Spec("send", 0, 10, 6), pair=(1, 1 << 40)),
-    m.FinishVote(9, True),
-    m.Progress(9, 1000),
-    m.FinishVote(9, False, "a stream was lost"),
-    m.FinishVote(9, False, "no memory", m.Cause.MEMORY),
-    m.SyncVote(8, m.Manifest(4, 0, (ENTRY,))),
-    m.FetchedVote(11, False, "digest"),
-    m.Leave(),
-    m.RendezvousRequest(3, TOKEN, 4001, 8),
-    m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", outgoing=True),
-    m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", relay=4001),
-    m.Withdraw(7),
-    m.OptimizeVote(5),
-    m.Measured(12, 62_500_000, 1500),
-    m.Resume(
-        1,
-        "0.1.0",
-        b"\7",
-        1 << 62,
-        INFO,
-        (INFO,),
-        2,
-        9,
-        m.Done(1, 2, True, 3, 4, 11, True),
-        (m.Open(9, (1, 2), None), m.Open(8, (1, 2), False)),
-        ((7, True),),
-        rings=(m.Ring((2, 1), 1),),
-        failed=(FAILURE,),
-    ),
-]
-FROM_MASTER: list[m.MasterMessage] = [
-    m.Published(4),
-    m.Available((PACKAGE,), 3),
-    m.Source(3, 2, INFO, 1 << 63, 5),
-    m.Serve(3, 2, INFO, 1 << 63, 5),
-    m.Served(7),
-    m.Welcome(1, "a warning"),
-    m.Refused(4, "another version"),
-    m.Plan(2, (INFO,), (m.Ring((1, 2, 3), 1),), 4, (1 << 64) - 1),
-    m.WorldSizes(m.World(3, 2, 2, 2)),
-    m.Admitted(1 << 62, m.Done(1, 2, True, 3, 4)),
-    m.TopologyResult(5, 1),
-    m.PendingResult(6, True, 2),
-    m.Waiting(6, "for peer 3"),
-    m.Started(7, 9, 2, nonce=(1 << 64) - 1),
-    m.Started(7, 9, 2, b"data", True, 8),
-    m.Missed(m.Small(9, 3, (1, 2), b"data")),
-    m.Interrupt(9, "lost peer 3"),
-    m.Finished(9, False, "lost peer 3"),
-    m.SyncPlan(8, 11, (2,), (1,), (0,), (b"\1",), nonce=1 << 63),
-    m.SyncResult(8, 4, 3, 11),
-    m.CallError(8, 3, "no"),
-    m.CallError(8, 3, "no", 1, 9, m.Called.COLLECTIVE, 7, (1, 2)),
-    m.Failed(FAILURE),
-    m.Kicked(4, "out of turn"),
-    m.RendezvousJoin(INFO, TOKEN, "10.0.0.1", 4001, 8),
-    m.RendezvousResult(TOKEN, INFO),
-    m.RendezvousResult(TOKEN, why="nobody relays"),
-    m.RendezvousRelay(TOKEN, INFO, INFO),
-    m.Resumed(m.Done()),
-    m.Probe(5, 12, (2, 3), 1 << 63),
-    m.OptimizeResult(5, 3),
-]
+FROM_PEER, FROM_MASTER = kinds(m.PeerMessage), kinds(m.MasterMessage)
+draws = st.randoms(use_true_random=False)
+said_by_peers = st.builds(anything, draws, st.sampled_from(FROM_PEER))
 
 
-@pytest.mark.parametrize("message", FROM_PEER)
-def test_peer_messages_survive(message: m.PeerMessage) -> None:
+@pytest.mark.parametrize("kind", FROM_PEER)
+@given(draws)
+def test_peer_messages_survive(kind: type[m.PeerMessage], draw: random.Random) -> None:
+    message = anything(draw, kind)
     assert m.decode_from_peer(m.encode(message)) == message
 
 
-@pytest.mark.parametrize("message", FROM_MASTER)
-def test_master_messages_survive(message: m.MasterMessage) -> None:
+@pytest.mark.parametrize("kind", FROM_MASTER)
+@given(draws)
+def test_master_messages_survive(kind: type[m.MasterMessage], draw: random.Random) -> None:
+    message = anything(draw, kind)
     assert m.decode_from_master(m.encode(message)) == message
 
 
@@ -148,7 +72,7 @@ def test_the_other_side_s_messages_are_refused() -> None:
 def test_hashes_have_one_length_and_peers_a_limited_number_of_hosts(more: int) -> None:
     package = msgspec.structs.replace(PACKAGE, body=b"b" * (16 + more))
     hosts = tuple(f"10.0.0.{i}" for i in range(ADVERTISED_MAX - 1 + more))
-    hello = msgspec.structs.replace(FROM_PEER[0], others=hosts)
+    hello = m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", others=hosts)
     for message, fits in ((m.Publish(4, (package,)), more == 0), (hello, more <= 0)):
         if fits:
             assert m.decode_from_peer(m.encode(message)) == message
@@ -199,7 +123,7 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
             pass
 
 
-@given(st.sampled_from(FROM_PEER), st.integers(0, 63), st.integers(0, 255))
+@given(said_by_peers, st.integers(0, 63), st.integers(0, 255))
 def test_one_changed_byte_never_surprises(message: m.PeerMessage, at: int, value: int) -> None:
     data = bytearray(m.encode(message))
     data[at % len(data)] = value
@@ -209,7 +133,7 @@ def test_one_changed_byte_never_surprises(message: m.PeerMessage, at: int, value
         pass
 
 
-@given(st.lists(st.sampled_from(FROM_PEER), max_size=200), st.integers(0, 3))
+@given(st.lists(said_by_peers, max_size=200), st.integers(0, 3))
 def test_frames_hold_messages_in_their_order(said: list[m.PeerMessage], large: int) -> None:
     work = m.Spec("all_reduce", 0, 1, m.INLINE_BYTES_MAX)
     said[:large] = [m.StartVote(7, 3, work, bytes(m.INLINE_BYTES_MAX))] * large

@@ -15,6 +15,12 @@ import re
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.clients import FIRST
@@ -185,29 +191,62 @@ def hello(draw: random.Random) -> m.Hello:
     return m.Hello(protocol, text(draw, 256), group(draw), host, 65535, ipc, machine, arithmetic)
 
 
-MESSAGES: list[tuple[int, Callable[[random.Random], m.PeerMessage]]] = [  # with their weights
-    (4, hello),
-    (4, lambda draw: m.TopologyVote(number(draw))),
-    (4, lambda draw: m.PendingVote(number(draw), False, draw.random() < 0.5)),
-    (2, lambda draw: m.Hurry(number(draw))),
-    (2, lambda draw: m.Inquire(number(draw), number(draw))),
-    (6, start_vote),
-    (8, lambda draw: m.FinishVote(number(draw), draw.random() < 0.7, text(draw, 4096))),
-    (2, lambda draw: m.Progress(number(draw), draw.randint(0, 65535))),
-    (6, lambda draw: m.SyncVote(number(draw), manifest(draw))),
-    (4, lambda draw: m.OptimizeVote(number(draw))),
-    (4, lambda draw: m.Measured(number(draw), number(draw), number(draw))),
-    (4, lambda draw: m.FetchedVote(number(draw), draw.random() < 0.5, text(draw, 4096))),
-    (1, lambda draw: m.Leave()),
-    (4, lambda draw: m.Withdraw(number(draw), number(draw))),
-    (2, lambda draw: m.Unreached(number(draw), draw.randint(0, 9))),
-    (2, lambda draw: m.Stalled(draw.randint(0, 9), number(draw), text(draw, 4096))),
-    (1, resume),
-    (2, publish),
-    (2, holds),
-    (4, seek),
-    (2, lambda draw: m.Got(number(draw))),
-    (2, lambda draw: m.Slow()),
+def anything(draw: random.Random, hint: Any) -> Any:
+    """Any value of this type, or any message of this kind, that can be written."""
+    limits = msgspec.Meta()
+    if get_origin(hint) is Annotated:
+        hint, limits = get_args(hint)
+    inner = get_args(hint)
+    if get_origin(hint) is tuple and inner[-1] is Ellipsis:
+        least = limits.min_length or 0
+        most = min(least + 3, limits.max_length or least + 3)
+        return tuple(anything(draw, inner[0]) for _ in range(draw.randint(least, most)))
+    if get_origin(hint) is tuple:
+        return tuple(anything(draw, each) for each in inner)
+    if inner:  # a union
+        return anything(draw, draw.choice(inner))
+    if issubclass(hint, m.Value):
+        hints = get_type_hints(hint, include_extras=True)
+        return hint(**{name: anything(draw, hints[name]) for name in hint.__struct_fields__})
+    if issubclass(hint, Enum):
+        return draw.choice([*hint])
+    if hint is int:
+        most = limits.le or (limits.lt or 1 << 64) - 1
+        return min(most, max(limits.ge or 0, number(draw)))
+    if hint is str:
+        token = f"{draw.getrandbits(128):032x}"
+        return token if limits.pattern else text(draw, limits.max_length or 256)
+    if hint is bytes:
+        least = limits.min_length or 0
+        return draw.randbytes(draw.randint(least, min(least + 40, limits.max_length or 40)))
+    return {bool: draw.random() < 0.5, float: draw.random(), NoneType: None}[hint]
+
+
+def kinds(union: Any) -> list[Any]:
+    """The messages of one side, by tag."""
+    return sorted(get_args(union), key=lambda kind: kind.__struct_config__.tag)
+
+
+Maker = Callable[[random.Random], m.PeerMessage]
+CHOSEN: dict[type[m.PeerMessage], tuple[int, Maker]] = {  # weights, and what is nearly right
+    m.Hello: (4, hello),
+    # without `finish`, and without an `enough`: as members they may end the run, or drop others
+    m.TopologyVote: (4, lambda draw: m.TopologyVote(number(draw))),
+    m.PendingVote: (4, lambda draw: m.PendingVote(number(draw), False, draw.random() < 0.5)),
+    m.StartVote: (6, start_vote),
+    m.FinishVote: (
+        8,
+        lambda draw: m.FinishVote(number(draw), draw.random() < 0.7, text(draw, 4096)),
+    ),
+    m.SyncVote: (6, lambda draw: m.SyncVote(number(draw), manifest(draw))),
+    m.Leave: (1, lambda draw: m.Leave()),
+    m.Resume: (1, resume),
+    m.Publish: (2, publish),
+    m.Holds: (2, holds),
+    m.Seek: (4, seek),
+}
+MESSAGES: list[tuple[int, Maker]] = [
+    CHOSEN.get(kind, (3, partial(anything, hint=kind))) for kind in kinds(m.PeerMessage)
 ]
 
 
