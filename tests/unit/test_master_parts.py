@@ -12,7 +12,7 @@ from pccl.protocol.master.effects import WHY_MAX, Dial, Effect, Note, Outbox, Se
 from pccl.protocol.master.history import REFUSED_MAX, WHOLE_RUN, History, Numbers, keep_latest
 from pccl.protocol.master.membership import NAMES_MAX, Membership, PeerRecord
 from pccl.protocol.master.synchronizations import Synchronizations
-from pccl.protocol.master.topology import Common, Optimizations
+from pccl.protocol.master.topology import Optimizations, RunContext
 from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import (
     HELD_MAX,
@@ -53,7 +53,7 @@ def accepted(*groups: int) -> Membership:
     return membership
 
 
-class AcceptedPeers(Common):
+class AcceptedPeers(RunContext):
     """Some accepted peers of group 0.
 
     Attributes:

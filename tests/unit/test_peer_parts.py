@@ -42,7 +42,7 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
     Synced,
 )
-from pccl.protocol.peer.state import Common, Knowledge, Outbox
+from pccl.protocol.peer.state import Knowledge, Outbox, PeerContext
 from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.ring import RingPlace
 from pccl.protocol.tuning import DIRECT_MAX, Settings
@@ -58,13 +58,13 @@ class PeerParts:
     def __init__(self) -> None:
         plan = m.Plan(5, INFOS, (m.Ring((1, 2, 3), 1),), 0)
         self.knowledge = Knowledge(2, 7, True, plan, m.World(3, 3, 1, 3))
-        common = Common(self.knowledge)
-        self.outbox, self.streams = common.outbox, common.streams
-        self.abandoned, self.withdrawals = common.abandoned, common.withdrawals
+        context = PeerContext(self.knowledge)
+        self.outbox, self.streams = context.outbox, context.streams
+        self.abandoned, self.withdrawals = context.abandoned, context.withdrawals
         self.missed: list[tuple[int, str]] = []
-        self.votes = Votes(common)
-        self.collectives = Collectives(common, lambda *one: self.missed.append(one))
-        self.transfers = Transfers(common)
+        self.votes = Votes(context)
+        self.collectives = Collectives(context, lambda *one: self.missed.append(one))
+        self.transfers = Transfers(context)
 
     @property
     def done(self) -> list[Effect]:
@@ -462,8 +462,8 @@ def steps_to_start(size: int, rings: int) -> int:
     infos = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", "m") for n in range(1, size + 1))
     order = tuple(info.peer for info in infos)
     plan = m.Plan(5, infos, (m.Ring(order, 1),) * rings, 0)
-    common = Common(Knowledge(2, 7, True, plan, m.World(size, size, 1, size)))
-    part = Collectives(common, lambda *_: None)
+    context = PeerContext(Knowledge(2, 7, True, plan, m.World(size, size, 1, size)))
+    part = Collectives(context, lambda *_: None)
     calls: list[str] = []
 
     def count(frame: typing.Any, event: str, _: object) -> None:
@@ -482,7 +482,7 @@ def steps_to_start(size: int, rings: int) -> int:
         finally:
             sys.setprofile(before)
             gc.enable()
-    started = [effect for effect in common.outbox.take() if isinstance(effect, StartOp)]
+    started = [effect for effect in context.outbox.take() if isinstance(effect, StartOp)]
     assert [len(one.rings) for one in started] == [rings, rings]
     assert {place.members for one in started for place in one.rings} == {size}
     return len(calls)

@@ -13,7 +13,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.master.effects import Dial, plain
 from pccl.protocol.master.tally import SIZES, Reason
-from pccl.protocol.master.topology import Common, Group, Part
+from pccl.protocol.master.topology import Group, RunContext, RunPart
 from pccl.protocol.messages import INLINE, CollectiveKind
 from pccl.protocol.ring import checksum, uses
 from pccl.protocol.rounds import Round, RoundId, Vote, described
@@ -213,11 +213,11 @@ CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # the causes that a peer may give fo
 REASONS = {m.Cause.TIMEOUT: Reason.TIMEOUT, m.Cause.MEMORY: Reason.MEMORY}
 
 
-class Collectives(Part):
+class Collectives(RunPart):
     """Starts collectives, interrupts them, and settles their outcome."""
 
-    def __init__(self, common: Common, table: CollectiveTable, combine: Combine) -> None:
-        super().__init__(common)
+    def __init__(self, context: RunContext, table: CollectiveTable, combine: Combine) -> None:
+        super().__init__(context)
         self._table, self._combine = table, combine
         # the most small results that peers may lack at a time. A small result is final when it is
         # sent: only the master's death can keep it from a living peer, and then another peer
@@ -463,18 +463,18 @@ class Collectives(Part):
         self.interrupt([running], why, reason=Reason.MASTER_LOST)
 
 
-class Accusations(Part):
+class Accusations(RunPart):
     """Collects reports of streams that failed to open, and acts on the verdicts."""
 
     def __init__(
         self,
-        common: Common,
+        context: RunContext,
         table: CollectiveTable,
         collectives: Collectives,
         # groups with a synchronization; it belongs to the group's epoch but has its own streams
         synchronizing: Container[int],
     ) -> None:
-        super().__init__(common)
+        super().__init__(context)
         self._table, self._collectives = table, collectives
         self._synchronizing = synchronizing
 

@@ -19,7 +19,7 @@ from pccl.protocol.master.history import (
 from pccl.protocol.master.membership import Membership, PeerRecord
 from pccl.protocol.master.synchronizations import Synchronizations
 from pccl.protocol.master.tally import Loss
-from pccl.protocol.master.topology import Common, Optimizations
+from pccl.protocol.master.topology import Optimizations, RunContext
 from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import Kind, Round
 from pccl.types import Result
@@ -41,18 +41,18 @@ class Run:
         self.numbers = Numbers(secret, known.incarnation)
         self.history = History()
         self.history.finished = WHOLE_RUN in self.refused
-        common = Common(self.membership, self.numbers, self.history, self.remove_all)
-        self.outbox, self.groups, self.tally = common.outbox, common.groups, common.tally
-        self.dismissals = common.dismissals
+        context = RunContext(self.membership, self.numbers, self.history, self.remove_all)
+        self.outbox, self.groups, self.tally = context.outbox, context.groups, context.tally
+        self.dismissals = context.dismissals
         self.table = CollectiveTable()
-        self.collectives = Collectives(common, self.table, combine)
-        self.synchronizations = Synchronizations(common)
-        self.optimizations = Optimizations(common)
+        self.collectives = Collectives(context, self.table, combine)
+        self.synchronizations = Synchronizations(context)
+        self.optimizations = Optimizations(context)
         self.accusations = Accusations(
-            common, self.table, self.collectives, self.synchronizations.current
+            context, self.table, self.collectives, self.synchronizations.current
         )
-        self.clients = Clients(self.numbers, common.rendezvous, self.outbox)
-        self.voting = Voting(common, self.table, self._commit)
+        self.clients = Clients(self.numbers, context.rendezvous, self.outbox)
+        self.voting = Voting(context, self.table, self._commit)
         self._commits = {
             Kind.TOPOLOGY: self._commit_topology,
             Kind.FINISH: self._commit_topology,

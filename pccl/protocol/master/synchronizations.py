@@ -40,7 +40,7 @@ from itertools import zip_longest
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.tally import SIZES
-from pccl.protocol.master.topology import Common, Part
+from pccl.protocol.master.topology import RunContext, RunPart
 from pccl.protocol.messages import Manifest, dtype_name
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote
 from pccl.tensors import described
@@ -333,11 +333,11 @@ class Sync:
     progress: dict[int, int] = field(default_factory=dict)  # thousandths, by receiver
 
 
-class Synchronizations(Part):
+class Synchronizations(RunPart):
     """Elects content and plans transfers, and repeats this if a member is lost or a fetch fails."""
 
-    def __init__(self, common: Common) -> None:
-        super().__init__(common)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self.current: dict[int, Sync] = {}  # by group
 
     def of(self, number: int) -> Sync | None:

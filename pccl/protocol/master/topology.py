@@ -359,7 +359,7 @@ class Dismissals:
         self.dismiss(verdict.guilty, why, Result.RANK_CONNECTION_FAILED)
 
 
-class Common:
+class RunContext:
     """The objects that all parts of a run use."""
 
     def __init__(
@@ -373,14 +373,14 @@ class Common:
         self.dismissals = Dismissals(membership, self.groups, remove_all)
 
 
-class Part:
+class RunPart:
     """A part of a run, with the objects that all parts share."""
 
-    def __init__(self, common: Common) -> None:
-        self._membership, self._numbers = common.membership, common.numbers
-        self._history, self._tally = common.history, common.tally
-        self._outbox, self._groups = common.outbox, common.groups
-        self._rendezvous, self._dismissals = common.rendezvous, common.dismissals
+    def __init__(self, context: RunContext) -> None:
+        self._membership, self._numbers = context.membership, context.numbers
+        self._history, self._tally = context.history, context.tally
+        self._outbox, self._groups = context.outbox, context.groups
+        self._rendezvous, self._dismissals = context.rendezvous, context.dismissals
 
 
 @dataclass(slots=True)
@@ -396,9 +396,9 @@ class Optimization:
     since_s: float = 0.0  # when the last peer entered it
 
 
-class Optimizations(Part):
-    def __init__(self, common: Common) -> None:
-        super().__init__(common)
+class Optimizations(RunPart):
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self.current: Optimization | None = None  # the optimization in progress, if any
 
     def begin(self, round_: Round) -> None:

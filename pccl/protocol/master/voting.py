@@ -27,7 +27,7 @@ from pccl.protocol.master.collectives import (
     sees_others,
 )
 from pccl.protocol.master.membership import NAMES_MAX
-from pccl.protocol.master.topology import Common, Part
+from pccl.protocol.master.topology import RunContext, RunPart
 from pccl.protocol.rounds import (
     EXCLUSIVE,
     OPEN_MAX,
@@ -156,17 +156,17 @@ def _listed(parts: Sequence[m.Part] | Sequence[m.Entry]) -> int:
     return PART_BYTES * len(parts) + width * texts
 
 
-class Voting(Part):
+class Voting(RunPart):
     """The rounds in which peers wait.
 
     Args:
-        common: what all parts use.
+        context: what all parts use.
         table: the running collectives; each counts like a round for the limits of a peer.
         commit: called with a round when all members have voted and it is closed.
     """
 
-    def __init__(self, common: Common, table: CollectiveTable, commit: Commit) -> None:
-        super().__init__(common)
+    def __init__(self, context: RunContext, table: CollectiveTable, commit: Commit) -> None:
+        super().__init__(context)
         self._table, self._commit = table, commit
         # by peer: failures of rounds that ended together; a peer that enters one gets its failure
         self._rejections: dict[int, list[Mapping[RoundId, m.Failure]]] = {}

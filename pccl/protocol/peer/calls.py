@@ -24,7 +24,7 @@ from pccl.protocol.peer.effects import (
     StartOp,
     Store,
 )
-from pccl.protocol.peer.state import OUTCOMES_KEPT, Common, Part
+from pccl.protocol.peer.state import OUTCOMES_KEPT, PeerContext, PeerPart
 from pccl.protocol.ring import RingPlace, places, receivers
 from pccl.protocol.tuning import Tuning, choose
 from pccl.types import Result
@@ -200,11 +200,11 @@ def _called(vote: Vote) -> m.Called:
     return m.Called.FINISH if vote.finish else m.Called.TOPOLOGY
 
 
-class Votes(Part):
+class Votes(PeerPart):
     """The calls that wait for their rounds, with their votes."""
 
-    def __init__(self, common: Common) -> None:
-        super().__init__(common)
+    def __init__(self, context: PeerContext) -> None:
+        super().__init__(context)
         self._waiting: dict[int, Vote] = {}
 
     def __contains__(self, call: int) -> bool:
@@ -298,7 +298,7 @@ def tag_of_send(tag: int, pair: tuple[int, ...]) -> int:
     return xxhash.xxh3_64_intdigest(text)
 
 
-class Collectives(Part):
+class Collectives(PeerPart):
     """This peer's collectives, from the vote to start until their callers are answered.
 
     A collective goes through the states above, by the table there; its call number is also the
@@ -319,12 +319,12 @@ class Collectives(Part):
 
     def __init__(
         self,
-        common: Common,
+        context: PeerContext,
         # called with call and title if a collective has succeeded for the others after its caller
         # had left
         succeeded_without: Callable[[int, str], None],
     ) -> None:
-        super().__init__(common)
+        super().__init__(context)
         self._succeeded_without = succeeded_without
         self.by_call: dict[int, Collective] = {}
         self.started: dict[int, Collective] = {}  # started collectives without an outcome

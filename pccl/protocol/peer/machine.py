@@ -20,7 +20,7 @@ Parts
 -----
 
 `Peer` passes each event to the part that handles it: `Votes` for calls that are one round,
-`Collectives`, and `Transfers`. These share the objects in `Common` (state.py).
+`Collectives`, and `Transfers`. These share the objects in `PeerContext` (state.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from pccl.protocol.peer.effects import (
     Send,
     Waits,
 )
-from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, Common, Knowledge
+from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, Knowledge, PeerContext
 from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.tuning import DEFAULTS, Settings
@@ -72,12 +72,12 @@ class Peer:
     def __init__(self, master: str = "", settings: Settings = DEFAULTS) -> None:
         self._away = f"while the master{f' at {master}' if master else ''} was away"
         self.knowledge = Knowledge(settings=settings)  # what this peer knows of the run
-        common = Common(self.knowledge)
-        self._outbox, self._streams = common.outbox, common.streams
-        self._abandoned, self._withdrawals = common.abandoned, common.withdrawals
-        self.votes = Votes(common)
-        self.collectives = Collectives(common, self._succeeded_without)
-        self.transfers = Transfers(common)
+        context = PeerContext(self.knowledge)
+        self._outbox, self._streams = context.outbox, context.streams
+        self._abandoned, self._withdrawals = context.abandoned, context.withdrawals
+        self.votes = Votes(context)
+        self.collectives = Collectives(context, self._succeeded_without)
+        self.transfers = Transfers(context)
         self._hello: m.Hello | None = None
         self._joining: int | None = None
         self.over: Fail | None = None  # why it is no longer in the run; None while it is

@@ -323,7 +323,7 @@ class Streams:
         self.keep(frozenset())
 
 
-class Common:
+class PeerContext:
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge, self.outbox = knowledge, Outbox()
         self.streams = Streams(knowledge, self.outbox)
@@ -332,8 +332,8 @@ class Common:
         self.withdrawals: dict[int, str] = {}
 
 
-class Part:
-    def __init__(self, common: Common) -> None:
-        self._knowledge, self._outbox = common.knowledge, common.outbox
-        self._streams, self._abandoned = common.streams, common.abandoned
-        self._withdrawals = common.withdrawals
+class PeerPart:
+    def __init__(self, context: PeerContext) -> None:
+        self._knowledge, self._outbox = context.knowledge, context.outbox
+        self._streams, self._abandoned = context.streams, context.abandoned
+        self._withdrawals = context.withdrawals

@@ -33,7 +33,7 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
     Synced,
 )
-from pccl.protocol.peer.state import Common, Part
+from pccl.protocol.peer.state import PeerContext, PeerPart
 from pccl.protocol.tuning import transfer_chunk
 from pccl.types import Result, SharedStateSyncStrategy
 
@@ -84,11 +84,11 @@ class Transfer:
         return "while peers fetched the content that they lack"
 
 
-class Transfers(Part):
+class Transfers(PeerPart):
     """The transfer in which this peer takes part, if any."""
 
-    def __init__(self, common: Common) -> None:
-        super().__init__(common)
+    def __init__(self, context: PeerContext) -> None:
+        super().__init__(context)
         self.current: Transfer | None = None  # until the engine has settled it
 
     @property
