@@ -343,6 +343,8 @@ def test_in_a_first_synchronization_the_most_common_form_is_right() -> None:
 def test_the_same_revision_is_legal_when_a_newcomer_is_gone_again() -> None:
     manifests = {1: manifest(5, "a"), 2: manifest(5, "a")}
     assert elect(manifests, 5, NOBODY, repeatable=True).revision == 5
+    later = {1: manifest(23, "a"), 2: manifest(23, "a")}
+    assert elect(later, 5, NOBODY, repeatable=True).revision == 23
     with pytest.raises(Rejection, match="at 5 already"):
         elect({1: manifest(4, "a")}, 5, NOBODY, repeatable=True)
 

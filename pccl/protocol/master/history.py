@@ -114,8 +114,8 @@ class StateHistory:
     last_plan: int = 0  # seq of the last plan of the last synchronization
     holders: set[int] = field(default_factory=set)
     short: int = 0  # as in the last SyncResult
-    # whether the last revision may be synchronized again, because a peer was lost or a collective
-    # failed since then; it always may while there are newcomers
+    # whether the last revision may be synchronized again, or any later one, because a peer was lost
+    # or a collective failed since then; they always may while there are newcomers
     repeatable: bool = False
 
 

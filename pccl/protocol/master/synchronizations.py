@@ -14,11 +14,11 @@ several contents are equally common, the content of the peer accepted first. So 
 converge on the first one's content. A receiver gets exactly the entries that differ.
 
 A group's first synchronization may have any revision, because a run may resume from a checkpoint.
-Each later revision is exactly one higher, with two exceptions. The last revision may be
-synchronized again if, since then, a member joined, a member was lost or a collective failed: a loop
-may begin again after a loss. If newcomers take part, the revision may be any later one on which all
-others agree: a run may synchronize only when a peer has joined. If a peer offers a higher revision,
-its call fails, and the others continue without it.
+Each later revision is exactly one higher, with two exceptions, if a member joined, a member was
+lost or a collective failed since the last one. The same revision may be synchronized again: a loop
+may begin again after a loss. Or the revision is any later one on which all others agree: a run may
+synchronize only when a peer has joined, and that peer may be lost meanwhile. If a peer offers a
+higher revision, its call fails, and the others continue without it.
 
 A receiver receives in place (into its own memory, without a second copy) if its content can never
 be elected. This applies to newcomers, peers that are behind in revision, and peers without a
@@ -119,7 +119,7 @@ def elect(
     # only earlier members know the content at a revision that the group already had
     again = bool(veterans) and (bool(joined) or repeatable)
     electors = (veterans or standing) if last is not None else _of_common_form(standing)
-    revision = _revision(electors, last, again, bool(veterans) and bool(joined))
+    revision = _revision(electors, last, again)
     current = {
         peer: manifest for peer, manifest in electors.items() if manifest.revision == revision
     }
@@ -204,12 +204,11 @@ def _of_common_form(standing: Mapping[int, Manifest]) -> dict[int, Manifest]:
     return {peer: manifest for peer, manifest in standing.items() if forms[peer] == forms[model]}
 
 
-def _revision(electors: Mapping[int, Manifest], last: int | None, again: bool, ahead: bool) -> int:
+def _revision(electors: Mapping[int, Manifest], last: int | None, again: bool) -> int:
     """The elected revision.
 
-    If `again`, it may equal the group's last revision. If `ahead`, it may be any later revision
-    that more than half of the electors offer: a peer that has miscounted does not end the others'
-    run.
+    If `again`, it may equal the group's last revision, or be any later revision that more than half
+    of the electors offer: a peer that has miscounted does not end the others' run.
     """
     offered = Counter(manifest.revision for manifest in electors.values())
     top_peer = max(electors, key=lambda peer: electors[peer].revision)
@@ -217,7 +216,7 @@ def _revision(electors: Mapping[int, Manifest], last: int | None, again: bool, a
     if last is None:
         return top
     popular, votes = offered.most_common(1)[0]
-    if ahead and popular > last and 2 * votes > len(electors):
+    if again and popular > last and 2 * votes > len(electors):
         return popular
     for legal in (last + 1, last) if again else (last + 1,):
         if legal in offered:
