@@ -50,7 +50,7 @@ from pccl.errors import (
     not_picklable,
 )
 from pccl.insight import Explanation, LogMetrics, Stats
-from pccl.membership import AsyncReduceHandle, Membership
+from pccl.membership import AsyncReduceHandle, Membership, until_no_peer_leaves
 from pccl.operands import A, Arrays, Root
 from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
@@ -367,10 +367,15 @@ class Communicator(Closing):
             PCCLTimeoutError, PCCLError: as `are_peers_pending`, `update_topology` and
                 `sync_shared_state`.
         """
-        return self._admit(shared_state, min_peers, timeout, 0.0)
+        return self._admit(shared_state, min_peers, timeout)
 
     def _admit(
-        self, state: SharedState | None, min_peers: int, timeout: float | None, patience_s: float
+        self,
+        state: SharedState | None,
+        min_peers: int,
+        timeout: float | None,
+        patience_s: float = 0.0,
+        repeat: Callable[[Callable[[], object]], object] = lambda call: call(),
     ) -> bool:
         deadline, membership = Deadline(timeout), self._membership
         fresh = membership.is_fresh
@@ -380,7 +385,8 @@ class Communicator(Closing):
             return False
         membership.client("admit")
         if state is not None and not (fresh and membership.synced):
-            self.sync_shared_state(state, timeout=deadline.left_s, min_peers=min_peers)
+            left_s = deadline.left_s
+            repeat(lambda: self.sync_shared_state(state, timeout=left_s, min_peers=min_peers))
         membership.has_admitted = True
         return True
 
@@ -447,7 +453,8 @@ class Communicator(Closing):
         min_peers: int,
         log_metrics: LogMetrics | None,
     ) -> None:
-        self.admit(shared_state, min_peers=min_peers)
+        admit = partial(self._admit, shared_state, min_peers, None, repeat=until_no_peer_leaves)
+        admit()
         while (number := shared_state.revision) < steps:
             try:
                 step(number)
@@ -456,14 +463,14 @@ class Communicator(Closing):
             except TooFewPeersError:
                 if min_peers < 2:
                     raise
-                while not self._admit(shared_state, min_peers, None, limits.FOREVER_S):
+                while not admit(patience_s=limits.FOREVER_S):
                     pass
                 continue  # with the newcomers
             else:
                 shared_state.push_revision()
                 if log_metrics is not None:
                     log_metrics(self.stats().flat(), number)
-            self.admit(shared_state, min_peers=min_peers)
+            admit()
         self._compare(shared_state)
         self.finish()
 
@@ -475,7 +482,7 @@ class Communicator(Closing):
             rank = self.rank
             try:
                 gathered = self.all_gather(own)
-            except PeerLostError:
+            except (PeerLostError, PCCLTimeoutError):
                 pass
             except TooFewPeersError:
                 return

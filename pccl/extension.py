@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pccl.communicator import Communicator
 from pccl.errors import AGAIN, PCCLError, TooFewPeersError
-from pccl.membership import AsyncReduceHandle
+from pccl.membership import AsyncReduceHandle, until_no_peer_leaves
 from pccl.operands import Ranks
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.protocol.tuning import DIRECT_MAX
@@ -37,7 +37,7 @@ __all__ = [
     "DIRECT_MAX", "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
     "are_peers_pending", "await_newcomers", "expect_no_return", "gather", "has_synchronized",
     "launch", "member", "names", "ranks", "repeat_until_enough", "ring", "run", "synchronize_once",
-    "update_topology",
+    "until_no_peer_leaves", "update_topology",
 ]  # fmt: skip
 
 T = TypeVar("T")

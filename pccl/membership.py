@@ -48,6 +48,15 @@ T = TypeVar("T")
 TAGS = range(1 << 64)
 
 
+def until_no_peer_leaves(call: Callable[[], T]) -> T:
+    """Makes a call without a time limit, again whenever an exception has left another peer's."""
+    while True:
+        try:
+            return call()
+        except PCCLTimeoutError as error:
+            log.warning("a peer has left a call, which begins again: %s", error)
+
+
 class CallsInFlight:
     """The calls in progress, and which calls may begin beside them.
 

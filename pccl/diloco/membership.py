@@ -119,11 +119,10 @@ class Group:
         what.revision = self.shared.revision
         if what is self._complete:
             self._frozen.gather()
+        together = self._replica.size > 1 and min_peers > 1
+        sync = self._begin if together else self._comm.sync_shared_state
         with self._meter.timed("sync"):
-            if self._replica.size > 1 and min_peers > 1:
-                info = self._begin(what, min_peers)
-            else:
-                info = self._comm.sync_shared_state(what, min_peers=min_peers)
+            info = extension.until_no_peer_leaves(lambda: sync(what, min_peers=min_peers))
         if what is self._complete:
             self._frozen.put()
         self.shared.revision = what.revision

@@ -8,11 +8,13 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import pccl
+from pccl.runtime.client.sync import Staging
 
 STEPS = 12
 
@@ -179,6 +181,40 @@ def test_a_run_that_an_exception_has_ended_may_be_called_again(
     with ThreadPoolExecutor(peers) as pool:
         for found in pool.map(peer, range(peers)):
             np.testing.assert_array_equal(found, np.full(100, sum(range(20)), np.float32))
+
+
+@pytest.mark.parametrize("how", ["lost", "exception"])
+def test_what_befalls_a_newcomer_that_fetches_costs_the_others_nothing(
+    address: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It is lost, or an exception leaves its run; then it comes again."""
+    errors, make = [MemoryError("of the test")], Staging.__init__
+
+    def fail(*arguments: Any) -> None:
+        if errors and how == "lost":
+            comm.close()
+        if errors:
+            raise errors.pop()
+        make(*arguments)
+
+    peers = Peers(address)
+    first = [peers.begin("helped", name, 200, wait_for=2) for name in "ab"]
+    peers.until("a", 5)
+    monkeypatch.setattr(Staging, "__init__", fail)
+    weights, state = state_of(1000)
+    with pccl.Communicator(address) as comm:
+        with pytest.raises(MemoryError):
+            comm.run(lambda _: None, state, steps=200)
+
+        def step(number: int) -> None:
+            progress = np.full_like(weights, number)
+            comm.all_reduce(progress)
+            np.add(weights, progress, out=weights)
+
+        comm.run(step, state, steps=200)
+    for future in first:
+        np.testing.assert_array_equal(future.result(50), weights)
+    assert not errors
 
 
 def test_what_happens_before_a_run_does_not_keep_it_from_synchronizing(address: str) -> None:

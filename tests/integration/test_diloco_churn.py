@@ -6,6 +6,7 @@ import contextlib
 import random
 import tempfile
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -174,18 +175,31 @@ STEPS = 2000  # of a peer, at most
 TRACED = range(4, 10)  # two rounds
 OUTER_STEPS = 6
 SAMPLES = 6  # of the lines in those steps, where not all of them are tried
+NEVER = 10**9  # a line that no peer comes to
 
 
-def step(diloco: Any, number: int, taken: int, tracer: Tracer, **options: Any) -> None:
+@dataclass
+class Steps(Tracer):
+    """Follows the steps of a peer, those in TRACED, or until it has raised all its exceptions."""
+
+    ends: list[int] = field(default_factory=list)  # the lines at the end of each of them
+
+    def follows(self, taken: int) -> bool:
+        last = max(self.at, default=None)
+        return taken in TRACED if last is None else taken >= TRACED[0] and self.lines < last
+
+
+def step(diloco: Any, number: int, taken: int, tracer: Steps, **options: Any) -> None:
     """A step, of the first peer under the tracer, which catches what that raises."""
-    if number or taken not in TRACED or (tracer.at and tracer.lines >= max(tracer.at)):
+    if number or not tracer.follows(taken):
         diloco.step(**options)
         return
     with contextlib.suppress(Injected), tracer.tracing():
         diloco.step(**options)
+    tracer.ends.append(tracer.lines)
 
 
-def trains(number: int, comm: pccl.Communicator, tracer: Tracer, mode: str) -> Any:
+def trains(number: int, comm: pccl.Communicator, tracer: Steps, mode: str) -> Any:
     """Trains. Each step of each peer has its effect once; one peer may lose those of a round."""
     model, taken = Places(2, STEPS), 0
     options = {"min_peers": 2, "outer_lr": 1.0, "outer_momentum": 0.0, **CAUGHT[mode]}
@@ -202,7 +216,7 @@ def trains(number: int, comm: pccl.Communicator, tracer: Tracer, mode: str) -> A
     return found[0]
 
 
-def trains_samples(number: int, comm: pccl.Communicator, tracer: Tracer, mode: str) -> Any:
+def trains_samples(number: int, comm: pccl.Communicator, tracer: Steps, mode: str) -> Any:
     """Trains on each sample of a ledger once, but for those of a step that was not taken."""
     model, ledger, diloco = with_samples(comm, min_peers=2, **CAUGHT[mode])
     taken = 0
@@ -215,7 +229,7 @@ def trains_samples(number: int, comm: pccl.Communicator, tracer: Tracer, mode: s
     theta = diloco.state_dict()["theta"]
     allowed = torch.tensor([0, 1 / 2, 1])
     assert ((theta[:, None] - allowed).abs().min(dim=1).values < 1e-6).all(), theta
-    assert (theta == 0).sum() <= BATCH, theta
+    assert (theta == 0).sum() <= BATCH * len(tracer.at), theta
     return diloco.state_digest()
 
 
@@ -227,9 +241,9 @@ CAUGHT: dict[str, dict[str, Any]] = {
 }
 
 
-def lines_of_steps(mode: str, line: int | None = None) -> int:
-    """Two peers train; one catches an exception at that line of its steps. Returns their lines."""
-    tracer = Tracer(frozenset() if line is None else {line})
+def inject(mode: str, *at: int) -> Steps:
+    """Two peers train; one catches exceptions at those lines of its steps. Returns its tracer."""
+    tracer = Steps(frozenset(at))
 
     def peer(number: int) -> Any:
         with pccl.Communicator(master.address) as comm:
@@ -237,15 +251,22 @@ def lines_of_steps(mode: str, line: int | None = None) -> int:
             return train(number, comm, tracer, mode)
 
     with pccl.MasterNode("127.0.0.1:0") as master:
-        ours, theirs = together(lambda: peer(0), lambda: peer(1))
-    assert ours == theirs, (mode, line)
-    return tracer.lines
+        try:
+            ours, theirs = together(lambda: peer(0), lambda: peer(1))
+        except BaseException as error:
+            error.add_note(f"{mode}, {at}")
+            raise
+    assert ours == theirs, (mode, at)
+    return tracer
+
+
+def some(lines: range, step: int | None, samples: int = SAMPLES) -> range:
+    return lines[:: step or max(1, len(lines) // samples)]
 
 
 def caught(mode: str, step: int | None) -> None:
-    lines = lines_of_steps(mode)
-    for line in range(1, lines, step or lines // SAMPLES):
-        lines_of_steps(mode, line)
+    for line in some(range(1, inject(mode).lines), step):
+        inject(mode, line)
 
 
 @pytest.mark.parametrize("mode", CAUGHT)
@@ -257,6 +278,27 @@ def test_an_exception_that_a_program_catches_costs_the_others_nothing(mode: str)
 @pytest.mark.parametrize("mode", CAUGHT)
 def test_so_it_is_at_each_line(mode: str) -> None:
     caught(mode, 7)
+
+
+def caught_again(mode: str, first: int, step: int | None) -> None:
+    """A second exception while the peer rejoins after the one at line `first`."""
+    ends = inject(mode, first, NEVER).ends
+    begins, end = [end for end in ends if end >= first][:2]
+    for line in some(range(begins + 1, end), step, 4 * SAMPLES):
+        inject(mode, first, line)
+
+
+@pytest.mark.parametrize("mode", CAUGHT)
+def test_a_second_exception_while_the_peer_rejoins_costs_no_more(mode: str) -> None:
+    caught_again(mode, inject(mode).lines // 2, None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", CAUGHT)
+def test_so_it_is_at_each_line_of_a_rejoin(mode: str) -> None:
+    for first in some(range(1, inject(mode).lines), None):
+        caught_again(mode, first, 7)
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
